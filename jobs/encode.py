@@ -11,7 +11,7 @@ if __name__ == "__main__":
 
 import hydra
 
-from jobs.config.cli import as_job, ended, run_job, say
+from jobs.config.cli import as_job, ended, run_job, say, with_kind
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, EncodeConfig, load
 
@@ -60,4 +60,5 @@ def main(composed: Composed) -> int:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = with_kind(sys.argv[1:])
     run_job(main, EncodeConfig)

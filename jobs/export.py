@@ -17,9 +17,10 @@ def main(composed: Composed) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
 
     from jobs.config.signals import StopFlag
-    from jobs.exporting.export import describe, export
+    from jobs.exporting.export import describe, export, require_free
     from jobs.exporting.waiting import wait_for_end
 
+    require_free(config)  # before what may take long
     if config.wait:
         with StopFlag() as stop:
             wait_for_end(config.runs, stop, say)

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 import hydra
 
-from jobs.config.cli import as_job, ended, run_job, say, with_prompt
+from jobs.config.cli import as_job, ended, run_job, say, with_kind, with_prompt
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, GenerateConfig, load, run_directory
 from jobs.datasets.config import DatasetKind
@@ -58,17 +58,20 @@ def main(composed: Composed) -> int:
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.exporting.export import write_batch_files
-        from jobs.run.conversation import converse
+        from jobs.run.conversation import converse, follow_turns
         from jobs.run.generation import generation
         from jobs.run.passes import Start
-        from jobs.run.ranks import perform_in_ranks
+        from jobs.run.ranks import perform_in_ranks, ranks_of
         from jobs.run.row_errors import told_outcome
         from jobs.run.stored_run import add_batch_files
 
     with StopFlag() as stop:
         start = Start(at=began_at, clock=began)
         if config.dataset.has_turns:
-            return _told_of_turns(converse(config, stop, start), run_directory(config))
+            with ranks_of(config.devices, stop) as ranks:
+                if ranks is not None and ranks.rank:
+                    return follow_turns(config, stop, ranks)
+                return _told_of_turns(converse(config, stop, start, ranks), run_directory(config))
         outcome = perform_in_ranks(generation(config), config, stop, start)
     if isinstance(outcome, int):
         return outcome
@@ -115,5 +118,5 @@ def answers(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = with_prompt(sys.argv[1:])
+    sys.argv[1:] = with_kind(with_prompt(sys.argv[1:]))
     run_job(main, GenerateConfig)

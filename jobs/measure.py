@@ -23,12 +23,15 @@ def main(composed: Composed) -> None:
     config = load(MeasureJobConfig, composed)
     logging.basicConfig(level=config.log_level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
 
-    from jobs.files.publishing import publish, write_all
+    from jobs.files.named import publish_named, require_replaceable
+    from jobs.files.publishing import make_directory, write_all
     from jobs.measuring.doubts import doubts
     from jobs.measuring.measurement import Steps, measure_machine
     from jobs.measuring.report import Source, agreement, format_table, format_yaml
     from runtime.measure.machine_cache import find_latest, keep
 
+    if config.measure.out is not None:
+        require_replaceable([Path(config.measure.out)], f"measure.out={config.measure.out}")
     found = []
     for _ in range(config.measure.times):
         with Steps() as steps:
@@ -58,8 +61,8 @@ def main(composed: Composed) -> None:
             notes=last.notes,
         )
         text = format_yaml(out.stem, source, last.rates, last.figures)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        publish(out, lambda file: write_all(file, text.encode()), exclusive=False)
+        make_directory(out.absolute().parent)
+        publish_named(out, lambda file: write_all(file, text.encode()))
         say(str(out))
 
 

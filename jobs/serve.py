@@ -2,16 +2,20 @@
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import hydra
 from hydra.errors import HydraException
 
 from jobs.config.cli import as_job, explain, quoted, run_job
 from jobs.config.settings import Composed, EncodeConfig, GenerateConfig, load
-from jobs.config.typed import known_keys
-from jobs.serving.config import ServeConfig, settings_of
+from jobs.config.typed import flatten, known_keys
+from jobs.serving.config import ServeConfig, absolute_paths, settings_of
 from runtime.errors import ConfigError
+
+C = TypeVar("C", GenerateConfig, EncodeConfig)
 
 
 @hydra.main(config_path="../conf", config_name="serve", version_base=None)
@@ -24,20 +28,22 @@ def main(composed: Composed) -> None:
         stream=sys.stderr,
         force=True,
     )
-    _require_known("generate", GenerateConfig, settings_of("generate", config.settings))
+    composed_job = _composed("generate", GenerateConfig, settings_of("generate", config.settings))
     if settings_of("encode", config.settings) != settings_of("generate", config.settings):
-        _require_known("encode", EncodeConfig, settings_of("encode", config.settings))
+        _composed("encode", EncodeConfig, settings_of("encode", config.settings))
+    config = replace(config, settings=[*config.settings, *absolute_paths(flatten(composed_job))])
     try:
         from jobs.serving.server import serve
     except ImportError as error:
         raise ConfigError(f"millrace serve needs the extra: pip install 'millrace[serve]' ({error})") from error
-    serve(config, Path(config.output_root))
+    model = composed_job.model
+    serve(config, Path(config.output_root), [model.path or model.name])
 
 
-def _require_known(job: str, kind: type[GenerateConfig], settings: list[str]) -> None:
-    """Raises ConfigError for settings that no such job would take."""
+def _composed(job: str, kind: type[C], settings: list[str]) -> C:
+    """The settings of each such job. Raises ConfigError for those that it would not take."""
     try:
-        load(kind, hydra.compose(job, settings))
+        return load(kind, hydra.compose(job, settings))
     except HydraException as error:
         raise ConfigError(explain(error, known_keys(kind))) from error
 

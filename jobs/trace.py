@@ -1,5 +1,6 @@
 """python -m jobs.trace: a picture of a window of a trace, a run's (trace=true) or a plan's (plan.timeline=true)."""
 
+import os
 from pathlib import Path
 
 import hydra
@@ -14,23 +15,23 @@ from runtime.errors import ConfigError
 def main(composed: Composed) -> None:
     config = load(TraceConfig, composed)
 
-    from jobs.pictures.trace_file import read_processes
+    from jobs.files.named import require_replaceable
+    from jobs.pictures.trace_file import read_all, trace_files
     from jobs.pictures.trace_picture import Window, draw_panels
 
     assert config.path is not None, "the config class has checked it"
-    processes = read_processes(Path(config.path))
-    last = max((span.end for spans in processes.values() for span in spans), default=0.0)
+    path = Path(config.path)
+    files = trace_files(path)
+    drawn = {f"{file}: {name}": spans for file, processes in read_all(files) for name, spans in processes.items()}
+    last = max((span.end for spans in drawn.values() for span in spans), default=0.0)
     end = last if config.end is None else config.end
     if config.begin >= min(end, last):
         raise ConfigError(f"begin={config.begin:g} s is not before the end of the window: the trace ends at {last:g} s")
-    out = Path(config.out) if config.out is not None else Path(config.path).with_suffix(".svg")
-    draw_panels(
-        out,
-        [
-            (spans, Window(begin=config.begin, end=end, title=f"{config.path}: {name}"))
-            for name, spans in processes.items()
-        ],
-    )
+    folder = Path(os.path.commonpath([file.parent for file in files]))
+    beside = folder / "all.svg" if path.is_dir() else path.with_suffix(".svg")
+    out = Path(config.out) if config.out is not None else beside
+    require_replaceable([out], f"out={out}")
+    draw_panels(out, [(spans, Window(begin=config.begin, end=end, title=title)) for title, spans in drawn.items()])
     say(f"{out}: {config.begin:g} s to {end:g} s of {last:g} s")
 
 

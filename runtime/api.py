@@ -70,7 +70,7 @@ from .settings import Settings, changed
 from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.fillings import Together
-from .stream.host_memory import reset_peak, resident_bytes, set_allocator
+from .stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
 from .trace import Trace
 from .units import MIB, format_bytes
 
@@ -95,8 +95,8 @@ class Runtime(Closing):
 
     `device`: None takes the one that `machine.device` names; a text is one such name. `trace` collects what ran when;
     somebody must take it as the run goes on. `ranks`: those of which this process is one; all make the same calls, and
-    all are given all results. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with
-    what to change.
+    all are given all results. `encodes`: of an encoder-decoder its encoder alone is opened, to `embed`; any other model
+    is opened as without. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change.
     """
 
     def __init__(
@@ -107,11 +107,12 @@ class Runtime(Closing):
         trace: Trace | None = None,
         device: ComputeDevice | str | None = None,
         ranks: Ranks | None = None,
+        encodes: bool = False,
         **settings: Unpack[Settings],
     ):
         self.config = changed(config, settings)
         self.config = replace(self.config, sampling=with_schema(self.config.sampling))
-        self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
+        self._should_stop, self.trace, self.ranks, self._encodes = should_stop, trace, ranks, encodes
         self._shared = None if ranks is None else SharedRun.of(ranks)
         if self._shared is not None:
             self.config = self._shared.config(self.config)
@@ -150,6 +151,7 @@ class Runtime(Closing):
             self.config.offload.cache_dir,
             should_stop=self._should_stop,
             gathering=None if self._shared is None else self._shared.gathering,
+            encodes=self._encodes,
         )
         loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
         return placed(loaded, self.device)
@@ -359,6 +361,7 @@ class Runtime(Closing):
             )
             self.planner.announce(found, self._advised)
             self._check_lanes(found, requests)
+            self._count_from_here()
             return found
 
         def confirm(plan: RunPlan, session: Session) -> None:
@@ -390,6 +393,7 @@ class Runtime(Closing):
         told = shared.plan(self.planner, requests, blocks, chunk_tokens)
         plan = shared.plan_told(told, self.planner, requests)
         self._check_lanes(plan, requests)
+        reset_peak()
         together = shared.begin(told)
         self.planner.announce(plan, self._advised)
         with self.session(plan, together) as session:
@@ -420,8 +424,17 @@ class Runtime(Closing):
         if is_first and plan.blocks and is_due(self.model, self.config.model.self_check, seconds):
             config, stop = self.config, self._should_stop
             check_lanes(replace(self.model, shape=whole), config, self.budgets(), self.reader, stop, scores=scores)
-            reset_peak()
+            gc.collect()  # a model refers to itself
         self._checked |= {scores, False}
+
+    def _count_from_here(self) -> None:
+        """Counts the memory of the session that is about to be opened from what the process holds now: what measuring,
+        the self-check, compiled kernels and a first try left behind is not the run's. Kept weights are, and were
+        allocated behind an earlier beginning, which then stays."""
+        if self._kept is None or not (self._kept.weights.compute_bytes or self._kept.weights.pinned_bytes):
+            trim_heap()
+            self.baseline_bytes = resident_bytes()
+        reset_peak()
 
     def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
         """`sampling.n` results per prompt, in order of prompts and then of samples. `prompts` as for `stream`."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .config import OffloadConfig
+from .out_of_memory import OverBudget
 from .plan.placement.ledger import KERNELS_BYTES
 from .plan.placement.placement import Budgets, Placement
 from .stream.device import ComputeDevice
@@ -67,8 +68,8 @@ def device_limited(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeig
 
 
 def require_within(placement: Placement, baseline_bytes: int, num_sharers: int) -> None:
-    """Raises MemoryError when the peak of this process, above its baseline, is over what the host's ledger allows."""
+    """Raises OverBudget when the peak of this process, above its baseline, is over what the host's ledger allows."""
     host = next(ledger for ledger in placement.ledgers if ledger.memory == "host")
     used = peak_resident_bytes(num_sharers) - baseline_bytes
     if used > host.budget_bytes:
-        raise MemoryError(f"{format_bytes(used)} used, {host.budget_key} allows {format_bytes(host.budget_bytes)}")
+        raise OverBudget(f"{format_bytes(used)} used, {host.budget_key} allows {format_bytes(host.budget_bytes)}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .batching.balance import Block
+from .cache_root import cache_root
 from .config import RuntimeConfig
 from .errors import BudgetError, ConfigError
 from .plan.placement.memory import SequenceSize
@@ -23,7 +24,6 @@ from .plan.search.choice import Choice
 from .plan.search.policy import Policy
 from .plan.search.workload import Workload
 from .plan.shape.model import ModelShape
-from .store.cache_root import cache_root
 
 log = logging.getLogger(__name__)
 

@@ -91,6 +91,7 @@ class Admission(Enum):
 
 MAX_MEMORY_GIB, MAX_THREADS = 1 << 20, 1024
 TINY, RANDOM = "tiny", "random"  # the model that comes along, and the one that is drawn on the spot
+ANY = "hf"  # whatever `model.path` holds: no name of a model
 BUILT_IN = (TINY, RANDOM)
 
 
@@ -217,6 +218,12 @@ class ModelConfig:
         require(bool(self.name), "model.name is empty")
         require_plain_url(self.path, "model.path")
         require_plain_url(self.tokenizer, "model.tokenizer")
+
+    @property
+    def packing(self) -> str:
+        """How to have once what `quantize` makes at each start."""
+        name = self.quantize.value if self.quantize is not None else "int8"
+        return f"millrace pack model.path={self.path or 'DIR'} out=OUT format={name}, then model.path=OUT"
 
     @staticmethod
     def named(text: str) -> "ModelConfig":
@@ -369,20 +376,12 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         require_groups_agree(self.policy, self.prefetch, self.offload)
-        require_quantized_once(self.model, self.offload)
 
-
-def require_quantized_once(model: ModelConfig, offload: OffloadConfig) -> None:
-    """Raises ConfigError where weights would be rounded again in each pass."""
-    if model.quantize is None:
-        return
-    name, where = model.quantize.value, model.path or "DIR"
-    require(
-        offload.tier in (Tier.none, Tier.cpu),
-        f"model.quantize={name} rounds weights as they are read, and offload={offload.tier.value} may read them every "
-        f"pass. Pack them once: millrace pack model.path={where} out=OUT format={name}, then model.path=OUT; or "
-        "offload=none or offload=cpu, which read them once",
-    )
+    @property
+    def tier(self) -> Tier:
+        """What a plan goes by: weights that are rounded while they are read stay, of `auto` too."""
+        is_open = self.offload.tier is Tier.auto and self.model.quantize is not None
+        return Tier.cpu if is_open else self.offload.tier
 
 
 def require_beams_fit(policy: PolicyConfig, sampling: SamplingConfig) -> None:

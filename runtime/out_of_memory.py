@@ -20,6 +20,10 @@ PHRASES = (
 )
 
 
+class OverBudget(MemoryError):
+    """The process holds more of host memory than its budget, whatever the machine has."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Torch reports a failed host allocation as a plain RuntimeError, the dynamic linker as an ImportError.
     Accelerators' libraries have names of their own for it; on a full device cuBLAS says that it is not initialised."""
@@ -41,10 +45,12 @@ def memory_shortage(ledgers: Sequence[Ledger], error: BaseException) -> MemorySh
 
 def _shortage(ledgers: Sequence[Ledger], error: BaseException) -> str:
     equations = "\n".join(map(str, ledgers))
-    return (
-        f"memory ran out although the plan fits its budget ({first_line(error)}):\n{equations}\n"
-        "lower offload.host_memory_gib / offload.device_memory_gib or policy.micro_batch_size"
-    )
+    keys = " or ".join(ledger.budget_key for ledger in ledgers)
+    advice = f"raise what limits this process, or lower {keys} or policy.micro_batch_size: the plan is then smaller"
+    if isinstance(error, OverBudget):
+        key = next(ledger.budget_key for ledger in ledgers if ledger.memory == "host")
+        advice = f"raise {key}, as this plan takes more than it counts, or lower policy.micro_batch_size"
+    return f"memory ran out although the plan fits its budget ({first_line(error)}):\n{equations}\n{advice}"
 
 
 def first_line(error: BaseException) -> str:

@@ -7,7 +7,12 @@ from .errors import require
 
 MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # beyond any context
 MAX_BEAMS = 1_000
-STRUCTURES = ("json_schema", "regex", "choice", "grammar")  # of the whole completion; one of them at most
+STRUCTURES = (
+    "json_schema",
+    "regex",
+    "choice",
+    "grammar",
+)  # of the whole completion, or of all behind its reasoning; one of them at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +135,6 @@ class SamplingConfig:
         require(
             tags is None or is_known,
             f"sampling.reasoning must be auto, two tags like [<think>,</think>], or null, got {tags}",
-        )
-        require(
-            tags is None or not given,
-            f"sampling.reasoning and sampling.{''.join(given)}: a structure holds from the first token on, so that "
-            "nothing is thought before; set one of them",
         )
         for key in given:
             require(bool(getattr(self, key)), f"sampling.{key} is empty: null leaves it unset")

@@ -1,14 +1,16 @@
 """GGUF files as llama.cpp's converter writes them, from synthesised checkpoints."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -172,9 +174,11 @@ class _Names(TensorProcessor):
         return hf_name.replace(".dt_bias", ".dt_proj.bias")
 
 
-def write_gguf(source: Path, path: Path, kinds: Mapping[str, Type]) -> Path:
+def write_gguf(
+    source: Path, path: Path, kinds: Mapping[str, Type], ids: Mapping[str, int] = MappingProxyType({})
+) -> Path:
     """`source`, a synthesised checkpoint, as a GGUF file. `kinds`: the type of matrices whose GGUF name holds the key;
-    the first that does counts, "" is in all. Vectors are F32."""
+    the first that does counts, "" is in all. Vectors are F32. `ids`: settings below `tokenizer.ggml.`."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -184,6 +188,8 @@ def write_gguf(source: Path, path: Path, kinds: Mapping[str, Type]) -> Path:
         add = {float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}[type(value)]
         add(f"{architecture.name}.{name}", value)
     _add_tokenizer(writer, source)
+    for key, token in ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{key}", token)
     processor = TENSOR_PROCESSORS.get(architecture.name, _Names)(config=config.to_dict())
     found = get_gguf_hf_weights_map(model, processor, model_type=architecture.name)
     names = {theirs: name for name, theirs in found.items()}
@@ -208,9 +214,30 @@ def _add_tokenizer(writer: gguf.GGUFWriter, source: Path) -> None:
     vocab = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["vocab"]
     tokens = sorted(vocab, key=vocab.__getitem__)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if t in tokenizer.all_special_tokens else 1 for t in tokens])
     writer.add_token_scores([-float(index) for index in range(len(tokens))])  # no pair is merged
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
+
+
+def write_vocabulary(path: Path, merges: Sequence[str], settings: Mapping[str, str | int | bool]) -> Path:
+    """A file without tensors: a byte-level vocabulary of `<s>`, `</s>`, the bytes and what `merges` make of them, and
+    settings below `tokenizer.ggml.`."""
+    tokens = ["<s>", "</s>", *sorted(ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges)]
+    writer = gguf.GGUFWriter(path, "llama")
+    for name in _LLAMA_KEYS.values():
+        add = writer.add_float32 if name.endswith("epsilon") else writer.add_uint32
+        add(f"llama.{name}", 8)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(tokens) - 2))
+    writer.add_token_merges(merges)
+    for key, value in settings.items():
+        add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}[type(value)]
+        add(f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path

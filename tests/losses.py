@@ -63,18 +63,24 @@ class TrainedScores:
         return estimate([float(each.is_greedy) for each in self.asked])
 
     def beyond(self, exact: "TrainedScores") -> Estimate:
-        """How much more the perplexity of stories is than `exact` has it, by what each story comes to."""
-        pairs = zip(self.told, exact.told, strict=True)
-        nats = [
-            [right - found for found, right in zip(mine.token_logprobs, theirs.token_logprobs, strict=True)]
-            for mine, theirs in pairs
-        ]
-        return estimate_of_groups(nats)
+        """How much more the perplexity of stories is than `exact` has it."""
+        return nats_beyond(self.told, exact.told)
 
 
 def perplexity(scored: Sequence[Scored]) -> float:
     """The perplexity per token of the targets."""
     return math.exp(-sum(each.logprob for each in scored) / sum(each.num_target_tokens for each in scored))
+
+
+def nats_beyond(found: Sequence[Scored], exact: Sequence[Scored]) -> Estimate:
+    """By how much the logarithm of the perplexity is more than that of `exact`, from what each target comes to."""
+    pairs = zip(found, exact, strict=True)
+    return estimate_of_groups(
+        [
+            [right - wrong for wrong, right in zip(mine.token_logprobs, theirs.token_logprobs, strict=True)]
+            for mine, theirs in pairs
+        ]
+    )
 
 
 def examples(tasks: Iterable[str], count: int) -> Iterator[tuple[str, str]]:

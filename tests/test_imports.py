@@ -52,7 +52,8 @@ ALLOWED = {
     "measure": {*MODEL, "model", "batching", "engine"},
 }
 FOR_ALL = {
-    *("closing", "config", "errors", "orders", "profiles", "resources", "sampling_config", "shared_work", "text_field"),
+    *("cache_root", "closing", "config", "errors", "orders", "profiles", "resources", "sampling_config"),
+    *("shared_work", "text_field"),
     *("units", "urls"),
 }
 # What each room of jobs may import of the others. Nothing but a door imports benchmarks.
@@ -65,7 +66,7 @@ JOBS = {
     "evaluating": {"config", "datasets", "files", "run"},
     "exporting": {"datasets", "files", "run"},
     "serving": {"config", "datasets", "files", "run", "exporting"},
-    "reporting": {"config", "files", "pictures", "run"},
+    "reporting": {"config", "datasets", "files", "pictures", "run"},
     "planning": {"config", "files", "pictures"},
     "measuring": {"config", "files"},
     "benchmarks": {"config", "files", "datasets", "evaluating", "packing", "pictures", "run"},

@@ -19,8 +19,8 @@ from threading import Event, Timer
 from types import FrameType
 from typing import Any
 
+from runtime.cache_root import cache_root
 from runtime.errors import MillraceError
-from runtime.store.cache_root import cache_root
 
 from ..config.process import settled
 from .contenders import Isolation, Peer

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
 from itertools import zip_longest
@@ -16,15 +17,16 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import runtime
-from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, MillraceError
+from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, MillraceError, OutputError
 
 from .help import help_text
 from .mistakes import mistakes_logged, told
-from .process import end_among_ranks
+from .process import end_among_ranks, ready
 from .typed import known_keys, unknown_key
 
 C = TypeVar("C")
 
+MULTIRUN = ("--multirun", "-m")
 REFUSED = 2
 RESUMABLE = Interrupted.exit_code
 _WORST_FIRST = (InternalError.exit_code, 4, REFUSED, RESUMABLE, 3, 0)  # of the jobs of a sweep
@@ -72,6 +74,7 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     `schema` is the config dataclass, for naming the key that a mistyped one was meant to be. An exception that is
     neither ours nor Hydra's ends it with 70, its traceback in a file that the line names; Ctrl-C ends it with 75.
     """
+    ready()
     try:
         _run_job(entry, schema)
     except SystemExit as end:
@@ -97,12 +100,21 @@ def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
         if _comes_from_hydra(error):
             report(explain(error, known_keys(schema)))
             sys.exit(REFUSED)
-        mistake = told(error)
+        mistake = _unwritable(error) or told(error)
         report(mistake)
         sys.exit(mistake.exit_code)
     finally:
         _exit_codes.set(None)
     sys.exit(min(codes, key=_WORST_FIRST.index, default=0))
+
+
+def _unwritable(error: Exception) -> ConfigError | None:
+    """What the user is told where Hydra cannot write what it keeps of a sweep; None for anything else. A job's own
+    errors do not come here."""
+    is_sweep = any(word in sys.argv for word in MULTIRUN)
+    if not is_sweep or not isinstance(error, OSError) or os.sep not in str(error.filename):  # a program has no path
+        return None
+    return ConfigError(f"{error.filename} cannot be written: {error.strerror}: choose another place with output_root=")
 
 
 def _answered(job: str, words: list[str], schema: type) -> int | None:
@@ -134,6 +146,19 @@ def with_prompt(words: list[str]) -> list[str]:
     return found
 
 
+def with_kind(words: list[str]) -> list[str]:
+    """The words with the kind of data set that the ending of `dataset.path` tells, where they choose none."""
+    from ..datasets.files import ending_kind  # needs pyarrow, which not every job has
+
+    if any(re.match(r"[+~]*dataset(=|@|\.kind=)", word) for word in words):
+        return words
+    values = [word.partition("=")[2] for word in words if word.partition("=")[0] == "dataset.path"]
+    is_sweep = bool({"--multirun", "-m"} & {*words})
+    paths = [path for value in values for path in (value.split(",") if is_sweep else [value])]
+    kinds = {ending_kind(path.strip("'\"")) for path in paths}
+    return [*words, *(f"dataset={kind}" for kind in kinds if len(kinds) == 1 and kind is not None)]
+
+
 def quoted(text: str) -> str:
     """A value that Hydra reads back as this text, whatever is in it."""
     escaped = re.sub(r'(\\*)"', lambda match: 2 * match[1] + '\\"', text).replace("${", "\\${")
@@ -153,11 +178,13 @@ def _meant(words: list[str], schema: type) -> str | None:
 
 def say(text: str = "") -> None:
     """Prints a line on stdout. Where nobody reads it any more, as behind `| head`, this line and all that follow go
-    nowhere, and the job ends with its own exit code."""
+    nowhere, and the job ends with its own exit code. Raises OutputError where it cannot be written."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise OutputError(f"cannot write to stdout: {error.strerror}") from error
 
 
 def ended(code: int, output: str, error: str) -> int:
@@ -174,7 +201,8 @@ def report(error: Exception | str) -> None:
     from a data set."""
     text = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in str(error))
     kind = "interrupted" if isinstance(error, Interrupted) else "error"
-    print(f"{kind}: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the exit code says it where nobody reads
+        print(f"{kind}: {text}", file=sys.stderr, flush=True)
 
 
 def explain(error: Exception, known: list[str]) -> str:
@@ -207,6 +235,8 @@ def explain(error: Exception, known: list[str]) -> str:
             f"{match[1]} looks like a sweep: add --multirun, or write a list as key=[a,b], or quote it as key=\"'a,b'\""
         )
     if override := getattr(error, "override", None):
+        if any("\ud800" <= char <= "\udfff" for char in override):
+            return f"cannot read {override!r}: it is not UTF-8; give what it names another name, or a link that has one"
         if "=" not in override:
             return f"{override!r} is not key=value; --help shows how to call this job"
         return f"cannot read {override!r} ({_first_line(text)}); quote text as key=\"'text'\""

@@ -27,12 +27,17 @@ def log_to_stderr(level: LogLevel) -> None:
 
 def log_start(log: logging.Logger, config: GenerateConfig) -> None:
     """Writes to stderr from now on, first what is doubtful about the settings, which model is opened and where its
-    results go. Of several ranks the first one writes; the others warn."""
+    results go. Of several ranks the first one writes; the others warn. Raises ConfigError for a device that is not
+    here."""
     launch = Launch.found(os.environ) if config.devices.way is not Way.one else None
     if launch is not None and launch.rank:
         log_to_stderr(LogLevel.warning)
         return
     log_to_stderr(config.log_level)
+    if config.machine.device not in ("auto", "cpu") and config.num_workers == 1:
+        from runtime.stream.device_choice import choose_device  # torch
+
+        choose_device(config.machine.device)
     for sentence in doubtful_settings(config):
         log.warning("%s", sentence)
     log.debug("config:\n%s", to_yaml(config))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import subprocess
 import tempfile
 import traceback
 from collections.abc import Iterator
@@ -9,10 +10,12 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from runtime.errors import BudgetError, InternalError, MemoryShortage, MillraceError
+from runtime.errors import BudgetError, ConfigError, InternalError, Interrupted, MemoryShortage, MillraceError
 from runtime.out_of_memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
+SBATCH, NO_SRUN = "sbatch", 'Could not detect "srun"'  # so says submitit
+NO_HOME = "Could not determine home directory"  # so says pathlib of ~ without a home, and of ~name without such a user
 
 
 @contextmanager
@@ -36,10 +39,35 @@ def told(error: Exception, path: Path | None = None) -> MillraceError:
             "container's or a job's memory), or lower offload.host_memory_gib, offload.device_memory_gib or "
             "policy.micro_batch_size"
         )
+    if (said := _said_by_slurm(error)) is not None:
+        return said
+    if isinstance(error, RuntimeError) and str(error).startswith(NO_HOME):
+        return ConfigError("a path begins with ~, and no home directory is known for it: write the path in full")
     return InternalError(
         f"internal error, a mistake of Millrace's and none of yours: {type(error).__name__}: {_first_line(error)}; "
         f"the traceback is in {_logged(error, path)}: please report it. The same command goes on from what is committed"
     )
+
+
+def _said_by_slurm(error: Exception) -> MillraceError | None:
+    """What a launcher of a sweep met at Slurm; None for anything else. Its library is known by name: it is an extra."""
+    sbatch = error.__cause__
+    if isinstance(sbatch, subprocess.CalledProcessError) and Path(sbatch.cmd[0]).name == SBATCH:
+        words = str(sbatch.stderr or sbatch.stdout or f"it ended with {sbatch.returncode} and no word").strip()
+        words = "; ".join(line.removeprefix(f"{SBATCH}: ").removeprefix("error: ") for line in words.splitlines())
+        return ConfigError(
+            f"{SBATCH} refuses the sweep: {words}. Its partition, account, time and memory are the settings "
+            "hydra.launcher.partition, account, timeout_min, mem_gb, cpus_per_task and gpus_per_node"
+        )
+    is_absent = isinstance(error, FileNotFoundError) and error.filename == SBATCH
+    if is_absent or (isinstance(error, RuntimeError) and str(error).startswith(NO_SRUN)):
+        return ConfigError(
+            "hydra/launcher=slurm finds no Slurm here (srun and sbatch): start the sweep where they are, or leave the "
+            "launcher out to run it here, one job after another"
+        )
+    if type(error).__name__ == "UncompletedJobError" and type(error).__module__.startswith("submitit."):
+        return Interrupted(f"a job of the sweep ended without a result: {_first_line(error)}; the same command goes on")
+    return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -5,6 +5,7 @@ on the core that the threads of our kernels and readers need: of two cores, deco
 """
 
 import gc
+import io
 import logging
 import os
 import sys
@@ -17,6 +18,25 @@ from .signals import end_on_signals, hold_signals
 
 TUNABLES, WAITING = "GLIBC_TUNABLES", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 SPIN_COUNT = "1000"  # some microseconds
+
+
+def ready() -> None:
+    """Makes this process one that can read its own command and print. Standard streams that whoever started it has
+    closed lead to /dev/null: a file that is opened would take their numbers, and what libraries print would go into it.
+    What the encoding of stdout lacks is printed as escapes. Where the locale has no more than ASCII and the command
+    does, as in a path, this process is replaced by the same command in UTF-8 mode."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - stays open
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    is_ascii = all(word.isascii() for word in sys.orig_argv)
+    if sys.getfilesystemencoding() == "ascii" and not is_ascii and os.environ.get("PYTHONUTF8") != "1":
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
 
 
 def settled(environment: Mapping[str, str]) -> dict[str, str]:
@@ -33,6 +53,7 @@ def start_settled() -> None:
     """Replaces this process by the same command with these settings; returns where that has been done. Same process
     id, and 0.1 s: call it before anything is opened, and before what takes long to import, since from here on a stop
     signal ends the process with 75."""
+    ready()
     end_on_signals()
     environment = settled(os.environ)
     if sys.platform == "linux" and environment != dict(os.environ):

@@ -28,7 +28,6 @@ from runtime.config import (
     require,
     require_beams_fit,
     require_groups_agree,
-    require_quantized_once,
 )
 from runtime.errors import ConfigError
 from runtime.sampling_config import STRUCTURES
@@ -128,7 +127,6 @@ class GenerateConfig:
         _require_path(self.model)
         _require_output_root(self.output_root)
         require_groups_agree(self.policy, self.prefetch, self.offload)
-        require_quantized_once(self.model, self.offload)
         require_beams_fit(self.policy, self.sampling)
         is_batch, keeps = self.is_batch, self.dataset.keep_columns
         require(
@@ -178,8 +176,6 @@ class GenerateConfig:
         admission = self.policy.admission
         is_wave = admission is Admission.wave
         require(is_wave, f"workers=elastic shares blocks out: policy.admission={admission.value} has none, wave has")
-        require(not self.trace, "workers=elastic writes no trace: trace=true needs workers=one")
-        require(not self.dataset.has_turns, "workers=elastic asks no chats of several turns: take workers=one")
 
     def _require_for_ranks(self) -> None:
         """What ranks cannot do together is refused."""
@@ -187,7 +183,6 @@ class GenerateConfig:
         require(not self.is_elastic, f"{way} is one worker in several processes: take workers=one")
         is_told = type(self) is GenerateConfig or self.devices.way is not Way.pipeline
         require(is_told, f"{way} tells no scores or embeddings as yet: take devices=sharded, tensor or one")
-        require(not self.dataset.has_turns, f"{way} asks no chats of several turns as yet: take devices=one")
         is_held = self.dataset.window_rows is None
         require(is_held, f"{way} holds all rows as yet: leave dataset.window_rows null, or take devices=one")
 
@@ -349,7 +344,7 @@ class TraceConfig:
     out: str | None = None
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "path is not set: a file below <run>/trace, which jobs.generate trace=true writes")
+        require(bool(self.path), "path is not set: a run, or a file below <run>/trace, which trace=true writes")
         require(self.begin >= 0, f"begin must be 0 seconds or more, got {self.begin}")
         require(self.end is None or self.end > self.begin, f"end must be after begin={self.begin} s, got {self.end}")
         is_known = self.out is None or self.out.endswith((".svg", ".png"))

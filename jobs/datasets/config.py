@@ -7,12 +7,15 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from pkgutil import iter_modules
 
 from runtime.errors import DatasetError, require
+from runtime.urls import is_url
 
 from . import kinds
 from .fields import MAX_ROWS, DatasetFields
+from .files import ending_kind, other_kind
 from .row_rules import CountTokens, Kind
 from .rows import Row, number_rows, refuse_bad_rows, repeat_rows, resolve_duplicates, warn_of_empty_fields
 
@@ -45,6 +48,8 @@ class DatasetConfig(DatasetFields):
             is_set = getattr(self, field.name) != field.default
             others = ", ".join(each for each, other in KINDS.items() if field.name in other.keys)
             why = f"dataset.{field.name} has no meaning for {name}: it has for dataset={others}"
+            if unused and is_set and field.name == "path" and (other := ending_kind(self.path or "")):
+                why += f"; did you mean dataset={other}?"
             require(not (unused and is_set), why)
         require("path" not in kind.keys or bool(self.path), f"{name} needs {kind.needs}")
         why = f"dataset.chat_template has no meaning for {name}: its rows say themselves whether they are chats"
@@ -69,6 +74,16 @@ class DatasetConfig(DatasetFields):
     def place(self) -> str:
         """What is read, in words."""
         return self.path or f"dataset={self.kind.value}"
+
+
+def looks_otherwise(config: DatasetConfig) -> str:
+    """What to say of an input none of whose rows can be used, where its first file looks like another kind's."""
+    kind = config.kind.name
+    if not config.path or is_url(config.path) or kind == "hub":
+        return ""
+    path = Path(config.path).expanduser()
+    found = path if path.is_file() else next((each for each in sorted(path.glob("[!._]*")) if each.is_file()), None)
+    return "" if found is None else other_kind(found, kind if kind in ("csv", "parquet") else "jsonl")
 
 
 def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None, encodes: bool = False) -> list[Row]:

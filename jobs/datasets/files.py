@@ -1,21 +1,46 @@
 """Input files: which ones a path means, how they are opened, and what their errors are called."""
 
+import bz2
+import codecs
 import gzip
+import io
+import lzma
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, cast
 
+import pyarrow as pa
+
+from runtime.cache_root import cache_root
 from runtime.errors import DatasetError
 from runtime.remote.copies import local_copy
 from runtime.remote.object_store import ObjectStore
-from runtime.store.cache_root import cache_root
 from runtime.units import MIB
 from runtime.urls import is_url
 
-CHUNK_BYTES = MIB
+CHUNK_BYTES, HEAD_BYTES = MIB, MIB // 16
+PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}  # by magic bytes
+PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+PARQUET, TAR, TAR_AT = b"PAR1", b"ustar", 257
+FOREIGN = {  # what holds rows and is no text, by magic bytes
+    PARQUET: "Parquet: dataset=parquet",
+    b"ARROW1": "an Arrow file: write it as Parquet, and take dataset=parquet",
+    b"PK\x03\x04": "a zip archive or a spreadsheet: unpack it, or save it as CSV",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive: unpack it",
+    b"\x04\x22\x4d\x18": "packed by lz4: unpack it with lz4 -d",
+    b"\x89HDF": "an HDF5 file: write it as Parquet, and take dataset=parquet",
+}
+KIND_OF_ENDING = {
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    ".parquet": "parquet",
+}
+KIND_NAMES = {"csv": "CSV", "jsonl": "JSON", "parquet": "Parquet"}
+COPIES: ContextVar[str | None] = ContextVar("COPIES", default=None)  # `offload.cache_dir` of the run whose rows are read
 
 
 def require_there(path: str, key: str = "path") -> Path:
@@ -24,7 +49,9 @@ def require_there(path: str, key: str = "path") -> Path:
         raise DatasetError(f"dataset.{key}={path} is a URL: copy what is there, and name the copy")
     root = Path(path).expanduser()
     if not root.exists():
-        raise DatasetError(f"dataset.{key}={path} does not exist (looked for {root.absolute()})")
+        is_glob = any(sign in path for sign in "*?[")
+        hint = "; a pattern is not taken: name a file, or a directory, of which all files are read" if is_glob else ""
+        raise DatasetError(f"dataset.{key}={path} does not exist (looked for {root.absolute()}){hint}")
     return root
 
 
@@ -49,15 +76,135 @@ def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[
 @cache  # a run reads what was there when it first looked
 def _copied(url: str, suffixes: tuple[str, ...], key: str) -> Path:
     patterns = [f"[!_.]*{suffix}" for suffix in suffixes]
-    return local_copy(ObjectStore(url, f"dataset.{key}"), cache_root(), patterns, DatasetError)
+    return local_copy(ObjectStore(url, f"dataset.{key}"), cache_root(COPIES.get()), patterns, DatasetError)
 
 
-def open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
-    """Opened for reading; `.gz` is unpacked on the way."""
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
+def open_bytes(path: Path) -> io.BufferedReader:
+    """Opened for reading: packed files are unpacked on the way, whatever their names, and UTF-16 with a byte order mark
+    is read as UTF-8. Raises DatasetError for what is no text at all, OSError."""
+    packing = packing_of(path)
+    stream = _unpacked(path, packing) if packing is not None else path.open("rb")
+    try:
+        _refuse_foreign(path, stream.peek(TAR_AT + len(TAR)))
+        is_utf16 = stream.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    except BaseException:
+        stream.close()
+        raise
+    return io.BufferedReader(_Chunks(_utf8(stream)), CHUNK_BYTES) if is_utf16 else stream
 
 
-def bounded_lines(stream: BinaryIO | gzip.GzipFile, most_bytes: int) -> Iterator[tuple[bytes, int]]:
+def packing_of(path: Path) -> str | None:
+    """What the file is packed by, if it is. Raises OSError, also where only its name says so."""
+    with path.open("rb") as file:
+        head = file.read(max(map(len, PACKED)))
+    packing = next((name for magic, name in PACKED.items() if head.startswith(magic)), None)
+    if head and packing is None and path.name.endswith(PACKED_ENDINGS):
+        raise OSError(f"its name ends in {path.suffix}, and it is not packed so: rename it")
+    return packing
+
+
+def _unpacked(path: Path, packing: str) -> io.BufferedReader:
+    if packing == "zstd":
+        return io.BufferedReader(_Chunks(_unzstd(path)), CHUNK_BYTES)
+    opened: io.BufferedIOBase = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}[packing](path, "rb")
+    return io.BufferedReader(cast(io.RawIOBase, opened))
+
+
+def _unzstd(path: Path) -> Iterator[bytes]:
+    with pa.OSFile(str(path)) as file, pa.CompressedInputStream(file, "zstd") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            yield chunk
+
+
+def _utf8(stream: io.BufferedReader) -> Iterator[bytes]:
+    """UTF-16 as UTF-8. What it cannot encode becomes bytes that UTF-8 has not, and costs its row."""
+    decoder = codecs.getincrementaldecoder("utf-16")("surrogatepass")
+    with stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            yield decoder.decode(chunk).encode("utf-8", "surrogatepass")
+    if decoder.getstate()[0]:
+        raise EOFError("it is UTF-16 and ends within a character")
+
+
+class _Chunks(io.RawIOBase):
+    """A stream of what an iterator gives."""
+
+    def __init__(self, chunks: Iterator[bytes]):
+        self._chunks, self._left = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._left = memoryview(chunk)
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+    def close(self) -> None:
+        if isinstance(self._chunks, Generator):
+            self._chunks.close()
+        super().close()
+
+
+def skip_bytes(stream: io.BufferedReader, num_bytes: int) -> None:
+    """Goes on so many bytes from the beginning: of what is packed, by unpacking them."""
+    if isinstance(stream.raw, io.FileIO):
+        stream.seek(num_bytes)
+        return
+    while num_bytes and (chunk := stream.read(min(num_bytes, CHUNK_BYTES))):
+        num_bytes -= len(chunk)
+
+
+def _refuse_foreign(path: Path, head: bytes) -> None:
+    found = next((told for magic, told in FOREIGN.items() if head.startswith(magic)), None)
+    if found is None and head[TAR_AT:].startswith(TAR):
+        found = "a tar archive: unpack it, and name a file in it"
+    if found is not None:
+        raise DatasetError(f"{path} is {found}")
+
+
+def other_kind(path: Path, kind: str) -> str:
+    """What to say of a file that cannot be read as this kind, and looks like another one; empty where it does not."""
+    found = ""
+    with suppress(DatasetError), reading(path):
+        with path.open("rb") as file:
+            found = "parquet" if file.read(len(PARQUET)) == PARQUET else ""
+        if not found:
+            with open_bytes(path) as stream:
+                text = stream.read(HEAD_BYTES).decode("utf-8", "replace").removeprefix("\ufeff").lstrip()
+            is_csv = ending_kind(path.name) == "csv" or any(_is_divided(text, delimiter) for delimiter in ",\t;|")
+            found = "jsonl" if text.startswith(("{", "[")) else "csv" if is_csv else ""
+    return f"; {path.name} looks like {KIND_NAMES[found]}: dataset={found}" if found and found != kind else ""
+
+
+def _is_divided(text: str, delimiter: str) -> bool:
+    """Whether the first lines have as many columns each."""
+    counts = {line.count(delimiter) for line in text.splitlines()[:2] if line}
+    return len(counts) == 1 and 0 not in counts
+
+
+def ending_kind(name: str) -> str | None:
+    """The kind of data set that a file's name ends like; None where it tells of none."""
+    stem = unpacked_name(name)
+    return next((kind for ending, kind in KIND_OF_ENDING.items() if stem.endswith(ending)), None)
+
+
+def unpacked_name(name: str) -> str:
+    """The name without what a compressor added to it."""
+    return next((name.removesuffix(ending) for ending in PACKED_ENDINGS if name.endswith(ending)), name)
+
+
+def packed_too(*endings: str) -> tuple[str, ...]:
+    """These endings of names, also with what compressors add."""
+    return tuple(ending + more for ending in endings for more in ("", *PACKED_ENDINGS))
+
+
+def bounded_lines(stream: io.BufferedReader, most_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Each line, ended by byte 10 or the file, and how many bytes it has. Of one longer than `most_bytes`, its end not
     counted, the rest is passed over and never held."""
     while line := stream.readline(most_bytes + len(b"\r\n")):
@@ -69,8 +216,8 @@ def bounded_lines(stream: BinaryIO | gzip.GzipFile, most_bytes: int) -> Iterator
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Errors of the file system and of gzip leave as DatasetError with the file's name."""
+    """Errors of the file system and of what unpacks leave as DatasetError with the file's name."""
     try:
         yield
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
         raise DatasetError(f"cannot read {path}: {error}") from error

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 
 from runtime.config import SamplingOverrides
+from runtime.sampling_config import MAX_SAMPLES
 
 from .records import BadRecord, Content, Fields, Json, check_messages, check_text, shorten
 
@@ -58,7 +60,7 @@ def read_request(request: Fields, *, may_be_chat: bool) -> tuple[Content, Sampli
         max_new_tokens=int(_number(given, "max_tokens", 1)),
         temperature=_number(given, "temperature", 0),
         top_p=_number(given, "top_p", 0),
-        n=int(_number(given, "num_completions", 1)),
+        n=int(_number(given, "num_completions", 1, MAX_SAMPLES)),
         stop=[check_text(stop, "a stop string of request.stop_sequences") for stop in stops],
         logprobs=1,
     )
@@ -76,8 +78,9 @@ def _content(given: Fields, may_be_chat: bool) -> Content:
     return Content(messages=check_messages(messages, "request.messages"))
 
 
-def _number(given: Fields, key: str, least: float) -> float:
+def _number(given: Fields, key: str, least: float, most: float = sys.float_info.max) -> float:
     value = given[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-        raise BadRecord(f"request.{key}={shorten(str(value))} is not a number of {least} or more")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        wanted = f"of {least} or more" if most == sys.float_info.max else f"from {least} to {most:,}"
+        raise BadRecord(f"request.{key}={shorten(str(value))} is not a number {wanted}")
     return value

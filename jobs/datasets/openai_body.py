@@ -3,12 +3,13 @@ its request, so that none is passed over in silence.
 """
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TypeAlias, TypedDict
 
 from runtime.config import SamplingOverrides
+from runtime.sampling_config import MAX_SAMPLES
 
 from .fields import TEMPLATE_KEYWORDS
 from .records import BadRecord, Content, Fields, Json, Message, check_messages, check_objects, check_text, shorten
@@ -75,14 +76,28 @@ def _known_role(message: Message) -> Message:
 def read_completion(body: Fields) -> Asked:
     """A prompt, and what it asks otherwise than the run. Raises BadRecord naming the field."""
     given = given_fields(body, SAMPLED | {"prompt"})
-    prompt = given.get("prompt")
-    if isinstance(prompt, list):
-        if len(prompt) != 1 or not isinstance(prompt[0], str):
-            raise BadRecord("body.prompt is a list: one text is read, so give each a line of its own")
-        prompt = prompt[0]
     logprobs = _whole(given, "logprobs", most=MAX_TOP_LOGPROBS)
     kept = None if logprobs is None else max(1, logprobs)
-    return Content(prompt=check_text(prompt, "body.prompt")), _overrides(given, kept)
+    return _prompt(given.get("prompt")), _overrides(given, kept)
+
+
+def _prompt(value: Json) -> Content:
+    """One text or one list of token ids, alone or in a list."""
+    one = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
+    if not isinstance(one, list):
+        return Content(prompt=check_text(one, "body.prompt"))
+    ids = read_tokens(one)
+    if ids is None:
+        is_several = len(one) > 1 and all(isinstance(each, str | list) for each in one)
+        why = "one prompt is read, so give each a line of its own" if is_several else "neither texts nor token ids"
+        raise BadRecord(f"body.prompt is a list: {why}")
+    return Content(prompt_ids=ids)
+
+
+def read_tokens(value: list[Json]) -> tuple[int, ...] | None:
+    """Token ids; None where a list is empty, or has something else."""
+    ids = tuple(token for token in value if isinstance(token, int) and not isinstance(token, bool))
+    return ids if ids and len(ids) == len(value) else None
 
 
 ENDPOINTS: Mapping[str, Callable[[Fields], Asked]] = {CHAT_URL: read_chat, COMPLETION_URL: read_completion}
@@ -124,11 +139,11 @@ def _overrides(given: Fields, logprobs: int | None) -> SamplingOverrides:
         stop=None if stop is None else [check_text(text, "a stop string of body.stop") for text in stops],
         top_k=_top_k(given),
         min_p=_number(given, "min_p", least=0, most=1),
-        repetition_penalty=_number(given, "repetition_penalty", least=0, most=math.inf),
+        repetition_penalty=_number(given, "repetition_penalty", least=0, most=sys.float_info.max),
         min_new_tokens=_whole(given, "min_tokens"),
         ignore_eos=_truth(given, "ignore_eos"),
         seed=_whole(given, "seed", most=MAX_SEED),
-        n=_whole(given, "n", least=1),
+        n=_whole(given, "n", least=1, most=MAX_SAMPLES),
         logprobs=logprobs,
         **_structure(given),
     )
@@ -237,7 +252,8 @@ def _whole(given: Fields, key: str, *, least: int = 0, most: int | None = None) 
         raise BadRecord(f"body.{key} is {shorten(str(value))}, not a whole number")
     if value < least or (most is not None and value > most):
         raise BadRecord(
-            f"body.{key} must be {f'{least} to {most}' if most is not None else f'{least} or more'}, got {value}"
+            f"body.{key} must be {f'{least} to {most}' if most is not None else f'{least} or more'}, "
+            f"got {shorten(str(value))[1:-1]}"
         )
     return value
 
@@ -249,5 +265,5 @@ def _number(given: Fields, key: str, *, least: float, most: float) -> float | No
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRecord(f"body.{key} is {shorten(str(value))}, not a number")
     if not least <= value <= most:
-        raise BadRecord(f"body.{key} must be {least} to {most}, got {value}")
+        raise BadRecord(f"body.{key} must be {least} to {most}, got {shorten(str(value))[1:-1]}")
     return float(value)

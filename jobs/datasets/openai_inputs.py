@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 
-from .openai_body import given_fields
+from .openai_body import ENDPOINTS, given_fields, read_tokens
 from .records import BadRecord, Fields, Json, check_text
 from .rows import Inputs
 
@@ -53,6 +53,13 @@ ENCODED: Mapping[str, Callable[[Fields], Inputs]] = {
 }
 
 
+def endpoint_of(url: Json) -> str | None:
+    """The endpoint that a line's url names, also in Azure's form, without `/v1`, and with a slash behind it; None where
+    there is no such endpoint."""
+    path = url.rstrip("/") if isinstance(url, str) else ""
+    return next((each for each in (path, f"/v1{path}") if each in {*ENDPOINTS, *ENCODED}), None)
+
+
 def kept_body(body: Fields) -> Fields:
     """The body as each row of the output has it: a list of several inputs as its length and a digest, since every one
     of them has a row."""
@@ -78,10 +85,10 @@ def _are_tokens(value: list[Json]) -> bool:
 def _text_or_tokens(value: Json, what: str) -> str | tuple[int, ...]:
     if not isinstance(value, list):
         return check_text(value, what)
-    ids = [token for token in value if isinstance(token, int) and not isinstance(token, bool)]
-    if not ids or len(ids) < len(value):
+    ids = read_tokens(value)
+    if ids is None:
         raise BadRecord(f"{what} is neither a text nor a list of token ids")
-    return tuple(ids)
+    return ids
 
 
 def _texts(given: Fields, key: str) -> tuple[str, ...]:

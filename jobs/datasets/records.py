@@ -12,8 +12,8 @@ from runtime.config import SamplingOverrides
 from runtime.errors import DatasetError
 
 from .fields import OVERRIDE_FIELDS, DatasetFields
+from .strict_json import Json, parse_json, shorten
 
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Fields: TypeAlias = dict[str, Json]
 Message: TypeAlias = dict[str, Json]
 
@@ -27,16 +27,18 @@ TYPE_NAMES = {
 }
 NUM_FIELDS_LISTED = 8
 MAX_INDEX_DIGITS = 9
-STRUCTURED = frozenset({"tool_calls"})  # of a message: what templates take as lists of objects
+SHAREGPT_ROLES = {  # by what ShareGPT's files and their like have at `from`
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
 
 AS_THE_RUN = SamplingOverrides()
 
 
 class BadRecord(ValueError):
-    """Why this one record cannot be used; becomes the error of its row and never leaves this package. `missing_field`
-    is not None where it lacks that field."""
-
-    missing_field: str | None = None
+    """Why this one record cannot be used; becomes the error of its row and never leaves this package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +62,12 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a record asks: a prompt, or messages with an empty prompt; `reference` is an answer that came with it,
-    `template_kwargs` what the chat template gets beside the messages, `later_turns` what is asked behind the answer."""
+    """What a record asks: a prompt, as a text or as tokens (`prompt_ids`), or messages with an empty prompt;
+    `reference` is an answer that came with it, `template_kwargs` what the chat template gets beside the messages,
+    `later_turns` what is asked behind the answer."""
 
     prompt: str = ""
+    prompt_ids: tuple[int, ...] | None = None
     messages: list[Message] | None = None
     reference: str | None = None
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
@@ -87,11 +91,6 @@ def num_text_bytes(value: object) -> int:
     return sum(map(num_text_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-def shorten(text: str, limit: int = 60) -> str:
-    """`text` quoted for a message: control characters escaped, at most `limit` characters of it."""
-    return ascii(text if len(text) <= limit else f"{text[:limit]}...")
-
-
 def value_at(fields: Fields, name: str) -> Json:
     """The value of the field `name`, or what lies inside others at a dotted one: `body.messages`, `choices.0`. Raises
     KeyError."""
@@ -108,6 +107,13 @@ def value_at(fields: Fields, name: str) -> Json:
     return value
 
 
+def has_field(fields: Fields, name: str) -> bool:
+    with suppress(KeyError):
+        value_at(fields, name)
+        return True
+    return False
+
+
 def _index(step: str) -> int:
     is_number = step.isascii() and step.isdigit() and len(step) <= MAX_INDEX_DIGITS
     return int(step) if is_number else 10**MAX_INDEX_DIGITS
@@ -118,10 +124,12 @@ def read_field(fields: Fields, name: str, key: str) -> Json:
     try:
         return value_at(fields, name)
     except KeyError:
-        listed = ", ".join(shorten(field, 30) for field in list(fields)[:NUM_FIELDS_LISTED]) or "none"
-        error = BadRecord(f"there is no field {shorten(name)} (dataset.{key}); its fields: {listed}")
-        error.missing_field = name
-        raise error from None
+        raise BadRecord(f"there is no field {shorten(name)} (dataset.{key}); {listed_fields(fields)}") from None
+
+
+def listed_fields(fields: Fields) -> str:
+    """The names of some fields, for a message."""
+    return f"its fields: {', '.join(shorten(name, 30) for name in list(fields)[:NUM_FIELDS_LISTED]) or 'none'}"
 
 
 def check_text(value: Json, what: str, may_be_empty: bool = False) -> str:
@@ -147,18 +155,35 @@ def read_id(fields: Fields, name: str) -> str:
 
 
 def read_messages(fields: Fields, name: str) -> list[Message]:
-    """The chat at the field `name`. Raises BadRecord."""
-    value = read_field(fields, name, "messages_field")
+    """The chat at the field `name`, a list or the JSON of one, whose messages may be ShareGPT's. Raises BadRecord."""
+    value, what = read_field(fields, name, "messages_field"), f"the field {shorten(name)} (dataset.messages_field)"
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            raise BadRecord(f"{what} is a text and no JSON of a list of messages: {error}") from None
     if not isinstance(value, list) or not value:
-        raise BadRecord(f"the field {shorten(name)} (dataset.messages_field) is not a list of messages")
-    return check_messages(value, shorten(name))
+        raise BadRecord(f"{what} is not a list of messages")
+    where = shorten(name)
+    return check_messages([_from_sharegpt(each, f"message {i} of {where}") for i, each in enumerate(value)], where)
+
+
+def _from_sharegpt(message: Json, what: str) -> Json:
+    """A message of ShareGPT's form, {from, value}, with a role and a content; any other as it is."""
+    if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= message.keys():
+        return message
+    role, more = message["from"], {key: value for key, value in message.items() if key not in ("from", "value")}
+    if not isinstance(role, str) or role not in SHAREGPT_ROLES:
+        raise BadRecord(f"{what} is from {shorten(str(role))}: known are {', '.join(SHAREGPT_ROLES)}")
+    return {**more, "role": SHAREGPT_ROLES[role], "content": message["value"]}
 
 
 def check_messages(value: list[Json], where: str) -> list[Message]:
     """A chat as templates take it: messages with a role and a content each.
 
     A content is a text, or parts of type text, which become one text with line ends between; beside `tool_calls` it may
-    be absent. Further keys must be text too; a null one counts as absent, since tables have every key in every message.
+    be absent. Further keys go to the template as they are; a null one counts as absent, since tables have every key in
+    every message.
     """
     return [_message(message, f"message {number} of {where}") for number, message in enumerate(value)]
 
@@ -173,10 +198,11 @@ def _message(message: Json, what: str) -> Message:
     for key, value in message.items():
         if key == "content":
             made[key] = "" if value is None and calls else _content_text(value, f"{shorten(key)} of {what}")
-        elif key in STRUCTURED and value is not None:
-            made[key] = _tool_calls(value, f"{key} of {what}")
-        elif value is not None or key == "role":
+        elif key == "role":
             made[key] = check_text(value, f"{shorten(key)} of {what}", True)
+        elif value is not None:
+            made[key] = _tool_calls(value, f"{key} of {what}") if key == "tool_calls" else value
+            _check_texts(made[key], f"{shorten(key)} of {what}")
     return made
 
 
@@ -195,18 +221,23 @@ def _part_text(part: Json, what: str) -> str:
 
 
 def _tool_calls(value: Json, what: str) -> list[Json]:
-    """Calls with their arguments as objects, which templates want, where OpenAI's form has them as JSON."""
-    calls = check_objects(value, what)
+    """Calls with their arguments as objects, which templates want, where OpenAI's form has them as JSON; without any,
+    {}. JSON of something else than an object goes to the template as it is, as servers have it."""
     made: list[Json] = []
-    for call in calls:
+    for call in check_objects(value, what):
         function = call.get("function")
-        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
-            try:
-                call = {**call, "function": {**function, "arguments": json.loads(text)}}
-            except (ValueError, RecursionError):
-                raise BadRecord(f"the arguments of {what} are no JSON") from None
+        if isinstance(function, dict):
+            call = {**call, "function": {**function, "arguments": _arguments(function.get("arguments"), what)}}
         made.append(call)
     return made
+
+
+def _arguments(value: Json, what: str) -> Json:
+    try:
+        found = parse_json(value) if isinstance(value, str) and value.strip() else value
+    except ValueError as error:
+        raise BadRecord(f"the arguments of {what} are no JSON: {error}") from None
+    return {} if found is None or (isinstance(found, str) and not found.strip()) else found
 
 
 def check_objects(value: Json, what: str) -> list[dict[str, Json]]:
@@ -216,8 +247,17 @@ def check_objects(value: Json, what: str) -> list[dict[str, Json]]:
     found = [item for item in value if isinstance(item, dict)]
     if len(found) < len(value):
         raise BadRecord(f"{what} holds something else than objects")
-    check_text(json.dumps(found, ensure_ascii=False).replace("\\u0000", "\0"), what)
+    _check_texts(value, what)
     return found
+
+
+def _check_texts(value: Json, what: str) -> None:
+    """Raises BadRecord where a tokenizer would choke on a text in this value, however deep."""
+    if isinstance(value, str):
+        check_text(value, what, True)
+    elif isinstance(value, dict | list):
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
+            _check_texts(item, what)
 
 
 def _type_name(value: Json) -> str:

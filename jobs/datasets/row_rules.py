@@ -3,10 +3,13 @@ wrong with one record becomes the error of its row.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 from runtime.config import SamplingOverrides
+from runtime.errors import DatasetError
+from runtime.units import counted
 
 from .fields import OVERRIDE_FIELDS, DatasetFields
 from .records import (
@@ -17,11 +20,15 @@ from .records import (
     ReadContent,
     Record,
     add_chat,
+    has_field,
+    listed_fields,
+    named_fields,
     read_id,
     read_overrides,
 )
 from .rows import Row
 from .sources import Source
+from .strict_json import shorten
 from .templates import content_reader
 
 ReadRecords: TypeAlias = Callable[[DatasetFields], Iterator[Record]]
@@ -31,6 +38,7 @@ TABLE_KEYS = frozenset(
     {"path", "prompt_field", "id_field", *OVERRIDE_FIELDS}
     | {"template", "few_shot_path", "few_shot_template", "num_examples", "trial"}
 )
+OTHER_FORMS = {"openai_batch": {"custom_id", "body"}, "mtbench": {"question_id", "turns"}}  # kinds by their fields
 CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # of tables whose values may be lists
 
 
@@ -57,6 +65,38 @@ class Windowed:
     rows: Callable[[Iterable[tuple[int, Record]], DatasetFields], Iterator[Row]]
 
 
+class NamedFields:
+    """The fields that a data set's settings name, looked for in its records. One that any record has is settled; one
+    that none has is a mistyped setting."""
+
+    def __init__(self, config: DatasetFields):
+        self._left, self._num_records = named_fields(config), 0
+        self._first: tuple[str, Fields] | None = None
+
+    def note(self, record: Record) -> Record:
+        self.note_fields(record.fields, record.place)
+        return record
+
+    def note_fields(self, fields: Fields | None, place: str) -> None:
+        """The fields of one record; None where it cannot be read."""
+        self._num_records += 1
+        if fields is None or not self._left:
+            return
+        self._first = self._first or (place, fields)
+        self._left = [(key, name) for key, name in self._left if not has_field(fields, name)]
+
+    def require_all(self) -> None:
+        """Raises DatasetError for a field that no record has, where any of them could be read."""
+        if self._left and self._first is not None:
+            (key, name), (place, fields), count = self._left[0], self._first, counted(self._num_records, "row")
+            kind = next((kind for kind, names in OTHER_FORMS.items() if names <= fields.keys()), None)
+            hint = f"; they look like those of dataset={kind}" if kind is not None else ""
+            raise DatasetError(
+                f"no row has the field {shorten(name)} ({count}); the first: {place}: there is no field "
+                f"{shorten(name)} (dataset.{key}); {listed_fields(fields)}{hint}"
+            )
+
+
 def prompts(
     read: ReadRecords,
     keys: frozenset[str] = frozenset(),
@@ -71,7 +111,9 @@ def prompts(
         return make_rows(records, config, content_reader(config, read), config.id_field)
 
     def rows(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-        return some(enumerate(read(config)), config)
+        named, records = NamedFields(config), islice(read(config), config.limit)
+        yield from some(enumerate(map(named.note, records)), config)
+        named.require_all()
 
     if source is None:
         return Kind(rows=rows, keys=TABLE_KEYS | keys, needs=needs)
@@ -127,8 +169,7 @@ def _row_of(record: Record, index: int, config: DatasetFields, content_of: ReadC
         content, overrides = content_of(fields), read_overrides(fields, config)
         return make_row(index, row_id, content, passed, config, overrides, record.source)
     except BadRecord as error:
-        row = _error_row(index, row_id, former_id, passed, f"{record.place}: {error}", record.source)
-        return replace(row, missing_field=error.missing_field)
+        return _error_row(index, row_id, former_id, passed, f"{record.place}: {error}", record.source)
 
 
 def bad_row_id(index: int) -> str:

@@ -42,10 +42,9 @@ class Row:
     `error` says why nothing can be generated, and where in the input the row lies; `prompt` is then "".
     `template_kwargs` are what the template gets beside them.
     `source_file`: the name of the file that it was read from, or of a data set of the hub; None where no input is read.
-    `former_id`: what older versions called a row whose id cannot be read, after its file and line. `missing_field`: the
-    field whose absence is the error. `prompt_ids`: the prompt as tokens, in place of a text. `later_turns`: what the
-    user says behind the answer, and behind those that follow; runs of their own ask it. `inputs`: what is encoded in
-    place of a prompt.
+    `former_id`: what older versions called a row whose id cannot be read, after its file and line. `prompt_ids`: the
+    prompt as tokens, in place of a text. `later_turns`: what the user says behind the answer, and behind those that
+    follow; runs of their own ask it. `inputs`: what is encoded in place of a prompt.
     """
 
     index: int
@@ -56,7 +55,6 @@ class Row:
     error: str | None
     overrides: SamplingOverrides = field(default_factory=SamplingOverrides)
     former_id: str | None = None
-    missing_field: str | None = None
     source_file: str | None = None
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
     prompt_ids: tuple[int, ...] | None = None
@@ -65,17 +63,7 @@ class Row:
 
 
 def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
-    """Raise DatasetError for `fail` when there is a bad row, and where all of them lack the same field, which is a
-    mistyped setting; for `error_row` log how many there are."""
-    missing = rows[0].missing_field if rows else None
-    if missing is not None and all(row.missing_field == missing for row in rows):
-        what = f"no row has the field {shorten(missing)} ({counted(len(rows), 'row')})"
-        raise DatasetError(f"{what}; the first: {rows[0].error}")
-    warn_of_bad_rows(rows, policy)
-
-
-def warn_of_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
-    """`refuse_bad_rows`, but for rows that all lack the same field."""
+    """Raises DatasetError for `fail` when there is a bad row; for `error_row` logs how many there are."""
     errors = [row.error for row in rows if row.error is not None]
     if errors and policy is BadRowPolicy.fail:
         raise bad_rows(len(errors), len(rows), errors[0])
@@ -94,7 +82,7 @@ def _bad_rows_text(num_bad: int, num_rows: int, first: str) -> str:
 
 
 def warn_of_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
-    """A mistyped `dataset.*_field` of JSON lines is no error, since any row may lack the field: all rows do."""
+    """A field that rows have and that is null in all of them."""
     for key in OVERRIDE_FIELDS:
         name = getattr(config, key)
         if name is not None and all(getattr(row.overrides, key.removesuffix("_field")) is None for row in rows):

@@ -19,7 +19,7 @@ from runtime.errors import DatasetError, Interrupted
 
 from .fields import BadRowPolicy, DatasetFields
 from .records import BadRecord, Fields, Record, read_id
-from .row_rules import Windowed, bad_row_id, passed_through
+from .row_rules import NamedFields, Windowed, bad_row_id, passed_through
 from .rows import NUM_DUPLICATES_LISTED, bad_rows, refuse_repeated
 from .seen_ids import SeenIds
 from .sources import Mark, Stretch
@@ -72,14 +72,18 @@ def make_survey(config: DatasetFields, windowed: Windowed, folder: Path, should_
     log.info("looking through the rows, which are more than dataset.window_rows, for columns and ids")
     if config.on_bad_row is BadRowPolicy.fail:
         _refuse_any_bad(config, windowed, should_stop)
+    named = NamedFields(config)
     with SeenIds(folder) as ids:
         for stretch in _limited(windowed.source.stretches(config), config.limit):
             _heed(should_stop)
             marks.append((num_rows, stretch.mark))
+            for row in stretch.rows:
+                named.note_fields(row, str(config.path))
             add_kinds(kinds, (passed_through(row, config, config.id_field) for row in stretch.rows if row is not None))
             if config.id_field is not None:
                 ids.add([_id_of(row, num_rows + i, config.id_field) for i, row in enumerate(stretch.rows)], num_rows)
             num_rows += len(stretch.rows)
+        named.require_all()
         dropped, first_rows = ids.repeated()
     found = Survey(
         num_rows=num_rows - len(dropped),

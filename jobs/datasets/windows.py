@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from .config import KINDS, DatasetConfig
 from .fields import BadRowPolicy, ShardConfig
 from .records import Record
 from .row_rules import Windowed
-from .rows import Row, refuse_bad_rows, warn_of_bad_rows
+from .rows import Row, refuse_bad_rows
+from .sources import Mark
 from .survey import Survey, numbered_records
 
 
@@ -46,8 +48,15 @@ class RowWindows:
         """How many rows of the whole input a window lies over."""
         return self.num_rows_each * self.shard.count
 
+    def every(self) -> Iterator[Row]:
+        """All rows of the input, one by one, of all shards; those that repeat an id among them."""
+        windowed = windowed_kind(self.config)
+        assert windowed is not None, "it has a survey"
+        records = enumerate(windowed.source.records_from(self.config, Mark(file=0, row=0)))
+        return windowed.rows(islice(records, self.survey.num_read), self.config)
+
     def read(self, number: int) -> list[Row]:
-        """The rows of a window. Raises DatasetError, also where all rows of the first lack the same field."""
+        """The rows of a window. Raises DatasetError."""
         first = number * self._span
         end = min(first + self._span, self.survey.num_rows)
         windowed = windowed_kind(self.config)
@@ -59,7 +68,7 @@ class RowWindows:
             raise DatasetError(f"{self.config.place} was changed while it was read: {num_gone:,} rows are gone")
         if len(self.survey.dropped):
             rows = [replace(row, index=place) for row, place in zip(rows, places, strict=True)]
-        (refuse_bad_rows if number == 0 else warn_of_bad_rows)(rows, BadRowPolicy.error_row)
+        refuse_bad_rows(rows, BadRowPolicy.error_row)
         return rows
 
     def _records(self, windowed: Windowed, places: range) -> Iterator[tuple[int, Record]]:

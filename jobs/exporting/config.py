@@ -39,6 +39,8 @@ class ExportConfig:
     errors: ErrorRows = ErrorRows.keep
     partial: bool = False
     wait: bool = False
+    overwrite: bool = False
+    csv_safe: bool = False
 
     def __post_init__(self) -> None:
         require(bool(self.runs) and all(self.runs), "run is not set: a run's directory, e.g. run=outputs/generate/mine")
@@ -53,6 +55,8 @@ class ExportConfig:
             f"out={self.out} ends in none of {known}: rename it, or choose format={'|'.join(ExportFormat.__members__)}",
         )
         require(not (self.wait and self.partial), "wait=true waits for the whole run: partial=true does not go with it")
+        is_csv = self.written_as is ExportFormat.csv
+        require(is_csv or not self.csv_safe, f"csv_safe=true has no meaning for format={self.written_as.value}")
         columns = self.columns
         require(columns is None or bool(columns), "columns is empty: name some, or null for all")
         for form in FORMS_OF_OTHERS:

@@ -4,22 +4,25 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runtime.errors import ConfigError, OutputError
+from runtime.errors import ConfigError
 from runtime.units import MIB, format_bytes
+from runtime.urls import is_url
 
-from ..files.publishing import PARQUET_PROBLEMS, make_directory, output_error, publish, sweep_temps
+from ..files.named import cannot_write, is_replaceable, publish_named
+from ..files.publishing import PARQUET_PROBLEMS, make_directory, sweep_temps
 from ..run.found import FoundRun, find_runs
 from ..run.run_dir import RunDirectory
 from .columns import JsonTypes, chosen, exported_schema, with_columns
 from .config import FORMS_OF_OTHERS, ErrorRows, ExportConfig, ExportFormat
 from .fastchat import Answers, Judgments, fastchat_results
-from .formats import WRITERS
+from .formats import WRITERS, write_csv
 from .openai_batch import BatchResults, batch_results
 from .shards import Missing, missing, read_parts, require_one_run
 from .sorting import ORDER, ORDER_OF_TURNS, Sorter
@@ -37,13 +40,14 @@ class Exported:
     num_shards: int
     missing: Missing
     as_text: Sequence[str]  # columns of values that have no type in common
+    made: Path | None  # the directory of `out`, where it was not there
 
 
 def export(config: ExportConfig) -> Exported:
     """Writes the file that `config` asks for. Raises ConfigError for what is missing and not to be left out,
     DamagedRunError, OutputError with an older file left as it was."""
     shards = require_one_run(find_runs(config.runs, "run"))
-    out = Path(config.out or "").expanduser()
+    out = require_free(config)
     _require_file(out, shards)
     lacking = missing(shards)
     if lacking.sentences and not config.partial:
@@ -57,19 +61,22 @@ def export(config: ExportConfig) -> Exported:
     types, counts = JsonTypes(schema=pa.schema([schema.field(name) for name in names])), _Counts()
     is_parquet, results = config.written_as is ExportFormat.parquet, _results(shards, schema, config, out)
     order = ORDER_OF_TURNS if shards[0].num_turns > 1 else ORDER
-    with Sorter(make_directory(out.absolute().parent), _num_places(shards), _num_files(shards), order) as sorter:
-        for table in _rows(shards, schema, config, counts):
-            if is_parquet:
-                types.see(table)
-            sorter.add(table)
-        tables = (table.select(names) for table in sorter.sorted())
-        write = WRITERS[config.written_as] if results is None else results.write
-        as_written = types.result() if is_parquet else types.schema
-        try:
-            _sweep_left_behind(out)
-            publish(out, lambda file: write(tables, as_written, file), exclusive=False)
-        except OutputError as error:
-            raise OutputError(f"out={out} cannot be written: {error.__cause__}; an older file is as it was") from error
+    made = None if out.absolute().parent.is_dir() else out.parent
+    make_directory(out.absolute().parent)
+    try:
+        with Sorter(out.absolute().parent, _num_places(shards), _num_files(shards), order) as sorter:
+            for table in _rows(shards, schema, config, counts):
+                if is_parquet:
+                    types.see(table)
+                sorter.add(table)
+            tables = (table.select(names) for table in sorter.sorted())
+            write = WRITERS[config.written_as] if results is None else results.write
+            write = partial(write_csv, is_safe=True) if config.csv_safe else write
+            as_written = types.result() if is_parquet else types.schema
+            sweep_temps(out.parent, out.name)  # what exports that were killed left half written
+            publish_named(out, lambda file: write(tables, as_written, file))
+    except OSError as error:
+        raise cannot_write(out, error) from error
     num_rows = counts.num_rows if results is None else results.num_lines
     num_errors = counts.num_errors if results is None else results.num_errors
     return Exported(
@@ -80,6 +87,7 @@ def export(config: ExportConfig) -> Exported:
         num_shards=len({run.shard[0] for run in shards}),
         missing=lacking,
         as_text=types.as_text() if is_parquet else [],
+        made=made,
     )
 
 
@@ -101,7 +109,9 @@ def write_batch_files(directory: Path, *, partial: bool = False) -> list[str]:
     lines: list[str] = []
     for out, errors in ((run.batch_output, ErrorRows.drop), (run.batch_errors, ErrorRows.only)):
         form = ExportFormat.openai_batch
-        asked = ExportConfig(run=str(directory), out=str(out), format=form, errors=errors, partial=partial)
+        asked = ExportConfig(
+            run=str(directory), out=str(out), format=form, errors=errors, partial=partial, overwrite=True
+        )
         lines += describe(export(asked))
     return lines
 
@@ -112,21 +122,49 @@ class _Counts:
     num_errors: int = 0
 
 
-def _require_file(out: Path, shards: Sequence[FoundRun]) -> None:
-    """What lies in a run's own folders is taken for a part of it."""
+def require_free(config: ExportConfig) -> Path:
+    """The file to write. Raises ConfigError where one is there that no export wrote, unless it may be overwritten."""
+    out = Path(config.out or "").expanduser()
     if out.is_dir():
         raise ConfigError(f"out={out} is a directory: name a file in it")
+    if not config.overwrite and not is_replaceable(out):
+        raise ConfigError(
+            f"out={out} is there, and was not written by an export or was changed since: it stays as it is. Choose "
+            "another out=, or replace it with overwrite=true"
+        )
+    return out
+
+
+def _require_file(out: Path, shards: Sequence[FoundRun]) -> None:
+    """What lies in a run's own folders is taken for a part of it, and what it was asked is never replaced."""
     own = {folder.resolve() for run in shards for folder in (run.directory.generations, run.directory.throughput)}
     if out.absolute().parent.resolve() in own:
         raise ConfigError(f"out={out} lies among the parts of the run, where readers would take it for one")
+    if not out.exists():
+        return
+    for run in shards:
+        if (key := _input_at(out, run)) is not None:
+            raise ConfigError(f"out={out} is an input of {run.place} ({key}), which is never replaced: choose another")
+        results = (run.directory.batch_output.name, run.directory.batch_errors.name)
+        if run.path.samefile(out.absolute().parent) and out.name not in results and not is_replaceable(out):
+            raise ConfigError(f"out={out} is a file of the run itself, which is never replaced: choose another")
 
 
-def _sweep_left_behind(out: Path) -> None:
-    """Removes what exports to `out` left half written when they were killed. Raises OutputError."""
-    try:
-        sweep_temps(out.parent, out.name)
-    except OSError as error:
-        raise output_error(out, error) from error
+def _input_at(out: Path, run: FoundRun) -> str | None:
+    """`key=value` of the setting by which the run reads the file `out`, or others of its directory; None where none
+    does. A path that is no longer there from here, as it was relative to another directory, is known by its end."""
+    for key, value in {**run.semantic, **run.operational}.items():
+        if not key.endswith(("path", "tokenizer")) or not isinstance(value, str) or is_url(value):
+            continue
+        named, there = Path(value), out.resolve()
+        with suppress(RuntimeError):  # nobody's home
+            named = named.expanduser()
+        is_it = named.exists() and out.samefile(named)
+        is_inside = named.is_dir() and there.is_relative_to(named.resolve()) and not is_replaceable(out)
+        is_alike = not named.is_absolute() and named.name != "" and there.parts[-len(named.parts) :] == named.parts
+        if is_it or is_inside or is_alike:
+            return f"{key}={value}"
+    return None
 
 
 def _schemas(shards: Sequence[FoundRun]) -> list[pa.Schema]:
@@ -173,7 +211,8 @@ def describe(exported: Exported) -> list[str]:
     dropped = f"; {exported.num_dropped:,} with an error left out" if exported.num_dropped else ""
     shards = f" of {exported.num_shards} shards" if exported.num_shards > 1 else ""
     size = format_bytes(exported.out.stat().st_size)
-    lines = [f"{exported.out}: {_rows_text(exported.num_rows)}{shards}{errors}{dropped}, {size}"]
+    lines = [f"{exported.made} was not there: made"] if exported.made is not None else []
+    lines += [f"{exported.out}: {_rows_text(exported.num_rows)}{shards}{errors}{dropped}, {size}"]
     lines += [f"not there: {sentence}" for sentence in exported.missing.sentences]
     lines += [f"column {name}: its values have no one type, so it is text" for name in exported.as_text]
     return lines

@@ -12,6 +12,7 @@ from .columns import from_json, is_json, readable, typed
 from .config import ExportFormat
 
 ROWS_AT_ONCE = 4096
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 Write: TypeAlias = Callable[[Iterable[pa.Table], pa.Schema, BinaryIO], None]
 
@@ -26,13 +27,23 @@ def write_jsonl(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -
                 file.write(_line(row).encode() + b"\n")
 
 
-def write_csv(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
-    """Text in quotes, null as nothing at all; lists and objects as JSON."""
-    flat = pa.schema([(column.name, pa.string() if _is_nested(column.type) else column.type) for column in schema])
+def write_csv(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO, *, is_safe: bool = False) -> None:
+    """Text in quotes, null as nothing at all; lists and objects as JSON. `is_safe`: no spreadsheet runs a cell, as
+    those that begin like a formula have a single quote in front."""
+    defused = _no_formulas if is_safe else lambda values: values
+    types = [pa.string() if _is_nested(column.type) else column.type for column in schema]
+    flat = pa.schema(zip(defused(pa.array(schema.names)).to_pylist(), types, strict=True))
     with pa_csv.CSVWriter(file, flat) as writer:
         for table in tables:
             columns = [_flat(table.field(column.name), table[column.name]) for column in schema]
+            columns = [defused(each) if pa.types.is_string(each.type) else each for each in columns]
             writer.write_table(pa.Table.from_arrays(columns, schema=flat))
+
+
+def _no_formulas(values: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """The texts with a single quote in front of those that begin like a formula, as OWASP advises."""
+    texts = values.to_pylist()
+    return pa.array([f"'{each}" if (each or "").startswith(FORMULA_STARTS) else each for each in texts], pa.string())
 
 
 def write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:

@@ -18,7 +18,7 @@ from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 
 from ..datasets.openai_body import CHAT_URL
-from ..datasets.openai_inputs import EMBEDDINGS_URL, SCORE_URLS
+from ..datasets.openai_inputs import EMBEDDINGS_URL, SCORE_URLS, endpoint_of
 from ..run.found import FoundRun
 from .columns import from_json, is_json
 from .config import ErrorRows
@@ -71,10 +71,11 @@ class BatchResults:
         return line, failed is not None
 
     def _body(self, first: RowValues, samples: Sequence[RowValues], digest: str) -> JsonObject:
-        is_chat, asked = first["url"] == CHAT_URL, first["body"]
-        if first["url"] == EMBEDDINGS_URL:
+        url, asked = endpoint_of(first["url"]), first["body"]
+        is_chat = url == CHAT_URL
+        if url == EMBEDDINGS_URL:
             return embeddings_body(asked, samples, self.model)
-        if first["url"] in SCORE_URLS:
+        if url in SCORE_URLS:
             return score_body(asked, samples, self.model, digest)
         choices = [self._choice(row, asked, is_chat=is_chat) for row in samples]
         num_prompt, num_new = first["num_prompt_tokens"], sum(row["num_completion_tokens"] for row in samples)

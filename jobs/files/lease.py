@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.closing import Closing
+from runtime.errors import DamagedRunError
+from runtime.units import MIB
 
-from .publishing import TEMP_SUFFIX, JsonValue, output_error, write_json
+from .publishing import TEMP_SUFFIX, JsonValue, OddFileError, output_error, read_regular, write_json
 
 LOG = logging.getLogger(__name__)
 BEATS_PER_LEASE = 10
+MOST_BYTES = MIB  # of a lease
 SLURM_IDS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
 
 
@@ -91,18 +94,19 @@ class Lease(NamedTuple):
         """Who holds it; nothing where the file is damaged: then only its heartbeat counts."""
         try:
             value = json.loads(self.data)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
 
 
 def read_lease(path: Path) -> Lease | None:
-    """The lease at `path`; None where nobody holds one. Raises OSError."""
+    """The lease at `path`; None where nobody holds one. Raises OddFileError where something else lies there, a link
+    too, OSError."""
     try:
-        with path.open("rb") as file:
-            return Lease(file.read(), os.fstat(file.fileno()).st_mtime_ns)
+        data, found = read_regular(path, most_bytes=MOST_BYTES, follows=False)
     except FileNotFoundError:
         return None
+    return Lease(data, found.st_mtime_ns)
 
 
 class Leases(Closing):
@@ -135,9 +139,11 @@ class Leases(Closing):
 
     def take(self, name: str) -> bool:
         """Whether this process now holds the lease: nobody did, or it was stale. Of several that try, one gets it.
-        Raises OutputError."""
+        Raises DamagedRunError where something lies in its place that no worker has made, OutputError."""
         try:
             return self._is_free(name) and self._make(name)
+        except OddFileError as error:
+            raise DamagedRunError(f"{error}, where workers keep a lease: remove it, or all of them wait") from error
         except OSError as error:
             raise output_error(self.path(name), error) from error
 
@@ -148,7 +154,10 @@ class Leases(Closing):
         with self._mutex:
             for name, (descriptor, data) in self._held.items():
                 os.utime(descriptor)
-                found = read_lease(self.path(name))
+                try:
+                    found = read_lease(self.path(name))
+                except OddFileError:  # whoever put it there took the lease away
+                    found = None
                 if found is None or found.data != data:
                     lost.append(name)
         return lost
@@ -188,7 +197,7 @@ class Leases(Closing):
         if not write_json(self.path(name), value, exclusive=True):
             return False
         try:
-            descriptor = os.open(self.path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(self.path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)

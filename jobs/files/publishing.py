@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -23,13 +24,18 @@ from typing import BinaryIO, NoReturn, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runtime.errors import DamagedRunError, OutputError
-from runtime.units import format_bytes
+from runtime.errors import ConfigError, DamagedRunError, OutputError
+from runtime.units import MIB, format_bytes
 
 JsonValue: TypeAlias = "str | int | float | bool | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 
 LOG = logging.getLogger(__name__)
 TEMP_SUFFIX = ".tmp"
+MOST_JSON_BYTES = 256 * MIB  # of one record; the list of a run of a million parts has less
+LASTING_ERRNOS = frozenset(
+    {errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR}
+    | {errno.ENOENT}
+)  # of a path that cannot be written, which no waiting heals
 PARQUET_PROBLEMS = (pa.ArrowException, OSError, ValueError)  # what `parse_parquet` raises on damaged bytes
 
 
@@ -104,10 +110,12 @@ def fsync_directory(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> Path:
-    """It, with all above it; it may be there already. Raises OutputError."""
+    """It, with all above it; it may be there already. Raises ConfigError where none can be made there, OutputError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if error.errno in LASTING_ERRNOS:
+            raise ConfigError(f"the directory {directory} cannot be made: {error.strerror}: choose another") from error
         raise output_error(directory, error) from error
     return directory
 
@@ -153,9 +161,13 @@ def output_error(path: Path, error: OSError, *, expected_bytes: int = 0) -> Outp
     """The error a user meets when `path` cannot be written: what, why, how much room there is, what to change."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     needed = f", about {format_bytes(expected_bytes)} needed" if expected_bytes else ""
-    hint = "make room or choose another output directory with run="
+    hint = "make room or choose another output directory with output_root="
     if error.errno in (errno.EPERM, errno.ENOTSUP):
-        hint = "the file system must allow hard links: choose an output directory on another one with run="
+        hint = "the file system must allow hard links: choose an output directory on another one with output_root="
+    elif error.errno == errno.EFBIG:
+        hint = "files may be larger only with a higher limit (ulimit -f, RLIMIT_FSIZE), or on another file system"
+    elif error.errno in LASTING_ERRNOS:
+        hint = "make it a directory that can be written, or choose another one with output_root="
     return OutputError(
         f"cannot write {path}: {error.strerror or error} ({name}); {_free_text(path)}{needed}. "
         f"Finished parts are kept; {hint}, then start the same command again."
@@ -189,9 +201,47 @@ def write_all(file: BinaryIO, data: bytes) -> None:
     file.write(data)
 
 
+class OddFileError(OSError):
+    """What lies where a file of ours belongs is none, such as a pipe or a link to a device, or far too large: reading
+    it may never end."""
+
+
+def read_regular(path: Path, *, most_bytes: int | None = None, follows: bool = True) -> tuple[bytes, os.stat_result]:
+    """A regular file's bytes and what it is. `follows`: links too. Never waits. Raises FileNotFoundError where there is
+    nothing, OddFileError for anything else and for more than `most_bytes`, OSError."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if path.is_symlink():  # one that leads nowhere too: its name is taken
+            raise OddFileError(f"{path} is a symbolic link, to {path.readlink()}") from error
+        if error.errno == errno.ENXIO:
+            raise OddFileError(f"{path} is a socket or a device") from error
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OddFileError(f"{path} is no regular file")
+        if most_bytes is not None and found.st_size > most_bytes:
+            raise OddFileError(f"{path} is {format_bytes(found.st_size)} large, above {format_bytes(most_bytes)}")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(-1 if most_bytes is None else most_bytes), found
+    finally:
+        os.close(descriptor)
+
+
 def read_json(path: Path) -> dict[str, JsonValue]:
-    """The object in `path`. DamagedRunError when it is empty, torn or no object; OSError when it cannot be read."""
-    data = path.read_bytes()
+    """The object in `path`. DamagedRunError when it is empty, torn, no object or no file; OSError when it cannot be
+    read."""
+    try:
+        data, _ = read_regular(path, most_bytes=MOST_JSON_BYTES)
+    except OddFileError as error:
+        raise DamagedRunError(f"{error}, where Millrace keeps a file of its own: move it away") from error
+    return parse_json(data, path)
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, JsonValue]:
+    """The object in the bytes of `path`. Raises DamagedRunError."""
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -13,7 +13,7 @@ from runtime.units import counted
 
 from ..exporting.columns import from_json, is_json
 from ..exporting.shards import missing, read_parts, require_one_run
-from ..files.publishing import publish
+from ..files.named import publish_named, require_replaceable
 from ..run.found import FoundRun, find_runs
 from .config import Metric, MetricsConfig
 from .intervals import Estimate, estimate
@@ -59,7 +59,10 @@ def grade(config: MetricsConfig) -> Graded:
 
 
 def complete_run(config: MetricsConfig) -> list[FoundRun]:
-    """The shards of the run. Raises ConfigError where something is missing that is not to be left out."""
+    """The shards of the run. Raises ConfigError where something is missing that is not to be left out, or the file to
+    write is somebody's own."""
+    if config.out is not None:
+        require_replaceable([Path(config.out).expanduser()], f"out={config.out}")
     shards = require_one_run(find_runs(config.runs, "run"))
     lacking = missing(shards)
     if lacking.sentences and not config.partial:
@@ -75,7 +78,7 @@ def written(config: MetricsConfig, shards: Sequence[FoundRun], rows: list[dict[s
     folder = shards[0].path.parent if shards[0].num_turns > 1 else shards[0].path
     out = Path(config.out).expanduser() if config.out else folder / OUT
     table = pa.Table.from_pylist(rows)
-    publish(out, lambda file: pq.write_table(table, file), exclusive=False)
+    publish_named(out, lambda file: pq.write_table(table, file))
     return out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from ..files.publishing import publish
+from ..files.named import publish_named
 
 WIDTH_PIXELS, PIXELS_PER_INCH = 1200, 100
 STYLE: dict[Any, Any] = {
@@ -30,4 +30,4 @@ def figure(path: Path, height_pixels: float) -> Iterator[Figure]:
         yield made
         kind = path.suffix[1:]
         metadata = {"Date": None} if kind == "svg" else None
-        publish(path, lambda file: made.savefig(file, format=kind, metadata=metadata), exclusive=False)
+        publish_named(path, lambda file: made.savefig(file, format=kind, metadata=metadata))

@@ -1,12 +1,15 @@
 """A run's trace as Chrome trace events, a JSON array that ui.perfetto.dev and chrome://tracing open.
 
-Each start of a run writes a file of its own, and closes it after every pass: what is there is valid JSON at all times,
-except that a process killed in the middle of a write leaves a cut tail. Losing a trace never stops a run.
+Each start of a run, and each of its workers, writes a file of its own, and closes it after every pass: what is there is
+valid JSON at all times, except that a process killed in the middle of a write leaves a cut tail. Losing a trace never
+stops a run.
 """
 
 import json
 import logging
 import os
+import re
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -18,7 +21,8 @@ from runtime.errors import ConfigError
 from runtime.resources import Resource
 from runtime.trace import Span, Trace
 
-from ..files.publishing import publish, write_all
+from ..files.named import publish_named
+from ..files.publishing import read_regular, write_all
 from .trace_events import PREDICTED, RUN, Process, TraceEvents
 
 log = logging.getLogger(__name__)
@@ -28,15 +32,15 @@ OPEN, BETWEEN, CLOSE = b"[\n", b",\n", b"\n]\n"
 class TraceFile(Closing):
     """A context manager. `begin` is the second that becomes 0 in the file, as `Trace.begin`."""
 
-    def __init__(self, folder: Path, begin: float):
-        """Makes `<folder>/start-00000.json`, or the next number that is free."""
+    def __init__(self, folder: Path, begin: float, name: str = "start"):
+        """Makes `<folder>/<name>-00000.json`, or the next number that is free."""
         self._events, self._predicted = TraceEvents(RUN, begin), TraceEvents(PREDICTED, begin)
         self._has_predicted = False
         self._end = 0  # of the last event
         self._descriptor = -1
         try:
             folder.mkdir(exist_ok=True)
-            self.path, self._descriptor = _create(folder)
+            self.path, self._descriptor = _create(folder, name)
             self._append(OPEN, self._events.head())
         except OSError as error:
             self._give_up(folder, error)
@@ -76,14 +80,15 @@ class TraceFile(Closing):
 
 
 @contextmanager
-def tracing(folder: Path, trace: Trace | None) -> Iterator[Callable[..., None]]:
+def tracing(folder: Path, trace: Trace | None, *, is_worker: bool = False) -> Iterator[Callable[..., None]]:
     """Inside it, each call of what it gives writes all that `trace` has collected, and the predicted spans that it is
-    given; the end of it writes the rest, also of a pass that was interrupted. Without a trace nothing is made and
-    nothing happens."""
+    given; the end of it writes the rest, also of a pass that was interrupted. The file of one of several workers has
+    its host and process in its name. Without a trace nothing is made and nothing happens."""
     if trace is None:
         yield lambda predicted=(): None
         return
-    with TraceFile(folder, trace.begin) as file:
+    name = f"worker-{re.sub(r'[^A-Za-z0-9.-]', '-', socket.gethostname())}-{os.getpid()}" if is_worker else "start"
+    with TraceFile(folder, trace.begin, name) as file:
         try:
             yield lambda predicted=(): file.write(trace.take(), predicted)
         finally:
@@ -94,7 +99,17 @@ def publish_trace(path: Path, process: Process, spans: Sequence[Span]) -> None:
     """A file like that of a run, at once; an older one is replaced. Raises OutputError."""
     events = TraceEvents(process, 0.0)
     data = OPEN + _lines([*events.head(), *events.of(spans)]) + CLOSE
-    publish(path, lambda file: write_all(file, data), exclusive=False)
+    publish_named(path, lambda file: write_all(file, data))
+
+
+def trace_files(path: Path) -> list[Path]:
+    """The file at `path`, or all of a run at it, of its turns too, or of its folder of traces. Raises ConfigError."""
+    if not path.is_dir():
+        return [path]
+    found = [file for folder in (".", "trace", "turn-*/trace") for file in sorted(path.glob(f"{folder}/*-?????.json"))]
+    if not found:
+        raise ConfigError(f"path={path} holds no trace: trace=true has a run write them")
+    return found
 
 
 def read_trace(path: Path) -> list[Span]:
@@ -107,7 +122,7 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
     """The spans in such a file by the name of their process, what ran before what was predicted. Raises ConfigError
     when it is none."""
     try:
-        events = json.loads(path.read_bytes())
+        events = json.loads(read_regular(path)[0])
         if not isinstance(events, list):
             raise ValueError("not an array of events")
         return {
@@ -116,9 +131,25 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
             if any(event["pid"] == process.number for event in events)
         }
     except OSError as error:
-        raise ConfigError(f"path={path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"path={path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"path={path} is no trace of ours, or cut short ({error!r})") from error
+
+
+def read_all(paths: Sequence[Path]) -> list[tuple[Path, dict[str, list[Span]]]]:
+    """`read_processes` of each. Of several, one that is cut short, as a worker that was killed leaves it, is left out,
+    which the log says. Raises ConfigError where none can be read."""
+    found, refused = list[tuple[Path, dict[str, list[Span]]]](), list[ConfigError]()
+    for path in paths:
+        try:
+            found.append((path, read_processes(path)))
+        except ConfigError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    for error in refused:
+        log.warning("left out: %s", error)
+    return found
 
 
 def _span(event: dict[str, Any]) -> Span:
@@ -130,9 +161,9 @@ def _lines(events: Sequence[str]) -> bytes:
     return ",\n".join(events).encode()
 
 
-def _create(folder: Path) -> tuple[Path, int]:
+def _create(folder: Path, name: str) -> tuple[Path, int]:
     for number in count():
-        path = folder / f"start-{number:05d}.json"
+        path = folder / f"{name}-{number:05d}.json"
         with suppress(FileExistsError):
             return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     raise AssertionError("numbers do not end")

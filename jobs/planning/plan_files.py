@@ -13,7 +13,8 @@ from runtime.plan.timeline import Timeline, make_timeline
 from runtime.resources import Resource
 from runtime.trace import Span
 
-from ..files.publishing import publish, write_all
+from ..files.named import publish_named, require_replaceable
+from ..files.publishing import write_all
 from ..pictures.trace_events import PREDICTED
 from ..pictures.trace_file import publish_trace
 from ..pictures.trace_picture import Window, draw
@@ -104,12 +105,12 @@ def _filled(row: SweepRow, planned: Planned) -> SweepRow:
 
 
 def write_csv(path: Path, rows: Sequence[SweepRow]) -> None:
-    """An older file is replaced. Raises OutputError."""
+    """Raises OutputError."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(asdict(rows[0])), lineterminator="\n")
     writer.writeheader()
     writer.writerows(asdict(row) for row in rows)
-    publish(path, lambda file: write_all(file, text.getvalue().encode()), exclusive=False)
+    publish_named(path, lambda file: write_all(file, text.getvalue().encode()))
 
 
 def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator[str]:
@@ -117,6 +118,8 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
     published. Raises ConfigError, OutputError."""
     kind = config.plan.sweep
     assert kind is not None, "no sweep is asked for"
+    names = (f"{kind.value}.csv", f"{kind.value}.png", "roofline.png")
+    require_replaceable((directory / name for name in names), f"plan.directory={directory}")
     roofs = roofs_of(planned.shape, planned.view.machine, planned.run)
     name = f"{planned.shape.name} on {planned.machine.name}"
     outcomes, rows = list[Outcome](), list[SweepRow]()
@@ -162,7 +165,10 @@ NUM_LAYERS_SHOWN = 3  # in the panel that looks closer
 
 
 def write_timeline(planned: Planned, directory: Path) -> str:
-    """Publishes timeline.json and timeline.png; says which passes they show. Raises OutputError."""
+    """Publishes timeline.json and timeline.png; says which passes they show. Raises ConfigError where one of them is
+    somebody's own, OutputError."""
+    names = ("timeline.json", "timeline.png")
+    require_replaceable((directory / name for name in names), f"plan.directory={directory}")
     view = planned.view
     timeline = make_timeline(view.shape, planned.run, view.sizes(planned.sizes), view.machine.rates)
     spans = [Span(s.resource, str(s.action), s.begin, s.end) for s in timeline.spans]

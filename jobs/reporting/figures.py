@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from runtime.errors import DamagedRunError
 
-from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular
 from ..run.found import Condition, FoundRun
 from ..run.passes import PassRow
 from ..run.summary import Summary, summarize
@@ -37,7 +38,7 @@ class RunFigures:
         for block in sorted(self.run.parts):
             path = self.run.directory.throughput_part(block)
             try:
-                with pq.ParquetFile(path) as file:
+                with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
                     known = [name for name in file.schema_arrow.names if name in OF_A_PASS]
                     rows += [PassRow(**row) for row in file.read(known).to_pylist()]
             except PARQUET_PROBLEMS as error:

@@ -4,7 +4,8 @@ which is loaded only to draw."""
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..files.publishing import make_directory, publish, write_all, write_parquet
+from ..files.named import publish_named, require_replaceable
+from ..files.publishing import make_directory, write_all, write_parquet
 from ..pictures.figure import figure
 from .figures import RunFigures
 from .overview import Overview
@@ -14,12 +15,13 @@ COLOURS = {"prefill": "#4c78a8", "decode": "#f58518"}
 
 
 def write_overview(overview: Overview, directory: Path) -> list[Path]:
-    """Publishes table.md, table.parquet and, where anything was measured, rates.png; older ones are replaced. Raises
-    OutputError."""
-    make_directory(directory)
+    """Publishes table.md, table.parquet and, where anything was measured, rates.png, in place of those of before.
+    Raises ConfigError where one of them is somebody's own, OutputError."""
     markdown, table, picture = (directory / name for name in ("table.md", "table.parquet", "rates.png"))
-    publish(markdown, lambda file: write_all(file, overview.markdown().encode()), exclusive=False)
-    publish(table, lambda file: write_parquet(overview.table(), file), exclusive=False)
+    require_replaceable((markdown, table, picture), f"directory={directory}")
+    make_directory(directory)
+    publish_named(markdown, lambda file: write_all(file, overview.markdown().encode()))
+    publish_named(table, lambda file: write_parquet(overview.table(), file))
     measured = [run for run in overview.runs if run.passes]
     if not measured:
         return [markdown, table]

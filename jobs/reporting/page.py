@@ -12,7 +12,8 @@ from runtime.units import counted, format_bytes, format_seconds
 
 from ..config.settings import GenerateConfig
 from ..config.typed import flatten
-from ..files.publishing import JsonValue, make_directory, publish, write_all
+from ..files.named import publish_named, require_replaceable
+from ..files.publishing import JsonValue, make_directory, write_all
 from ..pictures.trace_file import read_trace
 from ..run.found import Condition
 from .charts import stacked, throughput, utilisation
@@ -24,6 +25,7 @@ from .samples import Sample, failed_rows, good_rows
 
 log = logging.getLogger(__name__)
 NUM_FAILED = 50
+CAME_TO = {"model.dtype"}  # recorded as what `auto` came to: whether anybody has set it is not known
 # Whatever should come into the page some day: a browser loads nothing for it, and runs nothing.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -108,12 +110,14 @@ class Page:
 
 
 def write_page(figures: RunFigures, num_samples: int, directory: Path | None) -> Path:
-    """Publishes the page as report.html in `directory`, or in the run's own, of a run at a URL in this one; an older
-    one is replaced. Raises OutputError."""
+    """Publishes the page as report.html in `directory`, or in the run's own, of a run at a URL in this one, in place of
+    one of before. Raises ConfigError where that is somebody's own file, OutputError."""
     folder = make_directory(directory) if directory is not None else Path() if figures.run.url else figures.run.path
     path = folder / "report.html"
+    if directory is not None or figures.run.url:
+        require_replaceable([path], f"directory={folder}")
     text = Page(figures=figures, spans=_spans(figures), num_samples=num_samples).html()
-    publish(path, lambda file: write_all(file, text.encode()), exclusive=False)
+    publish_named(path, lambda file: write_all(file, text.encode()))
     return path
 
 
@@ -182,7 +186,7 @@ def _place(row: Sample) -> str:
 
 def _sample(row: Sample) -> Html:
     counts = f"{counted(row.num_prompt_tokens, 'token')} → {row.num_completion_tokens:,}, {row.finish_reason or '-'}"
-    lost = element("p", "The run did not keep the prompt: dataset.keep_columns=true does.", class_="quiet")
+    lost = element("p", "The run kept no column of its input: dataset.keep_columns=true does.", class_="quiet")
     prompt = element("pre", row.prompt) if row.prompt is not None else lost
     return element(
         "article",
@@ -195,7 +199,7 @@ def _sample(row: Sample) -> Html:
 
 def _settings(settings: Mapping[str, JsonValue]) -> Html:
     defaults = flatten(GenerateConfig())
-    known = {key: settings[key] for key in defaults if key in settings}
+    known = {key: settings[key] for key in defaults if key in settings and key not in CAME_TO}
     changed = {key: value for key, value in known.items() if value != defaults[key]}
     rest = [[key, shown(value)] for key, value in known.items() if key not in changed]
     own = [[key, shown(value), element("span", shown(defaults[key]), class_="quiet")] for key, value in changed.items()]
@@ -214,7 +218,8 @@ def _settings(settings: Mapping[str, JsonValue]) -> Html:
 def _bound(figures: RunFigures) -> Html:
     """What the run is bound to, and what each `auto` came to."""
     defaults, semantic = flatten(GenerateConfig()), figures.run.semantic
-    bound = [[key, shown(value)] for key, value in semantic.items() if key not in {*defaults, *NO_SETTINGS}]
+    hidden = {*defaults, *NO_SETTINGS} - CAME_TO
+    bound = [[key, shown(value)] for key, value in semantic.items() if key not in hidden]
     plan = figures.noted.get("plan")
     came = [[key, shown(value)] for key, value in plan.items()] if isinstance(plan, dict) else []
     return joined(

@@ -2,13 +2,18 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nsmallest
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..files.publishing import PARQUET_PROBLEMS
+from ..datasets.records import BadRecord
+from ..datasets.templates import Template, read_template
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular
 from ..run.output_rows import SOURCE_FIELDS
 from .figures import RunFigures
 
@@ -18,7 +23,8 @@ FIELDS_OF_PROMPTS = ("dataset.messages_field", "dataset.prompt_field", "dataset.
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """`prompt`: as the input has it; None where the run did not keep it."""
+    """`prompt`: as it was asked, as the input has it, or the columns of the input by name; None where the run did not
+    keep any."""
 
     id: str
     row_index: int | None
@@ -57,29 +63,71 @@ def _place(row: Sample) -> int:
 
 def _rows(figures: RunFigures, path: Path) -> Iterator[Sample]:
     try:
-        with pq.ParquetFile(path) as file:
-            prompts = _prompt_columns(file, figures.settings)
+        with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
+            prompts = _Prompts.kept_in(file, figures.settings)
             # an input may have a column of that name, where a run was begun before rows had a place
             places = [column.name for column in file.schema_arrow if column.equals(SOURCE_FIELDS[0])]
-            rows = file.read([*OURS, *places, *(name for name, _ in prompts)]).to_pylist()
+            rows = file.read([*OURS, *places, *prompts.columns]).to_pylist()
     except PARQUET_PROBLEMS:
         return
     for row in rows:
-        texts = [_text(row[name], is_json) for name, is_json in prompts if row[name] is not None]
         place = row["row_index"] if places else None
-        yield Sample(prompt=texts[0] if texts else None, row_index=place, **{name: row[name] for name in OURS})
+        yield Sample(prompt=prompts.of(row), row_index=place, **{name: row[name] for name in OURS})
 
 
-def _prompt_columns(file: pq.ParquetFile, settings: Mapping[str, object]) -> list[tuple[str, bool]]:
-    """The columns that may hold what was asked, the likeliest first, and whether they are JSON."""
-    wanted = [*(settings.get(key) for key in FIELDS_OF_PROMPTS), "turns"]
-    found: list[tuple[str, bool]] = []
-    for name in wanted:
+@dataclass(frozen=True, kw_only=True)
+class _Prompts:
+    """What rows asked, by the columns of the input that a part has. `columns`: of each what the input calls it and
+    whether it is JSON. `template`: what was filled with them; `front`: in front of each. Without one, columns that may
+    hold what was asked, the likeliest first; where there are none, `is_listed`, all are shown by name."""
+
+    columns: Mapping[str, tuple[str, bool]]
+    template: Template | None = None
+    front: str = ""
+    is_listed: bool = False
+
+    @staticmethod
+    def kept_in(file: pq.ParquetFile, settings: Mapping[str, JsonValue]) -> "_Prompts":
+        kept: dict[str, tuple[str, bool]] = {}
         for column in file.schema_arrow:
             metadata = column.metadata or {}
-            if name is not None and metadata.get(b"column") == str(name).encode("utf-8", "surrogatepass"):
-                found.append((column.name, metadata.get(b"encoding") == b"json"))
-    return found
+            if b"column" in metadata:
+                name = metadata[b"column"].decode("utf-8", "surrogatepass")
+                kept[column.name] = (name, metadata.get(b"encoding") == b"json")
+        if isinstance(text := settings.get("dataset.template"), str):
+            template = read_template(text, "template")
+            needed = {each: value for each, value in kept.items() if any(_leads(value[0], n) for n in template.names)}
+            if all(any(_leads(name, wanted) for name, _ in needed.values()) for wanted in template.names):
+                front = "[examples of dataset.few_shot_path]\n\n" if settings.get("dataset.few_shot_path") else ""
+                return _Prompts(columns=needed, template=template, front=front)
+        else:
+            likely = [*(settings.get(key) for key in FIELDS_OF_PROMPTS), "turns"]
+            found = {each: value for wanted in likely for each, value in kept.items() if value[0] == wanted}
+            if found:
+                return _Prompts(columns=found)
+        return _Prompts(columns=kept, is_listed=True)
+
+    def of(self, row: Mapping[str, Any]) -> str | None:
+        """The prompt of a row of the part; None where the part has nothing of the input."""
+        if self.template is not None:
+            fields = {name: _value(row[each], is_json) for each, (name, is_json) in self.columns.items()}
+            with suppress(BadRecord):
+                return self.front + self.template.fill(fields)
+            return None
+        there = {each: value for each, value in self.columns.items() if row[each] is not None}
+        texts = {name: _text(row[each], is_json) for each, (name, is_json) in there.items()}
+        if self.is_listed:
+            return "\n".join(f"{name}: {text}" for name, text in texts.items()) or None
+        return next(iter(texts.values()), None)
+
+
+def _leads(name: str, wanted: str) -> bool:
+    """Whether a field of a template is this column, or lies in it."""
+    return wanted == name or wanted.startswith(f"{name}.")
+
+
+def _value(value: object, is_json: bool) -> Any:
+    return json.loads(str(value)) if is_json and value is not None else value
 
 
 def _text(value: object, is_json: bool) -> str:

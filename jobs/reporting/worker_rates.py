@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..files.publishing import PARQUET_PROBLEMS, JsonValue
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular
 from ..run.found import FoundRun
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def _holder(text: str) -> Mapping[str, JsonValue]:
 def _passes(path: Path) -> Sequence[_Pass]:
     """Its passes, as far as they say who ran them."""
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
             if not {*_Pass._fields} <= {*file.schema_arrow.names}:
                 return []
             passes = [_Pass(**row) for row in file.read(list(_Pass._fields)).to_pylist()]

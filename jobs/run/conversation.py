@@ -5,32 +5,62 @@ the runs of the turns before came to.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from runtime.devices.told_plan import end_sessions
 from runtime.errors import ConfigError
+from runtime.ranks.ranks import Ranks
 
 from ..config.settings import GenerateConfig, run_directory
 from ..datasets import Row
 from ..datasets.records import Json
 from .found import find_runs
-from .generation import Outcome, Task, dataset_rows, generation, perform
+from .generation import Outcome, Task, dataset_rows, generation, perform, require_usable
 from .passes import Start
+from .ranks import follow
 from .run_dir import RunDirectory
 
+ANSWERS = "answers"  # of a message between ranks
 TURN = "turn"  # the output's column; one of the input by that name becomes `row_turn`
 
 
-def converse(config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Iterator[Outcome]:
-    """Runs, or goes on with, one turn after another, and yields what each came to. Raises the errors of
+def converse(
+    config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None, ranks: Ranks | None = None
+) -> Iterator[Outcome]:
+    """Runs, or goes on with, one turn after another, and yields what each came to. A worker among several begins a turn
+    once all rows of the one before have answers. `ranks`: of which this one is the first. Raises the errors of
     runtime.errors."""
     directory = run_directory(config)
     if RunDirectory(path=directory).manifest.exists():
         raise ConfigError(f"{directory} holds a run that asks one turn: choose another directory with run=")
     rows = dataset_rows(config, None)
-    num_turns = 1 + max(len(row.later_turns) for row in rows)
+    require_usable(generation(config), config, rows)
+    num_turns = _num_turns(rows)
     for turn in range(1, num_turns + 1):
-        outcome = perform(_task(config, rows, turn, num_turns), config, should_stop, start)
+        outcome = perform(_task(config, rows, turn, num_turns), config, should_stop, start, ranks)
         yield outcome
         if turn < num_turns:
-            rows = _continued(rows, turn, _answers(outcome))
+            answers = _answers(outcome)
+            if ranks is not None:
+                end_sessions(ranks)
+                ranks.tell({ANSWERS: answers})
+            rows = _continued(rows, turn, answers)
+
+
+def follow_turns(config: GenerateConfig, should_stop: Callable[[], bool], ranks: Ranks) -> int:
+    """`follow`, turn after turn; what a turn's prompts hold of the answers before, rank 0 tells."""
+    rows = dataset_rows(config, None)
+    require_usable(generation(config), config, rows)
+    num_turns = _num_turns(rows)
+    for turn in range(1, num_turns + 1):
+        code = follow(_task(config, rows, turn, num_turns), config, should_stop, ranks)
+        if code:
+            return code
+        if turn < num_turns:
+            rows = _continued(rows, turn, ranks.heard()[ANSWERS])
+    return 0
+
+
+def _num_turns(rows: Sequence[Row]) -> int:
+    return 1 + max(len(row.later_turns) for row in rows)
 
 
 def _task(config: GenerateConfig, rows: Sequence[Row], turn: int, num_turns: int) -> Task:

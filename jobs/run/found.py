@@ -3,6 +3,7 @@
 `runs=` and `run=` name directories, URLs of object stores, or globs of them.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from runtime.errors import ConfigError, DamagedRunError
 from runtime.urls import is_url
 
-from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular
 from .fetched_runs import fetch_runs
 from .part_files import PART_NAME, parse_part, visible
 from .plan_file import read_plan_table
@@ -118,7 +119,8 @@ class FoundRun:
     def parts(self) -> Mapping[int, Path]:
         """The files of the committed blocks, by block. Files of other names are not the run's."""
         with suppress(FileNotFoundError):
-            names = {path: PART_NAME.fullmatch(path.name) for path in visible(self.directory.generations)}
+            files = (path for path in visible(self.directory.generations) if path.is_file())  # a pipe is read for ever
+            names = {path: PART_NAME.fullmatch(path.name) for path in files}
             return {int(name[1]): path for path, name in names.items() if name is not None}
         return {}
 
@@ -161,7 +163,7 @@ class FoundRun:
         """A part's rows, every value of which is as it was written. Raises DamagedRunError."""
         path = self.parts[block]
         try:
-            table = parse_part(path.read_bytes())
+            table = parse_part(read_regular(path)[0])
         except PARQUET_PROBLEMS as error:
             raise DamagedRunError(f"{path} is damaged ({error}): the run's own command makes it again") from error
         footer = table.schema.metadata or {}
@@ -187,10 +189,13 @@ class FoundRun:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process works in the directory of this lock. A file system without locks says no."""
+    """Whether another process works in the directory of this lock. A file system without locks says no. Raises OSError
+    where this process, or the machine, has no descriptor left to look with."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -251,7 +256,7 @@ def _nothing_found(key: str, name: str, path: Path, matches: Sequence[Path]) -> 
 
 def _rows_by_block(plan: Path) -> Mapping[int, int]:
     try:
-        counts = pq.read_table(plan, columns=["block"])["block"].value_counts()
+        counts = pq.read_table(pa.BufferReader(read_regular(plan)[0]), columns=["block"])["block"].value_counts()
     except FileNotFoundError:
         return {}
     except PARQUET_PROBLEMS as error:

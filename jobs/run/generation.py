@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,15 +13,18 @@ import pyarrow as pa
 
 from runtime.api import Runtime
 from runtime.config import RuntimeConfig
-from runtime.errors import RunMismatchError
+from runtime.errors import DatasetError, RunMismatchError
 from runtime.plan.planner import RunPlan
 from runtime.ranks.ranks import Ranks
 from runtime.stream.device import ComputeDevice
 from runtime.trace import Trace
+from runtime.units import counted
 
 from ..config.mistakes import mistakes_logged
-from ..config.settings import EncodeConfig, GenerateConfig, run_directory
+from ..config.settings import EncodeConfig, GenerateConfig, ScoreConfig, run_directory
 from ..datasets import Row, read_rows
+from ..datasets.config import looks_otherwise
+from ..datasets.files import COPIES
 from ..files.publishing import PRIVATE_FOLDER_MODE, JsonValue, files_made_private
 from .chat import require_template
 from .identity import manifest_of
@@ -76,7 +79,7 @@ class Task:
     `rows` are asked for without a runtime first, unless the settings need one to tell them. `totals`: what the parts in
     a directory come to beside what every run's summary says, of these input rows. `identity`: what makes the run this
     run beside its settings. `check` raises ConfigError where the model cannot do the task. `read`: makes what reads the
-    columns of a request with an encoding."""
+    columns of a request with an encoding. `problem`: why nothing can be asked of a row, whatever the model."""
 
     directory: Path
     columns: Columns
@@ -86,6 +89,7 @@ class Task:
     identity: Mapping[str, JsonValue] = field(default_factory=dict)
     check: Callable[[Runtime], None] = lambda _: None
     read: Callable[[Runtime], Read] = lambda _: lambda _: {}
+    problem: Callable[[Row], str | None] = lambda row: row.error
 
 
 def generation(config: GenerateConfig) -> Task:
@@ -140,21 +144,51 @@ def prepared(
     """Reads the data set and opens the model, on `device` or the one that the settings name, unless it is there as
     `runtime`, and writes nothing. Rows that need no tokenizer come before the model, which may have to be asked for far
     away."""
-    asked, held, copy = None, None, copy_of(config, task.directory, should_stop)
+    COPIES.set(config.offload.cache_dir)
+    asked: RunInput | None = None
+    copy, is_read = copy_of(config, task.directory, should_stop), task.rows is dataset_rows
     begun_with = format_begun_with(task.directory, copy.begun)
-    if task.rows is dataset_rows:
+    if is_read:
         asked = rows_in_windows(config, task.directory, should_stop, copy.begun)
     if asked is None and config.dataset.window_tokens is None:
-        held = task.rows(config, None)
+        asked = HeldRows(task.rows(config, None), config, begun_with)
+    if asked is not None and is_read:
+        require_usable(task, config, asked.every_row())
     if runtime is None:
-        settings = _asked_by_rows(config, held or [])
-        runtime = Runtime(settings, should_stop=should_stop, trace=trace, ranks=ranks, device=device)
+        settings = _asked_by_rows(config, asked.every_row() if isinstance(asked, HeldRows) else [])
+        runtime = Runtime(
+            settings,
+            should_stop=should_stop,
+            trace=trace,
+            ranks=ranks,
+            device=device,
+            encodes=isinstance(config, EncodeConfig),
+        )
     task.check(runtime)
     require_template(runtime.model.tokenizer, config.dataset)
     if asked is None:
-        asked = HeldRows(task.rows(config, runtime) if held is None else held, config, begun_with)
+        asked = HeldRows(task.rows(config, runtime), config, begun_with)
+        if is_read:
+            require_usable(task, config, asked.every_row())
     require_template(runtime.model.tokenizer, config.dataset, asked.first_rows())
     return Prepared(runtime=runtime, asked=asked, copy=copy, begun_with=begun_with)
+
+
+def require_usable(task: Task, config: GenerateConfig, rows: Iterable[Row]) -> None:
+    """Raises DatasetError where nothing can be asked of any of these rows: of one for most inputs no more is read. A
+    batch is answered all the same, with an error for each of its lines."""
+    if config.is_batch and not isinstance(config, ScoreConfig):
+        return
+    num_rows, first = 0, ""
+    for row in rows:
+        problem = task.problem(row)
+        if problem is None:
+            return
+        num_rows, first = num_rows + 1, first or problem
+    raise DatasetError(
+        f"none of {counted(num_rows, 'row')} of {config.dataset.place} can be used; the first: {first}"
+        f"{looks_otherwise(config.dataset)}"
+    )
 
 
 @contextmanager

@@ -102,6 +102,8 @@ def model_facts(model: LoadedModel) -> dict[str, JsonValue]:
 
 def _generation_facts(model: LoadedModel) -> dict[str, JsonValue]:
     """What the model says of generating. Without a generation_config.json it is config.json that says it."""
+    if model.checkpoint.gguf is not None:
+        return {"GGUF eos_token_id": sorted(model.eos_token_ids)}
     if not (model.checkpoint.path / "generation_config.json").exists():
         return {}
     return {

@@ -11,7 +11,15 @@ from pathlib import Path
 import pyarrow as pa
 
 from ..datasets import Row, asked_bytes, input_digest
-from ..files.publishing import PARQUET_PROBLEMS, JsonValue, json_digest, parse_parquet, publish, write_parquet
+from ..files.publishing import (
+    PARQUET_PROBLEMS,
+    JsonValue,
+    json_digest,
+    parse_parquet,
+    publish,
+    read_regular,
+    write_parquet,
+)
 from .output_rows import encode_columns
 
 LOG = logging.getLogger(__name__)
@@ -90,7 +98,7 @@ def first_changed(path: Path, digests: InputDigests, rows: Sequence[Row]) -> str
     if digests.rows is None:
         return None
     try:
-        table = parse_parquet(path.read_bytes())
+        table = parse_parquet(read_regular(path)[0])
         was = [table.column(name).to_pylist() for name in ROW_SCHEMA.names]
     except FileNotFoundError:
         return None

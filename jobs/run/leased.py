@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..files.lease import read_lease, told
-from ..files.publishing import JsonValue
+from ..files.publishing import JsonValue, OddFileError
 
 
 def lease_name(block: int) -> str:
@@ -54,9 +54,12 @@ def told_slurm(ids: Mapping[str, str]) -> str:
 
 def leased_blocks(folder: Path) -> list[LeasedBlock]:
     """Those in the folder of leases of a run that somebody works on. Raises OSError."""
-    found = ((_block_of(path.name), read_lease(path)) for path in sorted(folder.glob("block-*.json")))
     now, leases = time.time(), list[LeasedBlock]()
-    for block, lease in found:
+    for path in sorted(folder.glob("block-*.json")):
+        try:
+            block, lease = _block_of(path.name), read_lease(path)
+        except OddFileError:  # nobody's
+            continue
         if block is None or lease is None:  # given back in between
             continue
         since = lease.holder.get("since")

@@ -23,6 +23,7 @@ from ..files.publishing import (
     json_digest,
     output_error,
     publish,
+    read_regular,
     set_aside,
     sweep_temps,
     write_parquet,
@@ -154,7 +155,7 @@ class PartStore:
         """Whether a part is this run's, but of a block that the plan does not have so. What cannot be read is not
         asked."""
         try:
-            footer = parse_part(path.read_bytes()).schema.metadata or {}
+            footer = parse_part(read_regular(path)[0]).schema.metadata or {}
         except PARQUET_PROBLEMS:
             return False
         block = self._block_by_name.get(path.name)
@@ -170,7 +171,7 @@ class PartStore:
             if not self.directory.generations_part(block).exists():
                 continue
             try:
-                table = self._read(path.read_bytes(), block, THROUGHPUT_SCHEMA)
+                table = self._read(read_regular(path)[0], block, THROUGHPUT_SCHEMA)
             except PARQUET_PROBLEMS as error:
                 LOG.warning("the summary lacks block %d: %s: %s", block, path, error)
                 continue

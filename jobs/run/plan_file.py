@@ -13,7 +13,15 @@ import pyarrow as pa
 
 from runtime.errors import DamagedRunError, RunMismatchError
 
-from ..files.publishing import PARQUET_PROBLEMS, canonical_json, parse_parquet, publish, write_parquet
+from ..files.publishing import (
+    PARQUET_PROBLEMS,
+    OddFileError,
+    canonical_json,
+    parse_parquet,
+    publish,
+    read_regular,
+    write_parquet,
+)
 from ..files.row_digest import is_signed, require_intact, sign
 
 PlanStatus: TypeAlias = Literal["planned", "rejected"]
@@ -90,7 +98,10 @@ def read_plan(path: Path, *, may_lack_digest: bool = False) -> list[PlannedReque
 def read_plan_table(path: Path, *, may_lack_digest: bool = False) -> pa.Table:
     """The stored plan by PLAN_SCHEMA. Raises DamagedRunError when the file is not one, or not as it was written,
     OSError when it cannot be read."""
-    data = path.read_bytes()
+    try:
+        data, _ = read_regular(path)
+    except OddFileError as error:
+        raise DamagedRunError(f"{error}, where the plan of a run belongs: remove it") from error
     try:
         table = parse_parquet(data)
         require_intact(table)

@@ -14,10 +14,11 @@ from runtime.engine.requests import Rejected
 from runtime.engine.scoring_requests import Joined, join, scores_of
 from runtime.engine.sequence import Completion, Request
 from runtime.engine.tokens import tokenize_each
-from runtime.errors import require
+from runtime.errors import ConfigError, require
 
 from ..datasets import Row
 from ..datasets.fields import MAX_ROWS
+from ..datasets.records import shorten
 from .chat import has_template, renderer_for
 from .output_rows import GenerationRow
 from .plan_file import PlannedRequest, Seat
@@ -83,12 +84,14 @@ def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Asked:
     """Tokenises every row and makes its request. A row that there is none for is rejected, never raised. Raises
     ConfigError for more completions than a run can have."""
     num_samples = runtime.config.sampling.n
-    num_asked = sum(num_samples if row.overrides.n is None else row.overrides.n for row in rows)
-    require(
-        num_asked <= MAX_ROWS,
-        f"sampling.n={num_samples:,} times {len(rows):,} rows, or what rows ask for themselves, is above the "
-        f"{MAX_ROWS:,} that a run can have",
-    )
+    counts = [num_samples if row.overrides.n is None else row.overrides.n for row in rows]
+    if sum(counts) > MAX_ROWS:
+        place = counts.index(max(counts))
+        raise ConfigError(
+            f"sampling.n={num_samples:,} times {len(rows):,} rows, or what rows ask for themselves, is above the "
+            f"{MAX_ROWS:,} that a run can have: {sum(counts):,} completions, the most of them, {counts[place]:,}, of "
+            f"row {shorten(rows[place].id)}"
+        )
     asked = zip(rows, _requests(runtime, rows, make), strict=True)
     made = [(row, item) for row, items in asked for item in items]
     require(len(made) <= MAX_ROWS, f"{len(made):,} requests are above the {MAX_ROWS:,} that a run can have")

@@ -10,12 +10,8 @@ from runtime.closing import Closing
 from runtime.errors import ConfigError, DamagedRunError, MillraceError, RunMismatchError
 
 from ..files.lock import RunLock
-from ..files.publishing import JsonValue, fsync_directory, output_error, read_json, write_json
+from ..files.publishing import LASTING_ERRNOS, JsonValue, fsync_directory, output_error, read_json, write_json
 from .manifest import FORMAT, RunManifest
-
-LASTING_ERRNOS = frozenset(
-    {errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR}
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,5 +230,6 @@ def _unusable(run: RunDirectory, error: OSError) -> MillraceError:
     was_writable = error.errno == errno.EROFS and run.manifest.exists()
     if error.errno not in LASTING_ERRNOS or was_writable:
         return output_error(run.path, error)
-    why = error.strerror or error
-    return ConfigError(f"cannot use {run.path} as a run directory: {why}. Choose another one with run=")
+    is_name = error.errno == errno.ENAMETOOLONG or (run.path.exists() and not run.path.is_dir())
+    other = "one with run=" if is_name else "place for it with output_root="
+    return ConfigError(f"cannot use {run.path} as a run directory: {error.strerror or error}. Choose another {other}")

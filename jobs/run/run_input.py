@@ -2,16 +2,16 @@
 windows, and one where all rows are held."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
 
+from runtime.cache_root import cache_root
 from runtime.config import Way
 from runtime.errors import CheckpointError, DamagedRunError, DatasetError, require
-from runtime.store.cache_root import cache_root
 from runtime.store.file_digests import digest_files
 
 from ..config.settings import GenerateConfig, ScoreConfig
@@ -60,6 +60,10 @@ class RunInput(Protocol):
         """The schema of the columns that rows bring along, the same for all shards."""
         ...
 
+    def every_row(self) -> Iterable[Row]:
+        """The rows of all shards, to look at before the run is begun."""
+        ...
+
     def first_rows(self) -> Sequence[Row]:
         """Rows of this shard to look at before the run is begun: all of them, or some."""
         ...
@@ -82,6 +86,9 @@ class HeldRows:
 
     def columns(self, fixed: pa.Schema) -> pa.Schema:
         return infer_column_schema([row.columns for row in self._all], fixed)
+
+    def every_row(self) -> Sequence[Row]:
+        return self._all
 
     def first_rows(self) -> Sequence[Row]:
         return self._rows
@@ -118,6 +125,9 @@ class RowsInWindows:
 
     def columns(self, fixed: pa.Schema) -> pa.Schema:
         return column_schema(self.rows.survey.kinds, fixed)
+
+    def every_row(self) -> Iterator[Row]:
+        return self.rows.every()
 
     def first_rows(self) -> Sequence[Row]:
         """The first window's, which are kept until that is read; none of a run that was begun."""

@@ -24,6 +24,7 @@ from ..files.publishing import (
     output_error,
     parse_parquet,
     publish,
+    read_regular,
     set_aside,
     write_parquet,
 )
@@ -101,7 +102,7 @@ class RunningFile:
         """What was saved last; nothing, and a warning, when that cannot be used: it then moves to `quarantine/`."""
         path = self.path
         try:
-            data = path.read_bytes()
+            data, _ = read_regular(path)
         except FileNotFoundError:
             return Running(unfinished={})
         except OSError as error:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from runtime.engine.text_pairs import PairIds, TextPair, TextSize, document_wind
 
 from ..config.settings import ScoreConfig, ScoreSettings, run_directory
 from ..datasets import Row
+from ..datasets.records import has_field, listed_fields, value_at
 from ..files.publishing import JsonValue
 from .generation import Outcome, Task, perform
 from .output_rows import score_schema
@@ -39,6 +41,7 @@ def scoring(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
         directory=run_directory(config),
         columns=partial(score_schema, has_top=config.sampling.logprobs > 0),
         requests=partial(windows_of if config.score.rolling else targets_of, config.score),
+        problem=partial(_problem, config.score),
         totals=lambda directory, read: Totals.of(directory, read() if config.score.rolling else ()).to_plain(),
     )
     most = max(1, sampling.logprobs)
@@ -64,16 +67,25 @@ def targets_of(settings: ScoreSettings, runtime: Runtime, asked: Sequence[tuple[
             yield [_made(runtime, row, index, ids) for index, ids in enumerate(found)]
 
 
+def _problem(settings: ScoreSettings, row: Row) -> str | None:
+    """Why nothing of a row can be scored."""
+    targets = _targets(settings, row) if row.error is None and not settings.rolling else ()
+    return targets if isinstance(targets, str) else row.error
+
+
 def _targets(settings: ScoreSettings, row: Row) -> list[str] | str:
     """The row's targets, or why it has none."""
-    name = settings.target_field
-    value = row.columns.get(name)
+    name, value = settings.target_field, None
+    with suppress(KeyError):
+        value = value_at(row.columns, name)
     targets = [value] if isinstance(value, str) else value
     texts = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
     if texts and isinstance(targets, list) and len(texts) == len(targets):
         return texts
-    there = "there is no field" if value is None else "neither a text nor a list of texts is in the field"
-    return f"{there} {name!r} (score.target_field)"
+    if value is not None:
+        return f"neither a text nor a list of texts is in the field {name!r} (score.target_field)"
+    listed = "" if has_field(row.columns, name) else f"; {listed_fields(row.columns)}"
+    return f"there is no field {name!r} (score.target_field){listed}"
 
 
 def windows_of(settings: ScoreSettings, runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Made:

@@ -55,8 +55,8 @@ def is_finished(directory: RunDirectory) -> bool:
 
 
 def _sha256(path: Path) -> str | None:
-    """The digest of a file; None for a link, as what it leads to is not the run's."""
-    return None if path.is_symlink() else file_sha256(path)
+    """The digest of a file; None for a link, as what it leads to is not the run's, and for what is no file."""
+    return file_sha256(path) if path.is_file() and not path.is_symlink() else None
 
 
 def tell_of_remade(directory: RunDirectory, parts: Mapping[str, str]) -> None:

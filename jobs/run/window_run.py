@@ -158,7 +158,9 @@ class WindowRun:
         is_wave = self._config.policy.admission is Admission.wave
         with (
             Progress(asked.computed, plan.blocks, is_wave=is_wave) as progress,
-            tracing(self._state.directory.trace, self._runtime.trace) as write_trace,
+            tracing(
+                self._state.directory.trace, self._runtime.trace, is_worker=self._worker is not None
+            ) as write_trace,
         ):
             for blocks, way in self._stretches(plan, store, feedback, progress):
                 if (way.policy, way.kv) != (plan.policy, plan.kv):

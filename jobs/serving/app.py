@@ -3,156 +3,323 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # The libraries are an extra.
 
+import errno
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import re
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import anyio
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.errors import OutputError
 from runtime.units import MIB
 
-from ..datasets.openai_body import ENDPOINTS
-from ..datasets.openai_inputs import ENCODED
+from ..datasets.records import BadRecord, check_text, shorten
 from .config import ServeConfig
 from .keeper import Keeper
-from .store import FINAL, BatchStore, Record, new_id
+from .store import FINAL, STATUSES, UPLOADED, URLS, BatchStore, InUseError, NoRoomError, Record
 
 log = logging.getLogger(__name__)
 FORM_BYTES = MIB // 4  # beside a file's own bytes, and of a request without one
-CHUNK_BYTES = MIB
+RECEIVE_SECONDS = 60.0  # within which each piece of a request must come
+DRAIN_SECONDS, DRAIN_PAUSE_SECONDS = 30.0, 2.0  # in which the rest of a refused request is read, and its next piece
+MAX_METADATA_KEYS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512  # as OpenAI has them
+MAX_FILENAME_CHARACTERS = 255
+MAX_BATCHES_LISTED, MAX_FILES_LISTED = 100, 10_000
+BATCHES_LISTED = 20  # where nobody says how many
+HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SINGLE = ("/v1/responses", "/v1/moderations", "/v1/images/generations", *URLS)
 
 
-def make_app(config: ServeConfig, store: BatchStore, keeper: Keeper) -> Starlette:
-    """An application over `store`, which tells `keeper` of new work."""
-    routes = _Routes(config, store, keeper)
+def make_app(
+    config: ServeConfig, store: BatchStore, keeper: Keeper, key: str | None = None, models: Sequence[str] = ()
+) -> Starlette:
+    """An application over `store`, which tells `keeper` of new work. `key`: what clients must send. `models`: names of
+    what answers."""
+    routes = _Routes(config, store, keeper, models)
     return Starlette(
         routes=[
             Route("/v1/files", routes.add_file, methods=["POST"]),
             Route("/v1/files", routes.files),
             Route("/v1/files/{id}", routes.file),
+            Route("/v1/files/{id}", routes.delete_file, methods=["DELETE"]),
             Route("/v1/files/{id}/content", routes.content),
             Route("/v1/batches", routes.add_batch, methods=["POST"]),
             Route("/v1/batches", routes.batches),
             Route("/v1/batches/{id}", routes.batch),
             Route("/v1/batches/{id}/cancel", routes.cancel, methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{id:path}", routes.model),
+            Route("/health", routes.health),
+            Route("/metrics", routes.metrics),
+            *(Route(path, routes.single, methods=["GET", "POST"]) for path in SINGLE),
         ],
-        middleware=[
-            Middleware(BaseHTTPMiddleware, dispatch=_Guard(config)),
-        ],
-        exception_handlers={HTTPException: _refusal, Exception: _mistake},
+        middleware=[Middleware(_Guard, config=config, key=key)],
+        exception_handlers={
+            HTTPException: _refusal,
+            ClientDisconnect: _gone,
+            TimeoutError: _too_slow,
+            OSError: _no_means,
+            OutputError: _no_means,
+            Exception: _mistake,
+        },
     )
 
 
-def _error(status: int, message: str, kind: str = "invalid_request_error") -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+def _error(
+    status: int,
+    message: str,
+    kind: str = "invalid_request_error",
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return JSONResponse({"error": error}, status, headers=headers)
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "it is registered for these"
-    return _error(error.status_code, str(error.detail))
+    message, headers = str(error.detail), error.headers or {}
+    if "endpoint" not in request.scope:
+        listed = [
+            f"{method} {route.path}"
+            for route in request.app.routes
+            for method in sorted(route.methods - {"HEAD"})
+            if route.path not in SINGLE
+        ]
+        message = f"there is no {shorten(request.scope['path'])}, there are {', '.join(listed)}"
+    elif error.status_code == 405:
+        message = f"{request.method} is not for {request.scope['path']}: {headers.get('Allow')}"
+    return _error(error.status_code, message, headers=headers)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    log.debug("%s %s: the client left", request.method, shorten(request.scope["path"]))
+    return Response(status_code=400)  # which nobody reads
+
+
+async def _too_slow(request: Request, error: Exception) -> Response:
+    return _error(408, f"nothing of the request came within {RECEIVE_SECONDS:.0f} s")
+
+
+async def _no_means(request: Request, error: Exception) -> Response:
+    """The answer where the machine is at fault and a later request may succeed: a full disk, no descriptors."""
+    cause = error.__cause__ if isinstance(error, OutputError) else error
+    is_full = isinstance(cause, OSError) and cause.errno in NO_ROOM
+    log.error("%s %s: %s", request.method, shorten(request.scope["path"]), error)
+    why = "the server's disk has no room" if is_full else "the server lacks the means for now; its log says which"
+    return _error(507 if is_full else 503, f"{why}; nothing was stored", "server_error")
 
 
 async def _mistake(request: Request, error: Exception) -> Response:
-    log.error("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error)
+    log.error("%s %s: %s: %s", request.method, shorten(request.scope["path"]), type(error).__name__, error)
     return _error(500, "the server made a mistake; its log says which", "server_error")
 
 
 class _Guard:
-    """Refuses what is too long before it is read, and what a page in a browser sends."""
+    """Middleware in front of all routes: refuses web pages, strangers, and what is too long before it is read."""
 
-    def __init__(self, config: ServeConfig):
-        self._max_file_mib = config.max_file_mib
+    def __init__(self, app: ASGIApp, config: ServeConfig, key: str | None):
+        self._app, self._config = app, config
+        self._authorization = None if key is None else f"Bearer {key}".encode()
         # What a client on this machine calls it: a page that makes its own name lead here is refused.
-        self._names = {"localhost", "127.0.0.1", "::1", config.host} if config.is_loopback else None
+        self._names = {"localhost", "127.0.0.1", "[::1]", config.host, f"[{config.host}]"}
 
-    async def __call__(self, request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        is_named = self._names is None or request.url.hostname in self._names
-        if "origin" in request.headers or not is_named:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        body = _Body(receive, is_asked_for=request.headers.get("expect", "").lower() == "100-continue")
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start" and not await body.drained():
+                message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
+            await send(message)
+
+        await (self._refusal(request) or self._app)(scope, body.receive, answer)
+
+    def _refusal(self, request: Request) -> Response | None:
+        headers, config = request.headers, self._config
+        host = HOST.fullmatch(headers.get("host", ""))
+        is_named = host is not None and (not config.is_loopback or host[1].lower() in self._names)
+        if "origin" in headers or headers.get("sec-fetch-site", "none") != "none" or not is_named:
             return _error(403, "requests of web pages are not answered")
+        given = headers.get("authorization", "").encode()
+        is_open = self._authorization is None or request.scope["path"] == "/health"
+        if not is_open and not secrets.compare_digest(given, self._authorization or b""):
+            message = "the api_key is not this server's: it is in the file that the server names when it starts"
+            bearer = {"WWW-Authenticate": "Bearer"}
+            return _error(401, message, "authentication_error", "invalid_api_key", bearer)
         if request.method == "POST":
-            is_file = request.url.path == "/v1/files"
-            most = (self._max_file_mib * MIB if is_file else 0) + FORM_BYTES
-            length = request.headers.get("content-length", "")
+            is_file = request.scope["path"] == "/v1/files"
+            most = (config.max_file_bytes if is_file else 0) + FORM_BYTES
+            length = headers.get("content-length", "")
             if not (length.isascii() and length.isdigit()):
                 return _error(411, "a request needs a Content-Length")
             if int(length[:20]) > most:
-                limit = f"max_file_mib={self._max_file_mib}" if is_file else f"{FORM_BYTES:,} bytes"
+                limit = f"max_file_mib={config.max_file_mib}" if is_file else f"{FORM_BYTES:,} bytes"
                 return _error(413, f"the request has {int(length[:20]):,} bytes, {limit} is the most")
-        return await answer(request)
+        return None
+
+
+class _Body:
+    """What a request still sends. `is_asked_for`: the client waits for a word before it sends anything."""
+
+    def __init__(self, receive: Receive, *, is_asked_for: bool):
+        self._receive, self._is_asked_for, self._is_done = receive, is_asked_for, False
+
+    async def receive(self, seconds: float = RECEIVE_SECONDS) -> Message:
+        """Raises TimeoutError where a client holds the request open and sends nothing for so long."""
+        if self._is_done:
+            return await self._receive()
+        self._is_asked_for = False
+        with anyio.fail_after(seconds):
+            message = await self._receive()
+        self._is_done = not message.get("more_body", False)
+        return message
+
+    async def drained(self) -> bool:
+        """Whether all has come, once the rest of it was waited for: who still sends when the connection is closed sees
+        no answer but a reset."""
+        with anyio.move_on_after(DRAIN_SECONDS), suppress(TimeoutError):
+            while not (self._is_done or self._is_asked_for):
+                await self.receive(DRAIN_PAUSE_SECONDS)
+        return self._is_done
 
 
 class _Routes:
-    def __init__(self, config: ServeConfig, store: BatchStore, keeper: Keeper):
-        self._config, self._store, self._keeper = config, store, keeper
+    """Those that are no coroutines run in threads, where they may wait for a disk."""
+
+    def __init__(self, config: ServeConfig, store: BatchStore, keeper: Keeper, models: Sequence[str]):
+        self._config, self._store, self._keeper, self._models = config, store, keeper, models
 
     async def add_file(self, request: Request) -> Response:
-        async with request.form(max_files=1, max_fields=10) as form:
-            upload, purpose = form.get("file"), form.get("purpose")
-            if purpose != "batch":
-                raise HTTPException(400, "purpose must be 'batch'")
-            if upload is None or isinstance(upload, str):
-                raise HTTPException(400, "there is no file")
-            id = new_id("file-")
-            path = self._store.content(id)
-            with path.open("xb") as file:
-                while chunk := await upload.read(CHUNK_BYTES):
-                    await run_in_threadpool(file.write, chunk)
-            record = self._store.add_file(id, path, (upload.filename or "requests.jsonl")[:255], "batch")
-        return JSONResponse(_shown(record))
+        config = self._config
+        try:
+            with self._store.room(int(request.headers["content-length"]), config.max_files, config.max_uploads_bytes):
+                async with request.form(max_files=1, max_fields=10) as form:
+                    upload = form.get("file")
+                    if form.get("purpose") != UPLOADED:
+                        raise HTTPException(400, "purpose must be 'batch'")
+                    if upload is None or isinstance(upload, str):
+                        raise HTTPException(400, "there is no file")
+                    name = (upload.filename or "requests.jsonl")[:MAX_FILENAME_CHARACTERS]
+                    name = _text(name, "the file's name", MAX_FILENAME_CHARACTERS)
+                    return _shown(await run_in_threadpool(self._store.add_upload, upload.file, name))
+        except NoRoomError as error:
+            raise HTTPException(413, str(error)) from None
+        except UnicodeError:
+            raise HTTPException(400, "the form is not in the charset that its Content-Type names") from None
 
-    async def files(self, request: Request) -> Response:
-        return _listed(self._store.files())
+    def files(self, request: Request) -> Response:
+        records, purpose = self._store.files(), request.query_params.get("purpose")
+        found = [record for record in records if purpose in (None, record["purpose"])]
+        return _page(request, found, MAX_FILES_LISTED, MAX_FILES_LISTED)
 
-    async def file(self, request: Request) -> Response:
-        return JSONResponse(_shown(self._file(request.path_params["id"])))
+    def file(self, request: Request) -> Response:
+        return _shown(self._file(request.path_params["id"]))
 
-    async def content(self, request: Request) -> Response:
+    def delete_file(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        try:
+            if not self._store.delete_file(id):
+                raise HTTPException(404, "there is no such file")
+        except InUseError as error:
+            raise HTTPException(409, str(error)) from None
+        return JSONResponse({"id": id, "object": "file", "deleted": True})
+
+    def content(self, request: Request) -> Response:
         path = Path(str(self._file(request.path_params["id"])["path"]))
         if not path.is_file():
             raise HTTPException(404, "the content of this file is gone")
         return FileResponse(path, media_type="application/jsonl")
 
     async def add_batch(self, request: Request) -> Response:
-        asked = await _object(request)
+        try:
+            asked = json.loads(await request.body())
+        except (ValueError, RecursionError):
+            raise HTTPException(400, "the body is not JSON") from None
+        if not isinstance(asked, dict):
+            raise HTTPException(400, "the body is not an object")
+        return await run_in_threadpool(self._begin_batch, asked)
+
+    def _begin_batch(self, asked: Mapping[str, object]) -> Response:
+        """Checks all of a batch before anything of it is stored."""
         known = {"input_file_id", "endpoint", "completion_window", "metadata"}
         unknown = sorted(key for key in asked.keys() - known if asked[key] is not None)
         if unknown:
             raise HTTPException(400, f"{unknown[0][:60]!r} cannot be honoured: {', '.join(sorted(known))} can")
-        endpoints = [*ENDPOINTS, *ENCODED]
-        if asked.get("endpoint") not in endpoints:
-            raise HTTPException(400, f"endpoint must be one of {', '.join(endpoints)}")
-        source = self._file(str(asked.get("input_file_id")))
-        metadata, window = asked.get("metadata"), str(asked.get("completion_window") or "24h")
-        if source["purpose"] != "batch":
+        endpoint, window = asked.get("endpoint"), asked.get("completion_window")
+        if not isinstance(endpoint, str) or endpoint not in URLS:
+            raise HTTPException(400, f"endpoint must be one of {', '.join(URLS)}")
+        window = "24h" if window is None else _text(window, "completion_window", MAX_KEY_CHARACTERS)
+        metadata = _metadata(asked.get("metadata"))
+        source = self._file(_text(asked.get("input_file_id"), "input_file_id", MAX_FILENAME_CHARACTERS))
+        if source["purpose"] != UPLOADED:
             raise HTTPException(400, "input_file_id names a file that was not uploaded for a batch")
-        if metadata is not None and not _is_metadata(metadata):
-            raise HTTPException(400, "metadata must be an object of texts")
-        total = await run_in_threadpool(_num_lines, Path(str(source["path"])))
-        record = self._store.add_batch(str(source["id"]), str(asked["endpoint"]), window, metadata, total)  # pyright: ignore[reportArgumentType]
+        if len(self._store.unfinished()) >= self._config.max_batches:
+            raise HTTPException(429, f"max_batches={self._config.max_batches:,} batches wait or run already")
+        try:
+            with Path(str(source["path"])).open("rb") as file:
+                total = sum(1 for line in file if line.strip())
+        except FileNotFoundError:
+            raise HTTPException(404, "the content of this file is gone") from None
+        record = self._store.add_batch(str(source["id"]), endpoint, window, metadata, total)
+        if record is None:
+            raise HTTPException(404, "there is no such file")
         self._keeper.wake()
-        return JSONResponse(_shown(record))
+        return _shown(record)
 
-    async def batches(self, request: Request) -> Response:
-        return _listed(self._store.batches()[::-1])
+    def batches(self, request: Request) -> Response:
+        return _page(request, self._store.batches(), BATCHES_LISTED, MAX_BATCHES_LISTED)
 
-    async def batch(self, request: Request) -> Response:
-        return JSONResponse(_shown(self._batch(request.path_params["id"])))
+    def batch(self, request: Request) -> Response:
+        return _shown(self._batch(request.path_params["id"]))
 
-    async def cancel(self, request: Request) -> Response:
-        id = str(self._batch(request.path_params["id"])["id"])
-        record = self._store.change(id, lambda now: {} if now["status"] in FINAL else {"status": "cancelling"})
+    def cancel(self, request: Request) -> Response:
+        record = self._batch(request.path_params["id"])
+        if record["status"] != "cancelling":
+            record = self._store.enter(str(record["id"]), "cancelling")
         if record["status"] != "cancelling":
             raise HTTPException(409, f"the batch is {record['status']} already")
         self._keeper.wake()
-        return JSONResponse(_shown(record))
+        return _shown(record)
+
+    def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(name) for name in self._models]})
+
+    def model(self, request: Request) -> Response:
+        if (name := request.path_params["id"]) not in self._models:
+            raise HTTPException(404, f"the model is {', '.join(self._models)}: what a request names is not looked at")
+        return JSONResponse(_model(name))
+
+    def health(self, request: Request) -> Response:
+        is_alive = self._keeper.is_alive()
+        status = "ok" if is_alive else "batches are not worked on: start the server again"
+        return JSONResponse({"status": status}, 200 if is_alive else 503)
+
+    def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(
+            "".join(_metrics(self._store, is_alive=self._keeper.is_alive())),
+            media_type="text/plain; version=0.0.4",
+        )
+
+    def single(self, request: Request) -> Response:
+        raise HTTPException(404, "batches only: upload a file to POST /v1/files, then POST /v1/batches")
 
     def _file(self, id: str) -> Record:
         found = self._store.file(id)
@@ -167,31 +334,92 @@ class _Routes:
         return found
 
 
-async def _object(request: Request) -> Mapping[str, object]:
+def _text(value: object, what: str, most: int, *, may_be_empty: bool = False) -> str:
+    """`value` if it is text that can be stored and sent back. Raises HTTPException."""
+    if not isinstance(value, str):
+        raise HTTPException(400, f"{what} is no text")
+    if len(value) > most:
+        raise HTTPException(400, f"{what} has {len(value):,} characters, {most:,} is the most")
     try:
-        value = json.loads(await request.body())
-    except (ValueError, RecursionError):
-        raise HTTPException(400, "the body is not JSON") from None
-    if not isinstance(value, dict):
-        raise HTTPException(400, "the body is not an object")
-    return value
+        return check_text(value, what, may_be_empty)
+    except BadRecord as error:
+        raise HTTPException(400, str(error)) from None
 
 
-def _is_metadata(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+def _metadata(value: object) -> Mapping[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MAX_METADATA_KEYS:
+        raise HTTPException(400, f"metadata must be an object of up to {MAX_METADATA_KEYS} texts")
+    return {
+        _text(key, "a key of metadata", MAX_KEY_CHARACTERS): _text(
+            text, f"metadata {shorten(key)}", MAX_VALUE_CHARACTERS, may_be_empty=True
+        )
+        for key, text in value.items()
+    }
 
 
-def _num_lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+def _shown(record: Record) -> Response:
+    return JSONResponse(_public(record))
 
 
-def _shown(record: Record) -> Record:
+def _public(record: Record) -> Record:
     """A record without what is the server's own."""
-    return {key: value for key, value in record.items() if key != "path"}
+    return {key: value for key, value in record.items() if key not in ("path", "tokens")}
 
 
-def _listed(records: Iterable[Record]) -> Response:
-    shown = [_shown(record) for record in records]
+def _page(request: Request, records: Sequence[Record], usual: int, most: int) -> Response:
+    """Those of `records` (the oldest first) that a client asks for by `limit`, `after` and `order`."""
+    asked = request.query_params
+    limit, order, after = asked.get("limit", str(usual)), asked.get("order", "desc"), asked.get("after")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
+        raise HTTPException(400, f"limit must be 1 to {most:,}")
+    if order not in ("asc", "desc"):
+        raise HTTPException(400, "order must be asc or desc")
+    ordered = records if order == "asc" else records[::-1]
+    start = 0
+    if after is not None:
+        start = 1 + next((at for at, record in enumerate(ordered) if record["id"] == after), -1)
+        if not start:
+            raise HTTPException(400, "after names none of these")
+    shown = [_public(record) for record in ordered[start : start + int(limit)]]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    return JSONResponse({"object": "list", "data": shown, "has_more": False, **ends})
+    return JSONResponse({"object": "list", "data": shown, "has_more": start + len(shown) < len(ordered), **ends})
+
+
+def _model(name: str) -> Mapping[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "millrace"}
+
+
+def _metrics(store: BatchStore, *, is_alive: bool) -> Iterator[str]:
+    """Sums over all records, in the text format of Prometheus."""
+    batches, files = store.batches(), store.files()
+    rows: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for batch in batches:
+        for total, name in ((rows, "request_counts"), (tokens, "tokens")):
+            found = batch.get(name)
+            counts = found if isinstance(found, dict) and batch["status"] in FINAL else {}
+            total.update({key: count for key, count in counts.items() if type(count) is int})
+    statuses = Counter(str(batch["status"]) for batch in batches)
+    sizes: Counter[str] = Counter()
+    for file in files:
+        sizes[str(file["purpose"])] += int(str(file["bytes"]))
+    families = [
+        ("keeper_alive", "1 while batches are worked on.", "", {"": int(is_alive)}),
+        ("batches", "Batches by status.", "status", {name: statuses[name] for name in sorted(STATUSES)}),
+        ("rows", "Rows of ended batches.", "result", {name: rows[name] for name in ("completed", "failed")}),
+        (
+            "tokens",
+            "Tokens of answered rows.",
+            "kind",
+            {kind: tokens[f"{kind}_tokens"] for kind in ("prompt", "completion")},
+        ),
+        ("files", "Files that are kept.", "purpose", Counter(str(file["purpose"]) for file in files)),
+        ("file_bytes", "Bytes of these files.", "purpose", sizes),
+    ]
+    for name, help, label, values in families:
+        yield f"# HELP millrace_{name} {help}\n# TYPE millrace_{name} gauge\n"
+        for value, number in values.items():
+            labels = f'{{{label}="{value}"}}' if label else ""
+            yield f"millrace_{name}{labels} {number}\n"

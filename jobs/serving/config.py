@@ -2,21 +2,41 @@
 reads it before it loads what takes long."""
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from runtime.errors import require
+from runtime.units import GIB, MIB
+from runtime.urls import is_url
 
+from ..config.cli import quoted
 from ..config.settings import LogLevel
 
-MAX_PORT, MAX_FILE_MIB = 65_535, 100_000
+MAX_PORT, MAX_FILE_MIB, MAX_GIB, MAX_COUNT = 65_535, 100_000, 1_000_000, 1_000_000
 OF_THE_SERVER = ("run", "output", "output_root", "shard", "dataset", "prompt", "trace")
+PATHS = ("model.path", "model.tokenizer", "sampling.json_schema")  # of jobs; what is not there may be a hub id
 
 
 def settings_of(job: str, settings: Sequence[str]) -> list[str]:
     """Those of `settings` that a job of this name has."""
     is_own = job == "encode"
     return [each for each in settings if is_own or not each.lstrip("+~").startswith("encode.")]
+
+
+def absolute_paths(values: Mapping[str, object]) -> list[str]:
+    """Settings that say again, for a job in another current folder, which files `values` name from this one."""
+    found = []
+    for key in (*PATHS, "offload.cache_dir"):
+        value = values.get(key)
+        if not isinstance(value, str) or is_url(value):
+            continue
+        path = Path(value).expanduser()
+        with suppress(OSError, ValueError):  # a schema as text is no path at all
+            if not path.is_absolute() and (key not in PATHS or path.exists()):
+                found.append(f"{key}={quoted(str(path.absolute()))}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,23 +46,42 @@ class ServeConfig:
     settings: list[str] = field(default_factory=list)
     host: str = "127.0.0.1"
     port: int = 8000
+    require_api_key: bool = True
+    api_key_file: str | None = None
     max_file_mib: int = 512
+    max_files: int = 10_000
+    max_uploads_gib: int = 100
+    max_batches: int = 1_000
     output_root: str = "outputs"
     log_level: LogLevel = LogLevel.info
 
     def __post_init__(self) -> None:
         require(bool(self.host), "host is empty: 127.0.0.1 is this machine alone")
-        require(1 <= self.port <= MAX_PORT, f"port must be 1 to {MAX_PORT:,}, got {self.port}")
-        require(
-            1 <= self.max_file_mib <= MAX_FILE_MIB,
-            f"max_file_mib must be 1 to {MAX_FILE_MIB:,} MiB, got {self.max_file_mib}",
-        )
+        limits = {
+            "port": (MAX_PORT, ""),
+            "max_file_mib": (MAX_FILE_MIB, " MiB"),
+            "max_files": (MAX_COUNT, ""),
+            "max_uploads_gib": (MAX_GIB, " GiB"),
+            "max_batches": (MAX_COUNT, ""),
+        }
+        for key, (most, unit) in limits.items():
+            value = getattr(self, key)
+            require(1 <= value <= most, f"{key} must be 1 to {most:,}{unit}, got {value}")
         require(bool(self.output_root.strip()), "output_root is empty: name a directory, e.g. output_root=outputs")
+        require(
+            self.require_api_key or self.is_loopback,
+            f"require_api_key=false would let everybody in who reaches host={self.host}: it needs host=127.0.0.1",
+        )
         for setting in self.settings:
-            key = setting.lstrip("+~").partition("=")[0]
+            key, sign, value = setting.lstrip("+~").partition("=")
             is_own = key.partition(".")[0] in OF_THE_SERVER and key not in ("dataset.limit", "dataset.max_row_bytes")
-            require("=" in setting, f"settings holds {setting!r}: each is key=value of millrace generate")
+            require(bool(sign), f"settings holds {setting!r}: each is key=value of millrace generate")
             require(not is_own, f"settings holds {setting!r}, which the server sets for each batch")
+            require(
+                key != "output_private" or value.lower() == "true",
+                f"settings holds {setting!r}: batches of the server are its owner's alone; "
+                "copy or export a run for others",
+            )
 
     @property
     def is_loopback(self) -> bool:
@@ -51,3 +90,11 @@ class ServeConfig:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def max_file_bytes(self) -> int:
+        return self.max_file_mib * MIB
+
+    @property
+    def max_uploads_bytes(self) -> int:
+        return self.max_uploads_gib * GIB

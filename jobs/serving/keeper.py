@@ -1,7 +1,9 @@
-"""The job of each batch: started in a process of its own, one after another, watched, ended on request, and found again
-by its run's lock where an earlier server started it.
+"""Runs the job of each batch, one after another, in a process of its own; ends it on request, and finds one again that
+an earlier server started.
 """
 
+import fcntl
+import json
 import logging
 import os
 import signal
@@ -10,140 +12,250 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.errors import ConfigError, DamagedRunError, MillraceError
+from runtime.units import KIB
 
 from ..config.cli import quoted
 from ..datasets.openai_inputs import ENCODED
 from ..exporting.export import write_batch_files
-from ..files.publishing import read_json
+from ..files.publishing import JsonValue, read_json
 from ..run.found import is_locked
 from ..run.run_dir import RunDirectory
 from .config import settings_of
-from .store import FINAL, BatchStore, Record
+from .store import MADE, BatchStore, Record
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
-ANSWERED = (0, 3)  # exit codes of a job whose rows are done
-MAX_STARTS = 3  # in one server, of a job that others interrupt
+INTERRUPTED = 75  # the exit code of a job that can go on
+VERDICTS = (2, 4, 70)  # of one that would end so again; 1 and 120 are Python's, where a message finds no room
+MAX_ENDS, MAX_PAUSE_SECONDS = 20, 300.0  # of a job that gets no further: an hour in all, as pauses double from 1 s
+MAX_MESSAGE = 2_000  # characters of a job's error that a record keeps
+LOG_TAIL_BYTES = 64 * KIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trouble:
+    """Failures of a batch since it last got further. `num_ends`: of its job alone, that many of which are too many.
+    `until`: when it is tried again, by the monotonic clock, unless its status is another one by then."""
+
+    num_tries: int = 0
+    num_ends: int = 0
+    num_parts: int = 0
+    until: float = 0.0
+    status: str = ""
+
+    def seconds_left(self, batch: Record, now: float) -> float:
+        return self.until - now if batch["status"] == self.status else 0.0
 
 
 class Keeper(threading.Thread):
-    """Does the batches that are left, the oldest first, until `stop`; the job that runs then goes on without it.
-    `settings`: of every job, as its command line has them, those of `encode.*` of the jobs that encode."""
+    """Brings batches to their end until `stop`, the oldest first; a job that runs then goes on without it. `settings`:
+    of every job, as its command line has them, those of `encode.*` of the jobs that encode.
+
+    No exception ends the thread. What can pass (a full disk, no descriptors, a job that was interrupted or killed) is
+    tried again after a pause, behind the other batches."""
 
     def __init__(self, store: BatchStore, settings: list[str], output_root: Path):
         super().__init__(daemon=True, name="batches")
         self._store, self._settings, self._output_root = store, settings, output_root.absolute()
-        self._is_stopped, self._is_woken = threading.Event(), threading.Event()
+        self._has_to_end, self._has_work = threading.Event(), threading.Event()
+        self._current: str | None = None  # the batch whose job runs
+        self._process: subprocess.Popen[bytes] | None = None  # of the current one; None where an earlier server's runs
+        self._log_start = 0  # where the words of the current one's job begin
+        self._is_told = False  # the job of the current one has been asked to stop
+        self._troubles: dict[str, _Trouble] = {}
 
     def wake(self) -> None:
         """Says that there may be something new to do."""
-        self._is_woken.set()
+        self._has_work.set()
 
     def stop(self) -> None:
-        self._is_stopped.set()
-        self._is_woken.set()
+        self._has_to_end.set()
+        self._has_work.set()
 
     def run(self) -> None:
-        while not self._is_stopped.is_set():
-            self._is_woken.clear()
-            left = [batch for batch in self._store.batches() if batch["status"] not in FINAL]
-            left.sort(key=lambda batch: batch["status"] != "cancelling")
-            if not left:
-                self._is_woken.wait()
-                continue
+        while not self._has_to_end.is_set():
+            self._has_work.clear()
             try:
-                self._do(left[0])
-            except (MillraceError, OSError) as error:
-                self._fail(str(left[0]["id"]), str(error))
+                seconds = self._step()
+            except Exception as error:  # whatever it is: the other batches can still be done
+                log.error("batches are looked at again: %s", _described(error))
+                seconds = POLL_SECONDS
+            self._has_work.wait(seconds)
 
-    def _do(self, batch: Record) -> None:
-        """Brings one batch to its end."""
+    def _step(self) -> float | None:
+        """Does what can be done now; returns the seconds until there may be more, None until it is woken."""
+        left = self._store.unfinished()
+        running = next((batch for batch in left if batch["id"] == self._current), None) or self._orphaned(left)
+        now, waiting = time.monotonic(), [batch for batch in left if batch is not running]
+        waits = [self._trouble(str(batch["id"])).seconds_left(batch, now) for batch in waiting]
+        ready = [batch for batch, seconds in zip(waiting, waits, strict=True) if seconds <= 0]
+        cancelling = [batch for batch in ready if batch["status"] == "cancelling" and not self._is_running(batch)]
+        if running is not None:
+            self._attempt(running)
+        for batch in cancelling or (ready[:1] if running is None else []):
+            self._attempt(batch)
+        if self._current is not None:
+            return POLL_SECONDS
+        return 0.0 if ready or running is not None else min(waits, default=None)
+
+    def _orphaned(self, left: list[Record]) -> Record | None:
+        """The batch whose job runs although this server does not know it."""
+        begun = (batch for batch in left if batch["status"] != "validating")
+        return next((batch for batch in begun if self._is_running(batch)), None)
+
+    def _is_running(self, batch: Record) -> bool:
+        """Whether a process works on the batch: a job that a server started, or another at its run. Raises OSError."""
+        return is_locked(self._store.log(str(batch["id"]))) or is_locked(self._run(batch).lock)
+
+    def _attempt(self, batch: Record) -> None:
+        """Takes the next step of a batch. A failure that can pass puts it off, any other ends it. Raises OutputError
+        where that cannot be written down."""
         id = str(batch["id"])
-        run = RunDirectory(path=self._output_root / _job(batch) / id)
-        for _ in range(MAX_STARTS):
-            code = self._wait(id, run, None) if is_locked(run.lock) else None
-            if code is None and not run.success.exists() and not self._is_cancelled(id):
-                code = self._wait(id, run, self._start(batch))
-            if is_locked(run.lock):  # an earlier server's job was there first
-                continue
-            if self._is_stopped.is_set():
-                return None
-            if run.success.exists() and code in (None, *ANSWERED):
-                return self._finish(id, run, "completed")
-            if self._is_cancelled(id):
-                return self._finish(id, run, "cancelled")
-            if code != signal.SIGTERM and code not in (None, 75):
-                return self._fail(id, _last_error(self._store.log(id)))
-        return self._fail(id, "its job was interrupted again and again")
+        try:
+            self._advance(id, batch)
+        except Exception as error:
+            if id == self._current and (self._process is None or self._process.poll() is not None):
+                self._current = self._process = None  # the next attempt finds on disk what it has come to
+            if isinstance(error, MillraceError) and error.exit_code != INTERRUPTED:
+                self._fail(id, str(error))
+            else:
+                self._put_off(batch, _described(error))
 
-    def _is_cancelled(self, id: str) -> bool:
-        record = self._store.batch(id)
-        return record is not None and record["status"] == "cancelling"
+    def _advance(self, id: str, batch: Record) -> None:
+        run, is_cancelled = self._run(batch), batch["status"] == "cancelling"
+        process = self._process if id == self._current else None
+        code = process.poll() if process is not None else None
+        # of our own job, which has ended: workers that it left behind
+        is_running = self._is_running(batch) if process is None else code is None or is_locked(run.lock)
+        if is_running:
+            if id != self._current or code is not None:
+                self._current, self._process, self._is_told = id, None, False
+            if is_cancelled and not self._is_told:
+                self._is_told = _ask_to_stop(self._process, run)
+            return
+        if run.success.exists():
+            self._finish(id, run, "completed")
+        elif is_cancelled:
+            self._finish(id, run, "cancelled")
+        elif code is None:
+            self._start(id, batch)
+            return
+        else:
+            words = _last_error(self._store.log(id), self._log_start)
+            if code in VERDICTS and words is not None:
+                self._fail(id, words)
+            elif code < 0:
+                self._retry(batch, run, f"its job was killed by signal {-code} ({signal.strsignal(-code)})")
+            else:
+                self._retry(batch, run, words or f"exit code {code} without a word, see {self._store.log(id)}")
+        if id == self._current:
+            self._current = self._process = None
 
-    def _start(self, batch: Record) -> "subprocess.Popen[bytes]":
-        id = str(batch["id"])
-        source = self._store.file(str(batch["input_file_id"]))
-        if source is None:
+    def _start(self, id: str, batch: Record) -> None:
+        source = self._store.content(str(batch["input_file_id"]))
+        if not source.is_file():
             raise ConfigError(f"its file {batch['input_file_id']} is gone")
         own = [
             "dataset=openai_batch",
-            f"dataset.path={quoted(str(source['path']))}",
+            f"dataset.path={quoted(str(source.absolute()))}",
             f"run={id}",
             f"output_root={quoted(str(self._output_root))}",
+            "output_private=true",
         ]
         job = _job(batch)
         begun: Record = {"status": "in_progress", "in_progress_at": int(time.time())}
-        self._store.change(id, lambda record: begun if record["status"] == "validating" else {})
-        log.info("%s begins", id)
+        now = self._store.change(id, lambda record: begun if record["status"] == "validating" else {})
+        if now["status"] != "in_progress":
+            return  # cancelled in the meantime
         with self._store.log(id).open("ab") as said:
-            return subprocess.Popen(
-                [sys.executable, "-m", f"jobs.{job}", *settings_of(job, self._settings), *own],
+            self._log_start = said.tell()
+            # The lock belongs to the open file, so that it stays for as long as a process of the job has this as its
+            # output, the server's end included: no second job begins, also before the first has locked its run.
+            try:
+                fcntl.flock(said, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return  # it runs: the next step finds it
+            except OSError:  # a file system without locks
+                pass
+            self._process = subprocess.Popen(
+                # -P and a folder of ours: the current folder holds no code for the job, nor a library's settings
+                [sys.executable, "-P", "-m", f"jobs.{job}", *settings_of(job, self._settings), *own],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
                 start_new_session=True,
+                cwd=self._store.jobs,
+                env=_environment(),
             )
-
-    def _wait(self, id: str, run: RunDirectory, job: "subprocess.Popen[bytes] | None") -> int | None:
-        """The exit code of `job`; None where it goes on behind a stop, or is an earlier server's, whose end is seen by
-        its lock."""
-        is_told = False
-        while not self._is_stopped.is_set():
-            code = job.poll() if job is not None else None
-            if code is not None or (job is None and not is_locked(run.lock)):
-                return code
-            if self._is_cancelled(id) and not is_told:
-                is_told = _end(job, run)
-            self._is_stopped.wait(POLL_SECONDS)
-        return None
+        self._current, self._is_told = id, False
+        log.info("%s begins", id)
 
     def _finish(self, id: str, run: RunDirectory, status: str) -> None:
         """Makes files of what is done, for the API to give."""
-        with suppress(ConfigError):  # nothing is done yet
+        try:
             if run.manifest.exists():
                 write_batch_files(run.path, partial=status == "cancelled")
+        except ConfigError:
+            if status == "completed":
+                raise
+            # nothing is done yet
         found: Record = {}
-        counts = {"completed": 0, "failed": 0}
+        counts, tokens = {"completed": 0, "failed": 0}, {"prompt_tokens": 0, "completion_tokens": 0}
         pairs = {"output": (run.batch_output, "completed"), "errors": (run.batch_errors, "failed")}
         for kind, (path, count) in pairs.items():
             if path.exists() and path.stat().st_size:
                 file_id = f"{id.replace('batch_', 'file-')}-{kind}"
-                self._store.add_file(file_id, path, f"{id}_{kind}.jsonl", "batch_output")
+                self._store.add_file(file_id, path, f"{id}_{kind}.jsonl", MADE)
                 found["output_file_id" if kind == "output" else "error_file_id"] = file_id
                 with path.open("rb") as lines:
-                    counts[count] = sum(1 for _ in lines)
+                    for line in lines:
+                        counts[count] += 1
+                        body = (json.loads(line).get("response") or {}).get("body") or {}
+                        for name in tokens:
+                            tokens[name] += (body.get("usage") or {}).get(name, 0)
         counts["total"] = max(sum(counts.values()), _total((self._store.batch(id) or {}).get("request_counts")))
-        self._store.enter(id, status, request_counts={**counts}, **found)
+        self._store.enter(id, status, request_counts={**counts}, tokens=tokens, **found)
+        self._troubles.pop(id, None)
         log.info("%s is %s", id, status)
 
     def _fail(self, id: str, message: str) -> None:
-        log.error("%s has failed: %s", id, message)
-        problem: Record = {"code": "job_failed", "message": message, "line": None, "param": None}
+        problem: Record = {"code": "job_failed", "message": message[:MAX_MESSAGE], "line": None, "param": None}
         self._store.enter(id, "failed", errors={"object": "list", "data": [problem]})
+        self._troubles.pop(id, None)
+        log.error("%s has failed: %s", id, message)
+
+    def _retry(self, batch: Record, run: RunDirectory, reason: str) -> None:
+        """Has a job started again that was interrupted or killed, as long as it gets further."""
+        id = str(batch["id"])
+        trouble, num_parts = self._trouble(id), sum(1 for _ in run.generations.glob("part-*"))
+        if num_parts > trouble.num_parts:
+            trouble = _Trouble(num_parts=num_parts)
+        trouble = self._troubles[id] = replace(trouble, num_ends=trouble.num_ends + 1)
+        if trouble.num_ends < MAX_ENDS:
+            self._put_off(batch, reason)
+        else:
+            self._fail(id, f"its job ended {MAX_ENDS} times without getting further; the last time: {reason}")
+
+    def _put_off(self, batch: Record, reason: str) -> None:
+        id = str(batch["id"])
+        trouble = self._trouble(id)
+        pause = min(2.0 ** min(trouble.num_tries, 10), MAX_PAUSE_SECONDS)
+        self._troubles[id] = replace(
+            trouble, num_tries=trouble.num_tries + 1, until=time.monotonic() + pause, status=str(batch["status"])
+        )
+        log.warning("%s is tried again in %.0f s: %s", id, pause, reason)
+
+    def _trouble(self, id: str) -> _Trouble:
+        return self._troubles.get(id, _Trouble())
+
+    def _run(self, batch: Record) -> RunDirectory:
+        return RunDirectory(path=self._output_root / _job(batch) / str(batch["id"]))
 
 
 def _job(batch: Record) -> str:
@@ -151,28 +263,49 @@ def _job(batch: Record) -> str:
     return "encode" if batch["endpoint"] in ENCODED else "generate"
 
 
-def _total(counts: object) -> int:
+def _environment() -> dict[str, str]:
+    """This process' environment, by which a job elsewhere imports the same code as this one."""
+    named = os.environ.get("PYTHONPATH", "")
+    paths = [str(Path(path).absolute()) for path in named.split(os.pathsep) if path]
+    root = Path(__file__).resolve().parents[2]
+    if root.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
+        paths.append(str(root))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _total(counts: JsonValue) -> int:
     total = counts.get("total") if isinstance(counts, dict) else 0
     return total if isinstance(total, int) else 0
 
 
-def _end(job: "subprocess.Popen[bytes] | None", run: RunDirectory) -> bool:
+def _ask_to_stop(job: "subprocess.Popen[bytes] | None", run: RunDirectory) -> bool:
     """Asks a job to stop, which it does behind its pass; False where it cannot be asked yet."""
-    if job is not None:
+    with suppress(OSError, DamagedRunError):
         if not is_locked(run.lock):
             return False  # it has not seen to stop signals yet
-        job.terminate()
-        return True
-    with suppress(OSError, DamagedRunError):
+        if job is not None:
+            job.terminate()
+            return True
         holder = read_json(run.lock)
         pid = holder.get("pid")
-        if holder.get("host") == socket.gethostname() and isinstance(pid, int) and is_locked(run.lock):
+        if holder.get("host") == socket.gethostname() and isinstance(pid, int) and pid > 0:
             os.kill(pid, signal.SIGTERM)
             return True
     return False
 
 
-def _last_error(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    found = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return found[-1] if found else f"its job ended, see {path}"
+def _last_error(path: Path, start: int) -> str | None:
+    """The last error in a job's log from `start` on; None where it has none, as on a full disk."""
+    with path.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+        for line in reversed(file.read().decode("utf-8", errors="replace").splitlines()):
+            if line.startswith(("error: ", "interrupted: ")):
+                return line.partition(": ")[2]
+    return None
+
+
+def _described(error: Exception) -> str:
+    """The error, and where it came from if nobody foresaw it."""
+    if isinstance(error, OSError | MillraceError):
+        return str(error)
+    return "".join(traceback.format_exception(error))

@@ -3,41 +3,191 @@ loads libraries that are an extra."""
 
 # pyright: reportMissingImports=false
 
+import asyncio
 import logging
+import resource
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from runtime.errors import ConfigError, RunInUseError, require
+
+from ..files.lock import RunLock
+from ..files.publishing import OTHERS, files_made_private, make_directory, publish, write_all
 from .app import make_app
 from .config import ServeConfig
 from .keeper import Keeper
 from .store import BatchStore
 
 log = logging.getLogger(__name__)
+MIN_KEY_CHARACTERS = 16
+IDLE_SECONDS = 60  # in which a connection must have asked something, also behind an answer
+SHUTDOWN_SECONDS = 10  # for answers that are on their way
+MAX_CONNECTIONS = 500
+REPEAT_SECONDS = 60.0
 
 
-def serve(config: ServeConfig, output_root: Path) -> None:
-    """Answers until it is interrupted. The job of a batch goes on then, and the next server takes it up."""
-    store = BatchStore(output_root / "serve")
-    keeper = Keeper(store, config.settings, output_root)
-    if not config.is_loopback:
-        log.warning(
-            "host=%s: whoever reaches this address can start batches and read every file, as there is no password",
-            config.host,
-        )
-    log.info("serving http://%s:%d/v1; batches lie in %s", config.host, config.port, output_root / "generate")
-    keeper.start()
+def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) -> None:
+    """Answers until it is interrupted. The job of a batch goes on then, and the next server takes it up. `models`: what
+    answers, by name. Raises ConfigError, OutputError."""
+    make_directory(output_root)
+    with files_made_private(), _alone(output_root, config) as folder, _listening(config) as listener:
+        key = _api_key(config, folder) if config.require_api_key else None
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(_Repeats())
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each form that is refused
+        store = BatchStore(folder)
+        keeper = Keeper(store, config.settings, output_root)
+        url = f"http://{listener.getsockname()[0]}:{config.port}/v1"
+        log.info("serving %s; batches lie in %s", url, output_root / "generate")
+        if key is None:
+            log.warning("require_api_key=false: every user of this machine can start batches and read every file")
+        else:
+            place = config.api_key_file or folder / "api_key"
+            log.info('clients need a key: export OPENAI_BASE_URL=%s OPENAI_API_KEY="$(cat %s)"', url, place)
+        if not config.is_loopback:
+            log.warning("host=%s: what clients send over the network, the key too, is not encrypted", config.host)
+        keeper.start()
+        try:
+            uvicorn.Server(
+                uvicorn.Config(
+                    make_app(config, store, keeper, key, models),
+                    http=_Connection,
+                    ws="none",
+                    lifespan="off",
+                    log_config=None,
+                    access_log=False,
+                    server_header=False,
+                    backlog=min(128, _max_connections()),
+                    timeout_keep_alive=IDLE_SECONDS,
+                    timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+                    h11_max_incomplete_event_size=64 * 1024,
+                )
+            ).run(sockets=[listener])
+        finally:
+            keeper.stop()
+
+
+@contextmanager
+def _alone(output_root: Path, config: ServeConfig) -> Iterator[Path]:
+    """The folder of this server's records, which no other server may have."""
+    folder = make_directory(output_root / "serve")
     try:
-        uvicorn.Server(
-            uvicorn.Config(
-                make_app(config, store, keeper),
-                host=config.host,
-                port=config.port,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                h11_max_incomplete_event_size=64 * 1024,
-            )
-        ).run()
+        lock = RunLock(folder / ".lock")
+    except RunInUseError as error:
+        raise ConfigError(
+            f"another server has output_root={config.output_root}: stop it, or choose another output_root= ({error})"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"output_root={config.output_root} cannot be used: {error}") from error
+    try:
+        yield folder
     finally:
-        keeper.stop()
+        lock.release()
+
+
+@contextmanager
+def _listening(config: ServeConfig) -> Iterator[socket.socket]:
+    try:
+        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on host={config.host} port={config.port}: {error}") from error
+    with listener:
+        yield listener
+
+
+def _api_key(config: ServeConfig, folder: Path) -> str:
+    """What clients have to send: from the user's file, or from ours, which is made where there is none."""
+    path = Path(config.api_key_file).expanduser() if config.api_key_file else folder / "api_key"
+    if config.api_key_file is None and not path.exists():
+        made = secrets.token_urlsafe(32)
+        publish(path, lambda file: write_all(file, f"{made}\n".encode()), exclusive=True)
+    try:
+        mode = path.stat().st_mode
+        require(stat.S_ISREG(mode), f"api_key_file={path} is no file")
+        require(not mode & OTHERS, f"api_key_file={path} is open to others (mode {mode & 0o777:o}): chmod 600 {path}")
+        key = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"api_key_file={path} cannot be read: {error}") from error
+    require(
+        len(key) >= MIN_KEY_CHARACTERS and key.isprintable() and " " not in key,
+        f"api_key_file={path} must hold one word of {MIN_KEY_CHARACTERS} characters or more",
+    )
+    return key
+
+
+def _max_connections() -> int:
+    """Connections that leave descriptors over for files: an upload needs three."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft // 4))
+
+
+class _Connection(H11Protocol):
+    """uvicorn's connection, closed where it asks nothing, and where there are too many: the one that was silent the
+    longest then, so that idle ones keep nobody out."""
+
+    heard_at: float = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.heard_at = self.loop.time()
+        self.loop.call_later(IDLE_SECONDS, self._close_if_idle)
+        if len(self.connections) > _max_connections():
+            log.warning("more than %d connections: the one that is silent the longest is closed", _max_connections())
+            sending = [each for each in self.connections if isinstance(each, _Connection) and not each.is_answered_next]
+            silent = min(sending, key=lambda each: each.heard_at, default=self)
+            self.connections.discard(silent)
+            silent.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = self.loop.time()
+        super().data_received(data)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a request is in work, all of which may not have come yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def is_answered_next(self) -> bool:
+        """Whether it is the server that has the word."""
+        return self.is_asked and not self.cycle.more_body
+
+    def _close_if_idle(self) -> None:
+        if self.transport.is_closing():
+            return
+        if not self.is_asked and self.heard_at + IDLE_SECONDS <= self.loop.time():
+            self.transport.abort()
+        else:
+            self.loop.call_later(IDLE_SECONDS, self._close_if_idle)
+
+
+class _Repeats(logging.Filter):
+    """Lets a warning through once in REPEAT_SECONDS, then with how often it was repeated: without descriptors, asyncio
+    says so thousands of times a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[str, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        now, text = time.monotonic(), record.getMessage()
+        self._seen = {said: each for said, each in self._seen.items() if each[0] + 2 * REPEAT_SECONDS > now}
+        said_at, num_repeats = self._seen.get(text, (-REPEAT_SECONDS, 0))
+        if now - said_at < REPEAT_SECONDS:
+            self._seen[text] = (said_at, num_repeats + 1)
+            return False
+        self._seen[text] = (now, 0)
+        if num_repeats:
+            record.msg, record.args = f"{text} ({num_repeats} times more in between)", ()
+        return True

@@ -1,37 +1,124 @@
-"""Files and batches as they lie on disk, so that they are there after a restart: a JSON record each, in the API's own
-form, and what was uploaded.
+"""Files and batches on disk, so that they are there after a restart: a JSON record each, in the API's own form, and the
+content of each uploaded file.
 """
 
+import json
+import logging
+import os
 import re
 import secrets
+import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from ..files.publishing import JsonValue, make_directory, read_json, write_json
+from runtime.errors import DamagedRunError
+from runtime.units import KIB
 
-ID = re.compile(r"(file-|batch_)[0-9a-f]{24}(-output|-errors)?")
+from ..datasets.openai_body import ENDPOINTS
+from ..datasets.openai_inputs import ENCODED
+from ..files.publishing import (
+    PRIVATE_FOLDER_MODE,
+    JsonValue,
+    fsync_directory,
+    make_directory,
+    publish,
+    read_json,
+    sweep_temps,
+    write_json,
+)
+
+log = logging.getLogger(__name__)
+FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
+BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 FINAL = frozenset({"completed", "failed", "cancelled"})
+STATUSES = FINAL | {"validating", "in_progress", "cancelling"}
+URLS = (*ENDPOINTS, *ENCODED)
+UPLOADED, MADE = "batch", "batch_output"  # what a file is for, in the API's words
+FILE_FIELDS = {"bytes": int, "created_at": int, "filename": str, "purpose": str, "path": str}
+BATCH_FIELDS = {
+    "created_at": int,
+    "endpoint": str,
+    "input_file_id": str,
+    "completion_window": str,
+    "status": str,
+    "request_counts": dict,
+}
+MAX_RECORD_BYTES = 256 * KIB
 
 Record = dict[str, JsonValue]
 
 
+class NoRoomError(Exception):
+    """An upload would exceed a limit of all of them together."""
+
+
+class InUseError(Exception):
+    """A file is the input of a batch that has not ended."""
+
+
 class BatchStore:
-    """`directory`: of this server's records. Every change is written whole; safe between threads."""
+    """The records below `directory`, where no other process may write. They are read once and held in memory; a change
+    is on disk before it is seen. Safe between threads: a record is replaced, never changed."""
 
     def __init__(self, directory: Path):
+        """Removes what a killed server left of uploads. Raises OutputError, OSError."""
         self._files = make_directory(directory / "files")
         self._batches = make_directory(directory / "batches")
+        self.jobs = make_directory(directory / "jobs")  # the current folder of jobs: nobody else can write there
+        for folder in (directory, self._files, self._batches, self.jobs):
+            folder.chmod(PRIVATE_FOLDER_MODE)
+            sweep_temps(folder, is_alone=True)
+        for content in self._files.glob("*.jsonl"):
+            if FILE_ID.fullmatch(content.stem) and not os.path.lexists(content.with_suffix(".json")):
+                content.unlink()
         self._lock = threading.Lock()
+        self._file_records = _load(self._files, FILE_ID, FILE_FIELDS)
+        self._batch_records = _load(self._batches, BATCH_ID, BATCH_FIELDS)
+        self._num_receiving = self._receiving_bytes = 0
 
     def content(self, id: str) -> Path:
-        """Where the bytes of an uploaded file lie, or are to lie."""
+        """Where the bytes of an uploaded file lie."""
         return self._files / f"{id}.jsonl"
 
     def log(self, batch_id: str) -> Path:
-        """What the job of a batch says."""
+        """What the job of a batch says; locked by the job for as long as it runs."""
         return self._batches / f"{batch_id}.log"
+
+    @contextmanager
+    def room(self, num_bytes: int, max_files: int, max_bytes: int) -> Iterator[None]:
+        """Counts an upload of `num_bytes` among those that are kept while it is received. Raises NoRoomError."""
+        with self._lock:
+            kept = [_int(file["bytes"]) for file in self._file_records.values() if file["purpose"] == UPLOADED]
+            if len(kept) + self._num_receiving >= max_files:
+                raise NoRoomError(f"max_files={max_files:,} uploaded files are kept already: DELETE some")
+            if (used := sum(kept) + self._receiving_bytes) + num_bytes > max_bytes:
+                raise NoRoomError(
+                    f"uploaded files have {used:,} bytes already, {num_bytes:,} more would be above "
+                    f"max_uploads_gib ({max_bytes:,} bytes): DELETE some"
+                )
+            self._num_receiving += 1
+            self._receiving_bytes += num_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_receiving -= 1
+                self._receiving_bytes -= num_bytes
+
+    def add_upload(self, source: BinaryIO, filename: str) -> Record:
+        """The record of a new file of these bytes. Raises OutputError, and nothing is left then."""
+        id = new_id("file-")
+        path = self.content(id)
+        try:
+            publish(path, lambda file: shutil.copyfileobj(source, file), exclusive=True)
+            return self.add_file(id, path, filename, UPLOADED)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
     def add_file(self, id: str, path: Path, filename: str, purpose: str) -> Record:
         record: Record = {
@@ -44,16 +131,36 @@ class BatchStore:
             "status": "processed",
             "path": str(path.absolute()),
         }
-        write_json(self._files / f"{id}.json", record, exclusive=False)
+        with self._lock:
+            write_json(self._files / f"{id}.json", record, exclusive=False)
+            self._file_records[id] = record
         return record
 
     def file(self, id: str) -> Record | None:
-        return _read(self._files, id)
+        return self._file_records.get(id)
 
     def files(self) -> list[Record]:
-        return _all(self._files)
+        """All of them, the oldest first."""
+        return _by_age(self._file_records)
 
-    def add_batch(self, input_file_id: str, endpoint: str, window: str, metadata: JsonValue, total: int) -> Record:
+    def delete_file(self, id: str) -> bool:
+        """Removes the record and then the content; False where there is no such file. Raises InUseError, OSError."""
+        with self._lock:
+            if (record := self._file_records.get(id)) is None:
+                return False
+            for batch in self._batch_records.values():
+                if batch["input_file_id"] == id and batch["status"] not in FINAL:
+                    raise InUseError(f"{batch['id']} is {batch['status']} and reads this file: cancel it first")
+            (self._files / f"{id}.json").unlink(missing_ok=True)
+            fsync_directory(self._files)
+            del self._file_records[id]
+            Path(str(record["path"])).unlink(missing_ok=True)
+        return True
+
+    def add_batch(
+        self, input_file_id: str, endpoint: str, window: str, metadata: Mapping[str, str] | None, total: int
+    ) -> Record | None:
+        """The record of a new batch; None where its file has just been deleted. Raises OutputError."""
         record: Record = {
             "id": new_id("batch_"),
             "object": "batch",
@@ -65,23 +172,34 @@ class BatchStore:
             "request_counts": {"total": total, "completed": 0, "failed": 0},
             "metadata": metadata,
         }
-        write_json(self._batches / f"{record['id']}.json", record, exclusive=True)
+        with self._lock:
+            if input_file_id not in self._file_records:
+                return None
+            write_json(self._batches / f"{record['id']}.json", record, exclusive=True)
+            self._batch_records[str(record["id"])] = record
         return record
 
     def batch(self, id: str) -> Record | None:
-        return _read(self._batches, id)
+        return self._batch_records.get(id)
 
     def batches(self) -> list[Record]:
         """All of them, the oldest first."""
-        return _all(self._batches)
+        return _by_age(self._batch_records)
+
+    def unfinished(self) -> list[Record]:
+        """Batches that have not ended, the oldest first."""
+        left = {id: batch for id, batch in list(self._batch_records.items()) if batch["status"] not in FINAL}
+        return _by_age(left)
 
     def change(self, id: str, changed: Callable[[Record], Mapping[str, JsonValue]]) -> Record:
-        """The batch with what `changed` says of it as it is now, written."""
+        """The batch with what `changed` says of it as it is now, written; one that has ended stays as it is. Raises
+        OutputError."""
         with self._lock:
-            record = read_json(self._batches / f"{id}.json")
-            if found := changed(record):
-                record |= found
+            record = self._batch_records[id]
+            if record["status"] not in FINAL and (found := changed(record)):
+                record = {**record, **found}
                 write_json(self._batches / f"{id}.json", record, exclusive=False)
+                self._batch_records[id] = record
             return record
 
     def enter(self, id: str, status: str, **more: JsonValue) -> Record:
@@ -93,12 +211,45 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
 
-def _read(folder: Path, id: str) -> Record | None:
-    """The record; None where there is none of this id, or it is no id."""
-    path = folder / f"{id}.json"
-    return read_json(path) if ID.fullmatch(id) and path.is_file() else None
+def _by_age(records: Mapping[str, Record]) -> list[Record]:
+    return sorted(records.values(), key=lambda record: (_int(record["created_at"]), str(record["id"])))
 
 
-def _all(folder: Path) -> list[Record]:
-    records = [read_json(path) for path in folder.glob("*.json") if ID.fullmatch(path.stem)]
-    return sorted(records, key=lambda record: (str(record.get("created_at")), str(record["id"])))
+def _int(value: JsonValue) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _load(folder: Path, ids: re.Pattern[str], fields: Mapping[str, type]) -> dict[str, Record]:
+    """The records in `folder`. One that cannot be used costs itself, and a warning."""
+    found: dict[str, Record] = {}
+    for path in folder.glob("*.json"):
+        if not ids.fullmatch(path.stem):
+            continue
+        try:
+            found[path.stem] = _read(path, fields)
+        except (DamagedRunError, OSError, ValueError) as error:
+            log.warning("%s is left out, with what it records: %s", path, error)
+    return found
+
+
+def _read(path: Path, fields: Mapping[str, type]) -> Record:
+    """Raises ValueError where it is no record of these fields, or one that cannot be sent as JSON."""
+    if not path.is_file() or path.stat().st_size > MAX_RECORD_BYTES:
+        raise ValueError(f"it is no regular file of up to {MAX_RECORD_BYTES // KIB} KiB")
+    record = read_json(path)
+    if record.get("id") != path.stem:
+        raise ValueError("its id is not its name's")
+    if wrong := next((name for name, kind in fields.items() if type(record.get(name)) is not kind), None):
+        raise ValueError(f"its {wrong} is missing or of another type")
+    if "endpoint" in fields:
+        counts, metadata = record["request_counts"], record.get("metadata")
+        if record["status"] not in STATUSES or record["endpoint"] not in URLS:
+            raise ValueError("there is no such status or endpoint")
+        if not FILE_ID.fullmatch(str(record["input_file_id"])):
+            raise ValueError("its input_file_id is none")
+        if not isinstance(counts, dict) or any(type(count) is not int for count in counts.values()):
+            raise ValueError("its request_counts are no numbers")
+        if metadata is not None and not isinstance(metadata, dict):
+            raise ValueError("its metadata is no object")
+    json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # a lone surrogate, or a number beyond floats
+    return record

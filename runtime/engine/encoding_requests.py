@@ -1,17 +1,21 @@
 """Requests that read something off their prompts, and what a model must have for that."""
 
 import json
+import logging
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 from ..config import Pooling, Readout
 from ..errors import ConfigError, require
 from ..model.loading import LoadedModel
-from ..probing.heads import Head
+from ..probing.heads import Head, encoder_class
 from .requests import Rejected, outside_vocabulary
 from .sequence import Encoding, Request
 
+log = logging.getLogger(__name__)
+
 POOLING_FILE = "1_Pooling/config.json"  # where sentence-transformers keeps how a checkpoint's embeddings were trained
+DENSE_FOLDER = "2_Dense"  # a product behind the pooling, of some
 POOLING_KEYS = {
     "pooling_mode_cls_token": Pooling.cls,
     "pooling_mode_mean_tokens": Pooling.mean,
@@ -51,7 +55,20 @@ def require_text(model: LoadedModel) -> None:
 def require_readable(model: LoadedModel, wanted: Wanted) -> None:
     """Raises ConfigError where the checkpoint's class, or its tokenizer, has not what `wanted` is about."""
     name = type(model.staged.model).__name__
-    require(model.start_token_id is None, f"model.path: {name} is an encoder-decoder: its prompts are not pooled")
+    encoder = encoder_class(model.staged.model.config)
+    way = (
+        "transformers has no class of this one's encoder alone" if encoder is None else "Runtime(encodes=True) opens it"
+    )
+    require(
+        model.start_token_id is None,
+        f"model.path: {name} is an encoder-decoder, and what is pooled is an encoder's: {way}",
+    )
+    if (model.checkpoint.path / DENSE_FOLDER).exists():
+        log.warning(
+            "%s: the layer that sentence-transformers applies to a vector, %s, is not applied",
+            model.checkpoint.path,
+            DENSE_FOLDER,
+        )
     if wanted.readout is Readout.classes:
         require(model.head is Head.classes, f"model.path: {name} has no classes; a *ForSequenceClassification has")
     if wanted.readout is Readout.masks:

@@ -232,9 +232,10 @@ class Sequence:
     text_end: int | None = None  # where a stop string begins in the decoded text, or the answer's
     answer: Answer | None = None  # where reasoning is told apart and has ended
     num_looked: int = 0  # tokens that were looked at for its end
+    is_thinking: bool = False  # it was seen to begin with reasoning, or its prompt to end with the tag of it
     num_unstopped: int = 0  # tokens in which no stop string was looked for, as they may have been reasoning
     generator: torch.Generator | None = None  # of its own draws; made at the first one
-    guide: Guide | None = None  # through its request's grammar; made at the first draw
+    guide: Guide | None = None  # through its request's grammar; made where that begins
     is_broken: bool = False  # its logits were not finite
     fills: SharedPages | None = None  # its prompt is what others begin with, and nothing is generated
     behind: SharedPages | None = None  # what it goes on from

@@ -34,9 +34,9 @@ def tokenize_each(
     Everything that a tokenizer raises is caught, also what is no Exception (a panic of the tokenizers library): it is
     about one text, and others can go on.
     """
-    found: list[tuple[int, ...] | str] = [_too_long(model, text, most_tokens) or "" for text in texts]
-    short = [index for index, reason in enumerate(found) if not reason]
     try:
+        found: list[tuple[int, ...] | str] = [_too_long(model, text, most_tokens) or "" for text in texts]
+        short = [index for index, reason in enumerate(found) if not reason]
         ids = tokenize(model, [texts[index] for index in short], is_rendered=is_rendered)
     except (*PASS_ON, CheckpointError):
         raise

@@ -6,8 +6,9 @@ is made of functions of other files too, so what is kept of ours is fresh only w
 
 import hashlib
 import logging
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -16,6 +17,8 @@ from typing import TypeVar, cast
 from numba import config, njit
 from numba.core import event
 from numba.core.caching import InTreeCacheLocator, UserProvidedCacheLocator, UserWideCacheLocator
+
+from ..cache_root import cache_root, is_private
 
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -29,18 +32,20 @@ class _FirstCompilation(event.Listener):
     """Says that kernels are being compiled, as it begins and once: nothing else happens in that time."""
 
     def __init__(self) -> None:
-        self._was_said = False
+        self._was_said, self.are_kept = False, True
 
     def on_start(self, event: event.Event) -> None:
         if not self._was_said:
             self._was_said = True
-            log.info("compiling kernels for this processor, which takes some 15 s; later starts find them on disk")
+            later = "find them on disk" if self.are_kept else "do it again: no directory that can be written was found"
+            log.info("compiling kernels for this processor, which takes some 15 s; later starts %s", later)
 
     def on_end(self, event: event.Event) -> None:
         """The end of a compilation is seen by what comes next."""
 
 
-event.register("numba:compile", _FirstCompilation())
+_COMPILATION = _FirstCompilation()
+event.register("numba:compile", _COMPILATION)
 
 
 def kept(function: Function) -> Function:
@@ -51,6 +56,7 @@ def kept(function: Function) -> Function:
         with _our_places():
             return cast(Function, njit(cache=True, **options)(function))
     except RuntimeError as error:
+        _COMPILATION.are_kept = False
         log.info("%s is compiled anew in each process, in 2 to 4 s: %s", function.__name__, error)
         return cast(Function, njit(**options)(function))
 
@@ -79,7 +85,20 @@ class BesideTheSource(_OfAllParts, InTreeCacheLocator):
 
 
 class InTheUsersCache(_OfAllParts, UserWideCacheLocator):
-    """Elsewhere."""
+    """A folder of the user's cache. What is kept is code: a folder into which others can write is passed over."""
+
+    def __init__(self, py_func: Callable[..., object], py_file: str) -> None:
+        super().__init__(py_func, py_file)
+        self._folder = cache_root() / "kernels"
+        self._cache_path = str(self._folder / self.get_suitable_cache_subpath(py_file))
+
+    def ensure_cache_path(self) -> None:
+        """Raises OSError where it cannot be used."""
+        with suppress(FileExistsError):
+            self._folder.mkdir(mode=stat.S_IRWXU, parents=True)
+        if not is_private(self._folder):
+            raise PermissionError(f"{self._folder} is not of this user alone: chmod 700")
+        super().ensure_cache_path()
 
 
 @contextmanager

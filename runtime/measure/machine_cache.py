@@ -12,9 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..cache_root import cache_root
 from ..errors import ConfigError
 from ..profiles import BackendTable, DTypeRates, LinearBackend, MeasuredRates
-from ..store.cache_root import cache_root
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..config import DType, Lanes, ModelConfig, Verify
+from ..cache_root import cache_root
+from ..config import ANY, DType, Lanes, ModelConfig, Verify
 from ..errors import CheckpointError, ConfigError
 from ..formats.own_store import METHOD, relative_error
 from ..formats.registry import LOSSES, pair_companions
@@ -31,7 +32,6 @@ from ..probing.padded_probe import PaddedHabits, padded_habits
 from ..probing.rewritten import zeroed_rows
 from ..profiles import BackendTable
 from ..ranks.gathering import Gathering
-from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
 from ..store.piece_sums import check_packed
@@ -172,13 +172,15 @@ def load_model(
     excerpt: Excerpt | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     gathering: Gathering | None = None,
+    encodes: bool = False,
 ) -> LoadedModel:
     """Opens a checkpoint, maps its bytes to parameters, and stages the model that asks for them.
 
     `express`: see `map_weights`; `excerpt`: a part of it alone; `gathering`: of the ranks that compute each token
-    together, of which this one is given its part. Raises CheckpointError or ConfigError, with what to do.
+    together, of which this one is given its part; `encodes`: of an encoder-decoder its encoder alone. Raises
+    CheckpointError or ConfigError, with what to do.
     """
-    hollow = _open(config, device, cache_dir, excerpt, should_stop)
+    hollow = _open(config, device, cache_dir, excerpt, should_stop, encodes=encodes)
     lanes = _choose_lanes(hollow, config, excerpt)
     weights = _map_bytes(hollow, config, cache_dir, express=express, should_stop=should_stop)
     weights, heads = _part_of(hollow, weights, lanes, gathering)
@@ -187,7 +189,8 @@ def load_model(
     rope_lengths = follow_lengths(hollow.model)
     with class_refused(hollow.class_name):
         staged = stage_model(hollow.model)
-        shape = shape_of(config.name, staged, weights.parameters, lanes.cache, is_packed=lanes.is_packed)
+        name = hollow.class_name if config.name == ANY else config.name
+        shape = shape_of(name, staged, weights.parameters, lanes.cache, is_packed=lanes.is_packed)
     fill_buffers(staged, weights.parameters)
     _move_buffers(hollow.model, device)
     return LoadedModel(
@@ -242,6 +245,8 @@ def _open(
     cache_dir: str | None,
     excerpt: Excerpt | None,
     should_stop: Callable[[], bool],
+    *,
+    encodes: bool,
 ) -> _Hollow:
     """Reads the small files and the headers of a checkpoint, and builds the model without its weights."""
     if config.compile:
@@ -256,7 +261,7 @@ def _open(
     if excerpt is not None:
         excerpt.shorten(hf_config)
     with one_line(f"{path}: config.json makes no model", described):
-        model = build_meta_model(hf_config, dtype, most_tensors=_most_tensors(checkpoint))
+        model = build_meta_model(hf_config, dtype, most_tensors=_most_tensors(checkpoint), encodes=encodes)
     with class_refused(type(model).__name__):
         zeroed = zeroed_rows(model)
         leave_unread(model)

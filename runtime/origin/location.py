@@ -19,13 +19,13 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ..cache_root import cache_root
 from ..config import RANDOM, TINY, ModelConfig
 from ..errors import CheckpointError, ConfigError
 from ..foreign import deepseek_moe
 from ..remote.copies import local_copy
 from ..remote.object_store import ObjectStore
 from ..remote.patience import Patience, never
-from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, is_gguf
 from ..store.gguf import read_gguf
 from ..store.json_object import JsonObject, read_json_object
@@ -34,6 +34,7 @@ from ..synthesize.checkpoints import random_checkpoint
 from ..synthesize.tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
 from ..urls import is_url
 from .config_rules import code_keys, require_sound, without_code
+from .gguf_tokenizer import load_gguf_tokenizer
 from .net import one_line
 from .place import local_place, no_weights
 from .vetted_files import CONFIG, MAX_SETTINGS_BYTES, TEMPLATES, TOKENIZER_CONFIG, vetted_directory
@@ -189,8 +190,7 @@ def load_tokenizer(
         return None
     place = f"model.tokenizer={wanted or path}: cannot be loaded"
     if wanted is None and gguf is not None:
-        with vetted_directory(path.parent, path.name) as view, one_line(place):
-            return AutoTokenizer.from_pretrained(view, gguf_file=path.name, padding_side="left")
+        return load_gguf_tokenizer(path, gguf, place)
     directory = path if wanted is None else _tokenizer_place(wanted, cache_dir)
     if (model := lone_sentencepiece(directory)) is not None:
         return _of_sentencepiece(model, directory, place)

@@ -3,7 +3,7 @@ job that has been given a wrong path says so before it loads what takes long."""
 
 from pathlib import Path
 
-from ..config import ModelConfig
+from ..config import ANY, ModelConfig
 from ..errors import CheckpointError
 from ..store.checkpoint import is_gguf
 from ..urls import is_url
@@ -30,7 +30,7 @@ def local_place(config: ModelConfig) -> Path | None:
 
 def no_weights(config: ModelConfig, reason: str) -> CheckpointError:
     """The error for a model that is nowhere, with the three ways on."""
-    shape = config.name if config.name != "hf" else "llama-3.2-1b"  # any with a shape: hf has none
+    shape = config.name if config.name != ANY else "llama-3.2-1b"  # any with a shape: hf has none
     return CheckpointError(
         f"model={config.name}: no weights at model.path={config.path}: {reason}\n"
         f"choose one of:\n"

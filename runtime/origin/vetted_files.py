@@ -20,10 +20,9 @@ MAX_SETTINGS_BYTES = 8 * MIB
 
 
 @contextmanager
-def vetted_directory(directory: Path, *also: str) -> Iterator[Path]:
-    """`also`: names of files that are linked whatever their suffix. Raises CheckpointError naming file and key; what it
-    yields is gone behind the `with`. A CheckpointError inside is made one about a broken tokenizer.json where there is
-    such a file."""
+def vetted_directory(directory: Path) -> Iterator[Path]:
+    """Raises CheckpointError naming file and key; what it yields is gone behind the `with`. A CheckpointError inside is
+    made one about a broken tokenizer.json where there is such a file."""
     with TemporaryDirectory(prefix="millrace-") as home:
         view = Path(home)
         for file in directory.iterdir():
@@ -35,7 +34,7 @@ def vetted_directory(directory: Path, *also: str) -> Iterator[Path]:
             elif file.suffix in VOCABULARIES and file.exists() and not file.is_dir():
                 require_regular(file)
                 (view / file.name).symlink_to(file.absolute())
-            elif file.name in also or file.name == TEMPLATES:
+            elif file.name == TEMPLATES:
                 (view / file.name).symlink_to(file.absolute())
         try:
             yield view

@@ -55,7 +55,7 @@ def _weights(config: RuntimeConfig, *, has_device: bool) -> Iterator[str]:
     offload = config.offload
     if offload.tier is Tier.cpu and not has_device:
         yield "offload=cpu is as offload=none here: compute happens in host memory; offload=nvme streams from disk"
-    if offload.resident_layers is not None and _keeps_all(offload.tier, has_device=has_device):
+    if offload.resident_layers is not None and _keeps_all(config.tier, has_device=has_device):
         yield (
             f"offload.resident_layers={offload.resident_layers} has no effect: offload={offload.tier.value} keeps "
             "every layer; leave it null"

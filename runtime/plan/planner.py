@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..batching.balance import Block
 from ..batching.prefixes import SharedPrefix
 from ..config import Attention, FeedForward, KVConfig, Order, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig
-from ..errors import BudgetError
+from ..errors import BudgetError, require
 from .cost.predict import Prediction
 from .cost.rates import MachineRates
 from .placement.defaults import micro_batch_sizes, usual_orders
@@ -131,6 +131,7 @@ def search_pays(kind: PolicyKind, usual: RunPlan) -> bool:
 
 
 def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -> RunPlan:
+    _require_rounded_once(problem.config, run)
     return RunPlan(
         blocks=run.blocks,
         budgets=problem.budgets,
@@ -141,6 +142,18 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
         rates=problem.rates,
         prediction=prediction,
         prefixes=[size.prefix for size in problem.sizes] if any(size.prefix for size in problem.sizes) else (),
+    )
+
+
+def _require_rounded_once(config: RuntimeConfig, run: PlacedRun) -> None:
+    """Raises ConfigError where weights would be rounded again in each pass."""
+    quantize, model = config.model.quantize, config.model
+    num_read = len({*run.placement.walk.from_disk, *run.placement.decode_walk.from_disk})
+    require(
+        quantize is None or not num_read,
+        f"model.quantize={quantize and quantize.value} rounds weights as they are read, and offload="
+        f"{config.offload.tier.value} would read {num_read} stages every pass. Pack them once: {model.packing}; or "
+        "offload=auto, which keeps what it has read",
     )
 
 
@@ -166,7 +179,7 @@ def _in_order(problem: Problem, order: Order) -> Problem:
 def _plan_in_order(problem: Problem, blocks: tuple[Block, ...] | None, num_halvings: int) -> RunPlan:
     """The plan of a policy whose order is said."""
     starts = _starts(problem, num_halvings) if blocks is None else [of_blocks(problem, blocks)]
-    starts[0].placement.require_fit()
+    starts[0].placement.require_fit(problem.config.model)
     if not num_halvings:
         starts = [balanced(problem, run) for run in starts]
     return _run_plan(problem, *_fastest(problem, starts))

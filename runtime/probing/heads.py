@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -18,7 +19,12 @@ from .hollow import Reached, with_values
 from .layer_lists import layer_lists
 from .packed_probe import UNKNOWING
 
-PooledClass = type[AutoModel] | type[AutoModelForMaskedLM] | type[AutoModelForSequenceClassification]
+PooledClass = (
+    type[AutoModel]
+    | type[AutoModelForMaskedLM]
+    | type[AutoModelForSequenceClassification]
+    | type[AutoModelForTextEncoding]
+)
 NUM_TOKENS = 4
 
 
@@ -40,8 +46,11 @@ AUTO: dict[Head, PooledClass] = {
 
 def saved_head(config: PreTrainedConfig) -> Head:
     """That of the class which a checkpoint says it was saved from. A decoder saved without a head has one nevertheless
-    where its embedding is the head, and behind an encoder only text is asked for."""
+    where its embedding is the head, and behind an encoder only text is asked for. An encoder that was saved without its
+    decoder (T5EncoderModel) has none, whatever its config says of the other."""
     names = set(getattr(config, "architectures", None) or ())
+    if encoder_class(config) in names:
+        return Head.none
     if config.is_encoder_decoder:
         return Head.text
     for head in AUTO:
@@ -55,7 +64,15 @@ def head_of(model: PreTrainedModel) -> Head:
     if model.can_generate():
         return Head.text
     name = type(model).__name__
+    if name == encoder_class(model.config):
+        return Head.none
     return next((head for head, auto in AUTO.items() if name in _class_names(auto, model.config)), Head.text)
+
+
+def encoder_class(config: PreTrainedConfig) -> str | None:
+    """The name of transformers' class of the encoder without its decoder; None where there is none, or no decoder."""
+    found = _class_names(AutoModelForTextEncoding, config) - _class_names(AutoModel, config)
+    return next(iter(found), None)
 
 
 def _has_text(config: PreTrainedConfig) -> bool:

@@ -16,13 +16,14 @@ from transformers import (
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from ..errors import CheckpointError, ConfigError
 from ..units import GIB, format_bytes
-from .heads import AUTO, Head, saved_head
+from .heads import AUTO, Head, encoder_class, saved_head
 
 AutoClass = (
     AutoModelForCausalLM
@@ -32,6 +33,7 @@ AutoClass = (
     | AutoModel
     | AutoModelForMaskedLM
     | AutoModelForSequenceClassification
+    | AutoModelForTextEncoding
 )
 
 _SMALL_NUMEL = 1 << 18
@@ -92,11 +94,14 @@ class _WeightsOnMeta(TorchFunctionMode):
             )
 
 
-def auto_class(config: PreTrainedConfig) -> type[AutoClass]:
+def auto_class(config: PreTrainedConfig, *, encodes: bool = False) -> type[AutoClass]:
     """The class of transformers that generates text with this config: for a composite model, which also looks or
-    listens, that of the whole. Where the config says that it was saved from one that generates none, that one. Raises
-    ConfigError where there is none."""
-    head = saved_head(config)
+    listens, that of the whole. Where the config says that it was saved from one that generates none, that one; with
+    `encodes` of an encoder-decoder the encoder, where transformers has a class of it. Raises ConfigError where there is
+    none."""
+    encoder, head = encoder_class(config), saved_head(config)
+    if encoder is not None and (head is Head.none or (encodes and config.is_encoder_decoder)):
+        return AutoModelForTextEncoding
     if head is not Head.text:
         return AUTO[head]
     first = [AutoModelForSeq2SeqLM] if config.is_encoder_decoder else [AutoModelForCausalLM]
@@ -110,17 +115,20 @@ def auto_class(config: PreTrainedConfig) -> type[AutoClass]:
 
 
 def build_meta_model(
-    config: PreTrainedConfig, dtype: torch.dtype, *, most_tensors: int | None = None
+    config: PreTrainedConfig, dtype: torch.dtype, *, most_tensors: int | None = None, encodes: bool = False
 ) -> PreTrainedModel:
     """The language model of `config`, in eval mode: every parameter on meta, every buffer real and on the CPU.
 
     Parameters and buffers have the dtype they would have after `from_pretrained(dtype=dtype)`, including those that the
     class keeps in float32. Tied parameters are one object. `config` is copied, not changed. Memory: the buffers, and
     at most a few MiB of small constants per layer while building. `most_tensors` may be allocated, None for any number.
-    Raises ConfigError when the config's class has no model that generates text.
+    `encodes` as in `auto_class`. Raises ConfigError when the config's class has no model that generates text.
     """
+    auto, config = auto_class(config, encodes=encodes), copy.deepcopy(config)
+    if auto is AutoModelForTextEncoding:
+        config.is_encoder_decoder = False
     with _WeightsOnMeta(most_tensors):
-        model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype)
+        model = auto.from_config(config, dtype=dtype)
     _move_parameters_to_meta(model)
     _restore_buffers(model)
     _keep_float32(model, dtype)

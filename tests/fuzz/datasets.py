@@ -1,6 +1,7 @@
 """Data sets: JSON lines, CSV and Parquet, read with settings of all kinds."""
 
 import io
+import json
 import random
 from collections.abc import Mapping
 from functools import partial
@@ -53,10 +54,18 @@ def check(kind: DatasetKind, directory: Path, rng: random.Random) -> None:
         raise OutsideError(f"{len(ids)} rows share {len(set(ids))} ids")
     if kind is DatasetKind.jsonl and not {"repeat", "dedupe"} & set(given):
         lines = [line for line in path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
-        if len(lines) != len(rows):
+        if len(lines) != len(rows) and (len(lines) < len(rows) or is_row(lines[0])):
             raise OutsideError(f"{len(lines)} lines gave {len(rows)} rows")
     columns = infer_column_schema([row.columns for row in rows], generation_schema(has_logprobs=False))
     digest_input(rows, columns)
+
+
+def is_row(line: bytes) -> bool:
+    """Whether a file that begins with this line is JSON lines, and none of objects or lists of several lines."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return not line.lstrip().startswith((b"{", b"["))
 
 
 def bad_lines(home: Path) -> list[Files]:

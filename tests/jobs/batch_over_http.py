@@ -62,7 +62,12 @@ def serving(folder: Path) -> Iterator[openai.OpenAI]:
     with (folder / "serve.log").open("ab") as log:
         server = subprocess.Popen([sys.executable, "-m", "jobs.serve", *words], stdout=log, stderr=log)
     try:
-        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=10)
+        key, deadline = folder / "serve" / "api_key", time.monotonic() + SECONDS
+        while not key.exists():
+            assert server.poll() is None, (folder / "serve.log").read_text()
+            assert time.monotonic() < deadline, "no server"
+            time.sleep(0.1)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key.read_text().strip(), max_retries=10)
     finally:
         server.kill()
         server.wait()

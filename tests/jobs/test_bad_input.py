@@ -1,19 +1,25 @@
 """Bad input gets a clear error that names what, where and the key; a bad row never kills a run."""
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from jobs.config.settings import GenerateConfig
+from jobs.config.logs import log_start
+from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig
 from jobs.datasets import DatasetConfig
 from jobs.datasets.config import DatasetKind
+from jobs.run.conversation import converse
+from jobs.run.encoding import encode
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
-from runtime.config import ModelConfig, OffloadConfig, SamplingConfig, Tier
+from jobs.run.scoring import score
+from runtime.config import MachineConfig, ModelConfig, OffloadConfig, SamplingConfig, Tier
 from runtime.errors import BudgetError, CheckpointError, ConfigError, DatasetError, MillraceError
 from runtime.units import MIB
 from tests.generations import read_generations
@@ -68,6 +74,18 @@ def test_a_path_that_leads_nowhere_is_refused_before_what_takes_long_is_loaded(w
     assert not {"torch", "transformers"} & loaded
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", "xpu"])
+def test_a_device_that_is_not_here_is_refused_before_a_model_is_opened(
+    device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    config = GenerateConfig(machine=MachineConfig(device=device))
+    with pytest.raises(ConfigError, match=f"machine.device={device}: torch .* finds no accelerator here"):
+        log_start(logging.getLogger("jobs.generate"), config)
+    assert "opening" not in capsys.readouterr().err
+
+
 def test_hub_id_without_network_names_three_ways_on(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"jobs\.synthesize"):
         run(tmp_path, model=model_at("nobody/nothing"))
@@ -120,6 +138,78 @@ def test_a_bad_row_becomes_an_error_row_and_the_others_are_generated(line: bytes
     assert {row["id"]: len(row["token_ids"]) for row in table if row["status"] == "ok"} == {"a": 4, "b": 4}
     bad = next(row for row in table if row["status"] == "error")
     assert bad["error"]
+
+
+UNUSABLE: dict[str, tuple[str, bytes, dict[str, object], str]] = {
+    "CSV": ("in.csv", b"id,prompt\na,p\n", {}, r"none of 2 rows of \S+in\.csv can be used; .*not JSON.*; in\.csv looks "
+            r"like CSV: dataset=csv$"),
+    "bad lines": ("in.jsonl", b"x\n{\n5\n", {}, r"none of 3 rows of \S+ can be used; the first: in\.jsonl, line 1"),
+    "numbers": ("in.jsonl", b'{"prompt": 5}\n{"prompt": null}', {}, "none of 2 rows .*the prompt 'prompt' is a number"),
+    "ids": ("in.jsonl", b'{"id": [], "prompt": "p"}', {"id_field": "id"}, "none of 1 row .*the id 'id' is a list"),
+    "no field": ("in.jsonl", b'{"a": 5}\n{', {}, r"no row has the field 'prompt' \(2 rows\).*prompt_field.*'a'"),
+    "no id": ("in.jsonl", b'{"prompt": "p"}', {"id_field": "id"}, r"no row has the field 'id' .*\(dataset\.id_field\)"),
+    "no tools": (
+        "in.jsonl",
+        b'{"prompt": "p"}',
+        {"tools_field": "tools", "chat_template": True},
+        r"no row has the field 'tools' .*\(dataset\.tools_field\)",
+    ),
+    "no field of a template": (
+        "in.jsonl",
+        b'{"doc": {"text": "p"}}',
+        {"template": "{doc.text} {doc.title}"},
+        r"no row has the field 'doc\.title' .*\(dataset\.template\); its fields: 'doc'",
+    ),
+    "batch lines": ("in.jsonl", b'{"custom_id": "a", "body": {}}', {}, "'body'; they .* dataset=openai_batch$"),
+    "cells": ("in.csv", b"id,prompt\na,\nb,\n", {"kind": DatasetKind.csv}, "none of 2 rows .*'prompt' is empty"),
+    "questions": ("in.jsonl", b'{"turns": ["x"]}', {"kind": DatasetKind.mtbench}, "none of 1 row .*'question_id'"),
+    "requests": ("in.json", b'{"request_states": [{}]}', {"kind": DatasetKind.helm}, "none of 1 row .*no request"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "settings", "why"), UNUSABLE.values(), ids=UNUSABLE)
+@pytest.mark.parametrize("job", [GenerateConfig, ScoreConfig, EncodeConfig])
+def test_a_run_none_of_whose_rows_can_be_used_is_refused_before_the_model_is_looked_for(
+    job: type[GenerateConfig], name: str, content: bytes, settings: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    given = {"kind": DatasetKind.jsonl, "path": str(tmp_path / name), **settings}
+    config = job(dataset=DatasetConfig(**given), model=model_at("/nowhere"), output_root=str(tmp_path))  # pyright: ignore
+    run_of = {ScoreConfig: score, EncodeConfig: encode}.get(job, generate)
+    with pytest.raises(DatasetError, match=why) as error:
+        run_of(config, lambda: False)  # pyright: ignore
+    assert error.value.exit_code == 2
+
+
+def test_chats_of_several_turns_none_of_which_can_be_begun_are_refused_before_the_model_is_looked_for(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"said": [5]}\n{"said": "x"}\n')
+    dataset = DatasetConfig(
+        kind=DatasetKind.jsonl, path=str(tmp_path / "in.jsonl"), turns_field="said", chat_template=True
+    )
+    config = GenerateConfig(dataset=dataset, model=model_at("/nowhere"), output_root=str(tmp_path))
+    with pytest.raises(DatasetError, match=r"none of 2 rows .*'said', turn 1 is a number"):
+        next(converse(config, lambda: False))
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([{"prompt": "p"}], r"there is no field 'target' \(score\.target_field\); its fields: 'prompt'"),
+        ([{"prompt": "p", "target": None}], r"there is no field 'target' \(score\.target_field\)"),
+        ([{"prompt": "p", "target": 5}, {"prompt": ""}], "neither a text nor a list of texts is in the field 'target'"),
+    ],
+)
+@pytest.mark.parametrize("window_rows", [None, 1])
+def test_scores_of_targets_that_no_row_has_are_refused_before_the_model_is_looked_for(
+    rows: list[dict[str, object]], why: str, window_rows: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in 2 * rows))
+    dataset = DatasetConfig(kind=DatasetKind.jsonl, path=str(tmp_path / "in.jsonl"), window_rows=window_rows)
+    config = ScoreConfig(dataset=dataset, model=model_at("/nowhere"), output_root=str(tmp_path))
+    with pytest.raises(DatasetError, match=rf"none of {2 * len(rows)} rows of \S+ can be used; the first: {why}"):
+        score(config, lambda: False)
 
 
 def test_context_overflow_names_both_lengths(tmp_path: Path) -> None:

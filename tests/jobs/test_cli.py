@@ -15,10 +15,11 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
-from jobs.config.cli import as_job, explain, report, run_job, say, with_prompt
+from jobs.config.cli import as_job, explain, report, run_job, say, with_kind, with_prompt
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
+from jobs.exporting.config import ExportConfig
 from jobs.packing.config import PackConfig
-from runtime.errors import BudgetError, DamagedRunError, Interrupted, JobEnded
+from runtime.errors import BudgetError, DamagedRunError, Interrupted, JobEnded, OutputError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -191,6 +192,46 @@ def test_sweep_writes_only_below_the_output_root(end_of: Callable[..., End], tmp
     assert files == ["here/sweep/multirun.yaml"]
 
 
+SBATCH_REFUSES = "#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpuu' >&2\nexit 1\n"
+SLURMS = {
+    "sbatch refuses": (
+        {"srun": "#!/bin/sh\n", "sbatch": SBATCH_REFUSES},
+        "invalid partition specified: gpuu. Its",
+    ),
+    "sbatch says nothing": ({"srun": "#!/bin/sh\n", "sbatch": "#!/bin/sh\nexit 3\n"}, "it ended with 3 and no word"),
+    "no sbatch": ({"srun": "#!/bin/sh\n"}, "finds no Slurm here"),
+    "no Slurm": ({}, "finds no Slurm here"),
+}
+
+
+@pytest.mark.parametrize(("programs", "said"), SLURMS.values(), ids=SLURMS)
+def test_what_slurm_refuses_is_refused_in_its_own_words(
+    end_of: Callable[..., End],
+    programs: dict[str, str],
+    said: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    folder = tmp_path_factory.mktemp("bin")
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    end = end_of("--multirun", "hydra/launcher=slurm", "sampling.seed=0,1")
+    assert (end.code, end.done) == (2, [])
+    assert said in end.errors[-1]
+    assert "hydra.launcher.partition" in end.errors[-1] or "hydra/launcher=slurm" in end.errors[-1]
+
+
+def test_a_sweep_that_cannot_be_written_is_refused_by_its_key(end_of: Callable[..., End]) -> None:
+    end = end_of("--multirun", "sampling.seed=0,1", "output_root=/proc/nope")
+    assert (end.code, end.done) == (2, [])
+    assert end.errors == [
+        "error: /proc/nope cannot be written: No such file or directory: choose another place with output_root="
+    ]
+
+
 def test_errors_reach_a_launcher_that_runs_the_job_in_its_own_process() -> None:
     @as_job
     def body(_: None) -> None:
@@ -299,6 +340,30 @@ def test_a_reader_that_has_left_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.undo()
 
 
+def test_a_stdout_without_room_is_an_error_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(OutputError, match="cannot write to stdout: No space left on device"):
+            say("a line")
+        monkeypatch.undo()
+
+
+def test_a_path_that_is_not_utf8_is_refused_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(sys, "argv", ["export", "out=gr\udcfc.jsonl"])
+
+    @as_job
+    def body(composed: DictConfig) -> None:
+        load(ExportConfig, composed)
+
+    with pytest.raises(SystemExit) as ended:
+        run_job(hydra.main(config_path=str(CONF), config_name="export", version_base=None)(body), ExportConfig)
+    assert ended.value.code == 2
+    assert "it is not UTF-8; give what it names another name, or a link" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -313,3 +378,38 @@ def test_a_prompt_on_the_command_line_is_taken_as_it_is_typed(text: str) -> None
     with initialize_config_dir(config_dir=str(CONF), version_base=None):
         composed = compose("generate", with_prompt(["model=tiny", f"prompt={text}"]))
     assert load(GenerateConfig, composed).dataset.prompt == text
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["dataset.path=prompts.csv"], "csv"),
+        (["dataset.path=/a/b.tsv.gz", "dataset.limit=3"], "csv"),
+        (["dataset.path='~/my prompts.jsonl'"], "jsonl"),
+        (["dataset.path=s3://bucket/a.json"], "jsonl"),
+        (["dataset.path=a.ndjson.zst"], "jsonl"),
+        (["dataset.path=rows.parquet"], "parquet"),
+        (["dataset.path=rows.xlsx"], None),
+        (["dataset.path=folder/"], None),
+        (["dataset.limit=3"], None),
+        (["dataset=mtbench", "dataset.path=question.jsonl"], None),
+        (["dataset.path=question.jsonl", "dataset=openai_batch"], None),
+        (["dataset.kind=helm", "dataset.path=a.json"], None),
+        (["prompt=x"], None),
+        (["--multirun", "dataset.path=a.csv,b.csv"], "csv"),
+        (["--multirun", "dataset.path=a.csv,b.jsonl"], None),
+    ],
+    ids=str,
+)
+def test_the_ending_of_a_path_tells_the_kind_of_data_set_where_none_is_chosen(
+    words: list[str], kind: str | None
+) -> None:
+    given = with_prompt(words)
+    assert with_kind(given) == [*given, *([f"dataset={kind}"] if kind is not None else [])]
+
+
+@pytest.mark.parametrize("job", ["generate", "score", "encode"])
+def test_a_path_alone_is_enough_for_every_job_that_reads_one(job: str) -> None:
+    with initialize_config_dir(config_dir=str(CONF), version_base=None):
+        assert compose(job, with_kind(["dataset.path=prompts.csv"])).dataset.kind == "csv"
+    assert "with_kind(" in (CONF.parent / "jobs" / f"{job}.py").read_text(encoding="utf-8").rpartition("__main__")[2]

@@ -1,7 +1,10 @@
 """Chats of several turns: each turn's prompts hold our answers to those before, however often the run was stopped."""
 
 import json
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,15 @@ from hydra import compose, initialize_config_dir
 from jobs.config.settings import GenerateConfig, load, run_directory
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
+from jobs.pictures.trace_file import trace_files
 from jobs.run.conversation import converse
 from jobs.run.generation import Outcome, generate
+from jobs.run.run_dir import RunDirectory
 from runtime.errors import ConfigError, Interrupted
 from runtime.synthesize.tokenizer import byte_level_tokenizer
+from tests.jobs.killing import start_job
+from tests.jobs.rank_loop import end_of, free_port, rank_alone
+from tests.processes import PROCESSES
 from tests.support import Reference
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -44,14 +52,18 @@ def model(tmp_path_factory: pytest.TempPathFactory, reference: Callable[[str], R
     return str(directory)
 
 
-def config_for(folder: Path, model: str, *words: str, run: str = "mine") -> GenerateConfig:
+def words_for(folder: Path, model: str, run: str = "mine") -> list[str]:
     path = folder / "question.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS), encoding="utf-8")
     settings = ["dataset=mtbench", f"dataset.path={path}", "dataset.turns=all", "dataset.chat_template=true"]
     settings += ["model=hf", f"model.path={model}", f"output_root={folder}", f"run={run}", "sampling.max_new_tokens=4"]
     fixed = ["policy=fixed", "policy.micro_batch_size=1", "policy.num_micro_batches=2", "offload=nvme"]
+    return [*settings, *fixed]
+
+
+def config_for(folder: Path, model: str, *words: str, run: str = "mine") -> GenerateConfig:
     with initialize_config_dir(str(CONF), version_base=None):
-        return load(GenerateConfig, compose("generate", overrides=[*settings, *fixed, *words]))
+        return load(GenerateConfig, compose("generate", overrides=[*words_for(folder, model, run), *words]))
 
 
 def never() -> bool:
@@ -186,3 +198,60 @@ def test_turns_are_not_put_into_a_run_that_asks_one(tmp_path: Path, model: str) 
     assert one.exit_code == 3
     with pytest.raises(ConfigError, match="holds a run that asks one turn"):
         next(iter(converse(config_for(tmp_path, model), never)))
+
+
+def begun_turn(config: GenerateConfig, turn: int, processes: Sequence[BaseProcess]) -> None:
+    """Waits until a turn has begun, or all processes have ended."""
+    manifest = RunDirectory(path=run_directory(config) / f"turn-{turn}").manifest
+    while not manifest.exists() and any(each.is_alive() for each in processes):
+        time.sleep(0.002)
+
+
+def test_workers_share_out_each_turn_and_go_on_without_one_that_is_killed(
+    tmp_path: Path, model: str, whole: Whole
+) -> None:
+    config = config_for(tmp_path, model, "workers=elastic")
+    words = [*words_for(tmp_path, model), "workers=elastic", "lease_seconds=2", "log_level=warning"]
+    killed = start_job(*words)
+    begun_turn(config, 2, [killed])
+    killed.kill()
+    killed.join()
+    first = {path: path.stat() for path in (run_directory(config) / "turn-1" / "generations").iterdir()}
+    assert killed.exitcode == -signal.SIGKILL
+    assert not (run_directory(config) / "turn-3").exists()
+    workers = [start_job(*words, "trace=true") for _ in range(2)]
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [3, 3]
+    assert {path: path.stat() for path in first} == first
+    assert rows_of(config) == rows_of(whole[0])
+    assert [outcome.was_finished for outcome in converse(config, never)] == [True, True, True]
+    traces = trace_files(run_directory(config))
+    names = {path.stem.rpartition("-")[0] for path in traces}
+    assert len({name.rpartition("-")[2] for name in names} & {str(worker.pid) for worker in workers}) >= 1
+
+
+@pytest.mark.parametrize("way", ["sharded", "tensor", "pipeline"])
+def test_ranks_come_to_the_turns_of_one_process(way: str, tmp_path: Path, model: str, whole: Whole) -> None:
+    config = config_for(tmp_path, model)
+    words = [*words_for(tmp_path, model), f"devices={way}", "log_level=warning"]
+
+    def ranks() -> list[BaseProcess]:
+        port = free_port()
+        started = [PROCESSES.Process(target=rank_alone, args=(rank, 2, port, words, True)) for rank in range(2)]
+        for each in started:
+            each.start()
+        return started
+
+    if way == "sharded":
+        stopped = ranks()
+        begun_turn(config, 2, stopped)
+        stopped[1].kill()
+        assert end_of(stopped) == [75, -signal.SIGKILL]
+        assert not (run_directory(config) / "turn-3").exists()
+    assert end_of(ranks()) == [3, 0]
+    seen = ("completion", "token_ids", "error", "row_index", "category", "num_prompt_tokens")
+    assert {key: [row[name] for name in seen] for key, row in rows_of(config).items()} == {
+        key: [row[name] for name in seen] for key, row in rows_of(whole[0]).items()
+    }
+    assert [outcome.was_finished for outcome in converse(config, never)] == [True, True, True]

@@ -68,3 +68,9 @@ def test_well_known_files_are_read_without_an_error_row(name, settings, num_rows
     rows = read_rows(DatasetConfig(kind=DatasetKind.jsonl, path=shared_file(name), **settings))
     assert len(rows) == num_rows
     assert all(row.error is None for row in rows)
+
+
+@pytest.mark.parametrize(("prompt", "why"), [("a\udcff", "lone surrogate"), ("a\0", "NUL character")])
+def test_a_prompt_that_no_tokenizer_takes_is_refused_by_its_key(prompt, why):
+    with pytest.raises(DatasetError, match=rf"^dataset\.prompt holds a {why}"):
+        read_rows(DatasetConfig(kind=DatasetKind.prompt, prompt=prompt))

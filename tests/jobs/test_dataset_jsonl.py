@@ -1,8 +1,11 @@
+import bz2
 import gzip
 import json
+import lzma
 import random
 import re
 
+import pyarrow as pa
 import pytest
 
 from jobs.datasets import BadRowPolicy, DatasetConfig, DatasetKind, read_rows
@@ -147,7 +150,7 @@ def test_a_bad_item_of_a_document_is_an_error_row(tmp_path):
         ("in.json", b'{"rows": []}', {}, r"no list of rows at dataset\.json_field=null; its fields: 'rows'"),
         ("in.json", b'{"rows": 1}', {"json_field": "data"}, r"nothing at 'data' of dataset\.json_field=data"),
         ("in.json", b"5", {}, "single value"),
-        ("in.json", GOOD + b"\n" + GOOD, {}, r"not one JSON document.*\.jsonl"),
+        ("in.json", GOOD + b" " + GOOD[:9], {}, r"not one JSON document"),
         ("in.json", b"\xff", {}, "not one JSON document"),
         ("in.jsonl", b"\n\n", {}, "holds no rows"),
         ("in.jsonl", b"", {}, "holds no rows"),
@@ -196,3 +199,125 @@ def test_any_bytes_give_one_row_per_line_that_is_not_blank(tmp_path):
         rows = read(put(tmp_path, content), id_field=None)
         assert len(rows) == num_lines
         assert all((row.error is None) == bool(row.prompt) for row in rows)
+
+
+def zstd(content):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+ROWS = [{"id": f"r{n}", "prompt": 'é {"[\\" ☃ ' * (1 + n % 3), "more": {"a": [n, {"b": None}]}} for n in range(300)]
+PLAIN = "".join(json.dumps(row) + "\n" for row in ROWS)
+TWICE = [ROWS[:150], ROWS[150:]]
+FORMS = {
+    "gzip": ("in.jsonl.gz", gzip.compress(PLAIN.encode())),
+    "bzip2": ("in.jsonl.bz2", bz2.compress(PLAIN.encode())),
+    "xz": ("in.jsonl.xz", lzma.compress(PLAIN.encode())),
+    "zstd": ("in.jsonl.zst", zstd(PLAIN.encode())),
+    "gzip without its name": ("in.jsonl", gzip.compress(PLAIN.encode())),
+    "zstd without its name": ("in.jsonl", zstd(PLAIN.encode())),
+    "two zstd frames": ("in.jsonl.zst", zstd(PLAIN[:9000].encode()) + zstd(PLAIN[9000:].encode())),
+    "two gzip members": ("in.jsonl.gz", gzip.compress(PLAIN[:9000].encode()) + gzip.compress(PLAIN[9000:].encode())),
+    "UTF-16": ("in.jsonl", PLAIN.encode("utf-16")),
+    "UTF-16 of the other order": ("in.jsonl", b"\xfe\xff" + PLAIN.encode("utf-16-be")),
+    "UTF-16 and packed": ("in.jsonl.xz", lzma.compress(PLAIN.encode("utf-16"))),
+    "objects of several lines": ("in.jsonl", "".join(json.dumps(row, indent=2) + "\n" for row in ROWS).encode()),
+    "objects that are not indented": ("in.jsonl", "\n\n".join(json.dumps(row, indent=0) for row in ROWS).encode()),
+    "objects, named .json": ("in.json", "\r\n".join(json.dumps(row, indent=1) for row in ROWS).encode()),
+    "objects, packed": ("in.jsonl.zst", zstd("".join(json.dumps(row, indent="\t") + "\n" for row in ROWS).encode())),
+    "a list": ("in.jsonl", json.dumps(ROWS).encode()),
+    "a list of several lines": ("in.jsonl", json.dumps(ROWS, indent=2).encode()),
+    "a list with a row a line": ("in.jsonl", ("[\n" + ",\n".join(map(json.dumps, ROWS)) + "\n]\n").encode()),
+    "a list, packed": ("in.json.bz2", bz2.compress(json.dumps(ROWS).encode())),
+    "lines, named .json": ("in.json", PLAIN.encode()),
+    "lines, named .json and packed": ("in.json.gz", gzip.compress(PLAIN.encode())),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), FORMS.values(), ids=FORMS)
+def test_rows_are_read_from_any_form_that_tells_what_it_is(tmp_path, name, content):
+    rows = read(put(tmp_path, content, name))
+    assert [(row.error, row.id, row.prompt, row.columns["more"]) for row in rows] == [
+        (None, row["id"], row["prompt"], row["more"]) for row in ROWS
+    ]
+
+
+@pytest.mark.parametrize("name", ["utf16.jsonl", "lines.jsonl.zst"])
+def test_one_bad_line_of_an_unpacked_file_costs_that_line(tmp_path, name):
+    lines = '{"id": "a", "prompt": "1"}\n{"id": "b", "prompt": "\ud800"}\n{"id": "c", "prompt": "3"}\n'
+    coded = lines.encode("utf-16", "surrogatepass") if "16" in name else zstd(lines.encode("utf-8", "surrogatepass"))
+    rows = read(put(tmp_path, coded, name))
+    assert [row.id for row in rows] == ["a", "bad-row-1", "c"]
+    assert (rows[1].error or "").startswith(f"{name}, line 2, byte 27: not UTF-8: byte 0xed")
+
+
+def test_a_bad_first_line_makes_no_other_form_of_json_lines(tmp_path):
+    for first in (
+        b"[",
+        b'["p"]',
+        b'["a", {',
+        b"[[[[",
+        b'{"a": 1',
+        b'{"a": [{',
+        b"{}}",
+        b"}",
+        b'{"id": "x"} {',
+        b"[{",
+        b'"',
+        b"[]",
+    ):
+        rows = read(put(tmp_path, first + b"\n" + GOOD + b'\n{"id": "last", "prompt": "p"}\n'))
+        assert [row.error is None for row in rows] == [False, True, True], first
+        assert [row.id for row in rows[1:]] == ["good", "last"]
+
+
+def test_a_bad_object_of_several_lines_is_an_error_row_that_says_where(tmp_path):
+    good = json.dumps({"id": "a", "prompt": "p"}, indent=2)
+    bad = '{\n  "id": "x",\n  "prompt": oh no\n}'
+    rows = read(put(tmp_path, f"{good}\n{bad}\n\n{good.replace('a', 'c')}\n".encode()))
+    assert [row.id for row in rows] == ["a", "bad-row-1", "c"]
+    assert rows[1].error == f"in.jsonl, line 5, byte {len(good) + 1}: not JSON: Expecting value, line 3 column 13"
+
+
+@pytest.mark.parametrize("max_row_bytes", [200, 1 << 20])
+@pytest.mark.parametrize("broken", ['{\n  "id": "x",\n  "prompt": {', "{", '{\n  "id": "x\n}', "{\n" * 50, "[\n[", "}"])
+def test_an_object_that_does_not_end_costs_no_other(tmp_path, broken, max_row_bytes):
+    good = [json.dumps({"id": f"g{n}", "prompt": "{p", "more": [{"a": 1}]}, indent=2) + "\n" for n in range(9)]
+    text = "".join([*good[:3], broken + "\n", *good[3:8], broken + "\n", good[8]])
+    rows = read(put(tmp_path, text.encode()), max_row_bytes=max_row_bytes)
+    assert [row.id for row in rows if row.error is None] == [f"g{n}" for n in range(9)]
+    assert len(rows) > 9
+
+
+FOREIGN = {
+    "Parquet: dataset=parquet": b"PAR1" + b"\0" * 99,
+    "a zip archive or a spreadsheet": b"PK\x03\x04" + b"\0" * 99,
+    "packed by lz4": b"\x04\x22\x4d\x18" + b"\0" * 99,
+    "a tar archive": b"a.jsonl".ljust(257, b"\0") + b"ustar\x0000",
+    "a tar archive: unpack it": gzip.compress(b"a.jsonl".ljust(257, b"\0") + b"ustar\x0000"),
+}
+
+
+@pytest.mark.parametrize(("what", "content"), FOREIGN.items(), ids=FOREIGN)
+@pytest.mark.parametrize("kind", [DatasetKind.jsonl, DatasetKind.csv])
+def test_what_is_no_text_is_refused_once_by_what_it_is(tmp_path, kind, what, content):
+    with pytest.raises(DatasetError, match=f"in.jsonl is {what}"):
+        read_rows(DatasetConfig(kind=kind, path=str(put(tmp_path, content))))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("in.jsonl.zst", zstd(PLAIN.encode())[:-40], "in.jsonl.zst"),
+        ("in.jsonl.xz", lzma.compress(PLAIN.encode())[:-40], "in.jsonl.xz"),
+        ("in.jsonl.bz2", bz2.compress(PLAIN.encode())[:-40], "in.jsonl.bz2"),
+        ("in.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"garbage" * 9, "in.jsonl.zst"),
+        ("in.jsonl", PLAIN.encode("utf-16")[:-1], "it is UTF-16 and ends within a character"),
+        ("in.jsonl.zst", PLAIN.encode(), r"its name ends in \.zst, and it is not packed so: rename it"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path, name, content, why):
+    with pytest.raises(DatasetError, match=f"cannot read .*{why}"):
+        read(put(tmp_path, content, name))

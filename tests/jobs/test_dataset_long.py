@@ -1,8 +1,10 @@
 """One long row costs that row: its bytes are bounded before they cost memory, and the others go on."""
 
+import bz2
 import copy
 import gzip
 import json
+import lzma
 import os
 import tracemalloc
 from collections.abc import Callable
@@ -75,16 +77,50 @@ def test_the_longest_line_that_may_be_is_read(tmp_path: Path) -> None:
         assert read(path, DatasetKind.jsonl, most=len(line) - 2)[0].error is not None
 
 
-def test_the_bytes_of_a_long_line_are_never_held(tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"id": "a", "prompt": "' + b"x" * 25_000_000 + b'"}\n' + lines(["b"])))
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("pack", "coding", "window_bytes"),
+    [
+        (gzip.compress, "utf-8", 0),
+        (bz2.compress, "utf-8", 0),
+        (lzma.compress, "utf-8", 8 << 20),  # the format's own
+        (zstd, "utf-8", 0),
+        (bytes, "utf-16", 0),
+        (zstd, "utf-16", 0),
+    ],
+    ids=["gzip", "bzip2", "xz", "zstd", "UTF-16", "UTF-16 in zstd"],
+)
+def test_the_bytes_of_a_long_line_are_never_held(
+    pack: Callable[[bytes], bytes], coding: str, window_bytes: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl"
+    text = b'{"id": "a", "prompt": "' + b"x" * 25_000_000 + b'"}\n' + lines(["b"])
+    path.write_bytes(pack(text.decode().encode(coding)))
     tracemalloc.start()
     rows = read(path, DatasetKind.jsonl, most=1_000_000)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert [row.error is None for row in rows] == [False, True]
     assert rows[1].id == "0"
-    assert peak < 10_000_000
+    assert peak < 10_000_000 + window_bytes
+
+
+@pytest.mark.parametrize("num_bytes", [900, 1001, 70_000])
+def test_a_long_object_of_several_lines_is_an_error_row_and_those_behind_it_are_read(
+    num_bytes: int, tmp_path: Path
+) -> None:
+    objects = [{"id": id, "prompt": "p", "more": ["x" * 40] * (num_bytes // 48 if id == "b" else 1)} for id in "abc"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(each, indent=2) + "\n" for each in objects))
+    first, long, last = read(tmp_path / "in.jsonl", DatasetKind.jsonl)
+    assert [first.id, last.id, first.error, last.error] == ["a", "c", None, None]
+    assert (long.error is None) == (num_bytes < MOST)
+    assert long.error is None or long.error.endswith(f"bytes, dataset.max_row_bytes={MOST:,} are the most")
 
 
 def test_a_long_document_is_refused_with_what_to_change(tmp_path: Path) -> None:
@@ -152,18 +188,22 @@ def test_a_long_prompt_that_fits_has_the_tokens_of_the_whole_text(
     assert [request.prompt_ids for request in asked.requests] == whole
 
 
-def test_a_text_that_the_tokenizer_refuses_costs_its_row(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("segment_characters", [2, 1 << 18], ids=["in segments", "whole"])
+def test_a_text_that_the_tokenizer_refuses_costs_its_row(
+    segment_characters: int, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Panic(BaseException):
         """As the tokenizers library raises it."""
 
     tokenize = tokens.tokenize
 
     def panicking(model, texts, **more):
-        if "two" in texts:
+        if {"two", "tw"} & {*texts}:
             raise Panic("called `Option::unwrap()` on a `None` value")
         return tokenize(model, texts, **more)
 
     monkeypatch.setattr(tokens, "tokenize", panicking)
+    monkeypatch.setattr(tokens, "SEGMENT_CHARACTERS", segment_characters)
     asked = ask(runtime, [row(0, "one"), row(1, "two"), row(2, "three")], completions_of)
     assert [type(request) for request in asked.requests] == [Request, Request]
     assert "tokenizer refuses the prompt: called `Option::unwrap()`" in asked.rejected[0].error

@@ -18,9 +18,11 @@ FIELDS = {
 NUMBERS = {key: FIELDS[key] for key in ("max_new_tokens_field", "temperature_field", "stop_field")}
 
 
-def rows_of(path: Path, *objects: dict[str, object]) -> list[Row]:
-    path.write_text("".join(json.dumps({"prompt": "p", **fields}) + "\n" for fields in objects))
-    return read_rows(DatasetConfig(kind=DatasetKind.jsonl, path=str(path), **FIELDS))  # pyright: ignore
+def rows_of(path: Path, *objects: dict[str, object], **asked: str) -> list[Row]:
+    """The rows of these, in a file that has each field in one more row."""
+    lines = [{"prompt": "p", **fields} for fields in (*objects, dict.fromkeys(FIELDS.values()))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_rows(DatasetConfig(kind=DatasetKind.jsonl, path=str(path), **(asked or FIELDS)))[:-1]  # pyright: ignore
 
 
 @pytest.mark.parametrize(
@@ -92,12 +94,14 @@ def test_parquet_takes_what_pandas_makes_of_numbers_beside_nulls(tmp_path: Path)
         assert second.overrides == SamplingOverrides(temperature=1.0)
 
 
-def test_a_column_that_a_table_lacks_is_refused_and_a_field_that_no_line_has_is_warned_of(
+def test_a_field_that_no_row_has_is_refused_and_one_that_is_null_in_all_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pq.write_table(pa.table({"prompt": ["p"]}), tmp_path / "in.parquet")
     with pytest.raises(DatasetError, match=r"no column 'limit' \(dataset\.max_new_tokens_field\)"):
         read_rows(DatasetConfig(kind=DatasetKind.parquet, path=str(tmp_path / "in.parquet"), **NUMBERS))  # pyright: ignore
+    with pytest.raises(DatasetError, match=r"no row has the field 'warmth' .*\(dataset\.temperature_field\); its"):
+        rows_of(tmp_path / "in.jsonl", {"limit": 3}, temperature_field="warmth")
     rows_of(tmp_path / "in.jsonl", {"limit": 3, "Heat": 1.0})
     assert "dataset.temperature_field=heat has no effect" in caplog.text
     assert "dataset.max_new_tokens_field" not in caplog.text
@@ -114,7 +118,7 @@ def test_the_digest_sees_them_and_a_row_without_any_keeps_its_own(tmp_path: Path
     assert digest(until="a") == digest(until=["a"])
     assert digest(limit=1) == digest(limit="1")
     config = DatasetConfig(kind=DatasetKind.jsonl, path=str(tmp_path / "in.jsonl"))
-    assert input_digest(read_rows(config)) == plain
+    assert input_digest(read_rows(config)[:-1]) == plain
 
 
 @pytest.mark.parametrize("key", FIELDS)

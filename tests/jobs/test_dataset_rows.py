@@ -1,5 +1,7 @@
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jobs.datasets import (
@@ -144,6 +146,91 @@ def test_a_broken_chat_is_an_error_row(tmp_path, chat):
     (read,) = read_rows(config_of(path, chat_template=True, messages_field="chat"))
     assert read.error is not None
     assert "'chat'" in read.error
+
+
+FUNCTION = {"name": "f"}
+SHAREGPT = [{"from": "system", "value": "s"}, {"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]
+READ_CHATS = {
+    "WildChat's keys": (
+        [{**CHAT[0], "toxic": False, "turn": 3, "header": {"agent": "x\\u0000"}, "at": None}],
+        [{**CHAT[0], "toxic": False, "turn": 3, "header": {"agent": "x\\u0000"}}],
+    ),
+    "an answer replayed": (
+        [{"role": "assistant", "content": "a", "annotations": [], "refusal": None}, *CHAT],
+        [{"role": "assistant", "content": "a", "annotations": []}, *CHAT],
+    ),
+    "weights": ([{**CHAT[0], "weight": 0.5}], [{**CHAT[0], "weight": 0.5}]),
+    "ShareGPT's form": (
+        SHAREGPT,
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "h"}, {"role": "assistant", "content": "g"}],
+    ),
+    "ShareGPT's form with more keys": (
+        [{"from": "human", "value": "h", "weight": 1}, {"from": "observation", "value": "o"}],
+        [{"weight": 1, "role": "user", "content": "h"}, {"role": "tool", "content": "o"}],
+    ),
+    "JSON in a text": (json.dumps(CHAT), CHAT),
+    "ShareGPT's form in a text": (json.dumps(SHAREGPT[1:2]), [{"role": "user", "content": "h"}]),
+}
+
+
+@pytest.mark.parametrize(("chat", "messages"), READ_CHATS.values(), ids=READ_CHATS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_chat_is_read_as_people_have_it(tmp_path, kind, chat, messages):
+    path = write_lines(tmp_path / "in.jsonl", [{"chat": chat}])
+    if kind == "parquet":
+        if isinstance(chat, list):  # a table has every key in every message
+            chat = [{key: message.get(key) for key in {key for each in chat for key in each}} for message in chat]
+        path = tmp_path / "in.parquet"
+        pq.write_table(pa.Table.from_pylist([{"chat": chat}]), path)
+    settings = {"chat_template": True, "messages_field": "chat"}
+    (read,) = read_rows(DatasetConfig(kind=DatasetKind[kind], path=str(path), **settings))
+    assert (read.error, read.messages) == (None, messages)
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({"arguments": '{"a": 1}'}, {"a": 1}),
+        ({"arguments": {"a": 1}}, {"a": 1}),
+        *(({"arguments": nothing}, {}) for nothing in ("", "\n", "null", '""', None, {})),
+        ({}, {}),
+        ({"arguments": '"UTC"'}, "UTC"),
+        ({"arguments": "[1]"}, [1]),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_call_are_objects_and_none_at_all_is_an_empty_one(tmp_path, given, arguments):
+    calls = [{"type": "function", "function": {**FUNCTION, **given}}]
+    path = write_lines(tmp_path / "in.jsonl", [{"chat": [*CHAT, {"role": "assistant", "tool_calls": calls}]}])
+    (read,) = read_rows(config_of(path, chat_template=True, messages_field="chat"))
+    assert read.error is None
+    (call,) = read.messages[1]["tool_calls"]
+    assert call == {"type": "function", "function": {**FUNCTION, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ({"from": "narrator", "value": "x"}, "message 1 of 'chat' is from 'narrator': known are human, user, gpt"),
+        ({"from": ["human"], "value": "x"}, "is from \"['human']\""),
+        ({"from": "human", "value": None}, "'content' of message 1 of 'chat' is null"),
+        ({"role": "user", "content": "x", "more": {"a": ["\0"]}}, "'more' of message 1 of 'chat' holds a NUL"),
+        *(
+            ({"role": "assistant", "tool_calls": [{"function": {**FUNCTION, "arguments": arguments}}]}, why)
+            for arguments, why in (
+                ("{a: 1}", "the arguments of tool_calls of message 1 of 'chat' are no JSON"),
+                ("[" * 900 + "]" * 900, "nested deeper than 100 levels"),
+                ('{"a": "\\ud800"}', "lone surrogate"),
+                ('{"a": 1' + "0" * 5000 + "}", "limit"),
+            )
+        ),
+    ],
+)
+def test_a_message_that_cannot_be_read_costs_its_row_and_is_named(tmp_path, message, why):
+    path = write_lines(tmp_path / "in.jsonl", [{"chat": [*CHAT, message]}, {"chat": CHAT}])
+    bad, good = read_rows(config_of(path, chat_template=True, messages_field="chat"))
+    assert good.error is None
+    assert why in bad.error
 
 
 def test_columns_are_all_fields_but_the_id_or_none(tmp_path):

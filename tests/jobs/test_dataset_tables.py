@@ -1,7 +1,9 @@
+import bz2
 import datetime
 import decimal
 import gzip
 import json
+import lzma
 import os
 
 import pyarrow as pa
@@ -131,9 +133,42 @@ def test_csv_with_another_delimiter_and_gzip(tmp_path):
     assert read_csv(tmp_path / "in.tsv.gz", csv_delimiter="\t")[0].prompt == "x,y"
 
 
+CSV = b'id,prompt\na,"x\ny"\nb,\xc3\xa9\n'
+TSV = CSV.replace(b",", b"\t")
+CSV_FORMS = {
+    "gzip without its name": ("in.csv", gzip.compress(CSV)),
+    "bzip2": ("in.csv.bz2", bz2.compress(CSV)),
+    "xz": ("in.csv.xz", lzma.compress(CSV)),
+    "UTF-16, as spreadsheets save it": ("in.csv", CSV.decode().encode("utf-16")),
+    "tabs": ("in.tsv", TSV),
+    "tabs in UTF-16, packed": ("in.tsv.gz", gzip.compress(TSV.decode().encode("utf-16"))),
+    "commas, named .tsv": ("in.tsv", CSV),
+    "any name": ("in.txt", CSV),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), CSV_FORMS.values(), ids=CSV_FORMS)
+def test_csv_is_read_from_any_form_that_tells_what_it_is(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    rows = read_csv(tmp_path / name)
+    assert [(row.id, row.prompt, row.error) for row in rows] == [("a", "x\ny", None), ("b", "é", None)]
+
+
+def test_a_pattern_is_no_path(tmp_path):
+    (tmp_path / "in.csv").write_bytes(CSV)
+    with pytest.raises(DatasetError, match=r"does not exist .*; a pattern is not taken: name a file, or a directory"):
+        read_csv(tmp_path / "*.csv")
+
+
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
+        (DatasetKind.csv, b'{"id": "a", "prompt": "p"}\n', "'id'.*; in.data looks like JSON: dataset=jsonl"),
+        (DatasetKind.csv, b'\xef\xbb\xbf[{"id": "a"}]', "'id'.*; in.data looks like JSON: dataset=jsonl"),
+        (DatasetKind.csv, b"PAR1", "in.data is Parquet: dataset=parquet"),
+        (DatasetKind.parquet, b'{"id": "a", "prompt": "p"}\n', "cannot read.*; in.data looks like JSON: dataset=jsonl"),
+        (DatasetKind.parquet, gzip.compress(CSV, mtime=0), "cannot read.*; in.data looks like CSV: dataset=csv"),
+        (DatasetKind.parquet, b"id;prompt\r\na;x\r\n", "cannot read.*; in.data looks like CSV: dataset=csv"),
         (DatasetKind.parquet, b"PAR1 but no footer", r"cannot read .*in\.data"),
         (DatasetKind.parquet, b"", r"cannot read .*in\.data"),
         (DatasetKind.csv, b"", "no column 'id'"),

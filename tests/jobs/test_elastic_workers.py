@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from jobs.config.settings import GenerateConfig, Workers
-from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.files.lock import RunLock
 from jobs.run.found import Condition, find_runs
 from jobs.run.generation import generate
@@ -18,8 +17,6 @@ from runtime.config import Admission, PolicyConfig, PolicyKind
 from runtime.errors import ConfigError, Interrupted, RunInUseError
 from tests.generations import read_generations
 from tests.jobs.worker_loop import Case, check
-
-TURNS = DatasetConfig(kind=DatasetKind["jsonl"], path="chats.jsonl", turns_field="turns", chat_template=True)
 
 
 def test_workers_that_are_killed_stopped_and_paused_make_the_rows_of_one(tmp_path: Path) -> None:
@@ -99,8 +96,6 @@ def test_one_worker_alone_and_workers_that_share_keep_each_other_out(tmp_path: P
     ("changes", "named"),
     [
         ({"policy": PolicyConfig(kind=PolicyKind.fixed, admission=Admission.continuous)}, "policy.admission"),
-        ({"trace": True, "policy": PolicyConfig(kind=PolicyKind.fixed)}, "trace=true"),
-        ({"dataset": TURNS}, "turns"),
         ({"lease_seconds": 1.0}, "lease_seconds"),
     ],
 )

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
+)
 
 from jobs.config.settings import EncodeConfig, load, run_directory
 from jobs.run.encoding import encode
@@ -60,6 +66,19 @@ def test_embeddings_are_those_of_the_library_and_a_bad_row_is_an_error_row(tmp_p
     assert bad["embedding"] is None
     assert bad["status"] == "error"
     assert bad["error"]
+
+
+def test_the_job_reads_the_encoder_of_an_encoder_decoder(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = checkpoints(tmp_path_factory)("t5", AutoModelForSeq2SeqLM)
+    config = config_for(tmp_path, "model=hf", f"model.path={path}", "model.dtype=float32")
+    assert encode(config, never).exit_code == 0
+    model, runtime = AutoModelForTextEncoding.from_pretrained(path).eval(), Runtime(config.runtime, encodes=True)
+    for row, ids in zip(rows_of(config), runtime.tokenize(TEXTS), strict=True):
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor([ids]))[0][0].mean(0)
+        assert row["embedding"] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_classes_come_likeliest_first(tmp_path: Path, checkpoint: Callable[[type], Path]) -> None:

@@ -1,5 +1,7 @@
 """A run's output as one file: every row once, in the order of the input, with what the input brought along."""
 
+import csv
+import io
 import json
 import shutil
 import signal
@@ -9,6 +11,7 @@ from dataclasses import fields
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
@@ -16,11 +19,14 @@ from hydra import compose, initialize_config_dir
 
 from jobs.config.settings import load
 from jobs.exporting import export as exporting
-from jobs.exporting.config import ErrorRows, ExportConfig
+from jobs.exporting.config import ErrorRows, ExportConfig, ExportFormat
 from jobs.exporting.export import Exported, describe, export
+from jobs.exporting.formats import write_csv
 from jobs.files.lock import RunLock
 from runtime.errors import ConfigError, DamagedRunError, OutputError
+from runtime.units import MIB
 from tests.jobs.sharded_run import COLUMNS, NUM_SHARDS, ShardedRun
+from tests.odd_files import limited_file_size
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGUN = ROOT / "tests" / "begun_before" / "generate"
@@ -39,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> ShardedRun:
 @pytest.fixture
 def case(whole: ShardedRun, tmp_path: Path) -> ShardedRun:
     """A copy to do damage to."""
-    shutil.copytree(whole.folder, tmp_path / "runs", dirs_exist_ok=True)
+    shutil.copytree(whole.folder, tmp_path / "runs", ignore=shutil.ignore_patterns("*.jsonl", "*.csv", "all.parquet"))
     return ShardedRun(folder=tmp_path / "runs")
 
 
@@ -99,6 +105,26 @@ def test_csv_has_a_line_of_names_and_lists_as_json(whole: ShardedRun) -> None:
         assert row["completion"] == ("" if i == 5 else f'ünï, "{i}"\n\u2028')
         assert json.loads(row["meta"]) == COLUMNS[i]["meta"]
         assert json.loads(row["token_ids"]) == ([] if i == 5 else [i, 2])
+
+
+CELLS = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "a=1", "'=1", "", None, "\n=1"]
+
+
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_csv_cells_that_a_spreadsheet_would_run_have_a_quote_in_front_if_asked(is_safe: bool) -> None:
+    table, file = pa.table({"=id": CELLS, "n": pa.array([-1] * len(CELLS))}), io.BytesIO()
+    write_csv([table], table.schema, file, is_safe=is_safe)
+    head, *rows = list(csv.reader(io.StringIO(file.getvalue().decode(), newline="")))
+    mark = "'" if is_safe else ""
+    assert head == [f"{mark}=id", "n"]
+    assert rows == [[f"{mark}{cell}", "-1"] for cell in CELLS[:6]] + [[cell or "", "-1"] for cell in CELLS[6:]]
+
+
+def test_a_safe_csv_is_asked_for_by_its_setting(whole: ShardedRun) -> None:
+    plain, safe = (exported(whole, f"{key}.csv", csv_safe=key).out.read_bytes() for key in (False, True))
+    assert plain == safe, "no cell of this run begins so"
+    with pytest.raises(ConfigError, match="csv_safe=true has no meaning for format=jsonl"):
+        exported(whole, "all.jsonl", csv_safe=True)
 
 
 @pytest.mark.parametrize("name", ["all.jsonl", "all.csv", "all.parquet"])
@@ -202,10 +228,10 @@ def test_a_damaged_part_is_refused_with_4_and_left_out_only_if_asked(
     path.write_bytes(data)
     (case.folder / "all.jsonl").write_text("of before")
     with pytest.raises(DamagedRunError, match=r"part-00000\.parquet is damaged"):
-        exported(case, "all.jsonl")
+        exported(case, "all.jsonl", overwrite=True)
     assert (case.folder / "all.jsonl").read_text() == "of before"
     assert hidden(case.folder) == []
-    assert exported(case, "all.jsonl", partial=True).num_rows == 44
+    assert exported(case, "all.jsonl", partial=True, overwrite=True).num_rows == 44
     assert "left out" in caplog.text
 
 
@@ -258,13 +284,73 @@ def test_the_file_never_lies_among_the_parts(case: ShardedRun) -> None:
     with pytest.raises(ConfigError, match="lies among the parts of the run"):
         exported(case, "x", out=str(case.directory(0).generations / "part-00009.parquet"))
     with pytest.raises(ConfigError, match="is a directory"):
-        exported(case, "x", out=str(case.folder), format="jsonl")
+        exported(case, "x", out=str(case.folder), format=ExportFormat.jsonl)
 
 
-def test_a_file_that_cannot_be_written_is_an_error_of_the_output(whole: ShardedRun, tmp_path: Path) -> None:
+def test_a_file_that_no_export_wrote_is_replaced_only_if_asked(case: ShardedRun) -> None:
+    (case.folder / "mine.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match=r"mine\.jsonl is there, and was not written by .*overwrite=true"):
+        exported(case, "mine.jsonl")
+    assert (case.folder / "mine.jsonl").read_text() == "mine"
+    assert exported(case, "mine.jsonl", overwrite=True).num_rows == 48
+    assert exported(case, "mine.jsonl", errors=ErrorRows.drop).num_rows == 46, "an earlier export wrote it"
+
+
+@pytest.mark.parametrize("key", ["dataset.path", "dataset.few_shot_path", "model.tokenizer"])
+@pytest.mark.parametrize("kind", ["a file", "a link to it", "a file of its directory", "relative to elsewhere"])
+def test_an_input_of_the_run_is_never_replaced(tmp_path: Path, key: str, kind: str) -> None:
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "prompts.jsonl"
+    path.write_text("mine")
+    named, out = str(path), path
+    if kind == "a link to it":
+        out = tmp_path / "link.jsonl"
+        out.symlink_to(path)
+    elif kind == "a file of its directory":
+        named = str(tmp_path / "data")
+    elif kind == "relative to elsewhere":
+        named = "data/prompts.jsonl"
+    case = ShardedRun(folder=tmp_path / "runs", identity={key: named}).finish(*range(NUM_SHARDS))
+    with pytest.raises(ConfigError, match=f"is an input of .*{key}={named}.*never replaced"):
+        exported(case, "x", out=str(out), overwrite=True)
+    assert path.read_text() == "mine"
+    assert exported(case, "x", out=str(tmp_path / "data" / "answers.jsonl")).num_rows == 48
+    assert exported(case, "x", out=str(tmp_path / "data" / "answers.jsonl")).num_rows == 48
+
+
+def test_a_file_of_the_run_itself_is_never_replaced(case: ShardedRun) -> None:
+    plan = case.directory(0).plan
+    before = plan.read_bytes()
+    with pytest.raises(ConfigError, match="is a file of the run itself"):
+        exported(case, "x", out=str(plan), overwrite=True)
+    assert plan.read_bytes() == before
+    for _ in range(2):
+        assert exported(case, "x", out=str(case.directory(0).path / "answers.jsonl")).num_rows == 48
+
+
+def test_a_directory_that_was_not_there_is_made_with_a_word(case: ShardedRun) -> None:
+    done = exported(case, "no/such/all.jsonl")
+    assert describe(done)[0] == f"{case.folder / 'no' / 'such'} was not there: made"
+    assert done.out.exists()
+
+
+@pytest.mark.parametrize("folder", ["/proc/nope", "/proc/self", "{tmp_path}/file"])
+def test_a_path_that_can_never_be_written_is_refused(whole: ShardedRun, tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError):
-        exported(whole, "x", out=str(tmp_path / "file" / "all.jsonl"))
+    folder = folder.format(tmp_path=tmp_path)
+    with pytest.raises(ConfigError, match=f"{folder}.* cannot be (made|written)"):
+        exported(whole, "x", out=f"{folder}/all.jsonl")
+
+
+@pytest.mark.parametrize("bytes_at_once", [64 * MIB, 2000])
+def test_a_full_disk_is_an_error_of_the_output(
+    whole: ShardedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_at_once: int
+) -> None:
+    """Also where it is met by the files that rows are sorted in."""
+    monkeypatch.setattr(exporting, "BYTES_AT_ONCE", bytes_at_once)
+    with limited_file_size(1000), pytest.raises(OutputError, match=r"all\.jsonl cannot be written: File too large"):
+        exported(whole, "all.jsonl", out=str(tmp_path / "all.jsonl"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_settings_are_those_of_the_yaml() -> None:

@@ -1,5 +1,4 @@
 import errno
-import io
 import json
 import os
 from collections.abc import Callable
@@ -9,8 +8,9 @@ from typing import BinaryIO
 import pytest
 
 from jobs.files import publishing as files
-from jobs.files.publishing import canonical_json, publish, read_json, write_json
-from runtime.errors import DamagedRunError, OutputError
+from jobs.files.publishing import canonical_json, make_directory, parse_json, publish, read_json, write_json
+from runtime.errors import ConfigError, DamagedRunError, OutputError
+from tests.odd_files import ODD_FILES, limited_file_size
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,7 +72,7 @@ def test_fault_commits_nothing_and_keeps_the_good_files(
     if step not in ("write", "check"):
         monkeypatch.setattr(os, step, fail)
     write, check = (fail if step == "write" else writer(b"newer")), (fail if step == "check" else None)
-    with pytest.raises(OutputError, match=rf"{path}: .*{errno.errorcode[number]}.*free there.*8 MiB needed.*run="):
+    with pytest.raises(OutputError, match=rf"{path}: .*{errno.errorcode[number]}.*free there.*8 MiB needed.*_root="):
         publish(path, write, exclusive=exclusive, check=check, expected_bytes=8 << 20)
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == before
 
@@ -101,6 +101,20 @@ def test_a_real_full_device_is_an_output_error(tmp_path: Path) -> None:
         publish(tmp_path / "part", write, exclusive=True)
     assert caught.value.exit_code == 75
     assert names(tmp_path) == []
+
+
+def test_a_limit_on_file_sizes_is_named(tmp_path: Path) -> None:
+    with limited_file_size(1000), pytest.raises(OutputError, match=r"EFBIG.*ulimit -f, RLIMIT_FSIZE") as caught:
+        publish(tmp_path / "part", writer(b"x" * 2000), exclusive=True)
+    assert "make room" not in str(caught.value)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["/proc/nope/generate/run", "/dev/full/generate/run", "{tmp_path}/file/run"])
+def test_a_directory_that_can_never_be_made_is_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be made: .*: choose another"):
+        make_directory(Path(place.format(tmp_path=tmp_path)))
 
 
 def test_programmers_errors_pass_through_and_leave_no_temp(tmp_path: Path) -> None:
@@ -158,6 +172,30 @@ def test_damaged_json_is_named_and_needs_a_person(tmp_path: Path, data: bytes) -
     assert path.read_bytes() == data
 
 
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_what_is_no_file_is_never_waited_for_and_needs_a_person(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run.json"
+    ODD_FILES[kind](path)
+    with pytest.raises(DamagedRunError, match=f"{path} is .*where Millrace keeps a file of its own: move it away"):
+        read_json(path)
+
+
+def test_a_record_without_end_is_not_read_and_one_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with pytest.raises(FileNotFoundError):
+        read_json(path)
+    path.touch()
+    os.truncate(path, 1 << 40)  # no byte of it is written
+    with pytest.raises(DamagedRunError, match="is 1024 GiB large, above 256 MiB"):
+        read_json(path)
+
+
+def test_a_link_to_a_record_is_followed(tmp_path: Path) -> None:
+    write_json(tmp_path / "there.json", {"a": 1}, exclusive=True)
+    (tmp_path / "run.json").symlink_to("there.json")
+    assert read_json(tmp_path / "run.json") == {"a": 1}
+
+
 def test_every_cut_and_byte_flip_of_json_is_an_object_or_a_clear_error() -> None:
     whole = json.dumps({"semantic": {"model.name": "tiny", "seed": 0}, "format": 1}).encode()
     damaged = [whole[:length] for length in range(len(whole))]
@@ -166,18 +204,8 @@ def test_every_cut_and_byte_flip_of_json_is_an_object_or_a_clear_error() -> None
     assert outcomes == {dict, DamagedRunError}
 
 
-class _Bytes:
-    """A path with given contents, so that a thousand cases touch no disk."""
-
-    def __init__(self, data: bytes) -> None:
-        self._file = io.BytesIO(data)
-
-    def read_bytes(self) -> bytes:
-        return self._file.getvalue()
-
-
 def _parse(data: bytes) -> dict[str, files.JsonValue] | DamagedRunError:
     try:
-        return read_json(_Bytes(data))  # pyright: ignore[reportArgumentType]
+        return parse_json(data, Path("run.json"))
     except DamagedRunError as error:
         return error

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from jobs.files.lease import Holder, Lease, Leases, read_lease, start_ticks_of, this_process
+from runtime.errors import DamagedRunError
 from tests.jobs.kill_support import Kills
+from tests.odd_files import ODD_FILES
 
 SECONDS = 300.0
 HERE = Holder(host="a", boot_id="boot", pid_namespace="ns", pid=10, start_ticks=1000)
@@ -184,6 +186,37 @@ def test_a_damaged_lease_goes_by_its_heartbeat_alone(world: World) -> None:
     assert not waiting.take("it")
     world.now += SECONDS
     assert waiting.take("it")
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"pid":' + b"9" * 5000 + b"}", b"", b"\xff" * 100_000])
+def test_an_odd_lease_goes_by_its_heartbeat_alone(world: World, data: bytes) -> None:
+    (world.folder / "it.json").write_bytes(data)
+    waiting = world.leases(HERE)
+    assert not waiting.take("it")
+    world.now += SECONDS
+    assert waiting.take("it")
+
+
+@pytest.mark.parametrize("kind", [*ODD_FILES, "a link to a lease"])
+def test_what_is_no_lease_is_named_and_nobody_waits_for_it(world: World, kind: str) -> None:
+    path = world.folder / "it.json"
+    if kind in ODD_FILES:
+        ODD_FILES[kind](path)
+    else:
+        assert world.leases(HERE).take("other")
+        path.symlink_to("other.json")
+    with pytest.raises(DamagedRunError, match=f"{path} is .*, where workers keep a lease: remove it"):
+        world.leases(OTHERS["on another host"]).take("it")
+    assert path.is_symlink() or path.exists(), "nothing that no worker made is removed"
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_a_lease_in_whose_place_something_else_lies_is_lost(world: World, kind: str) -> None:
+    leases = world.leases(HERE)
+    assert leases.take("it")
+    (world.folder / "it.json").unlink()
+    ODD_FILES[kind](world.folder / "it.json")
+    assert leases.touch() == ["it"]
 
 
 def test_this_process_is_there_and_one_that_ended_is_not() -> None:

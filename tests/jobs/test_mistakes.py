@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jobs.config.mistakes import mistakes_logged, told
-from runtime.errors import BudgetError, InternalError, MemoryShortage
+from runtime.errors import BudgetError, ConfigError, InternalError, MemoryShortage
 
 TOO_MUCH = 1 << 60  # bytes
 
@@ -72,3 +72,8 @@ def test_a_log_that_is_a_link_or_cannot_be_written_leaves_the_traceback_in_the_j
     assert "the log, above" in str(told(ValueError("a mistake"), link))
     assert other.read_text() == "mine"
     assert "ValueError: a mistake" in caplog.text
+
+
+def test_a_home_that_nobody_has_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match="write the path in full"), mistakes_logged():
+        Path("~nobody-of-this-name/prompts.jsonl").expanduser()

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from jobs.exporting.config import ErrorRows, ExportConfig, ExportFormat
 from jobs.exporting.export import export, write_batch_files
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
+from runtime import Runtime
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig, SamplingOverrides
 from runtime.errors import ConfigError
 from tests.generations import read_generations
@@ -132,14 +134,22 @@ def test_what_a_body_asks_is_what_its_row_asks(
         (CHAT, {"messages": []}, r"body\.messages is not a list of messages"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "type 'input_audio'"),
         (TEXT, {"prompt": ["a", "b"]}, r"body\.prompt is a list"),
-        (TEXT, {"prompt": [1, 2]}, r"body\.prompt is a list"),
+        (TEXT, {"prompt": [[1], [2]]}, r"body\.prompt is a list: one prompt is read, so give each a line of its own"),
+        (TEXT, {"prompt": [1, True]}, r"body\.prompt is a list: neither texts nor token ids"),
+        (TEXT, {"prompt": [1, "a"]}, r"body\.prompt is a list: neither texts nor token ids"),
+        (TEXT, {"prompt": []}, r"body\.prompt is a list: neither texts nor token ids"),
+        (TEXT, {"prompt": [[]]}, r"body\.prompt is a list: neither texts nor token ids"),
         (TEXT, {"model": None}, r"body\.model is null"),
         (TEXT, {"max_tokens": 1.5}, r"body\.max_tokens is '1\.5', not a whole number"),
         (TEXT, {"max_tokens": True}, r"body\.max_tokens is 'True'"),
         (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "are two limits"),
         (TEXT, {"temperature": 2.5}, r"body\.temperature must be 0 to 2, got 2\.5"),
         (TEXT, {"top_p": "x"}, r"body\.top_p is 'x', not a number"),
-        (TEXT, {"n": 0}, r"body\.n must be 1 or more"),
+        (TEXT, {"n": 0}, r"body\.n must be 1 to 10000, got 0"),
+        (TEXT, {"n": 10**8}, r"body\.n must be 1 to 10000, got 100000000"),
+        (TEXT, {"repetition_penalty": 10**400}, r"body\.repetition_penalty must be 0 to 1\.79\S+, got 10{59}\.\.\.$"),
+        (TEXT, {"temperature": 10**400}, r"body\.temperature must be 0 to 2, got 10{59}\.\.\.$"),
+        (TEXT, {"seed": 10**400}, r"body\.seed must be 0 to \d+, got 10{59}\.\.\.$"),
         (TEXT, {"seed": -1}, r"body\.seed must be 0 to"),
         (TEXT, {"stop": [3]}, "stop string"),
         (CHAT, {"top_logprobs": 2}, r"body\.top_logprobs needs body\.logprobs=true"),
@@ -348,6 +358,65 @@ def test_a_line_says_what_its_answer_must_be_and_one_that_cannot_be_costs_that_l
     assert "sampling.json_schema is refused by llguidance: Invalid type: wrong" in failed["error"]["message"]
 
 
+def test_urls_of_azures_form_a_slash_behind_and_any_case_of_the_method_or_none_ask_the_same(tmp_path: Path) -> None:
+    forms: dict[str, dict[str, object]] = {
+        "plain": {},
+        "azure": {"url": "/chat/completions"},
+        "slash": {"url": "/v1/chat/completions/"},
+        "small": {"method": "post"},
+        "none": {"method": None},
+        "text": {"url": "/completions/", "body": {"model": "m", "prompt": "Hi"}},
+    }
+    asked = [{**line(name, CHAT), **form} for name, form in forms.items()]
+    asked[-2].pop("method")
+    outcome = generate(config_of(tmp_path, written(tmp_path / "in.jsonl", asked)), lambda: False)
+    write_batch_files(outcome.directory)
+    assert read(outcome.directory / "errors.jsonl") == []
+    answers = {each["custom_id"]: each["response"]["body"] for each in read(outcome.directory / "output.jsonl")}
+    assert [answers[name]["object"] for name in forms] == ["chat.completion"] * 5 + ["text_completion"]
+    assert len({answers[name]["choices"][0]["message"]["content"] for name in list(forms)[:5]}) == 1
+
+
+def test_a_prompt_of_token_ids_asks_what_its_text_asks_and_ids_outside_the_vocabulary_cost_their_line(
+    tmp_path: Path,
+) -> None:
+    ids = list(Runtime().tokenize(["Say it"])[0])
+    prompts: dict[str, object] = {"text": "Say it", "ids": ids, "list": [ids], "big": [*ids, 10**30], "neg": [-1]}
+    path = written(tmp_path / "in.jsonl", [line(name, prompt=prompt) for name, prompt in prompts.items()])
+    outcome = generate(config_of(tmp_path, path), lambda: False)
+    rows = {row["id"]: row for row in read_generations(RunDirectory(path=outcome.directory)).to_pylist()}
+    assert [rows[name]["error"] for name in ("text", "ids", "list")] == [None] * 3
+    assert rows["ids"]["token_ids"] == rows["text"]["token_ids"] == rows["list"]["token_ids"]
+    assert rows["ids"]["num_prompt_tokens"] == len(ids)
+    assert all("outside the model's vocabulary" in rows[name]["error"] for name in ("big", "neg"))
+
+
+def test_a_schema_too_deep_for_its_reader_costs_its_line_alone(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra: pip install -e '.[structured]'")
+    deep = {str(depth): '{"items":' * depth + "{}" + "}" * depth for depth in (200, 2_000, 100_000)}
+    lone = {"surrogate": '{"enum":["\\ud83d"]}'}
+    asked = [line("good", max_tokens=2), *(line(name, guided_json=text) for name, text in {**deep, **lone}.items())]
+    outcome = generate(config_of(tmp_path, written(tmp_path / "in.jsonl", asked)), lambda: False)
+    rows = {row["id"]: row["error"] for row in read_generations(RunDirectory(path=outcome.directory)).to_pylist()}
+    assert rows.pop("good") is None
+    assert rows.keys() == {*deep, *lone}
+    assert all("sampling.json_schema is" in error for error in rows.values()), rows
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [['{"custom_id": "1"}'], ['{"body": {}}', '{"url": "/v1/completions"}'], ["no JSON", "[]", "5"], ["{}"]],
+    ids=["one field", "a field each", "no JSON", "no field"],
+)
+def test_lines_that_lack_fields_are_errors_of_their_own_even_where_all_do(texts: list[str], tmp_path: Path) -> None:
+    outcome = generate(config_of(tmp_path, written(tmp_path / "in.jsonl", list(texts))), lambda: False)
+    assert outcome.exit_code == 3
+    write_batch_files(outcome.directory)
+    assert (outcome.directory / "output.jsonl").read_text() == ""
+    errors = read(outcome.directory / "errors.jsonl")
+    assert [each["response"]["status_code"] for each in errors] == [400] * len(texts)
+
+
 def test_a_response_format_is_what_openais_own_types_take() -> None:
     pydantic = pytest.importorskip("pydantic")
     types = pytest.importorskip("openai.types.chat.completion_create_params", reason="needs the extra: '.[client]'")
@@ -371,3 +440,27 @@ def test_what_was_thought_has_a_column_and_a_field_of_its_own(tmp_path: Path) ->
     assert (chat["message"]["content"], text["text"]) == ("", plain["completion"])
     types = pytest.importorskip("openai.types.chat", reason="needs the extra: pip install -e '.[client]'")
     types.ChatCompletionMessage.model_validate(chat["message"], strict=True)
+
+
+def test_a_response_format_binds_what_comes_behind_the_reasoning(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [3]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    config = config_of(
+        tmp_path, written(tmp_path / "in.jsonl", [line("a", CHAT), line("b", CHAT, response_format=form)])
+    )
+
+    def asked(reasoning: list[str] | None) -> dict[str, Any]:
+        sampling = SamplingConfig(max_new_tokens=200, reasoning=reasoning)
+        outcome = generate(replace(config, run=f"batch-{len(reasoning or [])}", sampling=sampling), lambda: False)
+        write_batch_files(outcome.directory)
+        return {r["custom_id"]: r["response"]["body"]["choices"][0] for r in read(outcome.directory / "output.jsonl")}
+
+    said = asked(None)["a"]["message"]["content"]
+    tag = said.split()[0]  # the template ends with the first tag
+    choices = asked(["A:", tag])
+    free, bound = (choices[name]["message"] for name in "ab")
+    assert bound["reasoning_content"] == free["reasoning_content"] == said.partition(tag)[0].strip()
+    assert free["content"] == said.partition(tag)[2].lstrip()
+    assert json.loads(bound["content"]) == {"a": 3}
+    assert choices["b"]["finish_reason"] == "stop"

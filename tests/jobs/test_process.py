@@ -1,5 +1,11 @@
 import gc
 import importlib
+import json
+import os
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +48,45 @@ def test_garbage_is_collected_behind_imports_that_fail() -> None:
     with pytest.raises(ModuleNotFoundError), uncollected():
         importlib.import_module("jobs.none_such")
     assert gc.isenabled()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOK = """
+import json, os, sys
+from jobs.config.process import ready
+ready()
+print("to nobody, or an escape: \u65e5")
+print("to nobody", file=sys.stderr)
+with open(sys.argv[1], "w") as file:
+    links = [os.readlink(f"/proc/self/fd/{n}") for n in range(3)]
+    inherited = [os.get_inheritable(n) for n in range(3)]
+    json.dump({"file": file.fileno(), "links": links, "inherited": inherited, "read": sys.stdin.read()}, file)
+"""
+
+
+@pytest.mark.parametrize("closed", [each for count in range(1, 4) for each in combinations((0, 1, 2), count)])
+def test_closed_standard_streams_lead_nowhere_and_no_file_takes_their_place(
+    closed: tuple[int, ...], tmp_path: Path
+) -> None:
+    out = tmp_path / "found.json"
+    closing = " ".join(f"{number}>&-" for number in closed)
+    command = f'exec "$0" -c "$1" "$2" {closing}'
+    words = ["sh", "-c", command, sys.executable, LOOK, str(out)]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, cwd=ROOT, env=env, input=b"", capture_output=True, timeout=60)
+    found = json.loads(out.read_text())
+    assert found["file"] > 2
+    assert [found["links"][number] for number in closed] == ["/dev/null"] * len(closed)
+    assert (found["inherited"], found["read"]) == ([True] * 3, "")
+    assert done.stdout == (b"" if 1 in closed else b"to nobody, or an escape: \\u65e5\n")
+    assert done.stderr == (b"" if 2 in closed else b"to nobody\n")
+
+
+def test_a_path_beyond_ascii_is_read_in_the_c_locale(tmp_path: Path) -> None:
+    path = tmp_path / "größe.txt"
+    path.write_text("ü", encoding="utf-8")
+    program = "import sys; from jobs.config.process import ready; ready(); print(open(sys.argv[1]).read() == 'ü')"
+    env = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    words = [sys.executable, "-c", program.replace("ü", "\\xfc"), str(path)]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("True\n", "")

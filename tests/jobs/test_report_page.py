@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.files.publishing import write_json
+from jobs.files.publishing import JsonValue, write_json
 from jobs.pictures.trace_events import RUN
 from jobs.pictures.trace_file import publish_trace
 from jobs.reporting.figures import RunFigures
@@ -128,6 +128,41 @@ def test_failed_rows_are_the_first_of_the_input_and_samples_come_from_all_blocks
     samples = good_rows(figures, 5)
     assert {row.status for row in samples} == {"ok"}
     assert [row.prompt for row in samples] == [EVIL] * len(samples)
+
+
+ROW = {"q": {"text": "2+2?"}, "gold": "4"}
+ASKED = {
+    "a template": ({"dataset.template": "Q: {q.text}\\nA:"}, "Q: 2+2?\nA:"),
+    "with examples": (
+        {"dataset.template": "{gold}", "dataset.few_shot_path": "x"},
+        "[examples of dataset.few_shot_path]\n\n4",
+    ),
+    "a field": ({"dataset.prompt_field": "gold"}, "4"),
+    "no field of prompts": ({"dataset.prompt_field": "prompt"}, 'q: {"text": "2+2?"}\ngold: 4'),
+    "a template of what was not kept": ({"dataset.template": "{other}"}, 'q: {"text": "2+2?"}\ngold: 4'),
+}
+
+
+@pytest.mark.parametrize(("settings", "prompt"), ASKED.values(), ids=ASKED)
+def test_a_sample_shows_what_was_asked_or_the_columns_that_were_kept(
+    settings: dict[str, JsonValue], prompt: str, tmp_path: Path
+) -> None:
+    run = RunDirectory(path=tmp_path / "run")
+    for folder in (run.generations, run.throughput):
+        folder.mkdir(parents=True)
+    manifest = replace(MANIFEST, semantic={**MANIFEST.semantic, "model.dtype": "float32", **settings})
+    write_json(run.manifest, manifest.to_json(), exclusive=True)
+    plan = [
+        PlannedRequest(row_id="0", row_index=0, sample_index=0, block=0, micro_batch=0, position=0, num_prompt_tokens=3)
+    ]
+    fix_plan(run.plan, plan)
+    store = PartStore(directory=run, manifest=manifest, plan=plan, columns=infer_column_schema([ROW]))
+    store.commit(0, [GenerationRow(id="0", sample_index=0, status="ok", completion="5", columns=ROW)], PASSES)
+    [sample] = good_rows(figures_of(run.path), 1)
+    assert sample.prompt == prompt
+    text = "\n".join(page(run.path, tmp_path).texts)
+    assert "dataset.keep_columns=true does" not in text
+    assert "float32" in text.partition("What the run is bound to")[2], "nobody has changed it"
 
 
 def test_samples_are_spread_over_the_run_and_as_many_as_asked(tmp_path: Path) -> None:

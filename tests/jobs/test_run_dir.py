@@ -141,10 +141,20 @@ def test_hydras_folder_logs_and_temps_of_a_killed_start_are_no_strangers(tmp_pat
         assert not state.is_resumed
 
 
-@pytest.mark.parametrize("path", ["file", "file/below", "n" * 300])
-def test_a_path_that_can_never_be_a_directory_is_refused(tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("file", "one with run="),
+        ("n" * 300, "one with run="),
+        ("file/below", "place for it with output_root="),
+        ("/proc/nope/generate/mine", "place for it with output_root="),
+    ],
+)
+def test_a_path_that_can_never_be_a_directory_is_refused_by_the_key_that_helps(
+    tmp_path: Path, path: str, key: str
+) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="run="):
+    with pytest.raises(ConfigError, match=f"as a run directory: .*Choose another {key}"):
         open_run(tmp_path / path, MANIFEST)
     assert tree(tmp_path) == {"file": b"mine"}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.run import running
 from jobs.run.output_rows import GenerationRow
 from jobs.run.run_dir import RunDirectory
 from jobs.run.running import Running, RunningFile
@@ -106,10 +107,10 @@ def test_a_file_that_cannot_be_read_is_a_warning(
     file = file_at(tmp_path)
     file.save(RUNNING)
 
-    def fail(_: Path) -> bytes:
+    def fail(_: Path) -> tuple[bytes, os.stat_result]:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(running, "read_regular", fail)
     assert plain(file.load()) == plain(NOTHING)
     assert os.strerror(number) in caplog.text
 

@@ -2,6 +2,8 @@
 throughput part."""
 
 import math
+import os
+import socket
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,7 +15,7 @@ import pytest
 
 from jobs import trace
 from jobs.config.cli import run_job
-from jobs.config.settings import GenerateConfig, TraceConfig
+from jobs.config.settings import GenerateConfig, TraceConfig, Workers
 from jobs.datasets import DatasetConfig
 from jobs.pictures.trace_events import PREDICTED, RUN
 from jobs.pictures.trace_file import read_processes, read_trace
@@ -27,12 +29,18 @@ BY_STAGE = {"read": "load", "copy": "copy", "compute": "compute", "attention": "
 
 
 def run(
-    output_root: Path, name: str, *, prefetch: Prefetch = Prefetch.lookahead, is_traced: bool = True
+    output_root: Path,
+    name: str,
+    *,
+    prefetch: Prefetch = Prefetch.lookahead,
+    is_traced: bool = True,
+    workers: Workers = Workers.one,
 ) -> RunDirectory:
     config = GenerateConfig(
         run=name,
         output_root=str(output_root),
         trace=is_traced,
+        workers=workers,
         dataset=DatasetConfig(limit=4),
         offload=OffloadConfig(tier=Tier.nvme, resident_layers=0),
         prefetch=PrefetchConfig(kind=prefetch),
@@ -114,6 +122,27 @@ def test_a_picture_lies_beside_the_trace(
     assert command(monkeypatch, f"path={path}") == 0
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
     assert capsys.readouterr().out.startswith(f"{path.with_suffix('.svg')}: 0 s to ")
+
+
+def test_each_worker_writes_a_trace_and_a_run_shows_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = run(tmp_path, "shared", workers=Workers.elastic)
+    (mine,) = directory.trace.iterdir()
+    assert mine.name == f"worker-{socket.gethostname()}-{os.getpid()}-00000.json"
+    assert {span.name.split()[0] for span in read_trace(mine)} >= {"read", "run"}
+    other, cut = (mine.with_name(f"worker-elsewhere-{pid}-00000.json") for pid in (7, 8))
+    other.write_bytes(mine.read_bytes())
+    cut.write_bytes(mine.read_bytes()[:-20])
+    assert command(monkeypatch, f"path={directory.path}") == 0
+    picture = directory.trace / "all.svg"
+    assert capsys.readouterr().out.startswith(f"{picture}: 0 s to ")
+    assert [path.name in picture.read_text() for path in (mine, other, cut)] == [True, True, False]
+    assert command(monkeypatch, f"path={other}") == 0
+    assert mine.name not in other.with_suffix(".svg").read_text()
+    assert command(monkeypatch, f"path={cut}") == 2
+    assert command(monkeypatch, f"path={directory.generations}") == 2
+    assert "holds no trace: trace=true has a run write them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

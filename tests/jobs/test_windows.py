@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -187,6 +188,40 @@ def test_a_bad_row_is_refused_before_the_run_where_it_is_asked_for(case: Windowe
     with pytest.raises(DatasetError, match="no row has the field 'text'"):
         case.run("run", WINDOW, dataset={"prompt_field": "text"})
     assert not case.directory("run").path.exists()
+
+
+def test_an_input_in_windows_none_of_whose_rows_can_be_used_is_refused_and_one_good_row_is_enough(
+    case: WindowedInput,
+) -> None:
+    rows = [row | {"prompt": 5} for row in records()]
+    case.write(rows)
+    with pytest.raises(DatasetError, match=rf"none of {NUM_ROWS} rows of .*; the first: a\.jsonl, line 1, .* a number"):
+        case.run("run", WINDOW)
+    with pytest.raises(DatasetError, match=r"no row has the field 'heat' .*\(dataset\.temperature_field\)"):
+        case.run("run", WINDOW, dataset={"temperature_field": "heat"})
+    assert not case.directory("run").path.exists()
+    case.write([*rows[:-1], rows[-1] | {"prompt": "one"}])
+    assert case.run("run", WINDOW).summary.rows["ok"] == 1
+
+
+@pytest.mark.parametrize("form", ["zstd", "utf-16", "objects", "list"])
+def test_rows_of_any_form_in_windows_are_those_of_one_window(form: str, tmp_path: Path) -> None:
+    rows = [row | {"prompt": f"{row['prompt']} é \n}}"} for row in records()]
+    text = "".join(json.dumps(row, indent=2 if form == "objects" else None) + "\n\n" for row in rows)
+    path = tmp_path / "in.jsonl"
+    if form == "zstd":
+        with pa.CompressedOutputStream(str(path), "zstd") as stream:
+            stream.write(text.encode())
+    else:
+        path.write_text(json.dumps(rows) if form == "list" else text, "utf-16" if form == "utf-16" else "utf-8")
+    case = WindowedInput(home=tmp_path)
+    own = {"path": str(path)}
+    case.run("whole", None, dataset=own)
+    with pytest.raises(Interrupted):
+        generate(case.config("parted", WINDOW, dataset=own), stopped_after(40))
+    case.run("parted", WINDOW, dataset=own)
+    assert case.rows("parted") == case.rows("whole")
+    assert [row["prompt"] for row in case.rows("parted")] == [row["prompt"] for row in rows]
 
 
 def test_a_changed_file_is_refused_by_name(case: WindowedInput) -> None:

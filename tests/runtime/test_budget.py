@@ -1,9 +1,9 @@
 """A host budget is held to: more than it is memory that has run out, and a policy that may backs off once."""
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +11,9 @@ from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, budgets
 from runtime.config import PolicyKind, Tier
 from runtime.engine.sequence import Request
 from runtime.errors import BudgetError
+from runtime.out_of_memory import out_of_memory
+from runtime.plan.planner import RunPlan
+from runtime.stream.host_memory import peak_resident_bytes
 from runtime.units import GIB, MIB
 
 
@@ -59,7 +62,35 @@ def test_a_run_that_passes_its_budget_is_tried_once_more_with_half_as_many_seque
 def test_a_run_that_passes_its_budget_twice_is_refused_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         runtime_with(monkeypatch, PolicyKind.auto, [MIB, MIB]) as runtime,
-        pytest.raises(BudgetError, match=re.escape("offload.host_memory_gib")),
+        pytest.raises(BudgetError, match=r"raise offload\.host_memory_gib, as this plan takes more than it counts"),
         runtime.confirmed_session(requests_of(runtime)),
     ):
         pass
+
+
+def test_what_a_process_holds_before_a_session_is_not_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as kernels that were compiled in this start, and what the self-check read and let go of."""
+    policy, offload = PolicyConfig(kind=PolicyKind.auto), OffloadConfig(tier=Tier.none, host_memory_gib=1.0)
+    roomy = Runtime(RuntimeConfig(offload=offload, policy=policy))
+    needed = roomy.plan(requests_of(roomy)).placement.ledgers[-1].total_bytes
+    tight = Runtime(RuntimeConfig(offload=replace(offload, host_memory_gib=1.05 * needed / GIB), policy=policy))
+    held = list[bytes]()
+
+    def check(_: RunPlan) -> None:
+        held.append(b"x" * (needed + 64 * MIB))
+        assert [b"x" * (needed // 1000) for _ in range(2000)], "in the heap, and free again"
+
+    monkeypatch.setattr(tight, "_check_lanes", check)
+    with tight.confirmed_session(requests_of(tight)) as (plan, session):
+        assert len(list(session.generate(requests_of(tight)))) == 8
+        used = peak_resident_bytes() - tight.baseline_bytes
+    assert len(held) == 1, "the first try was within the budget"
+    assert 0 <= used <= plan.placement.ledgers[-1].total_bytes
+
+
+def test_memory_that_the_machine_does_not_give_is_not_answered_by_a_larger_budget() -> None:
+    roomy = Runtime(RuntimeConfig(offload=OffloadConfig(tier=Tier.none, host_memory_gib=1.0)))
+    ledgers = roomy.plan(requests_of(roomy)).placement.ledgers
+    assert "lower offload.host_memory_gib or policy.micro_batch_size" in str(
+        out_of_memory(ledgers, MemoryError("full"))
+    )

@@ -8,7 +8,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from numba import config
+from numba.core.caching import InTreeCacheLocator
 
+from runtime import cache_root, errors
 from runtime.kernels import compiled
 
 PLACES = "CACHE_LOCATOR_CLASSES"
@@ -32,9 +34,11 @@ def kernel(x):
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Kernels of its own beside a copy of `compiled`; a kernel in one file is made of a part in another."""
-    folder = tmp_path / "own_kernels"
+    folder = tmp_path / "own_runtime" / "kernels"
     (folder / "folder").mkdir(parents=True)
     shutil.copy(compiled.__file__, folder)
+    for module in (cache_root, errors):
+        shutil.copy(str(module.__file__), folder.parent)
     (folder / "kernel.py").write_text(KERNEL)
     (folder / "folder" / "part.py").write_text(PART.format(added=1))
     monkeypatch.syspath_prepend(tmp_path)
@@ -43,10 +47,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def loaded_anew(package: Path) -> ModuleType:
     """The kernel's module as a new process would have it."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == package.name]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package.parent.name]:
         del sys.modules[name]
     importlib.invalidate_caches()
-    return importlib.import_module(f"{package.name}.kernel")
+    return importlib.import_module(f"{package.parent.name}.kernels.kernel")
 
 
 def result(module: ModuleType) -> tuple[int, bool]:
@@ -68,8 +72,8 @@ def test_the_first_compilation_of_a_process_is_said_and_what_is_kept_is_not(
 ) -> None:
     for num_said in (1, 0):
         kernel, said = loaded_anew(package).kernel, list[str]()
-        log = SimpleNamespace(info=lambda text, said=said: said.append(text))
-        monkeypatch.setattr(sys.modules[f"{package.name}.compiled"], "log", log)
+        log = SimpleNamespace(info=lambda text, *values, said=said: said.append(text % values))
+        monkeypatch.setattr(sys.modules[f"{package.parent.name}.kernels.compiled"], "log", log)
         assert (kernel(4), kernel(0.5)) == (50, 15)
         assert [text.partition(",")[0] for text in said] == ["compiling kernels for this processor"] * num_said
 
@@ -78,3 +82,37 @@ def test_other_functions_are_kept_where_their_owners_say(package: Path, monkeypa
     monkeypatch.setattr(config, PLACES, "InTreeCacheLocator")
     loaded_anew(package)
     assert getattr(config, PLACES) == "InTreeCacheLocator"
+
+
+@pytest.fixture
+def in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's cache, where neither the user names a place nor the one beside the source can be written."""
+    monkeypatch.setattr(config, "CACHE_DIR", "")
+    monkeypatch.setattr(InTreeCacheLocator, "ensure_cache_path", refused)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "millrace" / "kernels"
+
+
+def refused(_: object) -> None:
+    raise PermissionError("read-only")
+
+
+def test_kernels_in_the_users_cache_are_for_the_user_alone(package: Path, in_the_users_cache: Path) -> None:
+    kernel = loaded_anew(package).kernel
+    assert Path(kernel._cache.cache_path).parent == in_the_users_cache
+    assert cache_root.is_private(in_the_users_cache)
+
+
+def test_kernels_are_not_taken_from_a_folder_that_others_can_write_and_no_later_start_is_promised(
+    package: Path, in_the_users_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_the_users_cache.mkdir(parents=True)
+    in_the_users_cache.chmod(0o775)
+    kernel, said = loaded_anew(package).kernel, list[str]()
+    log = SimpleNamespace(info=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(sys.modules[f"{package.parent.name}.kernels.compiled"], "log", log)
+    assert kernel(4) == 50
+    assert list(in_the_users_cache.iterdir()) == []
+    assert [text.partition("; ")[2] for text in said] == [
+        "later starts do it again: no directory that can be written was found"
+    ]

@@ -10,6 +10,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
 )
 
@@ -30,6 +31,7 @@ from tests.runtime.encoding_support import (
     require_embeddings,
     saved,
 )
+from tests.tiny_configs import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +122,26 @@ def test_what_a_checkpoint_has_not_is_refused_by_name(checkpoint: Checkpoints) -
         Runtime(config_for(checkpoint("llama", AutoModelForCausalLM))).fill_masks([[5]])
     with pytest.raises(ConfigError, match="pooling is one of"):
         masks.embed(["here"], pooling="max")
+
+
+@pytest.mark.parametrize(
+    ("family", "encodes", "why"),
+    [("t5", False, r"Runtime\(encodes=True\) opens it"), ("bart", True, "transformers has no class of this one's")],
+)
+def test_what_reads_an_encoder_decoder_is_said(family: str, encodes: bool, why: str, tmp_path: Path) -> None:
+    path = saved(AutoModelForSeq2SeqLM.from_config(tiny_config(family)), tmp_path)
+    runtime = Runtime(config_for(path), encodes=encodes)
+    with pytest.raises(ConfigError, match=f"is an encoder-decoder, and what is pooled is an encoder's: {why}"):
+        runtime.embed([[5, 6]])
+
+
+def test_a_product_behind_the_pooling_is_said_not_to_be_applied(
+    checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded(AutoModel, checkpoint("bert", AutoModel)).save_pretrained(tmp_path)
+    (tmp_path / "2_Dense").mkdir()
+    Runtime(config_for(tmp_path)).embed([[5, 6]])
+    assert "2_Dense, is not applied" in caplog.text
 
 
 def test_layers_that_share_weights_are_refused_by_name(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """What is read off prompts equals what transformers' own classes give: embeddings, classes and masked tokens, of
 encoders and decoders, in every tier and order."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
 )
 
 from runtime import Runtime
@@ -55,6 +60,31 @@ def test_decoders_give_what_transformers_gives(family: str, checkpoint: Checkpoi
     path = checkpoint(family, AutoModelForSequenceClassification)
     classifier = loaded(AutoModelForSequenceClassification, path)
     require_classes(Runtime(config_for(path)).classify(PROMPTS), classifier, PROMPTS)
+
+
+@pytest.mark.parametrize("tier", [Tier.none, Tier.nvme])
+@pytest.mark.parametrize("family", ["t5", "flan-t5", "umt5"])
+def test_the_encoder_of_an_encoder_decoder_gives_what_transformers_gives(
+    family: str, tier: Tier, checkpoint: Checkpoints
+) -> None:
+    path = checkpoint(family, AutoModelForSeq2SeqLM)
+    runtime, model = Runtime(config_for(path, tier), encodes=True), loaded(AutoModelForTextEncoding, path)
+    for pooling in Pooling:
+        require_embeddings(runtime.embed(PROMPTS, pooling=pooling), model, pooling)
+    decoder = [name for name in runtime.model.staged.stage_of if "decoder" in name]
+    assert not decoder, "its decoder is read too"
+
+
+@pytest.mark.parametrize("encodes", [False, True])
+def test_an_encoder_that_was_saved_alone_is_pooled_whatever_its_config_says_of_a_decoder(
+    encodes: bool, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    model = loaded(AutoModelForTextEncoding, checkpoint("t5", AutoModelForTextEncoding))
+    model.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["architectures"] == ["T5EncoderModel"]
+    (tmp_path / "config.json").write_text(json.dumps({**said, "is_encoder_decoder": True}))  # as sentence-t5 has it
+    require_embeddings(Runtime(config_for(tmp_path), encodes=encodes).embed(PROMPTS), model, Pooling.mean)
 
 
 @pytest.mark.parametrize("pooling", Pooling)

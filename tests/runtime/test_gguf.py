@@ -1,6 +1,7 @@
 """A GGUF file gives the tokens that transformers gives when it reads the same file whole."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jobs.run.identity import model_facts
 from runtime import Runtime
 from runtime.config import DType, ModelConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
+from runtime.engine.sequence import Completion, FinishReason
 from runtime.errors import CheckpointError, ConfigError
 from runtime.model.families import FAMILIES, Family
 from runtime.model.loading import load_model
@@ -129,6 +132,36 @@ def test_the_tokenizer_and_the_stop_ids_come_from_the_file(tmp_path: Path) -> No
     assert loaded.eos_token_ids == {2}
     results = Runtime(at(Reference(directory=path, prompts=[], expected=[], sampled=[]), tmp_path)).generate([text])
     assert "error" not in vars(results[0]) or results[0].error is None
+
+
+@pytest.mark.parametrize("key", ["eot_token_id", "eom_token_id"])
+def test_the_end_of_a_turn_and_of_a_message_end_a_completion_too(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers, which knows neither, goes on; llama.cpp ends there as well."""
+    ref = reference_for(make("llama Q8_0", tmp_path))
+    end = ref.expected[0][2]
+    write_gguf(tmp_path / "source", ref.directory, CASES["llama Q8_0"][2], {key: end})
+    with caplog.at_level(logging.INFO):
+        runtime = Runtime(at(ref, tmp_path))
+    runtime.config = replace(runtime.config, sampling=replace(runtime.config.sampling, ignore_eos=False))
+    found = runtime.generate(ref.prompts)
+    assert runtime.model.eos_token_ids == {2, end}
+    assert model_facts(runtime.model)["GGUF eos_token_id"] == sorted({2, end})
+    assert f"tokenizer.ggml.{key}={end} end a completion too, beside eos_token_id=[2]" in caplog.text
+    for result, whole in zip(found, ref.expected, strict=True):
+        assert isinstance(result, Completion)
+        ends = [place for place, token in enumerate(whole) if token in {2, end}]
+        expected = whole[: ends[0] + 1] if ends else whole
+        assert (list(result.token_ids), result.finish is FinishReason.eos) == (expected, bool(ends))
+    runtime.config = replace(runtime.config, sampling=replace(runtime.config.sampling, ignore_eos=True))
+    assert tokens_of(runtime, ref.prompts) == ref.expected
+
+
+def test_an_end_outside_the_vocabulary_is_none(tmp_path: Path) -> None:
+    path = make("llama Q8_0", tmp_path)
+    write_gguf(tmp_path / "source", path, PLAIN, {"eot_token_id": 2**32 - 1, "eom_token_id": 2})
+    assert load(path, tmp_path).eos_token_ids == {2}
 
 
 def test_a_tensor_that_transformers_leaves_out_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

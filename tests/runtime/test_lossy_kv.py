@@ -203,10 +203,13 @@ def test_a_search_leaves_keys_and_values_as_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("dtype", LOSSY)
-def test_padded_lanes_are_refused_by_the_key(dtype: KVDType, reference: References) -> None:
+def test_padded_lanes_are_refused_by_the_key_and_a_model_without_a_name_by_its_class(
+    dtype: KVDType, reference: References
+) -> None:
     config = config_for(reference("llama"), dtype)
-    with pytest.raises(ConfigError, match=f"kv.dtype={dtype.value}: test runs in padded lanes"):
-        Runtime(replace(config, model=replace(config.model, lanes=Lanes.padded)))
+    for name, called in (("test", "test"), ("hf", "LlamaForCausalLM")):
+        with pytest.raises(ConfigError, match=f"kv.dtype={dtype.value}: {called} runs in padded lanes"):
+            Runtime(replace(config, model=replace(config.model, name=name, lanes=Lanes.padded)))
 
 
 def test_latents_are_refused_quantised_and_kept_in_bfloat16(reference: References) -> None:

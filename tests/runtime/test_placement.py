@@ -221,6 +221,20 @@ def test_only_keys_that_can_help_are_named(
     assert set(re.findall(r"[a-z_]+(?:\.[a-z_]+|=[a-z]+)", advice)) - {"offload.host_memory_gib"} == keys
 
 
+def test_a_plan_of_single_sequences_is_told_the_least_budget_that_it_takes() -> None:
+    shape, lanes = toy_shape(), [sizes_of([9])]
+    config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme, resident_layers=0), kv=KVConfig(tier=KVTier.nvme))
+    with pytest.raises(BudgetError) as error:
+        place(shape, config, SMALL, Load.of(shape, lanes, 1)).require_fit()
+    advice = str(error.value).splitlines()[-1]
+    assert not any(key in advice for key in LANES)
+    found = re.match(r"raise offload\.host_memory_gib to ([\d.]+)", advice)
+    assert found is not None
+    least = float(found[1])
+    assert place(shape, config, Budgets(host_bytes=int(least * GIB)), Load.of(shape, lanes, 1)).fits
+    assert not place(shape, config, Budgets(host_bytes=int((least - 0.002) * GIB)), Load.of(shape, lanes, 1)).fits
+
+
 def test_keys_and_values_go_to_disk_where_neither_memory_has_room() -> None:
     shape = toy_shape()
     config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme, resident_layers=0), kv=KVConfig(tier=KVTier.auto))

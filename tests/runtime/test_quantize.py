@@ -15,7 +15,7 @@ from jobs.packing.packing import pack
 from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config import DType, ExpertPaging, PolicyConfig, PolicyKind, Quantize, SelfCheck, Tier
 from runtime.engine.self_check import check
-from runtime.errors import CheckpointError, ConfigError
+from runtime.errors import BudgetError, CheckpointError, ConfigError
 from runtime.formats.rounding import Rounding
 from runtime.plan.shape.loss import Loss
 from runtime.plan.shape.model import ModelShape
@@ -158,11 +158,41 @@ def test_the_class_itself_is_given_the_rounded_weights_by_the_self_check(
     assert "of their deviation" in said
 
 
+@pytest.mark.parametrize("device", [None, FakeDevice], ids=["host", "accelerator"])
 @pytest.mark.parametrize("tier", [Tier.auto, Tier.nvme])
-def test_weights_that_may_be_read_in_every_pass_are_packed_instead(tier: Tier) -> None:
-    match = r"offload=\w+ may read.*millrace pack model\.path=/data/mine out=OUT format=int4.*offload=none"
+def test_where_all_of_it_stays_any_tier_rounds_once(
+    tier: Tier, device: type[FakeDevice] | None, models: Models
+) -> None:
+    expected = tokens_of(models.runtime(models.packed(Quantize.int4), None), PROMPTS)
+    made = device(LATE_COPIES) if device is not None else None
+    runtime = models.runtime(models.published, Quantize.int4, tier, made)
+    assert tokens_of(runtime, PROMPTS) == expected
+    plan = runtime.plan([runtime.request(str(i), prompt) for i, prompt in enumerate(PROMPTS)])  # pyright: ignore
+    assert plan.placement.walk.streamed == ()
+
+
+def test_what_an_accelerator_has_no_room_for_stays_in_host_memory(models: Models) -> None:
+    expected = tokens_of(models.runtime(models.packed(Quantize.int4), None), PROMPTS)
+    runtime = models.runtime(models.published, Quantize.int4, Tier.auto, FakeDevice(LATE_COPIES))
+    runtime.config = replace(runtime.config, offload=replace(runtime.config.offload, resident_layers=1))
+    assert tokens_of(runtime, PROMPTS) == expected
+    plan = runtime.plan([runtime.request(str(i), prompt) for i, prompt in enumerate(PROMPTS)])  # pyright: ignore
+    assert set(plan.placement.walk.streamed) == set(plan.placement.walk.in_host) != set()
+
+
+def test_weights_that_would_be_read_in_every_pass_are_packed_instead(models: Models) -> None:
+    runtime = models.runtime(models.published, Quantize.int4, Tier.nvme)
+    runtime.config = replace(runtime.config, offload=replace(runtime.config.offload, resident_layers=1))
+    match = r"offload=nvme would read \d+ stages every pass.*millrace pack model\.path=/.* out=OUT format=int4"
     with pytest.raises(ConfigError, match=match):
-        RuntimeConfig(model=ModelConfig(path="/data/mine", quantize=Quantize.int4), offload=OffloadConfig(tier=tier))
+        tokens_of(runtime, PROMPTS)
+
+
+def test_where_there_is_no_room_to_keep_them_the_plan_says_how_to_pack_them(models: Models) -> None:
+    runtime = models.runtime(models.published, Quantize.int4, Tier.auto)
+    runtime.config = replace(runtime.config, offload=replace(runtime.config.offload, host_memory_gib=0.0001))
+    with pytest.raises(BudgetError, match=r"use offload=nvme with weights that are rounded once.*out=OUT format=int4"):
+        tokens_of(runtime, PROMPTS)
 
 
 def test_what_cannot_be_rounded_is_refused_by_name(models: Models, tmp_path: Path) -> None:

@@ -153,11 +153,6 @@ def test_what_are_no_tags_is_refused(reasoning: str | list[str]) -> None:
         SamplingConfig(reasoning=reasoning)
 
 
-def test_a_structure_beside_it_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.reasoning and sampling\.regex"):
-        SamplingConfig(reasoning="auto", regex="a")
-
-
 def test_a_completion_says_both_and_without_the_setting_all_is_text() -> None:
     settings = {"model": "random", "max_new_tokens": 12, "ignore_eos": True}
     (plain,) = Runtime(**settings).generate(["Think: <think>"])  # pyright: ignore[reportArgumentType]

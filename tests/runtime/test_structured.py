@@ -28,13 +28,14 @@ from runtime.engine.sampling import grammar
 from runtime.engine.sampling.detokenizer import Detokenizer
 from runtime.engine.sampling.grammar import Grammars, grammar_of, tokens_of
 from runtime.engine.sampling.guide import fill_masks
+from runtime.engine.sampling.reasoning import Parts
 from runtime.engine.sampling.sampler import Sampler
 from runtime.engine.sequence import FinishReason, Request
 from runtime.engine.sequence import Sequence as Running
 from runtime.errors import ConfigError, Interrupted
 from runtime.synthesize.tokenizer import byte_level_tokenizer, tokenizer_from
 from tests.api_schemas import MAX_NEW_TOKENS, SCHEMAS, invalid, prompts
-from tests.runtime.sampling_support import step
+from tests.runtime.sampling_support import logits_for, step
 from tests.support import SHARED_DATA
 from tests.tokenizer_kinds import EOS_ID, EVEN, tokenizer_of
 
@@ -68,13 +69,15 @@ def test_documents_of_every_schema_are_valid_and_the_same_however_the_run_is_sch
 
 
 class Mask(LogitsProcessor):
-    """llguidance's mask as a caller of transformers would put it in, bit by bit."""
+    """llguidance's mask as a caller of transformers would put it in, bit by bit, behind `num_free` tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, num_prompt: int, sampling: SamplingConfig):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, num_free: int, sampling: SamplingConfig):
         tokens = tokens_of(tokenizer, 512, frozenset([2]))
-        self._matcher, self._num_seen = llguidance.LLMatcher(tokens, grammar_of(sampling)), num_prompt
+        self._matcher, self._num_seen = llguidance.LLMatcher(tokens, grammar_of(sampling)), num_free
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] < self._num_seen:
+            return scores
         for token in input_ids[0, self._num_seen :].tolist():
             assert self._matcher.consume_token(token)
         self._num_seen = input_ids.shape[1]
@@ -121,6 +124,163 @@ def test_tokens_equal_transformers_with_the_same_mask(settings: dict[str, float]
     )
     assert list(result.token_ids) == expected[0, ids.shape[1] :].tolist()
     assert result.finish is FinishReason.eos
+
+
+THOUGHTS = ["Think: <think>", "Say <think>", "A <think>\n"]
+TAGS = ["<think>", " bani"]  # the second is what the random model says to the first two of them, and not to the third
+STRUCTURES: dict[str, dict[str, object]] = {
+    "choice": {"choice": ["yes", "yes please", "no"]},
+    "regex": {"regex": " [a-c]{4}"},
+    "json_schema": {"json_schema": SCHEMA},
+    "grammar": {"grammar": 'start: "<" /[0-9]+/ ">"'},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_behind_reasoning_tokens_equal_transformers_with_the_mask_from_the_end_tag_on(
+    structure: str, temperature: float, model: PreTrainedModel
+) -> None:
+    """And the reasoning is what it is without a structure, also where it never ends."""
+    settings = {"max_new_tokens": 200, "temperature": temperature, "seed": 6, "ignore_eos": False}
+    asked = [*THOUGHTS, Prompt(THOUGHTS[1], max_new_tokens=4)]
+    free = Runtime(model="random", **settings).generate(asked)  # pyright: ignore[reportArgumentType]
+    for way in WAYS.values():
+        runtime = Runtime(model="random", reasoning=TAGS, **settings, **STRUCTURES[structure], **way)  # pyright: ignore
+        sampling, tokenizer = runtime.config.sampling, runtime.model.tokenizer
+        assert tokenizer is not None
+        results = runtime.generate(asked)
+        for result, plain in zip(results, free, strict=True):
+            assert isinstance(result, Completion)
+            assert isinstance(plain, Completion)
+            before, tag, _ = plain.text.partition(TAGS[1])
+            if not tag:
+                assert result.token_ids == plain.token_ids
+                assert (result.reasoning, result.text, result.finish) == (plain.text.strip(), "", plain.finish)
+                continue
+            num_free = next(n for n in range(200) if tag in tokenizer.decode(plain.token_ids[:n]))
+            ids = torch.tensor([result.request.prompt_ids])
+            torch.manual_seed(result.request.seed(sampling.seed))
+            expected = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                logits_processor=LogitsProcessorList([Mask(tokenizer, ids.shape[1] + num_free, sampling)]),
+                do_sample=temperature > 0,
+                temperature=temperature or None,
+                top_k=0 if temperature else None,
+                max_new_tokens=200,
+                eos_token_id=2,
+                pad_token_id=0,
+            )
+            assert list(result.token_ids) == expected[0, ids.shape[1] :].tolist()
+            assert result.reasoning == before.strip()
+            is_whole = result.finish is FinishReason.eos
+            assert is_whole or len(result.token_ids) == 200
+            assert grammar_accepts(tokenizer, sampling, result.text) is is_whole
+        assert [result.text == "" for result in results].count(False) > 1
+        assert results[-1].text == ""
+
+
+def grammar_accepts(tokenizer: PreTrainedTokenizerBase, sampling: SamplingConfig, text: str) -> bool:
+    matcher = llguidance.LLMatcher(tokens_of(tokenizer, 512, frozenset([2])), grammar_of(sampling))
+    return matcher.consume_tokens(tokenizer(text, add_special_tokens=False)["input_ids"]) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_stopped_anywhere_a_row_that_thinks_goes_on_to_the_same_answer(temperature: float) -> None:
+    runtime = runtime_of(json_schema=SCHEMA, reasoning=TAGS, temperature=temperature, seed=6)
+    request = runtime.request("0", THOUGHTS[0])
+    assert isinstance(request, Request)
+    plan = runtime.plan([request])
+    with runtime.session(plan) as session:
+        ((_, whole),) = session.wave(plan.blocks[0], [0], [request], {})
+    tokenizer = runtime.model.tokenizer
+    assert tokenizer is not None
+    num_thought = next(n for n in range(200) if TAGS[1] in tokenizer.decode(whole.token_ids[:n]))
+    for num_passes in (1, num_thought - 1, num_thought, num_thought + 1, num_thought + 20):
+        with runtime.session(plan) as session:
+            with pytest.raises(Interrupted):
+                list(session.wave(plan.blocks[0], [0], [request], {}, on_pass=stop_behind(num_passes)))
+            unfinished = session.snapshot()
+        with runtime.session(plan) as session:
+            ((_, resumed),) = session.wave(plan.blocks[0], [0], [request], unfinished)
+        assert (resumed.token_ids, resumed.reasoning, resumed.text) == (whole.token_ids, whole.reasoning, whole.text)
+
+
+def test_rows_samples_and_their_own_structures_each_think_alone() -> None:
+    runtime = Runtime(
+        model="random", choice=["red", "green"], reasoning=TAGS, n=3, temperature=0.9, seed=6, max_new_tokens=300
+    )
+    asked = [Prompt(THOUGHTS[0], id="0"), Prompt(THOUGHTS[1], id="1", regex="[a-z]{6}")]
+    results = runtime.generate(asked)
+    answered = [result for result in results if isinstance(result, Completion) and result.finish is FinishReason.eos]
+    assert len(answered) > 2
+    assert all(result.text in ("red", "green") for result in answered if result.id == "0")
+    assert all(len(result.text) == 6 and result.text.isalpha() for result in answered if result.id == "1")
+    assert len({result.reasoning for result in answered}) == len(answered)
+    alone = [result.token_ids for prompt in asked for result in runtime.generate([prompt])]
+    assert [result.token_ids for result in results] == alone
+
+
+@pytest.mark.parametrize("kind", ["in the text", "a token", "a special token"])
+@pytest.mark.parametrize(
+    ("wanted", "reasoning", "text"),
+    [
+        ("<think>hm</think>no", "hm", "no"),
+        ("\n<think>hm</think>no", "hm", "no"),
+        ("no", None, "no"),
+        ("<the>", None, "<the>"),
+        ("<xhm", None, "<the>"),
+    ],
+)
+def test_what_does_not_begin_to_think_is_of_its_structure_from_the_first_token_on(
+    kind: str, wanted: str, reasoning: str | None, text: str
+) -> None:
+    tokenizer = byte_level_tokenizer(270)
+    if kind != "in the text":
+        tokenizer.add_tokens(["<think>", "</think>"], special_tokens=kind == "a special token")
+    sampling = SamplingConfig(reasoning=["<think>", "</think>"], choice=["no", "<the>"])
+    sampler = Sampler(sampling, vocab_size=272, eos_token_ids=frozenset([2]), tokenizer=tokenizer)
+    request = Request(id="a", prompt_ids=(1,), max_new_tokens=50, grammar=grammar_of(sampling))
+    row, tags = Running(request=request), {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
+    ids: list[int] = []
+    for part in re.split("(</?think>)", wanted):
+        ids += [tags[part]] if part in tags else tokenizer.encode(part, add_special_tokens=False)
+    while row.finish is None:
+        step(sampler, [row], logits_for([*ids, *[2] * 50][len(row.generated)], size=272), 0)
+    assert row.error is None
+    assert row.finish is FinishReason.eos
+    assert sampler.reasoning is not None
+    assert sampler.reasoning.parts(row) == Parts(reasoning=reasoning, text=text)
+
+
+def test_an_end_tag_in_an_answer_that_nothing_was_thought_before_is_of_the_answer() -> None:
+    sampling = SamplingConfig(reasoning=["<think>", "</think>"], choice=["ab</think>c"])
+    tokenizer = byte_level_tokenizer(300)
+    sampler = Sampler(sampling, vocab_size=300, eos_token_ids=frozenset([2]), tokenizer=tokenizer)
+    row = Running(request=Request(id="a", prompt_ids=(1,), max_new_tokens=50, grammar=grammar_of(sampling)))
+    while row.finish is None:
+        step(sampler, [row], logits_for(tokenizer.encode("a", add_special_tokens=False)[0]), 0)
+    assert sampler.reasoning is not None
+    assert sampler.reasoning.parts(row) == Parts(reasoning=None, text="ab</think>c")
+
+
+@pytest.mark.parametrize(("behind", "text"), [(" \n", "no"), (" n", "no"), ("y", None)])
+def test_what_the_last_token_of_the_end_tag_holds_of_the_answer_counts(behind: str, text: str | None) -> None:
+    tokenizer = byte_level_tokenizer(300)
+    tokenizer.add_tokens([f"k>{behind}"])
+    sampling = SamplingConfig(reasoning=["<think>", "</think>"], choice=["no", "not"])
+    sampler = Sampler(sampling, vocab_size=301, eos_token_ids=frozenset([2]), tokenizer=tokenizer)
+    ids = [*tokenizer.encode("<think>a</thin", add_special_tokens=False), 300]
+    row = Running(request=Request(id="a", prompt_ids=(1,), max_new_tokens=50, grammar=grammar_of(sampling)))
+    while row.finish is None:
+        step(sampler, [row], logits_for([*ids, *[2] * 9][len(row.generated)], size=301), 0)
+    if text is None:
+        assert row.error is not None
+        assert row.error.startswith("its grammar cannot be followed at new token")
+    else:
+        assert sampler.reasoning is not None
+        assert sampler.reasoning.parts(row) == Parts(reasoning="a", text=text)
 
 
 def test_each_row_has_its_own_and_the_others_what_they_get_alone() -> None:
@@ -223,6 +383,20 @@ def test_there_may_be_more_choices_than_a_grammar_has_symbols() -> None:
     choices = {f"{number:05}" for number in range(70_000)}
     (result,) = runtime_of(choice=sorted(choices)).generate(["x"])
     assert result.text in choices
+
+
+@pytest.mark.parametrize("depth", [200, 2_000, 100_000])
+def test_a_schema_too_deep_for_its_reader_is_refused_in_a_file_and_as_text_and_as_an_object(
+    depth: int, tmp_path: Path
+) -> None:
+    text = '{"items":' * depth + "{}" + "}" * depth
+    (tmp_path / "deep.json").write_text(text)
+    nested: dict[str, object] = {}
+    for _ in range(depth):
+        nested = {"items": nested}
+    for schema in (str(tmp_path / "deep.json"), text, nested):
+        with pytest.raises(ConfigError, match=r"sampling\.json_schema is (no JSON|refused by llguidance)"):
+            Runtime(model="/no/model/there", json_schema=schema)
 
 
 def test_what_one_row_asks_costs_that_row_alone(tmp_path: Path) -> None:

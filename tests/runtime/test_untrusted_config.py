@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from runtime.cache_root import cache_root
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError, MillraceError
 from runtime.model import attention
 from runtime.model.loading import LoadedModel, load_model
 from runtime.origin.location import read_config
-from runtime.store.cache_root import cache_root
 from runtime.synthesize.checkpoints import random_checkpoint
 
 MARKER = "it ran"

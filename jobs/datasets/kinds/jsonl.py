@@ -1,31 +1,56 @@
 """JSON lines read record by record: a bad line costs that line and nothing else.
 
-The JSON is stricter than Python's (no NaN, no infinities, no duplicate keys, bounded nesting), so that what is read can
-be written again and does not depend on who parses it. Lines end at byte 10 and nowhere else.
+Lines end at byte 10 and nowhere else.
 """
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
-from itertools import islice
+from enum import Enum
+from io import BufferedReader
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 from runtime.errors import DatasetError
-from runtime.store.json_object import is_deeper_than
 from runtime.units import MIB
 
 from ..fields import DatasetFields
-from ..files import bounded_lines, list_files, open_bytes, reading
-from ..records import Fields, Json, Record, shorten, too_long
+from ..files import (
+    HEAD_BYTES,
+    bounded_lines,
+    list_files,
+    open_bytes,
+    packed_too,
+    packing_of,
+    reading,
+    skip_bytes,
+    unpacked_name,
+)
+from ..records import Fields, Record, too_long
 from ..row_rules import CHAT_KEYS, prompts
 from ..sources import STRETCH_ROWS, Mark, Numbered, Source, Stretch, stretched
+from ..strict_json import DECODER, Json, parse_json, shorten
 
-MAX_DEPTH = 100
 ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once
 STRETCH_BYTES = 32 * MIB
 LEAST_ROW_BYTES = 3  # `{}` and the end of its line
-_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".json.gz")
+_SUFFIXES = packed_too(".jsonl", ".ndjson", ".json")
+_ANY_JSON = json.JSONDecoder()  # where a value ends, whatever rows may hold
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[][{}]')  # strings too, whose brackets do not count
+
+
+class _Form(Enum):
+    """Where the rows of a file lie: one in each `line`; in `objects` of several lines, one behind another; in a
+    `document`, which is or holds a list of them."""
+
+    lines = "lines"
+    objects = "objects"
+    document = "document"
+
+
+_RowText: TypeAlias = tuple[int, int, bytes | None, int]  # line, offset, text (None: too long), bytes with its end
 
 
 def read_jsonl(
@@ -33,20 +58,62 @@ def read_jsonl(
 ) -> Iterator[Record]:
     """The records of a file or of a directory's files, in order.
 
-    A `.json` file (or any, with `json_field`) is one document: a list of objects, or one that holds it at the dotted
-    `json_field`. Every other file is JSON lines. `.gz` is unpacked, and offsets count unpacked bytes. Raises
-    DatasetError for what concerns a whole file.
+    A file's content says whether it is JSON lines, objects of several lines, or one document: a list of objects, or
+    with `json_field` one that holds it there, dotted. What is packed is unpacked, and offsets count unpacked bytes.
+    Raises DatasetError for what concerns a whole file.
     """
     for file in list_files(path, _SUFFIXES, key):
         with reading(file):
-            if _is_document(file, json_field):
+            form = _form_of(file, json_field, max_row_bytes)
+            if form is _Form.document:
                 yield from _read_document(file, json_field, max_row_bytes)
             else:
-                yield from _read_lines(file, max_row_bytes)
+                yield from _read_rows(file, form, max_row_bytes)
 
 
-def _is_document(file: Path, json_field: str | None) -> bool:
-    return json_field is not None or file.name.endswith((".json", ".json.gz"))
+def _form_of(file: Path, json_field: str | None, max_row_bytes: int) -> _Form:
+    """Told by the file's beginning. A bad first line is no other form: what is not certain goes by the name."""
+    is_named = unpacked_name(file.name).endswith(".json")
+    otherwise = _Form.document if is_named else _Form.lines
+    if json_field is not None:
+        return _Form.document
+    with open_bytes(file) as stream:
+        head = b""
+        for most_bytes in (HEAD_BYTES, max_row_bytes):
+            head += stream.read(max(0, most_bytes - len(head)))
+            text, is_whole = head.decode("utf-8", "replace").removeprefix("\ufeff").strip(" \t\r\n"), not stream.peek(1)
+            if text.startswith("[") and is_named:
+                return _Form.document
+            begun = _form_of_beginning(text, is_whole=is_whole, is_named=is_named)
+            if begun is not None or is_whole:
+                return begun or otherwise
+    return otherwise
+
+
+def _form_of_beginning(text: str, *, is_whole: bool, is_named: bool) -> _Form | None:
+    """The form of a file that begins with this text; None where it ends too early, or tells nothing."""
+    is_list = text.startswith("[")
+    try:
+        value, end = _ANY_JSON.raw_decode(text)
+    except (ValueError, RecursionError):
+        return _Form.document if is_list and _begins_with_object(text[1:]) else None
+    more = text[end:].lstrip()
+    if is_list:
+        return _Form.lines if more else _Form.document
+    if not isinstance(value, dict) or (is_named and is_whole and not more):
+        return None
+    if "\n" in text[:end]:
+        return _Form.objects
+    return _Form.lines if not text[end:].partition("\n")[0].strip() else None
+
+
+def _begins_with_object(text: str) -> bool:
+    """Whether this continues a list: an object, and behind it another item or the end."""
+    try:
+        value, end = _ANY_JSON.raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and text.lstrip()[end:].lstrip().startswith((",", "]"))
 
 
 def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
@@ -62,27 +129,30 @@ def _count(config: DatasetFields, file: Path, most: int) -> int:
     """How many rows the file has, up to `most`. Lines are told apart and not parsed; a document is, unless it is too
     short for so many."""
     with reading(file):
-        if not _is_document(file, config.json_field):
-            return sum(1 for _ in islice(_lines(file, config.max_row_bytes), most))
-        if not file.name.endswith(".gz") and file.stat().st_size < LEAST_ROW_BYTES * most:
-            return file.stat().st_size // LEAST_ROW_BYTES
+        form = _form_of(file, config.json_field, config.max_row_bytes)
+        if form is not _Form.document:
+            return sum(1 for _ in islice(_rows(file, form, config.max_row_bytes), most))
+        num_bytes = file.stat().st_size
+        if not packing_of(file) and num_bytes < LEAST_ROW_BYTES * most:
+            return num_bytes // LEAST_ROW_BYTES
         return sum(1 for _ in islice(_read_document(file, config.json_field, config.max_row_bytes), most))
 
 
 def _look(config: DatasetFields, numbered: Numbered) -> Iterator[Stretch]:
     number, file = numbered
     with reading(file):
-        if _is_document(file, config.json_field):
+        form = _form_of(file, config.json_field, config.max_row_bytes)
+        if form is _Form.document:
             records = _read_document(file, config.json_field, config.max_row_bytes)
             yield from stretched((record.fields for record in records), number)
         else:
-            yield from _look_at_lines(file, number, config.max_row_bytes)
+            yield from _look_at_rows(file, form, number, config.max_row_bytes)
 
 
-def _look_at_lines(file: Path, number: int, max_row_bytes: int) -> Iterator[Stretch]:
+def _look_at_rows(file: Path, form: _Form, number: int, max_row_bytes: int) -> Iterator[Stretch]:
     rows: list[Fields | None] = []
     mark, begin_bytes = Mark(file=number, row=0), 0
-    for row, (line, offset_bytes, text, _) in enumerate(_lines(file, max_row_bytes)):
+    for row, (line, offset_bytes, text, _) in enumerate(_rows(file, form, max_row_bytes)):
         if len(rows) == STRETCH_ROWS or offset_bytes - begin_bytes > STRETCH_BYTES:
             yield Stretch(mark=mark, rows=rows)
             mark = Mark(file=number, row=row, line=line - 1, offset_bytes=offset_bytes)
@@ -97,7 +167,7 @@ def _fields(text: bytes | None) -> Fields | None:
     if text is None:
         return None
     try:
-        value = _DECODER.decode(text.decode("utf-8"))
+        value = DECODER.decode(text.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -105,32 +175,20 @@ def _fields(text: bytes | None) -> Fields | None:
 
 def _records(config: DatasetFields, file: Path, mark: Mark) -> Iterator[Record]:
     with reading(file):
-        if _is_document(file, config.json_field):
+        form = _form_of(file, config.json_field, config.max_row_bytes)
+        if form is _Form.document:
             yield from islice(_read_document(file, config.json_field, config.max_row_bytes), mark.row, None)
         else:
-            yield from _read_lines(file, config.max_row_bytes, mark)
+            yield from _read_rows(file, form, config.max_row_bytes, mark)
 
 
 SOURCE = Source(files=_files, count=_count, look=_look, records=_records)
 KINDS = {"jsonl": prompts(read_jsonl_path, CHAT_KEYS | {"json_field"}, source=SOURCE)}
 
 
-def parse_json(text: str) -> Json:
-    """The value of a JSON text. Raises ValueError saying what is wrong with it."""
-    try:
-        value = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}, line {error.lineno} column {error.colno}") from None
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    if is_deeper_than(value, MAX_DEPTH):
-        raise ValueError(_TOO_DEEP)
-    return value
-
-
-def _read_lines(file: Path, max_row_bytes: int, mark: Mark | None = None) -> Iterator[Record]:
+def _read_rows(file: Path, form: _Form, max_row_bytes: int, mark: Mark | None = None) -> Iterator[Record]:
     """The records from `mark` on, or all."""
-    for number, offset_bytes, text, num_bytes in _lines(file, max_row_bytes, mark):
+    for number, offset_bytes, text, num_bytes in _rows(file, form, max_row_bytes, mark):
         name = f"{file.name}:{number}"
         place = f"{file.name}, line {number}, byte {offset_bytes}"
         if text is None:
@@ -139,20 +197,66 @@ def _read_lines(file: Path, max_row_bytes: int, mark: Mark | None = None) -> Ite
             yield _parse_record(text, name, place)
 
 
-def _lines(file: Path, max_row_bytes: int, mark: Mark | None = None) -> Iterator[tuple[int, int, bytes | None, int]]:
-    """The lines that are rows, from `mark` on: number, offset, text without its end, None where it is too long, and
-    bytes."""
+def _rows(file: Path, form: _Form, max_row_bytes: int, mark: Mark | None = None) -> Iterator[_RowText]:
+    """The texts that are rows, from `mark` on."""
     number, offset_bytes = (mark.line, mark.offset_bytes) if mark is not None else (0, 0)
     with open_bytes(file) as stream:
-        stream.seek(offset_bytes)  # of what is unpacked, where it is packed
-        for line, num_bytes in bounded_lines(stream, max_row_bytes):
-            number += 1
-            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if num_bytes > len(line) or len(line.rstrip(b"\r\n")) > max_row_bytes:
-                yield number, offset_bytes, None, num_bytes
-            elif text.strip():
-                yield number, offset_bytes, text.rstrip(b"\r\n"), num_bytes
-            offset_bytes += num_bytes
+        skip_bytes(stream, offset_bytes)
+        lines = _lines(stream, number, offset_bytes, max_row_bytes)
+        yield from lines if form is _Form.lines else _objects(lines, max_row_bytes)
+
+
+def _lines(stream: BufferedReader, number: int, offset_bytes: int, max_row_bytes: int) -> Iterator[_RowText]:
+    """The lines that are not blank, behind line `number`."""
+    for line, num_bytes in bounded_lines(stream, max_row_bytes):
+        number += 1
+        text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if num_bytes > len(line) or len(line.rstrip(b"\r\n")) > max_row_bytes:
+            yield number, offset_bytes, None, num_bytes
+        elif text.strip():
+            yield number, offset_bytes, text.rstrip(b"\r\n"), num_bytes
+        offset_bytes += num_bytes
+
+
+def _objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_RowText]:
+    """Lines joined to objects: one ends with the line in which its last bracket closes. Where that does not come, each
+    line that begins with a bracket is another object's first, as printers indent all others."""
+    held, num_bytes, depth = list[_RowText](), 0, 0
+    for line in lines:
+        held.append(line)
+        num_bytes, depth = num_bytes + line[3], depth + _depth(line)
+        if depth > 0 and num_bytes <= max_row_bytes:
+            continue
+        if depth > 0:
+            *ended, held = _divided(held)
+            yield from (_joined(each, max_row_bytes) for each in ended)
+            depth = sum(map(_depth, held)) if ended else depth
+            held = [_joined(held, max_row_bytes)] if sum(each[3] for each in held) > max_row_bytes else held
+            num_bytes = sum(each[3] for each in held)
+        if depth <= 0:
+            yield _joined(held, max_row_bytes)
+            held, num_bytes, depth = [], 0, 0
+    yield from (_joined(each, max_row_bytes) for each in _divided(held) if each)
+
+
+def _depth(line: _RowText) -> int:
+    """Levels of nesting that a line adds, below 0 where it ends some."""
+    brackets = (found[0] for found in _BRACKETS.finditer(line[2] or b""))
+    return sum(1 if each in (b"{", b"[") else -1 if each in (b"}", b"]") else 0 for each in brackets)
+
+
+def _divided(lines: list[_RowText]) -> list[list[_RowText]]:
+    """The lines in front of each that begins with a bracket, and those from it on."""
+    begins = [place for place, line in enumerate(lines) if place and (line[2] or b"").startswith((b"{", b"["))]
+    return [lines[begin:end] for begin, end in pairwise([0, *begins, len(lines)])]
+
+
+def _joined(lines: list[_RowText], max_row_bytes: int) -> _RowText:
+    """One row of several lines, without its text where it is too long."""
+    texts, num_bytes = [line[2] for line in lines], sum(line[3] for line in lines)
+    known = [text for text in texts if text is not None]
+    is_short = num_bytes <= max_row_bytes and len(known) == len(texts)
+    return lines[0][0], lines[0][1], b"\n".join(known) if is_short else None, num_bytes
 
 
 def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> Iterator[Record]:
@@ -167,8 +271,7 @@ def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> It
     try:
         value = parse_json(content.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except ValueError as error:
-        hint = "" if json_field else "; JSON lines need a name ending in .jsonl"
-        raise DatasetError(f"{file} is not one JSON document: {error}{hint}") from error
+        raise DatasetError(f"{file} is not one JSON document: {error}") from error
     for step in json_field.split(".") if json_field else ():
         if not isinstance(value, dict) or step not in value:
             raise DatasetError(f"{file} has nothing at {shorten(step)} of dataset.json_field={json_field}")
@@ -201,28 +304,3 @@ def _check_record(value: Json, name: str, place: str, max_row_bytes: int | None 
     if max_row_bytes is not None and num_bytes > max_row_bytes:
         return too_long(name, place, num_bytes, max_row_bytes)
     return Record(name=name, place=place, fields=value)
-
-
-def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {shorten(twice)} occurs twice in one object")
-    return fields
-
-
-def _refuse_constant(text: str) -> Json:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"the number {shorten(text)} is out of range")
-    return value
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
-)  # `json.loads` would make one for each text

@@ -10,13 +10,13 @@ from runtime.errors import DatasetError
 
 from ..fields import DatasetFields
 from ..openai_body import ENDPOINTS
-from ..openai_inputs import ENCODED, kept_body
-from ..records import BadRecord, Fields, Json, Record, as_chat, check_text, shorten
+from ..openai_inputs import ENCODED, endpoint_of, kept_body
+from ..records import BadRecord, Fields, Record, as_chat, check_text, shorten
 from ..row_rules import CountTokens, Kind
 from ..rows import Row
 from .jsonl import read_jsonl
 
-FIELDS = frozenset({"custom_id", "method", "url", "body"})
+FIELDS = ("custom_id", "method", "url", "body")
 
 
 def read_batch(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
@@ -40,7 +40,7 @@ def _first_places(records: Sequence[Record]) -> Mapping[str, int]:
 
 def _row(record: Record, index: int, places: Mapping[str, int], config: DatasetFields) -> Row:
     fields = record.fields
-    columns = {key: value for key, value in (fields or {}).items() if key in FIELDS} if config.keep_columns else {}
+    columns = {key: (fields or {}).get(key) for key in FIELDS} if config.keep_columns else {}  # results need each
     row = Row(index=index, id="", prompt="", messages=None, columns=columns, error=None)
     if fields is None:
         return replace(row, id=_free_id(index, places), error=record.error or f"{record.place}: not readable")
@@ -67,6 +67,7 @@ def _asking(row: Row, url: str, body: Fields, config: DatasetFields) -> Row:
     return replace(
         row,
         prompt=chat.prompt,
+        prompt_ids=chat.prompt_ids,
         messages=chat.messages,
         template_kwargs=chat.template_kwargs,
         overrides=overrides,
@@ -82,15 +83,16 @@ def _free_id(index: int, places: Mapping[str, int]) -> str:
 
 
 def _url_and_body(fields: Fields) -> tuple[str, Fields]:
-    unknown = sorted(fields.keys() - FIELDS)
+    unknown = sorted(fields.keys() - {*FIELDS})
     if unknown:
         raise BadRecord(f"unknown field {shorten(unknown[0])}: a line has custom_id, method, url and body")
-    if fields.get("method") != "POST":
-        raise BadRecord(f"method must be 'POST', got {shorten(str(fields.get('method')))}")
-    url: Json = fields.get("url")
-    body: Json = fields.get("body")
-    if not isinstance(url, str) or url not in {*ENDPOINTS, *ENCODED}:
-        raise BadRecord(f"url must be one of {', '.join([*ENDPOINTS, *ENCODED])}, got {shorten(str(url))}")
+    method = fields.get("method")
+    if method is not None and not (isinstance(method, str) and method.upper() == "POST"):
+        raise BadRecord(f"method must be 'POST', got {shorten(str(method))}")
+    url, body = endpoint_of(fields.get("url")), fields.get("body")
+    if url is None:
+        known = ", ".join([*ENDPOINTS, *ENCODED])
+        raise BadRecord(f"url must be one of {known}, got {shorten(str(fields.get('url')))}")
     if not isinstance(body, dict):
         raise BadRecord("body is not an object")
     return url, body

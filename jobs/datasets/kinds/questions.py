@@ -4,8 +4,10 @@ command line asks."""
 from collections.abc import Iterator
 from pathlib import Path
 
+from runtime.errors import DatasetError
+
 from ..fields import DatasetFields, Turns
-from ..records import Content, check_text, read_first_turn, read_prompt, read_question
+from ..records import BadRecord, Content, check_text, read_first_turn, read_prompt, read_question
 from ..row_rules import CountTokens, Kind, ReadRecords, make_row, make_rows
 from ..rows import Row
 from .jsonl import read_jsonl, read_jsonl_path
@@ -36,7 +38,11 @@ def _mt_bench(config: DatasetFields, count_tokens: CountTokens | None) -> Iterat
 
 def _prompt(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
     """The one row that `prompt` is."""
-    yield make_row(0, "0", Content(prompt=check_text(config.prompt, "dataset.prompt")), {}, config)
+    try:
+        prompt = check_text(config.prompt, "dataset.prompt")
+    except BadRecord as error:
+        raise DatasetError(str(error)) from error
+    yield make_row(0, "0", Content(prompt=prompt), {}, config)
 
 
 KINDS = {

@@ -24,7 +24,7 @@ from runtime.errors import DatasetError
 from runtime.units import MIB
 
 from ..fields import DatasetFields
-from ..files import list_files, reading
+from ..files import CHUNK_BYTES, list_files, open_bytes, other_kind, packed_too, reading, unpacked_name
 from ..records import Fields, Json, Record, check_columns, named_fields, num_text_bytes, too_long
 from ..row_rules import CHAT_KEYS, prompts
 from ..sources import STRETCH_ROWS, Mark, Numbered, Source, Stretch
@@ -46,7 +46,7 @@ def _parquet_files(config: DatasetFields) -> list[Path]:
 
 def _parquet_records(config: DatasetFields, path: Path, mark: Mark) -> Iterator[Record]:
     """Groups of rows before the mark are not read."""
-    with _arrow_reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+    with _arrow_reading(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
         rows = _parquet_rows(config, file, path, mark.row, NUM_ROWS_PER_BATCH)
         yield from _records(rows, path.name, config.max_row_bytes, mark.row)
 
@@ -66,13 +66,13 @@ def _parquet_rows(
 
 
 def _count_parquet(config: DatasetFields, path: Path, most: int) -> int:
-    with _arrow_reading(path):
+    with _arrow_reading(path, "parquet"):
         return pq.read_metadata(path).num_rows
 
 
 def _look_at_parquet(config: DatasetFields, numbered: Numbered) -> Iterator[Stretch]:
     number, path = numbered
-    with _arrow_reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+    with _arrow_reading(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
         rows = _parquet_rows(config, file, path, 0, STRETCH_ROWS)
         first, at_once = 0, _rows_at_once(file, STRETCH_ROWS)
         while found := list(islice(rows, at_once)):
@@ -90,8 +90,8 @@ def read_csv(config: DatasetFields) -> Iterator[Record]:
 
     A row with too few or too many fields, or one that is not UTF-8, is a bad record; the others are still read.
     """
-    for path in list_files(config.path or "", (".csv", ".csv.gz", ".tsv", ".tsv.gz")):
-        with _arrow_reading(path):
+    for path in list_files(config.path or "", packed_too(".csv", ".tsv")):
+        with _arrow_reading(path, "csv"):
             yield from _read_csv_file(path, config)
 
 
@@ -188,16 +188,17 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
         bad[row.number] = f"{row.actual_columns} fields where the header has {row.expected_columns}"
         return "skip"
 
-    parse = pa_csv.ParseOptions(delimiter=config.csv_delimiter, newlines_in_values=True, invalid_row_handler=skip_bad)
-    with pa.input_stream(path) as stream:
-        content = stream.read(_MAX_CSV_BLOCK_BYTES)
-    if len(content) == _MAX_CSV_BLOCK_BYTES:
-        raise DatasetError(f"{path} has {_MAX_CSV_BLOCK_BYTES:,} bytes or more, which CSV is read at once: divide it")
-    names = _csv_names(content, config.csv_delimiter)
+    content = _csv_content(path)
+    delimiter = _csv_delimiter(path, content, config.csv_delimiter)
+    parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip_bad)
+    names = _csv_names(content, delimiter)
     is_text = _is_utf8(content)
     if not is_text:  # pyarrow decodes a row to say that it is bad: bytes as characters of Latin-1 are always text
         content = content.removeprefix(codecs.BOM_UTF8).decode("latin-1").encode("utf-8")
-    check_columns(names, config, str(path))
+    try:
+        check_columns(names, config, str(path))
+    except DatasetError as error:
+        raise DatasetError(f"{error}{other_kind(path, 'csv')}") from error
     # One block and one thread: a quoted value may be of any size, and bad rows are numbered only when read in order.
     whole = pa_csv.ReadOptions(use_threads=False, block_size=min(len(content) + 1, _MAX_CSV_BLOCK_BYTES))
     columns = names if is_text else [name.encode("utf-8").decode("latin-1") for name in names]
@@ -219,6 +220,23 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
         yield Record(name=name, place=place, fields=fields, error=f"{place}: {reason}" if reason else None)
 
 
+def _csv_content(path: Path) -> bytes:
+    content = bytearray()
+    with open_bytes(path) as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            content += chunk
+            if len(content) >= _MAX_CSV_BLOCK_BYTES:
+                most = f"{_MAX_CSV_BLOCK_BYTES:,} bytes"
+                raise DatasetError(f"{path} has {most} or more, which CSV is read at once: divide it")
+    return bytes(content)
+
+
+def _csv_delimiter(path: Path, content: bytes, asked: str) -> str:
+    """The delimiter that is asked for; where nobody does, a tab in a .tsv file whose header has one."""
+    is_tsv = asked == DatasetFields.csv_delimiter and unpacked_name(path.name).endswith(".tsv")
+    return "\t" if is_tsv and b"\t" in content.lstrip().partition(b"\n")[0] else asked
+
+
 def _is_utf8(content: bytes) -> bool:
     try:
         codecs.decode(content, "utf-8")
@@ -238,9 +256,13 @@ def _csv_names(content: bytes, delimiter: str) -> list[str]:
 
 
 @contextmanager
-def _arrow_reading(path: Path) -> Iterator[None]:
+def _arrow_reading(path: Path, kind: str) -> Iterator[None]:
     try:
         with reading(path):
             yield
-    except (pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
-        raise DatasetError(f"cannot read {path}: {error}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DatasetError(f"cannot read {path}: {error}{other_kind(path, kind)}") from error
+    except DatasetError as error:
+        if not isinstance(error.__cause__, pa.ArrowInvalid):
+            raise
+        raise DatasetError(f"{error}{other_kind(path, kind)}") from error

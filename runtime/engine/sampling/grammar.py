@@ -23,6 +23,7 @@ from ...sampling_config import STRUCTURES
 from ..sequence import Sequence
 from .detokenizer import Detokenizer
 from .guide import Guide, fill_masks
+from .reasoning import Reasoning
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -57,10 +58,11 @@ def schema_text(schema: str | Mapping[str, object]) -> str:
     """The JSON of a schema, in the order of its keys, which is that of a completion's. Raises ConfigError."""
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"sampling.json_schema is no JSON: {error}") from error
-    require(isinstance(value, Mapping), f"sampling.json_schema must be an object, got {str(value)[:80]}")
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    require(isinstance(value, Mapping), f"sampling.json_schema must be an object, got {text[:80]}")
+    return text
 
 
 def grammar_of(sampling: SamplingConfig) -> str | None:
@@ -80,8 +82,11 @@ def _checked(key: str, value: str | tuple[str, ...]) -> str:
         from llguidance import LLMatcher
     except ImportError as error:
         raise ConfigError(f"sampling.{key} needs llguidance: pip install 'millrace[structured]'") from error
-    made = _grammar(LLMatcher, key, value)
-    problem = LLMatcher.validate_grammar(made)
+    try:
+        made = _grammar(LLMatcher, key, value)
+        problem = LLMatcher.validate_grammar(made)
+    except (ValueError, RecursionError) as error:  # a schema nested too deep for its parser, or text that is no UTF-8
+        raise ConfigError(f"sampling.{key} is refused by llguidance: {one_line(str(error))}") from error
     if problem:
         raise ConfigError(f"sampling.{key} is refused by llguidance: {one_line(problem)}")
     return made
@@ -166,20 +171,27 @@ class _Spelled:
 
 
 class Grammars:
-    """Guides through the grammars of a run's sequences. What needs the tokenizer is made with the first."""
+    """Guides through the grammars of a run's sequences. What needs the tokenizer is made with the first.
+
+    With `reasoning` a sequence that thinks has no guide until its end tag, behind which the grammar begins. One that
+    has not begun to may begin with the tag or with what the grammar says."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        reasoning: Reasoning | None = None,
     ) -> None:
-        self._model = tokenizer, vocab_size, eos_token_ids
+        self._model, self._reasoning = (tokenizer, vocab_size, eos_token_ids), reasoning
         self._compiled = lru_cache(NUM_KEPT)(self._compile)
 
     def masks(self, sequences: Rows[Sequence]) -> torch.Tensor | None:
         """Which tokens may come next, a bit for each, int32 (B, words) in host memory; None where any may, for all
         rows. Mutates the sequences' guides. What comes where a guide has an error means nothing."""
-        if all(sequence.request.grammar is None for sequence in sequences):
-            return None
         guides = [self._told(sequence) for sequence in sequences]
+        if all(guide is None for guide in guides):
+            return None
         begun = [guide.mask() if guide is not None else None for guide in guides]
         left = [guide if mask is None else None for guide, mask in zip(guides, begun, strict=True)]
         masks_BW = fill_masks(self._executor, left, self._tokens.vocab_size)
@@ -199,10 +211,21 @@ class Grammars:
                 guide.ahead = masks, row
 
     def _told(self, sequence: Sequence) -> Guide | None:
-        if sequence.request.grammar is None:
+        grammar, thinking = sequence.request.grammar, self._reasoning
+        if grammar is None:
             return None
-        if sequence.guide is None:
-            sequence.guide = Guide(matcher=self._compiled(sequence.request.grammar).deep_copy())
+        answer = thinking.answer(sequence) if thinking is not None else None
+        if thinking is not None and answer is None and thinking.is_thinking(sequence):
+            sequence.guide = None
+            return None
+        if sequence.guide is None or (answer is not None and sequence.guide.num_told < answer.num_tokens):
+            matcher = self._compiled(grammar).deep_copy()
+            if answer is not None:
+                matcher.consume_tokens(self._tokens.tokenize_str(answer.rest.lstrip()))
+                sequence.guide = Guide(matcher=matcher, num_told=answer.num_tokens)
+            else:
+                opening = self._compiled(thinking.opening).deep_copy() if thinking is not None else None
+                sequence.guide = Guide(matcher=matcher, opening=opening)
         sequence.guide.tell(sequence.generated)
         return sequence.guide
 

@@ -20,10 +20,13 @@ BITS = 32  # tokens of a word of a mask
 
 @dataclass(kw_only=True)
 class Guide:
-    """Mutable; owned by its sequence. `num_told`: tokens of the completion that `matcher` has seen. `ahead`: its row of
-    masks that are being computed for them, on a thread that `matcher` belongs to until they are done."""
+    """Mutable; owned by its sequence. `num_told`: tokens of the completion that `matcher` has seen, or that stand
+    before its structure. `opening`: of the tag that reasoning begins with, while that may still come in the structure's
+    place. `ahead`: its row of masks that are being computed for them, on a thread that both matchers belong to until
+    they are done."""
 
     matcher: "LLMatcher"
+    opening: "LLMatcher | None" = None
     num_told: int = 0
     ahead: tuple[Future[torch.Tensor], int] | None = None
 
@@ -31,8 +34,19 @@ class Guide:
         """Follows the tokens of the completion that it has not seen yet."""
         if self.num_told < len(generated):
             self.mask()
-            self.matcher.consume_tokens(list(generated[self.num_told :]))
+            self._follow(list(generated[self.num_told :]))
             self.num_told, self.ahead = len(generated), None
+
+    def _follow(self, tokens: list[int]) -> None:
+        """Goes on in the structure, in the tag, or in both as long as the tokens are of both."""
+        if self.opening is not None:
+            if self.opening.validate_tokens(tokens) < len(tokens):
+                self.opening = None
+            elif self.matcher.validate_tokens(tokens) < len(tokens):
+                self.matcher, self.opening = self.opening, None
+            else:
+                self.opening.consume_tokens(tokens)
+        self.matcher.consume_tokens(tokens)
 
     def mask(self) -> torch.Tensor | None:
         """The mask behind the tokens that it was told, int32 (words), waited for; None where none was begun."""
@@ -53,8 +67,13 @@ def fill_masks(executor: "LLExecutor", guides: Rows[Guide | None], vocab_size: i
     num_words = -(-vocab_size // BITS)
     masks_BW = torch.full((len(guides), num_words), -1, dtype=torch.int32)
     asked = [(guide.matcher, row) for row, guide in enumerate(guides) if guide is not None]
+    opening = [(guide.opening, row) for row, guide in enumerate(guides) if guide is not None and guide.opening]
     if asked:
         executor.unsafe_compute_mask_ptr(asked, masks_BW.data_ptr(), num_words * masks_BW.itemsize, len(guides))
+    if opening:
+        tags_BW = torch.zeros_like(masks_BW)
+        executor.unsafe_compute_mask_ptr(opening, tags_BW.data_ptr(), num_words * masks_BW.itemsize, len(guides))
+        masks_BW |= tags_BW
     return masks_BW
 
 

@@ -2,6 +2,7 @@
 of which the first may be the end of the prompt, where a chat template has put it.
 """
 
+import json
 import logging
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -36,22 +37,26 @@ class Reasoning:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, end: str, start_token_id: int | None = None):
         self._texts, self._begin, self._end = Detokenizer(tokenizer, start_token_id), begin, end
-        self._end_id = added_tokens(tokenizer).get(end)
+        self._begin_id, self._end_id = (added_tokens(tokenizer).get(tag) for tag in (begin, end))
 
     def answer(self, sequence: Sequence) -> Answer | None:
-        """Where the answer begins; None where no reasoning has ended. To be asked after each token, or after all of
+        """Where the answer begins; None where no reasoning has ended, and where a grammar holds from the first token
+        on, as nothing is thought: its texts may have the end tag in them. To be asked after each token, or after all of
         them. Mutates the sequence."""
         num_new, sequence.num_looked = len(sequence.generated) - sequence.num_looked, len(sequence.generated)
-        if sequence.answer is None and num_new > 0:
+        if sequence.answer is None and num_new > 0 and (sequence.request.grammar is None or self.is_thinking(sequence)):
             sequence.answer = self._found(sequence.generated, num_new)
         return sequence.answer
 
     def is_thinking(self, sequence: Sequence) -> bool | None:
         """Whether a completion without an answer began to think; None where its first characters are too few to say."""
+        if sequence.is_thinking:
+            return True
         num_tokens = CONTEXT_TOKENS + len(self._begin.encode())
         prompt = self._text(sequence.request.prompt_ids[-num_tokens:]).rstrip()
         text = self._text(sequence.generated[: 2 * num_tokens]).lstrip()
         if prompt.endswith(self._begin) or text.startswith(self._begin):
+            sequence.is_thinking = True
             return True
         return None if self._begin.startswith(text) else False
 
@@ -64,8 +69,16 @@ class Reasoning:
                 return Parts(reasoning=None, text=text)
             return Parts(reasoning=self._without_tags(text), text="")
         thought = self._texts.decode(ids[: answer.num_tokens])
+        is_structure = sequence.request.grammar is not None and not answer.rest  # which says itself what it begins with
         text = answer.rest + self._texts.completion(sequence.request, ids, answer.num_tokens)[: sequence.text_end]
-        return Parts(reasoning=self._without_tags(thought), text=text.lstrip())
+        return Parts(reasoning=self._without_tags(thought), text=text if is_structure else text.lstrip())
+
+    @property
+    def opening(self) -> str:
+        """The grammar of a completion that begins with reasoning, in llguidance's Lark form."""
+        begin = json.dumps(self._begin, ensure_ascii=False)
+        tag = begin if self._begin_id is None else f"({begin} | <[{self._begin_id}]>)"
+        return rf"start: /\s{{0,4}}/ {tag} /(.|\n)*/"
 
     def _without_tags(self, thought: str) -> str:
         return thought.partition(self._end)[0].strip().removeprefix(self._begin).strip()

@@ -109,7 +109,7 @@ class Sampler:
         self._bans = [f"sampling.{key}" for key in BANS if getattr(config, key)]
         if any(getattr(config, key) is not None for key in STRUCTURES):
             tokens_of(tokenizer, vocab_size, self._eos)
-        self._grammars = Grammars(tokenizer, vocab_size, self._eos)
+        self._grammars = Grammars(tokenizer, vocab_size, self._eos, self.reasoning)
         self._processors = Processors(config, self._eos, bad_words, start_token_id, device or torch.device("cpu"))
         self._search = BeamSearch(
             rules_of(config, self._eos),

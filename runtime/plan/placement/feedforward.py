@@ -59,7 +59,7 @@ def cpu_multiplies(config: RuntimeConfig) -> bool:
 
 def why_not(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> str | None:
     """What stands in the way of experts on the CPU, with the key that is to be changed; None where nothing does."""
-    tier, paging = config.offload.tier, config.offload.expert_paging
+    tier, paging = config.tier, config.offload.expert_paging
     if not has_device:
         return "the CPU is where this model computes anyway: leave policy.feedforward null"
     if shape.has_encoder:

@@ -78,6 +78,17 @@ class Load:
         return sum(entry.num_bytes for entry in lane_entries(self.shape, self.lanes, self.chunk_tokens))
 
     @property
+    def at_least(self) -> frozenset[str]:
+        """The keys of which no lower value would make it less."""
+        is_least = {
+            "policy.micro_batch_size": self.most_rows <= 1,
+            "policy.num_micro_batches": self.all_rows <= self.most_rows,
+            "policy.prefill_chunk_tokens": self.most_tokens <= self.most_rows,
+            "sampling.max_new_tokens": self.num_decode_passes <= 0,
+        }
+        return frozenset(key for key, found in is_least.items() if found)
+
+    @property
     def is_roomy(self) -> bool:
         """Every other sequence could run to its limit, or all of them halfway."""
         return 2 * self.num_kv_pages >= self.full_pages

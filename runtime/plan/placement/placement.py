@@ -2,11 +2,13 @@
 that takes of each memory; and where it is too much, which config keys can make the run fit.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...batching.prefixes import SharingRule
-from ...config import ExpertPaging, KVTier
+from ...config import ExpertPaging, KVTier, ModelConfig
+from ...units import GIB
 from ..schedule.walk import Walk
 from .exchange import ExchangeSize
 from .feedforward import CpuShare
@@ -82,6 +84,7 @@ class Placement:
     paging: ExpertPaging = ExpertPaging.off
     num_expert_slots: int = 0
     cpu_share: CpuShare | None = None
+    at_least: frozenset[str] = frozenset()  # keys of which no lower value helps
 
     @property
     def host_layers(self) -> frozenset[int]:
@@ -115,10 +118,11 @@ class Placement:
     def fits(self) -> bool:
         return all(ledger.fits for ledger in self.ledgers)
 
-    def require_fit(self) -> None:
-        """Raises BudgetError, with the equation and the keys that can make it true."""
+    def require_fit(self, model: ModelConfig | None = None) -> None:
+        """Raises BudgetError, with the equation and the keys that can make it true. `model`: whose weights may be
+        rounded while they are read, and then cannot be read from disk in each pass."""
         for ledger in self.ledgers:
-            ledger.require_fit(ways_to_fit(ledger, self.walk, self.kv))
+            ledger.require_fit(ways_to_fit(ledger, self.walk, self.kv, model or ModelConfig(), self.at_least))
 
 
 KV_TERMS = frozenset({"KV cache", "KV pages"})
@@ -144,14 +148,17 @@ LOWERED_BY = {  # which terms a lower value of the key makes smaller
 }
 
 
-def ways_to_fit(ledger: Ledger, walk: Walk, kv: KVLayout) -> str:
-    """The ways to make a run fit, by the terms that the ledger has. A key whose value is at its end already is not
-    named."""
+def ways_to_fit(
+    ledger: Ledger, walk: Walk, kv: KVLayout, model: ModelConfig, at_least: frozenset[str] = frozenset()
+) -> str:
+    """The ways to make a run fit, by the terms that the ledger has, and the budget that this plan takes. A key whose
+    value is at its end already is not named."""
     terms = frozenset(entry.name for entry in ledger.entries if entry.num_bytes)
-    ways = [f"raise {ledger.budget_key}"]
-    if lower := [key for key, lowered in LOWERED_BY.items() if terms & lowered] + [*_to_lower(terms, walk, kv)]:
+    ways = [f"raise {ledger.budget_key} to {math.ceil(1000 * ledger.total_bytes / GIB) / 1000:g}"]
+    lower = [key for key, lowered in LOWERED_BY.items() if terms & lowered and key not in at_least]
+    if lower := [*lower, *_to_lower(terms, walk, kv)]:
         ways.append(f"lower {_one_of(lower)}")
-    if use := [*_to_use(terms, walk, kv)]:
+    if use := [*_to_use(terms, walk, kv, model)]:
         ways.append(f"use {_one_of(use)}")
     return ", or ".join(ways)
 
@@ -165,9 +172,10 @@ def _to_lower(terms: frozenset[str], walk: Walk, kv: KVLayout) -> Iterator[str]:
         yield "kv.device_fraction"
 
 
-def _to_use(terms: frozenset[str], walk: Walk, kv: KVLayout) -> Iterator[str]:
+def _to_use(terms: frozenset[str], walk: Walk, kv: KVLayout, model: ModelConfig) -> Iterator[str]:
     if "weights" in terms or ("resident weights" in terms and not walk.streamed):
-        yield "offload=nvme"
+        rounded = f" with weights that are rounded once, as model.quantize keeps all it has read ({model.packing})"
+        yield "offload=nvme" + (rounded if model.quantize is not None else "")
     if terms & KV_TERMS and kv.tier is not KVTier.nvme:
         yield "policy.attention=device with kv=nvme" if kv.stays_in_host else "kv=nvme"
 

@@ -153,7 +153,7 @@ class _Placer:
 
     @property
     def _keeps_all(self) -> bool:
-        tier = self.config.offload.tier
+        tier = self.config.tier
         return tier is Tier.none or (tier is Tier.cpu and not self.budgets.has_device)
 
     def _residents(self) -> Iterator[tuple[frozenset[int], int]]:
@@ -172,7 +172,7 @@ class _Placer:
         """The placement of the candidate, with as many of its streamed stages in host memory as the tier says."""
         having = [stage.index for stage in self.shape.stages if stage.parameters]
         streamed = [stage for stage in having if stage not in candidate.resident]
-        tier, has_device = self.config.offload.tier, self.budgets.has_device
+        tier, has_device = self.config.tier, self.budgets.has_device
         if not has_device or tier is Tier.nvme or not streamed:
             return self._placed(candidate, streamed, frozenset())
         whole = self._placed(candidate, streamed, frozenset(streamed))
@@ -232,5 +232,6 @@ class _Placer:
             paging=paging if paged else ExpertPaging.off,
             num_expert_slots=max(2, self.config.prefetch.depth + 1) if paged else 0,
             cpu_share=self._cpu_share if paged & in_host else None,
+            at_least=self.load.at_least,
         )
         return replace(placement, ledgers=candidate.needs.ledgers(placement))

@@ -196,7 +196,7 @@ def _up_to(values: Sequence[int], most: int) -> list[int]:
 
 
 def _resident_counts(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[int]:
-    num_layers, tier, wanted = len(shape.layers), config.offload.tier, config.offload.resident_layers
+    num_layers, tier, wanted = len(shape.layers), config.tier, config.offload.resident_layers
     if tier is Tier.none or (tier is Tier.cpu and not has_device):
         return [num_layers]
     if wanted is not None:

@@ -57,8 +57,8 @@ def layers_in_host(
 ) -> Floats:
     """The number of layers, of those that are streamed to a device, that live in host memory."""
     streamed = len(shape.layers) - grid.resident
-    if not budgets.has_device or config.offload.tier is not Tier.auto:
-        return streamed * (config.offload.tier is Tier.cpu)
+    if not budgets.has_device or config.tier is not Tier.auto:
+        return streamed * (config.tier is Tier.cpu)
     ways = (_Need(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
     return np.maximum(*(way.in_host(budgets.host_bytes) for way in ways))
 
@@ -103,9 +103,9 @@ class _Need:
         layer, expert = (pinned_bytes(int(n)) for n in (self._layer_bytes, work.expert_bytes))
         expert = expert * self._is_paged
         streamed = work.num_layers - grid.resident
-        weights = streamed * self._living * (self._config.offload.tier is Tier.cpu)
+        weights = streamed * self._living * (self._config.tier is Tier.cpu)
         passing = np.minimum(streamed, NUM_STAGING_SLOTS) * layer + (streamed > 0) * NUM_STAGING_SLOTS * expert
-        staging = passing * (self._config.offload.tier in (Tier.nvme, Tier.auto))
+        staging = passing * (self._config.tier in (Tier.nvme, Tier.auto))
         pages = self._positions() * work.kv_bytes
         segments = np.floor(pages / SEGMENT_BYTES) * SEGMENT_BYTES + _pinned(pages % SEGMENT_BYTES)
         travelling = segments * (1 - grid.kv_fraction) * (self._config.kv.tier is not KVTier.nvme)

@@ -1,0 +1,164 @@
+"""The tokenizer of a GGUF file. transformers makes it of vocabulary and merges; the rule by which text is cut into
+pieces before any merge, which the file has but a name for, is here.
+
+`tokenizer.ggml.pre` is that name. llama.cpp defines the names and their rules: https://github.com/ggml-org/llama.cpp,
+src/llama-vocab.cpp, read in November 2026 at 00ad355. Where it notes the expression of the model's own tokenizer.json
+beside one that its engine can run, the former is meant.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoTokenizer
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from ..errors import CheckpointError
+from ..store.gguf import GgufHeader
+from .net import one_line
+
+log = logging.getLogger(__name__)
+
+MODEL, PRE, ADD_BOS, BOS = (f"tokenizer.ggml.{key}" for key in ("model", "pre", "add_bos_token", "bos_token_id"))
+BYTE_LEVEL = "gpt2"  # the kind of vocabulary that is cut by a rule
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Expressions, each of which cuts all pieces of those before it: a match is a piece, and so is the text between two
+    matches. `takes_words`: a piece that is in the vocabulary is that token, whether merges lead there or not.
+    `adds_bos`: prompts begin with BOS where the file does not say."""
+
+    splits: tuple[str, ...]
+    takes_words: bool = False
+    adds_bos: bool = False
+
+
+def _any(*kinds: str) -> str:
+    return "|".join(kinds)
+
+
+SUFFIX, APOSTROPHES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'s|'t|'re|'ve|'m|'ll|'d"
+BEGIN = r"[^\r\n\p{L}\p{N}]?"
+WORD, DIGIT, DIGITS = BEGIN + r"\p{L}+", r"\p{N}", r"\p{N}{1,3}"
+SIGNS, LINES, SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = (f"{BEGIN}{UPPER}*{LOWER}+", f"{BEGIN}{UPPER}+{LOWER}*")
+CASED_SUFFIXED = tuple(f"{words}{SUFFIX}?" for words in CASED)
+PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+GPT2 = _any(APOSTROPHES, r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p{L}\p{N}]+", SPACES)
+LLAMA3, QWEN2 = (_any(SUFFIX, WORD, digits, SIGNS, LINES, SPACES) for digits in (DIGITS, DIGIT))
+QWEN35 = _any(SUFFIX, BEGIN + r"[\p{L}\p{M}]+", DIGIT, r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", LINES, SPACES)
+GPT4O = _any(*CASED_SUFFIXED, DIGITS, PATHS, LINES, SPACES)
+HAN, HAN_KANA = "\u4e00-\u9fa5", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+HAN_HANGUL = f"[{HAN}\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK3 = _any(
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+    r" ?[\p{P}\p{S}]+[\r\n]*", LINES, SPACES,
+)  # fmt: skip
+DEEPSEEK_LETTERS = (  # those that had cases when its rule was written
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
+    "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481"
+    "\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b"
+    "\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b"
+    "\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
+    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128"
+    "\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4"
+    "\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf"
+    "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
+    "\U0001e900-\U0001e943"
+)
+BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+YOUTU = _any(
+    "[\uac00-\ud7a3\u3131-\u318e]+",
+    "[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+",
+    "[\u3105-\u312f]+",
+    HAN_KANA,
+)
+JAIS2_SPACES = _any(*(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")), r"\s{1}")
+RULES: Mapping[Cuts, str] = {  # and the names that mean it
+    Cuts((GPT2,)): (
+        "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert mpt olmo jais trillion "
+        "granite-docling exaone4"
+    ),
+    Cuts((DIGIT, GPT2)): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    Cuts((r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]")): "falcon",
+    Cuts((LLAMA3,), takes_words=True, adds_bos=True): (
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+    ),
+    Cuts((LLAMA3,)): "dbrx smaug-bpe glm4 chatglm-bpe",
+    Cuts((QWEN2,)): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    Cuts((QWEN35,)): "qwen35",
+    Cuts((_any(*CASED, DIGIT, PATHS, LINES, SPACES),), takes_words=True, adds_bos=True): "tekken",
+    Cuts((GPT4O,)): "gpt-4o llama4 kanana2 talkie minimax-m2",
+    Cuts((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)): "tiny_aya cohere2moe",
+    Cuts(
+        (
+            "[\r\n]", rf"\s?[{DEEPSEEK_LETTERS}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$", HAN_HANGUL, r"\p{N}+",
+        )
+    ): "deepseek-llm",
+    Cuts(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN_HANGUL, DIGIT)): "deepseek-coder",
+    Cuts((DIGITS, HAN_KANA, DEEPSEEK3)): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+    Cuts((BLOOM,)): "bloom poro-chat gpt3-finnish",
+    Cuts((BLOOM, DIGIT)): "viking",
+    Cuts((YOUTU, _any(*CASED_SUFFIXED, DIGIT, PATHS, LINES, SPACES)), takes_words=True): "youtu",
+    Cuts((_any(SUFFIX, WORD, DIGITS, SIGNS, LINES, JAIS2_SPACES),)): "jais-2",
+    Cuts((DIGITS, _any(SUFFIX, WORD, r"\p{N}+", SIGNS, LINES, SPACES)), takes_words=True): "minicpm5",
+    Cuts((_any("'(?i:[sdmt]|ll|ve|re)", WORD, DIGIT, SIGNS, r"\s*[\r\n]", SPACES),)): (
+        "bailingmoe bailingmoe2 llada-moe"
+    ),
+    Cuts((_any(SUFFIX, WORD, DIGIT, r" ?[^\s\p{L}\p{N}\r\n]+", LINES, SPACES),)): "seed-coder",
+    Cuts(("[^\n]+|\n+", QWEN2)): "laguna",
+    Cuts(
+        (
+            _any(
+                SUFFIX, BEGIN + r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", DIGIT, r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
+                r"\s*[\r\n]", SPACES,
+            ),
+        )
+    ): "exaone-moe",
+}  # fmt: skip
+BY_NAME: Mapping[str, Cuts] = {name: cuts for cuts, names in RULES.items() for name in names.split()}
+
+
+def load_gguf_tokenizer(path: Path, header: GgufHeader, place: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that the file at `path` describes, whatever lies beside it. Raises CheckpointError, which begins
+    with `place`, where it cannot be made, and where the file names a rule that is not among these: by another one
+    prompts would be other tokens."""
+    cuts = _rule(path, header)
+    given = {"add_bos_token": True} if cuts is not None and cuts.adds_bos and BOS in header.metadata else {}
+    with TemporaryDirectory(prefix="millrace-") as view, one_line(place):
+        (Path(view) / path.name).symlink_to(path.absolute())
+        tokenizer = AutoTokenizer.from_pretrained(view, gguf_file=path.name, padding_side="left", **given)
+        if cuts is not None:
+            backend = tokenizer.backend_tokenizer
+            pieces = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in cuts.splits]
+            spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([*pieces, spelled])
+            backend.model.ignore_merges = cuts.takes_words
+    return tokenizer
+
+
+def _rule(path: Path, header: GgufHeader) -> Cuts | None:
+    """The rule that the file names; None where its vocabulary is of a kind that is not cut first, or it names none."""
+    if header.metadata.get(MODEL) != BYTE_LEVEL:
+        return None
+    name = str(header.metadata.get(PRE, "default"))
+    if name == "default":
+        log.warning(
+            "%s does not say by which rule text is cut into pieces (%s): GPT-2's is taken; if the model has another, "
+            "name its tokenizer: model.tokenizer=DIR_OR_HUB_ID",
+            path, PRE,
+        )  # fmt: skip
+        return None
+    if name not in BY_NAME:
+        raise CheckpointError(
+            f"{path}: {PRE}={name!a:.60} names a rule for cutting text into pieces that is not known here, and any "
+            "other would make other tokens of it: name the model's own tokenizer, model.tokenizer=DIR_OR_HUB_ID"
+        )
+    return BY_NAME[name]

@@ -1,0 +1,193 @@
+"""docs/combinations.md: which features go together is what the code's own checks say, pair by pair.
+
+`python -m tests.jobs.test_combinations` prints the page as it should be.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, load
+from jobs.evaluating.config import EvaluateConfig
+from jobs.run.encoding import encoding
+from runtime import Runtime
+from runtime.config import DevicesConfig, Way
+from runtime.engine.requests import Rejected
+from runtime.errors import MillraceError
+from runtime.model.loading import LoadedModel
+from runtime.plan.planner import plan_run
+from runtime.ranks.ranks import Message, Ranks
+from runtime.synthesize.tokenizer import byte_level_tokenizer
+from tests.support import synthesize
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "combinations.md"
+BEGIN = "<!-- made by python -m tests.jobs.test_combinations -->\n"
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ROWS = ("dataset.kind=jsonl", "dataset.path=rows.jsonl")
+PROMPT = [5, 6, 7]
+NUM_CHARACTERS = 110  # of a reason
+
+
+@dataclass(frozen=True)
+class Feature:
+    """`words` set it; `beside` are taken where it needs them. `job`: the command that it is; `family`: of a model."""
+
+    name: str
+    words: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    job: type[GenerateConfig] | None = None
+    family: str | None = None
+
+
+FEATURES = (
+    Feature("`policy.admission=continuous`", ("policy.admission=continuous",)),
+    Feature("a temperature", ("sampling.temperature=1",)),
+    Feature("`sampling.n`", ("sampling.n=2",), ("sampling.temperature=1",)),
+    Feature("beams (`sampling.num_beams`)", ("sampling.num_beams=2",)),
+    Feature("a structure (`sampling.regex` and the like)", ("sampling.regex=a",)),
+    Feature("`sampling.reasoning`", ('sampling.reasoning=["<a>","</a>"]',)),
+    Feature("`kv.dtype=int8`", ("kv.dtype=int8",)),
+    Feature("`kv=nvme`", ("kv.tier=nvme",)),
+    Feature("`model.quantize=int8`", ("model.quantize=int8",)),
+    Feature("`offload=nvme`, all read every pass", ("offload.tier=nvme", "offload.resident_layers=0")),
+    Feature("chats of several turns", (*ROWS, "dataset.turns_field=turns", "dataset.chat_template=true")),
+    Feature("`dataset.window_rows`", (*ROWS, "dataset.window_rows=5")),
+    Feature("`trace=true`", ("trace=true",)),
+    Feature("`workers=elastic`", ("workers=elastic",)),
+    Feature("`devices=sharded`", ("devices.way=sharded",)),
+    Feature("`devices=tensor`", ("devices.way=tensor",)),
+    Feature("`devices=pipeline`", ("devices.way=pipeline",)),
+    Feature("`millrace score`", job=ScoreConfig),
+    Feature("`millrace encode`", job=EncodeConfig),
+    Feature("`millrace evaluate`", ("tasks=[x]",), job=EvaluateConfig),
+    Feature("padded lanes (BLOOM)", family="bloom"),
+    Feature("latent keys and values (DeepSeek)", family="deepseek-v2"),
+    Feature("an encoder-decoder (T5)", family="t5"),
+)
+
+
+class _Alone(Ranks):
+    """The first of two ranks while a run is opened: the other says what it says."""
+
+    def __init__(self, way: Way):
+        self.rank, self.size, self.devices = 0, 2, DevicesConfig(way=way)
+        self.machines = ["here", "here"]
+        self.group = None  # pyright: ignore[reportAttributeAccessIssue]
+
+    def exchange(self, message: Message) -> list[Message]:
+        return [message] * 2
+
+    def new_group(self) -> dist.ProcessGroup:
+        return dist.ProcessGroup(0, 2)
+
+
+class _Opened(Runtime):
+    """Models that several pairs ask alike are loaded once; a pipeline changes its own."""
+
+    def _loaded(self) -> LoadedModel:
+        way = Way.one if self.ranks is None else self.ranks.devices.way
+        key = self.config.model, self.config.kv.dtype, self._encodes, way
+        if key not in _LOADED:
+            loaded = super()._loaded()
+            if way is Way.pipeline:
+                return loaded
+            _LOADED[key] = loaded
+        return _LOADED[key]
+
+
+_LOADED: dict[object, LoadedModel] = {}
+
+
+@cache
+def _models() -> Path:
+    return Path(tempfile.mkdtemp(prefix="combinations-"))
+
+
+@cache
+def _model(family: str) -> Path:
+    path = synthesize(family, _models() / family)
+    tokenizer = byte_level_tokenizer(640)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def refusal(first: Feature, second: Feature) -> str | None:
+    """What the code says against the pair; None where it goes. Asked of the settings, the model and the plan, as a job
+    does before it writes anything."""
+    ways = {(), first.beside, second.beside, (*first.beside, *second.beside)}
+    said = [_refusal(first, second, beside) for beside in sorted(ways, key=len, reverse=True)]
+    return None if None in said else said[0]
+
+
+def _refusal(first: Feature, second: Feature, beside: Sequence[str]) -> str | None:
+    job = first.job or second.job or GenerateConfig
+    family = first.family or second.family or "llama"
+    model = ["machine.device=cpu", f"model.name={family}", f"model.path={_model(family)}"]
+    words = [*first.words, *second.words, *beside, *model]
+    try:
+        config = load(job, OmegaConf.from_dotlist(words))
+        way = config.devices.way
+        ranks = None if way is Way.one else _Alone(way)
+        with patch("runtime.api.prepare_kernels"):  # which takes longer than all else, and refuses nothing
+            runtime = _Opened(config.runtime, ranks=ranks, encodes=isinstance(config, EncodeConfig))
+        if isinstance(config, EncodeConfig):
+            encoding(config)[0].check(runtime)
+        elif job is GenerateConfig and way is Way.one:
+            made = runtime.request("0", PROMPT)
+            assert not isinstance(made, Rejected), made
+            sizes = [each.size for each in runtime.samples(made) if not isinstance(each, Rejected)]
+            plan_run(runtime.model.shape, runtime.config, runtime.budgets(), sizes)
+    except MillraceError as error:
+        return str(error).replace(str(_model(family)), "DIR")
+    return None
+
+
+def _pairs() -> Iterator[tuple[int, int]]:
+    """Places of pairs that can be asked for: one command, one model and one way of devices at a time."""
+    for j, i in combinations(range(len(FEATURES)), 2):
+        first, second = FEATURES[i], FEATURES[j]
+        kinds = [(each.job is not None, each.family is not None, "devices" in each.name) for each in (first, second)]
+        if not any(map(all, zip(*kinds, strict=True))):
+            yield i, j
+
+
+def page() -> str:
+    """The part of the page behind its introduction."""
+    said = {pair: refusal(FEATURES[pair[0]], FEATURES[pair[1]]) for pair in _pairs()}
+    count = range(len(FEATURES))
+    lines = ["| | | " + " | ".join(str(j + 1) for j in count[:-1]) + " |", "|---" * (len(FEATURES) + 1) + "|"]
+    for i in count:
+        cells = ["" if (i, j) not in said else "no" if said[i, j] else "+" for j in count[:-1]]
+        lines.append(f"| {i + 1} | {FEATURES[i].name} | " + " | ".join(cells) + " |")
+    lines += ["", "| pair | refused with |", "|---|---|"]
+    for (i, j), why in said.items():
+        if why is not None:
+            lines.append(f"| {FEATURES[j].name} x {FEATURES[i].name} | {_short(why)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _short(why: str) -> str:
+    line = " ".join(why.split()).replace("|", "\\|")
+    return line if len(line) <= NUM_CHARACTERS else f"{line[:NUM_CHARACTERS].rpartition(' ')[0]} ..."
+
+
+def test_the_table_of_combinations_is_what_the_code_says() -> None:
+    pytest.importorskip("llguidance")
+    text = PAGE.read_text()
+    made = page()
+    assert text.partition(BEGIN)[2] == made, f"write this behind {BEGIN.strip()!r} in {PAGE}:\n{made}"
+    assert len(text.splitlines()) < 150
+
+
+if __name__ == "__main__":
+    sys.stdout.write(PAGE.read_text().partition(BEGIN)[0] + BEGIN + page() if PAGE.exists() else page())
