@@ -114,7 +114,11 @@ def _exchange(process: "subprocess.Popen[bytes]", value: object) -> dict[str, st
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        process.stdin.write(json.dumps(value).encode() + b"\n")
+        asked = json.dumps(value).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TemplateRefusal(f"they are no JSON: {error}") from error
+    try:
+        process.stdin.write(asked)
         process.stdin.flush()
     except BrokenPipeError:
         process.wait()

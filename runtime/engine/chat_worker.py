@@ -3,12 +3,15 @@ program, and what it takes of time and memory must not be the run's. Run as a fi
 
 import json
 import math
+import random
 import resource
 import sys
 from pathlib import Path
 
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
+
+ERROR_CHARS = 500  # of why there is no text
 
 
 def main() -> None:
@@ -27,15 +30,22 @@ def _answer(told: dict, line: str) -> dict[str, str]:
     try:
         asked = json.loads(line)
         given = {"chat_template": told["template"], "add_generation_prompt": True, **told["tokens"], **asked["given"]}
+        random.seed(0)  # the same text of the same messages, whenever a run goes on
         made = render_jinja_template([asked["messages"]], **given)
         text = made[0][0]
     except TemplateError as error:
-        return {"error": str(error).strip() or type(error).__name__}
+        return {"error": _in_one_line(str(error)) or type(error).__name__}
     except Exception as error:  # whatever a stranger's program may come to
-        return {"error": f"{type(error).__name__}: {error}".strip().removesuffix(":")[: told["text_chars"]]}
+        return {"error": _in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")}
     if len(text) > told["text_chars"]:
         return {"error": f"it makes {len(text):,} characters of them, {told['text_chars']:,} are allowed"}
     return {"text": text}
+
+
+def _in_one_line(reason: str) -> str:
+    """So much of it that it is an error of a row, in characters that UTF-8 has and a terminal shows."""
+    words = " ".join(reason[: 2 * ERROR_CHARS].split())
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)[:ERROR_CHARS]
 
 
 def _limit(kind: int, value: int) -> None:

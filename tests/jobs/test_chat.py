@@ -125,6 +125,8 @@ FAILURES = {
     "{{ 'a' * (17 * 2 ** 20 + messages | length) }}": "it makes 17,825,79",
     "{{ messages[5].content.x }}": "list object has no element 5",
     "{{ ''.__class__.__mro__ }}": "access to attribute",
+    "{{ raise_exception('\\ud800\\u0000 a\\n b') }}": "\\ud800\\x00 a b",
+    "{{ raise_exception('y' * 3000000) }}": "y" * 500,
 }
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -140,6 +142,21 @@ def test_whatever_a_template_fails_with_costs_that_chat_alone(real_renderers: No
     assert (answers[0], answers[-1]) == ("first", "last")
     for reason, answer in zip(FAILURES.values(), answers[1:-1], strict=True):
         assert answer.startswith(f"refused: {reason}")
+        assert len(answer) < 600
+        assert answer.isprintable(), "an error of a row is one line, which a file of UTF-8 holds"
+
+
+def test_a_chat_is_the_same_text_whenever_it_is_rendered() -> None:
+    """A run that goes on renders its rows again."""
+    tokenizer = tokenizer_with("{{ range(100000) | random }}")
+    assert len({text for _ in range(2) for text in render(tokenizer, [USER], [USER])}) == 1
+
+
+def test_messages_that_are_no_json_are_refused() -> None:
+    odd = [{"role": "user", "content": {"a set"}}]
+    answer, good = render(tokenizer_with(NO_SYSTEM), odd, [USER])  # pyright: ignore[reportArgumentType]
+    assert answer == "refused: they are no JSON: Object of type set is not JSON serializable"
+    assert good == "<|bos|><user>Hi<assistant>"
 
 
 def test_a_template_that_does_not_compile_is_a_refusal() -> None:
