@@ -22,9 +22,16 @@ def name_of(weight: str, part: str) -> str:
     return f"{weight}_{part}"
 
 
-def paired(tensors: Mapping[str, TensorSlice], part: str, companion: str, fit: Fit) -> Mapping[str, TensorSlice]:
+def paired(
+    tensors: Mapping[str, TensorSlice],
+    quantization: Mapping[str, object],
+    part: str,
+    companion: str,
+    fit: Fit,
+) -> Mapping[str, TensorSlice]:
     """Returns the tensors, each weight that lies in `part` and `companion` under its own name. Raises CheckpointError
-    for one that lacks its companion."""
+    for one that lacks its companion, and where the config does not say that this is a store of ours: nothing would be
+    compared with its sums."""
     result, suffix = dict(tensors), name_of("", part)
     for name, tensor in tensors.items():
         weight = name.removesuffix(suffix)
@@ -33,6 +40,11 @@ def paired(tensors: Mapping[str, TensorSlice], part: str, companion: str, fit: F
         beside = result.pop(name_of(weight, companion), None)
         if beside is None:
             raise CheckpointError(f"{tensor.file}: {name!r} lacks {name_of(weight, companion)!r} beside it")
+        if quantization.get("quant_method") != METHOD:
+            raise CheckpointError(
+                f"{tensor.file}: {name!r} is of a store that `millrace pack` wrote, but config.json lacks its "
+                "quantization_config: take the config.json that was written beside it"
+            )
         result[weight] = fit(result.pop(name), beside)
     return result
 

@@ -47,11 +47,17 @@ def told_of(path: Path) -> tuple[Mapping[str, object], int]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
-        return json.loads(header["__metadata__"][METADATA]), 8 + length
+        told = json.loads(header["__metadata__"][METADATA])
+        num_pieces = -(-(path.stat().st_size - 8 - length) // PIECE_BYTES)
+        if len(told["crc32"]) != 8 * num_pieces:
+            raise ValueError("not a sum for each piece")
+        return told, 8 + length
     except OSError as error:
         raise read_fault(path, "reading its header", error) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: no shard of a packed store, as `millrace pack` writes them") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: no shard of a packed store, as `millrace pack` writes them, or damaged: pack the original anew"
+        ) from error
 
 
 def check_packed(files: Sequence[str], *, is_full: bool) -> None:

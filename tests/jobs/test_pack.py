@@ -25,7 +25,7 @@ from runtime.config import ExpertPaging, ModelConfig, Tier, Verify
 from runtime.errors import BudgetError, CheckpointError, ConfigError, RunMismatchError
 from runtime.model.loading import load_model
 from runtime.store.header import read_header
-from runtime.store.piece_sums import told_of
+from runtime.store.piece_sums import METADATA, check_packed, told_of
 from runtime.store.weight_files import INDEX, SINGLE
 from tests.jobs.test_identity import Place, begun
 from tests.packed import adversaries, tensor_of
@@ -177,6 +177,24 @@ class Killed(BaseException):
 
 
 UNREAD = ("consolidated.00.pth", "model.fp16.safetensors", "pytorch_model.bin", "training_args.bin")
+
+
+@pytest.mark.parametrize("told", ["5", "[]", "{}", "[" * 10**5, '{"crc32": 5}', '{"crc32": ""}', '{"crc32": "0123"}'])
+def test_a_shard_that_lacks_a_sum_of_a_piece_is_refused(told: str, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(8)}, tmp_path / SINGLE, metadata={METADATA: told})
+    with pytest.raises(CheckpointError, match="no shard of a packed store"):
+        check_packed([str(tmp_path / SINGLE)], is_full=False)
+
+
+def test_a_store_whose_config_does_not_say_that_it_is_one_is_refused(model: Path, tmp_path: Path) -> None:
+    """Its sums would be compared with nothing."""
+    packed(model, tmp_path / "packed")
+    config = tmp_path / "packed" / "config.json"
+    values = json.loads(config.read_text())
+    del values["quantization_config"]
+    config.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"config\.json lacks its quantization_config"):
+        load_model(ModelConfig(name="hf", path=str(tmp_path / "packed")), torch.device("cpu"), None)
 
 
 def test_other_files_are_copied_but_for_weights_and_pickles_that_no_run_reads(model: Path, tmp_path: Path) -> None:

@@ -122,7 +122,9 @@ def test_the_comparison_finds_a_code_that_is_not_the_nearest(reference: Referenc
     target = next(out.glob("*.safetensors"))
     tensors = read_header(source / target.name)
     compare(tensors, target, "it", Rounding("int8"))
-    stored = next(t for t in pair_companions(read_header(target), {}).values() if t.format in ROUNDED)
+    stored = next(
+        t for t in pair_companions(read_header(target), {"quant_method": METHOD}).values() if t.format in ROUNDED
+    )
     data = bytearray(target.read_bytes())
     data[stored.offset + 9] ^= 1
     target.write_bytes(data)

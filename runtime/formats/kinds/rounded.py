@@ -31,7 +31,7 @@ def _row_bytes(way: int, num_columns: int) -> float:
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
     """See `Method`."""
     for name in ROUNDED:
-        tensors = paired(tensors, name, SCALES, partial(_weight, name))
+        tensors = paired(tensors, quantization, name, SCALES, partial(_weight, name))
     return tensors
 
 

@@ -31,7 +31,7 @@ def _row_bytes(num_columns: int) -> float:
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
     """See `Method`."""
-    return paired(tensors, WINDOW4, ESCAPES, _weight)
+    return paired(tensors, quantization, WINDOW4, ESCAPES, _weight)
 
 
 def _weight(body: TensorSlice, escapes: TensorSlice) -> TensorSlice:
