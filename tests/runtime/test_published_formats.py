@@ -1,5 +1,6 @@
 """Weights as others have quantised them become the numbers that their format's definition says."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -107,6 +108,17 @@ def test_blocks_of_four_bits_run_on_over_the_ends_of_rows(nested: bool, shape: t
     assert torch.equal(dequantized(rows_of(piece), slice(0, 2)), expected[:2])
 
 
+def test_a_block_of_four_bits_may_be_larger_than_what_it_holds(tmp_path: Path) -> None:
+    def quantise(matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        tensors, numbers = four_bits(matrix)
+        leaf = "weight.quant_state.bitsandbytes__nf4"
+        state = json.loads(bytes(tensors[leaf].tolist())) | {"nested_blocksize": 10**30}
+        return tensors | {leaf: torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)}, numbers
+
+    piece, expected = written(Published(quantise, {"load_in_4bit": True}), tmp_path)
+    assert torch.equal(dequantized(rows_of(piece), slice(None)), expected)
+
+
 OF_OTHER_FACTORS = {"mxfp8-quantized", "fbgemm_fp8", "bitsandbytes fp4"}  # than are usual in their storage format
 
 
@@ -157,6 +169,14 @@ CHANGES: dict[str, tuple[str, str, torch.Tensor, str]] = {
     "no shape": ("pack-quantized", "weight_shape", torch.tensor([], dtype=torch.int64), "no packing of 4 or 8 bits"),
     "no state": (
         "bitsandbytes nf4", "weight.quant_state.bitsandbytes__nf4", torch.zeros(3, dtype=torch.uint8),
+        "does not describe a matrix",
+    ),
+    "endless rows": (
+        "bitsandbytes nf4", "weight.quant_state.bitsandbytes__nf4",
+        torch.tensor([*b'{"shape": [Infinity, 1], "blocksize": 64}'], dtype=torch.uint8), "does not describe a matrix",
+    ),
+    "brackets": (
+        "bitsandbytes nf4", "weight.quant_state.bitsandbytes__nf4", torch.tensor([*b"[" * 10**5], dtype=torch.uint8),
         "does not describe a matrix",
     ),
     "nothing nested": ("bitsandbytes nf4", "weight.absmax", torch.zeros(72), "is F32; U8 is wanted"),

@@ -109,7 +109,9 @@ def _of_four_bits(module: ModuleTensors, name: str) -> TensorSlice:
     height, width, block, nested, offset = _state(state_tensor)
     if width % 2 or words.num_bytes * 2 != height * width:
         raise refuse(f"{words.name!r} has {words.num_bytes} bytes for {height} rows of {width} numbers", READABLE)
+    block = min(block, height * width)  # a larger one holds no more, and may be larger than any integer of torch's
     num_blocks = -(-height * width // block)
+    nested = min(nested, num_blocks)
     pairs = [(CODES, "weight.quant_map", "F32", 16), (SCALES, "weight.absmax", "U8" if nested else "F32", num_blocks)]
     if nested:
         pairs += [
@@ -139,7 +141,7 @@ def _state(tensor: TensorSlice) -> tuple[int, int, int, int, float]:
         height, width = values["shape"]
         nested, offset = values.get("nested_blocksize", 0), values.get("nested_offset", 0.0)
         found = int(height), int(width), int(values["blocksize"]), int(nested), float(offset)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{tensor.file}: {tensor.name!r} does not describe a matrix of 4 bits") from error
     if min(found[:3]) < 1 or found[3] < 0:
         raise CheckpointError(f"{tensor.file}: {tensor.name!r} has sizes below 1")
