@@ -196,6 +196,13 @@ def test_a_tensor_that_cannot_be_right_is_named(what: str, tmp_path: Path) -> No
         pair_companions(read_header(tmp_path / "a.safetensors"), PUBLISHED[name].config)
 
 
+def test_blocks_of_experts_that_are_no_bytes_are_refused(tmp_path: Path) -> None:
+    tensors = {"w_blocks": torch.zeros(2, N, 3, 16), "w_scales": torch.zeros(2, N, 3, dtype=torch.uint8)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: 'w_blocks' is F32; U8 is wanted"):
+        pair_companions(read_header(tmp_path / "a.safetensors"), {"quant_method": "mxfp4"})
+
+
 def test_factors_may_be_those_of_columns_and_of_a_stack(tmp_path: Path) -> None:
     numbers = torch.rand(3, N, K).to(torch.float8_e4m3fn)
     for shape in ((3, 1, K), (3, N, 1), (3, N)):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
+from ...errors import CheckpointError
 from ...linear.rows import Rows
 from ...plan.shape.shapes import TensorSlice
 from ..scaled_rows import SCALES, scaled_rows, with_factors
@@ -32,6 +33,8 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
 
 
 def _scaled(blocks: TensorSlice, scales: TensorSlice) -> TensorSlice:
+    if blocks.dtype != "U8":
+        raise CheckpointError(f"{blocks.file}: {blocks.name!r} is {blocks.dtype}; U8 is wanted, two numbers in a byte")
     shape = (*blocks.shape[:-2], prod(blocks.shape[-2:]) * 2)
     numbers = replace(blocks, dtype="F4", format=NAME, shape=shape, is_transposed=True)
     return with_factors(numbers, scales, 1, BLOCK_COLUMNS)
