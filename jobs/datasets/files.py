@@ -40,7 +40,9 @@ KIND_OF_ENDING = {
     ".parquet": "parquet",
 }
 KIND_NAMES = {"csv": "CSV", "jsonl": "JSON", "parquet": "Parquet"}
-COPIES: ContextVar[str | None] = ContextVar("COPIES", default=None)  # `offload.cache_dir` of the run whose rows are read
+COPIES: ContextVar[str | None] = ContextVar(
+    "COPIES", default=None
+)  # `offload.cache_dir` of the run whose rows are read
 
 
 def require_there(path: str, key: str = "path") -> Path:

@@ -2,7 +2,7 @@
 
 mutate.py       from bytes and from JSON to what is nearly that
 target.py       what a target is: cases made from a number, and what is done with one
-headers.py datasets.py checkpoints.py runs.py     the targets
+headers.py datasets.py checkpoints.py weights.py grammars.py runs.py     the targets
 child.py        runs cases of one target in a process of its own
 watch.py        starts children, ends one that hangs, counts
 

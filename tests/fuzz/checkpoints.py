@@ -46,6 +46,9 @@ TEMPLATES = (
     "{{ messages|attr('__class__') }}", "{{ raise_exception('no') }}", "{{ cycler.__init__.__globals__.os }}",
     "{% set x = namespace(a='b') %}{% for i in range(60) %}{% set x.a = x.a + x.a %}{% endfor %}{{ x.a }}",
     "{{ '%1000000000d' % 1 }}", "{{ 'a'.center(3000000000) }}", "{{ ('a'*99999)|wordwrap(1) }}",
+    "{{ raise_exception('x' * 3000000) }}", "{{ '\\ud800' }}", "{{ raise_exception('\\ud800\\n') }}",
+    "{{ range(9)|random }}", "{% include '/etc/passwd' %}", "{{ lipsum.__globals__['os'] }}",
+    "{{ '{0.__class__}'.format(messages) }}", "{{ 10**5000 }}",
 )  # fmt: skip
 
 
