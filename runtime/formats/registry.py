@@ -52,7 +52,7 @@ def require_readable(method: str) -> None:
     """Raises CheckpointError for a method that no format has."""
     if method not in METHODS:
         raise CheckpointError(
-            f"model.path: its weights are quantised by {method!r}, which cannot be read. Can be: "
+            f"model.path: its weights are quantised by {method!r:.80}, which cannot be read. Can be: "
             f"{', '.join(sorted(METHODS))}, GGUF (model.path=FILE.gguf) and the unquantised checkpoint; most models "
             "have one"
         )

@@ -7,11 +7,13 @@ from ..errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+MOST_SHOWN = 400  # characters of what a config says
 UNQUANTISED = "the unquantised checkpoint; most models have one"
 
 
 def refuse(what: str, readable: str) -> CheckpointError:
     """Returns the error for a variant that cannot be read, with what can be in its place."""
+    what = what if len(what) <= MOST_SHOWN else f"{what[:MOST_SHOWN]}..."
     return CheckpointError(f"model.path: {what}, which cannot be read. Can be: {readable}, and {UNQUANTISED}")
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.errors import CheckpointError
-from runtime.formats.registry import FORMATS, pair_companions
+from runtime.formats.registry import FORMATS, pair_companions, require_readable
 from runtime.linear.rows import Rows
 from runtime.linear.stored import StoredWeight
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
@@ -271,3 +271,16 @@ def test_columns_are_in_the_groups_that_their_tensor_says_where_the_config_says_
     found = pair_companions(read_header(tmp_path / "a.safetensors"), UNSAID[name])
     for module, right in numbers.items():
         assert torch.equal(load_tensor(found[f"{module}weight"]), right), module
+
+
+@pytest.mark.parametrize(
+    "config", [{"quant_method": "gptq", "checkpoint_format": "x" * 10**4}, {"quant_method": "y" * 10**4}]
+)
+def test_what_a_config_says_is_not_told_whole(config: Mapping[str, object]) -> None:
+    def read() -> None:
+        require_readable(str(config["quant_method"]))
+        pair_companions({}, config)
+
+    with pytest.raises(CheckpointError, match=r"which cannot be read\. Can be: ") as caught:
+        read()
+    assert len(str(caught.value)) < 1000
