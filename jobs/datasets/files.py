@@ -40,9 +40,7 @@ KIND_OF_ENDING = {
     ".parquet": "parquet",
 }
 KIND_NAMES = {"csv": "CSV", "jsonl": "JSON", "parquet": "Parquet"}
-COPIES: ContextVar[str | None] = ContextVar(
-    "COPIES", default=None
-)  # `offload.cache_dir` of the run whose rows are read
+COPIES: ContextVar[str | None] = ContextVar("COPIES", default=None)  # `offload.cache_dir` of the run that reads rows
 
 
 def require_there(path: str, key: str = "path") -> Path:

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 from runtime.config import ModelConfig
 from runtime.engine.sampling.detokenizer import Detokenizer
 from runtime.errors import ConfigError
-from runtime.origin.location import find_checkpoint, load_tokenizer
-from runtime.store.checkpoint import open_checkpoint
+from runtime.origin.location import find_tokenizer
 
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 
@@ -81,8 +80,7 @@ class Tokens:
 
     @cached_property
     def _detokenizer(self) -> Detokenizer:
-        checkpoint = open_checkpoint(find_checkpoint(self.model, self.cache_dir))
-        tokenizer = load_tokenizer(self.model.tokenizer, checkpoint, self.cache_dir)
+        tokenizer = find_tokenizer(self.model, self.cache_dir)
         if tokenizer is None:
             raise ConfigError("log-probabilities in OpenAI's form have texts of tokens: set model.tokenizer")
         return Detokenizer(tokenizer)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from runtime.devices.told_plan import end_sessions
+from runtime.engine.sampling.detokenizer import Detokenizer
 from runtime.errors import ConfigError
+from runtime.origin.location import find_tokenizer
 from runtime.ranks.ranks import Ranks
 
 from ..config.settings import GenerateConfig, run_directory
@@ -38,7 +40,7 @@ def converse(
         outcome = perform(_task(config, rows, turn, num_turns), config, should_stop, start, ranks)
         yield outcome
         if turn < num_turns:
-            answers = _answers(outcome)
+            answers = _answers(outcome, config)
             if ranks is not None:
                 end_sessions(ranks)
                 ranks.tell({ANSWERS: answers})
@@ -78,11 +80,25 @@ def _columns(row: Row, turn: int) -> dict[str, Json]:
     return {**own, TURN: turn}
 
 
-def _answers(outcome: Outcome) -> Mapping[str, Mapping[str, str | None]]:
-    """The completion or the error of each row, by id; parts are verified. Raises DamagedRunError."""
+def _answers(outcome: Outcome, config: GenerateConfig) -> Mapping[str, Mapping[str, str | None]]:
+    """What the next prompts hold of each row, by id: its answer as a message's `content`, or its error. Parts are
+    verified. Raises DamagedRunError.
+
+    A SentencePiece tokenizer makes a space of the first token behind a prompt and none of a text's first token.
+    Templates of such models write that space themselves (Mistral's), so a message begins without it: else the next
+    turn's prompt would have two, and other tokens than the model has written.
+    """
     (run,) = find_runs([str(outcome.directory)], "run")
-    parts = [run.read_part(block).select(["id", "completion", "error"]) for block in sorted(run.parts)]
-    return {row["id"]: row for part in parts for row in part.to_pylist()}
+    columns = ["id", "completion", "error", "token_ids"]
+    rows = [row for block in sorted(run.parts) for row in run.read_part(block).select(columns).to_pylist()]
+    spaced = [row for row in rows if (row["completion"] or "").startswith(" ")]
+    tokenizer = find_tokenizer(config.model, config.offload.cache_dir) if spaced else None
+    if tokenizer is not None:
+        texts = Detokenizer(tokenizer)
+        for row in spaced:
+            if not texts.decode(row["token_ids"]).startswith(" "):
+                row["completion"] = row["completion"][1:]
+    return {row["id"]: {"content": row["completion"], "error": row["error"]} for row in rows}
 
 
 def _continued(rows: Sequence[Row], turn: int, answers: Mapping[str, Mapping[str, str | None]]) -> list[Row]:
@@ -95,7 +111,7 @@ def _next(row: Row, turn: int, answer: Mapping[str, str | None]) -> Row:
     error = answer.get("error")
     if row.error is not None or error is not None:
         return replace(row, messages=None, later_turns=tuple(later), error=row.error or _why(turn, error))
-    messages = [*(row.messages or []), {"role": "assistant", "content": answer.get("completion")}]
+    messages = [*(row.messages or []), {"role": "assistant", "content": answer.get("content")}]
     return replace(row, messages=[*messages, {"role": "user", "content": said}], later_turns=tuple(later))
 
 

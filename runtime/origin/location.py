@@ -26,7 +26,7 @@ from ..foreign import deepseek_moe
 from ..remote.copies import local_copy
 from ..remote.object_store import ObjectStore
 from ..remote.patience import Patience, never
-from ..store.checkpoint import Checkpoint, is_gguf
+from ..store.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from ..store.gguf import read_gguf
 from ..store.json_object import JsonObject, read_json_object
 from ..store.weight_files import INDEX_SUFFIX, SINGLE, find_weights, is_index, names_below, shards_of, unreadable
@@ -179,6 +179,11 @@ def _read_gguf_config(path: Path) -> PreTrainedConfig:
         if width is not None and hasattr(config, attribute):
             setattr(config, attribute, width)
     return config
+
+
+def find_tokenizer(config: ModelConfig, cache_dir: str | None) -> PreTrainedTokenizerBase | None:
+    """A model's tokenizer without the model; None when it has none."""
+    return load_tokenizer(config.tokenizer, open_checkpoint(find_checkpoint(config, cache_dir)), cache_dir)
 
 
 def load_tokenizer(

@@ -1,6 +1,7 @@
 """Chats of several turns: each turn's prompts hold our answers to those before, however often the run was stopped."""
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from tests.jobs.killing import start_job
 from tests.jobs.rank_loop import end_of, free_port, rank_alone
 from tests.processes import PROCESSES
 from tests.support import Reference
+from tests.tokenizer_kinds import tokenizer_of
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 TEMPLATE = (
@@ -106,6 +108,25 @@ def test_each_turn_is_asked_behind_the_answers_to_those_before(tmp_path: Path, m
         f"{id}-{turn}": (rows[id, turn]["num_prompt_tokens"], rows[id, turn]["token_ids"]) for id, _, turn in spoken
     }
     assert [outcome.exit_code for outcome in outcomes] == [3, 3, 0]
+
+
+def test_an_answer_goes_on_without_the_space_that_a_template_writes_itself(
+    tmp_path: Path, reference: Callable[[str], Reference]
+) -> None:
+    model, tokenizer = tmp_path / "model", tokenizer_of("llama2")
+    shutil.copytree(reference("llama").directory, model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    config = config_for(tmp_path, str(model), "sampling.choice=[' yes']")
+    list(converse(config, never))
+    rows = rows_of(config)
+    assert rows["81", 1]["completion"] == " yes"
+    chat = [{"role": "user", "content": "Say a word."}, {"role": "assistant", "content": "yes"}]
+    asked = tokenizer.apply_chat_template([*chat, {"role": "user", "content": "And another."}], return_dict=False)
+    assert rows["81", 2]["num_prompt_tokens"] == len(asked)
 
 
 def test_a_chat_whose_first_turn_failed_has_error_rows_behind_it(whole: Whole) -> None:

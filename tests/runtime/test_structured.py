@@ -492,7 +492,7 @@ def test_a_sentencepiece_tokenizer_with_merges_and_byte_fallback_is_followed(tmp
 
 
 CHOICES = ["    return 1", " yes", "yes", "  x\n  y", " déjà vu", "京都 €"]
-STRUCTURES: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
+SPELLED_OUT: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
     "choice": ({"choice": CHOICES}, lambda text: text in CHOICES),
     "one choice": ({"choice": [" yes"]}, lambda text: text == " yes"),
     "regex": ({"regex": " {2}[a-c]{3}\\.?"}, lambda text: re.fullmatch(" {2}[a-c]{3}\\.?", text)),
@@ -519,13 +519,13 @@ def test_a_run_gives_a_choice_with_its_spaces_and_prompt_and_completion_are_the_
 
 
 # WordPiece has no words of several spaces, or for quotes beside letters.
-SPELLABLE = [(kind, name) for kind in EVEN for name in STRUCTURES if kind != "wordpiece" or name == "one choice"]
+SPELLABLE = [(kind, name) for kind in EVEN for name in SPELLED_OUT if kind != "wordpiece" or name == "one choice"]
 
 
 @pytest.mark.parametrize(("kind", "structure"), SPELLABLE)
 def test_text_comes_out_as_it_was_asked_with_every_kind_of_tokenizer(kind: str, structure: str) -> None:
     """Leading spaces included, behind a text and where one begins. A grammar's tokens are those of a random model."""
-    tokenizer, (settings, fits) = tokenizer_of(kind), STRUCTURES[structure]
+    tokenizer, (settings, fits) = tokenizer_of(kind), SPELLED_OUT[structure]
     sampling = SamplingConfig(**settings)
     sampler = Sampler(sampling, vocab_size=len(tokenizer), eos_token_ids=frozenset([EOS_ID]), tokenizer=tokenizer)
     grammar, detokenizer, generator = grammar_of(sampling), Detokenizer(tokenizer), torch.Generator().manual_seed(1)

@@ -62,7 +62,8 @@ class Choice:
 
     def _binding_words(self) -> str:
         parts = [f"{resource.value} {s:.3g} s" for resource, s in self.busy_seconds.items() if s]
-        roofline = "" if self.binding is self.roofline_binding else f", and {self.roofline_binding.value} is the limit"
+        is_same = self.binding is self.roofline_binding
+        roofline = "" if is_same else f"; of such a pass alone {self.roofline_binding.value} would be"
         return f"{self.binding.value} is the limit; by the roofline a decode pass takes {', '.join(parts)}{roofline}"
 
     def _turning_words(self) -> str:

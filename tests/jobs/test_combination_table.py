@@ -1,6 +1,6 @@
 """docs/combinations.md: which features go together is what the code's own checks say, pair by pair.
 
-`python -m tests.jobs.test_combinations` prints the page as it should be.
+`python -m tests.jobs.test_combination_table` prints the page as it should be.
 """
 
 import sys
@@ -30,7 +30,7 @@ from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.support import synthesize
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "combinations.md"
-BEGIN = "<!-- made by python -m tests.jobs.test_combinations -->\n"
+BEGIN = "<!-- made by python -m tests.jobs.test_combination_table -->\n"
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ROWS = ("dataset.kind=jsonl", "dataset.path=rows.jsonl")
 PROMPT = [5, 6, 7]
