@@ -1,15 +1,19 @@
-"""A run of long answers that is ended again and again: its model, its prompts, and what it came to."""
+"""A run that is ended again and again: its model, its rows, and what it came to."""
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from jobs.config.settings import GenerateConfig
+from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, run_directory
 from jobs.datasets import DatasetConfig
 from jobs.datasets.config import DatasetKind
+from jobs.run.encoding import encode
+from jobs.run.generation import Outcome, generate
 from jobs.run.run_dir import RunDirectory
+from jobs.run.scoring import score
 from runtime.config import (
     Admission,
     DType,
@@ -26,13 +30,17 @@ from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.generations import read_generations
 from tests.support import synthesize
 
+CONFIGS = {"generate": GenerateConfig, "score": ScoreConfig, "encode": EncodeConfig}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One block of `num_rows` sequences, or where they come and go two of half as many. `checkpoint_seconds`: of each
-    start."""
+    """One block of `num_rows` sequences, or where they come and go two of half as many; of prompts that are only read
+    (`score`, `encode`), and in windows of `window_rows`, blocks of three. `checkpoint_seconds`: of each start."""
 
     home: Path
+    job: str = "generate"
+    window_rows: int | None = None
     family: str = "llama"
     kv: KVTier = KVTier.auto
     checkpoint_seconds: float = 0.3
@@ -41,8 +49,15 @@ class Case:
     begin_alike: bool = False
     admission: Admission = Admission.wave
 
+    def run(self, name: str, should_stop: Callable[[], bool]) -> Outcome:
+        """A start of the run up to its end."""
+        config = self.config(name)
+        if isinstance(config, ScoreConfig):
+            return score(config, should_stop)
+        return encode(config, should_stop) if isinstance(config, EncodeConfig) else generate(config, should_stop)
+
     def config(self, name: str) -> GenerateConfig:
-        return GenerateConfig(
+        return CONFIGS[self.job](
             run=name,
             output_root=str(self.home),
             model=ModelConfig(name="test", path=str(self.home / self.family), dtype=DType.float32),
@@ -53,6 +68,7 @@ class Case:
                 kind=PolicyKind.fixed,
                 micro_batch_size=-(-self.num_rows // (3 * self.num_blocks)),
                 num_micro_batches=3,
+                prefill_chunk_tokens=16 if self.reads else None,
                 admission=self.admission,
             ),
             sampling=SamplingConfig(max_new_tokens=self.num_new_tokens, ignore_eos=True),
@@ -60,29 +76,51 @@ class Case:
         )
 
     @property
+    def reads(self) -> bool:
+        """Whether prompts are read and no token is generated."""
+        return self.job != "generate"
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether its rows are drawn ones, which begin alike, and not the bundled prompts."""
+        return self.begin_alike or self.reads or self.window_rows is not None
+
+    @property
     def num_blocks(self) -> int:
+        if self.reads or self.window_rows is not None:
+            return -(-self.num_rows // 3)
         return 1 if self.admission is Admission.wave else 2
 
     def dataset(self) -> DatasetConfig:
-        if not self.begin_alike:
+        if not self.has_own_rows:
             return DatasetConfig(limit=self.num_rows)
-        return DatasetConfig(kind=DatasetKind.jsonl, path=str(self.home / "alike.jsonl"))
+        return DatasetConfig(
+            kind=DatasetKind.jsonl, path=str(self.home / "rows.jsonl"), window_rows=self.window_rows, id_field="name"
+        )
 
     def make_inputs(self) -> None:
-        """The model, and prompts of two tasks behind the same instructions, which are drawn."""
+        """The model, and drawn rows: prompts of two tasks behind the same instructions, 400 letters longer where they
+        are only read, each with two targets."""
         directory = synthesize(self.family, self.home / self.family)
         byte_level_tokenizer(640).save_pretrained(directory)
         drawn = random.Random(1)
         stem, *tasks = ("".join(drawn.choices("abcdefgh ", k=50)) for _ in range(3))
-        own = ("".join(drawn.choices("abcdefgh ", k=drawn.randint(1, 30))) for _ in range(self.num_rows))
-        prompts = [stem + tasks[turn % 2] + text for turn, text in enumerate(own)]
-        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-        (self.home / "alike.jsonl").write_text("".join(lines))
+        num_more = 400 if self.reads else 0
+        own = ("".join(drawn.choices("abcdefgh ", k=num_more + drawn.randint(1, 30))) for _ in range(self.num_rows))
+        rows = [
+            {"name": f"row {turn}", "prompt": stem + tasks[turn % 2] + text, "target": [f"{turn} a", f"{turn} bc"]}
+            for turn, text in enumerate(own)
+        ]
+        (self.home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def directory(self, name: str) -> RunDirectory:
-        return RunDirectory(path=self.home / "generate" / name)
+        return RunDirectory(path=run_directory(self.config(name)))
 
-    def tokens(self, name: str) -> Mapping[str, list[int]]:
-        table = read_generations(self.directory(name))
-        assert len(set(table["id"].to_pylist())) == table.num_rows == self.num_rows, "not each row once"
-        return dict(zip(table["id"].to_pylist(), table["token_ids"].to_pylist(), strict=True))
+    def rows(self, name: str) -> Mapping[tuple[str, int], dict[str, Any]]:
+        """What the run has committed, by row and by target of a row, each once."""
+        index = "target_index" if self.job == "score" else "sample_index"
+        rows = read_generations(self.directory(name)).to_pylist()
+        found = {(row["id"], row[index]): row for row in rows}
+        num_each = 2 if self.job == "score" else 1
+        assert len(found) == len(rows) == self.num_rows * num_each, "not each row once"
+        return found

@@ -1,9 +1,11 @@
-"""Ends runs of one long block again and again, at any moment, and holds what they come to against a run that nothing
-ended: python -m tests.jobs.kill_loop kills=40 stops=20 family=llama kv=auto seconds=0.3 prompts=shared admission=wave
+"""Ends runs again and again, at any moment, and holds what they come to against a run that nothing ended:
+python -m tests.jobs.kill_loop kills=40 stops=20 family=llama kv=auto seconds=0.3 prompts=shared admission=wave
 
-`family`: llama goes in packed lanes, bloom in padded ones, t5 behind an encoder. `prompts`: bundled ones, or such as
-begin alike. With `admission=continuous` there are two blocks, and as many seats as one has. What a kill may cost is
-the time since the run was last saved; what a stop may cost is a pass, so that no token is recorded twice.
+`job`: generate, whose run is one long block, score or encode, in several. `windows`: how many of the 12 rows are read
+at a time; null is all. `family`: llama goes in packed lanes, bloom in padded ones, t5 behind an encoder. `prompts`:
+bundled ones, or such as begin alike. With `admission=continuous` there are two blocks, and as many seats as one has.
+What a kill may cost is the time since the run was last saved; what a stop may cost is a pass, so that no token is
+recorded twice. Where prompts are only read it may be the block.
 """
 
 import logging
@@ -20,7 +22,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from jobs.config.signals import StopFlag
-from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
 from runtime.config import Admission, KVTier
 from runtime.errors import Interrupted
@@ -45,7 +46,7 @@ class Tally:
         oldest = max(self.ages_seconds, default=0)
         return (
             f"{self.num_kills} kills, {self.num_stops} stops in {self.num_runs} runs, which went on inside a block "
-            f"{self.num_resumed_inside} times; rows and tokens equal; at most {oldest:.2f} s since the last save at a "
+            f"{self.num_resumed_inside} times; rows equal; at most {oldest:.2f} s since the last save at a "
             f"kill, longest pass {self.longest_pass_seconds:.2f} s"
         )
 
@@ -54,15 +55,15 @@ def loop(case: Case, *, num_kills: int, num_stops: int, seed: int = 0) -> Tally:
     """Raises AssertionError where a run came to anything else than the one that nothing ended."""
     moments, tally = random.Random(seed), Tally()
     case.make_inputs()
-    generate(case.config("whole"), lambda: False)
-    expected = case.tokens("whole")
+    case.run("whole", lambda: False)
+    expected = case.rows("whole")
     passes = pq.read_table(case.directory("whole").throughput)
-    assert (sum(passes["spared_tokens"].to_pylist()) > 0) == case.begin_alike
+    assert case.reads or (sum(passes["spared_tokens"].to_pylist()) > 0) == case.has_own_rows
     while tally.num_kills < num_kills or tally.num_stops < num_stops:
         name = f"ended-{tally.num_runs}"
         while not _ended(case, name, tally, moments, num_kills, num_stops):
             pass
-        assert case.tokens(name) == expected, f"{name} came to other tokens"
+        assert case.rows(name) == expected, f"{name} came to other rows"
         _audit(case, name, tally)
     return tally
 
@@ -70,12 +71,12 @@ def loop(case: Case, *, num_kills: int, num_stops: int, seed: int = 0) -> Tally:
 def _ended(case: Case, name: str, tally: Tally, moments: random.Random, num_kills: int, num_stops: int) -> bool:
     """One start; True where it came to its end."""
     begin, run = time.time(), case.directory(name)
-    tally.num_resumed_inside += case.admission is Admission.continuous and bool(_saved(run))
+    tally.num_resumed_inside += case.admission is Admission.continuous and bool(_checkpoints(run))
     process = PROCESSES.Process(target=_start, args=(case, name))
     process.start()
     is_last = tally.num_kills >= num_kills and tally.num_stops >= num_stops
     if not is_last:
-        _wait(process, run, begin, moments)
+        _wait(process, run, begin, moments, most_seconds=1.6 / (1 + case.num_blocks))
     if is_last or not process.is_alive():
         process.join()
         assert process.exitcode == 0, f"ended with {process.exitcode}"
@@ -85,14 +86,16 @@ def _ended(case: Case, name: str, tally: Tally, moments: random.Random, num_kill
     return False
 
 
-def _wait(process: BaseProcess, run: RunDirectory, begin: float, moments: random.Random) -> None:
-    """Mostly until something was saved, and then some; now and then any moment from the start on."""
+def _wait(
+    process: BaseProcess, run: RunDirectory, begin: float, moments: random.Random, *, most_seconds: float
+) -> None:
+    """Mostly until something was saved, and then up to `most_seconds`; now and then any moment from the start on."""
     if moments.random() < 0.2:
         process.join(moments.uniform(0, 3))
         return
     while process.is_alive() and _saved_at(run, begin) == begin:
         time.sleep(0.005)
-    process.join(moments.uniform(0, 0.8))
+    process.join(moments.uniform(0, most_seconds))
 
 
 def _end(process: BaseProcess, number: signal.Signals, run: RunDirectory, begin: float, tally: Tally) -> None:
@@ -112,14 +115,14 @@ def _end(process: BaseProcess, number: signal.Signals, run: RunDirectory, begin:
 
 
 def _saved_at(run: RunDirectory, begin: float) -> float:
-    return max([begin, *_saved(run)])
-
-
-def _saved(run: RunDirectory) -> list[float]:
-    """When each checkpoint of the run was written; what goes meanwhile is none."""
+    """When a checkpoint or a part of the run was last written; `begin` where that was earlier, or they go meanwhile."""
     with suppress(FileNotFoundError):
-        return [path.stat().st_mtime for path in run.path.glob("running*")]
-    return []
+        return max([begin, *(path.stat().st_mtime for path in [*_checkpoints(run), *run.generations.glob("part-*")])])
+    return begin
+
+
+def _checkpoints(run: RunDirectory) -> list[Path]:
+    return list(run.path.glob("running*"))
 
 
 def _began_at(run: RunDirectory, begin: float) -> float:
@@ -133,25 +136,28 @@ def _began_at(run: RunDirectory, begin: float) -> float:
 
 def _audit(case: Case, name: str, tally: Tally) -> None:
     run = case.directory(name)
-    part, table = run.generations_part(0), pq.read_table(run.throughput)
-    num_tokens = sum(map(len, case.tokens(name).values()))
-    assert not list(run.path.glob("running*")), "a checkpoint is left"
+    parts, table = sorted(run.generations.iterdir()), pq.read_table(run.throughput)
+    assert not _checkpoints(run), "a checkpoint is left"
     assert not list(run.path.rglob(".*tmp*")), "a temp is left"
-    assert sum(table["useful_tokens"].to_pylist()) == num_tokens, "a token counts twice"
-    indices = table["pass_index"].to_pylist()
+    if not case.reads:
+        num_tokens = sum(len(row["token_ids"]) for row in case.rows(name).values())
+        assert sum(table["useful_tokens"].to_pylist()) == num_tokens, "a token counts twice"
+    indices = list(zip(table["block"].to_pylist(), table["pass_index"].to_pylist(), strict=True))
     assert len(set(indices)) == len(indices), "a pass counts twice"
     tally.num_runs += 1
-    tally.num_resumed_inside += int((pq.read_schema(part).metadata or {}).get(b"millrace.num_stops", b"0"))
+    for part in parts:
+        tally.num_resumed_inside += int((pq.read_schema(part).metadata or {}).get(b"millrace.num_stops", b"0"))
     tally.longest_pass_seconds = max(tally.longest_pass_seconds, *table["seconds"].to_pylist())
     allowed = case.checkpoint_seconds + tally.longest_pass_seconds + SLACK_SECONDS
-    assert max(tally.ages_seconds, default=0) <= allowed, f"{max(tally.ages_seconds):.2f} s were lost"
+    if not case.reads:
+        assert max(tally.ages_seconds, default=0) <= allowed, f"{max(tally.ages_seconds):.2f} s were lost"
 
 
 def _start(case: Case, name: str) -> None:
     """As the job does."""
     try:
         with StopFlag() as stop:
-            generate(case.config(name), stop)
+            case.run(name, stop)
     except Interrupted as error:
         sys.exit(error.exit_code)
 
@@ -162,6 +168,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="millrace-kill-loop-") as home:
         case = Case(
             home=Path(home),
+            job=given.get("job", "generate"),
+            window_rows=None if (rows := given.get("windows", "null")) == "null" else int(rows),
             family=given.get("family", "llama"),
             kv=KVTier(given.get("kv", "auto")),
             checkpoint_seconds=float(given.get("seconds", "0.3")),
@@ -171,7 +179,8 @@ def main() -> None:
         kills, stops, seed = (
             int(given.get(key, default)) for key, default in (("kills", 40), ("stops", 20), ("seed", 0))
         )
-        title = f"{case.family} kv={case.kv.value} admission={case.admission.value}"
+        what = f"{case.job} windows={case.window_rows} {case.family}"
+        title = f"{what} kv={case.kv.value} admission={case.admission.value}"
         print(f"{title}: {loop(case, num_kills=kills, num_stops=stops, seed=seed)}")
 
 
