@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +17,7 @@ ENTRY = np.dtype([("high", np.int64), ("low", np.int64), ("row", np.int64)])
 
 class SeenIds(Closing):
     """A context manager; its files have no name, so that even a kill leaves none. Ids are told apart by 128 bits of
-    Python's own keyed hash, which two different ones share as good as never."""
+    Python's own keyed hash, which two different ones share as good as never. Raises OSError where the disk is full."""
 
     def __init__(self, folder: Path):
         """`folder`: on whose disk the files are."""
@@ -26,7 +26,8 @@ class SeenIds(Closing):
         self._files: list[BinaryIO] = [self._stack.enter_context(file) for file in files]
 
     def close(self) -> None:
-        self._stack.close()
+        with suppress(OSError):  # a full disk takes what is still in buffers as little as what was written before
+            self._stack.close()
 
     def add(self, ids: Sequence[str], first: int) -> None:
         """The ids of rows that follow one another from number `first` on."""

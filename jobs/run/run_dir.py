@@ -150,14 +150,14 @@ def open_run(
         run.path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run.lock, is_shared=is_shared)
     except OSError as error:
-        raise _unusable(run, error) from error
+        raise unusable(run, error) from error
     try:
         if not run.manifest.exists() and not write_json(run.manifest, begun or manifest.to_json(), exclusive=True):
             bound = _bound(run, manifest, begun)  # another process was first
         _make_folders(run)
     except OSError as error:
         lock.release()
-        raise _unusable(run, error) from error
+        raise unusable(run, error) from error
     except BaseException:
         lock.release()
         raise
@@ -224,7 +224,7 @@ def _make_folders(run: RunDirectory) -> None:
     fsync_directory(run.path.parent)
 
 
-def _unusable(run: RunDirectory, error: OSError) -> MillraceError:
+def unusable(run: RunDirectory, error: OSError) -> MillraceError:
     """What no retry can heal is refused (exit 2); what can pass, as a full disk, or a file system that was mounted
     read-only after the run had begun, is resumable (exit 75)."""
     was_writable = error.errno == errno.EROFS and run.manifest.exists()

@@ -24,7 +24,7 @@ from ..files.publishing import JsonValue, json_digest, read_json, write_json
 from .input_digests import InputDigests, digest_files_of_input, digest_input, keep_rows
 from .manifest import FORMAT_WITHOUT_FACTS
 from .output_rows import column_schema, infer_column_schema
-from .run_dir import RunDirectory
+from .run_dir import RunDirectory, unusable
 
 log = logging.getLogger(__name__)
 WINDOW_KEY = "dataset.window_rows"  # among the settings of run.json, of a run in windows alone
@@ -182,7 +182,10 @@ def rows_in_windows(
     survey = _known_survey(run.survey, _survey_key(files, settings))
     if survey is None:
         there = next(folder for folder in directory.absolute().parents if folder.is_dir())
-        survey = make_survey(dataset, windowed, there, should_stop)
+        try:
+            survey = make_survey(dataset, windowed, there, should_stop)
+        except OSError as error:  # of where ids lie meanwhile: what cannot be read of the input is a DatasetError
+            raise unusable(run, error) from error
     return RowsInWindows(
         rows=RowWindows(config=dataset, survey=survey, shard=config.shard, num_rows_each=num_rows_each),
         files=files,

@@ -95,7 +95,7 @@ class Case:
         if not self.has_own_rows:
             return DatasetConfig(limit=self.num_rows)
         return DatasetConfig(
-            kind=DatasetKind.jsonl, path=str(self.home / "rows.jsonl"), window_rows=self.window_rows, id_field="name"
+            kind=DatasetKind["jsonl"], path=str(self.home / "rows.jsonl"), window_rows=self.window_rows, id_field="name"
         )
 
     def make_inputs(self) -> None:

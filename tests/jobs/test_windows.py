@@ -1,10 +1,12 @@
 """A run in windows has the rows of one that holds them all, whatever ends it, and says the same of itself."""
 
+import errno
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +24,14 @@ from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
 from jobs.run.scoring import score
 from runtime.config import Admission, DevicesConfig, PolicyConfig, PolicyKind, SamplingConfig, Way
-from runtime.errors import ConfigError, DamagedRunError, DatasetError, Interrupted, RunMismatchError
+from runtime.errors import (
+    ConfigError,
+    DamagedRunError,
+    DatasetError,
+    Interrupted,
+    OutputError,
+    RunMismatchError,
+)
 from tests.jobs.windowed_input import BAD_ROW, NUM_ROWS, WindowedInput, records
 
 WINDOW, NUM_WINDOWS = 7, 6
@@ -180,6 +189,23 @@ def test_ids_that_repeat_in_another_window_are_refused_by_name_or_dropped(case: 
     case.run("parted", WINDOW, dataset=first)
     assert case.rows("parted") == case.rows("whole")
     assert [row["row_index"] for row in case.rows("parted")] == list(range(NUM_ROWS - 2))
+
+
+def test_where_ids_find_no_room_the_run_can_go_on_and_where_they_may_not_lie_it_is_refused(
+    case: WindowedInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(dir: Path) -> BinaryIO:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Path("/dev/full").open("w+b"))  # noqa: SIM115
+    with pytest.raises(OutputError, match=r"ENOSPC.*output_root="):
+        case.run("run", WINDOW)
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
+    with pytest.raises(ConfigError, match=r"Permission denied.*output_root="):
+        case.run("run", WINDOW)
+    monkeypatch.undo()
+    case.run("run", WINDOW)
+    assert len(case.rows("run")) == NUM_ROWS
 
 
 def test_a_bad_row_is_refused_before_the_run_where_it_is_asked_for(case: WindowedInput) -> None:
