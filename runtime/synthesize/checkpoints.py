@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import difflib
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -24,6 +26,7 @@ from ..units import GIB
 from .random_weights import RandomWeights
 from .tokenizer import byte_level_tokenizer, tokenizer_from
 
+UNFINISHED_FILE = ".unfinished"  # there from the first file on until the last, and locked by who writes
 MARKER_FILE = "synthesis.json"  # written last: the recipe's digest and the size of every file
 _RECIPE_VERSION = 1
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -67,15 +70,15 @@ def synthesize_checkpoint(
     Weights begin in each file at a multiple of `alignment_bytes`, as transformers writes them unless told otherwise.
     Memory: the largest tensor and a few MiB. Token ids of bos, eos and pad become the tokenizer's, unless overridden.
     `progress(done_bytes, total_bytes)` is called before the first tensor and as each is made. Raises ConfigError when
-    `directory` is not empty or the config is impossible, OutputError when it cannot be written.
+    `directory` is not empty or the config is impossible, OutputError when it cannot be written. Where that or a signal
+    ended it, the same call begins anew.
     """
     started = time.monotonic()
     overrides = dict(overrides or {})
     meta_model, tokenizer = _prepare(model, overrides, dtype, tokenizer_path)
     weights = RandomWeights(meta_model, seed)
     shards = plan_shards(weights.specs, max_shard_bytes)
-    with _as_output_error(directory):
-        _claim(directory)
+    with _as_output_error(directory), _claimed(directory):
         tokenizer.save_pretrained(directory)
         _save_configs(meta_model, dtype, directory)
         num_bytes = write_checkpoint(
@@ -97,8 +100,7 @@ def outline_checkpoint(
     answers with what draws them. Takes next to no disk. Raises as `synthesize_checkpoint`."""
     meta_model, tokenizer = _prepare(model_type, overrides, dtype, None)
     weights = RandomWeights(meta_model, seed)
-    with _as_output_error(directory):
-        _claim(directory)
+    with _as_output_error(directory), _claimed(directory):
         tokenizer.save_pretrained(directory)
         _save_configs(meta_model, dtype, directory)
         write_outline(directory, plan_shards(weights.specs, 5 * GIB))
@@ -205,12 +207,27 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         raise ConfigError(f"no {config.model_type} model can be built from this config: {error}") from error
 
 
-def _claim(directory: Path) -> None:
+@contextlib.contextmanager
+def _claimed(directory: Path) -> Iterator[None]:
+    """Makes a directory for what is written in the block, or takes one up whose writer was ended or found no room:
+    weights that it left go first. Raises ConfigError for one that holds anything else."""
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"out={directory} is a file: give a directory that is empty or does not exist")
     directory.mkdir(parents=True, exist_ok=True)
-    if any(directory.iterdir()):
+    unfinished = directory / UNFINISHED_FILE
+    if any(directory.iterdir()) and not unfinished.exists():
         raise ConfigError(f"out={directory} is not empty, and nothing in it will be touched: give another directory")
+    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    with os.fdopen(descriptor, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):  # others: a file system without locks, which keeps nobody out
+                raise ConfigError(f"another process writes to out={directory}: wait for it") from error
+        for left in (*directory.glob("*.safetensors"), *directory.glob(".*.tmp")):
+            left.unlink()
+        yield
+        unfinished.unlink()
 
 
 def _save_configs(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> None:
@@ -246,7 +263,7 @@ def _write_marker(directory: Path, digest: str) -> None:
     marker = {
         "note": "random weights, written by Millrace",
         "recipe": digest,
-        "files": {path.name: path.stat().st_size for path in sorted(directory.iterdir())},
+        "files": {path.name: path.stat().st_size for path in sorted(directory.glob("[!.]*"))},
     }
     temp = directory / f".{MARKER_FILE}.tmp"
     temp.write_text(json.dumps(marker, indent=2) + "\n")

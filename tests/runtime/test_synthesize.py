@@ -1,7 +1,10 @@
 """Synthesised checkpoints load in transformers, decode to varied tokens, and never take the memory of the model."""
 
+import errno
+import fcntl
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, PreTrainedModel
 
-from runtime.errors import CheckpointError, ConfigError
+from runtime.errors import CheckpointError, ConfigError, OutputError
 from runtime.model.families import FAMILIES, Family
 from runtime.probing.meta import build_meta_model
 from runtime.synthesize.checkpoints import (
@@ -208,6 +211,34 @@ def test_what_is_already_there_is_not_touched(is_file: bool, tmp_path: Path) -> 
         synthesize_checkpoint(model="llama", overrides=LLAMA_SIZES, directory=out)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [precious]
     assert precious.read_text() == "mine"
+
+
+def test_where_a_writer_found_no_room_or_was_killed_the_same_call_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(name: str) -> dict[str, bytes]:
+        out = tmp_path / name
+        synthesize_checkpoint(model="llama", overrides=LLAMA_SIZES, directory=out, max_shard_bytes=50_000)
+        return {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(OutputError, match="No space left"):
+            make("out")
+    (tmp_path / "out" / ".model-00007-of-00009.safetensors.tmp").write_bytes(b"of one that was killed")
+    (tmp_path / "out" / "model-00008-of-00009.safetensors").write_bytes(b"of one with smaller shards")
+    assert make("out") == make("whole")
+
+
+def test_two_writers_never_share_a_directory(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished").touch()
+    with (tmp_path / ".unfinished").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process writes"):
+            synthesize_checkpoint(model="llama", overrides=LLAMA_SIZES, directory=tmp_path)
 
 
 def test_random_checkpoint_is_written_once_and_generates(tmp_path: Path) -> None:
