@@ -16,6 +16,7 @@ from runtime.out_of_memory import is_out_of_memory
 log = logging.getLogger(__name__)
 SBATCH, NO_SRUN = "sbatch", 'Could not detect "srun"'  # so says submitit
 NO_HOME = "Could not determine home directory"  # so says pathlib of ~ without a home, and of ~name without such a user
+NO_TEMPORARY = "No usable temporary directory"  # so says tempfile, which torch asks as it is imported
 
 
 @contextmanager
@@ -43,6 +44,11 @@ def told(error: Exception, path: Path | None = None) -> MillraceError:
         return said
     if isinstance(error, RuntimeError) and str(error).startswith(NO_HOME):
         return ConfigError("a path begins with ~, and no home directory is known for it: write the path in full")
+    if any(isinstance(each, FileNotFoundError) and NO_TEMPORARY in str(each) for each in _chain(error)):
+        return ConfigError(
+            "no directory for temporary files can be written: not what TMPDIR names, nor /tmp, /var/tmp and the "
+            "current one. Set TMPDIR to one that can, or make room there"
+        )
     return InternalError(
         f"internal error, a mistake of Millrace's and none of yours: {type(error).__name__}: {_first_line(error)}; "
         f"the traceback is in {_logged(error, path)}: please report it. The same command goes on from what is committed"

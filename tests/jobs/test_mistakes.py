@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,12 @@ def test_a_log_that_is_a_link_or_cannot_be_written_leaves_the_traceback_in_the_j
 def test_a_home_that_nobody_has_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match="write the path in full"), mistakes_logged():
         Path("~nobody-of-this-name/prompts.jsonl").expanduser()
+
+
+def test_a_machine_without_room_for_temporary_files_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    with pytest.raises(ConfigError, match="Set TMPDIR"), mistakes_logged():
+        tempfile.gettempdir()
