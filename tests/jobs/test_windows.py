@@ -1,7 +1,9 @@
 """A run in windows has the rows of one that holds them all, whatever ends it, and says the same of itself."""
 
 import errno
+import io
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -191,13 +193,23 @@ def test_ids_that_repeat_in_another_window_are_refused_by_name_or_dropped(case: 
     assert [row["row_index"] for row in case.rows("parted")] == list(range(NUM_ROWS - 2))
 
 
+class FullDisk(io.FileIO):
+    """A file on a disk that takes nothing."""
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_where_ids_find_no_room_the_run_can_go_on_and_where_they_may_not_lie_it_is_refused(
     case: WindowedInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(dir: Path) -> BinaryIO:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Path("/dev/full").open("w+b"))  # noqa: SIM115
+    def full(dir: Path) -> BinaryIO:
+        return io.BufferedRandom(FullDisk(os.memfd_create("ids"), "r+b"))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(OutputError, match=r"ENOSPC.*output_root="):
         case.run("run", WINDOW)
     monkeypatch.setattr(tempfile, "TemporaryFile", denied)
