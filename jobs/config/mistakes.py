@@ -1,5 +1,6 @@
 """Exceptions that nobody foresaw: a job ends in one line all the same, and what led to it lies in a file."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -49,6 +50,8 @@ def told(error: Exception, path: Path | None = None) -> MillraceError:
             "no directory for temporary files can be written: not what TMPDIR names, nor /tmp, /var/tmp and the "
             "current one. Set TMPDIR to one that can, or make room there"
         )
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return ConfigError(f"{str(error.filename)[:60]!r} ... is longer than a path may be, which no file can have")
     return InternalError(
         f"internal error, a mistake of Millrace's and none of yours: {type(error).__name__}: {_first_line(error)}; "
         f"the traceback is in {_logged(error, path)}: please report it. The same command goes on from what is committed"

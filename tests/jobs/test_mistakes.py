@@ -87,3 +87,8 @@ def test_a_machine_without_room_for_temporary_files_is_refused_with_the_way_out(
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
     with pytest.raises(ConfigError, match="Set TMPDIR"), mistakes_logged():
         tempfile.gettempdir()
+
+
+def test_a_path_that_no_file_can_have_is_refused_by_its_beginning(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'.*' \.\.\. is longer than a path may be"), mistakes_logged():
+        (tmp_path / ("x" * 5000)).exists()
