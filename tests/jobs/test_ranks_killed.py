@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from runtime.config import DevicesConfig, Way
 from tests.jobs.rank_loop import MOMENTS, RESUMABLE, Case, end_of, kill_one, require_equal
 
@@ -18,6 +20,7 @@ def test_whoever_is_killed_whenever_all_end_with_75_and_another_number_of_ranks_
     require_equal(case)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_which_one_is_killed_ends_with_75_and_goes_on_to_the_rows_of_one_process(tmp_path: Path) -> None:
     case = Case(home=tmp_path, way=Way.pipeline)
     assert kill_one(case, 2, 1, MOMENTS["a pass has ended"]) == [RESUMABLE]

@@ -76,7 +76,7 @@ def generated(ranks: Ranks, asked: Sequence[Asked]) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize(("size", "families"), [(2, FAMILIES), (4, KINDS)])
+@pytest.mark.parametrize(("size", "families"), [(2, FAMILIES), pytest.param(4, KINDS, marks=pytest.mark.slow)])
 def test_tokens_of_ranks_are_those_of_transformers_for_all_kinds_of_families(
     size: int, families: Sequence[str], reference: References
 ) -> None:
