@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -35,10 +35,11 @@ from .primitives import (
     store,
 )
 from .squares import turned
+from .target import features
 
 UNIT_ROWS = LANES // 2  # rows of lanes, of which half are other columns
 WORD_COLUMNS = 8  # from the columns of one half of the lanes to those of the other
-HAS_TABLES = bool(binding.get_host_cpu_features().get("avx2"))  # a lane takes any number of a vector
+HAS_TABLES = bool(features().get("avx2"))  # a lane takes any number of a vector
 ROW_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of the eight rows of one of AWQ's words, in bits
 
 

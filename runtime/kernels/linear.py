@@ -20,6 +20,7 @@ from .grouped import UNIT_ROWS
 from .linear_steps import (
     CHAIN_INPUTS,
     MOST_VECTORS,
+    SIDE_ROWS,
     WEIGHT_ROWS,
     add_products,
     numbers_per_word,
@@ -37,7 +38,7 @@ CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
 INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
 BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block, about: 240 KiB at CHAIN_INPUTS
 MOST_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
-TILE_NUMBERS = WEIGHT_ROWS * CHAIN_INPUTS
+TILE_NUMBERS = SIDE_ROWS * CHAIN_INPUTS
 SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * INPUT_ROWS
 
 
@@ -76,6 +77,12 @@ def _sides(num_rows: int) -> int:
         if num_rows * sides <= LANES:
             return sides
     return 1
+
+
+@njit(fastmath=REORDERED)
+def _at_once(sides: int) -> int:
+    """How many rows of w are widened at once."""
+    return SIDE_ROWS if sides > 1 else WEIGHT_ROWS
 
 
 @njit(fastmath=REORDERED)
@@ -140,13 +147,14 @@ def _multiply_tile(
     """Rows of words of w, those of a span of their chunk, times the inputs of a chain of a block. Those side by side
     lie behind the tile. Rows ahead are asked for beside it."""
     k, vector, n, count = chain[0], 0, span[0], span[1] - span[0]
-    num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
+    at_once = _at_once(sides)
+    num_products = (block.last - block.first) * -(-count * block.least // at_once)
     next_at, num_left, apart, group_apart = ahead.at, ahead.num_rows, ahead.apart, ahead.group_apart
     share = -(-num_left // num_products)  # with each of the products
     begin, tile_at = block.first * block.least + min(block.first, block.num_larger), TILE_NUMBERS if sides > 1 else 0
     for g in range(block.first, block.last):
         num_vectors = block.least + (g < block.num_larger)
-        x_at, height = ((begin + vector) * num_words + k * num_vectors) * LANES, WEIGHT_ROWS // num_vectors
+        x_at, height = ((begin + vector) * num_words + k * num_vectors) * LANES, at_once // num_vectors
         for r in range(0, count, height):
             rows, now = min(height, count - r), min(share, num_left)
             own = Place(sums, (vector * CHUNK_ROWS + (n + r) // sides * num_vectors) * LANES)
@@ -259,6 +267,7 @@ def _multiply(
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
     apart, per_word = _row_apart(w, num_weights, packed), numbers_per_word(words)
     num_words, group_apart, sides = K // per_word, _group_apart(packed) * per_word, _sides(num_rows)
+    at_once = _at_once(sides)
     whole, square = num_weights // PAIR_ROWS * PAIR_ROWS, RowsAt(tile, 0, LANES)
     top = begin_items(begun, step)
     while top < whole:
@@ -268,11 +277,11 @@ def _multiply(
             _set_cursors(packed, cursors, top, width)
             for k in range(0, num_words, CHAIN_INPUTS):
                 chain = (k, min(num_words, k + CHAIN_INPUTS))
-                for n in range(0, width, WEIGHT_ROWS):
-                    count = min(WEIGHT_ROWS, width - n)
+                for n in range(0, width, at_once):
+                    count = min(at_once, width - n)
                     _widen_rows(w, K, packed, cursors, n, (top + n, top + n + count), chain, words, tile, bits, sides)
                     next_n, next_k = (n + count, k) if n + count < width else (0, chain[1])
-                    num_next = min(WEIGHT_ROWS, width - next_n) if next_k < num_words and apart else 0
+                    num_next = min(at_once, width - next_n) if next_k < num_words and apart else 0
                     next_at = _place(K, packed, top + next_n, next_k * per_word)
                     ahead, span = Ahead(next_at, num_next, apart, group_apart), (n, n + count)
                     _multiply_tile(words, span, inputs, chain, block, sums, num_words, w, ahead, sides)

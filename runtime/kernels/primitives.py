@@ -12,20 +12,21 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
 from .compiled import FUSED
+from .target import features
 
 Builder: TypeAlias = Any  # llvmlite says too little of its types
 Value: TypeAlias = Any
-LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
+LANES = 16 if features().get("avx512f") else 8
 INT = ir.IntType(32)
 INTS, FLOATS = ir.VectorType(INT, LANES), ir.VectorType(ir.FloatType(), LANES)
-HAS_PAIRS = LANES == 16 and bool(binding.get_host_cpu_features().get("avx512bf16"))  # see `add_pairs`
+HAS_PAIRS = LANES == 16 and bool(features().get("avx512bf16"))  # see `add_pairs`
 ONE, ZERO = np.float32(1), np.float32(0)
 LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
 ROUND = np.float32(1.5 * 2**23)  # added to a small number it leaves the nearest integer in the low bits
@@ -89,6 +90,11 @@ def load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> Va
     else:
         name = f"llvm.masked.load.v{LANES}{'f' if dtype == types.float32 else 'i'}{dtype.bitwidth}.p0"
         vector = call(builder, name, stored, [place, INT(num_bytes), mask, stored(None)])
+    return widen(builder, dtype, vector)
+
+
+def widen(builder: Builder, dtype: Any, vector: Value) -> Value:
+    """float32 of stored numbers, as many as lanes."""
     if dtype == types.uint16:
         return builder.bitcast(builder.shl(builder.zext(vector, INTS), ints(16)), FLOATS)
     if dtype == types.int16:

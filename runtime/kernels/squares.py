@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from .primitives import FLOATS, LANES, Builder, Place, RowsAt, Value, apart_of, first_of, is_equal, load, shuffle, store
 
-SIDES = (4, 2) if LANES == 16 else (2,)  # rows of weights that may lie side by side, the most first
+SIDES = (4, 2)  # rows of weights that may lie side by side, the most first
 
 
 @intrinsic
@@ -45,7 +45,7 @@ def _take_apart(typing: Any, sums: Any, num_sums: Any, sides: Any, out: Any) -> 
 
 
 def by_turns(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Lays out as many vectors: the first lane of each, then the second of each."""
+    """Lays out as many vectors, of numbers of any kind: the first lane of each, then the second of each."""
     if len(vectors) == 1:
         return vectors
     even, odd = by_turns(builder, vectors[::2]), by_turns(builder, vectors[1::2])

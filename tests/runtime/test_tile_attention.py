@@ -112,7 +112,7 @@ def test_the_kernel_is_asked_for_tiles_and_may_refuse(
         return answer
 
     monkeypatch.setattr(unit, "LANES", 16)
-    monkeypatch.setattr(unit.binding, "get_host_cpu_features", lambda: {"amx-bf16": True})
+    monkeypatch.setattr(unit, "features", lambda: {"amx-bf16": True})
     monkeypatch.setattr(unit.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=syscall))
     with caplog.at_level(logging.INFO):
         assert unit.may_use_tiles.__wrapped__() == (answer == 0)
@@ -121,6 +121,6 @@ def test_the_kernel_is_asked_for_tiles_and_may_refuse(
 
 
 def test_a_processor_without_tiles_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unit.binding, "get_host_cpu_features", lambda: {"avx512f": True})
+    monkeypatch.setattr(unit, "features", lambda: {"avx512f": True})
     monkeypatch.setattr(unit.ctypes, "CDLL", lambda name: pytest.fail("asked"))
     assert not unit.may_use_tiles.__wrapped__()

@@ -18,12 +18,13 @@ from functools import cache
 from typing import Any, cast
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import config, types
 from numba.extending import intrinsic
 
 from ..arguments import CHUNK_TOKENS
 from ..primitives import LANES, Builder, Value, call, place_of
+from ..target import features
 from .scratch import PAIRED, TILE_DIMS, TILE_ROWS
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def may_use_tiles() -> bool:
     """Whether the processor has the unit and the kernel lets this process use it, which is asked for once. Without its
     leave the first instruction would end the process."""
     is_native = all(getattr(config, name) is None for name in ("CPU_NAME", "CPU_FEATURES"))  # what numba compiles for
-    if not is_native or LANES != 16 or not binding.get_host_cpu_features().get("amx-bf16"):
+    if not is_native or LANES != 16 or not features().get("amx-bf16"):
         return False
     if ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0:
         return True
