@@ -46,6 +46,7 @@ from .engine.streams import open_streams
 from .engine.tokens import tokenize
 from .errors import ClosedError, require
 from .kept import Kept
+from .measure.contests import known_backends
 from .measure.machine_cache import Host, find_products
 from .model.attention_way import placed
 from .model.followed import as_the_model_says
@@ -62,6 +63,7 @@ from .plan.search.policy import Policy
 from .plan.shape.kv_dtype import keeping_kv
 from .planning import Planner
 from .probing.heads import Head
+from .profiles import BY_RULE, BackendTable
 from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows_of
 from .ranks.ranks import Ranks
 from .scoring import Scored, ScoredDocument, Targets, TargetsLike, ask_scores, cut_documents
@@ -131,10 +133,14 @@ class Runtime(Closing):
         if self._shared is not None:
             self.model = self._shared.joined(self.model, self.config.offload, self.device)
         self._advised: set[str] = set()
+        self._may_compare = False  # linear backends
         self._checked = set[bool]()  # runs without scores, and with
         if not self.device.is_accelerator:
             found = find_products(self.host)
-            found = found if self._shared is None else self._shared.products(found)
+            if self._shared is not None:
+                found = self._shared.products(found)
+            elif found is None:
+                found, self._may_compare = known_backends(self.host), True
             self.model = replace(self.model, backends=found)
             prepare_kernels(self.model)
         elif self.config.policy.attention is Attention.cpu:
@@ -226,6 +232,7 @@ class Runtime(Closing):
             kept=self._kept,
             predicts=self.ranks is None,
             given_budgets=None if self._shared is None else self._shared.budgets,
+            chooses=self._may_compare,
         )
 
     @property
@@ -244,17 +251,24 @@ class Runtime(Closing):
         blocks: tuple[Block, ...] | None = None,
         known: Policy | None = None,
         chunk_tokens: int | None = None,
+        backends: BackendTable | None = None,
         num_halvings: int = 0,
     ) -> RunPlan:
-        """The plan of a run of these requests; see `Planner.plan`. `rates`: None measures them."""
-        return self.planner.plan(
+        """The plan of a run of these requests; see `Planner.plan`. `rates`: None measures them. Sessions multiply from
+        now on as the plan says."""
+        plan = self.planner.plan(
             self.sizes(requests),
             rates=rates,
             blocks=blocks,
             known=known,
             chunk_tokens=chunk_tokens,
+            backends=backends,
             num_halvings=num_halvings,
         )
+        if plan.backends is not None and plan.backends != (self.model.backends or BY_RULE):
+            self.model = replace(self.model, backends=plan.backends)
+            self._may_compare = False
+        return plan
 
     def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
         """`plan` as `rates` show it; see `Planner.revised`."""
@@ -339,6 +353,7 @@ class Runtime(Closing):
         blocks: tuple[Block, ...] | None = None,
         known: Policy | None = None,
         chunk_tokens: int | None = None,
+        backends: BackendTable | None = None,
     ) -> AbstractContextManager[tuple[RunPlan, Session]]:
         """Plans, as `plan` does, and opens a session. Unless the policy is fixed or there are `blocks` of an earlier
         start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more
@@ -357,6 +372,7 @@ class Runtime(Closing):
                 blocks=blocks,
                 known=known,
                 chunk_tokens=chunk_tokens,
+                backends=backends,
                 num_halvings=num_halvings,
             )
             self.planner.announce(found, self._advised)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from .closing import Closing
 from .plan.cost.rates import MachineRates
 from .plan.cost.typical_load import TypicalLoad
+from .profiles import BackendTable
 from .store.reader import Reader
 from .stream.kept_weights import KeptWeights
 
@@ -19,7 +20,7 @@ class Kept(Closing):
         self.weights = KeptWeights()
         self._open_reader = open_reader
         self._reader: Reader | None = None
-        self._rates: list[tuple[TypicalLoad, frozenset[int], MachineRates]] = []
+        self._rates: list[tuple[TypicalLoad, frozenset[int], BackendTable, MachineRates]] = []
 
     def close(self) -> None:
         self.close_reader()
@@ -37,9 +38,10 @@ class Kept(Closing):
             self._reader.close()
             self._reader = None
 
-    def rates(self, load: TypicalLoad, paged: frozenset[int]) -> MachineRates | None:
-        """Rates that were measured for a load that covers this one."""
-        return next((rates for usual, each, rates in self._rates if each == paged and usual.covers(load)), None)
+    def rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable) -> MachineRates | None:
+        """Rates that were measured with these backends for a load that covers this one."""
+        found = (rates for usual, *rest, rates in self._rates if rest == [paged, backends] and usual.covers(load))
+        return next(found, None)
 
-    def keep_rates(self, load: TypicalLoad, paged: frozenset[int], rates: MachineRates) -> None:
-        self._rates.append((load, paged, rates))
+    def keep_rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable, rates: MachineRates) -> None:
+        self._rates.append((load, paged, backends, rates))

@@ -15,6 +15,7 @@ from .config import PolicyKind, RuntimeConfig
 from .errors import BudgetError
 from .kept import Kept
 from .measure.calibrate import measure_rates
+from .measure.contests import compare_backends
 from .measure.machine import device_name
 from .measure.machine_cache import Host, this_host
 from .model.loading import LoadedModel
@@ -30,6 +31,7 @@ from .plan.planner import RunPlan, find_policy, plan_policy, plan_run
 from .plan.schedule.schedule import require_slots
 from .plan.search.candidate import Problem
 from .plan.search.policy import Policy
+from .profiles import BY_RULE, BackendTable
 from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .units import MIB
@@ -37,6 +39,7 @@ from .units import MIB
 log = logging.getLogger(__name__)
 
 MEASURED_LAYERS, MEASURING_BYTES = 4, 256 * MIB  # that measuring holds at most, beside weights that are kept
+COMPARED_SECONDS = 10.0  # of a run's products at the best rate: beside it a comparison of backends is little
 WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it predictions say nothing
 
 
@@ -44,7 +47,8 @@ WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it p
 class Planner:
     """What every plan of one runtime follows from. `open_reader` opens a reader of the model's weights, for measuring.
     `kept`: what an open runtime holds between its calls. `predicts`: whether rates are measured where there are none.
-    `given_budgets`: None is what this machine has.
+    `given_budgets`: None is what this machine has. `chooses`: whether linear backends are compared for a run of some
+    length, as nobody has called `jobs.measure`.
 
     The methods raise ConfigError or BudgetError where what is asked for cannot be, before anything is read.
     """
@@ -56,6 +60,7 @@ class Planner:
     kept: Kept | None = None
     predicts: bool = True
     given_budgets: Budgets | None = None
+    chooses: bool = False
 
     @property
     def host(self) -> Host:
@@ -77,12 +82,18 @@ class Planner:
         blocks: tuple[Block, ...] | None = None,
         known: Policy | None = None,
         chunk_tokens: int | None = None,
+        backends: BackendTable | None = None,
         num_halvings: int = 0,
     ) -> RunPlan:
-        """The plan of requests of these sizes. `rates` are measured where there are none. `blocks`, and `chunk_tokens`
-        of its prompts: of the run that is resumed, the latter as long as they fit; otherwise the policy chooses them.
-        `known`: what a search came to before, which is gone by as long as it fits. `num_halvings` as for
-        `plan_policy`."""
+        """The plan of requests of these sizes. `rates` are measured where there are none. `blocks`, `chunk_tokens` of
+        its prompts and `backends`: of the run that is resumed, the chunks as long as they fit; otherwise the policy
+        chooses them, and the backends are those that are known here or turn out to be faster. `known`: what a search
+        came to before, which is gone by as long as it fits. `num_halvings` as for `plan_policy`."""
+        if backends is not None:
+            begun = replace(self, model=replace(self.model, backends=backends), chooses=False)
+            return begun.plan(
+                sizes, rates=rates, blocks=blocks, known=known, chunk_tokens=chunk_tokens, num_halvings=num_halvings
+            )
         if chunk_tokens is not None and self.config.policy.prefill_chunk_tokens is None:
             begun = replace(self, config=in_chunks(self.config, chunk_tokens))
             try:
@@ -98,22 +109,42 @@ class Planner:
         first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
         for walk in (first.placement.walk, first.placement.decode_walk):
             require_slots(walk, first.num_lanes)
+        given = rates
         if rates is None and sizes and self.predicts:
             rates = self.measured(first, sizes)
         problem = Problem(shape=self.model.shape, config=self.config, budgets=budgets, sizes=sizes, rates=rates)
+        if self.chooses and rates is not None and (table := self._compared(first, sizes, rates)) is not None:
+            return self.plan(sizes, rates=given, blocks=blocks, known=known, backends=table, num_halvings=num_halvings)
         if self.config.policy.kind is PolicyKind.fixed or not sizes:
             kept = blocks if budgets.has_device else first.blocks
-            return plan_policy(problem, blocks=kept, num_halvings=num_halvings)
-        machine = f"{self.config.machine.name} {self.host}"
-        asked = question(machine, self.model.shape, self.config, budgets, sizes)
-        return plan_by_choice(
-            policies_directory(self.config.offload.cache_dir),
-            asked if blocks is None else None,
-            problem,
-            blocks=blocks,
-            num_halvings=num_halvings,
-            known=known,
-        )
+            plan = plan_policy(problem, blocks=kept, num_halvings=num_halvings)
+        else:
+            machine = f"{self.config.machine.name} {self.host}"
+            asked = question(machine, self.model.shape, self.config, budgets, sizes)
+            plan = plan_by_choice(
+                policies_directory(self.config.offload.cache_dir),
+                asked if blocks is None else None,
+                problem,
+                blocks=blocks,
+                num_halvings=num_halvings,
+                known=known,
+            )
+        return replace(plan, backends=None if self.device.is_accelerator else self._backends)
+
+    @property
+    def _backends(self) -> BackendTable:
+        return self.model.backends or BY_RULE
+
+    def _compared(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> BackendTable | None:
+        """Other linear backends than those known here, if a run of some length would be faster with them."""
+        num_tokens = sum(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
+        flops = num_tokens * sum(stage.flops_per_token for stage in self.model.shape.stages)
+        fastest = max([*rates.gemm_flops_per_second.values(), *rates.expert_flops_per_second.values()])
+        if flops < COMPARED_SECONDS * fastest:
+            return None
+        usual = TypicalLoad.of(self.model.shape, micro_batches_of(plan.blocks[0], sizes), chunk_tokens(plan.policy))
+        found = compare_backends(self.model, self.host, usual)
+        return found if found != self._backends else None
 
     def measured(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> MachineRates:
         """The rates of this machine at the sizes that `plan`'s passes have, in about a second; where they are kept, of
@@ -121,7 +152,7 @@ class Planner:
         lanes = micro_batches_of(plan.blocks[0], sizes)
         usual, paged = TypicalLoad.of(self.model.shape, lanes, chunk_tokens(plan.policy)), plan.placement.paged
         if self.kept is not None:
-            if (known := self.kept.rates(usual, paged)) is not None:
+            if (known := self.kept.rates(usual, paged, self._backends)) is not None:
                 return known
             layer_bytes = max(self.model.shape.sizes.slot_bytes(paged))
             self.kept.weights.leave_room(MEASURED_LAYERS * layer_bytes + MEASURING_BYTES, plan.budgets)
@@ -129,7 +160,7 @@ class Planner:
         with self.open_reader() as reader:
             rates = measure_rates(self.model, reader, self.device, usual, paged)
         if self.kept is not None:
-            self.kept.keep_rates(usual, paged, rates)
+            self.kept.keep_rates(usual, paged, self._backends, rates)
         return rates
 
     def revised(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:

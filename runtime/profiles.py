@@ -3,9 +3,11 @@
 Config like that of `config.py`. GB and TFLOP are powers of ten, as data sheets count; GiB are not.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from math import log2
+from typing import Any
 
 from .errors import require
 from .text_field import TextField, enum_field
@@ -184,6 +186,17 @@ class BackendTable:
         nearest = min(range(len(self.rows)), key=lambda i: abs(log2(self.rows[i] / num_rows)))
         return found[nearest]
 
+    def to_plain(self) -> dict[str, object]:
+        """What `from_plain` reads, as JSON can hold it."""
+        by_kind = {kind: [backend.value for backend in found] for kind, found in self.multipliers.items()}
+        return {"rows": self.rows, "multipliers": by_kind}
+
+    @staticmethod
+    def from_plain(values: Mapping[str, Any]) -> "BackendTable":
+        """Raises KeyError, TypeError, ValueError, AttributeError or ConfigError for what is no such thing."""
+        by_kind = {kind: [LinearBackend(name) for name in found] for kind, found in values["multipliers"].items()}
+        return BackendTable(rows=list(values["rows"]), multipliers=by_kind)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
@@ -213,3 +226,6 @@ class MeasureConfig:
 def _require_rising(key: str, rows: list[int]) -> None:
     is_rising = bool(rows) and rows[0] >= 1 and rows == sorted(set(rows))
     require(is_rising, f"{key} must be whole numbers from 1 that rise, got {rows}")
+
+
+BY_RULE = BackendTable(rows=[1], multipliers={})  # knows no product: each goes by the rule

@@ -4,14 +4,17 @@
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
 import pyarrow as pa
 
 from runtime.errors import DamagedRunError, RunMismatchError
+from runtime.measure.machine_cache import Host
+from runtime.profiles import BackendTable
 
 from ..files.publishing import (
     PARQUET_PROBLEMS,
@@ -26,7 +29,9 @@ from ..files.row_digest import is_signed, require_intact, sign
 
 PlanStatus: TypeAlias = Literal["planned", "rejected"]
 CHUNK_TOKENS = b"millrace.prefill_chunk_tokens"  # in the footer of a plan
+BACKENDS = b"millrace.linear_backends"  # there too, with the host that they were chosen on
 Seat: TypeAlias = tuple[int, int, int]  # block, micro-batch, position
+Chosen: TypeAlias = tuple[Host, BackendTable]
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -78,15 +83,16 @@ def fix_plan(
     requests: Sequence[PlannedRequest],
     *,
     chunk_tokens: int | None = None,
+    backends: Chosen | None = None,
     may_lack_digest: bool = False,
 ) -> None:
-    """Publish the plan at `path`, or check that the one already there is the same. `chunk_tokens`: how many tokens of a
-    prompt are to be computed at a time, which a run that goes on keeps to. `may_lack_digest`: as older versions wrote
-    it.
+    """Publish the plan at `path`, or check that the one already there is the same. `chunk_tokens`, how many tokens of a
+    prompt are to be computed at a time, and on the same host `backends` are what a run that goes on keeps to.
+    `may_lack_digest`: as older versions wrote it.
 
     Raises RunMismatchError when it is another plan, DamagedRunError when it cannot be read or was edited, OutputError.
     """
-    if path.exists() or not publish(path, lambda file: _write(requests, chunk_tokens, file), exclusive=True):
+    if path.exists() or not publish(path, lambda file: _write(requests, chunk_tokens, backends, file), exclusive=True):
         _compare(path, read_plan(path, may_lack_digest=may_lack_digest), requests)
 
 
@@ -118,15 +124,30 @@ def read_plan_table(path: Path, *, may_lack_digest: bool = False) -> pa.Table:
 def chunk_tokens_of(path: Path) -> int | None:
     """How many tokens of a lane's prompts the run whose plan is at `path` computes at a time; None where no plan says.
     Raises what `read_plan_table` raises, but for a plan without a digest."""
-    if not path.exists():
-        return None
-    found = (read_plan_table(path, may_lack_digest=True).schema.metadata or {}).get(CHUNK_TOKENS)
+    found = _footer(path).get(CHUNK_TOKENS)
     return int(found) if found is not None else None
 
 
-def _write(requests: Sequence[PlannedRequest], chunk_tokens: int | None, file: BinaryIO) -> None:
+def backends_of(path: Path, host: Host) -> BackendTable | None:
+    """The linear backends that the run whose plan is at `path` goes by, if they were chosen on this host; None where no
+    plan says. Raises what `chunk_tokens_of` raises."""
+    found = _footer(path).get(BACKENDS)
+    values = json.loads(found) if found is not None else {}
+    return BackendTable.from_plain(values["table"]) if values.get("host") == asdict(host) else None
+
+
+def _footer(path: Path) -> Mapping[bytes, bytes]:
+    return (read_plan_table(path, may_lack_digest=True).schema.metadata or {}) if path.exists() else {}
+
+
+def _write(
+    requests: Sequence[PlannedRequest], chunk_tokens: int | None, backends: Chosen | None, file: BinaryIO
+) -> None:
     columns = {name: [getattr(request, name) for request in requests] for name in PLAN_SCHEMA.names}
     metadata = {} if chunk_tokens is None else {CHUNK_TOKENS: str(chunk_tokens).encode()}
+    if backends is not None:
+        host, table = backends
+        metadata[BACKENDS] = json.dumps({"host": asdict(host), "table": table.to_plain()}).encode()
     write_parquet(sign(pa.table(columns, schema=PLAN_SCHEMA), metadata), file)
 
 

@@ -16,6 +16,7 @@ from runtime.errors import DamagedRunError
 from runtime.plan.listing import schedule_text
 from runtime.plan.placement.defaults import chunk_tokens
 from runtime.plan.planner import RunPlan
+from runtime.profiles import BackendTable
 from runtime.session import Session, ignore
 from runtime.trace import Span
 
@@ -26,7 +27,7 @@ from .feedback import Feedback
 from .open_run import Surroundings, generate_blocks
 from .parts import PartInfo, PartStore
 from .passes import PassRow, Start, without_stages
-from .plan_file import PlannedRequest, chunk_tokens_of, fix_plan, read_plan
+from .plan_file import PlannedRequest, backends_of, chunk_tokens_of, fix_plan, read_plan
 from .predicted_spans import PredictedSpans
 from .progress import Progress
 from .requests import Asked, MakeRequests, Read, ask, rejected_rows, seat, unseat
@@ -117,9 +118,10 @@ class WindowRun:
                 blocks=_shifted(unseat(fixed, asked), -self._first_block) if fixed is not None else None,
                 known=(known := feedback.policy if feedback is not None else None),
                 chunk_tokens=chunk_tokens_of(self._plan_path) if known is None else None,
+                backends=self._known_backends(),
             ) as (plan, session):
                 plan = replace(plan, blocks=_shifted(plan.blocks, self._first_block))
-                store = self._seated(asked, plan.blocks, chunk_tokens(plan.policy))
+                store = self._seated(asked, plan.blocks, plan)
                 self._has_planned(is_planner=is_planner)
                 is_planner = False
                 if self._is_generated(session, plan, store, asked, feedback):
@@ -150,6 +152,12 @@ class WindowRun:
                 f"{self._first_block - 1}: put back the one that was there, or choose another directory with run="
             )
         return planned
+
+    def _known_backends(self) -> BackendTable | None:
+        """The linear backends that the run was begun with on this host: those of this window, or of the one before."""
+        before = self._state.directory.window_plan(self._window.number - 1)
+        found = (backends_of(path, self._runtime.host) for path in (self._plan_path, before))
+        return next((table for table in found if table is not None), None)
 
     def _is_generated(
         self, session: Session, plan: RunPlan, store: PartStore, asked: Asked, feedback: Feedback | None
@@ -203,14 +211,20 @@ class WindowRun:
         feedback.restore()
         return feedback
 
-    def _seated(self, asked: Asked, blocks: Sequence[Block], chunk_tokens: int | None) -> PartStore:
+    def _seated(self, asked: Asked, blocks: Sequence[Block], plan: RunPlan | None) -> PartStore:
         """The store of the plan's parts; writes the plan down, or checks it against what is written."""
         planned = seat(asked, blocks, self._first_block)
         store = self._around.store_of(planned)
         if not self._plan_path.exists():
             store.require_seats()
         is_old = self._state.manifest.is_old
-        fix_plan(self._plan_path, planned, chunk_tokens=chunk_tokens, may_lack_digest=is_old)
+        fix_plan(
+            self._plan_path,
+            planned,
+            chunk_tokens=None if plan is None else chunk_tokens(plan.policy),
+            backends=None if plan is None or plan.backends is None else (self._runtime.host, plan.backends),
+            may_lack_digest=is_old,
+        )
         store.copy.keep(self._plan_path)
         return store
 

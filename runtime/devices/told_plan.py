@@ -14,7 +14,7 @@ from ..plan.planner import RunPlan, plan_policy
 from ..plan.search.candidate import Problem
 from ..plan.shape.model import ModelShape
 from ..planning import Planner
-from ..profiles import BackendTable, LinearBackend
+from ..profiles import BackendTable
 from ..ranks.ranks import Ranks
 from .agreement import KIND
 from .messages import Values, digest_of, read_blocks, read_choices
@@ -101,12 +101,8 @@ def _most_pages(requests: Sequence[Request]) -> int:
 
 def backends_told(ranks: Ranks, table: BackendTable | None) -> BackendTable | None:
     """Rank 0's table, so that all ranks make the same products in the same way."""
-    names = {} if table is None else {kind: [each.value for each in row] for kind, row in table.multipliers.items()}
-    told = ranks.exchange({"table": None if table is None else {"rows": table.rows, "names": names}})[0]["table"]
-    if told is None:
-        return None
-    multipliers = {kind: [LinearBackend(name) for name in row] for kind, row in told["names"].items()}
-    return BackendTable(rows=told["rows"], multipliers=multipliers)
+    told = ranks.exchange({"table": None if table is None else table.to_plain()})[0]["table"]
+    return None if told is None else BackendTable.from_plain(told)
 
 
 def end_sessions(ranks: Ranks) -> None:

@@ -36,6 +36,10 @@ class Kind(NamedTuple):
         x, weight = torch.zeros(1, 512, dtype=DTYPES[self.inputs]), torch.zeros(512, 512, dtype=DTYPES[self.stored])
         return fitting(x, [weight])
 
+    def usual(self, num_rows: int) -> LinearBackend:
+        """What the rule takes here."""
+        return default_backend(self.candidates.__contains__, num_rows, DTYPES[self.inputs])
+
     def name(self, backend: LinearBackend, num_rows: int) -> str:
         return f"{backend.value}, {self}, M={num_rows}"
 
@@ -68,9 +72,8 @@ def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> Backend
             names = [kind.name(backend, each) for each in _rows([num_rows])]
             return next(figures[name] for name in reversed(names) if name in figures)
 
-        ways = kind.candidates
-        usual = default_backend(ways.__contains__, num_rows, DTYPES[kind.inputs])
-        best = max(ways, key=lambda backend: figure(backend).value)
+        usual = kind.usual(num_rows)
+        best = max(kind.candidates, key=lambda backend: figure(backend).value)
         is_worth_it = figure(best).value > (1 + WORTHWHILE) * figure(usual).value
         return best if is_worth_it and figure(best).low > figure(usual).high else usual
 

@@ -5,6 +5,7 @@ Weights are taken in turns from so many matrices that none is in a cache when it
 slot that was just filled. M rows, N outputs, K inputs.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -19,7 +20,7 @@ from ..linear.rows import Rows
 from ..linear.stored import StoredWeight
 from ..store.gguf import BLOCKS
 from ..stream.device import ComputeDevice
-from .timing import Probe, Timed
+from .timing import Clock, Probe, Timed
 
 MOST_ROWS_BESIDE = 256  # of kinds that only a person looks at
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -107,6 +108,8 @@ def multiplying(
     batches: Sequence[Sequence[torch.Tensor]],
     device: ComputeDevice,
     multiply: Multiply = F.linear,
+    *,
+    clock: Clock = time.perf_counter,
 ) -> Timed:
     """FLOPs of products with the matrices of one batch, one after the other, each by the input (M, K) at its place; the
     next act takes the next batch. All batches have matrices of the same shapes."""
@@ -116,7 +119,7 @@ def multiplying(
         return [multiply(x_MK, weight) for x_MK, weight in zip(inputs, next(turns), strict=True)][-1]
 
     flops = sum(2.0 * len(x_MK) * weight.numel() for x_MK, weight in zip(inputs, batches[0], strict=True))
-    return Timed(flops, act, device.finish)
+    return Timed(flops, act, device.finish, clock=clock)
 
 
 def product_probes(

@@ -1,4 +1,4 @@
-"""What `jobs.measure` found of this host, kept in the user's cache directory. Loads no torch."""
+"""What `jobs.measure`, and runs before it, found of this host, kept in the user's cache directory. Loads no torch."""
 
 import hashlib
 import json
@@ -7,8 +7,8 @@ import os
 import platform
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 CPU_INFO = Path("/proc/cpuinfo")
 COMPARED = [multiplier.value for multiplier in LinearBackend]
+ISAS = {"amx": "amx_tile", "avx512": "avx512f", "avx2": "avx2"}  # by the flags of Linux, the widest first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Host:
     device: str  # "cpu" where compute is in host memory
     torch: str
     num_threads: int
+    numba: str = ""  # its version; none where it is not installed
+    isa: str = ""  # the instruction set that the CPU's kernels are made for
 
     def answers_to(self, device: str) -> bool:
         """`machine.device`: auto is any."""
@@ -47,19 +50,75 @@ class Host:
         return cache_root() / "machine" / f"{digest[:16]}.json"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """The linear backends of one kind of product at so many rows, as a run compared them in passing: the GFLOP/s of
+    each in its best round so far. `num_times`: how many runs did; `doubt`: why another is to do so again; None: settled
+    until `jobs.measure`. `conditions`: of the last time, for a reader of the file."""
+
+    gflops: dict[str, float]
+    num_times: int
+    doubt: str | None
+    conditions: dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contests:
+    """Those of one host by the names of their products. `kernels` is the digest of the code that they compared."""
+
+    kernels: str
+    found: dict[str, Contest] = field(default_factory=dict)
+
+
 def this_host(device: str, num_threads: int) -> Host:
+    try:
+        numba = version("numba")
+    except PackageNotFoundError:
+        numba = ""
     return Host(
-        hostname=platform.node(), cpu=_cpu_model(), device=device, torch=version("torch"), num_threads=num_threads
+        hostname=platform.node(),
+        cpu=_cpu_model(),
+        device=device,
+        torch=version("torch"),
+        num_threads=num_threads,
+        numba=numba,
+        isa=isa(),
     )
 
 
+def isa() -> str:
+    """The instruction set that kernels are made for: the one that MILLRACE_ISA names, or the widest that the CPU has;
+    empty where none of these is known."""
+    flags = set(_cpu_info("flags").split())
+    widest = next((name for name, flag in ISAS.items() if flag in flags), "")
+    return os.environ.get("MILLRACE_ISA") or widest
+
+
 def keep(host: Host, rates: MeasuredRates, products: BackendTable | None = None) -> None:
-    """Replaces what was kept. Raises OSError."""
-    host.path.parent.mkdir(parents=True, exist_ok=True)
-    temp = host.path.with_name(f".{host.path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    values = {"host": asdict(host), "rates": asdict(rates), "products": products and _plain(products)}
+    """Replaces what was kept, contests too. Raises OSError."""
+    _write(_Kept(host=host, rates=rates, products=products))
+
+
+def keep_contests(host: Host, contests: Contests) -> None:
+    """Puts them beside what was kept of the host. Of two processes that do so at once, one may be forgotten: the next
+    run measures that again. Raises OSError."""
+    kept = _read(host.path) if host.path.exists() else None
+    _write(replace(kept or _Kept(host=host), contests=contests))
+
+
+def _write(kept: "_Kept") -> None:
+    path = kept.host.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    products = None if kept.products is None else {**kept.products.to_plain(), "compared": COMPARED}
+    values = {
+        "host": asdict(kept.host),
+        "rates": kept.rates and asdict(kept.rates),
+        "products": products,
+        "contests": kept.contests and asdict(kept.contests),
+    }
     temp.write_text(json.dumps(values, indent=1) + "\n")
-    temp.replace(host.path)
+    temp.replace(path)
 
 
 def find_latest(device: str = "auto") -> MeasuredRates | None:
@@ -69,7 +128,7 @@ def find_latest(device: str = "auto") -> MeasuredRates | None:
     paths = sorted((cache_root() / "machine").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     found = (kept for path in paths if (kept := _read(path)) is not None)
     mine = (kept for kept in found if (kept.host.hostname, kept.host.cpu) == here and kept.host.answers_to(device))
-    return next((kept.rates for kept in mine), None)
+    return next((kept.rates for kept in mine if kept.rates is not None), None)
 
 
 def find_products(host: Host) -> BackendTable | None:
@@ -79,21 +138,30 @@ def find_products(host: Host) -> BackendTable | None:
     return kept.products if kept is not None else None
 
 
+def find_contests(host: Host, kernels: str) -> Contests:
+    """What runs on exactly this host compared of exactly these kernels."""
+    kept = _read(host.path) if host.path.exists() else None
+    found = kept.contests if kept is not None else None
+    return found if found is not None and found.kernels == kernels else Contests(kernels=kernels)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
     host: Host
-    rates: MeasuredRates
-    products: BackendTable | None
+    rates: MeasuredRates | None = None
+    products: BackendTable | None = None
+    contests: Contests | None = None
 
 
 def _read(path: Path) -> _Kept | None:
     try:
         values = json.loads(path.read_text())
-        products = values.get("products")  # of the CPU alone
+        rates, products, contests = values["rates"], values.get("products"), values.get("contests")
         return _Kept(
             host=Host(**values["host"]),
-            rates=_rates_of(values["rates"]),
+            rates=_rates_of(rates) if rates is not None else None,
             products=_products_of(products) if products is not None else None,
+            contests=_contests_of(contests) if contests is not None else None,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         log.warning("%s cannot be used and is passed over: %s; python -m jobs.measure writes it anew", path, error)
@@ -106,22 +174,29 @@ def _rates_of(values: Mapping[str, object]) -> MeasuredRates:
     return MeasuredRates(**parts)  # pyright: ignore[reportArgumentType] - checked by the class, as far as it matters
 
 
-def _plain(products: BackendTable) -> dict[str, object]:
-    by_kind = {kind: [multiplier.value for multiplier in found] for kind, found in products.multipliers.items()}
-    return {"rows": products.rows, "multipliers": by_kind, "compared": COMPARED}
-
-
 def _products_of(values: Mapping[str, Any]) -> BackendTable:
     """Raises KeyError, TypeError, ValueError or ConfigError for what is no such thing."""
     if values["compared"] != COMPARED:
         raise ConfigError(f"it compares {', '.join(values['compared'])}, while there are {', '.join(COMPARED)}")
-    by_kind = {kind: [LinearBackend(name) for name in found] for kind, found in values["multipliers"].items()}
-    return BackendTable(rows=list(values["rows"]), multipliers=by_kind)
+    return BackendTable.from_plain(values)
+
+
+def _contests_of(values: Mapping[str, Any]) -> Contests:
+    """Raises KeyError, TypeError, ValueError or AttributeError for what is no such thing."""
+    found = {name: Contest(**each) for name, each in values["found"].items()}
+    if any(not isinstance(rate, float) for each in found.values() for rate in each.gflops.values()):
+        raise ValueError("GFLOP/s are numbers")
+    return Contests(kernels=values["kernels"], found=found)
 
 
 def _cpu_model() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_info(wanted: str) -> str:
+    """What Linux says of the first processor; empty elsewhere."""
     for line in CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []:
         key, _, value = line.partition(":")
-        if key.strip() == "model name":
+        if key.strip() == wanted:
             return value.strip()
-    return platform.processor() or platform.machine()
+    return ""

@@ -13,6 +13,7 @@ from ..batching.balance import Block
 from ..batching.prefixes import SharedPrefix
 from ..config import Attention, FeedForward, KVConfig, Order, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig
 from ..errors import BudgetError, require
+from ..profiles import BackendTable
 from .cost.predict import Prediction
 from .cost.rates import MachineRates
 from .placement.defaults import micro_batch_sizes, usual_orders
@@ -34,7 +35,7 @@ SEARCH_PAYS_SECONDS = 4.0  # predicted of a run by rule: a search takes about on
 class RunPlan:
     """`rates` are those that it was planned by, None where nothing was measured, and then there is no `prediction`
     either. `choice` is None when nothing was searched, `searched` when no search, neither this one nor an earlier, came
-    to how it goes."""
+    to how it goes. `backends`: how a CPU multiplies; None where nobody chose it."""
 
     blocks: tuple[Block, ...]
     budgets: Budgets
@@ -47,6 +48,7 @@ class RunPlan:
     choice: Choice | None = None
     searched: Policy | None = None
     prefixes: Sequence[SharedPrefix | None] = ()  # of all requests, where any shares one
+    backends: BackendTable | None = None
 
     @property
     def block_size(self) -> int:

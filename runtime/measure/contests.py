@@ -1,0 +1,270 @@
+"""Which linear backends a run takes where nobody has called `jobs.measure`: as it is planned, those that could multiply
+most of it are timed against the one that the rule takes, in well under a second, and what is found is kept for the runs
+that follow.
+
+Other work on the machine must not decide for good. Rounds are short and contenders take turns, and the best round of
+each counts; where something speaks against a comparison it is doubtful: the rule holds until a second run has compared
+the same, and as long as it is in doubt, each further run does so again.
+
+M rows, N outputs, K inputs.
+"""
+
+import hashlib
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import log2
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from ..linear.backends import BACKENDS, STORED, default_backend, fitting
+from ..model.loading import LoadedModel
+from ..plan.cost.typical_load import TypicalLoad
+from ..plan.cost.work import stage_works
+from ..plan.shape.model import ModelShape
+from ..plan.shape.shapes import StageKind
+from ..profiles import BY_RULE, FLOAT32, BackendTable, LinearBackend
+from ..stream.device import ComputeDevice
+from ..units import MIB
+from ..weights.stage_weights import TORCH_DTYPES
+from .backends import ROWS, WORTHWHILE, Kind, kinds
+from .linear import DTYPES, multiplying
+from .machine_cache import Contest, Host, find_contests, keep_contests
+from .timing import Clock, Timed
+
+log = logging.getLogger(__name__)
+
+SECONDS = 0.7  # for all comparisons of a run; what finds no room is left to the next one
+LEAST_SHARE = 0.05  # of a run's FLOPs, from which a product is compared
+NUM_ROUNDS, FEWEST_ROUNDS = 6, 2
+ACT_FLOPS = 0.5e9  # of an act, for each thread: a few milliseconds, with so many outputs that each thread has its share
+LEAST_OUTPUTS = 128  # of an act, for each thread
+WEIGHT_BYTES = 32 * MIB  # that acts go over in turns: with few rows weights come from memory, as in a run
+OUT_OF_IT = 2 / 3  # of the fastest: who is slower in the first round is not timed again
+UNLIKELY = 2.0  # times as slow as the fastest: the rule is seldom so wrong, and something may have held it up
+SPREAD = 1.3  # of a contender's rounds, the fastest by the slowest
+RUNNING = Path("/proc/loadavg")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """x (M, K) by weights (N, K), which stand for all of their kind in a model: they have the most FLOPs. `flops`: of
+    all of the kind, to be compared with those of others."""
+
+    kind: Kind
+    num_rows: int
+    num_outputs: int
+    num_inputs: int
+    flops: float
+
+    @property
+    def name(self) -> str:
+        return _name(self.kind, self.num_rows)
+
+
+def running_threads() -> int:
+    """Threads of the whole machine that run or could; 0 where nobody says."""
+    try:
+        return int(RUNNING.read_text().split()[3].partition("/")[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def known_backends(host: Host) -> BackendTable | None:
+    """What earlier runs on this host have found; None where they have found nothing that is faster than the rule."""
+    table = _table_of(find_contests(host, _kernels_digest()).found)
+    return None if table == BY_RULE else table
+
+
+@torch.inference_mode()
+def compare_backends(
+    model: LoadedModel,
+    host: Host,
+    usual: TypicalLoad,
+    *,
+    clock: Clock = time.perf_counter,
+    num_running: Callable[[], int] = running_threads,
+) -> BackendTable:
+    """The fastest backends as far as they are known, after comparisons of what is not known or doubtful of the products
+    of a run of `usual` passes. They take `SECONDS`, or one comparison more, and `WEIGHT_BYTES`, freed on return."""
+    kept = find_contests(host, _kernels_digest())
+    found, begin = dict(kept.found), clock()
+    wanted = [each for each in main_products(model.shape, model.compute_dtype, usual) if _is_open(found.get(each.name))]
+    for place, each in enumerate(wanted):
+        left = SECONDS - (clock() - begin)
+        if left <= 0:
+            break
+        share = left / (len(wanted) - place)
+        found[each.name] = _compared(each, found.get(each.name), share, clock=clock, num_running=num_running)
+        log.info("linear backends: %s: %s", each.name, _said(found[each.name]))
+    if wanted:
+        try:
+            keep_contests(host, replace(kept, found=found))
+        except OSError as error:
+            log.info("%s: comparisons of linear backends are not kept: %s", host.path, error.strerror)
+    return _table_of(found)
+
+
+def main_products(shape: ModelShape, compute: torch.dtype, usual: TypicalLoad) -> list[Product]:
+    """What a table of backends knows of a model's products in decode and prefill passes, the most FLOPs first."""
+    num_new = 2 * (usual.num_positions - usual.num_prompt_tokens)
+    found: dict[tuple[Kind, int], list[Product]] = defaultdict(list)
+    for num_tokens, weight in ((usual.num_rows, num_new), (usual.chunk_tokens, usual.num_prompt_tokens)):
+        for kind, num_rows, shape_NK, flops in _products(shape, compute, num_tokens):
+            nearest = min(ROWS, key=lambda rows: abs(log2(rows / num_rows)))
+            one = Product(
+                kind=kind, num_rows=nearest, num_outputs=shape_NK[0], num_inputs=shape_NK[1], flops=weight * flops
+            )
+            found[kind, nearest].append(one)
+    merged = [
+        replace(max(alike, key=lambda each: each.flops), flops=sum(each.flops for each in alike))
+        for alike in found.values()
+    ]
+    total = sum(each.flops for each in merged)
+    main = [each for each in merged if each.flops > LEAST_SHARE * total]
+    return sorted(main, key=lambda each: -each.flops)
+
+
+def _products(
+    shape: ModelShape, compute: torch.dtype, num_tokens: int
+) -> Iterator[tuple[Kind, int, tuple[int, int], float]]:
+    """The products of a pass of so many tokens: the rows of each, the weights' (N, K), and FLOPs for each token."""
+    inputs = STORED.get(compute)
+    for stage, work in zip(shape.stages, stage_works(shape, frozenset()), strict=True):
+        stacks = {parameter.name for parameter in stage.stacks}
+        for parameter in stage.parameters if stage.kind not in (StageKind.embedding, StageKind.bridge) else ():
+            piece, is_stack = parameter.pieces[0][0], parameter.name in stacks
+            stored = None if piece.format else STORED.get(TORCH_DTYPES.get(piece.dtype, torch.bool))
+            if inputs is None or stored is None or inputs not in (FLOAT32, stored):
+                continue
+            if len(parameter.shape) != 2 + is_stack:
+                continue
+            num_outputs, num_inputs = parameter.shape[-2:][:: -1 if parameter.is_transposed else 1]
+            num_visits = work.num_experts_per_token if is_stack else 1
+            num_rows = max(1, round(num_tokens * num_visits / work.hits(num_tokens))) if is_stack else num_tokens
+            kind = Kind(inputs, stored, is_tall=num_inputs > num_outputs)
+            yield kind, num_rows, (num_outputs, num_inputs), 2.0 * num_visits * num_outputs * num_inputs
+
+
+def _is_open(contest: Contest | None) -> bool:
+    return contest is None or contest.doubt is not None
+
+
+def _compared(
+    product: Product, before: Contest | None, seconds: float, *, clock: Clock, num_running: Callable[[], int]
+) -> Contest:
+    """One more comparison. Of each backend counts the best round of all comparisons."""
+    begin, num_cpus = clock(), os.cpu_count() or 1
+    probes, usual, shape_NK = _probes(product, clock)
+    rounds, running = {way: [probe()] for way, probe in probes.items()}, [num_running()]
+    fastest = max(each[0] for each in rounds.values())
+    left = [way for way in probes if way is usual or rounds[way][0] >= OUT_OF_IT * fastest]
+    while len(left) > 1 and len(rounds[usual]) < NUM_ROUNDS and not _is_clear(rounds, usual):
+        if clock() - begin >= seconds:
+            break
+        for way in left:
+            rounds[way].append(probes[way]())
+        running.append(num_running())
+    earlier = before.gflops if before is not None else {}
+    gflops = {way.value: max(*each, earlier.get(way.value, 0.0)) for way, each in rounds.items()}
+    num_times = 1 + (before.num_times if before is not None else 0)
+    behind, busy = max(gflops.values()) / gflops[usual.value], median(running)
+    spread = max(max(rounds[way]) / min(rounds[way]) for way in left)
+    doubt = None
+    if busy > num_cpus:
+        doubt = f"{busy:.0f} threads wanted {num_cpus} processors"
+    elif len(left) > 1 and len(rounds[usual]) < FEWEST_ROUNDS:
+        doubt = "there was time for one round alone"
+    elif spread > SPREAD and not _is_clear(rounds, usual):
+        doubt = f"rounds of one backend differed by {spread:.2g} times"
+    elif behind > UNLIKELY and num_times < 2:
+        doubt = f"{usual.value}, which the rule takes, was {behind:.2g} times as slow as another"
+    conditions: dict[str, object] = {
+        "weights": list(shape_NK),
+        "rounds": len(rounds[usual]),
+        "seconds": round(clock() - begin, 3),
+        "running_threads": busy,
+        "processors": num_cpus,
+    }
+    return Contest(gflops=gflops, num_times=num_times, doubt=doubt, conditions=conditions)
+
+
+def _is_clear(rounds: Mapping[LinearBackend, list[float]], usual: LinearBackend) -> bool:
+    """Whether one of the two in question, the rule's and the best of the others, was faster in all rounds."""
+    others = [each for way, each in rounds.items() if way is not usual]
+    best = max(others, key=max, default=[0.0])
+    if len(rounds[usual]) < FEWEST_ROUNDS:
+        return False
+    return min(best) > max(rounds[usual]) or min(rounds[usual]) > max(best)
+
+
+def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timed], LinearBackend, tuple[int, int]]:
+    """Probes of FLOPs by backend, the one that the rule takes, and the (N, K) of an act. Weights are random: plain
+    numbers take equally long whatever they are, and those of the model are not read yet."""
+    kind, num_inputs, threads = product.kind, product.num_inputs, torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    dtype = DTYPES[kind.stored]
+    most = max(1, WEIGHT_BYTES // (dtype.itemsize * num_inputs))
+    wanted = max(LEAST_OUTPUTS * threads, int(ACT_FLOPS * threads / (2 * product.num_rows * num_inputs)) // 32 * 32)
+    num_outputs = min(product.num_outputs, wanted, most)
+    some = torch.randn(max(1, most // 64), num_inputs, generator=generator).to(dtype)
+    numbers = some.repeat(-(-most // len(some)), 1)[: most // num_outputs * num_outputs]
+    x_MK = torch.randn(product.num_rows, num_inputs, generator=generator).to(DTYPES[kind.inputs])
+    batches = [[weight] for weight in numbers.split(num_outputs)]
+    ways = fitting(x_MK, batches[0])
+    usual = default_backend(ways.__contains__, product.num_rows, x_MK.dtype)
+    if usual is not LinearBackend.pairs and LinearBackend.pairs in ways:
+        ways.remove(LinearBackend.pairs)  # nobody has compiled it yet, which takes seconds
+
+    def multiply_by(way: LinearBackend) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        return lambda x_MK, weight_NK: BACKENDS[way](x_MK, [weight_NK])
+
+    probes = {way: multiplying([x_MK], batches, ComputeDevice("cpu"), multiply_by(way), clock=clock) for way in ways}
+    return probes, usual, (num_outputs, num_inputs)
+
+
+def _table_of(found: Mapping[str, Contest]) -> BackendTable:
+    """The kinds of which a backend that the rule would not take is faster, with some rows; those that nobody compared
+    go by the rule."""
+    multipliers: dict[str, list[LinearBackend]] = {}
+    for kind in kinds():
+        if not any(_name(kind, rows) in found for rows in ROWS):
+            continue
+        usual = [kind.usual(rows) for rows in ROWS]
+        taken = [_winner(found.get(_name(kind, rows)), way) for rows, way in zip(ROWS, usual, strict=True)]
+        if taken != usual:
+            multipliers[str(kind)] = taken
+    return BackendTable(rows=list(ROWS), multipliers=multipliers) if multipliers else BY_RULE
+
+
+def _winner(contest: Contest | None, usual: LinearBackend) -> LinearBackend:
+    if contest is None or usual.value not in contest.gflops or (contest.doubt is not None and contest.num_times < 2):
+        return usual
+    best = max(contest.gflops, key=lambda name: contest.gflops[name])
+    is_worth_it = contest.gflops[best] > (1 + WORTHWHILE) * contest.gflops[usual.value]
+    return LinearBackend(best) if is_worth_it else usual
+
+
+def _name(kind: Kind, num_rows: int) -> str:
+    return f"{kind}, M={num_rows}"
+
+
+def _said(contest: Contest) -> str:
+    rates = sorted(contest.gflops.items(), key=lambda each: -each[1])
+    text = ", ".join(f"{name} {rate:.0f}" for name, rate in rates) + " GFLOP/s"
+    return text if contest.doubt is None else f"{text}; in doubt, as {contest.doubt}"
+
+
+@cache
+def _kernels_digest() -> str:
+    """SHA-256 in hex of the code that is compared: another one is compared anew."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    for file in sorted([*(root / "kernels").rglob("*.py"), *(root / "linear").rglob("*.py")]):
+        digest.update(f"\0{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
