@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 SECONDS = 0.7  # for all comparisons of a run; what finds no room is left to the next one
 LEAST_SHARE = 0.05  # of a run's FLOPs, from which a product is compared
-NUM_ROUNDS, FEWEST_ROUNDS = 6, 2
+NUM_ROUNDS, FEWEST_ROUNDS = 6, 3  # two in a row may well be held up by the same
 ACT_FLOPS = 0.5e9  # of an act, for each thread: a few milliseconds, with so many outputs that each thread has its share
 LEAST_OUTPUTS = 128  # of an act, for each thread
 WEIGHT_BYTES = 32 * MIB  # that acts go over in turns: with few rows weights come from memory, as in a run
@@ -96,6 +96,7 @@ def compare_backends(
     kept = find_contests(host, _kernels_digest())
     found, begin = dict(kept.found), clock()
     wanted = [each for each in main_products(model.shape, model.compute_dtype, usual) if _is_open(found.get(each.name))]
+    wanted.sort(key=lambda each: found[each.name].num_times if each.name in found else 0)
     for place, each in enumerate(wanted):
         left = SECONDS - (clock() - begin)
         if left <= 0:
@@ -179,8 +180,8 @@ def _compared(
     doubt = None
     if busy > num_cpus:
         doubt = f"{busy:.0f} threads wanted {num_cpus} processors"
-    elif len(left) > 1 and len(rounds[usual]) < FEWEST_ROUNDS:
-        doubt = "there was time for one round alone"
+    elif len(left) > 1 and len(rounds[usual]) < FEWEST_ROUNDS and num_times < FEWEST_ROUNDS:
+        doubt = f"there was time for {len(rounds[usual])} of {FEWEST_ROUNDS} rounds"
     elif spread > SPREAD and not _is_clear(rounds, usual):
         doubt = f"rounds of one backend differed by {spread:.2g} times"
     elif behind > UNLIKELY and num_times < 2:

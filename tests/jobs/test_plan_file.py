@@ -7,8 +7,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.run.plan_file import PLAN_SCHEMA, PlannedRequest, fix_plan, plan_digest, read_plan
+from jobs.run.plan_file import (
+    PLAN_SCHEMA,
+    PlannedRequest,
+    backends_of,
+    chunk_tokens_of,
+    fix_plan,
+    plan_digest,
+    read_plan,
+)
 from runtime.errors import DamagedRunError, MillraceError, RunMismatchError
+from runtime.measure.machine_cache import this_host
+from runtime.profiles import BY_RULE, BackendTable, LinearBackend
 from tests.jobs.part_support import PLAN
 
 
@@ -81,3 +91,18 @@ def test_a_plan_of_an_older_version_has_no_digest_and_is_compared(tmp_path: Path
     _edited(path, keeps_metadata=False)
     with pytest.raises(RunMismatchError, match="num_prompt_tokens 1 -> 12"):
         fix_plan(path, PLAN, may_lack_digest=True)
+
+
+@pytest.mark.parametrize(
+    "table", [BY_RULE, BackendTable(rows=[4, 64], multipliers={"float16, tall": [LinearBackend.onednn] * 2})]
+)
+def test_a_plan_knows_the_linear_backends_of_the_host_that_it_was_made_on(tmp_path: Path, table: BackendTable) -> None:
+    path, host = tmp_path / "plan.parquet", this_host("cpu", 2)
+    assert backends_of(path, host) is None
+    fix_plan(path, PLAN, chunk_tokens=24, backends=(host, table))
+    assert backends_of(path, host) == table
+    assert backends_of(path, replace(host, isa="another")) is None
+    assert chunk_tokens_of(path) == 24
+    path.unlink()
+    fix_plan(path, PLAN)
+    assert backends_of(path, host) is None
