@@ -232,7 +232,7 @@ class Runtime(Closing):
             kept=self._kept,
             predicts=self.ranks is None,
             given_budgets=None if self._shared is None else self._shared.budgets,
-            chooses=self._may_compare,
+            compares=self._may_compare,
         )
 
     @property

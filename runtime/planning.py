@@ -47,7 +47,7 @@ WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it p
 class Planner:
     """What every plan of one runtime follows from. `open_reader` opens a reader of the model's weights, for measuring.
     `kept`: what an open runtime holds between its calls. `predicts`: whether rates are measured where there are none.
-    `given_budgets`: None is what this machine has. `chooses`: whether linear backends are compared for a run of some
+    `given_budgets`: None is what this machine has. `compares`: whether linear backends are compared for a run of some
     length, as nobody has called `jobs.measure`.
 
     The methods raise ConfigError or BudgetError where what is asked for cannot be, before anything is read.
@@ -60,7 +60,7 @@ class Planner:
     kept: Kept | None = None
     predicts: bool = True
     given_budgets: Budgets | None = None
-    chooses: bool = False
+    compares: bool = False
 
     @property
     def host(self) -> Host:
@@ -90,7 +90,7 @@ class Planner:
         chooses them, and the backends are those that are known here or turn out to be faster. `known`: what a search
         came to before, which is gone by as long as it fits. `num_halvings` as for `plan_policy`."""
         if backends is not None:
-            begun = replace(self, model=replace(self.model, backends=backends), chooses=False)
+            begun = replace(self, model=replace(self.model, backends=backends), compares=False)
             return begun.plan(
                 sizes, rates=rates, blocks=blocks, known=known, chunk_tokens=chunk_tokens, num_halvings=num_halvings
             )
@@ -113,7 +113,7 @@ class Planner:
         if rates is None and sizes and self.predicts:
             rates = self.measured(first, sizes)
         problem = Problem(shape=self.model.shape, config=self.config, budgets=budgets, sizes=sizes, rates=rates)
-        if self.chooses and rates is not None and (table := self._compared(first, sizes, rates)) is not None:
+        if self.compares and rates is not None and (table := self._compared(first, sizes, rates)) is not None:
             return self.plan(sizes, rates=given, blocks=blocks, known=known, backends=table, num_halvings=num_halvings)
         if self.config.policy.kind is PolicyKind.fixed or not sizes:
             kept = blocks if budgets.has_device else first.blocks

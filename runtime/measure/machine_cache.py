@@ -184,8 +184,10 @@ def _products_of(values: Mapping[str, Any]) -> BackendTable:
 def _contests_of(values: Mapping[str, Any]) -> Contests:
     """Raises KeyError, TypeError, ValueError or AttributeError for what is no such thing."""
     found = {name: Contest(**each) for name, each in values["found"].items()}
-    if any(not isinstance(rate, float) for each in found.values() for rate in each.gflops.values()):
-        raise ValueError("GFLOP/s are numbers")
+    rates = [rate for each in found.values() for rate in each.gflops.items()]
+    wrong = [rate for rate in rates if rate[0] not in COMPARED or not isinstance(rate[1], float) or rate[1] <= 0]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is no backend with its GFLOP/s")
     return Contests(kernels=values["kernels"], found=found)
 
 

@@ -4,28 +4,19 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
 from jobs.run.generation import Outcome, generate
 from jobs.run.run_dir import RunDirectory
-from runtime import api
 from runtime.config import Admission, PolicyConfig, PolicyKind, SamplingConfig
-from runtime.engine.engine import Engine
-from runtime.engine.setup import Setup
 from runtime.errors import Interrupted
-from runtime.measure.machine_cache import keep, this_host
-from runtime.profiles import BY_RULE, BackendTable, LinearBackend
 from tests.generations import read_generations
 from tests.jobs.killing import run_and_kill, start_job
-from tests.runtime.test_machine_cache import RATES
-from tests.support import always
 
 NUM_KILLS = 3
 SAMPLED = SamplingConfig(max_new_tokens=10, temperature=0.9, seed=5, logprobs=2)
@@ -119,28 +110,6 @@ def test_a_stopped_run_goes_on_and_no_token_is_sampled_twice(tmp_path: Path, num
     assert outcome.summary.useful_tokens == sum(map(len, tokens.values()))
     indices = throughput(directory(tmp_path))["pass_index"].to_pylist()
     assert sorted(indices) == list(range(len(indices)))
-
-
-def test_a_run_that_goes_on_multiplies_as_it_began_whatever_was_measured_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runtime.measure.machine_cache.cache_root", lambda: tmp_path / "cache")
-    seen = list[BackendTable | None]()
-    engine_of = api.Engine
-
-    def noted(setup: Setup, *rest: Any) -> Engine:
-        seen.append(setup.model.backends)
-        return engine_of(setup, *rest)
-
-    monkeypatch.setattr(api, "Engine", noted)
-    asked = iter(range(30))
-    with pytest.raises(Interrupted):
-        run(tmp_path, should_stop=lambda: next(asked, None) is None)
-    keep(this_host("cpu", torch.get_num_threads()), RATES, always(LinearBackend.inputs_first))
-    run(tmp_path)
-    assert [table or BY_RULE for table in seen] == [BY_RULE, BY_RULE]
-    generate(config(tmp_path, name="another"), lambda: False)
-    assert seen[-1] == always(LinearBackend.inputs_first), "a new run goes by the measurement"
 
 
 def test_killed_three_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:

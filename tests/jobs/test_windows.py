@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from jobs.config.settings import GenerateConfig, ScoreConfig, ScoreSettings, Workers
 from jobs.datasets import DatasetConfig, DatasetKind, DuplicatePolicy, ShardConfig
@@ -25,7 +26,10 @@ from jobs.run.found import Condition, find_runs
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
 from jobs.run.scoring import score
+from runtime import api
 from runtime.config import Admission, DevicesConfig, PolicyConfig, PolicyKind, SamplingConfig, Way
+from runtime.engine.engine import Engine
+from runtime.engine.setup import Setup
 from runtime.errors import (
     ConfigError,
     DamagedRunError,
@@ -34,7 +38,11 @@ from runtime.errors import (
     OutputError,
     RunMismatchError,
 )
+from runtime.measure.machine_cache import keep, this_host
+from runtime.profiles import BY_RULE, BackendTable, LinearBackend
 from tests.jobs.windowed_input import BAD_ROW, NUM_ROWS, WindowedInput, records
+from tests.runtime.test_machine_cache import RATES
+from tests.support import always
 
 WINDOW, NUM_WINDOWS = 7, 6
 
@@ -80,6 +88,38 @@ def test_a_run_in_windows_that_is_stopped_again_and_again_ends_with_the_same_row
     assert num_starts > NUM_WINDOWS
     assert case.rows("stopped") == case.rows("whole")
     assert generate(config, lambda: False).was_finished
+
+
+@pytest.mark.parametrize("window", [None, WINDOW], ids=["whole", "in windows"])
+def test_a_run_that_goes_on_multiplies_as_it_began_whatever_was_measured_meanwhile(
+    window: int | None, case: WindowedInput, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("runtime.measure.machine_cache.cache_root", lambda: tmp_path / "cache")
+    seen = list[BackendTable]()
+    engine_of = api.Engine
+
+    def noted(setup: Setup, *rest: Any) -> Engine:
+        seen.append(setup.model.backends or BY_RULE)
+        return engine_of(setup, *rest)
+
+    monkeypatch.setattr(api, "Engine", noted)
+    config = case.config("stopped", window, checkpoint_seconds=0.0)
+    with pytest.raises(Interrupted):
+        generate(config, stopped_after(20))
+    keep(this_host("cpu", torch.get_num_threads()), RATES, always(LinearBackend.inputs_first))
+    generate(config, lambda: False)
+    assert len(seen) == (2 if window is None else NUM_WINDOWS + 1)
+    if window is not None:
+        directory = case.directory("stopped")
+        for block in pq.read_table(directory.plans[-1], columns=["block"])["block"].unique().to_pylist():
+            directory.generations_part(block).unlink()
+        directory.plans[-1].unlink()
+        directory.success.unlink()
+        generate(config, lambda: False)
+        assert len(seen) == NUM_WINDOWS + 2, "the last window was planned anew"
+    assert seen == [BY_RULE] * len(seen)
+    case.run("another", window)
+    assert seen[-1] == always(LinearBackend.inputs_first), "a new run goes by the measurement"
 
 
 def test_a_committed_window_is_passed_over_and_none_of_its_rows_is_read(

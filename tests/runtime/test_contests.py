@@ -33,7 +33,7 @@ from runtime.model.loading import LoadedModel
 from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.profiles import BY_RULE, BackendTable, LinearBackend
 from tests.fake_device import FakeDevice
-from tests.runtime.test_families import References, Runtimes, config_for
+from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.runtime.test_machine_cache import RATES
 from tests.support import always
 
@@ -186,14 +186,14 @@ def test_where_nothing_can_be_kept_the_run_still_takes_the_faster_one(
     assert known_backends(HOST) is None
 
 
-@pytest.mark.parametrize("damage", ["{", '{"contests": 3}', "contest"])
+@pytest.mark.parametrize("damage", ["{", '{"contests": 3}', {"vectors": "fast"}, {"abacus": 1.0}, {"vectors": 0.0}])
 def test_a_damaged_file_is_named_and_written_anew(
-    damage: str, machine: Machine, model: LoadedModel, caplog: pytest.LogCaptureFixture
+    damage: str | dict[str, object], machine: Machine, model: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = machine.compare(model)
-    if damage == "contest":
+    if not isinstance(damage, str):
         values = json.loads(HOST.path.read_text())
-        next(iter(values["contests"]["found"].values()))["gflops"]["vectors"] = "fast"
+        next(iter(values["contests"]["found"].values()))["gflops"] |= damage
         damage = json.dumps(values)
     HOST.path.write_text(damage)
     with caplog.at_level(logging.WARNING):
@@ -311,6 +311,17 @@ def test_a_run_of_some_length_goes_by_what_its_comparison_finds(
         assert runtime.plan(requests).backends == FOUND
     assert asked == [None], "a runtime changes once"
     assert measured == [None, FOUND]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_what_a_run_really_compares_leaves_its_tokens_as_they_are(
+    family: str, reference: References, long_runs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.measure.machine_cache.cache_root", lambda: tmp_path)
+    ref = reference(family)
+    runtime = Runtime(config_for(ref))
+    assert tokens(runtime, ref.prompts) == ref.expected
+    assert find_contests(runtime.host, contests._kernels_digest()).found
 
 
 def test_where_a_machine_was_measured_no_run_compares(reference: References, asked: Asked, long_runs: None) -> None:
