@@ -33,13 +33,6 @@ def features() -> dict[str, bool]:
     return {name: has and not name.startswith(LACKING[wanted]) for name, has in found.items()}
 
 
-@cache
-def isa() -> str:
-    """`amx`, `avx512`, `avx2`, or `other` where there is less or another kind of processor."""
-    has = features()
-    return next((name for name in reversed(LACKING) if has.get(NEEDED[name])), "other")
-
-
 def has_fma_alone() -> bool:
     """Whether the processor has AVX2's FMA, and none of AVX-512's registers."""
     return bool(features().get("avx2") and features().get("fma") and not features().get("avx512f"))
@@ -49,8 +42,9 @@ def _compile_for_it() -> None:
     wanted = os.environ.get(VARIABLE)
     if wanted is None or not LACKING.get(wanted):
         return
-    config.CPU_NAME = binding.get_host_cpu_name()
-    config.CPU_FEATURES = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(features().items()))
+    taken = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(features().items()))
+    for name, value in (("CPU_NAME", binding.get_host_cpu_name()), ("CPU_FEATURES", taken)):
+        setattr(config, name, value)
 
 
 _compile_for_it()
