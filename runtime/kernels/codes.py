@@ -16,12 +16,13 @@ from .primitives import (
     INT,
     LANES,
     Builder,
-    Place,
+    RowsAt,
     Value,
-    first_of,
+    for_rows,
     load,
     load_pairs,
     multiply_add,
+    run_of,
     splat,
     store,
 )
@@ -37,21 +38,24 @@ def _scale_at(builder: Builder, scales: Value, k: Value, shift: Value) -> Value:
 
 
 def _widen(run: Run) -> Any:
-    """The step that makes numbers of a row, a run at a time."""
+    """The step that makes numbers of rows, a run at a time."""
 
     @intrinsic
-    def widen(typing: Any, row: Any, num_inputs: Any, scales: Any, shift: Any, out: Any) -> Any:
+    def widen(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, scales: Any, shift: Any, out: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-            stored, factors, widened = (
-                first_of(context, builder, each, arguments[i]) for each, i in ((row, 0), (scales, 2), (out, 4))
-            )
-            end = arguments[1]
-            n = end.type
-            with cgutils.for_range_slice(builder, n(0), end, n(CODE_RUN), n) as (k, _):
-                run(builder, stored, widened, k, _scale_at(builder, factors, k, arguments[3]))
+            runs = [run_of(context, builder, each, arguments[i]) for each, i in ((rows, 0), (scales, 3), (out, 5))]
+            end, n = arguments[2], arguments[2].type
+
+            def widen_row(places: list[Value]) -> None:
+                stored, factors, widened = places
+                with cgutils.for_range_slice(builder, n(0), end, n(CODE_RUN), n) as (k, _):
+                    run(builder, stored, widened, k, _scale_at(builder, factors, k, arguments[4]))
+
+            for_rows(builder, arguments[1], runs, widen_row)
             return context.get_dummy_value()
 
-        return types.void(row, types.intp, scales, types.intp, out), build
+        n = types.intp
+        return types.void(rows, n, n, scales, n, out), build
 
     return widen
 
@@ -79,8 +83,8 @@ def _halves(builder: Builder, stored: Value, widened: Value, k: Value, scale: Va
             store(builder, multiply_add(builder, codes, scale, less), builder.gep(widened, [to]))
 
 
-# So many numbers, a multiple of CODE_RUN, of a row of codes as float32. The scale of number k is k >> shift behind the
-# first of `scales`, bits of bfloat16.
-widen_int8: Callable[[Place, int, Place, int, Place], None] = cast(Any, _widen(_bytes(types.int8)))
-widen_float8: Callable[[Place, int, Place, int, Place], None] = cast(Any, _widen(_bytes(types.uint8)))
-widen_int4: Callable[[Place, int, Place, int, Place], None] = cast(Any, _widen(_halves))
+# Of so many rows of codes as many numbers, a multiple of CODE_RUN, as float32. The scale of number k is k >> shift
+# behind the first of its row's `scales`, bits of bfloat16.
+widen_int8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _widen(_bytes(types.int8)))
+widen_float8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _widen(_bytes(types.uint8)))
+widen_int4: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _widen(_halves))

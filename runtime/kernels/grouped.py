@@ -28,8 +28,10 @@ from .primitives import (
     apart_of,
     call,
     first_of,
+    for_rows,
     ints,
     load,
+    run_of,
     shuffle,
     splat,
     store,
@@ -71,11 +73,12 @@ def _in_bytes(kind: Any) -> Codes:
 
 def _in_halves(*, is_low_first: bool) -> Codes:
     def codes_of(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
-        both = builder.zext(_take(builder, builder.gep(row, [builder.lshr(k, k.type(1))]), LANES), INTS)
-        low, high = builder.and_(both, ints(15)), builder.lshr(both, ints(4))
+        both = _take(builder, builder.gep(row, [builder.lshr(k, k.type(1))]), LANES)
+        low, high = builder.and_(both, both.type([15] * LANES)), builder.lshr(both, both.type([4] * LANES))
         pair = (low, high) if is_low_first else (high, low)
-        turns = [at for lane in range(LANES) for at in (lane, LANES + lane)]
-        return shuffle(builder, *pair, turns[:LANES]), shuffle(builder, *pair, turns[LANES:])
+        turns = [at for lane in range(LANES) for at in (lane, LANES + lane)]  # while they are bytes, so half as many
+        first, second = (shuffle(builder, *pair, half) for half in (turns[:LANES], turns[LANES:]))
+        return builder.zext(first, INTS), builder.zext(second, INTS)
 
     return codes_of
 
@@ -101,43 +104,69 @@ def _times_factor(builder: Builder, numbers: Value, zero: Value, factor: Value, 
 
 
 def _float4(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
-    """E2M1, whose exponent the product moves."""
-    bits = builder.shl(builder.and_(codes, ints(7)), ints(22))
-    magnitude = builder.fmul(builder.bitcast(bits, FLOATS), FLOATS([2.0**126] * LANES))
+    """E2M1."""
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    if LANES == 16:
+        all_of_them = FLOATS([*numbers, *(-number for number in numbers)])
+        return builder.fmul(_looked_up(builder, all_of_them, codes), factor)
     sign = builder.shl(builder.and_(codes, ints(8)), ints(28))
+    if HAS_TABLES:
+        magnitude = _looked_up(builder, FLOATS(numbers), codes)
+    else:  # a product moves the exponent
+        bits = builder.shl(builder.and_(codes, ints(7)), ints(22))
+        magnitude = builder.fmul(builder.bitcast(bits, FLOATS), FLOATS([2.0**126] * LANES))
     return builder.fmul(builder.bitcast(builder.or_(builder.bitcast(magnitude, INTS), sign), FLOATS), factor)
+
+
+def _looked_up(builder: Builder, numbers: Value, lanes: Value) -> Value:
+    """Of a vector the lane that the low bits of each lane name."""
+    name = "avx512.permvar.sf.512" if LANES == 16 else "avx2.permps"
+    return call(builder, f"llvm.x86.{name}", FLOATS, [numbers, lanes])
 
 
 def _in_table(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
     parts = [_take(builder, builder.gep(table, [INT(at)]), LANES) for at in range(0, 16, LANES)]
+    found = [_looked_up(builder, part, codes) for part in parts]
     if LANES == 16:
-        return builder.fmul(call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, [parts[0], codes]), factor)
-    low, high = (call(builder, "llvm.x86.avx2.permps", FLOATS, [part, codes]) for part in parts)
-    return builder.fmul(builder.select(builder.icmp_unsigned("<", codes, ints(8)), low, high), factor)
+        return builder.fmul(found[0], factor)
+    return builder.fmul(builder.select(builder.icmp_unsigned("<", codes, ints(8)), *found), factor)
 
 
 def _widen_row(codes_of: Codes, number_of: Number) -> Any:
-    """The step that makes numbers of a row of codes."""
+    """The step that makes numbers of rows of codes."""
 
     @intrinsic
     def widen(
-        typing: Any, row: Any, num_inputs: Any, zeros: Any, factors: Any, shift: Any, table: Any, out: Any
+        typing: Any,
+        rows: Any,
+        num_rows: Any,
+        num_inputs: Any,
+        zeros: Any,
+        factors: Any,
+        shift: Any,
+        table: Any,
+        out: Any,
     ) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-            stored, zero, factor, numbers, widened = (
-                first_of(context, builder, kind, arguments[i])
-                for kind, i in ((row, 0), (zeros, 2), (factors, 3), (table, 5), (out, 6))
-            )
-            end, n = arguments[1], arguments[1].type
-            with cgutils.for_range_slice(builder, n(0), end, n(2 * LANES), n) as (k, _):
-                for i, codes in enumerate(codes_of(builder, stored, k)):
-                    place = builder.add(k, n(i * LANES))
-                    group = builder.lshr(place, arguments[4])
-                    own, by = (splat(builder, builder.load(builder.gep(each, [group]))) for each in (zero, factor))
-                    store(builder, number_of(builder, codes, own, by, numbers), builder.gep(widened, [place]))
+            each = ((rows, 0), (zeros, 3), (factors, 4), (out, 7))
+            runs = [run_of(context, builder, kind, arguments[i]) for kind, i in each]
+            numbers = first_of(context, builder, table, arguments[6])
+            end, by, n = arguments[2], arguments[5], arguments[2].type
+
+            def widen_row(places: list[Value]) -> None:
+                stored, zero, factor, widened = places
+                with cgutils.for_range_slice(builder, n(0), end, n(2 * LANES), n) as (k, _):
+                    for i, codes in enumerate(codes_of(builder, stored, k)):
+                        place = builder.add(k, n(i * LANES))
+                        group = builder.lshr(place, by)
+                        own, times = (splat(builder, builder.load(builder.gep(it, [group]))) for it in (zero, factor))
+                        store(builder, number_of(builder, codes, own, times, numbers), builder.gep(widened, [place]))
+
+            for_rows(builder, arguments[1], runs, widen_row)
             return context.get_dummy_value()
 
-        return types.void(row, types.intp, zeros, factors, types.intp, table, out), build
+        n = types.intp
+        return types.void(rows, n, n, zeros, factors, n, table, out), build
 
     return widen
 
@@ -218,14 +247,15 @@ def _put_unit(builder: Builder, vectors: list[Value], out: Value, apart: Value, 
         store(builder, vector, builder.gep(out, [place]))
 
 
-def _widen_unit(codes_of: Column, word_shift: int) -> Any:
-    """The step that makes numbers of UNIT_ROWS rows; column k is in word k >> word_shift of its row."""
+def _widen_unit(codes_of: Column, word_shift: int, *, are_rows_in_words: bool = False) -> Any:
+    """The step that makes numbers of rows, UNIT_ROWS at a time; column k is in word k >> word_shift of its row."""
 
     @intrinsic
     def widen(
         typing: Any,
         words: Any,
-        shift: Any,
+        first: Any,
+        num_rows: Any,
         num_inputs: Any,
         zeros: Any,
         factors: Any,
@@ -236,39 +266,49 @@ def _widen_unit(codes_of: Column, word_shift: int) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             stored, zero, factor, groups, widened = (
                 first_of(context, builder, kind, arguments[i])
-                for kind, i in ((words, 0), (zeros, 3), (factors, 4), (columns, 5), (out, 7))
+                for kind, i in ((words, 0), (zeros, 4), (factors, 5), (columns, 6), (out, 8))
             )
-            by, end, n = arguments[1], arguments[2], arguments[2].type
-            apart, out_apart = apart_of(builder, arguments[0]), apart_of(builder, arguments[7])
-            shared = _Shared(zero, factor, apart_of(builder, arguments[3]), groups)
+            top, count, end, n = *arguments[1:4], arguments[3].type
+            apart, shared_apart, out_apart = (apart_of(builder, arguments[i]) for i in (0, 4, 8))
 
-            def make(k: Value, *, once: bool) -> None:
-                below = builder.lshr(k, n(word_shift))
-                unit = _Unit(builder.gep(stored, [builder.mul(below, apart)]), apart, builder.trunc(by, INT))
+            def make(row: Value, k: Value, *, once: bool) -> None:
+                absolute, below = builder.add(top, row), builder.lshr(k, n(word_shift))
+                word, by = absolute, INT(0)
+                if are_rows_in_words:
+                    word = builder.lshr(absolute, n(3))
+                    by = builder.trunc(builder.shl(builder.and_(absolute, n(7)), n(1)), INT)
+                at = builder.add(builder.mul(below, apart), builder.shl(word, n(2)))
+                unit = _Unit(builder.gep(stored, [at]), apart, by)
+                own = (builder.gep(each, [row]) for each in (zero, factor))
+                shared = _Shared(*own, shared_apart, groups)
                 same = shared.of_columns(builder, k, 0) if once else None
                 vectors = list[Value]()
                 for j in range(WORD_COLUMNS):
                     zero_points, by_factors = same or shared.of_columns(builder, k, j)
                     vectors.append(_less_zero(builder, codes_of(builder, unit, j), zero_points, by_factors))
-                _put_unit(builder, vectors, widened, out_apart, k)
+                _put_unit(builder, vectors, builder.gep(widened, [builder.mul(row, out_apart)]), out_apart, k)
 
-            for once, taken in ((True, arguments[6]), (False, builder.not_(arguments[6]))):
-                step = n(2 * WORD_COLUMNS)
-                with builder.if_then(taken), cgutils.for_range_slice(builder, n(0), end, step, n) as (k, _):
-                    make(k, once=once)
+            for once, taken in ((True, arguments[7]), (False, builder.not_(arguments[7]))):
+                rows, inputs = n(UNIT_ROWS), n(2 * WORD_COLUMNS)
+                with (
+                    builder.if_then(taken),
+                    cgutils.for_range_slice(builder, n(0), count, rows, n) as (row, _),
+                    cgutils.for_range_slice(builder, n(0), end, inputs, n) as (k, _),
+                ):
+                    make(row, k, once=once)
             return context.get_dummy_value()
 
         n = types.intp
-        return types.void(words, n, n, zeros, factors, columns, types.boolean, out), build
+        return types.void(words, n, n, n, zeros, factors, columns, types.boolean, out), build
 
     return widen
 
 
-WidenRow = Callable[[Place, int, Place, Place, int, Place, Place], None]
-WidenUnit = Callable[[RowsAt, int, int, RowsAt, RowsAt, Place, bool, RowsAt], None]
+WidenRow = Callable[[RowsAt, int, int, RowsAt, RowsAt, int, Place, RowsAt], None]
+WidenUnit = Callable[[RowsAt, int, int, int, RowsAt, RowsAt, Place, bool, RowsAt], None]
 
-# So many numbers, a multiple of 2 * LANES, of a row of codes, with the zero points and factors of its groups from that
-# of the first on, of number k those k >> shift behind it, and the table.
+# Of so many rows of codes as many numbers, a multiple of 2 * LANES, with the zero points and factors of a row's groups
+# from that of the first on, of number k those k >> shift behind it, and the table.
 widen_bytes: WidenRow = cast(Any, _widen_row(_in_bytes(types.uint8), _less_zero))
 widen_signed_bytes: WidenRow = cast(Any, _widen_row(_in_bytes(types.int8), _less_zero))
 widen_halves: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=True), _less_zero))
@@ -276,9 +316,9 @@ widen_scaled_float8: WidenRow = cast(Any, _widen_row(_float8s, _times_factor))
 widen_float4: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=True), _float4))
 # Nobody asks for a table where HAS_TABLES is false; what stands in for it there need only compile.
 widen_in_table: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=False), _in_table if HAS_TABLES else _float4))
-# So many numbers, a multiple of 16, of UNIT_ROWS rows: where their words are, and by how many bits they are shifted
-# first; zero points and factors of these rows, a row of them for each group; the group of each column; whether eight
-# columns share theirs.
+# Of rows, a multiple of UNIT_ROWS of them, as many numbers, a multiple of 16: where the words of row 0 are; the first
+# of the rows and how many there are; zero points and factors from that row on, a row of them for each group; the group
+# of each column; whether eight columns share theirs.
 widen_words4: WidenUnit = cast(Any, _widen_unit(_of_columns(4), 3))
 widen_words8: WidenUnit = cast(Any, _widen_unit(_of_columns(8), 2))
-widen_row_words: WidenUnit = cast(Any, _widen_unit(_of_rows, 0))
+widen_row_words: WidenUnit = cast(Any, _widen_unit(_of_rows, 0, are_rows_in_words=True))

@@ -28,7 +28,6 @@ from .arguments import (
 from .codes import widen_float8, widen_int4, widen_int8
 from .compiled import REORDERED, kept
 from .grouped import (
-    UNIT_ROWS,
     Groups,
     widen_bytes,
     widen_float4,
@@ -93,80 +92,66 @@ def packed_place(K: int, group_bytes: int, row: int, k: int) -> int:
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def _widen_grouped(
-    packed: Packed, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, apart: int
-) -> None:
-    """`widen_packed` of codes that others have published."""
-    (first, last), k, num_inputs = rows, chain[0], chain[1] - chain[0]
-    way, group_bytes, num_groups, shift = packed.way, packed.group_bytes, packed.scales.num_groups, packed.scales.shift
-    zeros, factors, table, group = packed.groups.zeros, packed.groups.factors, packed.groups.table, k >> shift
-    for row in range(first, last):
-        place, at = Place(body, packed_place(K, group_bytes, row, k)), row * num_groups + group
-        zero, factor, to = Place(zeros, at), Place(factors, at), Place(out, (row - first) * apart)
-        if way == HALVES:
-            widen_halves(place, num_inputs, zero, factor, shift, Place(table, 0), to)
-        elif way == FLOAT4:
-            widen_float4(place, num_inputs, zero, factor, shift, Place(table, 0), to)
-        elif way == IN_TABLE:
-            widen_in_table(place, num_inputs, zero, factor, shift, Place(table, 0), to)
-        elif way == SCALED_FLOAT8:
-            widen_scaled_float8(place, num_inputs, zero, factor, shift, Place(table, 0), to)
-        elif way == BYTES:
-            widen_bytes(place, num_inputs, zero, factor, shift, Place(table, 0), to)
-        elif way == SIGNED_BYTES:
-            widen_signed_bytes(place, num_inputs, zero, factor, shift, Place(table, 0), to)
+def _widen_grouped(packed: Packed, stored: RowsAt, num_rows: int, num_inputs: int, at: int, to: RowsAt) -> None:
+    """`widen_packed` of codes that others have published, whose zero points and factors begin at number `at`."""
+    way, num_groups, shift = packed.way, packed.scales.num_groups, packed.scales.shift
+    zeros, factors = RowsAt(packed.groups.zeros, at, num_groups), RowsAt(packed.groups.factors, at, num_groups)
+    table = Place(packed.groups.table, 0)
+    if way == HALVES:
+        widen_halves(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
+    elif way == FLOAT4:
+        widen_float4(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
+    elif way == IN_TABLE:
+        widen_in_table(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
+    elif way == SCALED_FLOAT8:
+        widen_scaled_float8(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
+    elif way == BYTES:
+        widen_bytes(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
+    elif way == SIGNED_BYTES:
+        widen_signed_bytes(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def _widen_columns(packed: Packed, body: np.ndarray, rows: Span, chain: Span, out: np.ndarray, apart: int) -> None:
-    """`widen_packed` of codes in columns, UNIT_ROWS rows at a time, which `rows` are a multiple of."""
-    (first, last), k, num_inputs = rows, chain[0], chain[1] - chain[0]
-    way, num_rows, is_wide, columns = packed.way, packed.num_rows, packed.groups.is_wide, packed.groups.columns
-    zeros, factors = packed.groups.zeros, packed.groups.factors
-    for row in range(first, last, UNIT_ROWS):
-        zero, factor = RowsAt(zeros, row, num_rows), RowsAt(factors, row, num_rows)
-        own, to = Place(columns, k), RowsAt(out, (row - first) * apart, apart)
-        if way == WORDS4:
-            words = RowsAt(body, (k >> 3) * packed.apart + 4 * row, packed.apart)
-            widen_words4(words, 0, num_inputs, zero, factor, own, is_wide, to)
-        elif way == WORDS8:
-            words = RowsAt(body, (k >> 2) * packed.apart + 4 * row, packed.apart)
-            widen_words8(words, 0, num_inputs, zero, factor, own, is_wide, to)
-        else:
-            words = RowsAt(body, k * packed.apart + (row >> 3) * 4, packed.apart)
-            widen_row_words(words, (row & 7) * 2, num_inputs, zero, factor, own, is_wide, to)
+def _widen_columns(packed: Packed, body: np.ndarray, rows: Span, k: int, num_inputs: int, to: RowsAt) -> None:
+    """`widen_packed` of codes in columns, of which `rows` are a multiple of UNIT_ROWS."""
+    first, num_rows, way, apart = rows[0], rows[1] - rows[0], packed.way, packed.apart
+    zeros = RowsAt(packed.groups.zeros, first, packed.num_rows)
+    factors = RowsAt(packed.groups.factors, first, packed.num_rows)
+    is_wide, columns = packed.groups.is_wide, Place(packed.groups.columns, k)
+    if way == WORDS4:
+        words = RowsAt(body, (k >> 3) * apart, apart)
+        widen_words4(words, first, num_rows, num_inputs, zeros, factors, columns, is_wide, to)
+    elif way == WORDS8:
+        words = RowsAt(body, (k >> 2) * apart, apart)
+        widen_words8(words, first, num_rows, num_inputs, zeros, factors, columns, is_wide, to)
+    else:
+        words = RowsAt(body, k * apart, apart)
+        widen_row_words(words, first, num_rows, num_inputs, zeros, factors, columns, is_wide, to)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def widen_packed(
     packed: Packed, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, apart: int
 ) -> None:
-    """Rows' inputs of a chain as float32, `apart` numbers apart; escapes with an exponent of 0. One loop for each way,
-    and what it needs taken out before: to count references to arrays takes as long as a row."""
+    """Rows' inputs of a chain as float32, `apart` numbers apart; escapes with an exponent of 0. Steps are given all
+    rows: to count references to arrays takes as long as one."""
     (first, last), k, num_inputs = rows, chain[0], chain[1] - chain[0]
-    way, group_bytes, base, scales = packed.way, packed.group_bytes, packed.escapes.base, packed.scales
-    bits, num_groups, shift = scales.bits, scales.num_groups, scales.shift
-    group = k >> shift
+    num_rows, way, group_bytes, scales = last - first, packed.way, packed.group_bytes, packed.scales
+    shift, at = scales.shift, first * scales.num_groups + (k >> scales.shift)
+    own, to = RowsAt(scales.bits, at, scales.num_groups), RowsAt(out, 0, apart)
+    stored = RowsAt(body, packed_place(K, group_bytes, first, k), K // GROUP_NUMBERS * group_bytes)
     if way == WINDOW4:
-        for row in range(first, last):
-            place = Place(body, packed_place(K, group_bytes, row, k))
-            widen_window4(place, num_inputs, base, Place(out, (row - first) * apart))
+        widen_window4(stored, num_rows, num_inputs, packed.escapes.base, to)
     elif way == INT8:
-        for row in range(first, last):
-            place, scale = Place(body, packed_place(K, group_bytes, row, k)), Place(bits, row * num_groups + group)
-            widen_int8(place, num_inputs, scale, shift, Place(out, (row - first) * apart))
+        widen_int8(stored, num_rows, num_inputs, own, shift, to)
     elif way == INT4:
-        for row in range(first, last):
-            place, scale = Place(body, packed_place(K, group_bytes, row, k)), Place(bits, row * num_groups + group)
-            widen_int4(place, num_inputs, scale, shift, Place(out, (row - first) * apart))
+        widen_int4(stored, num_rows, num_inputs, own, shift, to)
     elif way == FLOAT8:
-        for row in range(first, last):
-            place, scale = Place(body, packed_place(K, group_bytes, row, k)), Place(bits, row * num_groups + group)
-            widen_float8(place, num_inputs, scale, shift, Place(out, (row - first) * apart))
+        widen_float8(stored, num_rows, num_inputs, own, shift, to)
     elif way >= WORDS4:
-        _widen_columns(packed, body, rows, chain, out, apart)
+        _widen_columns(packed, body, rows, k, num_inputs, to)
     else:
-        _widen_grouped(packed, body, K, rows, chain, out, apart)
+        _widen_grouped(packed, stored, num_rows, num_inputs, at, to)
 
 
 @kept

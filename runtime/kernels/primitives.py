@@ -76,6 +76,20 @@ def apart_of(builder: Builder, rows: Value) -> Value:
     return builder.extract_value(rows, RowsAt._fields.index("apart"))
 
 
+def for_rows(
+    builder: Builder, num_rows: Value, runs: "list[tuple[Value, Value]]", act: Callable[[list[Value]], None]
+) -> None:
+    """A loop over rows, of which `act` is given where each begins in each of the runs: first places, and how many
+    numbers rows are apart. Inside of compiled code: to hand a row's arrays to a function takes as long as a row."""
+    with cgutils.for_range(builder, num_rows, intp=num_rows.type) as loop:
+        act([builder.gep(first, [builder.mul(loop.index, apart)]) for first, apart in runs])
+
+
+def run_of(context: Any, builder: Builder, kind: Any, value: Value) -> tuple[Value, Value]:
+    """Where `RowsAt` begin, and how many numbers they are apart."""
+    return first_of(context, builder, kind, value), apart_of(builder, value)
+
+
 def call(builder: Builder, name: str, result: ir.Type, arguments: list[Value]) -> Value:
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
@@ -102,7 +116,7 @@ def widen(builder: Builder, dtype: Any, vector: Value) -> Value:
     if dtype == types.int8:
         return builder.sitofp(builder.sext(vector, INTS), FLOATS)
     if dtype == types.uint8:
-        return _from_float8(builder, builder.zext(vector, INTS))
+        return _from_float8(builder, builder.sext(vector, INTS))
     return vector
 
 
@@ -119,13 +133,13 @@ def load_pairs(builder: Builder, pointer: Value, mask: Value | None) -> tuple[Va
     return builder.sitofp(low, FLOATS), builder.sitofp(high, FLOATS)
 
 
-def _from_float8(builder: Builder, bits: Value) -> Value:
-    """E4M3, which knows no infinity: all bits set are NaN."""
-    number = builder.and_(bits, ints(0x7F))
-    moved = builder.fmul(builder.bitcast(builder.shl(number, ints(20)), FLOATS), FLOATS([2.0**120] * LANES))
-    special = builder.select(builder.icmp_unsigned("==", number, ints(0x7F)), ints(0x7FC00000), ints(0))
-    sign = builder.shl(builder.and_(bits, ints(0x80)), ints(24))
-    return builder.bitcast(builder.or_(builder.bitcast(moved, INTS), builder.or_(special, sign)), FLOATS)
+def _from_float8(builder: Builder, signed: Value) -> Value:
+    """E4M3, which knows no infinity: all bits set are NaN. Of bytes with their signs repeated above them."""
+    moved = builder.shl(signed, ints(20))
+    scaled = builder.fmul(builder.bitcast(builder.and_(moved, ints(0x87F00000)), FLOATS), FLOATS([2.0**120] * LANES))
+    is_none = builder.icmp_unsigned("==", builder.and_(moved, ints(0x07F00000)), ints(0x07F00000))
+    special = builder.and_(builder.sext(is_none, INTS), ints(0x7FC00000))
+    return builder.bitcast(builder.or_(builder.bitcast(scaled, INTS), special), FLOATS)
 
 
 def _from_float16(builder: Builder, bits: Value) -> Value:

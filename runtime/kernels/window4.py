@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from .arguments import GROUP_NUMBERS
 from .compiled import REORDERED
-from .primitives import Builder, Place, Value, first_of
+from .primitives import Builder, RowsAt, Value, for_rows, run_of
 
 HALF, LANE = GROUP_NUMBERS // 2, 16  # two bytes of numbers are brought together within so many bytes
 _BYTE, _WORD, _INT = ir.IntType(8), ir.IntType(16), ir.IntType(32)
@@ -36,20 +36,26 @@ class Escapes(NamedTuple):
 
 
 @intrinsic
-def _widen(typing: Any, row: Any, num_inputs: Any, base: Any, out: Any) -> Any:
+def _widen(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, base: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        stored, end = first_of(context, builder, row, arguments[0]), arguments[1]
-        widened, n, size = first_of(context, builder, out, arguments[3]), end.type, GROUP_NUMBERS
-        added = _everywhere(builder, builder.trunc(arguments[2], _BYTE))
-        with cgutils.for_range_slice(builder, n(0), end, n(size), n) as (k, _):
-            group = builder.gep(stored, [builder.add(k, builder.lshr(k, n(1)))])
-            place = builder.gep(widened, [k])
-            for half, pairs in enumerate(_pairs(builder, group, added)):
-                _put(builder, builder.shl(pairs, _same(16, _PAIRS)), place, half * HALF)
-                _put(builder, builder.and_(pairs, _same(0xFFFF0000, _PAIRS)), place, half * HALF + HALF // 2)
+        runs = [run_of(context, builder, each, arguments[i]) for each, i in ((rows, 0), (out, 4))]
+        end, size = arguments[2], GROUP_NUMBERS
+        n, added = end.type, _everywhere(builder, builder.trunc(arguments[3], _BYTE))
+
+        def widen_row(places: list[Value]) -> None:
+            stored, widened = places
+            with cgutils.for_range_slice(builder, n(0), end, n(size), n) as (k, _):
+                group = builder.gep(stored, [builder.add(k, builder.lshr(k, n(1)))])
+                place = builder.gep(widened, [k])
+                for half, pairs in enumerate(_pairs(builder, group, added)):
+                    _put(builder, builder.shl(pairs, _same(16, _PAIRS)), place, half * HALF)
+                    _put(builder, builder.and_(pairs, _same(0xFFFF0000, _PAIRS)), place, half * HALF + HALF // 2)
+
+        for_rows(builder, arguments[1], runs, widen_row)
         return context.get_dummy_value()
 
-    return types.void(row, types.intp, types.intp, out), build
+    n = types.intp
+    return types.void(rows, n, n, n, out), build
 
 
 def _pairs(builder: Builder, group: Value, added: Value) -> list[Value]:
@@ -105,9 +111,9 @@ def _put(builder: Builder, bits: Value, place: Value, at: int) -> None:
     builder.store(bits, builder.bitcast(builder.gep(place, [_INT(at)]), bits.type.as_pointer()), align=4)
 
 
-# So many numbers, a multiple of GROUP_NUMBERS, of a packed row as bits of float32, escapes with an exponent of 0. The
-# base is that of the row's codes.
-widen_window4: Callable[[Place, int, int, Place], None] = cast(Any, _widen)
+# Of so many packed rows as many numbers, a multiple of GROUP_NUMBERS, as bits of float32, escapes with an exponent of
+# 0. The base is that of the rows' codes.
+widen_window4: Callable[[RowsAt, int, int, int, RowsAt], None] = cast(Any, _widen)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
