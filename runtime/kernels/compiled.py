@@ -4,19 +4,23 @@ numba takes what it has kept while it is of the same version and the file that a
 is made of functions of other files too, so what is kept of ours is fresh only while all files of this package are.
 """
 
+import glob
 import hashlib
 import logging
+import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import cache
 from pathlib import Path
-from threading import Lock
-from typing import TypeVar, cast
+from threading import Lock, local
+from typing import Any, TypeVar, cast
 
 from numba import config, njit
 from numba.core import event
-from numba.core.caching import InTreeCacheLocator, UserProvidedCacheLocator, UserWideCacheLocator
+from numba.core.caching import FunctionCache, InTreeCacheLocator, UserProvidedCacheLocator, UserWideCacheLocator
 
 from ..cache_root import cache_root, is_private
 
@@ -25,16 +29,38 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
 FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `exp`
+WAITING_SECONDS, WAITING_STEP_SECONDS = 120.0, 0.05  # for another process that compiles the same kernel
 _LOCK, _PLACES = Lock(), "CACHE_LOCATOR_CLASSES"
+_asked = local()
+
+
+class NotKept(Exception):
+    """A kernel is not on disk, and nothing else was asked for."""
+
+
+@contextmanager
+def only_kept() -> Iterator[None]:
+    """Has a call of a kernel that would be compiled raise NotKept, in its block and this thread."""
+    _asked.only_kept = True
+    try:
+        yield
+    finally:
+        _asked.only_kept = False
 
 
 class _FirstCompilation(event.Listener):
-    """Says that kernels are being compiled, as it begins and once: nothing else happens in that time."""
+    """Says that kernels are being compiled, as it begins and once."""
 
     def __init__(self) -> None:
         self._was_said, self.are_kept = False, True
 
     def on_start(self, event: event.Event) -> None:
+        """Begins to compile a kernel, or a function that it is made of."""
+        if getattr(_asked, "only_kept", False):
+            raise NotKept((event.data or {})["dispatcher"].py_func.__name__)
+        self.say()
+
+    def say(self) -> None:
         if not self._was_said:
             self._was_said = True
             later = "find them on disk" if self.are_kept else "do it again: no directory that can be written was found"
@@ -44,21 +70,79 @@ class _FirstCompilation(event.Listener):
         """The end of a compilation is seen by what comes next."""
 
 
-_COMPILATION = _FirstCompilation()
-event.register("numba:compile", _COMPILATION)
+COMPILATION = _FirstCompilation()
+event.register("numba:compile", COMPILATION)
 
 
 def kept(function: Function) -> Function:
     """Compiled at its first call, in 2 to 4 s, and kept on disk, beside the source or in the user's cache. It lets go
     of the interpreter while it runs."""
     options = {"nogil": True, "fastmath": REORDERED, "error_model": "numpy"}
+    compiled: Any = njit(**options)(function)
     try:
         with _our_places():
-            return cast(Function, njit(cache=True, **options)(function))
+            compiled._cache = _CompiledByOne(function)
     except RuntimeError as error:
-        _COMPILATION.are_kept = False
+        COMPILATION.are_kept = False
         log.info("%s is compiled anew in each process, in 2 to 4 s: %s", function.__name__, error)
-        return cast(Function, njit(**options)(function))
+    return cast(Function, compiled)
+
+
+class _CompiledByOne(FunctionCache):
+    """What is kept of a kernel. Processes that begin together wait for the first of them to compile it, and take that
+    from the disk. A lock goes with its process, however that ends; where the file system has none, or the first is
+    slow, each compiles for itself."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__(function)
+        self._held: int | None = None  # the lock's descriptor
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Returns what is kept for a signature; where that is nothing, this process is to compile it."""
+        found = super().load_overload(sig, target_context)
+        if found is None and self._held is None and not getattr(_asked, "only_kept", False):
+            self._held = _locked(Path(self.cache_path) / f"{self._impl.filename_base}.lock")
+            found = super().load_overload(sig, target_context)
+            if found is not None:
+                self._let_go()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """numba writes the index before the code that it names: code of other sources, under the same name, would be
+        taken for this where a process ends in between."""
+        try:
+            if not self._cache_file._load_index():
+                for old in Path(self.cache_path).glob(f"{glob.escape(self._impl.filename_base)}.*.nbc"):
+                    old.unlink(missing_ok=True)
+            super().save_overload(sig, data)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor that holds the lock of that name; None where it cannot be had."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, stat.S_IRUSR | stat.S_IWUSR)
+    except OSError:
+        return None
+    end = time.monotonic() + WAITING_SECONDS
+    while True:
+        try:
+            flock(descriptor, LOCK_EX | LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                break
+            time.sleep(WAITING_STEP_SECONDS)
+        except OSError:  # there are none on this file system
+            break
+    os.close(descriptor)
+    return None
 
 
 @cache

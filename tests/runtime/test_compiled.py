@@ -2,7 +2,9 @@
 
 import importlib
 import shutil
+import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -116,3 +118,80 @@ def test_kernels_are_not_taken_from_a_folder_that_others_can_write_and_no_later_
     assert [text.partition("; ")[2] for text in said] == [
         "later starts do it again: no directory that can be written was found"
     ]
+
+
+def begun(package: Path) -> "subprocess.Popen[str]":
+    """A process that has the kernel at hand and calls it when it is told to; it says whether it compiled it."""
+    program = (
+        f"from {package.parent.name}.kernels.kernel import kernel; print('ready', flush=True); input(); "
+        "print(kernel(4), sum(kernel.stats.cache_misses.values()))"
+    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True, cwd=package.parents[1])
+
+
+def test_of_processes_that_begin_together_one_compiles_and_the_others_take_it(package: Path) -> None:
+    with ExitStack() as stack:
+        processes = [stack.enter_context(begun(package)) for _ in range(3)]
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        said = sorted(process.communicate()[0].strip() for process in processes)
+    assert said == ["50 0", "50 0", "50 1"]
+
+
+def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "WAITING_SECONDS", 0.0)
+    path = tmp_path / "kernel.lock"
+    program = f"from runtime.kernels import compiled as c; print(c._locked(c.Path({str(path)!r})), flush=True); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() != "None\n"
+        assert compiled._locked(path) is None
+        holder.kill()
+    assert compiled._locked(path) is not None
+
+
+def test_where_no_lock_can_be_had_each_process_compiles(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = loaded_anew(package)
+
+    def refuse(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(sys.modules[f"{package.parent.name}.kernels.compiled"], "flock", refuse)
+    assert result(module) == (50, True)
+    assert result(loaded_anew(package)) == (50, False)
+
+
+def test_code_of_other_sources_is_not_taken_where_a_process_ended_while_it_kept_its_own(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert result(loaded_anew(package)) == (50, True)
+    (package / "folder" / "part.py").write_text(PART.format(added=2) + "# changed\n")
+    module = loaded_anew(package)
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(module.kernel._cache._cache_file, "_save_data", end)
+        module.kernel(4)
+    assert result(loaded_anew(package)) == (60, True)
+
+
+def test_only_what_is_kept_is_loaded_where_nothing_else_is_asked_for(package: Path) -> None:
+    for is_kept in (False, True):
+        module = loaded_anew(package)
+        parts = sys.modules[f"{package.parent.name}.kernels.compiled"]
+        with parts.only_kept():
+            if is_kept:
+                assert module.kernel(4) == 50
+            else:
+                with pytest.raises(parts.NotKept, match="kernel"):
+                    module.kernel(4)
+        assert result(module) == (50, not is_kept)
