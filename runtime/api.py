@@ -32,6 +32,7 @@ from .devices.shared_run import SharedRun
 from .devices.told_plan import SESSION, end_sessions
 from .encoding import Classified, Embedded, Encoded, Filled, ask_encodings, encoded, refused
 from .engine.beam_requests import with_beams
+from .engine.compiling import COMPILING_SECONDS, LEAST_TOKENS, CompiledKernels, seconds_without
 from .engine.encoding_requests import Wanted, require_readable, require_text
 from .engine.engine import Engine, alone
 from .engine.requests import Rejected, make_request
@@ -40,7 +41,7 @@ from .engine.sampling.sampler import Sampler, sampler_for
 from .engine.scoring_requests import join
 from .engine.self_check.check import check_lanes, is_due
 from .engine.sequence import Completion, Request
-from .engine.setup import Setup, prepare_attention, prepare_kernels
+from .engine.setup import Setup, kernels_of, prepare_attention
 from .engine.sharing import sizes_sharing
 from .engine.streams import open_streams
 from .engine.tokens import tokenize
@@ -61,6 +62,7 @@ from .plan.placement.placer import kv_tiers
 from .plan.planner import RunPlan
 from .plan.search.policy import Policy
 from .plan.shape.kv_dtype import keeping_kv
+from .plan.shape.model import ModelShape
 from .planning import Planner
 from .probing.heads import Head
 from .profiles import BY_RULE, BackendTable
@@ -119,6 +121,9 @@ class Runtime(Closing):
         if self._shared is not None:
             self.config = self._shared.config(self.config)
         self._kept: Kept | None = None
+        self._kernels: CompiledKernels | None = None
+        self._shape_with_kernels: ModelShape | None = None  # while a run computes without
+        self.baseline_bytes = 0
         self._is_closed = False
         self._latest: weakref.ref[ResultStream[Result] | ResultStream[Scored] | ResultStream[Encoded]] | None = None
         name = device if isinstance(device, str) else self.config.machine.device
@@ -142,7 +147,11 @@ class Runtime(Closing):
             elif found is None:
                 found, self._may_compare = known_backends(self.host), True
             self.model = replace(self.model, backends=found)
-            prepare_kernels(self.model)
+            self._kernels = kernels_of(self.model)
+            if self._shared is not None:
+                self.wait_for_kernels()  # ranks that compute the same come to the same bits
+            elif seconds_without(self.model.shape, [LEAST_TOKENS]) > COMPILING_SECONDS:
+                self._kernels.begin()
         elif self.config.policy.attention is Attention.cpu:
             prepare_attention(self.model)
         if self._shared is not None:
@@ -177,6 +186,8 @@ class Runtime(Closing):
         again does nothing."""
         self._end_latest("the end of its runtime")
         self._is_closed = True
+        if self._kernels is not None:
+            self._kernels.close()
         if self._kept is not None:
             self._kept.close()
             self._kept = None
@@ -243,6 +254,32 @@ class Runtime(Closing):
     def budgets(self) -> Budgets:
         return self.planner.budgets
 
+    def wait_for_kernels(self) -> None:
+        """Waits until the kernels of a model on the CPU are compiled, even for a run that would be done sooner without:
+        for whoever times one. Raises Interrupted."""
+        if self._kernels is None or self._kernels.are_ready:
+            return
+        before = resident_bytes()
+        self._kernels.wait(self._should_stop)
+        self.baseline_bytes += resident_bytes() - before
+        if self._shape_with_kernels is not None:
+            self.model = replace(self.model, shape=self._shape_with_kernels)
+            self._shape_with_kernels = None
+            self._checked.clear()  # what was compared with the class were plain operators, and so was what was measured
+            if self._kept is not None:
+                self._kept.forget_rates()
+
+    def _begins_without_kernels(self, requests: Sequence[Request]) -> bool:
+        """Whether the session of these requests computes in plain operators, which is then planned for."""
+        if self._kernels is None or self._kernels.are_ready:
+            return False
+        shape, tokens = self.model.shape, [request.size.capacity_tokens for request in requests]
+        if not self._kernels.does_without(seconds_without(shape, tokens)):
+            return False
+        self._shape_with_kernels = self._shape_with_kernels or shape
+        self.model = replace(self.model, shape=replace(shape, has_decode_kernel=False, has_fused_gates=False))
+        return True
+
     def plan(
         self,
         requests: Sequence[Request],
@@ -256,6 +293,8 @@ class Runtime(Closing):
     ) -> RunPlan:
         """The plan of a run of these requests; see `Planner.plan`. `rates`: None measures them. Sessions multiply from
         now on as the plan says."""
+        if self._shape_with_kernels is None:
+            self.wait_for_kernels()
         plan = self.planner.plan(
             self.sizes(requests),
             rates=rates,
@@ -293,6 +332,8 @@ class Runtime(Closing):
         """Holds the weights, the slots and the reader threads; an open runtime keeps the first and the last.
         `together`: what ranks have in common that read weights together, which keep nothing."""
         self._require_open()
+        if self._shape_with_kernels is None:
+            self.wait_for_kernels()
         kept = self._kept.weights if self._kept is not None and together is None else None
         setup = Setup(
             model=self.model,
@@ -357,11 +398,14 @@ class Runtime(Closing):
     ) -> AbstractContextManager[tuple[RunPlan, Session]]:
         """Plans, as `plan` does, and opens a session. Unless the policy is fixed or there are `blocks` of an earlier
         start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more
-        with blocks of half the size.
+        with blocks of half the size. Where kernels are yet to be compiled, it waits for them, or computes without if
+        that is done sooner.
         """
         self._prepare_for(requests)
         if self._shared is not None:
             return self._session_of_ranks(self._shared, requests, blocks, chunk_tokens)
+        if not self._begins_without_kernels(requests):
+            self.wait_for_kernels()
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
 

@@ -45,3 +45,7 @@ class Kept(Closing):
 
     def keep_rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable, rates: MachineRates) -> None:
         self._rates.append((load, paged, backends, rates))
+
+    def forget_rates(self) -> None:
+        """Drops the rates, as the model is computed in another way from now on."""
+        self._rates.clear()

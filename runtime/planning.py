@@ -14,6 +14,7 @@ from .choices import plan_by_choice, policies_directory, question
 from .config import PolicyKind, RuntimeConfig
 from .errors import BudgetError
 from .kept import Kept
+from .kernels.compiler import has_compiler
 from .measure.calibrate import measure_rates
 from .measure.contests import compare_backends
 from .measure.machine import device_name
@@ -119,7 +120,7 @@ class Planner:
             kept = blocks if budgets.has_device else first.blocks
             plan = plan_policy(problem, blocks=kept, num_halvings=num_halvings)
         else:
-            machine = f"{self.config.machine.name} {self.host}"
+            machine = f"{self.config.machine.name} {self.host}{'' if has_compiler() else ' in plain operators'}"
             asked = question(machine, self.model.shape, self.config, budgets, sizes)
             plan = plan_by_choice(
                 policies_directory(self.config.offload.cache_dir),
@@ -140,7 +141,7 @@ class Planner:
         num_tokens = sum(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
         flops = num_tokens * sum(stage.flops_per_token for stage in self.model.shape.stages)
         fastest = max([*rates.gemm_flops_per_second.values(), *rates.expert_flops_per_second.values()])
-        if flops < COMPARED_SECONDS * fastest:
+        if flops < COMPARED_SECONDS * fastest or not has_compiler():
             return None
         usual = TypicalLoad.of(self.model.shape, micro_batches_of(plan.blocks[0], sizes), chunk_tokens(plan.policy))
         found = compare_backends(self.model, self.host, usual)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from runtime import Runtime, RuntimeConfig, planning
 from runtime.attention.host_attention import prepare_decode_attention
 from runtime.config import ModelConfig
-from runtime.engine import chat
+from runtime.engine import chat, compiling
 from runtime.linear import backends, work_items
 from runtime.linear.vectors import prepare_vectors
 from runtime.linear.window4_rows import WINDOW4
@@ -159,6 +159,15 @@ def compiled_once(shared_home: Path) -> None:
     for turn in range(len(kernels)):
         place = (turn + int(number)) % len(kernels)
         made_once(shared_home / "kernels" / str(place), lambda home, place=place: kernels[place]())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_here() -> Iterator[None]:
+    """Kernels that are not on disk yet: no run begins without them, and this process compiles them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "COMPILING_SECONDS", -1.0)
+        patch.setattr(compiling, "_shares", lambda parts: [])
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

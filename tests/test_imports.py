@@ -79,7 +79,7 @@ PURE = ("plan", "batching")
 
 # What the callers of `runtime/kernels` may import of it; the rest is how these are made.
 SEAM = {
-    *("compiler", "arguments", "linear", "packed", "attention", "attention_quantized", "rowwise"),
+    *("compiler", "compiled", "arguments", "linear", "packed", "attention", "attention_quantized", "rowwise"),
     *("amx.linear", "amx.attention", "amx.scratch"),
 }
 

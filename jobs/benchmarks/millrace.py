@@ -115,6 +115,7 @@ def generated(
         after_pass()
         seconds_between += time.monotonic() - begin
 
+    runtime.wait_for_kernels()
     with runtime.confirmed_session(requests, rates=rates) as (plan, session):
         if is_warmed_up:
             session.probe(requests)

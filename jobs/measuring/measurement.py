@@ -113,6 +113,7 @@ def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[
         sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True),
     )
     runtime = Runtime(config, device=device)
+    runtime.wait_for_kernels()
     made = [runtime.request(str(index), [5, 6, 7]) for index in range(NUM_LANES)]
     requests = [request for request in made if isinstance(request, Request)]
     num_stages = len(runtime.model.shape.stages)

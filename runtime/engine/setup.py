@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention.host_attention import prepare_decode_attention
 from ..attention.page_codes import stored_dtype
-from ..attention.quantized_attention import prepare_decode_quantized
 from ..config import RuntimeConfig
-from ..linear.backends import prepare_products
-from ..model.host_ops import DTYPES, prepare_host_ops
+from ..model.host_ops import DTYPES
 from ..model.loading import LoadedModel
 from ..plan.placement.placement import Placement
 from ..plan.shape.shapes import Parameter
@@ -19,6 +16,7 @@ from ..stream.fillings import Together
 from ..stream.kept_weights import KeptWeights
 from ..trace import Trace
 from ..weights.stage_weights import TORCH_DTYPES
+from .compiling import HOST_OPS, CompiledKernels, Part, prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,28 +35,41 @@ class Setup:
 
 def prepare_attention(model: LoadedModel) -> None:
     """Decode attention on the CPU, beside an accelerator too; the second time at no cost."""
-    if model.shape.kv_dtype.is_quantized:
-        prepare_decode_quantized(model.shape.kv_dtype, model.compute_dtype)
-    elif model.shape.is_packed:
-        prepare_decode_attention(stored_dtype(model.shape.kv_dtype, model.compute_dtype))
-
-
-def prepare_kernels(model: LoadedModel) -> None:
-    """Loads, and at the first time compiles, the kernels that a model on the CPU computes with."""
-    prepare_attention(model)
-    if model.compute_dtype in DTYPES:
-        prepare_host_ops(model.compute_dtype)
-    parameters = (parameter for stage in model.shape.stages for parameter in stage.parameters)
-    _prepare_products(parameters, model.compute_dtype)
+    for part in attention_of(model):
+        prepare(part)
 
 
 def prepare_experts(model: LoadedModel) -> None:
     """Products with experts on the CPU beside an accelerator."""
-    _prepare_products((parameter for stage in model.shape.stages for parameter in stage.stacks), model.compute_dtype)
+    stacks = (parameter for stage in model.shape.stages for parameter in stage.stacks)
+    prepare(products_of(stacks, model.compute_dtype))
 
 
-def _prepare_products(parameters: Iterable[Parameter], inputs: torch.dtype) -> None:
+def kernels_of(model: LoadedModel) -> CompiledKernels:
+    """Loads the kernels that a model on the CPU computes with, as far as they are compiled."""
+    parameters = (parameter for stage in model.shape.stages for parameter in stage.parameters)
+    parts = [*attention_of(model), products_of(parameters, model.compute_dtype)]
+    if model.compute_dtype in DTYPES:
+        parts.append(Part(HOST_OPS, _name(model.compute_dtype)))
+    return CompiledKernels(parts)
+
+
+def attention_of(model: LoadedModel) -> list[Part]:
+    """What attends to a model's pages on the CPU, if anything compiled does."""
+    kv_dtype, computed = model.shape.kv_dtype, model.compute_dtype
+    if kv_dtype.is_quantized:
+        return [Part("quantized_attention", _name(computed), (kv_dtype.value,))]
+    return [Part("attention", _name(stored_dtype(kv_dtype, computed)))] if model.shape.is_packed else []
+
+
+def products_of(parameters: Iterable[Parameter], inputs: torch.dtype) -> Part:
+    """What multiplies inputs of a dtype with these weights."""
     slices = [piece for parameter in parameters for piece in parameter.slices]
     stored = {piece.dtype for piece in slices if len(piece.shape) >= 2 and not piece.format}
-    dtypes = [TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())]
-    prepare_products(dtypes, {piece.format for piece in slices if piece.format}, inputs)
+    dtypes = [_name(TORCH_DTYPES[name]) for name in sorted(stored & TORCH_DTYPES.keys())]
+    formats = sorted({piece.format for piece in slices if piece.format})
+    return Part("products", _name(inputs), tuple(dtypes), tuple(formats))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..attention.host_work import BITS
-from ..kernels.compiler import has_compiler
+from ..kernels.compiler import can_compile, has_compiler
 from ..linear.work_items import parallel_for_groups
 from ..plan.placement.memory import GATED_ROWS
 from .fused import FusedOps, Rotated
@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def host_ops() -> FusedOps | None:
     """Returns None where there is no compiler, as plain code is then the fastest."""
-    if not has_compiler():
+    if not can_compile():
         return None
     return FusedOps(norm=norm, gate=gate, gate_halves=gate_halves, rotate=rotate, mlp_rows=GATED_ROWS)
 
@@ -57,9 +57,9 @@ def _rows_of(x: torch.Tensor) -> np.ndarray:
 
 
 def _fits(*tensors: torch.Tensor) -> bool:
-    """Tells whether kernels can read them: rows of float32, or of bfloat16, one behind the other."""
+    """Tells whether kernels compute, and can read them: rows of float32, or of bfloat16, one behind the other."""
     dtype = tensors[0].dtype
-    if dtype not in DTYPES:
+    if dtype not in DTYPES or not has_compiler():
         return False
     for each in tensors:
         if type(each) not in (torch.Tensor, nn.Parameter) or each.dtype is not dtype or not each.is_cpu:

@@ -17,7 +17,7 @@ from ..errors import CheckpointError, ConfigError
 from ..formats.own_store import METHOD, relative_error
 from ..formats.registry import LOSSES, pair_companions
 from ..formats.rounding import Rounding
-from ..kernels.compiler import has_compiler
+from ..kernels.compiler import can_compile
 from ..origin.generation_config import ModelGeneration, read_generation
 from ..origin.location import find_checkpoint, load_tokenizer, read_config
 from ..origin.net import class_refused, one_line
@@ -230,7 +230,7 @@ def _part_of(
 def _in_lanes(
     shape: ModelShape, lanes: _Lanes, rope: RopeLengths | None, device: torch.device, *, num_parts: int
 ) -> ModelShape:
-    in_kernel = lanes.is_packed and not lanes.cache.is_latent and device.type == "cpu" and has_compiler()
+    in_kernel = lanes.is_packed and not lanes.cache.is_latent and device.type == "cpu" and can_compile()
     return replace(
         shape if num_parts == 1 else shape.part(num_parts),
         has_decode_kernel=in_kernel,

@@ -182,24 +182,24 @@ def test_without_the_compiler_torch_takes_over_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiler, "find_spec", lambda name: None)
-    compiler.has_compiler.cache_clear()
+    compiler.can_compile.cache_clear()
     inputs = make(Case(), torch.float32)
     try:
         with caplog.at_level(logging.WARNING):
             results = [decode_attention(*vars(inputs).values(), **options(Case())) for _ in range(2)]
     finally:
-        compiler.has_compiler.cache_clear()
+        compiler.can_compile.cache_clear()
     assert torch.equal(results[0], decode_attention_torch(*vars(inputs).values(), **options(Case())))
     assert [record.message.count("numba") for record in caplog.records] == [1]
 
 
 def test_where_nothing_can_be_written_it_is_compiled_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def njit(cache: bool = False, **options: object) -> Callable[[Callable[..., object]], Callable[..., object]]:
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return lambda function: function
+    def refuse(function: Callable[..., object]) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
 
-    monkeypatch.setattr(compiled, "njit", njit)
+    monkeypatch.setattr(compiled, "njit", lambda **options: lambda function: function)
+    monkeypatch.setattr(compiled, "_CompiledByOne", refuse)
+    monkeypatch.setattr(compiled.COMPILATION, "are_kept", True)
     assert compiled.kept(make) is make
 
 

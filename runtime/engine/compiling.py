@@ -1,0 +1,202 @@
+"""What a model on the CPU computes with, compiled at the first start on a host: in processes of their own beside this
+one, as numba's lock lets a process compile one kernel at a time. Whoever compiles keeps it on disk for all.
+
+Such a process loads as little as it can: this module imports neither torch nor transformers.
+"""
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
+
+from ..closing import Closing
+from ..errors import Interrupted
+from ..kernels.compiler import can_compile, hold_back, not_held_back, take_up
+from ..plan.shape.model import ModelShape
+from ..stream.host_memory import available_bytes
+from ..units import MIB
+
+log = logging.getLogger(__name__)
+
+COMPILING_SECONDS = 8.0  # of a processor of 2024, in as many processes as there are parts: what a run waits at most
+PROCESS_BYTES = 512 * MIB  # that one takes: torch, numba and what LLVM works with
+STEP_SECONDS = 0.02
+MOST_SECONDS = 300.0  # after which this process compiles for itself
+# Weights that plain operators multiply in a second, as bfloat16: for a pass that has one token alone, and, times
+# tokens, where 16 or more come together. Two cores of an AMD EPYC (AVX-512) did 2.8e9 and 42e9.
+ALONE_BYTES_PER_SECOND, TOGETHER_BYTES_PER_SECOND = 2.5e9, 40e9
+LEAST_BYTES = 4 * MIB  # a token takes as long as those at least, for what stands between products
+LEAST_TOKENS = 64  # of a first look at a model: a prompt and its answer
+HOST_OPS = "host_ops"  # compiled by this process, in half a second: to import them takes another one four
+
+
+class Part(NamedTuple):
+    """Some kernels, by the words that say what they are for: names of dtypes and storage formats."""
+
+    kind: str
+    dtype: str  # of what is computed with
+    stored: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+
+
+def prepare(part: Part) -> None:
+    """Loads them, and compiles what is not on disk."""
+    import torch
+
+    dtype = getattr(torch, part.dtype)
+    match part.kind:
+        case "attention":
+            from ..attention.host_attention import prepare_decode_attention
+
+            prepare_decode_attention(dtype)
+        case "quantized_attention":
+            from ..attention.quantized_attention import prepare_decode_quantized
+            from ..config import KVDType
+
+            prepare_decode_quantized(KVDType(part.stored[0]), dtype)
+        case "products":
+            from ..linear.backends import prepare_products
+
+            prepare_products([getattr(torch, name) for name in part.stored], set(part.formats), dtype)
+        case _:
+            from ..model.host_ops import prepare_host_ops
+
+            prepare_host_ops(dtype)
+
+
+def seconds_without(shape: ModelShape, tokens: Sequence[int]) -> float:
+    """About how long sequences of so many tokens take in plain operators, side by side."""
+    sizes = (math.prod(parameter.shape) for stage in shape.stages for parameter in stage.parameters)
+    num_bytes = max(2 * sum(sizes), LEAST_BYTES)
+    return num_bytes * (max(tokens, default=0) / ALONE_BYTES_PER_SECOND + sum(tokens) / TOGETHER_BYTES_PER_SECOND)
+
+
+class CompiledKernels(Closing):
+    """The kernels of some parts, of which those on disk are loaded at once. Until the others are, a session computes
+    with them, after `wait`, or without any, after `does_without`."""
+
+    def __init__(self, parts: Collection[Part]):
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._seconds_without, self.is_held_back = 0.0, False
+        with not_held_back():
+            self._missing = [part for part in parts if can_compile() and not _is_kept(part)]
+
+    @property
+    def are_ready(self) -> bool:
+        return not self._missing
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+        self._processes.clear()
+
+    def begin(self) -> None:
+        """Begins to compile, in processes that end with this one: their standard input does."""
+        shares = _shares([part for part in self._missing if part.kind != HOST_OPS])
+        if self._processes or not shares:
+            return
+        from ..kernels.compiled import COMPILATION
+
+        COMPILATION.say()
+        root = str(Path(__file__).parents[2])
+        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        for share in shares:
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", __name__, json.dumps(share)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C is for this process, which ends the other
+                )
+            except OSError as error:
+                log.debug("kernels are compiled by this process: %s", error)
+                return
+            self._processes.append(process)
+
+    def does_without(self, seconds: float) -> bool:
+        """Whether a session that would take so long in plain operators computes in these: where kernels are missing,
+        and it ends, like those before it together, before they would be compiled."""
+        if self.are_ready or self._processes or self._seconds_without + seconds > COMPILING_SECONDS:
+            return False
+        if not hold_back():
+            return False
+        if not self.is_held_back:
+            log.info(
+                "kernels for this processor are not compiled yet, and this is done sooner without: it computes in "
+                "torch operators"
+            )
+        self._seconds_without, self.is_held_back = self._seconds_without + seconds, True
+        return True
+
+    def wait(self, should_stop: Callable[[], bool]) -> None:
+        """Compiles what is missing, or waits until it is compiled, and takes all up. Raises Interrupted."""
+        self.begin()
+        if self._processes:
+            with not_held_back():
+                for part in self._missing:
+                    if part.kind == HOST_OPS:
+                        prepare(part)  # meanwhile
+        end = time.monotonic() + MOST_SECONDS
+        while any(process.poll() is None for process in self._processes):
+            if should_stop() or time.monotonic() >= end:
+                break
+            time.sleep(STEP_SECONDS)
+        self.close()
+        if should_stop():
+            raise Interrupted("stopped while kernels were compiled; nothing was begun")
+        take_up()
+        self.is_held_back = False
+        for part in self._missing:
+            prepare(part)
+        self._missing = []
+
+
+def _is_kept(part: Part) -> bool:
+    """Loads a part where it is on disk."""
+    import torch
+
+    from ..kernels.compiled import NotKept, only_kept
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # kernels are called by this thread alone, which asks
+    try:
+        with only_kept():
+            prepare(part)
+        return True
+    except NotKept:
+        return False
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _shares(parts: Sequence[Part]) -> list[Sequence[Part]]:
+    """What each process compiles: nothing where it would be lost with it, or memory is short."""
+    from ..kernels.compiled import COMPILATION
+
+    if not parts or not COMPILATION.are_kept or not sys.executable:
+        return []
+    most = min(len(parts), len(os.sched_getaffinity(0)), available_bytes() // (2 * PROCESS_BYTES))
+    return [parts[first::most] for first in range(most)]
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    Thread(target=_end_with_parent, daemon=True).start()
+    for values in json.loads(sys.argv[1]):
+        prepare(Part(*values))
+    os._exit(0)
