@@ -119,7 +119,7 @@ def _float4(builder: Builder, codes: Value, zero: Value, factor: Value, table: V
 
 
 def _looked_up(builder: Builder, numbers: Value, lanes: Value) -> Value:
-    """Of a vector the lane that the low bits of each lane name."""
+    """Lanes of a vector, as the low bits of each lane name them."""
     name = "avx512.permvar.sf.512" if LANES == 16 else "avx2.permps"
     return call(builder, f"llvm.x86.{name}", FLOATS, [numbers, lanes])
 
@@ -279,8 +279,8 @@ def _widen_unit(codes_of: Column, word_shift: int, *, are_rows_in_words: bool = 
                     by = builder.trunc(builder.shl(builder.and_(absolute, n(7)), n(1)), INT)
                 at = builder.add(builder.mul(below, apart), builder.shl(word, n(2)))
                 unit = _Unit(builder.gep(stored, [at]), apart, by)
-                own = (builder.gep(each, [row]) for each in (zero, factor))
-                shared = _Shared(*own, shared_apart, groups)
+                own_zero, own_factor = (builder.gep(each, [row]) for each in (zero, factor))
+                shared = _Shared(own_zero, own_factor, shared_apart, groups)
                 same = shared.of_columns(builder, k, 0) if once else None
                 vectors = list[Value]()
                 for j in range(WORD_COLUMNS):
