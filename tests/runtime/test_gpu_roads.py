@@ -29,6 +29,7 @@ from tests.support import NUM_NEW_TOKENS, Reference, synthesize
 References = Callable[[str], Reference]
 Runtimes = Callable[[RuntimeConfig], Runtime]
 pytestmark = ON_GPU
+MAPPED_BYTES = 20 * MIB  # torch maps and unmaps large tensors' memory in pages of this size
 MOST_ROADS = 8  # of each model, order and attention
 GROUPS = [(name, order, way) for name, kind in KINDS.items() for order in kind.orders for way in kind.attentions]
 
@@ -83,6 +84,7 @@ def test_a_second_session_plans_with_the_memory_of_the_first(family: str, refere
 
 
 def test_what_torch_keeps_counts_as_free_and_can_be_given_back() -> None:
+    """But for what shares a page with tensors that are still there, at either end."""
     device = ComputeDevice("cuda")
     held = device.compute_buffer(256 * MIB)
     taken = device.free_bytes()
@@ -90,7 +92,7 @@ def test_what_torch_keeps_counts_as_free_and_can_be_given_back() -> None:
     assert device.free_bytes() >= taken + 256 * MIB
     reserved = torch.cuda.memory_reserved()
     device.give_back()
-    assert torch.cuda.memory_reserved() <= reserved - 256 * MIB
+    assert torch.cuda.memory_reserved() <= reserved - (256 * MIB - 2 * MAPPED_BYTES)
 
 
 def test_a_device_that_is_full_is_understood() -> None:
