@@ -14,6 +14,7 @@ from runtime.engine.records import PassRecord, Phase
 from runtime.engine.requests import Rejected
 from runtime.engine.sequence import Completion, Request
 from runtime.plan.placement.experts import ExpertPages, dense_shape, expected_hits
+from runtime.plan.placement.memory import GROUPED_BYTES
 from runtime.plan.planner import RunPlan
 from runtime.plan.shape.extents import slot_layout
 from runtime.plan.shape.shapes import Stage
@@ -165,7 +166,7 @@ def test_auto_reads_what_is_least_in_the_memory_there_is(
     config = config_for(many_experts("glm-4-moe"), ExpertPaging.auto, policy)
     runtime = Runtime(config)
     if not layers_fit:
-        runtime = Runtime(with_budget(config, layer_bytes(runtime)))
+        runtime = Runtime(with_budget(config, layer_bytes(runtime) + GROUPED_BYTES // 2))
     plan = runtime.plan(requests_of(runtime, [[7, 8, 9]] * num_sequences))
     assert plan.placement.paging is chosen
     assert bool(plan.placement.paged) == (chosen is not ExpertPaging.off)

@@ -38,7 +38,7 @@ from runtime.plan.shape.shapes import Companion, Parameter, Stage, StageKind, Te
 from runtime.plan.shape.stage_sizes import ExpertSizes
 from runtime.units import GIB, KIB
 from tests.runtime.expert_support import unpageable_stacks
-from tests.toy import sizes_of, toy_shape
+from tests.toy import LAYER_ROWS, sizes_of, toy_mixture, toy_shape
 
 NUM_EXPERTS, ROWS, COLUMNS = 6, 128, 64
 MATRIX_BYTES = ROWS * COLUMNS * 2
@@ -250,12 +250,12 @@ def test_batched_experts_cost_by_the_token_of_all_lanes() -> None:
 @pytest.mark.parametrize("is_batched", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 8, GROUPED_VISITS // 2, GROUPED_VISITS, 3 * GROUPED_VISITS])
 def test_experts_that_run_at_once_are_counted_beyond_what_is_counted_anyway(num_tokens: int, is_batched: bool) -> None:
-    shape, choices = shape_with(STAGE), STAGE.num_experts_per_token
+    shape, choices, inner = toy_mixture(), 2, LAYER_ROWS // 8
     num_visits = min(num_tokens * choices, max(num_tokens, GROUPED_VISITS))
     for few in range(1, num_tokens + 1):
         if suits_all(few, choices, max(stage.num_experts for stage in shape.stages)):
             num_visits = max(num_visits, few * max(stage.num_experts for stage in shape.stages))
-    needed = num_visits * (6 * shape.hidden_size + 4 * shape.intermediate_size // choices)
+    needed = num_visits * (6 * shape.hidden_size + 4 * inner)
     counted = (5 * shape.hidden_size if is_batched else 0) + (4 if is_batched else 3) * shape.intermediate_size
     (entry,) = visit_entries(shape, num_tokens, is_batched=is_batched)
     assert entry.num_bytes == max(0, needed - num_tokens * counted) * shape.compute_dtype_bytes

@@ -38,10 +38,10 @@ def test_logits_are_counted_with_what_sampling_makes_of_them(num_rows: int, scra
 
 
 def test_hidden_states_are_those_of_all_lanes_with_a_rotation_for_each_token() -> None:
-    """Chunks of 64 tokens: the first lane's prompts have 60, the second's 100."""
+    """And with what was embedded. Chunks of 64 tokens: the first lane's prompts have 60, the second's 100."""
     lanes = [sizes_of([20, 40]), sizes_of([100])]
     entries = {e.name: e.num_bytes for e in lane_entries(toy_shape(), lanes, 64)}
-    assert entries["hidden states"] == (60 + 64) * (HIDDEN + 2 * HEAD_DIM) * NUMBER_BYTES
+    assert entries["hidden states"] == (60 + 64) * (2 * HIDDEN + 2 * HEAD_DIM) * NUMBER_BYTES
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 9, 30, 31])

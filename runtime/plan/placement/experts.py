@@ -201,7 +201,7 @@ def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tu
     most = min(num_tokens, FULL_TOKENS, GROUPED_VISITS // experts)  # tokens, by all experts
     by_all = most * experts if suits_all(most, choices, experts) else 0
     num_visits = max(min(num_tokens * choices, max(num_tokens, GROUPED_VISITS)), by_all)
-    numbers = visit_numbers(shape.hidden_size, shape.intermediate_size // choices)
+    numbers = visit_numbers(shape.hidden_size, shape.expert_inner_size)
     counted = RUNNING_INNER * shape.intermediate_size + RUNNING_HIDDEN * shape.hidden_size if is_batched else 0
     if not is_batched and not shape.has_fused_gates:
         counted = LANE_INNER * shape.intermediate_size

@@ -222,7 +222,7 @@ def lane_entries(
     inner = (2 * min(largest, GATED_ROWS) if shape.has_fused_gates else LANE_INNER * largest) * shape.intermediate_size
     widest_step = max(3 * largest * heads, inner)  # queries, keys and values twice
     numbers = 4 * largest * shape.hidden_size + widest_step
-    between = shape.hidden_size + 2 * shape.head_dim
+    between = 2 * shape.hidden_size + 2 * shape.head_dim  # models keep what they embedded until the pass ends
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
     widest = max(shape.hidden_size, heads, shape.intermediate_size)
     laid_out = min(LAID_OUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
@@ -295,7 +295,7 @@ def _grouped_bytes(shape: ModelShape, num_tokens: int) -> int:
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     if not choices:
         return 0
-    numbers = visit_numbers(shape.hidden_size, shape.intermediate_size // choices)
+    numbers = visit_numbers(shape.hidden_size, shape.expert_inner_size)
     return min(GROUPED_BYTES, num_tokens * choices * numbers * shape.compute_dtype_bytes)
 
 

@@ -157,16 +157,16 @@ class _Placer:
         return tier is Tier.none or (tier is Tier.cpu and not self.budgets.has_device)
 
     def _residents(self) -> Iterator[tuple[frozenset[int], int]]:
-        """Stages that may stay, and their bytes: the most layers first, and last of all layers alone."""
+        """Stages that may stay, and their bytes: the most layers first, and with all others before layers alone."""
         sizes, wanted = self.shape.sizes, self.config.offload.resident_layers
         num_layers = sizes.num_layers
         if self._keeps_all:
             yield sizes.kept(num_layers, has_outer=True)
             return
         counts = range(num_layers, -1, -1) if wanted is None else [min(wanted, num_layers)]
-        for num_resident in counts:
-            yield sizes.kept(num_resident, has_outer=True)
-        yield sizes.kept(counts[-1], has_outer=False)
+        for has_outer in (True, False):
+            for num_resident in counts:
+                yield sizes.kept(num_resident, has_outer=has_outer)
 
     def placement(self, candidate: _Candidate) -> Placement:
         """The placement of the candidate, with as many of its streamed stages in host memory as the tier says."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from ...config import KVDType
 from .attention import AttentionWay
 from .delta_rule import DeltaRule
+from .expert_shares import inner_size
 from .shapes import Stage, StageKind
 from .stage_sizes import StageSizes
 
@@ -20,7 +21,7 @@ class ModelShape:
     name: str
     stages: tuple[Stage, ...]
     hidden_size: int
-    intermediate_size: int  # widest feed-forward activation a token meets, experts per token included
+    intermediate_size: int  # widest feed-forward activation of a token; of experts at least that of one
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -76,6 +77,11 @@ class ModelShape:
     def has_own_experts(self) -> bool:
         """Whether experts of a layer run through our function, which alone can take the tokens of several lanes."""
         return any(p.is_experts for stage in self.layers for p in stage.parameters)
+
+    @cached_property
+    def expert_inner_size(self) -> int:
+        """The numbers between the matrices of one expert, at most."""
+        return max((inner_size(stage, self.hidden_size) for stage in self.stages), default=0) or self.intermediate_size
 
     @cached_property
     def num_whole_experts(self) -> int:
