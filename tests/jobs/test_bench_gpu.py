@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from jobs.benchmarks import contenders
 from jobs.benchmarks.contenders import VARIANTS, Variant
@@ -18,6 +19,7 @@ from jobs.benchmarks.gpu.missing import complaints
 from jobs.benchmarks.gpu.random_init import RandomInitModel, RandomInitRuntime, outline_model, parameters_of
 from jobs.benchmarks.gpu.suite import run_gpu
 from jobs.benchmarks.gpu.task import GpuTask, Machine, Measurement
+from jobs.benchmarks.peers.hugging_face import generate_batch, model_of, offloaded
 from jobs.benchmarks.task import Result
 from runtime import ModelConfig, RuntimeConfig
 from runtime.config import DType, Tier
@@ -33,7 +35,7 @@ TOY = {
     "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "vocab_size": 320, "num_local_experts": 4,
 }  # fmt: skip
-GPU = GpuConfig(device="cpu", num_layers=6, shape=TOY, num_prompts=8, num_new_tokens=3, device_memory_gib=0.07)
+GPU = GpuConfig(device="cpu", num_layers=6, shape=TOY, num_prompts=8, num_new_tokens=3, device_memory_gib=0.071)
 TASK = GpuTask(gpu=GPU, prompt_tokens=20, rounds=1, seconds=600.0)
 RESULT = Result(seconds=1.0, prefill_seconds=0.5, rate=1.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[[1]])
 
@@ -111,6 +113,42 @@ def test_nothing_begins_that_took_longer_than_there_is_time(monkeypatch: pytest.
     again = [each.variant for each in found if isinstance(each, Measurement)][len(VARIANTS) :]
     assert now[0] <= 265.0
     assert again == [variant.name for variant in VARIANTS if not variant.is_peer]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_peer_whose_copies_of_experts_have_no_room_gets_its_whole_batch_without_them(
+    model: RandomInitModel, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device transformers' `generate` copies the weights of each visit in passes that decode."""
+    by_visit, copies = ALL_EXPERTS_FUNCTIONS["batched_mm"], list[int]()
+
+    def counted(module: torch.nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        copies.append(len(args[0]))
+        if not has_room:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 56.00 GiB")
+        return by_visit(module, *args)
+
+    monkeypatch.setitem(ExpertsInterface._global_mapping, "batched_mm", counted)
+    tensors = model.weights.tensors(parameters_of(runtime_of(model)), 1)
+    peer, ids = offloaded(model_of(model.path, tensors), ComputeDevice("cpu")), [[5, 6, 7], [8, 9], [10], [11]]
+    assert peer.largest_batch(ids, lambda: None) == len(ids)
+    tried = len(copies)
+    expected = generate_batch(model_of(model.path, tensors), ids, 4, torch.device("cpu"))
+    assert peer.measure(ids, 4).tokens == expected
+    assert len(copies) == tried + (3 * model.num_layers if has_room else 0)
+
+
+def test_a_peer_that_lacks_memory_for_one_sequence_raises(
+    model: RandomInitModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    for name in ("batched_mm", "grouped_mm"):
+        monkeypatch.setitem(ExpertsInterface._global_mapping, name, refuse)
+    tensors = model.weights.tensors(parameters_of(runtime_of(model)), 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        offloaded(model_of(model.path, tensors), ComputeDevice("cpu")).largest_batch([[5, 6], [7]], lambda: None)
 
 
 @pytest.fixture
@@ -200,7 +238,7 @@ def test_no_way_may_take_more_of_the_device_than_another(monkeypatch: pytest.Mon
     for name in ("_millrace", "_peer"):
         monkeypatch.setattr(GpuBench, name, measured)
     list(measurements(replace(TASK, gpu=replace(GPU, num_layers=2)), ComputeDevice("cpu")))
-    assert caps == len(VARIANTS) * [int(0.07 * GIB)]
+    assert caps == len(VARIANTS) * [int(GPU.device_memory_gib * GIB)]
 
 
 def test_a_way_that_would_measure_something_else_is_left_out_and_says_what_it_lacks(

@@ -1,6 +1,7 @@
 """transformers' own `generate`, for all peers that are a transformers model in some disguise: in memory, or offloaded
 by accelerate, on the CPU or in front of a device."""
 
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.integrations.moe import ExpertsInterface
 
 from runtime.config import Tier
 from runtime.out_of_memory import is_out_of_memory
@@ -25,6 +27,11 @@ from runtime.stream.host_memory import resident_bytes
 
 from ..contenders import Peer
 from ..task import Result, Task, batches, forgetting, prompts, timed
+
+log = logging.getLogger(__name__)
+
+GROUPED = "grouped_mm"  # transformers' own choice for experts; eager where a class does not take it
+IN_PLACE = "grouped_mm_in_place"  # the same under a name that `generate` leaves alone
 
 
 def generate(peer: Peer, task: Task) -> Result:
@@ -114,22 +121,29 @@ class DeviceModel:
         self.num_forwards += 1
 
     def largest_batch(self, prompts: Sequence[list[int]], free_memory: Callable[[], object]) -> int:
-        """How many sequences go through with the longest prompts: all, half of them, a quarter ..., with memory freed
-        between them. Trying warms up too. Raises what one alone raises."""
+        """How many sequences go through with the longest prompts, and decode: all, half of them, a quarter ..., with
+        memory freed between them. Before fewer are tried, experts are multiplied in place. Trying warms up too. Raises
+        what one alone raises."""
         longest, size = sorted(prompts, key=len, reverse=True), len(prompts)
-        while not self._fits(longest[:size]):
+        while (shortage := self._shortage(longest[:size])) is not None:
             free_memory()
-            size //= 2
+            if multiply_in_place(self._model):
+                log.warning("%d sequences: transformers' %s while decoding too, for want of memory", size, GROUPED)
+            elif size > 1:
+                size //= 2
+            else:
+                raise shortage
         return size
 
-    def _fits(self, prompts: Sequence[list[int]]) -> bool:
+    def _shortage(self, prompts: Sequence[list[int]]) -> Exception | None:
+        """What a prefill pass and one that decodes raise for want of memory."""
         try:
-            generate_batch(self._model, prompts, 1, self._device.torch_device)
+            generate_batch(self._model, prompts, 2, self._device.torch_device)
         except (MemoryError, RuntimeError) as error:
-            if is_out_of_memory(error) and len(prompts) > 1:
-                return False
+            if is_out_of_memory(error):
+                return error.with_traceback(None)  # its frames hold what is to be freed
             raise
-        return True
+        return None
 
     def measure(self, prompts: Sequence[list[int]], num_new_tokens: int) -> Result:
         """Host seconds, between which the device is waited for."""
@@ -145,6 +159,17 @@ class DeviceModel:
         self.num_forwards = 0
         result = timed(generate_all, baseline_bytes=resident_bytes(), batch_size=len(prompts))
         return replace(result, prefill_seconds=clock.seconds - begin)
+
+
+def multiply_in_place(model: PreTrainedModel) -> bool:
+    """Has experts multiplied where they lie in all passes; False where they are already, or there is no such choice. By
+    itself `generate` does so in prefill, and on a device copies the weights of each visit in passes that decode: fast
+    for a few tokens, and 224 MiB of gates alone for each visit to Mixtral 8x7B."""
+    if GROUPED not in model.get_experts_implementation().values():
+        return False
+    ExpertsInterface.register(IN_PLACE, ExpertsInterface()[GROUPED])
+    model.set_experts_implementation(IN_PLACE)
+    return True
 
 
 class _FirstToken(StoppingCriteria):
