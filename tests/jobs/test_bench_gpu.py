@@ -35,7 +35,7 @@ TOY = {
     "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "vocab_size": 320, "num_local_experts": 4,
 }  # fmt: skip
-GPU = GpuConfig(device="cpu", num_layers=6, shape=TOY, num_prompts=8, num_new_tokens=3, device_memory_gib=0.071)
+GPU = GpuConfig(device="cpu", num_layers=6, shape=TOY, num_prompts=8, num_new_tokens=3, device_memory_gib=0.072)
 TASK = GpuTask(gpu=GPU, prompt_tokens=20, rounds=1, seconds=600.0)
 RESULT = Result(seconds=1.0, prefill_seconds=0.5, rate=1.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[[1]])
 
@@ -44,7 +44,7 @@ RESULT = Result(seconds=1.0, prefill_seconds=0.5, rate=1.0, peak_bytes=0, baseli
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_init, "TILE_ELEMENTS", 10_007)
     monkeypatch.setattr(device, "COPY_BYTES", MIB)
-    monkeypatch.setattr(bench, "DEVICE_SHARE", 0.05)  # of so small a device most is room to work in
+    monkeypatch.setattr(bench, "DEVICE_SHARE", 0.03)  # of so small a device most is room to work in
 
 
 def test_every_way_is_measured_and_bytes_over_the_link_are_counted() -> None:
@@ -65,6 +65,17 @@ def test_every_way_is_measured_and_bytes_over_the_link_are_counted() -> None:
     assert {each.phase for each in found["millrace"].phases} == {"prefill", "decode"}
     assert {each.num_passes for each in found["millrace"].phases} == {1, 2}
     assert {each.phase for each in found["millrace, admission=continuous"].phases} >= {"mixed"}
+
+
+def test_a_block_is_one_lane_where_all_weights_lie_in_the_device(tmp_path: Path) -> None:
+    """As plans have it that are asked for nothing: each lane is launched by itself."""
+    measured = GpuBench(TASK, tmp_path, FakeDevice())
+    for variant in VARIANTS:
+        if not variant.is_peer:
+            policy = measured._config(variant).policy
+            assert policy.num_micro_batches == (1 if variant.is_cut else 4)
+            assert policy.micro_batch_size is not None
+            assert policy.num_micro_batches * policy.micro_batch_size >= 8 / variant.part
 
 
 def test_on_a_cpu_nothing_goes_over_a_link(monkeypatch: pytest.MonkeyPatch) -> None:

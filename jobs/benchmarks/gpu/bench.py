@@ -50,7 +50,7 @@ from .task import GpuTask, Machine, Measurement, phases_of
 log = logging.getLogger(__name__)
 
 PUBLISHED_LAYERS = 32
-MICRO_BATCHES = 4  # of a whole block
+MICRO_BATCHES = 4  # of a whole block; of one whose weights all lie in the device one, as a plan by itself has it
 CHUNK_TOKENS = 8192  # of prompts per lane and pass: a pass brings all weights, so a lane's prompts go in one
 NUM_COPIES = 2  # of the weights in host memory
 HOST_SHARE = 0.75  # of free memory, that they may take: buffers for what is read from disk come on top
@@ -148,8 +148,8 @@ class GpuBench:
             ),
             policy=PolicyConfig(
                 kind=PolicyKind.fixed,
-                micro_batch_size=-(-gpu.num_prompts // (variant.part * MICRO_BATCHES)),
-                num_micro_batches=MICRO_BATCHES,
+                micro_batch_size=-(-gpu.num_prompts // (variant.part * _lanes(variant))),
+                num_micro_batches=_lanes(variant),
                 schedule=ours.schedule,
                 attention=ours.attention,
                 admission=ours.admission,
@@ -164,7 +164,7 @@ class GpuBench:
             return CHUNK_TOKENS
         gpu = self._task.gpu
         lengths = [len(ids) for ids in prompts(gpu.num_prompts, MANY_WORDS, self._task.prompt_tokens)]
-        return -(-sum(lengths) // (variant.part * MICRO_BATCHES * variant.num_pieces))
+        return -(-sum(lengths) // (variant.part * _lanes(variant) * variant.num_pieces))
 
     def _peer(self, variant: Variant) -> Measurement:
         peer, ids = (self._held if variant.is_cut else self._offloaded)(variant), self._prompts(variant)
@@ -202,6 +202,11 @@ class GpuBench:
     def _prompts(self, variant: Variant) -> list[list[int]]:
         vocab_size, gpu = self._runtime(variant).model.shape.vocab_size, self._task.gpu
         return prompts(gpu.num_prompts, vocab_size, self._task.prompt_tokens)[: max(1, gpu.num_prompts // variant.part)]
+
+
+def _lanes(variant: Variant) -> int:
+    """Each lane is launched by itself, and where nothing is streamed that is most of a decode pass."""
+    return 1 if variant.is_cut else MICRO_BATCHES
 
 
 def measurements(task: GpuTask, device: ComputeDevice) -> Iterator[Machine | Measurement]:
