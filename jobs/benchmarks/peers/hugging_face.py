@@ -121,19 +121,21 @@ class DeviceModel:
         self.num_forwards += 1
 
     def largest_batch(self, prompts: Sequence[list[int]], free_memory: Callable[[], object]) -> int:
-        """How many sequences go through with the longest prompts, and decode: all, half of them, a quarter ..., with
-        memory freed between them. Before fewer are tried, experts are multiplied in place. Trying warms up too. Raises
-        what one alone raises."""
+        """How many sequences go through with the longest prompts, and decode: all, half of them, a quarter ..., each as
+        transformers does by itself and with experts in place, with memory freed between them. Trying warms up too.
+        Raises what one alone raises."""
         longest, size = sorted(prompts, key=len, reverse=True), len(prompts)
-        while (shortage := self._shortage(longest[:size])) is not None:
-            free_memory()
-            if multiply_in_place(self._model):
-                log.warning("%d sequences: transformers' %s while decoding too, for want of memory", size, GROUPED)
-            elif size > 1:
-                size //= 2
-            else:
+        while True:
+            for implementation in ways_of_experts(self._model):
+                self._model.set_experts_implementation(implementation)
+                shortage = self._shortage(longest[:size])
+                if shortage is None:
+                    log.warning("%d sequences fit, with experts as %s", size, implementation[""])
+                    return size
+                free_memory()
+            if size == 1:
                 raise shortage
-        return size
+            size //= 2
 
     def _shortage(self, prompts: Sequence[list[int]]) -> Exception | None:
         """What a prefill pass and one that decodes raise for want of memory."""
@@ -161,15 +163,16 @@ class DeviceModel:
         return replace(result, prefill_seconds=clock.seconds - begin)
 
 
-def multiply_in_place(model: PreTrainedModel) -> bool:
-    """Has experts multiplied where they lie in all passes; False where they are already, or there is no such choice. By
-    itself `generate` does so in prefill, and on a device copies the weights of each visit in passes that decode: fast
-    for a few tokens, and 224 MiB of gates alone for each visit to Mixtral 8x7B."""
-    if GROUPED not in model.get_experts_implementation().values():
-        return False
+def ways_of_experts(model: PreTrainedModel) -> Sequence[dict[str, str | None]]:
+    """That of transformers, and where there is such a choice the same with experts multiplied where they lie in all
+    passes. By itself `generate` does so in prefill, and on a device copies the weights of each visit in passes that
+    decode: fast for a few tokens, and 224 MiB of gates alone for each visit to Mixtral 8x7B."""
+    names = {IN_PLACE: GROUPED}
+    own = {key: names.get(name or "", name) for key, name in model.get_experts_implementation().items()}
+    if GROUPED not in own.values():
+        return [own]
     ExpertsInterface.register(IN_PLACE, ExpertsInterface()[GROUPED])
-    model.set_experts_implementation(IN_PLACE)
-    return True
+    return [own, {key: IN_PLACE if name == GROUPED else name for key, name in own.items()}]
 
 
 class _FirstToken(StoppingCriteria):
