@@ -126,6 +126,7 @@ class DeviceModel:
         Raises what one alone raises."""
         longest, size = sorted(prompts, key=len, reverse=True), len(prompts)
         while True:
+            shortage = None
             for implementation in ways_of_experts(self._model):
                 self._model.set_experts_implementation(implementation)
                 shortage = self._shortage(longest[:size])
@@ -133,7 +134,7 @@ class DeviceModel:
                     log.warning("%d sequences fit, with experts as %s", size, implementation[""])
                     return size
                 free_memory()
-            if size == 1:
+            if size == 1 and shortage is not None:
                 raise shortage
             size //= 2
 
