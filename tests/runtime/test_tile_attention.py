@@ -113,6 +113,7 @@ def test_the_kernel_is_asked_for_tiles_and_may_refuse(
 
     monkeypatch.setattr(unit, "LANES", 16)
     monkeypatch.setattr(unit, "features", lambda: {"amx-bf16": True})
+    monkeypatch.setattr(unit, "config", SimpleNamespace(CPU_NAME=None, CPU_FEATURES=None))
     monkeypatch.setattr(unit.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=syscall))
     with caplog.at_level(logging.INFO):
         assert unit.may_use_tiles.__wrapped__() == (answer == 0)
