@@ -7,7 +7,7 @@ from pathlib import Path
 
 import hydra
 
-from jobs.benchmarks.config import BenchConfig
+from jobs.benchmarks.config import BenchConfig, Suite
 from jobs.config.cli import as_job, run_job, say
 from jobs.config.settings import Composed, load
 
@@ -23,7 +23,7 @@ def main(composed: Composed) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from jobs.benchmarks.report import commit, draw_rates, hardware, round_rows, stated
+    from jobs.benchmarks.report import commit, draw_rates, hardware, restricted, round_rows, stated
     from jobs.benchmarks.suites import run_suite
     from runtime.origin.location import find_checkpoint
 
@@ -32,6 +32,9 @@ def main(composed: Composed) -> None:
     told = [argument for argument in sys.argv[1:] if not any(key in argument for key in NAMES_FILES)]
     command = "python -m jobs.bench " + " ".join(told)
     table = f"{done.table}\n\n{stated(config.rounds, command.strip())}"
+    if config.isa is not None:
+        taking_part = config.larger.peers if config.suite is Suite.larger_than_memory else config.contenders
+        table = f"{restricted(config.isa, taking_part)}\n\n{table}"
     folder = Path(config.output_root) / "bench" / config.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(table + "\n")

@@ -9,6 +9,7 @@ from runtime.plan.placement.defaults import MICRO_BATCH_SIZE
 from ..config.settings import LogLevel
 from .contenders import CONTENDERS, PEERS, PREDICTED, SHARING, Contender, Ours, Peer
 from .gpu.config import GpuConfig
+from .instruction_sets import Isa
 from .task import Task
 
 
@@ -17,7 +18,8 @@ class Suite(Enum):
     measured, for each of `checkpoints` and `blocks`. `policies`: what policy=hrm chooses beside a grid of 20 others,
     offload=nvme, for each of `checkpoints`. `scale`: what a token costs as a small model grows, and a run's start as
     its rows do. `blocks`: throughput against block size, up to `num_prompts`, and its knee, for one checkpoint.
-    `floor`: how near Millrace's contenders come, in each of `blocks`, to what reading and multiplying take at least.
+    `floor`: how near Millrace's contenders come, in each of `blocks`, to what reading and multiplying take at least,
+    and products of each storage format to what the processor's multiply-adds and memory allow.
     `evaluation`: scores of lm-evaluation-harness, ours beside those of its own model, in memory and offloaded.
     `prefixes`: few-shot prompts with what they begin with computed once, and by each of them, beside vLLM's cache.
     `devices`: ranks that read together, beside one process, from a disk that gives each of them so much.
@@ -85,6 +87,21 @@ class RanksConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProductsConfig:
+    """The products of `suite=floor`: rows of inputs by weights of (`outputs`, `inputs`)."""
+
+    outputs: int = 8192
+    inputs: int = 2048
+    rows: list[int] = field(default_factory=lambda: [1, 4, 8, 16, 64, 256, 512])
+
+    def __post_init__(self) -> None:
+        for key in ("outputs", "inputs"):
+            size = getattr(self, key)
+            require(size >= 128 and size % 128 == 0, f"products.{key} must be a multiple of 128, got {size}")
+        require(bool(self.rows) and min(self.rows) >= 1, f"products.rows must be 1 or more each, got {self.rows}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchConfig:
     """`checkpoints` are directories, empty: that of `model`; a block is so many sequences.
 
@@ -92,7 +109,7 @@ class BenchConfig:
     same. `batch_size` is the peers', `batch_sizes` has those of some of them instead; None: the best is searched.
     `peer_minutes` limits each measurement of a peer; of an evaluation its requests are fewer then.
     Those of `prefixes` are `questions` behind eight examples, and the budget has keys and values of `kv_seats` of them;
-    `rows` gives some contenders fewer prompts.
+    `rows` gives some contenders fewer prompts. `isa` restricts the instructions of all processes that measure.
     `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -112,10 +129,12 @@ class BenchConfig:
     num_micro_batches: int | None = None
     weight_share: float = 0.25
     num_threads: int = 2
+    isa: Isa | None = None
     questions: str | None = None
     tokenizer: str | None = None
     kv_seats: int = 8
     rows: dict[Contender, int] = field(default_factory=dict)
+    products: ProductsConfig = field(default_factory=ProductsConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)
     larger: LargerConfig = field(default_factory=LargerConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)

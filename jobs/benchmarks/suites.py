@@ -1,13 +1,14 @@
 """What is measured in which order: each suite's measurements, rounds of them, and its table."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
 from runtime.config import Gather
 from runtime.errors import MillraceError
+from runtime.kernels.compiler import has_compiler
 
 from .blocks import block_rates, block_sizes, blocks_table, draw_blocks, needed_sequences
 from .config import BenchConfig, Suite, task_of
@@ -16,10 +17,12 @@ from .devices import RanksCase, devices_table, measured_ranks
 from .evaluation import run_evaluation
 from .floor import floors_of, floors_table, product_seconds
 from .gpu.suite import run_gpu
+from .instruction_sets import restricted_to
 from .larger_than_memory import run_larger
 from .policies import Attempt, attempts, policies_table, worth_repeating
 from .predictions import Case, outcomes_of, predictions_table
 from .prefixes import prefix_task, prefixes_table, prompts_file
+from .products import measured_products, products_table
 from .report import commit, hardware, speed_table
 from .runner import measured
 from .scale import Size, measure_rows, measure_sizes, scale_table
@@ -36,6 +39,11 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
     """`say` is told how each measurement went. Before the first round budgets are checked and batch sizes searched: of
     speed and predictions, a contender that cannot run, or a peer that takes too long, is left out, and the table says
     why. Raises MillraceError where none is left, and where Millrace fails later."""
+    with restricted_to(config.isa):
+        return _measured(config, paths, say, measure)
+
+
+def _measured(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> Measured:
     if config.suite is Suite.gpu:
         return run_gpu(config.gpu, config.prompt_tokens, config.rounds, say)
     if config.suite is Suite.evaluation:
@@ -183,7 +191,8 @@ def _prefixes(config: BenchConfig, path: str, say: Say, measure: Measure) -> Mea
 
 
 def _floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> Measured:
-    """The plain reader takes part in every round, as the disk's speed changes."""
+    """The plain reader takes part in every round, as the disk's speed changes. Products need numba's loops beside
+    them."""
     tables: list[str] = []
     rounds: dict[Case, list[Result]] = {}
     for path in paths:
@@ -197,6 +206,10 @@ def _floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure
             floors_table([f for case in cases for f in floors_of(case, tasks[case], own[case], rate, seconds)])
         )
         rounds |= own
+    if has_compiler():
+        sizes = asdict(config.products)
+        found = measured_products(**sizes, num_threads=config.num_threads, rounds=config.rounds)
+        tables.append(products_table(found))
     return _done("\n\n".join(tables), rounds)
 
 

@@ -17,6 +17,7 @@ from runtime.stream.host_memory import resident_bytes
 from runtime.units import round_up
 
 from ..contenders import Peer
+from ..instruction_sets import Isa, restriction
 from ..task import Result, Task, batches, forget_pages, prompts, timed
 
 BATCH_TOKENS = 512  # of a call, its own default for prompts
@@ -27,6 +28,8 @@ def generate(task: Task) -> Result:
 
     file = Path(task.path)
     lib.llama_backend_init()
+    if restriction() is Isa.avx2 and b"AVX512 = 1" in lib.llama_print_system_info():
+        raise RuntimeError("this build of llama.cpp is not restricted to AVX2")
     baseline = resident_bytes()
     model_params = lib.llama_model_default_params()
     is_mapped = isinstance(task.entry, Peer) and task.entry.is_mapped

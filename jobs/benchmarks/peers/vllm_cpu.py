@@ -6,6 +6,7 @@ warming up are not timed.
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +15,21 @@ from typing import Any
 from runtime.stream.host_memory import resident_bytes
 
 from ..contenders import Peer
+from ..instruction_sets import Isa, restriction
 from ..task import Result, Task, prompts_of, timed
 
 KV_GIB = 2
 LEAST_LENGTH = 1024  # positions of a sequence
+LIBRARY = re.compile(r"/vllm/(_C\w*)\.\S*so\s*$", re.MULTILINE)  # of those that its wheel has, in the maps of a process
 
 
 def generate(task: Task) -> Result:
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    isa = restriction()
+    if isa is not None:
+        import torch
+
+        hide_wider(isa, torch.cpu)
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] - only in this worker's environment
 
     baseline = resident_bytes()
@@ -38,6 +46,8 @@ def generate(task: Task) -> Result:
         skip_tokenizer_init=True,
         enforce_eager=True,
     )
+    if isa is Isa.avx2 and (loaded := set(LIBRARY.findall(Path("/proc/self/maps").read_text()))) != {"_C_AVX2"}:
+        raise RuntimeError(f"vLLM is not restricted to AVX2: it has loaded {', '.join(sorted(loaded)) or 'no library'}")
     sampling = SamplingParams(temperature=0.0, max_tokens=task.num_new_tokens, ignore_eos=True, detokenize=False)
 
     def generate_all() -> dict[int, list[int]]:
@@ -45,6 +55,17 @@ def generate(task: Task) -> Result:
         return {number: list(output.outputs[0].token_ids) for number, output in enumerate(outputs)}
 
     return timed(generate_all, baseline_bytes=baseline, batch_size=None)
+
+
+def hide_wider(isa: Isa, torch_cpu: Any) -> None:
+    """Lets vLLM find no more than this set: it takes one of its libraries (_C for AVX512-BF16 and AMX, _C_AVX512,
+    _C_AVX2) by what torch says of the processor, which no variable of torch's changes."""
+    hidden = ["_is_amx_tile_supported", "_is_amx_fp16_supported"]
+    if isa is Isa.avx2:
+        hidden += ["_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported"]
+    for name in hidden:
+        getattr(torch_cpu, name)  # fails where this torch calls it otherwise
+        setattr(torch_cpu, name, lambda: False)
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:

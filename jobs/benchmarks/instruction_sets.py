@@ -1,0 +1,88 @@
+"""A benchmark as on a processor that has less: what makes each of its processes, ours or a peer's, use no instructions
+beyond a set. Loads neither torch nor numba, which few peers have."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+
+from runtime.errors import ConfigError
+
+
+class Isa(Enum):
+    """`avx2`: with FMA, as desktops have it. `avx512`: all of AVX-512 that the processor has, without AMX."""
+
+    avx2 = "avx2"
+    avx512 = "avx512"
+
+    @property
+    def title(self) -> str:
+        return {Isa.avx2: "AVX2", Isa.avx512: "AVX-512"}[self]
+
+
+NEEDED = {  # by the flags of Linux
+    Isa.avx2: ("avx2", "fma", "f16c", "bmi2"),
+    Isa.avx512: ("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"),
+}
+OURS = "MILLRACE_ISA"  # see runtime.kernels.target
+ENVIRONMENTS: Mapping[Isa, Mapping[str, str]] = {  # our kernels, torch's, oneDNN's, MKL's
+    Isa.avx2: {
+        OURS: "avx2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    Isa.avx512: {
+        OURS: "avx512",
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # the last that oneDNN knows before AMX
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+    },
+}
+GGML_OF_AVX2 = ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2")  # llama.cpp's switches
+GGML_OF_AVX512 = {"AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512_vnni", "AVX512_BF16": "avx512_bf16"}
+
+
+def processor_flags() -> frozenset[str]:
+    """What Linux says that this processor has; nothing where it says none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+
+
+@contextmanager
+def restricted_to(isa: Isa | None) -> Iterator[None]:
+    """Lets processes that are started meanwhile use no more than these instructions; None: all that there are. Raises
+    ConfigError where the processor lacks them."""
+    if isa is None:
+        yield
+        return
+    missing = [flag for flag in NEEDED[isa] if flag not in processor_flags()]
+    if missing:
+        raise ConfigError(f"isa={isa.value}: this processor has no {', '.join(missing)}; leave out isa")
+    before = {name: os.environ.get(name) for name in ENVIRONMENTS[isa]}
+    os.environ.update(ENVIRONMENTS[isa])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def restriction() -> Isa | None:
+    """The set that this process is restricted to, by `restricted_to` here or in the process that started it."""
+    return next((isa for isa, wanted in ENVIRONMENTS.items() if wanted.items() <= os.environ.items()), None)
+
+
+def cmake_arguments(isa: Isa, flags: frozenset[str]) -> Sequence[str]:
+    """What makes llama.cpp's build one for this set, on a processor with these flags, rather than for all that the
+    processor has."""
+    switches = dict.fromkeys(GGML_OF_AVX2, True) | {"AVX512": isa is Isa.avx512}
+    switches |= {name: isa is Isa.avx512 and flag in flags for name, flag in GGML_OF_AVX512.items()}
+    return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}={'ON' if is_on else 'OFF'}" for name, is_on in switches.items())]

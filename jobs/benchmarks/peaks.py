@@ -1,0 +1,80 @@
+"""The most that a processor gives: multiply-adds of vectors that stay in registers, and memory that is only read."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from runtime.kernels.primitives import FLOATS, INT, LANES, Builder, Value, multiply_add
+
+NUM_SUMS = (
+    12 if LANES == 8 else 24
+)  # independent vectors, more than are in flight: two units, each four or five cycles deep
+TURNS = 1_000_000  # of the loop, a few milliseconds
+
+
+@intrinsic
+def _multiply_adds(typing: Any, turns: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(NUM_SUMS)]
+        factor = cgutils.alloca_once(builder, FLOATS)
+        for each in (factor, *sums):
+            builder.store(FLOATS([1.0000001] * LANES), each)
+        number = builder.load(factor)
+        with cgutils.for_range(builder, arguments[0], intp=arguments[0].type):
+            for each in sums:
+                builder.store(multiply_add(builder, builder.load(each), number, number), each)
+        total = builder.load(sums[0])
+        for each in sums[1:]:  # or the compiler would leave them out
+            total = builder.fadd(total, builder.load(each))
+        return builder.extract_element(total, INT(0))
+
+    return types.float32(types.intp), build
+
+
+@njit(nogil=True)
+def multiply_adds(turns: int) -> float:
+    return _multiply_adds(turns)  # pyright: ignore[reportCallIssue] - its first argument is the compiler's
+
+
+@njit(nogil=True, fastmath=True)
+def _sum(numbers: np.ndarray) -> np.float32:
+    total = np.float32(0)
+    for i in range(len(numbers)):
+        total += numbers[i]
+    return total
+
+
+def flops_per_second(num_threads: int) -> float:
+    """The rate of as many threads at once, each of which multiplies and adds alone."""
+    seconds = _seconds(lambda pool: pool.map(multiply_adds, [TURNS] * num_threads), num_threads)
+    return 2.0 * LANES * NUM_SUMS * TURNS * num_threads / seconds
+
+
+def bytes_per_second(matrices: Sequence[torch.Tensor], num_threads: int) -> float:
+    """The rate at which float32 matrices, more than caches hold, are read once: by torch's sum, or by as many threads
+    with a compiled loop each, whichever is faster."""
+    parts = [matrix.view(-1).numpy() for each in matrices for matrix in each.chunk(num_threads)]
+    by_threads = _seconds(lambda pool: pool.map(_sum, parts), num_threads)
+    begin = time.perf_counter()
+    for matrix in matrices:
+        matrix.sum()
+    by_torch = time.perf_counter() - begin
+    return sum(matrix.nbytes for matrix in matrices) / min(by_threads, by_torch)
+
+
+def _seconds(act: Callable[[ThreadPoolExecutor], Any], num_threads: int) -> float:
+    """The shorter of two times: the first compiles, and starts the threads."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        found = []
+        for _ in range(2):
+            begin = time.perf_counter()
+            list(act(pool))
+            found.append(time.perf_counter() - begin)
+    return min(found)

@@ -1,0 +1,279 @@
+"""Products of float32 inputs with weights of each storage format, beside what multiply-adds and memory allow on this
+machine, measured in the same rounds.
+
+M rows of x, N of w, K inputs.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.formats.module_tensors import ZEROS
+from runtime.formats.packing import escape_words, pack_window4
+from runtime.formats.registry import FORMATS as STORAGE_FORMATS
+from runtime.formats.rounding import Rounding
+from runtime.formats.scaled_rows import SCALES, scaled_rows
+from runtime.formats.storage_format import Stored
+from runtime.linear.backends import BACKENDS, backend_of, takes
+from runtime.linear.coded_rows import CodedRows
+from runtime.linear.panels import Block
+from runtime.linear.window4_rows import Window4Rows
+from runtime.plan.shape.shapes import Companion, TensorSlice
+from runtime.profiles import LinearBackend
+from runtime.units import MIB
+
+from .report import table
+from .runner import answer
+
+WEIGHT_BYTES = 256 * MIB  # of each format, more than a cache holds
+SCALED_WIDTH = 128  # rows and columns that share a factor, as most have published them
+BY_TORCH = (LinearBackend.weights_first, LinearBackend.inputs_first, LinearBackend.onednn)  # beside ours, of BESIDE
+BESIDE = "bf16"
+GIGA = 1e9
+
+Parts = tuple[torch.Tensor, ...]
+Kind = tuple[Parts, Callable[..., Block]]  # what is stored, and the weight that it makes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """Seconds of one of M rows in `num_bytes` of weights: the least, and the median of its rounds. `is_chosen`: by the
+    backend that the rule takes."""
+
+    format: str
+    backend: str
+    is_chosen: bool
+    num_rows: int
+    num_bytes: int
+    best: float
+    middle: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """What one worker found: `flops_per_second` and `bytes_per_second` are the most of all rounds."""
+
+    outputs: int
+    inputs: int
+    num_threads: int
+    num_lanes: int
+    flops_per_second: float
+    bytes_per_second: float
+    products: Sequence[Product]
+
+    def flops(self, product: Product) -> float:
+        return 2.0 * product.num_rows * self.outputs * self.inputs
+
+    def share(self, product: Product) -> float:
+        """The floor, the longer of all its multiply-adds and of reading its weights, as a share of its best time."""
+        floor = max(self.flops(product) / self.flops_per_second, product.num_bytes / self.bytes_per_second)
+        return floor / product.best
+
+
+def measured_products(*, outputs: int, inputs: int, rows: Sequence[int], num_threads: int, rounds: int) -> Products:
+    """The products, from a process of its own."""
+    question = {"outputs": outputs, "inputs": inputs, "rows": list(rows), "num_threads": num_threads, "rounds": rounds}
+    found = answer(__name__, question)
+    return Products(**{**found, "products": [Product(**each) for each in found["products"]]})
+
+
+def products_table(found: Products) -> str:
+    rows = sorted({product.num_rows for product in found.products})
+    lines: dict[tuple[str, bool, str], dict[int, Product]] = {}
+    for product in found.products:
+        name = "" if product.is_chosen else product.backend  # what the rule takes may differ by rows
+        lines.setdefault((product.format, product.is_chosen, name), {})[product.num_rows] = product
+    body = []
+    for (name, is_chosen, _), cells in lines.items():
+        ways = ", ".join(dict.fromkeys(cells[num_rows].backend for num_rows in rows))
+        body.append([name, f"**{ways}**" if is_chosen else ways, *(_cell(found, cells[each]) for each in rows)])
+    headings = [f"{found.outputs} x {found.inputs}, weights", "by", *(f"{num_rows} rows" for num_rows in rows)]
+    return (
+        f"{table(headings, body)}\n\n"
+        "GFLOP/s of the best of all products, of the median in brackets, and the best as a share of the floor: the "
+        f"longer of multiplying at {found.flops_per_second / GIGA:.0f} GFLOP/s, what a loop of multiply-adds in "
+        f"registers gives ({found.num_threads} threads, vectors of {found.num_lanes}), and of reading the weights at "
+        f"{found.bytes_per_second / GIGA:.1f} GB/s. Bold: the backend that the rule takes."
+    )
+
+
+def _cell(found: Products, product: Product) -> str:
+    best, middle = (found.flops(product) / seconds / GIGA for seconds in (product.best, product.middle))
+    return f"{best:.0f} ({middle:.0f}), {found.share(product):.0%}"
+
+
+@dataclass(kw_only=True)
+class _Case:
+    """A product that is measured in every round."""
+
+    format: str
+    way: LinearBackend
+    is_chosen: bool
+    x_MK: torch.Tensor
+    weights: Iterator[Block]
+    num_bytes: int
+    best: list[float]
+    middle: list[float]
+
+    def measure(self, seconds: float) -> None:
+        multiply, found = BACKENDS[self.way], list[float]()
+        end = time.perf_counter() + seconds
+        while not found or time.perf_counter() < end:
+            begin = time.perf_counter()
+            multiply(self.x_MK, [next(self.weights)])
+            found.append(time.perf_counter() - begin)
+        self.best.append(min(found))
+        self.middle.append(median(found))
+
+
+@torch.inference_mode()
+def measure(
+    *, outputs: int, inputs: int, rows: Sequence[int], num_threads: int, rounds: int, seconds: float = 0.1
+) -> Products:
+    """`seconds` of each product in each round, behind a first one, which compiles."""
+    from .peaks import LANES, bytes_per_second, flops_per_second  # numba, which parents of workers need not load
+
+    torch.set_num_threads(num_threads)
+    weights = {name: _copies(kind) for name, kind in _kinds(torch.randn(outputs, inputs) * 0.02).items()}
+    cases = [case for name, copies in weights.items() for each in rows for case in _cases(name, copies, inputs, each)]
+    for case in cases:
+        case.measure(0.0)
+        case.best.clear()
+        case.middle.clear()
+    plain = [block for block in weights["fp32"][0] if isinstance(block, torch.Tensor)]
+    peaks = list[tuple[float, float]]()
+    for _ in range(rounds):
+        peaks.append((flops_per_second(num_threads), bytes_per_second(plain, num_threads)))
+        for case in cases:
+            case.measure(seconds)
+    products = [
+        Product(
+            format=case.format,
+            backend=case.way.value,
+            is_chosen=case.is_chosen,
+            num_rows=len(case.x_MK),
+            num_bytes=case.num_bytes,
+            best=min(case.best),
+            middle=median(case.middle),
+        )
+        for case in cases
+    ]
+    return Products(
+        outputs=outputs,
+        inputs=inputs,
+        num_threads=num_threads,
+        num_lanes=LANES,
+        flops_per_second=max(flops for flops, _ in peaks),
+        bytes_per_second=max(read for _, read in peaks),
+        products=products,
+    )
+
+
+def _cases(name: str, copies: tuple[Sequence[Block], int], inputs: int, num_rows: int) -> Iterator[_Case]:
+    """The products by the backend that the rule takes, and of bf16 by torch's."""
+    (blocks, num_bytes), x_MK = copies, torch.randn(num_rows, inputs)
+    chosen, weights = backend_of(x_MK, blocks[:1]), cycle(blocks)
+    others = [way for way in BY_TORCH if way is not chosen and name == BESIDE and takes(way, x_MK, blocks[:1])]
+    for way in (chosen, *others):
+        yield _Case(
+            format=name,
+            way=way,
+            is_chosen=way is chosen,
+            x_MK=x_MK,
+            weights=weights,
+            num_bytes=num_bytes,
+            best=[],
+            middle=[],
+        )
+
+
+def _copies(kind: Kind) -> tuple[Sequence[Block], int]:
+    """The same weight at as many places as `WEIGHT_BYTES` have room for, and the bytes of one."""
+    parts, made = kind
+    num_bytes = sum(part.nbytes for part in parts)
+    return [made(*(part.clone() for part in parts)) for _ in range(max(2, WEIGHT_BYTES // num_bytes))], num_bytes
+
+
+def _kinds(numbers_NK: torch.Tensor) -> Mapping[str, Kind]:
+    """The formats of the table, each as the library has it in memory."""
+    return {
+        BESIDE: ((numbers_NK.bfloat16(),), _itself),
+        "fp16": ((numbers_NK.half(),), _itself),
+        "fp32": ((numbers_NK,), _itself),
+        "fp8, published": _published_fp8(numbers_NK),
+        "window4": _window4(numbers_NK),
+        "int8": _rounded(numbers_NK, Rounding("int8")),
+        "int4": _rounded(numbers_NK, Rounding("int4")),
+        "GPTQ, 4 bits": _gptq(*numbers_NK.shape),
+    }
+
+
+def _itself(numbers_NK: torch.Tensor) -> Block:
+    return numbers_NK
+
+
+def _rounded(numbers_NK: torch.Tensor, rounding: Rounding) -> Kind:
+    scales_NG = rounding.choose_scales(numbers_NK)
+    return (rounding.codes(numbers_NK, scales_NG), scales_NG), lambda codes, scales: CodedRows(
+        codes, scales, rounding.way
+    )
+
+
+def _window4(numbers_NK: torch.Tensor) -> Kind:
+    packed = pack_window4(numbers_NK.bfloat16().view(torch.int16).numpy().view(np.uint16))
+    escapes = torch.from_numpy(escape_words(packed, len(packed.columns)))
+    num_starts = len(numbers_NK) + 1
+    return (torch.from_numpy(packed.body), escapes), lambda body, escapes: Window4Rows(body, escapes, num_starts)
+
+
+def _published_fp8(numbers_NK: torch.Tensor) -> Kind:
+    dtype, shape = torch.float8_e4m3fn, [-(-size // SCALED_WIDTH) for size in numbers_NK.shape]
+    codes = (numbers_NK * 100).clamp(-448, 448).to(dtype).view(torch.uint8)
+    return (codes, torch.full(shape, 0.01)), lambda raw, scales: scaled_rows(
+        raw, dtype, scales, SCALED_WIDTH, SCALED_WIDTH
+    )
+
+
+def _gptq(num_rows: int, num_columns: int) -> Kind:
+    """Codes at random, of groups of `SCALED_WIDTH` columns, with zero points in the middle."""
+    num_groups = num_columns // SCALED_WIDTH
+    codes = torch.randint(0, 256, (num_columns // 8, 4 * num_rows), dtype=torch.uint8)
+    zeros = torch.full((num_groups, num_rows // 2), 0x77, dtype=torch.uint8).view(torch.int32)
+    scales = torch.full((num_groups, num_rows), 0.003, dtype=torch.float16)
+
+    def slice_of(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSlice:
+        return TensorSlice(name=name, file="", offset=0, num_bytes=0, dtype=dtype, shape=shape)
+
+    piece = TensorSlice(
+        name="qweight",
+        file="",
+        offset=0,
+        num_bytes=codes.nbytes,
+        dtype="I32",
+        shape=(num_rows, num_columns),
+        format="gptq-int4",
+        companions=(
+            Companion(
+                role=SCALES, tensor=slice_of("scales", "F16", (num_groups, num_rows)), block_columns=SCALED_WIDTH
+            ),
+            Companion(role=ZEROS, tensor=slice_of("qzeros", "I32", (num_groups, num_rows // 8))),
+        ),
+        constants=(1,),
+        is_interleaved=True,
+    )
+
+    def made(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Block:
+        companions = {SCALES: scales, ZEROS: zeros}
+        return STORAGE_FORMATS[piece.format].rows(Stored(piece, codes.view(-1), companions))
+
+    return (codes, scales, zeros), made
+
+
+def answers(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    yield asdict(measure(**question))
