@@ -28,20 +28,21 @@ def main(composed: Composed) -> None:
     from runtime.origin.location import find_checkpoint
 
     paths = config.checkpoints or [str(find_checkpoint(config.model, None))]
+    machine = hardware()  # before instructions are restricted: torch looks at them once
     done = run_suite(config, paths, lambda line: print(line, file=sys.stderr, flush=True))
     told = [argument for argument in sys.argv[1:] if not any(key in argument for key in NAMES_FILES)]
     command = "python -m jobs.bench " + " ".join(told)
     table = f"{done.table}\n\n{stated(config.rounds, command.strip())}"
     if config.isa is not None:
         taking_part = config.larger.peers if config.suite is Suite.larger_than_memory else config.contenders
-        table = f"{restricted(config.isa, taking_part)}\n\n{table}"
+        table = f"{restricted(machine, config.isa, taking_part)}\n\n{table}"
     folder = Path(config.output_root) / "bench" / config.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(table + "\n")
     pq.write_table(pa.Table.from_pylist(round_rows(done.rounds)), folder / "rounds.parquet")
     rates = {name: [result.rate for result in results] for name, results in done.rounds.items() if results[0].tokens}
     if rates:
-        draw_rates(folder / "rates.png", rates, done.peers, f"{hardware()}, commit {commit()}", "generated tokens/s")
+        draw_rates(folder / "rates.png", rates, done.peers, f"{machine}, commit {commit()}", "generated tokens/s")
     if done.draw is not None:
         done.draw(folder)
     say(table)

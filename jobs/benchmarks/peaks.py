@@ -16,7 +16,10 @@ from runtime.kernels.primitives import FLOATS, INT, LANES, Builder, Value, multi
 NUM_SUMS = (
     12 if LANES == 8 else 24
 )  # independent vectors, more than are in flight: two units, each four or five cycles deep
-TURNS = 1_000_000  # of the loop, a few milliseconds
+TURNS, TRIES = (
+    1_000_000,
+    5,
+)  # of the loop, a few milliseconds, and of a rate: the first try compiles, and starts threads
 
 
 @intrinsic
@@ -62,18 +65,15 @@ def bytes_per_second(matrices: Sequence[torch.Tensor], num_threads: int) -> floa
     with a compiled loop each, whichever is faster."""
     parts = [matrix.view(-1).numpy() for each in matrices for matrix in each.chunk(num_threads)]
     by_threads = _seconds(lambda pool: pool.map(_sum, parts), num_threads)
-    begin = time.perf_counter()
-    for matrix in matrices:
-        matrix.sum()
-    by_torch = time.perf_counter() - begin
+    by_torch = _seconds(lambda _: (matrix.sum() for matrix in matrices), num_threads)
     return sum(matrix.nbytes for matrix in matrices) / min(by_threads, by_torch)
 
 
 def _seconds(act: Callable[[ThreadPoolExecutor], Any], num_threads: int) -> float:
-    """The shorter of two times: the first compiles, and starts the threads."""
+    """The shortest of a few times that all of what `act` yields takes."""
     with ThreadPoolExecutor(num_threads) as pool:
         found = []
-        for _ in range(2):
+        for _ in range(TRIES):
             begin = time.perf_counter()
             list(act(pool))
             found.append(time.perf_counter() - begin)

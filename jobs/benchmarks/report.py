@@ -210,12 +210,12 @@ def stated(num_rounds: int, command: str) -> str:
     return f"{num_rounds} alternating rounds; `{command}`; {hardware()}; commit {commit()}."
 
 
-def restricted(isa: Isa, contenders: Sequence[Contender]) -> str:
+def restricted(machine: str, isa: Isa, contenders: Sequence[Contender]) -> str:
     """What a table that was measured under it begins with: the processor, and who is restricted by what."""
     peers = [entry for entry in map(CONTENDERS.__getitem__, contenders) if isinstance(entry, Peer)]
     told = dict.fromkeys(peer.isolation.restricted for peer in peers if peer.isolation and peer.isolation.restricted)
     ways = ["Millrace by MILLRACE_ISA", "torch, oneDNN and MKL by their variables", *told]
-    return f"**{hardware()}, restricted to {isa.title}**: {', '.join(ways)}."
+    return f"**{machine}, restricted to {isa.title}**: {', '.join(ways)}."
 
 
 def hardware() -> str:

@@ -179,11 +179,15 @@ def test_the_library_that_vllm_has_loaded_is_read_from_the_maps_of_its_process()
 
 
 def test_a_table_begins_with_who_is_restricted_by_what() -> None:
-    told = restricted(Isa.avx2, [Contender.nvme, Contender.vllm, Contender.llama_cpp_f16, Contender.llama_cpp_q8_0])
-    assert ", restricted to AVX2**: Millrace by MILLRACE_ISA, " in told
+    told = restricted(
+        "a processor, 2 cores",
+        Isa.avx2,
+        [Contender.nvme, Contender.vllm, Contender.llama_cpp_f16, Contender.llama_cpp_q8_0],
+    )
+    assert told.startswith("**a processor, 2 cores, restricted to AVX2**: Millrace by MILLRACE_ISA, ")
     assert told.count("llama.cpp by a build of its own") == 1
     assert "vLLM by its library for it" in told
-    assert "but not DeepSpeed's" in restricted(Isa.avx2, [Contender.deepspeed_cpu])
+    assert "but not DeepSpeed's" in restricted("", Isa.avx2, [Contender.deepspeed_cpu])
 
 
 def test_every_isolated_peer_that_compiles_says_what_becomes_of_it() -> None:
