@@ -1,295 +1,38 @@
 """Products of float32, or of pairs of bfloat16 in words, with weights as they are stored, in the processor's vectors,
-where they fit no matrix unit.
-
-So few rows of w are widened at a time, and so few inputs of them, that they stay in the first cache; a block of rows of
-x, which stays in the second, passes by them, while the next rows of w are on their way. Nothing that is widened is ever
-in memory. An output adds up its inputs in the same order whatever rows stand beside its own.
-
-Blocks for each level of caches, and sums in registers, after Goto and van de Geijn, "Anatomy of High-Performance Matrix
-Multiplication" (2008). Here the inputs are what is laid out anew, as they are fewer than the weights.
+where they fit no matrix unit: the functions that Python calls. Where there are 32 registers of 16 lanes, lanes are rows
+of x; elsewhere they are rows of w.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-from numba import njit
 
-from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Span
-from .compiled import REORDERED, kept
-from .grouped import UNIT_ROWS
-from .linear_steps import (
-    CHAIN_INPUTS,
-    MOST_VECTORS,
-    SIDE_ROWS,
-    WEIGHT_ROWS,
-    add_products,
-    numbers_per_word,
-    round_to_pairs,
-    take,
-    take_side_by_side,
-)
-from .outputs import Output, as_output, give_rows, place_in
-from .packed import Packed, as_packed, packed_place, widen_packed
-from .primitives import LANES, Place, RowsAt, begin_items
-from .squares import SIDES, take_apart, transpose
-from .window4 import put_escapes
+from .compiled import kept
+from .outputs import as_output
+from .packed import as_packed
+from .primitives import LANES
 
-CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
-INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
-BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block, about: 240 KiB at CHAIN_INPUTS
-MOST_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
-TILE_NUMBERS = SIDE_ROWS * CHAIN_INPUTS
-SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * INPUT_ROWS
+if LANES == 16:
+    from .linear_wide import CHAIN_INPUTS, CHUNK_ROWS, INPUT_ROWS, SUM_NUMBERS, WORK_NUMBERS, lay_out, multiply, split
+else:
+    from .linear_narrow import CHAIN_INPUTS, CHUNK_ROWS, INPUT_ROWS, SUM_NUMBERS, WORK_NUMBERS, lay_out, multiply, split
 
-
-class Block(NamedTuple):
-    """Groups [first, last) of rows of x, of `least` vectors each; those before `num_larger` have one more."""
-
-    first: int
-    last: int
-    least: int
-    num_larger: int
-
-
-class Ahead(NamedTuple):
-    """Rows of w that are multiplied next, from its number `at` on. They lie `apart` elements apart, their GROUP_NUMBERS
-    words `group_apart`."""
-
-    at: int
-    num_rows: int
-    apart: int
-    group_apart: int
-
-
-@njit(fastmath=REORDERED)
-def _groups(num_rows: int) -> tuple[int, int, int]:
-    """How many groups of vectors of rows of x there are, how many vectors each has at least, and how many groups have
-    one more: the first ones."""
-    num_vectors = -(-num_rows // LANES)
-    num_groups = -(-num_vectors // MOST_VECTORS)
-    return num_groups, num_vectors // num_groups, num_vectors % num_groups
-
-
-@njit(fastmath=REORDERED)
-def _sides(num_rows: int) -> int:
-    """How many rows of w meet so few rows of x side by side."""
-    for sides in SIDES:
-        if num_rows * sides <= LANES:
-            return sides
-    return 1
-
-
-@njit(fastmath=REORDERED)
-def _at_once(sides: int) -> int:
-    """How many rows of w are widened at once."""
-    return SIDE_ROWS if sides > 1 else WEIGHT_ROWS
-
-
-@njit(fastmath=REORDERED)
-def _num_blocks(num_groups: int) -> int:
-    """Weights are widened once for each: a few larger ones, up to MOST_GROUPS, rather than one more of what is left."""
-    return max(1, (num_groups + BLOCK_GROUPS // 2) // BLOCK_GROUPS)
+__all__ = [
+    "CHAIN_INPUTS",
+    "CHUNK_ROWS",
+    "INPUT_ROWS",
+    "SUM_NUMBERS",
+    "WORK_NUMBERS",
+    "lay_out_inputs",
+    "linear",
+    "linear_packed",
+    "split",
+]
 
 
 @kept
 def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
-    """Groups [first, last) of rows of x, K words each, one after the other, each (K, vectors, LANES); zeros behind the
-    last row. A word is float32, widened where x is of 16 bits, or a pair of bfloat16, given as such."""
-    M, K = x_MK.shape
-    (_, least, num_larger), shift = _groups(M), _sides(M) // 2
-    for g in range(first, last):
-        begin, width = (g * least + min(g, num_larger)) * LANES, (least + (g < num_larger)) * LANES
-        for m in range(0, width, LANES):
-            num_rows = max(0, min(LANES, M - begin - m))
-            for k in range(0, K, LANES):
-                to = begin * K + k * width + m
-                transpose(RowsAt(x_MK, (begin + m) * K + k, K), num_rows, shift, RowsAt(inputs, to, width))
-
-
-@njit(fastmath=REORDERED)
-def _take_out(sums: np.ndarray, width: int, num_rows: int, block: Block, out: Output, begin: int, own: RowsAt) -> None:
-    """Sums of `width` rows of w with a block, as columns of out from `begin` on. `own`: room for a square."""
-    row, at = (block.first * block.least + min(block.first, block.num_larger)) * LANES, 0
-    for g in range(block.first, block.last):
-        apart = (block.least + (g < block.num_larger)) * LANES
-        for m in range(0, min(apart, num_rows - row), LANES):
-            for n in range(0, width, LANES):
-                transpose(RowsAt(sums, at + n * apart + m, apart), LANES, 0, own)
-                give_rows(own, min(LANES, num_rows - row - m), LANES, place_in(out, row + m, begin + n), out.kind)
-        row, at = row + apart, at + CHUNK_ROWS * apart
-
-
-@njit(fastmath=REORDERED)
-def _take_sides_out(
-    sums: np.ndarray, width: int, num_rows: int, sides: int, out: Output, begin: int, own: RowsAt
-) -> None:
-    """`_take_out` of sums of rows of w side by side."""
-    for n in range(0, width, LANES * sides):
-        num_sums = min(LANES, (width - n) // sides)
-        take_apart(Place(sums, n // sides * LANES), num_sums, sides, Place(own.numbers, own.at))
-        rows = RowsAt(own.numbers, own.at, LANES * sides)
-        give_rows(rows, num_rows, num_sums * sides, place_in(out, 0, begin + n), out.kind)
-
-
-@njit(fastmath=REORDERED)
-def _multiply_tile(
-    words: np.ndarray,
-    span: Span,
-    inputs: np.ndarray,
-    chain: Span,
-    block: Block,
-    sums: np.ndarray,
-    num_words: int,
-    w: np.ndarray,
-    ahead: Ahead,
-    sides: int,
-) -> None:
-    """Rows of words of w, those of a span of their chunk, times the inputs of a chain of a block. Those side by side
-    lie behind the tile. Rows ahead are asked for beside it."""
-    k, vector, n, count = chain[0], 0, span[0], span[1] - span[0]
-    at_once = _at_once(sides)
-    num_products = (block.last - block.first) * -(-count * block.least // at_once)
-    next_at, num_left, apart, group_apart = ahead.at, ahead.num_rows, ahead.apart, ahead.group_apart
-    share = -(-num_left // num_products)  # with each of the products
-    begin, tile_at = block.first * block.least + min(block.first, block.num_larger), TILE_NUMBERS if sides > 1 else 0
-    for g in range(block.first, block.last):
-        num_vectors = block.least + (g < block.num_larger)
-        x_at, height = ((begin + vector) * num_words + k * num_vectors) * LANES, at_once // num_vectors
-        for r in range(0, count, height):
-            rows, now = min(height, count - r), min(share, num_left)
-            own = Place(sums, (vector * CHUNK_ROWS + (n + r) // sides * num_vectors) * LANES)
-            weights, next_rows = Place(words, tile_at + r * CHAIN_INPUTS), RowsAt(w, next_at, apart)
-            x, num_inputs = Place(inputs, x_at), chain[1] - k
-            add_products(weights, rows, x, num_vectors, num_inputs, own, k == 0, next_rows, now, group_apart, sides)
-            next_at, num_left = next_at + now * apart, num_left - now
-        vector += num_vectors
-
-
-@njit(fastmath=REORDERED, forceinline=True)
-def _place(K: int, packed: Packed | None, row: int, k: int) -> int:
-    """Where input `k` of a row of w lies, in its stored numbers or, if it is packed, bytes."""
-    return row * K + k if packed is None else packed_place(K, packed.group_bytes, row, k)
-
-
-@njit(fastmath=REORDERED, forceinline=True)
-def _group_apart(packed: Packed | None) -> int:
-    """How many of those GROUP_NUMBERS inputs of a row take."""
-    return GROUP_NUMBERS if packed is None else packed.group_bytes
-
-
-@njit(fastmath=REORDERED, forceinline=True)
-def _row_apart(w: np.ndarray, num_weights: int, packed: Packed | None) -> int:
-    """How many elements of w there are from one row to the next; 0 where it lies in columns, of which none are asked
-    for ahead: a line of them serves many rows."""
-    if packed is None:
-        return w.size // num_weights
-    return 0 if packed.apart else w.size // num_weights
-
-
-@njit(fastmath=REORDERED, forceinline=True)
-def _widen_rows(
-    w: np.ndarray,
-    K: int,
-    packed: Packed | None,
-    cursors: np.ndarray,
-    own: int,
-    rows: Span,
-    chain: Span,
-    words: np.ndarray,
-    tile: np.ndarray,
-    bits: np.ndarray,
-    sides: int,
-) -> None:
-    """Rows of w as words, of a chain of them, or side by side behind these; packed ones become float32 in `tile`
-    before, whose `bits` these are. Their next escapes are in `cursors` from number `own` on."""
-    first, per_word, num_words = rows[0], numbers_per_word(words), chain[1] - chain[0]
-    k, last = chain[0] * per_word, chain[1] * per_word
-    if packed is None:
-        if sides > 1:
-            place = Place(words, TILE_NUMBERS)
-            take_side_by_side(RowsAt(w, first * K + k, K), rows[1] - first, num_words, sides, place)
-            return
-        for row in range(first, rows[1]):
-            take(Place(w, row * K + k), num_words, Place(words, (row - first) * CHAIN_INPUTS))
-        return
-    step = UNIT_ROWS if sides > 1 else rows[1] - first  # so few that they stay in the first cache until they lie there
-    for top in range(first, rows[1], step):
-        for begin in range(k, last, CHAIN_INPUTS):
-            end = min(last, begin + CHAIN_INPUTS)
-            widen_packed(packed, w, K, (top, top + step), (begin, end), tile, CHAIN_INPUTS)
-            if packed.way == WINDOW4:
-                escapes = packed.escapes
-                for row in range(top, top + step):
-                    at, place = own + row - first, (row - top) * CHAIN_INPUTS
-                    cursors[at] = put_escapes(escapes, cursors[at], row, begin, end, bits, place)
-            for row in range(step):
-                place = Place(words, row * CHAIN_INPUTS + (begin - k) // per_word)
-                round_to_pairs(Place(tile, row * CHAIN_INPUTS), (end - begin) // per_word, place)
-        if sides > 1:
-            place = Place(words, TILE_NUMBERS + (top - first) * CHAIN_INPUTS)
-            take_side_by_side(RowsAt(words, 0, CHAIN_INPUTS), step, num_words, sides, place)
-
-
-@njit(fastmath=REORDERED, forceinline=True)
-def _cursors(packed: Packed | None) -> np.ndarray:
-    """Room for those of a chunk's rows."""
-    return np.empty(0 if packed is None else CHUNK_ROWS, np.int64)
-
-
-@njit(fastmath=REORDERED, forceinline=True)
-def _set_cursors(packed: Packed | None, cursors: np.ndarray, first: int, count: int) -> None:
-    """Each block of x meets the rows from their first inputs on."""
-    if packed is None:
-        return
-    if packed.way == WINDOW4:
-        cursors[:count] = packed.escapes.starts[first : first + count]
-
-
-@njit(fastmath=REORDERED)
-def _multiply(
-    w: np.ndarray,
-    num_weights: int,
-    K: int,
-    packed: Packed | None,
-    step: int,
-    begun: np.ndarray,
-    inputs: np.ndarray,
-    out: Output,
-    begin: int,
-    num_rows: int,
-    words: np.ndarray,
-    tile: np.ndarray,
-    sums: np.ndarray,
-) -> None:
-    """See `linear`. `num_weights` rows of w are numbers, or packed so."""
-    num_groups, least, num_larger = _groups(num_rows)
-    num_blocks, cursors = _num_blocks(num_groups), _cursors(packed)
-    bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
-    apart, per_word = _row_apart(w, num_weights, packed), numbers_per_word(words)
-    num_words, group_apart, sides = K // per_word, _group_apart(packed) * per_word, _sides(num_rows)
-    at_once = _at_once(sides)
-    whole, square = num_weights // PAIR_ROWS * PAIR_ROWS, RowsAt(tile, 0, LANES)
-    top = begin_items(begun, step)
-    while top < whole:
-        width = min(step, whole - top)
-        for b in range(num_blocks):
-            block = Block(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
-            _set_cursors(packed, cursors, top, width)
-            for k in range(0, num_words, CHAIN_INPUTS):
-                chain = (k, min(num_words, k + CHAIN_INPUTS))
-                for n in range(0, width, at_once):
-                    count = min(at_once, width - n)
-                    _widen_rows(w, K, packed, cursors, n, (top + n, top + n + count), chain, words, tile, bits, sides)
-                    next_n, next_k = (n + count, k) if n + count < width else (0, chain[1])
-                    num_next = min(at_once, width - next_n) if next_k < num_words and apart else 0
-                    next_at = _place(K, packed, top + next_n, next_k * per_word)
-                    ahead, span = Ahead(next_at, num_next, apart, group_apart), (n, n + count)
-                    _multiply_tile(words, span, inputs, chain, block, sums, num_words, w, ahead, sides)
-            if sides > 1:
-                _take_sides_out(sums, width, num_rows, sides, out, begin + top, square)
-            else:
-                _take_out(sums, width, num_rows, block, out, begin + top, square)
-        top = begin_items(begun, step)
+    """Groups [first, last) of INPUT_ROWS rows of x, K words each, as `multiply` takes them. A word is float32, widened
+    where x is of 16 bits, or a pair of bfloat16, given as such."""
+    lay_out(x_MK, first, last, inputs)
 
 
 # Not in named tuples, which from Python take a microsecond to unpack at each call.
@@ -309,11 +52,11 @@ def linear(
 ) -> None:
     """All rows of w but those behind the last `PAIR_ROWS`, times the `num_rows` rows of x in `inputs`, into columns
     from `begin` on of an output of that kind, all of whose rows the `halves` are, see `outputs`. Threads that call it
-    with one `begun`, of which the first number was 0, share the rows, `step` at a time, a multiple of LANES up to
-    CHUNK_ROWS; each has a `tile`, `words` and `sums` of its own, used anew again and again. `words` are twice as many
-    as the tile's: where x is float32 the tile and those behind it, uint32 where `inputs` are, pairs of bfloat16."""
+    with one `begun`, of which the first number was 0, share the rows, `step` at a time, a multiple of
+    PAIR_ROWS up to CHUNK_ROWS; each has `words`, a `tile` and `sums` of its own, used anew again and again, see
+    `split`."""
     out = as_output(halves, kind)
-    _multiply(w_NK, w_NK.shape[0], w_NK.shape[1], None, step, begun, inputs, out, begin, num_rows, words, tile, sums)
+    multiply(w_NK, w_NK.shape[0], w_NK.shape[1], None, step, begun, inputs, out, begin, num_rows, words, tile, sums)
 
 
 @kept
@@ -343,4 +86,4 @@ def linear_packed(
     they lie."""
     packed = as_packed(layout, starts, columns, exponents, scales, zeros, factors, table, groups)
     out = as_output(halves, kind)
-    _multiply(body, packed.num_rows, layout[2], packed, step, begun, inputs, out, begin, num_rows, words, tile, sums)
+    multiply(body, packed.num_rows, layout[2], packed, step, begun, inputs, out, begin, num_rows, words, tile, sums)

@@ -22,7 +22,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .arguments import GROUP_NUMBERS, PAIR_ROWS
-from .fma import Shape, add_words
 from .primitives import (
     FLOATS,
     INT,
@@ -32,23 +31,25 @@ from .primitives import (
     Place,
     RowsAt,
     Value,
+    add_pairs,
     apart_of,
     first_of,
     is_equal,
     load,
+    multiply_add,
     prefetch,
     round_to_words,
+    shuffle,
+    splat,
     store,
-    widen,
 )
 from .squares import SIDES, by_turns
 
 MOST_VECTORS = 3 if LANES == 16 else 2  # of rows of x side by side
 WEIGHT_ROWS = 24 if LANES == 16 else 12  # widened at once: as many as there are sums
-SIDE_ROWS = 24  # widened at once where they lie side by side
 CHAIN_INPUTS = 256  # words that are added up in registers, at most; widened rows lie as many apart
-STEP_WORDS = 16  # after which lines of memory are asked for
 GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
+_AHEAD = 4  # inputs ahead of which those of x are asked into the first cache: 3 % of a product of 480 rows
 
 
 @intrinsic
@@ -63,26 +64,23 @@ def _take_side_by_side(typing: Any, rows: Any, num_rows: Any, num_words: Any, si
                 with slices as (row, _), cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
                     numbers = [builder.add(row, n(i)) for i in range(sides)]
                     each = [builder.gep(first, [builder.mul(number, apart)]) for number in numbers]
-                    vectors = by_turns(builder, [_stored(builder, out, stored, k) for stored in each])
+                    vectors = [_words(builder, rows, out, stored, k) for stored in each]
                     to = builder.add(builder.mul(row, n(CHAIN_INPUTS)), builder.mul(k, n(sides)))
-                    for i, vector in enumerate(vectors):
-                        place = builder.gep(target, [builder.add(to, n(i * LANES))])
-                        store(builder, _words(builder, rows, vector), place)
+                    for i, vector in enumerate(by_turns(builder, vectors)):
+                        store(builder, vector, builder.gep(target, [builder.add(to, n(i * LANES))]))
         return context.get_dummy_value()
 
     n = types.intp
     return types.void(rows, n, n, n, out), build
 
 
-def _stored(builder: Builder, out: Any, row: Value, k: Value) -> Value:
-    """Loads what as many words as lanes, as those of `out` are, are stored as, from word `k` of a row on."""
-    number = INT if _is_paired(out.types[0]) else row.type.pointee
-    place = builder.gep(builder.bitcast(row, number.as_pointer()), [k])
-    return builder.load(builder.bitcast(place, ir.VectorType(number, LANES).as_pointer()), align=1)
-
-
-def _words(builder: Builder, row: Any, stored: Value) -> Value:
-    return stored if stored.type == INTS else widen(builder, row.types[0].dtype, stored)
+def _words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -> Value:
+    """Loads as many words as lanes, as those of `out` are, from word `k` of a stored row on."""
+    dtype, words = row.types[0].dtype, out.types[0].dtype
+    if dtype == words or not _is_paired(out.types[0]):
+        return load(builder, dtype, builder.gep(stored, [k]), None)
+    place = builder.gep(builder.bitcast(stored, INT.as_pointer()), [k])
+    return builder.load(builder.bitcast(place, INTS.as_pointer()), align=dtype.bitwidth // 8)
 
 
 @intrinsic
@@ -91,7 +89,7 @@ def _take(typing: Any, row: Any, num_words: Any, out: Any) -> Any:
         stored, end = first_of(context, builder, row, arguments[0]), arguments[1]
         taken, n = first_of(context, builder, out, arguments[2]), end.type
         with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
-            store(builder, _words(builder, row, _stored(builder, out, stored, k)), builder.gep(taken, [k]))
+            store(builder, _words(builder, row, out, stored, k), builder.gep(taken, [k]))
         return context.get_dummy_value()
 
     return types.void(row, types.intp, out), build
@@ -167,7 +165,7 @@ def _add_products(
 
         def ask_ahead(k: Value) -> None:
             # Up to the last of a step's inputs: rows of published files begin inside a cache line and end inside one.
-            behind = builder.mul(builder.add(k, k.type(STEP_WORDS)), given.group_apart)
+            behind = builder.mul(builder.add(k, k.type(LANES)), given.group_apart)
             last = builder.sub(builder.lshr(behind, k.type(GROUP_SHIFT)), k.type(1))
             with cgutils.for_range(builder, given.num_ahead, intp=k.type) as loop:
                 prefetch(builder, next_rows, builder.add(builder.mul(loop.index, apart), last))
@@ -176,10 +174,9 @@ def _add_products(
         for vectors, sides in shapes:
             is_so = builder.and_(is_equal(builder, given.num_vectors, vectors), is_equal(builder, given.sides, sides))
             with builder.if_then(is_so):
-                for rows in _heights(vectors, SIDE_ROWS if sides > 1 else WEIGHT_ROWS):
+                for rows in _heights(vectors):
                     with builder.if_then(is_equal(builder, given.num_rows, rows)):
-                        are_pairs = firsts[1].type.pointee != FLOATS.element
-                        shape = Shape(rows // sides, vectors, sides, CHAIN_INPUTS, are_pairs)
+                        shape = rows // sides, vectors, sides
                         totals = _totals(builder, firsts[0], firsts[1], shape, given.num_inputs, ask_ahead)
                         _give(builder, totals, firsts[2], given.is_first)
         return context.get_dummy_value()
@@ -188,11 +185,11 @@ def _add_products(
     return types.void(weights, n, inputs, n, n, sums, types.boolean, ahead, n, n, n), build
 
 
-def _heights(vectors: int, at_once: int) -> list[int]:
-    """How many rows of w meet so many vectors: of those widened at once, and of what is left of any number of
+def _heights(vectors: int) -> list[int]:
+    """How many rows of w meet so many vectors at once: of WEIGHT_ROWS, and of what is left of any number of
     PAIR_ROWS."""
-    most = at_once // vectors
-    counts = {PAIR_ROWS * i % at_once or at_once for i in range(1, at_once + 1)}
+    most = WEIGHT_ROWS // vectors
+    counts = {PAIR_ROWS * i % WEIGHT_ROWS or WEIGHT_ROWS for i in range(1, WEIGHT_ROWS + 1)}
     return sorted({min(most, count - row) for count in counts for row in range(0, count, most)})
 
 
@@ -200,24 +197,39 @@ def _totals(
     builder: Builder,
     weights: Value,
     inputs: Value,
-    shape: Shape,
+    shape: tuple[int, int, int],
     num_inputs: Value,
     each_step: Callable[[Value], None],
 ) -> list[Value]:
     """The sums of the first row of w, or of the first ones side by side, with each vector of x, then those of the next.
-    `each_step` is built once for each STEP_WORDS of them."""
-    n = num_inputs.type
-    places = [cgutils.alloca_once(builder, FLOATS) for _ in range(shape.rows * shape.vectors)]
-    for place in places:
+    `shape`: such rows, vectors, sides. `each_step` is built once for each LANES inputs."""
+    rows, vectors, sides = shape
+    n, add = num_inputs.type, multiply_add if inputs.type.pointee == FLOATS.element else add_pairs
+    sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
+    for place in (place for row in sums for place in row):
         builder.store(FLOATS(None), place)
-    with cgutils.for_range_slice(builder, n(0), num_inputs, n(STEP_WORDS), n) as (k, _):
-        each_step(k)
-        own = builder.gep(weights, [builder.mul(k, n(shape.sides))])
-        x = builder.gep(inputs, [builder.mul(k, n(shape.vectors * LANES))])
-        found = add_words(builder, shape, own, x, n(STEP_WORDS), [builder.load(place) for place in places])
-        for place, total in zip(places, found, strict=True):
-            builder.store(total, place)
-    return [builder.load(place) for place in places]
+    with cgutils.for_range_slice(builder, n(0), num_inputs, n(LANES), n) as (step, _):
+        each_step(step)
+        with cgutils.for_range(builder, n(LANES), intp=n) as loop:
+            k = builder.add(step, loop.index)
+            places = [builder.add(builder.mul(k, n(vectors * LANES)), n(i * LANES)) for i in range(vectors)]
+            x = [load(builder, types.float32, builder.gep(inputs, [place]), None) for place in places]
+            for place in places:
+                prefetch(builder, inputs, builder.add(place, n(_AHEAD * vectors * LANES)), level=1)
+            for row, own in enumerate(sums):
+                weight_at = builder.mul(builder.add(k, n(row * CHAIN_INPUTS)), n(sides))
+                weight = _repeated(builder, builder.gep(weights, [weight_at]), sides)
+                for total, numbers in zip(own, x, strict=True):
+                    builder.store(add(builder, weight, numbers, builder.load(total)), total)
+    return [builder.load(place) for row in sums for place in row]
+
+
+def _repeated(builder: Builder, place: Value, count: int) -> Value:
+    """So many words from a place on, again and again."""
+    if count == 1:
+        return splat(builder, builder.load(place))
+    words = builder.load(builder.bitcast(place, ir.VectorType(place.type.pointee, count).as_pointer()), align=4)
+    return shuffle(builder, words, words, [lane % count for lane in range(LANES)])
 
 
 def _give(builder: Builder, totals: list[Value], results: Value, is_first: Value) -> None:

@@ -112,7 +112,7 @@ def widen(builder: Builder, dtype: Any, vector: Value) -> Value:
     if dtype == types.uint16:
         return builder.bitcast(builder.shl(builder.zext(vector, INTS), ints(16)), FLOATS)
     if dtype == types.int16:
-        return _from_float16(builder, builder.zext(vector, INTS))
+        return from_float16(builder, builder.zext(vector, INTS))
     if dtype == types.int8:
         return builder.sitofp(builder.sext(vector, INTS), FLOATS)
     if dtype == types.uint8:
@@ -142,7 +142,7 @@ def _from_float8(builder: Builder, signed: Value) -> Value:
     return builder.bitcast(builder.or_(builder.bitcast(scaled, INTS), special), FLOATS)
 
 
-def _from_float16(builder: Builder, bits: Value) -> Value:
+def from_float16(builder: Builder, bits: Value) -> Value:
     """The product moves the exponent: exact, and right for subnormal numbers. LLVM's own conversion calls, on machines
     without such an instruction, a function that does not exist."""
     shifted = builder.shl(builder.and_(bits, ints(0x7FFF)), ints(13))

@@ -6,13 +6,29 @@ LANES rows of a square, of which some may be all that there are.
 from collections.abc import Callable
 from typing import Any, cast
 
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .primitives import FLOATS, LANES, Builder, Place, RowsAt, Value, apart_of, first_of, is_equal, load, shuffle, store
+from .primitives import (
+    FLOATS,
+    INT,
+    LANES,
+    Builder,
+    Place,
+    RowsAt,
+    Value,
+    apart_of,
+    first_of,
+    is_equal,
+    load,
+    shuffle,
+    store,
+)
 
-SIDES = (4, 2)  # rows of weights that may lie side by side, the most first
+QUAD = 4  # words of 128 bits, within which shuffles are cheap
+SIDES = (4, 2) if LANES == 16 else (2,)  # rows of weights that may lie side by side, the most first
 
 
 @intrinsic
@@ -45,7 +61,7 @@ def _take_apart(typing: Any, sums: Any, num_sums: Any, sides: Any, out: Any) -> 
 
 
 def by_turns(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Lays out as many vectors, of numbers of any kind: the first lane of each, then the second of each."""
+    """Lays out as many vectors: the first lane of each, then the second of each."""
     if len(vectors) == 1:
         return vectors
     even, odd = by_turns(builder, vectors[::2]), by_turns(builder, vectors[1::2])
@@ -80,6 +96,40 @@ def turned(builder: Builder, vectors: list[Value]) -> list[Value]:
             a, b = vectors[i], vectors[i + width]
             vectors[i], vectors[i + width] = shuffle(builder, a, b, upper), shuffle(builder, a, b, lower)
     return vectors
+
+
+def columns_of(builder: Builder, rows: list[Value], num_columns: int) -> list[Value]:
+    """The first columns, a multiple of QUAD, of LANES rows of words of 32 bits, given by the places of their first
+    words: vector i has word i of each row.
+
+    Quads of the rows r, r + 4, r + 8.. are loaded side by side, so that what remains is to turn squares of four within
+    128 bits, in two shuffles a vector: loads are cheaper than shuffles across lanes."""
+    found = list[Value]()
+    for first in range(0, num_columns, QUAD):
+        vectors = [_side_by_side(builder, rows[r::QUAD], first) for r in range(QUAD)]
+        for words in ((0, 1), (2, 3)):
+            pair = [_interleaved(builder, vectors[i], vectors[i + 1], words) for i in (0, 2)]
+            for half in ((0, 1), (2, 3)):
+                quads = range(0, LANES, QUAD)
+                lanes = [quad + of + i for quad in quads for of in (0, LANES) for i in half]
+                found.append(shuffle(builder, pair[0], pair[1], lanes))
+    return found
+
+
+def _interleaved(builder: Builder, a: Value, b: Value, words: tuple[int, int]) -> Value:
+    """Words of a and b by turns: in each 128 bits the first of these of both, then the second."""
+    return shuffle(builder, a, b, [q + word + of for q in range(0, LANES, QUAD) for word in words for of in (0, LANES)])
+
+
+def _side_by_side(builder: Builder, rows: list[Value], first: int) -> Value:
+    """Four words of each row."""
+    kind = ir.VectorType(INT, QUAD)
+    places = [builder.gep(builder.bitcast(row, INT.as_pointer()), [INT(first)]) for row in rows]
+    parts = [builder.load(builder.bitcast(place, kind.as_pointer()), align=1) for place in places]
+    while len(parts) > 1:
+        lanes = list(range(2 * parts[0].type.count))
+        parts = [shuffle(builder, a, b, lanes) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def _nth(builder: Builder, first: Value, i: int, apart: Value) -> Value:

@@ -86,13 +86,11 @@ def multiply_all_in_vectors(
 
 
 @contextmanager
-def _workspace(pairs: bool) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _workspace(pairs: bool) -> Iterator[tuple[np.ndarray, ...]]:
     """A thread's words, tile and sums, as kernels are given them."""
     kernel = _kernel()
-    size = kernel.TILE_NUMBERS
-    own = _spares().take(lambda: Workspace.make(3 * size, np.float32)).with_room(kernel.SUM_NUMBERS)
-    words = own.panel[size:].view(np.uint32) if pairs else own.panel[: 2 * size]
-    yield words, own.panel[:size], own.sums
+    own = _spares().take(lambda: Workspace.make(kernel.WORK_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
+    yield *kernel.split(own.panel, pairs=pairs), own.sums
     _spares().give_back(own)
 
 
