@@ -10,13 +10,23 @@ Blocks for each level of caches, panels, and sums in registers, after Goto and v
 High-Performance Matrix Multiplication" (2008), and Van Zee and van de Geijn, "BLIS" (2015).
 """
 
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from .arguments import PAIR_ROWS, WINDOW4, Span
 from .compiled import REORDERED
+from .linear_parts import (
+    Ahead,
+    Block,
+    cursors_of,
+    first_of_group,
+    group_elements,
+    num_blocks,
+    place_in_rows,
+    row_apart,
+    set_cursors,
+)
 from .narrow_steps import (
     CHAIN_INPUTS,
     FEW_ROWS,
@@ -30,7 +40,6 @@ from .narrow_steps import (
 from .outputs import Output, give_rows
 from .packed import Packed, widen_packed
 from .primitives import LANES, Place, RowsAt, begin_items
-from .stored_rows import Ahead, cursors_of, group_elements, place_in_rows, row_apart, set_cursors
 from .window4 import put_escapes
 
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
@@ -41,15 +50,6 @@ CACHED_NUMBERS = 1 << 15  # of x, 128 KiB: they stay in the second cache as a wh
 TILE_NUMBERS = LANES * CHAIN_INPUTS  # of rows of w that are decoded before they are laid out
 SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * MOST_ROWS
 WORK_NUMBERS = 2 * PANEL_NUMBERS + TILE_NUMBERS
-
-
-class Block(NamedTuple):
-    """Groups [first, last) of rows of x, of `least` rows each; those before `num_larger` have one more."""
-
-    first: int
-    last: int
-    least: int
-    num_larger: int
 
 
 def split(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -73,17 +73,6 @@ def _groups(num_rows: int) -> tuple[int, int, int]:
     return num_groups, num_rows // num_groups, num_rows % num_groups
 
 
-@njit(fastmath=REORDERED, forceinline=True)
-def _first_row(group: int, least: int, num_larger: int) -> int:
-    return group * least + min(group, num_larger)
-
-
-@njit(fastmath=REORDERED)
-def _num_blocks(num_groups: int) -> int:
-    """Weights are widened once for each: a few larger ones, up to MOST_GROUPS, rather than one more of what is left."""
-    return max(1, (num_groups + BLOCK_GROUPS // 2) // BLOCK_GROUPS)
-
-
 @njit(fastmath=REORDERED)
 def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
     """Rows [first, last) of x: each beside the others of its group, number by number; groups lie one after the other,
@@ -91,7 +80,7 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
     M, K = x_MK.shape
     num_groups, least, num_larger = _groups(M)
     for g in range(num_groups):
-        top, height = _first_row(g, least, num_larger), least + (g < num_larger)
+        top, height = first_of_group(g, least, num_larger), least + (g < num_larger)
         for row in range(max(first, top), min(last, top + height)):
             lay_out_row(Place(x_MK, row * K), K, Place(inputs, top * K + row - top), height)
 
@@ -121,8 +110,8 @@ def _multiply_panels(
     """The rows of a panel, or of two, a span of their chunk, times the inputs of a chain of a block. Rows ahead are
     asked for beside it."""
     k, height = chain[0], rows[1] - rows[0]
-    top = _first_row(block.first, block.least, block.num_larger)
-    block_rows = _first_row(block.last, block.least, block.num_larger) - top
+    top = first_of_group(block.first, block.least, block.num_larger)
+    block_rows = first_of_group(block.last, block.least, block.num_larger) - top
     next_at, num_left, begin = ahead.at, ahead.num_rows, top
     share = -(-num_left // (block.last - block.first))  # with each of the groups
     for g in range(block.first, block.last):
@@ -183,7 +172,7 @@ def multiply(
 ) -> None:
     """See `linear`. `num_weights` rows of w are numbers, or packed so."""
     num_groups, least, num_larger = _groups(num_rows)
-    num_blocks, cursors = _num_blocks(num_groups), cursors_of(packed, CHUNK_ROWS)
+    in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), cursors_of(packed, CHUNK_ROWS)
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
     apart, group_apart = row_apart(w, num_weights, packed), group_elements(packed)
     height = 2 * PANEL_ROWS if _most_rows(num_rows) == FEW_ROWS else PANEL_ROWS
@@ -194,8 +183,8 @@ def multiply(
         end = min(item + step, whole)
         for top in range(item, end, chunk):
             width = min(chunk, end - top)
-            for b in range(num_blocks):
-                block = Block(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
+            for b in range(in_all):
+                block = Block(b * num_groups // in_all, (b + 1) * num_groups // in_all, least, num_larger)
                 set_cursors(packed, cursors, top, width)
                 for k in range(0, K, CHAIN_INPUTS):
                     chain = (k, min(K, k + CHAIN_INPUTS))
@@ -208,6 +197,6 @@ def multiply(
                         num_next = height if apart and next_top < end else 0
                         ahead = Ahead(place_in_rows(K, packed, next_top, next_k), num_next, apart, group_apart)
                         _multiply_panels(panels, own, inputs, chain, block, sums, K, w, ahead)
-                span = _first_row(block.first, least, num_larger), _first_row(block.last, least, num_larger)
+                span = first_of_group(block.first, least, num_larger), first_of_group(block.last, least, num_larger)
                 _take_out(sums, width, height, span, out, begin + top)
         item = begin_items(begun, step)

@@ -9,7 +9,6 @@ Blocks for each level of caches, and sums in registers, after Goto and van de Ge
 Multiplication" (2008). Here the inputs are what is laid out anew, as they are fewer than the weights.
 """
 
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -17,6 +16,17 @@ from numba import njit
 from .arguments import PAIR_ROWS, WINDOW4, Span
 from .compiled import REORDERED
 from .grouped import UNIT_ROWS
+from .linear_parts import (
+    Ahead,
+    Block,
+    cursors_of,
+    first_of_group,
+    group_elements,
+    num_blocks,
+    place_in_rows,
+    row_apart,
+    set_cursors,
+)
 from .linear_steps import (
     CHAIN_INPUTS,
     MOST_VECTORS,
@@ -31,7 +41,6 @@ from .outputs import Output, give_rows, place_in
 from .packed import Packed, widen_packed
 from .primitives import LANES, Place, RowsAt, begin_items
 from .squares import SIDES, take_apart, transpose
-from .stored_rows import Ahead, cursors_of, group_elements, place_in_rows, row_apart, set_cursors
 from .window4 import put_escapes
 
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
@@ -48,15 +57,6 @@ def split(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
     it, otherwise uint32, pairs of bfloat16."""
     words = work[TILE_NUMBERS:].view(np.uint32) if pairs else work[: 2 * TILE_NUMBERS]
     return words, work[:TILE_NUMBERS]
-
-
-class Block(NamedTuple):
-    """Groups [first, last) of rows of x, of `least` vectors each; those before `num_larger` have one more."""
-
-    first: int
-    last: int
-    least: int
-    num_larger: int
 
 
 @njit(fastmath=REORDERED)
@@ -78,19 +78,13 @@ def _sides(num_rows: int) -> int:
 
 
 @njit(fastmath=REORDERED)
-def _num_blocks(num_groups: int) -> int:
-    """Weights are widened once for each: a few larger ones, up to MOST_GROUPS, rather than one more of what is left."""
-    return max(1, (num_groups + BLOCK_GROUPS // 2) // BLOCK_GROUPS)
-
-
-@njit(fastmath=REORDERED)
 def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
     """Groups [first, last) of rows of x, K words each, one after the other, each (K, vectors, LANES); zeros behind the
     last row. A word is float32, widened where x is of 16 bits, or a pair of bfloat16, given as such."""
     M, K = x_MK.shape
     (_, least, num_larger), shift = _groups(M), _sides(M) // 2
     for g in range(first, last):
-        begin, width = (g * least + min(g, num_larger)) * LANES, (least + (g < num_larger)) * LANES
+        begin, width = first_of_group(g, least, num_larger) * LANES, (least + (g < num_larger)) * LANES
         for m in range(0, width, LANES):
             num_rows = max(0, min(LANES, M - begin - m))
             for k in range(0, K, LANES):
@@ -101,7 +95,7 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
 @njit(fastmath=REORDERED)
 def _take_out(sums: np.ndarray, width: int, num_rows: int, block: Block, out: Output, begin: int, own: RowsAt) -> None:
     """Sums of `width` rows of w with a block, as columns of out from `begin` on. `own`: room for a square."""
-    row, at = (block.first * block.least + min(block.first, block.num_larger)) * LANES, 0
+    row, at = first_of_group(block.first, block.least, block.num_larger) * LANES, 0
     for g in range(block.first, block.last):
         apart = (block.least + (g < block.num_larger)) * LANES
         for m in range(0, min(apart, num_rows - row), LANES):
@@ -142,7 +136,8 @@ def _multiply_tile(
     num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
     next_at, num_left, apart, group_apart = ahead.at, ahead.num_rows, ahead.apart, ahead.group_apart
     share = -(-num_left // num_products)  # with each of the products
-    begin, tile_at = block.first * block.least + min(block.first, block.num_larger), TILE_NUMBERS if sides > 1 else 0
+    begin = first_of_group(block.first, block.least, block.num_larger)
+    tile_at = TILE_NUMBERS if sides > 1 else 0
     for g in range(block.first, block.last):
         num_vectors = block.least + (g < block.num_larger)
         x_at, height = ((begin + vector) * num_words + k * num_vectors) * LANES, WEIGHT_ROWS // num_vectors
@@ -218,7 +213,7 @@ def multiply(
 ) -> None:
     """See `linear`. `num_weights` rows of w are numbers, or packed so."""
     num_groups, least, num_larger = _groups(num_rows)
-    num_blocks, cursors = _num_blocks(num_groups), cursors_of(packed, CHUNK_ROWS)
+    in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), cursors_of(packed, CHUNK_ROWS)
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
     apart, per_word = row_apart(w, num_weights, packed), numbers_per_word(words)
     num_words, group_apart, sides = K // per_word, group_elements(packed) * per_word, _sides(num_rows)
@@ -226,8 +221,8 @@ def multiply(
     top = begin_items(begun, step)
     while top < whole:
         width = min(step, whole - top)
-        for b in range(num_blocks):
-            block = Block(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
+        for b in range(in_all):
+            block = Block(b * num_groups // in_all, (b + 1) * num_groups // in_all, least, num_larger)
             set_cursors(packed, cursors, top, width)
             for k in range(0, num_words, CHAIN_INPUTS):
                 chain = (k, min(num_words, k + CHAIN_INPUTS))

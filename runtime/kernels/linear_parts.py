@@ -1,4 +1,5 @@
-"""Where rows of w lie, stored as they are or packed, for both ways in which the vectors multiply with them."""
+"""What both ways in which the vectors multiply have in common: blocks of rows of x, and where rows of w lie, stored as
+they are or packed."""
 
 from typing import NamedTuple
 
@@ -10,6 +11,15 @@ from .compiled import REORDERED
 from .packed import Packed, packed_place
 
 
+class Block(NamedTuple):
+    """Groups [first, last) of rows of x, of a `least` height each; those before `num_larger` have one more."""
+
+    first: int
+    last: int
+    least: int
+    num_larger: int
+
+
 class Ahead(NamedTuple):
     """Rows of w that are multiplied next, from its number `at` on. They lie `apart` elements apart, their GROUP_NUMBERS
     words `group_apart`."""
@@ -18,6 +28,19 @@ class Ahead(NamedTuple):
     num_rows: int
     apart: int
     group_apart: int
+
+
+@njit(fastmath=REORDERED, forceinline=True)
+def first_of_group(group: int, least: int, num_larger: int) -> int:
+    """The height of the groups before it."""
+    return group * least + min(group, num_larger)
+
+
+@njit(fastmath=REORDERED)
+def num_blocks(num_groups: int, usual: int) -> int:
+    """Weights are widened once for each: a few larger ones, up to one and a half times the usual number of groups,
+    rather than one more of what is left."""
+    return max(1, (num_groups + usual // 2) // usual)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
