@@ -72,7 +72,7 @@ def test_tokens_do_not_depend_on_which_way_is_late(late: tuple[bool, bool], refe
 def test_its_kernel_is_ready_before_the_first_pass(reference: References, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rates that are known nothing else would compile it: its first use takes seconds."""
     ref, prepared = reference("llama"), list[torch.dtype]()
-    monkeypatch.setattr("runtime.engine.setup.prepare_decode_attention", prepared.append)
+    monkeypatch.setattr("runtime.attention.host_attention.prepare_decode_attention", prepared.append)
     for attention, expected in ((Attention.device, []), (Attention.cpu, [torch.float32])):
         config = beside(ref)
         runtime = Runtime(replace(config, policy=replace(config.policy, attention=attention)), device=FakeDevice())

@@ -31,8 +31,8 @@ class Kind:
     has_sinks: bool = False
     expand: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def sinks(self, num_heads: int) -> torch.Tensor | None:
-        return torch.linspace(-1, 2, num_heads) if self.has_sinks else None
+    def sinks(self, num_heads: int, device: torch.device | None = None) -> torch.Tensor | None:
+        return torch.linspace(-1, 2, num_heads, device=device) if self.has_sinks else None
 
     def plain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """(H, S, D) each to (S, H, D), by a mask over all scores."""
@@ -92,15 +92,16 @@ def attend(cache: PagedKV, layer: int, kind: Kind, q: torch.Tensor, k: torch.Ten
     if kind.chunk is not None:
         module.config = SimpleNamespace(layer_types=["chunked_attention"] * LAYERS, attention_chunk_size=kind.chunk)
 
+    sinks = kind.sinks(q.shape[1], q.device)
+
     def forward() -> torch.Tensor:
         keys, values = cache.update(k, v, layer)
         if kind.expand is not None:
             keys, values = (kind.expand(t[0])[None] for t in (keys, values))
-        sinks = kind.sinks(q.shape[1])
         settings = {
             "sliding_window": kind.sliding_window,
             "softcap": kind.softcap,
-            "s_aux": None if sinks is None else sinks.to(q.device),
+            "s_aux": sinks,
         }
         return ragged_attention(module, q, keys, values, None, **settings)[0][0]
 
