@@ -10,7 +10,6 @@ Blocks for each level of caches, panels, and sums in registers, after Goto and v
 High-Performance Matrix Multiplication" (2008), and Van Zee and van de Geijn, "BLIS" (2015).
 """
 
-
 import numpy as np
 from numba import njit
 

@@ -9,7 +9,6 @@ Blocks for each level of caches, and sums in registers, after Goto and van de Ge
 Multiplication" (2008). Here the inputs are what is laid out anew, as they are fewer than the weights.
 """
 
-
 import numpy as np
 from numba import njit
 
