@@ -38,41 +38,42 @@ def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) ->
     """Answers until it is interrupted. The job of a batch goes on then, and the next server takes it up. `models`: what
     answers, by name. Raises ConfigError, OutputError."""
     make_directory(output_root)
-    with files_made_private(), _alone(output_root, config) as folder, _listening(config) as listener:
-        key = _api_key(config, folder) if config.require_api_key else None
-        for handler in logging.getLogger().handlers:
-            handler.addFilter(_Repeats())
-        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each form that is refused
-        store = BatchStore(folder)
-        keeper = Keeper(store, config.settings, output_root)
-        url = f"http://{listener.getsockname()[0]}:{config.port}/v1"
-        log.info("serving %s; batches lie in %s", url, output_root / "generate")
-        if key is None:
-            log.warning("require_api_key=false: every user of this machine can start batches and read every file")
-        else:
-            place = config.api_key_file or folder / "api_key"
-            log.info('clients need a key: export OPENAI_BASE_URL=%s OPENAI_API_KEY="$(cat %s)"', url, place)
-        if not config.is_loopback:
-            log.warning("host=%s: what clients send over the network, the key too, is not encrypted", config.host)
-        keeper.start()
-        try:
-            uvicorn.Server(
-                uvicorn.Config(
-                    make_app(config, store, keeper, key, models),
-                    http=_Connection,
-                    ws="none",
-                    lifespan="off",
-                    log_config=None,
-                    access_log=False,
-                    server_header=False,
-                    backlog=min(128, _max_connections()),
-                    timeout_keep_alive=IDLE_SECONDS,
-                    timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-                    h11_max_incomplete_event_size=64 * 1024,
-                )
-            ).run(sockets=[listener])
-        finally:
-            keeper.stop()
+    with files_made_private(), _alone(output_root, config) as folder:
+        key = _api_key(config, folder) if config.require_api_key else None  # whoever finds it listening finds the key
+        with _listening(config) as listener:
+            for handler in logging.getLogger().handlers:
+                handler.addFilter(_Repeats())
+            logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each form that is refused
+            store = BatchStore(folder)
+            keeper = Keeper(store, config.settings, output_root)
+            url = f"http://{listener.getsockname()[0]}:{config.port}/v1"
+            log.info("serving %s; batches lie in %s", url, output_root / "generate")
+            if key is None:
+                log.warning("require_api_key=false: every user of this machine can start batches and read every file")
+            else:
+                place = config.api_key_file or folder / "api_key"
+                log.info('clients need a key: export OPENAI_BASE_URL=%s OPENAI_API_KEY="$(cat %s)"', url, place)
+            if not config.is_loopback:
+                log.warning("host=%s: what clients send over the network, the key too, is not encrypted", config.host)
+            keeper.start()
+            try:
+                uvicorn.Server(
+                    uvicorn.Config(
+                        make_app(config, store, keeper, key, models),
+                        http=_Connection,
+                        ws="none",
+                        lifespan="off",
+                        log_config=None,
+                        access_log=False,
+                        server_header=False,
+                        backlog=min(128, _max_connections()),
+                        timeout_keep_alive=IDLE_SECONDS,
+                        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+                        h11_max_incomplete_event_size=64 * 1024,
+                    )
+                ).run(sockets=[listener])
+            finally:
+                keeper.stop()
 
 
 @contextmanager

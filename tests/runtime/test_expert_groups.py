@@ -177,7 +177,7 @@ def test_experts_stored_one_by_one_are_run_at_once_on_a_device(
             found.append(played.logits(lanes, is_batched=True))
     assert answers
     assert all(answers)
-    close = 2e-5 if dtype is DType.float32 else 5e-2
+    close = 5e-5 if dtype is DType.float32 else 5e-2  # products of one are not added up as those of the other
     for mine, other in zip(*found, strict=True):
         torch.testing.assert_close(mine, other, atol=close, rtol=close)
 
