@@ -5,9 +5,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from pathlib import Path
 
 from runtime.errors import ConfigError
+from runtime.measure.machine_cache import cpu_flags
 
 
 class Isa(Enum):
@@ -44,15 +44,6 @@ GGML_OF_AVX2 = ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2")  # llama.cpp's sw
 GGML_OF_AVX512 = {"AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512_vnni", "AVX512_BF16": "avx512_bf16"}
 
 
-def processor_flags() -> frozenset[str]:
-    """What Linux says that this processor has; nothing where it says none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
-
-
 @contextmanager
 def restricted_to(isa: Isa | None) -> Iterator[None]:
     """Lets processes that are started meanwhile use no more than these instructions; None: all that there are. Raises
@@ -60,7 +51,7 @@ def restricted_to(isa: Isa | None) -> Iterator[None]:
     if isa is None:
         yield
         return
-    missing = [flag for flag in NEEDED[isa] if flag not in processor_flags()]
+    missing = [flag for flag in NEEDED[isa] if flag not in cpu_flags()]
     if missing:
         raise ConfigError(f"isa={isa.value}: this processor has no {', '.join(missing)}; leave out isa")
     before = {name: os.environ.get(name) for name in ENVIRONMENTS[isa]}

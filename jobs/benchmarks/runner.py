@@ -21,10 +21,11 @@ from typing import Any
 
 from runtime.cache_root import cache_root
 from runtime.errors import MillraceError
+from runtime.measure.machine_cache import cpu_flags
 
 from ..config.process import settled
 from .contenders import Isolation, Peer
-from .instruction_sets import cmake_arguments, processor_flags, restriction
+from .instruction_sets import cmake_arguments, restriction
 from .task import Result, Task
 from .worker import REFUSED
 
@@ -156,7 +157,7 @@ def _build(isolation: Isolation) -> dict[str, str]:
     isa = restriction()
     if isa is None or not isolation.is_built_here:
         return {}
-    return {"CMAKE_ARGS": " ".join(cmake_arguments(isa, processor_flags()))}
+    return {"CMAKE_ARGS": " ".join(cmake_arguments(isa, cpu_flags()))}
 
 
 def _pip(python: Path, isolation: Isolation, *arguments: str) -> None:

@@ -1,10 +1,10 @@
-"""The steps of a product of float32 with stored weights, in vectors.
+"""The steps of a product of float32 with stored weights, in vectors of 16 lanes and 32 registers.
 
 A vector holds one input of as many rows of x as it has lanes; a number of w meets all of them at once. Each row of w
-has a sum with each vector, which stays in a register until the inputs end: in 24 of 32 registers of 16 lanes (8 rows x
-3 vectors, 12 x 2 or 24 x 1), in 12 of 16 of 8. So rows of w are widened as they lie, and nothing is added up across
-lanes. Rows of x that are at most half of the lanes lie there twice, or four times, and meet as many rows of w at once,
-**side by side**: these lie by turns, word for word. Each sum is the same to its last bit.
+has a sum with each vector, which stays in a register until the inputs end: in 24 of them (8 rows x 3 vectors, 12 x 2 or
+24 x 1). So rows of w are widened as they lie, and nothing is added up across lanes. Rows of x that are at most half of
+the lanes lie there twice, or four times, and meet as many rows of w at once, **side by side**: these lie by turns, word
+for word. Each sum is the same to its last bit.
 
 Inputs are float32, or **pairs** of bfloat16 in words, which are multiplied with pairs of w: half as many products, and
 all else the same, with words in the place of numbers.
@@ -45,8 +45,8 @@ from .primitives import (
 )
 from .squares import SIDES, by_turns
 
-MOST_VECTORS = 3 if LANES == 16 else 2  # of rows of x side by side
-WEIGHT_ROWS = 24 if LANES == 16 else 12  # widened at once: as many as there are sums
+MOST_VECTORS = 3  # of rows of x side by side
+WEIGHT_ROWS = 24  # widened at once: as many as there are sums
 CHAIN_INPUTS = 256  # words that are added up in registers, at most; widened rows lie as many apart
 GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
 _AHEAD = 4  # inputs ahead of which those of x are asked into the first cache: 3 % of a product of 480 rows

@@ -28,7 +28,7 @@ from .primitives import (
 )
 
 QUAD = 4  # words of 128 bits, within which shuffles are cheap
-SIDES = (4, 2) if LANES == 16 else (2,)  # rows of weights that may lie side by side, the most first
+SIDES = (4, 2)  # rows of weights that may lie side by side, the most first
 
 
 @intrinsic

@@ -89,9 +89,14 @@ def this_host(device: str, num_threads: int) -> Host:
 def isa() -> str:
     """The instruction set that kernels are made for: the one that MILLRACE_ISA names, or the widest that the CPU has;
     empty where none of these is known."""
-    flags = set(_cpu_info("flags").split())
+    flags = cpu_flags()
     widest = next((name for name, flag in ISAS.items() if flag in flags), "")
     return os.environ.get("MILLRACE_ISA") or widest
+
+
+def cpu_flags() -> frozenset[str]:
+    """What Linux says that the first processor has; nothing elsewhere."""
+    return frozenset(_cpu_info("flags").split())
 
 
 def keep(host: Host, rates: MeasuredRates, products: BackendTable | None = None) -> None:

@@ -29,8 +29,8 @@ ALL_FLAGS = frozenset(flag for flags in NEEDED.values() for flag in flags)
 
 @pytest.fixture(autouse=True)
 def _any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instruction_sets, "processor_flags", lambda: ALL_FLAGS)
-    monkeypatch.setattr(runner, "processor_flags", lambda: ALL_FLAGS)
+    monkeypatch.setattr(instruction_sets, "cpu_flags", lambda: ALL_FLAGS)
+    monkeypatch.setattr(runner, "cpu_flags", lambda: ALL_FLAGS)
     for name in ENVIRONMENTS[Isa.avx2]:
         monkeypatch.delenv(name, raising=False)
 
@@ -83,7 +83,7 @@ def test_workers_that_measure_products_and_reading_are_told_too(monkeypatch: pyt
 
 
 def test_a_set_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instruction_sets, "processor_flags", lambda: frozenset(NEEDED[Isa.avx2]))
+    monkeypatch.setattr(instruction_sets, "cpu_flags", lambda: frozenset(NEEDED[Isa.avx2]))
     with restricted_to(Isa.avx2):
         assert restriction() is Isa.avx2
     with pytest.raises(ConfigError, match="isa=avx512: this processor has no avx512f, avx512cd, "):
