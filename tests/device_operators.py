@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from runtime.attention.plain_attention import decode_attention_torch
-from runtime.linear import backends
+from runtime.linear import backends, packed_rows
 from runtime.model import attention, host_ops, loading
 from runtime.plan.shape.shapes import Parameter
 from runtime.weights import stage_weights as weights
@@ -18,10 +18,10 @@ from runtime.weights import stage_weights as weights
 def operators_of_a_device() -> Iterator[None]:
     """Within it what looks for a CPU's kernels finds none, so that the double launches what a device would."""
 
-    def plain(tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype, table: Any) -> torch.Tensor | None:
+    def plain(tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype, *rest: Any) -> torch.Tensor | None:
         if tensor.dtype == dtype or not tensor.is_floating_point():
             return tensor.view(parameter.shape)
-        return plain_argument(tensor, parameter, dtype, table)
+        return plain_argument(tensor, parameter, dtype, *rest)
 
     def decode(*pages: torch.Tensor, num_threads: int | None = None, **rule: Any) -> torch.Tensor:
         return decode_attention_torch(*pages, **rule)
@@ -33,6 +33,7 @@ def operators_of_a_device() -> Iterator[None]:
             (host_ops, "can_compile", lambda: False),
             (loading, "can_compile", lambda: False),
             (backends, "has_compiler", lambda: False),
+            (packed_rows, "has_compiler", lambda: False),
             (backends, "has_matrix_unit", lambda: False),
             (weights, "_plain_argument", plain),
             (attention, "decode_attention", decode),

@@ -37,7 +37,7 @@ def packed_rows(words_NK: Words, spare_escapes: int = 0) -> Window4Rows:
     """`spare_escapes`: room that belongs to no row, as experts with fewer escapes than others have."""
     packed = pack_window4(words_NK)
     companion = torch.from_numpy(escape_words(packed, len(packed.columns) + spare_escapes))
-    return Window4Rows(torch.from_numpy(packed.body), companion, len(words_NK) + 1)
+    return Window4Rows(torch.from_numpy(packed.body), [companion], len(words_NK) + 1)
 
 
 def rounded_rows(numbers_NK: torch.Tensor, name: str, group_size: int = 64) -> CodedRows:

@@ -230,7 +230,7 @@ def _window4(numbers_NK: torch.Tensor) -> Kind:
     packed = pack_window4(numbers_NK.bfloat16().view(torch.int16).numpy().view(np.uint16))
     escapes = torch.from_numpy(escape_words(packed, len(packed.columns)))
     num_starts = len(numbers_NK) + 1
-    return (torch.from_numpy(packed.body), escapes), lambda body, escapes: Window4Rows(body, escapes, num_starts)
+    return (torch.from_numpy(packed.body), escapes), lambda body, escapes: Window4Rows(body, [escapes], num_starts)
 
 
 def _published_fp8(numbers_NK: torch.Tensor) -> Kind:

@@ -101,7 +101,10 @@ class BatchedExperts:
             return
         prefix = f"{self._names[module]}."
         for found in self._stream.experts(stage, hit):
-            weights = self._loaded.weights_of(found.stage, found.placed.buffer, found.placed.tensor_offsets)
+            placed = found.placed
+            weights = self._loaded.weights_of(
+                found.stage, placed.buffer, placed.tensor_offsets, on_device=self._is_together
+            )
             paged = {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}
             yield found.expert, bound_matrices(module, found.expert, instead=paged)
 

@@ -29,7 +29,8 @@ class IntegerRows:
         width: int,
         groups: torch.Tensor | None = None,
     ):
-        """`width`: the columns of a group; `groups` (K,): the group of each column, where they do not lie in turn."""
+        """`width`: the columns of a group; `groups` (K,): the group of each column, where they do not lie in turn; or
+        (E, K), of each of E equal runs of rows."""
         self.shape, self.device = shape, device
         self._write, self._zeros, self._scales, self._width, self._groups = write, zeros, scales, width, groups
 
@@ -40,7 +41,20 @@ class IntegerRows:
     def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
         self._write(rows, out_RK)
         for factors, apply in ((self._zeros, torch.Tensor.sub_), (self._scales, torch.Tensor.mul_)):
-            apply_by_group(out_RK, factors(rows), self._width, apply, self._groups)
+            if self._groups is None or self._groups.dim() == 1:
+                apply_by_group(out_RK, factors(rows), self._width, apply, self._groups)
+            else:
+                self._apply_by_matrix(rows, factors(rows), apply, out_RK)
+
+    def _apply_by_matrix(self, rows: Chosen, factors_RG: torch.Tensor, apply: Apply, out_RK: torch.Tensor) -> None:
+        """Applies the factors of runs of rows whose columns are in groups of their own. Rows are a run."""
+        assert self._groups is not None, "columns are in groups"
+        assert isinstance(rows, slice), "rows of several matrices are looked at in runs"
+        height = self.shape[0] // len(self._groups)
+        first, stop, _ = rows.indices(self.shape[0])
+        for matrix in range(first // height, -(-stop // height)):
+            begin, end = (min(max(row, first), stop) - first for row in (matrix * height, (matrix + 1) * height))
+            apply(out_RK[begin:end], factors_RG[begin:end].index_select(1, self._groups[matrix]))
 
 
 def apply_by_group(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
+from ..plan.placement.memory import DECODED_AT_ONCE
 from ..units import MIB
 from .rows import Rows
 
@@ -34,16 +35,19 @@ _buffers = _Buffers()
 
 
 def panels(
-    blocks: Sequence[Block], dtype: torch.dtype, num_bytes: int | None = None
+    blocks: Sequence[Block], dtype: torch.dtype, num_bytes: int | None = None, *, on_device: bool = False
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, rows); each is valid until the next is taken. Plain blocks of that dtype come as they are, others in
-    panels of at most PANEL_BYTES; of plain ones, which are upcast at once, `num_bytes` instead."""
+    panels of at most PANEL_BYTES; of plain ones, which are upcast at once, `num_bytes` instead. `on_device`: in an
+    accelerator's memory, in panels of DECODED_AT_ONCE numbers."""
     row = 0
     for block in blocks:
         if isinstance(block, torch.Tensor) and block.dtype == dtype:
             yield row, block
         else:
-            height = max(1, _panel_bytes(block, num_bytes) // (block.shape[1] * _working_bytes(block, dtype)))
+            working = _working_bytes(block, dtype)
+            most = DECODED_AT_ONCE * working if on_device else _panel_bytes(block, num_bytes)
+            height = max(1, most // (block.shape[1] * working))
             for start in range(0, block.shape[0], height):
                 stop = min(start + height, block.shape[0])
                 yield row + start, _panel(block, slice(start, stop), dtype)

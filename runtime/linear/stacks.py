@@ -9,6 +9,8 @@ import torch
 
 from .panels import Block
 
+WORDS = dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu), torch.uint8)  # not joined as such
+
 
 def joined(blocks: Sequence[Block], dtype: torch.dtype) -> torch.Tensor | None:
     """The one matrix of rows that lie directly below each other; None where they do not, or are no plain numbers of
@@ -60,3 +62,15 @@ def _below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None:
         return None
     stride = upper.stride(0) if len(upper) > 1 else rows * width
     return upper.as_strided((len(upper), rows, width), (stride, *upper.stride()[1:]), upper.storage_offset())
+
+
+def below(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one shape joined by their first dimension: a view where they lie directly below each other, as the
+    matrices of a stack do, otherwise a copy."""
+    first = tensors[0]
+    size, begin, memory = first.numel(), first.storage_offset(), first.untyped_storage().data_ptr()
+    for turn, tensor in enumerate(tensors):
+        is_next = tensor.storage_offset() == begin + turn * size and tensor.untyped_storage().data_ptr() == memory
+        if not (is_next and tensor.is_contiguous()):
+            return torch.cat([part.view(WORDS.get(part.dtype, part.dtype)) for part in tensors]).view(first.dtype)
+    return first.as_strided((len(tensors) * first.shape[0], *first.shape[1:]), first.stride(), begin)

@@ -17,9 +17,13 @@ import torch.nn.functional as F
 
 from ..profiles import BackendTable
 from .backends import linear
+from .decoding import decode, experts_at_once, multiply
 from .fused_projections import FusedProjections
 from .panels import Block, panels, plain_rows
+from .rows import Rows
 from .stacks import joined, joined_stacks
+
+Join = Callable[[int, range], Rows | None]  # blocks of that number of some experts, below each other
 
 
 class StoredWeight(torch.Tensor):
@@ -38,6 +42,7 @@ class StoredWeight(torch.Tensor):
     compute_dtype: torch.dtype
     projections: tuple[FusedProjections, str] | None  # and its name among them
     table: BackendTable | None  # by which its model chooses backends, None: by the rule
+    join: Join | None  # None of what does not lie in an accelerator's memory
     _stacks: Sequence[torch.Tensor] | None
 
     @staticmethod
@@ -50,11 +55,12 @@ class StoredWeight(torch.Tensor):
         is_stacked: bool,
         is_flipped: bool = False,
         table: BackendTable | None = None,
+        join: Join | None = None,
     ) -> "StoredWeight":
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
         self.entries, self.is_stacked, self.is_flipped = entries, is_stacked, is_flipped
         self.is_matrix, self.compute_dtype, self.projections, self._stacks = len(shape) == 2, dtype, None, None
-        self.table = table
+        self.table, self.join = table, join
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -70,6 +76,33 @@ class StoredWeight(torch.Tensor):
     def is_plain(self) -> bool:
         """Products take its blocks as they are."""
         return self.is_matrix and not (self.is_stacked or self.is_flipped)
+
+    @property
+    def is_decoded(self) -> bool:
+        """Products on a device want it as other numbers than those that are stored."""
+        return any(
+            not isinstance(block, torch.Tensor) or block.dtype != self.compute_dtype
+            for blocks in self.entries
+            for block in blocks
+        )
+
+    def decode(self, out: torch.Tensor) -> torch.Tensor:
+        """Writes the weight into flat memory of as many numbers, each rounded once to the dtype of `out`, and returns
+        it there as a plain tensor of this shape. Experts that lie alike are decoded together."""
+        heights = [block.shape[0] for block in self.entries[0]]
+        out_EnK, first = out.view(len(self.entries), sum(heights), -1), 0
+        for turn, height in enumerate(heights):
+            rows_EnK = out_EnK[:, first : first + height]
+            for experts in experts_at_once(rows_EnK):
+                rows = self.join(turn, experts) if self.join is not None and len(experts) > 1 else None
+                if rows is not None:
+                    decode(rows, rows_EnK[experts.start : experts.stop])
+                else:
+                    for expert in experts:
+                        decode(self.entries[expert][turn], rows_EnK[expert : expert + 1])
+            first += height
+        whole = out_EnK if self.is_stacked else out_EnK[0]
+        return whole.transpose(-1, -2) if self.is_flipped else whole.view(self.shape)
 
     def stacks(self) -> Sequence[torch.Tensor]:
         """Views of a stack of plain numbers of the compute dtype, whose experts lie at equal distances: (E, rows, K)
@@ -97,7 +130,13 @@ class StoredWeight(torch.Tensor):
 
     def _matrix(self, entries: Sequence[Sequence[Block]], shape: Sequence[int], *, is_flipped: bool) -> "StoredWeight":
         return StoredWeight(
-            entries, shape, self.compute_dtype, is_stacked=False, is_flipped=is_flipped, table=self.table
+            entries,
+            shape,
+            self.compute_dtype,
+            is_stacked=False,
+            is_flipped=is_flipped,
+            table=self.table,
+            join=self.join,
         )
 
     @classmethod
@@ -152,7 +191,9 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
     if not x.is_cpu and (whole := joined(blocks, x.dtype)) is not None:
         return F.linear(x, whole, bias)
-    if weight.projections is not None:
+    if weight.join is not None and weight.is_decoded:
+        out_MN = multiply(x_MK, blocks)
+    elif weight.projections is not None:
         projections, name = weight.projections
         out_MN = projections.product(x, x_MK, name, weight.table)
     else:
@@ -165,7 +206,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 def _product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:
     """out + x @ weight for a weight that lies as (K, N): panels are runs of the inner dimension, their products add
     up."""
-    for row, panel in panels(weight.entries[0], weight.dtype):
+    for row, panel in panels(weight.entries[0], weight.dtype, on_device=weight.join is not None):
         out_MN.addmm_(x[:, row : row + panel.shape[0]], panel)
     return out_MN
 
@@ -209,7 +250,7 @@ def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
     entries = [[rows] for block in plain for rows in block.split(height)]
     if len(entries) != shape[0]:
         return NotImplemented
-    return StoredWeight(entries, shape, weight.dtype, is_stacked=True, table=weight.table)
+    return StoredWeight(entries, shape, weight.dtype, is_stacked=True, table=weight.table, join=weight.join)
 
 
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:

@@ -4,7 +4,8 @@ compiled code inside of the product.
 N rows of K numbers, R of them wanted; n escapes.
 """
 
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -22,58 +23,116 @@ class Window4Rows(PackedRows):
 
     dtype = torch.bfloat16  # of its numbers, as a tensor's
 
-    def __init__(self, body_NB: torch.Tensor, escapes: torch.Tensor, num_starts: int, first_row: int = 0):
-        """`escapes`: the companion, int32, of `num_starts` - 1 rows, of which these begin at `first_row`."""
+    def __init__(self, body_NB: torch.Tensor, escapes: Sequence[torch.Tensor], num_starts: int, first_row: int = 0):
+        """`escapes`: the companion, int32, of `num_starts` - 1 rows, of which these begin at `first_row`; or that of
+        each of several matrices below each other, of which these are all rows."""
         super().__init__(body_NB, body_NB.shape[1] // GROUP_BYTES * GROUP_NUMBERS)
         self._escapes, self._num_starts, self._first_row = escapes, num_starts, first_row
 
     @cached_property
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of the companion: the base (1), starts (N + 1), columns as int16 and exponents as uint8."""
-        begin = 1 + self._num_starts
-        num_escapes = (self._escapes.numel() - begin) // 3 * 4
-        columns, exponents = self._escapes[begin:].split([num_escapes // 2, num_escapes // 4])
-        return self._escapes[:1], self._escapes[1:begin], columns.view(torch.int16), exponents.view(torch.uint8)
+        """Of the companions: bases (E, 1), starts (E, N + 1), and behind each other columns as int16 and exponents as
+        uint8. Views of the one companion of a single matrix."""
+        begin, parts = 1 + self._num_starts, list[tuple[torch.Tensor, ...]]()
+        for each in self._escapes:
+            columns, exponents = each[begin:].split([num := self._num_escapes(each) // 2, num // 2])
+            starts = each[None, 1:begin]
+            parts.append((each[None, :1], starts, columns.view(torch.int16), exponents.view(torch.uint8)))
+        bases, starts, columns, exponents = (
+            each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)
+        )
+        return bases, starts, columns, exponents
+
+    def _num_escapes(self, companion: torch.Tensor) -> int:
+        return (companion.numel() - 1 - self._num_starts) // 3 * 4
 
     def _laid_out(self) -> tuple[Layout, Arrays]:
-        base, starts, columns, exponents = (part.numpy() for part in self._parts)
-        own = starts[self._first_row : self._first_row + self.shape[0] + 1].view(np.uint32)
-        layout = Layout(WAY, *self.shape, GROUP_BYTES, base=int(base[0]))
+        bases, starts, columns, exponents = (part.numpy() for part in self._parts)
+        assert len(bases) == 1, "kernels take one matrix at a time"
+        own = starts[0, self._first_row : self._first_row + self.shape[0] + 1].view(np.uint32)
+        layout = Layout(WAY, *self.shape, GROUP_BYTES, base=int(bases[0, 0]))
         return layout, Arrays(own, columns.view(np.uint16), exponents)
 
+    def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
+        """See `Rows`."""
+        if len(self._escapes) == 1:
+            super().dequantize(rows, out_RK)
+        else:  # kernels take one matrix at a time
+            self.decode(rows, out_RK)
+
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        bits_RK = out_RK.view(torch.int32)
-        self._decode_coded(self._body_NB[rows], bits_RK)
-        own = torch.arange(self.shape[0], device=self.device)[rows] + self._first_row
-        places = torch.full((self._num_starts,), -1, device=self.device)
+        body_RB, num_rows = self._body_NB[rows], self._num_starts - 1
+        is_whole = len(body_RB) == len(self._escapes) * num_rows and isinstance(rows, slice)
+        own = None if is_whole else torch.arange(self.shape[0], device=self.device)[rows] + self._first_row
+        self._decode_coded(body_RB, own, out_RK)
+        bits = out_RK.view(torch.int32).view(-1)
+        if own is None:
+            bits.index_add_(0, *self._escapes_at(self._rows_of_escapes(), len(body_RB)))
+            return
+        num_all = len(self._escapes) * num_rows
+        places = torch.full((num_all + 1,), num_all, device=self.device)
         places[own] = torch.arange(len(own), device=self.device)
-        self._add_escapes(places, bits_RK)
+        bits.index_add_(0, *self._escapes_at(places[self._rows_of_escapes()], len(own)))
         if isinstance(rows, torch.Tensor):  # of rows that are wanted more than once, one has got its escapes
-            bits_RK.copy_(bits_RK[places[own]])
+            out_RK.copy_(out_RK[places[own]])
 
-    def _decode_coded(self, body_RB: torch.Tensor, bits_RK: torch.Tensor) -> None:
-        """Writes float32 as bits, escapes with an exponent of 0."""
-        groups = body_RB.unflatten(1, (-1, GROUP_BYTES)).int()
-        kept, nibbles = groups[..., :GROUP_NUMBERS], groups[..., GROUP_NUMBERS:]
-        codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)
-        exponents = torch.where(codes == 0, 0, codes + self._parts[0])
-        bits = (kept & BIASED_SIGN) << 24 | exponents << 23 | (kept & MANTISSA) << 16
-        places = bits.unflatten(-1, (4, 2, 4, 2)).permute(0, 1, 3, 5, 2, 4)  # see `formats/packing.py`
-        bits_RK.view(places.shape).copy_(places)
-
-    def _add_escapes(self, places: torch.Tensor, bits_RK: torch.Tensor) -> None:
-        """`places`: where each row's numbers are wanted, -1 where they are not. Others, and those of columns that there
-        are not, add 0 to the first number."""
-        _, _, columns, exponents = self._parts
-        place, column = places[self._rows_of_escapes], columns.long() & 0xFFFF
-        is_elsewhere = (place < 0) | (column >= self.shape[1])
-        at = torch.where(is_elsewhere, 0, place * self.shape[1] + column)
-        added = torch.where(is_elsewhere, 0, exponents.int() << 23)
-        bits_RK.view(-1).index_add_(0, at, added)
+    def _decode_coded(self, body_RB: torch.Tensor, own: torch.Tensor | None, out_RK: torch.Tensor) -> None:
+        """Writes all but the exponents of escapes, which are 0. `own`: the numbers of these rows; None: all."""
+        groups = body_RB.unflatten(1, (-1, GROUP_BYTES))
+        kept = groups[..., :GROUP_NUMBERS].int()
+        codes = groups[..., GROUP_NUMBERS:].int()
+        if len(self._escapes) > 1:
+            own = torch.arange(self.shape[0], device=self.device) if own is None else own
+            codes += 256 * (own // (self._num_starts - 1)).int()[:, None, None]
+        signs = _signs_and_mantissas(self.device).index_select(0, kept.flatten()).view(kept.shape)
+        exponents = self._exponents.index_select(0, codes.flatten()).view(torch.int16)  # two for each byte
+        halves = exponents.view(*codes.shape, 2).movedim(-1, -2)
+        bits = signs.unflatten(-1, (2, -1)) | halves
+        places = bits.flatten(-2).unflatten(-1, (4, 2, 4, 2)).permute(0, 1, 3, 5, 2, 4)  # see `formats/packing.py`
+        out_RK.view(places.shape).copy_(places.view(torch.bfloat16))
 
     @cached_property
+    def _exponents(self) -> torch.Tensor:
+        """(E x 256,): the exponents of both codes in a byte, in the places of bfloat16, as one element."""
+        codes, pairs = _codes_of_bytes(self.device)
+        of_codes_E16 = ((codes + self._parts[0]) << 7).short()
+        of_codes_E16[:, 0] = 0  # an escape's
+        return of_codes_E16[:, pairs].view(torch.int32).flatten()
+
+    def _escapes_at(self, place_n: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`place_n`: the wanted row of each, `num_rows` or more of what is not wanted. That, what only fills up, and
+        what is of columns that there are not, adds 0 to the first number."""
+        _, _, columns, exponents = self._parts
+        column = columns.long() & 0xFFFF
+        is_elsewhere = (column >= self.shape[1]) | (place_n >= num_rows)
+        added = torch.where(is_elsewhere, 0, exponents.int() << 23)
+        return torch.where(is_elsewhere, 0, place_n * self.shape[1] + column), added
+
     def _rows_of_escapes(self) -> torch.Tensor:
-        """(n,): the row of each; of what only fills up, the one behind the last."""
-        _, starts, _, exponents = self._parts
+        """(n,): the row of each among those of all matrices; of what only fills up, one behind the last. Not kept: of
+        all layers it would be a part of the device's memory that nobody counts."""
+        _, starts_EN, _, exponents = self._parts
         numbers = torch.arange(len(exponents), device=self.device, dtype=torch.int32)
-        return torch.searchsorted(starts[1:].contiguous(), numbers, right=True)
+        if len(self._escapes) == 1:
+            return torch.searchsorted(starts_EN[0, 1:], numbers, right=True)
+        counts = torch.tensor([self._num_escapes(each) for each in self._escapes], dtype=torch.int32)
+        begins_E = (counts.cumsum(0, dtype=torch.int32) - counts).to(self.device, non_blocking=True)
+        starts = starts_EN + begins_E[:, None]  # each matrix has a row more, for what only fills up
+        places = torch.searchsorted(starts.flatten(), numbers, right=True) - 1
+        matrices = places // self._num_starts
+        is_filling = places % self._num_starts == self._num_starts - 1
+        return torch.where(is_filling, self.shape[0], places - matrices)
+
+
+@lru_cache
+def _signs_and_mantissas(device: torch.device) -> torch.Tensor:
+    """(256,): those of bfloat16 that a byte holds, in their places."""
+    byte = torch.arange(256)
+    return ((byte & BIASED_SIGN) << 8 | byte & MANTISSA).short().to(device)
+
+
+@lru_cache
+def _codes_of_bytes(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """All codes (16,), and those in the low and the high half of each byte (256, 2)."""
+    byte = torch.arange(256)
+    return torch.arange(16, dtype=torch.int32).to(device), torch.stack([byte & 15, byte >> 4], dim=1).to(device)

@@ -115,10 +115,10 @@ class LoadedModel:
         return {} if self.rounded is None else self.rounded.fills
 
     def weights_of(
-        self, stage: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int]
+        self, stage: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int], *, on_device: bool = False
     ) -> dict[str, torch.Tensor]:
         """Returns a stage's weights as views into `buffer`, see `stage_weights`."""
-        return stage_weights(stage, buffer, tensor_offsets, self.dtypes, self.backends)
+        return stage_weights(stage, buffer, tensor_offsets, self.dtypes, self.backends, on_device=on_device)
 
 
 @dataclass(frozen=True, kw_only=True)

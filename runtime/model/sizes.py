@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -15,6 +16,7 @@ from .stages import StagedModel
 from .traits import CacheShape, bounded_layers, delta_rule, expanded_width
 
 NO_LIMIT_TOKENS = 2**31
+COMPUTE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # as safetensors calls them
 
 
 def shape_of(
@@ -54,6 +56,7 @@ def shape_of(
         kv_layer_bytes=cache.layer_bytes_per_token,
         kv_heads=cache.heads,
         compute_dtype_bytes=model.dtype.itemsize,
+        compute_dtype=COMPUTE_DTYPES.get(model.dtype, ""),
         is_packed=is_packed,
         state_bytes_per_sequence=cache.bytes_per_sequence,
         state_layer_bytes=cache.layer_bytes_per_sequence,

@@ -1,6 +1,7 @@
 """A stage's bytes as the arguments its module wants."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -9,7 +10,8 @@ import torch
 from ..formats.registry import FORMATS
 from ..formats.storage_format import Loss, Stored
 from ..linear.panels import Block, plain_rows
-from ..linear.stored import StoredWeight
+from ..linear.rows import Rows
+from ..linear.stored import Join, StoredWeight
 from ..plan.shape.shapes import Parameter, Stage, TensorSlice
 from ..profiles import BackendTable
 from ..store.reader import Fill
@@ -28,14 +30,17 @@ def stage_weights(
     tensor_offsets: Mapping[str, int],
     dtypes: Mapping[str, torch.dtype],
     table: BackendTable | None = None,
+    *,
+    on_device: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Returns tensors by parameter name, as views into `buffer` (uint8, compute memory), valid as long as its bytes
     are.
 
     `dtypes` says in which precision the model wants each parameter. Matrices stored otherwise are handed over as
     stored and dequantised inside the product, whose backends `table` chooses; vectors are dequantised here.
+    `on_device`: the buffer is an accelerator's.
     """
-    return {p.name: _argument(p, buffer, tensor_offsets, dtypes[p.name], table) for p in stage.parameters}
+    return {p.name: _argument(p, buffer, tensor_offsets, dtypes[p.name], table, on_device) for p in stage.parameters}
 
 
 def load_tensor(piece: TensorSlice, made: Mapping[str, Fill] = MappingProxyType({})) -> torch.Tensor:
@@ -67,12 +72,14 @@ def _argument(
     offsets: Mapping[str, int],
     dtype: torch.dtype,
     table: BackendTable | None,
+    on_device: bool,
 ) -> torch.Tensor:
+    join = partial(_joined, buffer, offsets, parameter) if on_device else None
     entries = [[_rows(buffer, offsets, piece) for piece in blocks] for blocks in parameter.pieces]
     if not parameter.is_stacked and len(entries[0]) == 1:
         piece, first = parameter.pieces[0][0], entries[0][0]
         if isinstance(first, torch.Tensor):
-            plain = _plain_argument(first.t() if piece.is_transposed else first, parameter, dtype, table)
+            plain = _plain_argument(first.t() if piece.is_transposed else first, parameter, dtype, table, join)
             if plain is not None:
                 return plain
         elif len(piece.shape) < 2 or (piece.shape != parameter.shape and not piece.is_transposed):
@@ -84,11 +91,12 @@ def _argument(
         is_stacked=parameter.is_stacked,
         is_flipped=parameter.is_transposed,
         table=table,
+        join=join,
     )
 
 
 def _plain_argument(
-    tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype, table: BackendTable | None
+    tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype, table: BackendTable | None, join: Join | None
 ) -> torch.Tensor | None:
     """Returns None for a matrix that is widened inside the product."""
     is_matrix = tensor.dim() == 2 and tensor.shape == parameter.shape
@@ -96,7 +104,7 @@ def _plain_argument(
         return tensor.view(parameter.shape)
     if tensor.dim() == 3 and tensor.shape == parameter.shape:  # experts stored as one stack
         entries = [[expert] for expert in tensor]
-        return StoredWeight(entries, parameter.shape, dtype, is_stacked=True, table=table)
+        return StoredWeight(entries, parameter.shape, dtype, is_stacked=True, table=table, join=join)
     return None if is_matrix else tensor.to(dtype).view(parameter.shape)
 
 
@@ -114,10 +122,25 @@ def dtype_of(piece: TensorSlice) -> torch.dtype:
 def _rows(buffer: torch.Tensor, offsets: Mapping[str, int], piece: TensorSlice) -> Block:
     if is_plain(piece):
         return _view(buffer, offsets[piece.name], piece)
+    return FORMATS[piece.format].rows(_stored(buffer, offsets, piece))
+
+
+def _joined(
+    buffer: torch.Tensor, offsets: Mapping[str, int], parameter: Parameter, turn: int, experts: range
+) -> Rows | None:
+    """The rows of those blocks of a stack that come `turn`-th in these experts, below each other; None where they
+    cannot be one matrix."""
+    pieces = [parameter.pieces[expert][turn] for expert in experts]
+    if any(is_plain(piece) for piece in pieces):
+        return None
+    return FORMATS[pieces[0].format].joined([_stored(buffer, offsets, piece) for piece in pieces])
+
+
+def _stored(buffer: torch.Tensor, offsets: Mapping[str, int], piece: TensorSlice) -> Stored:
     companions = {each.role: _view(buffer, offsets[each.tensor.name], each.tensor) for each in piece.companions}
     dtype = TORCH_DTYPES.get(piece.dtype, torch.uint8)
     raw = _raw(buffer, offsets[piece.name], piece, max(BLOCK_BYTES, dtype.itemsize))
-    return FORMATS[piece.format].rows(Stored(piece, raw, companions))
+    return Stored(piece, raw, companions)
 
 
 def _view(buffer: torch.Tensor, offset: int, piece: TensorSlice) -> torch.Tensor:

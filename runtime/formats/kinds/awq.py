@@ -4,8 +4,9 @@ A word holds the codes of eight neighbouring rows in one column. From its lowest
 2, 4, 6, 1, 3, 5 and 7; zero points lie alike. The number is (code - zero) * scale.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -26,7 +27,7 @@ from ..module_tensors import (
     with_weights,
 )
 from ..said import refuse, whole_number
-from ..storage_format import Loss, StorageFormat, Stored
+from ..storage_format import Loss, StorageFormat, Stored, joined_by_columns
 
 NAME, NUM_BITS, PER_WORD, USUAL_WIDTH = "awq-int4", 4, 8, 128
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight rows of a word: which four bits are whose
@@ -61,7 +62,7 @@ def _rows(stored: Stored) -> Rows:
 def _codes(words_KW: torch.Tensor, rows: Chosen, num_rows: int, first_row: int) -> torch.Tensor:
     """The codes of the wanted rows: (R, K). Of a run of them, each word is taken once."""
     numbers = row_numbers(rows, num_rows, first_row, words_KW.device)
-    shifts = NUM_BITS * torch.tensor(PLACES, dtype=words_KW.dtype, device=words_KW.device)
+    shifts = _shifts(words_KW.device)
     if isinstance(rows, torch.Tensor) or not len(numbers):
         return words_KW[:, numbers // PER_WORD].t() >> shifts[numbers % PER_WORD, None] & 15
     start, stop, _ = rows.indices(num_rows)
@@ -70,6 +71,16 @@ def _codes(words_KW: torch.Tensor, rows: Chosen, num_rows: int, first_row: int) 
     codes_RK = (words_WK[:, None] >> shifts[:, None]).bitwise_and_(15).flatten(0, 1)
     before = first_row + start - first * PER_WORD
     return codes_RK[before : before + stop - start]
+
+
+@lru_cache
+def _shifts(device: torch.device) -> torch.Tensor:
+    """(8,): to the code of each row of a word. Kept, as to bring it to a device would have the host wait."""
+    return (NUM_BITS * torch.tensor(PLACES, dtype=torch.int32)).to(device)
+
+
+def _join(matrices: Sequence[Stored]) -> Stored | None:
+    return joined_by_columns(matrices, matrices[0].piece.shape[1])
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
@@ -109,7 +120,13 @@ def _row_bytes(num_columns: int) -> float:
 
 FORMATS = (
     StorageFormat(
-        name=NAME, loss=Loss.exact, row_bytes=_row_bytes, rows=_rows, companions=(SCALES, ZEROS), of_linear=True
+        name=NAME,
+        loss=Loss.exact,
+        row_bytes=_row_bytes,
+        rows=_rows,
+        companions=(SCALES, ZEROS),
+        of_linear=True,
+        join=_join,
     ),
 )
 METHODS = {"awq": _pair}

@@ -7,8 +7,9 @@ times the factor of its block. Factors may be quantised too: then `weight.absmax
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -17,12 +18,13 @@ from ...kernels.arguments import IN_TABLE
 from ...kernels.compiler import has_tables
 from ...linear.grouped_rows import RowCodes, fits_in_rows
 from ...linear.rows import Rows
+from ...linear.stacks import below
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_bytes
-from ..integer_rows import Chosen, apply_by_group, as_pairs, row_numbers, write_pairs
+from ..integer_rows import Chosen, apply_by_group, row_numbers, write_pairs
 from ..module_tensors import FLOATS, SCALES, ModuleTensors, modules_with, require_matrix, require_shape, with_weights
 from ..said import mention_activations, refuse
-from ..storage_format import Loss, StorageFormat, Stored
+from ..storage_format import Loss, StorageFormat, Stored, are_alike
 
 INT8, FOUR_BITS = "llm-int8", ("nf4", "fp4")
 CODES, NESTED_CODES, NESTED_SCALES = "codes", "nested codes", "nested scales"
@@ -38,18 +40,26 @@ USUAL_BLOCK, USUAL_NESTED_BLOCK = 64, 256
 
 
 class FourBitRows:
-    """Rows of codes of 4 bits times the factor of their block; see `rows.Rows`. Blocks run on from row to row."""
+    """Rows of codes of 4 bits times the factor of their block; see `rows.Rows`. Blocks run on from row to row.
+
+    `CODES` may be a row for each of E matrices below each other.
+    """
 
     def __init__(self, stored: Stored):
         self._bytes_NB, self._companions, self._piece = stored.raw_NB, stored.companions, stored.piece
         self.shape, self.device = (stored.piece.shape[0], stored.piece.shape[1]), stored.raw.device
 
     def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
-        codes, byte = self._companions[CODES].float(), torch.arange(256, device=self.device)
-        write_pairs(as_pairs(codes[byte >> 4], codes[byte & 15]), self._bytes_NB[rows], out_RK)
+        codes_E16, halves = self._companions[CODES].float().view(-1, 16), _halves(self.device)
+        pairs = torch.stack([codes_E16.index_select(1, half) for half in halves], dim=2).view(torch.int64).flatten()
+        bytes_RB = self._bytes_NB[rows]
+        if len(codes_E16) > 1:
+            matrices = torch.arange(self.shape[0], device=self.device)[rows] // (self.shape[0] // len(codes_E16))
+            bytes_RB = bytes_RB.int() + 256 * matrices[:, None]
+        write_pairs(pairs, bytes_RB, out_RK)
         num_columns, width = self.shape[1], int(self._piece.constants[0])
-        numbers = row_numbers(rows, self.shape[0], self._piece.first_row, self.device) * num_columns
         if num_columns % width:
+            numbers = row_numbers(rows, self.shape[0], self._piece.first_row, self.device) * num_columns
             columns = torch.arange(num_columns, device=self.device)
             out_RK.mul_(self._factors((numbers[:, None] + columns) // width))
         else:
@@ -57,24 +67,61 @@ class FourBitRows:
 
     def shared(self, rows: Chosen) -> tuple[None, torch.Tensor]:
         """Returns no zero points, and the factors of the wanted rows, (R, blocks in a row) float32, of whole blocks."""
-        width = int(self._piece.constants[0])
-        blocks = torch.arange(self.shape[1] // width, device=self.device)
-        first = row_numbers(rows, self.shape[0], self._piece.first_row, self.device) * len(blocks)
-        return None, self._factors(first[:, None] + blocks)
+        num_blocks = self.shape[1] // int(self._piece.constants[0])
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(self.shape[0])
+            first, last = ((self._piece.first_row + row) * num_blocks for row in (start, stop))
+            return None, self._factors(slice(first, last)).view(stop - start, num_blocks)
+        first = (rows + self._piece.first_row) * num_blocks
+        return None, self._factors(first[:, None] + torch.arange(num_blocks, device=self.device))
 
-    def _factors(self, blocks: torch.Tensor) -> torch.Tensor:
+    def _factors(self, blocks: Chosen) -> torch.Tensor:
+        """Of the blocks with these numbers, or of a run of them."""
         factors = self._companions[SCALES][blocks]
         if NESTED_SCALES not in self._companions:
             return factors.float()
         _, width, offset = self._piece.constants
+        if isinstance(blocks, slice):
+            blocks = torch.arange(blocks.start, blocks.stop, device=self.device)
         numbers = self._companions[NESTED_CODES].float()[factors.int()]
         return numbers * self._companions[NESTED_SCALES].float()[blocks // int(width)] + offset
+
+
+@lru_cache
+def _halves(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(256,) each: the high half of each byte, and the low one."""
+    byte = torch.arange(256)
+    return (byte >> 4).to(device), (byte & 15).to(device)
+
+
+def _join(matrices: Sequence[Stored]) -> Stored | None:
+    """Matrices of 4 bits below each other, whose blocks do not go on in the next one; with factors as numbers."""
+    first, piece = matrices[0].companions, matrices[0].piece
+    width = int(piece.constants[0])
+    if not are_alike(matrices) or piece.first_row or (piece.shape[0] * piece.shape[1]) % width:
+        return None
+    factors_EB, *nested = (
+        torch.stack([stored.companions[role] for stored in matrices])
+        for role in (SCALES, NESTED_CODES, NESTED_SCALES)
+        if role in first
+    )
+    if nested:
+        codes_E, scales_En = nested
+        blocks = torch.arange(factors_EB.shape[1], device=matrices[0].raw.device) // int(piece.constants[1])
+        offsets = torch.tensor([stored.piece.constants[2] for stored in matrices], dtype=torch.float32)
+        factors_EB = codes_E.float().gather(1, factors_EB.long()) * scales_En.float()[:, blocks]
+        factors_EB = factors_EB + offsets.to(factors_EB.device, non_blocking=True)[:, None]
+    joined = replace(piece, shape=(len(matrices) * piece.shape[0], piece.shape[1]), constants=piece.constants[:1])
+    codes_E16 = torch.stack([stored.companions[CODES] for stored in matrices])
+    tensors = {CODES: codes_E16, SCALES: factors_EB.flatten()}
+    return Stored(joined, below([stored.raw for stored in matrices]), tensors)
 
 
 def _four_bit_rows(stored: Stored) -> Rows:
     rows = FourBitRows(stored)
     num_groups, rest = divmod(rows.shape[1], int(stored.piece.constants[0]))
-    if rest or not has_tables() or not fits_in_rows(rows.shape, rows.device, num_groups):
+    is_one = stored.companions[CODES].dim() == 1
+    if rest or not is_one or not has_tables() or not fits_in_rows(rows.shape, rows.device, num_groups):
         return rows
     return RowCodes(rows, stored.raw_NB, IN_TABLE, num_groups, rows.shared, stored.companions[CODES])
 
@@ -175,6 +222,7 @@ FORMATS = (
             rows=_four_bit_rows,
             companions=(CODES, SCALES, NESTED_CODES, NESTED_SCALES),
             of_linear=True,
+            join=_join,
         )
         for name in FOUR_BITS
     ),

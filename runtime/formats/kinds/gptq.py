@@ -6,7 +6,7 @@ points of neighbouring rows. The number is (code - zero) * scale. The first vers
 less one, modulo the number of codes; the second as they are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
@@ -20,7 +20,7 @@ from ...linear.grouped_rows import ColumnCodes, fits_in_columns
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_integers
-from ..integer_rows import WORD_BITS, Chosen, IntegerRows, columns_of, fields, row_numbers, write_words
+from ..integer_rows import WORD_BITS, Chosen, IntegerRows, as_pairs, columns_of, write_words
 from ..module_tensors import (
     FLOATS,
     GROUPS,
@@ -34,7 +34,7 @@ from ..module_tensors import (
     with_weights,
 )
 from ..said import refuse, whole_number
-from ..storage_format import Loss, StorageFormat, Stored
+from ..storage_format import Loss, StorageFormat, Stored, joined_by_columns
 
 BITS, LEAVES = (4, 8), ("qweight", "qzeros", "scales", "g_idx")
 ADDED_TO_ZEROS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format
@@ -48,15 +48,17 @@ def _rows(num_bits: int, stored: Stored) -> Rows:
     num_rows, num_columns = piece.shape
     words_WN = stored.raw.view(torch.int32).view(num_columns * num_bits // WORD_BITS, -1)
     at = (num_rows, piece.first_row)
-    added, mask = int(piece.constants[0]), (1 << num_bits) - 1
+    added = int(piece.constants[0])
 
     def write(rows: Chosen, out_RK: torch.Tensor) -> None:
         words_RW = columns_of(words_WN, rows, *at).t().clone(memory_format=torch.contiguous_format)
         write_words(words_RW, num_bits, out_RK)
 
     def zeros(rows: Chosen) -> torch.Tensor:
-        found_GR = fields(companions[ZEROS], row_numbers(rows, *at, stored.raw.device), num_bits)
-        return (found_GR + added & mask).t().float()
+        """Of all rows, which are few numbers, in few operators."""
+        words_GW, codes = companions[ZEROS], _codes_of_bytes(num_bits, added, stored.raw.device)
+        found_GN = codes.index_select(0, words_GW.contiguous().view(torch.uint8).flatten().int())
+        return columns_of(found_GN.view(torch.float32).view(len(words_GW), -1), rows, *at).t()
 
     def scales(rows: Chosen) -> torch.Tensor:
         return columns_of(companions[SCALES], rows, *at).t().float()
@@ -67,6 +69,20 @@ def _rows(num_bits: int, stored: Stored) -> Rows:
     if not fits_in_columns(shape, device, way, piece.first_row):
         return rows
     return ColumnCodes(rows, words_WN, way, piece.first_row, len(companions[SCALES]), rows.shared, width, groups)
+
+
+@lru_cache
+def _codes_of_bytes(num_bits: int, added: int, device: torch.device) -> torch.Tensor:
+    """(256,): the zero points in each byte, with what was taken from them before, modulo the number of codes: a
+    float32, or two of them as one element of 64 bits."""
+    byte, mask = torch.arange(256), (1 << num_bits) - 1
+    if num_bits == 8:
+        return (byte + added & mask).float().to(device)
+    return as_pairs((byte & mask) + added & mask, (byte >> 4) + added & mask).to(device)
+
+
+def _join(num_bits: int, matrices: Sequence[Stored]) -> Stored | None:
+    return joined_by_columns(matrices, matrices[0].piece.shape[1] * num_bits // WORD_BITS)
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
@@ -160,6 +176,7 @@ FORMATS = tuple(
         rows=partial(_rows, num_bits),
         companions=(SCALES, ZEROS, GROUPS),
         of_linear=True,
+        join=partial(_join, num_bits),
     )
     for num_bits in BITS
 )

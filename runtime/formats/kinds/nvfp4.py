@@ -36,8 +36,9 @@ class Nvfp4Rows:
 
     def shared(self, rows: Chosen) -> tuple[None, torch.Tensor]:
         """Returns no zero points, and the factors of the wanted rows, (R, K / WIDTH) float32."""
-        scales = self._scales[rows].float()
-        return None, scales / self._overall if self._divides else scales * self._overall
+        scales, overall = self._scales[rows].float(), self._overall
+        overall = overall if len(overall) == 1 else overall[rows]
+        return None, scales / overall if self._divides else scales * overall
 
 
 def nvfp4_weight(numbers: TensorSlice, scales: TensorSlice, overall: TensorSlice, *, divides: bool) -> TensorSlice:

@@ -6,11 +6,12 @@ The entropy of published weights is 2.6 bits an exponent (DFloat11, arXiv 2504.1
 save a few per cent more.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
 from ...linear.rows import Rows
+from ...linear.stacks import below
 from ...linear.window4_rows import WINDOW4, Window4Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..own_store import METHOD, paired, unfit
@@ -22,7 +23,17 @@ TYPICAL_ESCAPES = 0.0005  # of published weights, as others measured them: 0.000
 
 def _rows(stored: Stored) -> Rows:
     (num_rows,) = stored.piece.constants  # of the whole that escapes are those of
-    return Window4Rows(stored.raw_NB, stored.companions[ESCAPES], int(num_rows) + 1, stored.piece.first_row)
+    return Window4Rows(stored.raw_NB, [stored.companions[ESCAPES]], int(num_rows) + 1, stored.piece.first_row)
+
+
+def _join(matrices: Sequence[Stored]) -> Rows | None:
+    """Each with as many escapes as it has."""
+    piece = matrices[0].piece
+    is_whole = piece.first_row == 0 and piece.constants == (piece.shape[0],)
+    if not is_whole or any(stored.piece.shape != piece.shape for stored in matrices):
+        return None
+    body_NB = below([stored.raw for stored in matrices]).view(len(matrices) * piece.shape[0], -1)
+    return Window4Rows(body_NB, [stored.companions[ESCAPES] for stored in matrices], piece.shape[0] + 1)
 
 
 def _row_bytes(num_columns: int) -> float:
@@ -45,5 +56,9 @@ def _weight(body: TensorSlice, escapes: TensorSlice) -> TensorSlice:
     return replace(body, dtype="BF16", format=WINDOW4, shape=shape, companions=companions, constants=(num_rows,))
 
 
-FORMATS = (StorageFormat(name=WINDOW4, loss=Loss.lossless, row_bytes=_row_bytes, rows=_rows, companions=(ESCAPES,)),)
+FORMATS = (
+    StorageFormat(
+        name=WINDOW4, loss=Loss.lossless, row_bytes=_row_bytes, rows=_rows, companions=(ESCAPES,), join=_join
+    ),
+)
 METHODS = {METHOD: _pair}

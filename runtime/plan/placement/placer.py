@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...config import ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier, require
+from ...config import Decoding, ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier, require
 from ...orders import PLAIN
 from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape
 from ..shape.stage_sizes import spread
+from .decoded import DecodedSize
 from .exchange import exchange_size
 from .experts import Phase, choose_paging, pageable_stages
 from .feedforward import CpuShare, cpu_multiplies, host_entries, require_possible
@@ -72,6 +73,7 @@ class _Candidate:
     paging: ExpertPaging
     resident: frozenset[int]
     resident_bytes: int
+    has_area: bool = False  # for decoded weights
 
     @property
     def may_fit(self) -> bool:
@@ -90,11 +92,22 @@ class _Placer:
         """More resident layers do not always take more: they free slots and, in front of an accelerator, host memory,
         and spread over the depth they are others. So all numbers of them are tried."""
         residents = list(self._residents())
-        for kv in self._kv_layouts():
-            needs = Requirements(shape=self.shape, config=self.config, budgets=self.budgets, load=self.load, kv=kv)
-            for paging in self._pagings():
-                for resident, num_bytes in residents:
-                    yield _Candidate(needs=needs, paging=paging, resident=resident, resident_bytes=num_bytes)
+        for has_area in self._areas():
+            for kv in self._kv_layouts():
+                needs = Requirements(shape=self.shape, config=self.config, budgets=self.budgets, load=self.load, kv=kv)
+                for paging in self._pagings():
+                    for resident, num_bytes in residents:
+                        yield _Candidate(
+                            needs=needs, paging=paging, resident=resident, resident_bytes=num_bytes, has_area=has_area
+                        )
+
+    def _areas(self) -> list[bool]:
+        """Whether to set memory aside for decoded weights, as is to be tried: first of all, as a lane that decodes what
+        it multiplies does so at each product."""
+        decoding = self.config.offload.decoding
+        if not self.budgets.has_device or DecodedSize.of(self.shape, frozenset(), 1) is None:
+            return [False]
+        return {Decoding.auto: [True, False], Decoding.stage: [True], Decoding.product: [False]}[decoding]
 
     def _kv_layouts(self) -> Iterator[KVLayout]:
         fraction, has_device = self.config.kv.device_fraction, self.budgets.has_device
@@ -220,6 +233,7 @@ class _Placer:
             self.shape, self.config, streamed, kv, len(self.load.lanes), in_host=in_host, has_device=has_device
         )
         sizes = self.shape.sizes.slot_bytes(paged)
+        num_open = max(walk.order.style.num_open for walk in (walks.prefill, walks.decode))
         placement = Placement(
             resident=resident,
             walk=walks.prefill,
@@ -232,6 +246,7 @@ class _Placer:
             paging=paging if paged else ExpertPaging.off,
             num_expert_slots=max(2, self.config.prefetch.depth + 1) if paged else 0,
             cpu_share=self._cpu_share if paged & in_host else None,
+            decoded=DecodedSize.of(self.shape, paged, num_open) if candidate.has_area else None,
             at_least=self.load.at_least,
         )
         return replace(placement, ledgers=candidate.needs.ledgers(placement))

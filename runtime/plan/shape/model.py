@@ -47,6 +47,7 @@ class ModelShape:
     kv_heads: tuple[tuple[int, int, int], ...] = ()  # of each decoder layer: KV heads, sizes of a key and of a value
     kv_tail_bytes_per_sequence: int = 0  # the newest page of all layers, as computed, beside quantised ones
     own: range | None = None  # the stages that this process computes, see parts.py; None: all
+    compute_dtype: str = ""  # as safetensors calls it; "": not known
     num_parts: int = 1  # ranks that compute each token together, of which this is one's part
     weight_bytes: int = field(init=False, default=0)
 

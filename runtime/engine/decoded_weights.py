@@ -1,0 +1,59 @@
+"""Stored weights of the stages that are computed, as plain numbers in an accelerator's memory: decoded once for all
+lanes that pass a stage, as each lane by itself would decode them anew at each of its products.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ..events import Weights
+from ..linear.stored import StoredWeight
+from ..plan.placement.decoded import DecodedSize, area_bytes
+from ..stream.device import ComputeDevice
+
+
+@dataclass(eq=False)
+class _Area:
+    """Memory for the decoded weights of one stage; `stage` is the one that they are of, None: no one's yet."""
+
+    buffer: torch.Tensor
+    stage: int | None = None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class DecodedWeights:
+    """As many areas as stages are computed at once. Not thread-safe: only the engine calls it.
+
+    All that is queued for an area is queued on the compute stream, where what is decoded into it comes behind the
+    products of the stage before. What was decoded stays right when its stage's slot is filled with others' bytes.
+    """
+
+    def __init__(self, device: ComputeDevice, size: DecodedSize):
+        self._areas = [_Area(device.compute_buffer(size.area_bytes)) for _ in range(size.num_areas)]
+        self._layers = size.stages
+
+    def of(self, stage: int, stored: Weights) -> Weights:
+        """Returns a stage's weights with decoded ones in the places of those that are stored otherwise than products
+        want them. They are valid until as many other stages have been asked for as there are areas."""
+        if stage not in self._layers:
+            return stored
+        area = next((area for area in self._areas if area.stage == stage), None)
+        if area is None:
+            area = self._areas[0]
+            area.stage, area.weights = stage, _decoded(stored, area.buffer)
+        self._areas.remove(area)
+        self._areas.append(area)  # the one that was asked for last goes last
+        return {**stored, **area.weights}
+
+
+def _decoded(stored: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Decodes what lies otherwise than products want it, one behind the other in the buffer."""
+    found, begin = dict[str, torch.Tensor](), 0
+    for name, weight in stored.items():
+        if isinstance(weight, StoredWeight) and weight.is_decoded:
+            num_bytes = sum(block.shape[0] * block.shape[1] for blocks in weight.entries for block in blocks)
+            num_bytes *= weight.compute_dtype.itemsize
+            found[name] = weight.decode(buffer[begin : begin + num_bytes].view(weight.compute_dtype))
+            begin += area_bytes(num_bytes)
+    return found
