@@ -24,6 +24,7 @@ def main(composed: Composed) -> None:
 
     overrides = dict(config.architecture)
     model_type = overrides.pop("model_type")
+    overrides.pop("quantization_config", None)  # how the weights are published; random ones are plain
     assert isinstance(model_type, str), "the config class has checked it"
     assert config.out is not None, "the config class has checked it"
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:

@@ -17,6 +17,9 @@ from runtime.config import (
     Way,
 )
 from runtime.errors import require
+from runtime.text_field import did_you_mean
+
+from .published import PLAIN, PUBLISHED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +60,18 @@ class Packed(Enum):
     fp8 = "fp8"
 
 
+FORMATS = (*(each.value for each in Packed), PLAIN, *PUBLISHED)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShownConfig:
     """What is said of a plan, and written to `directory`. `num_actions`: of the schedule, from its beginning. `format`:
-    None leaves the weights as they are published. `num_ranks`: of a way of several; None: as many as the machine has
-    devices. `sweep_points`: GiB, sequences, tokens, GB/s or ranks; none: a range around what is configured."""
+    one of `FORMATS`; None: as the model is published. `num_ranks`: of a way of several; None: as many as the machine
+    has devices. `sweep_points`: GiB, sequences, tokens, GB/s or ranks; none: a range around what is configured."""
 
     num_actions: int = 40
     timeline: bool = False
-    format: Packed | None = None
+    format: str | None = None
     num_ranks: int | None = None
     sweep: Sweep | None = None
     sweep_points: list[float] = field(default_factory=list)
@@ -76,6 +82,11 @@ class ShownConfig:
         return self.timeline or self.sweep is not None
 
     def __post_init__(self) -> None:
+        require(
+            self.format is None or self.format in FORMATS,
+            f"plan.format must be one of {', '.join(FORMATS)} or null, got {self.format!r}"
+            f"{did_you_mean(self.format or '', FORMATS)}",
+        )
         require(self.num_actions >= 0, f"plan.num_actions must be 0 or more, got {self.num_actions}")
         require(
             self.num_ranks is None or self.num_ranks >= 1, f"plan.num_ranks must be 1 or more, got {self.num_ranks}"
@@ -133,8 +144,8 @@ class PlanConfig:
         )
         quantize, packed = self.model.quantize, self.plan.format
         require(
-            quantize is None or packed is None,
-            f"plan.format={packed and packed.value} is of packed weights, and "
+            quantize is None or packed in (None, PLAIN),
+            f"plan.format={packed} is of packed weights, and "
             f"model.quantize={quantize and quantize.value} rounds published ones while they are read: leave one out",
         )
         missing = [f"workload.{key}" for key, value in vars(self.workload).items() if value is None]

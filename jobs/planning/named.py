@@ -28,15 +28,18 @@ from runtime.weights.layout import map_weights
 from ..config.settings import read_yaml
 from ..config.typed import plain
 from ..files.publishing import json_digest, publish, write_all
+from .packed_shapes import Publication, as_published
 from .shapes import ShapeRow, to_row
 
 STORED = DType.bfloat16  # what nearly all are published in
+HOW_PUBLISHED = "quantization_config"  # the key of an architecture that says it of the others
 
 
 def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, ModelShape]:
     """The shapes of a model by compute dtype, as `load_model` would have them of a checkpoint in `STORED`: the tensors
     that transformers would write, one behind the other in a file that does not exist. What the kernels of a host's CPU
-    spare is left out. `architecture`: keys of transformers' config, `model_type` among them.
+    spare is left out. `architecture`: keys of transformers' config, `model_type` among them; how the model is published
+    is not looked at.
 
     Takes seconds and no memory to speak of. Raises ConfigError where the architecture is impossible.
     """
@@ -65,6 +68,7 @@ def _computing_in_float32(shape: ModelShape, architecture: Mapping[str, object])
 def _build(architecture: Mapping[str, object], dtype: DType) -> PreTrainedModel:
     keys = copy.deepcopy({**architecture})  # some config classes change what they are given
     model_type = str(keys.pop("model_type"))
+    keys.pop(HOW_PUBLISHED, None)
     model = build_meta_model(config_for(model_type, keys), getattr(torch, dtype.value))
     if keys.get("tie_word_embeddings") is False:
         untie_head(model)
@@ -113,7 +117,10 @@ def architecture_digest(architecture: Mapping[str, object]) -> str:
 
 
 def make_row(name: str, architecture: Mapping[str, object]) -> ShapeRow:
-    return to_row(named_shapes(name, architecture), architecture_digest(architecture))
+    """Raises ConfigError for a way to publish it that is not known."""
+    shapes, said = named_shapes(name, architecture), architecture.get(HOW_PUBLISHED)
+    published = as_published(shapes[STORED], Publication.of(said)) if isinstance(said, Mapping) else None
+    return to_row(shapes, architecture_digest(architecture), published)
 
 
 def write_shapes(path: Path) -> Iterator[str]:

@@ -1,29 +1,108 @@
-"""The sizes of a model as `millrace pack` would store it, or as `model.quantize` has it read, by the storage formats'
-own rules: no file is there."""
+"""The sizes of a model as `millrace pack` would store it, as `model.quantize` has it read, or as others publish it, by
+the storage formats' own rules: no file is there."""
 
+import re
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, prod
 
 from runtime.config import Quantize
+from runtime.errors import ConfigError
 from runtime.formats.packing import why_raw
 from runtime.formats.registry import FORMATS
-from runtime.formats.rounding import Rounding
+from runtime.formats.rounding import IN_A_LAYER, ROUTERS, Rounding
 from runtime.linear.window4_rows import WINDOW4
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, TensorSlice
+from runtime.store.gguf import BLOCKS
 
 from .config import Packed
+from .published import GGUF, INTERLEAVED, OF_EXPERTS, PLAIN, PUBLISHED
+
+FormatOf = Callable[[Parameter, TensorSlice], str | None]  # of a tensor; None where it stays as it is
+# What llama.cpp takes for rows that its blocks of 256 numbers do not divide.
+OF_OTHER_ROWS: Mapping[str, str] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0"}
+USUAL_OF_OTHER_ROWS = "IQ4_NL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """A way to publish a model: a name of `PUBLISHED`, and modules that keep their numbers, as patterns of
+    `modules_to_not_convert`."""
+
+    name: str
+    left_out: Sequence[str] = ()
+
+    @staticmethod
+    def of(quantization: Mapping[str, object]) -> "Publication":
+        """Reads the `quantization_config` of a config.json. Raises ConfigError for a method that names no format."""
+        method, bits = quantization.get("quant_method"), quantization.get("bits", 4)
+        names = {"mxfp4": OF_EXPERTS, "fp8": "fp8-blocks", "gptq": f"gptq-int{bits}", "awq": f"awq-int{bits}"}
+        name = names.get(str(method), "")
+        if name not in PUBLISHED:
+            raise ConfigError(
+                f"quantization_config of an architecture: quant_method {method!r} with {bits} bits is none of "
+                f"{', '.join(names)} (bits 4; of gptq 8, too)"
+            )
+        left_out = quantization.get("modules_to_not_convert") or ()
+        assert isinstance(left_out, Sequence), "a list, as in config.json"
+        return Publication(name=name, left_out=tuple(map(str, left_out)))
+
+    def format_of(self, parameter: Parameter) -> str | None:
+        """The storage format of a parameter; None where it stays as it is: vectors, routers, and with all methods but
+        GGUF's embeddings and head."""
+        name, path, shape = parameter.name, parameter.name.split("."), parameter.shape
+        is_stack = (parameter.is_experts or "experts" in path) and len(shape) > 1 and not name.endswith("bias")
+        is_matrix = is_stack or (len(shape) == 2 and name.endswith(".weight"))
+        if not is_matrix or not ROUTERS.isdisjoint(path):
+            return None
+        if self.name in GGUF:
+            return _block_type(self.name, parameter.shape[-1])
+        is_stored = IN_A_LAYER.search(_in_first_layer(name)) is not None and (is_stack or self.name != OF_EXPERTS)
+        module = name.removesuffix(".weight")  # patterns mean what they mean to transformers
+        is_left_out = any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.left_out)
+        return PUBLISHED[self.name] if is_stored and not is_left_out else None
+
+
+def _block_type(name: str, num_columns: int) -> str | None:
+    """GGUF's type of rows of so many numbers, as `llama-quantize --pure` chooses it; None for 16 bits."""
+    if num_columns % BLOCKS[name].num_numbers:
+        name = OF_OTHER_ROWS.get(name, USUAL_OF_OTHER_ROWS)
+    return None if num_columns % BLOCKS[name].num_numbers else name
+
+
+def in_format(shape: ModelShape, name: str) -> ModelShape:
+    """`shape`, of plain weights, as `plan.format` names it. Raises ConfigError where no tensor is stored so."""
+    if name == PLAIN:
+        return shape
+    return as_packed(shape, Packed[name]) if name in Packed.__members__ else as_published(shape, Publication(name=name))
 
 
 def as_packed(shape: ModelShape, way: Packed | Quantize) -> ModelShape:
-    """`shape` with the bytes that its weights take so. Tensors lie one behind the other in their order; what several
-    parameters share is stored once, as the first of them has it."""
+    """`shape` with the bytes that its weights take so."""
+    return _stored(shape, partial(_packed_format, way))
+
+
+def as_published(shape: ModelShape, publication: Publication) -> ModelShape:
+    """`shape`, of plain weights, with the bytes that they take as they are published so. Raises ConfigError where that
+    leaves every tensor as it is."""
+    found = _stored(shape, lambda parameter, _: publication.format_of(parameter))
+    if found.weight_bytes == shape.weight_bytes:
+        of_experts = ", which stores experts alone: take mxfp4-pack-quantized" if publication.name == OF_EXPERTS else ""
+        raise ConfigError(f"plan.format={publication.name}: no tensor of model={shape.name} is stored so{of_experts}")
+    return found
+
+
+def _stored(shape: ModelShape, format_of: FormatOf) -> ModelShape:
+    """Tensors lie one behind the other in their order; what several parameters share is stored once, as the first of
+    them has it."""
     stored, ends = dict[str, TensorSlice](), Counter[str]()
     for parameter in (parameter for stage in shape.stages for parameter in stage.parameters):
         for piece in (piece for entry in parameter.pieces for piece in entry):
             if piece.name not in stored:
-                found = _packed(way, parameter, piece)
+                found = _in_format(piece, format_of(parameter, piece))
                 stored[piece.name] = replace(found, offset=ends[piece.file])
                 ends[piece.file] += found.num_bytes
 
@@ -35,18 +114,22 @@ def as_packed(shape: ModelShape, way: Packed | Quantize) -> ModelShape:
     return replace(shape, stages=tuple(stages))
 
 
-def _packed(way: Packed | Quantize, parameter: Parameter, piece: TensorSlice) -> TensorSlice:
-    name = _format_of(way, parameter, piece)
+def _in_format(piece: TensorSlice, name: str | None) -> TensorSlice:
     if name is None:
         return piece
     num_bytes = ceil(prod(piece.shape[:-1]) * FORMATS[name].row_bytes(piece.shape[-1]))
-    return replace(piece, format=name, num_bytes=num_bytes)
+    return replace(piece, format=name, num_bytes=num_bytes, is_interleaved=name in INTERLEAVED)
 
 
-def _format_of(way: Packed | Quantize, parameter: Parameter, piece: TensorSlice) -> str | None:
-    """The storage format of a tensor; None where it stays as it is. A store packs without loss what is not rounded."""
+def _packed_format(way: Packed | Quantize, parameter: Parameter, piece: TensorSlice) -> str | None:
+    """A store packs without loss what is not rounded."""
     rounding = None if way is Packed.lossless else Rounding(way.value)
-    name = parameter.name.replace("*", "0")  # the number of its layer
+    name = _in_first_layer(parameter.name)
     if rounding is not None and rounding.why_exact(name, piece.dtype, piece.shape) is None:
         return rounding.format
     return WINDOW4 if isinstance(way, Packed) and why_raw(piece.dtype, piece.shape) is None else None
+
+
+def _in_first_layer(name: str) -> str:
+    """The name of a parameter whose layer has `*` for its number."""
+    return name.replace("*", "0")

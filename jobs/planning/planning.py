@@ -25,6 +25,7 @@ from runtime.plan.ways import RankView
 from runtime.units import gib_to_bytes
 
 from .config import PlanConfig
+from .published import PLAIN
 from .shapes import read_shape
 
 
@@ -109,7 +110,8 @@ def make_plan(config: PlanConfig) -> Planned:
 def plan_on(machine: Machine, config: PlanConfig) -> Planned:
     """Plans what `make_plan` does, for a machine that need not be the one of the config."""
     dtype = _compute_dtype(config, machine)
-    shape, stored = _as_stored(keeping_kv(read_shape(config.model.name, dtype), config.kv.dtype), config)
+    shape, stored = _as_stored(config, dtype)
+    shape = keeping_kv(shape, config.kv.dtype)
     shape = replace(shape, attention_way=_attention_way(machine, shape, dtype))
     sizes = _sizes(config)
     longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
@@ -147,17 +149,25 @@ def _unpaged(offload: OffloadConfig) -> ExpertPaging:
     return ExpertPaging.off if offload.expert_paging is ExpertPaging.auto else offload.expert_paging
 
 
-def _as_stored(shape: ModelShape, config: PlanConfig) -> tuple[ModelShape, StoredNumbers]:
-    """The shape as its weights would be stored, and in which numbers that is."""
-    way = config.plan.format or config.model.quantize
-    if way is None:
-        return shape, StoredNumbers.of(shape, {})
+def _as_stored(config: PlanConfig, dtype: DType) -> tuple[ModelShape, StoredNumbers]:
+    """The model's shape as its weights would be stored, and in which numbers that is. Raises ConfigError for a way that
+    is not one of this model."""
+    name, asked, quantize = config.model.name, config.plan.format, config.model.quantize
+    shape = read_shape(name, dtype, is_plain=asked is not None)
+    stored = StoredNumbers.of(shape, {})
+    if asked in (None, PLAIN) and quantize is None:
+        return shape, stored
+    require(
+        asked is not None or shape == read_shape(name, dtype, is_plain=True),
+        f"model.quantize={quantize and quantize.value}: model={name} is published in fewer bytes already "
+        f"({stored.names}): leave model.quantize out, or set plan.format={PLAIN} for a checkpoint that is not",
+    )
     from runtime.formats.registry import LOSSES  # loads torch, which no other plan needs
 
-    from .packed_shapes import as_packed
+    from .packed_shapes import as_packed, in_format
 
-    packed = as_packed(shape, way)
-    return packed, StoredNumbers.of(packed, LOSSES)
+    found = as_packed(shape, quantize) if quantize is not None else in_format(shape, asked or PLAIN)
+    return found, StoredNumbers.of(found, LOSSES)
 
 
 def _attention_way(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionWay:

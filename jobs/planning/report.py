@@ -1,12 +1,17 @@
 """A plan as the text that `jobs.plan` prints."""
 
+from collections import Counter
+from collections.abc import Iterable
+
 from runtime.plan.advice import advice
 from runtime.plan.cost.predict import PhaseTime, Prediction
 from runtime.plan.listing import schedule_text
+from runtime.plan.shape.model import ModelShape
 from runtime.resources import Resource
 from runtime.units import counted, format_bytes, format_seconds
 
 from .planning import Planned
+from .shapes import ITEM_BYTES
 
 
 def report(planned: Planned, num_actions: int) -> str:
@@ -14,7 +19,7 @@ def report(planned: Planned, num_actions: int) -> str:
     run = planned.run
     notes = advice(planned.config, planned.shape, run, has_device=planned.machine.device_bytes is not None)
     parts = [
-        _head(planned),
+        "\n".join([_head(planned), *_stored(planned.view.whole)]),
         *([_ranks(planned)] if planned.view.num_ranks > 1 else []),
         *map(str, run.placement.ledgers),
         str(planned.facts),
@@ -36,6 +41,32 @@ def _head(planned: Planned) -> str:
         f"{planned.num_prompt_tokens / len(sizes):.0f} tokens in the mean and {longest:,} at most, "
         f"{counted(sizes[0].max_new_tokens, 'new token')} each"
     )
+
+
+def _stored(shape: ModelShape) -> list[str]:
+    """A line for each format and dtype of a model that is stored in fewer bytes, with the modules whose weights are in
+    it, those of a layer once; none for a plain model."""
+    num_bytes, modules, seen = Counter[str](), dict[str, dict[str, dict[str, None]]](), set[str]()
+    for parameter in (parameter for stage in shape.stages for parameter in stage.parameters):
+        is_vector = len(parameter.shape) < 2
+        path = "vectors" if is_vector else parameter.name.rpartition(".*.")[2].removesuffix(".weight")
+        group, _, module = path.removeprefix("model.").partition(".")
+        for piece in (piece for entry in parameter.pieces for piece in entry):
+            name = piece.format or piece.dtype
+            modules.setdefault(name, {}).setdefault(group, {})[module] = None
+            num_bytes[name] += piece.num_bytes if piece.name not in seen else 0
+            seen.add(piece.name)
+    if set(num_bytes) <= set(ITEM_BYTES):
+        return []
+
+    def listed(group: str, inside: Iterable[str]) -> str:
+        names = ", ".join(filter(None, inside))
+        return f"{group} ({names})" if names else group
+
+    return [
+        f"  {name:<12}{format_bytes(count):>9}  {', '.join(listed(*each) for each in modules[name].items())}"
+        for name, count in num_bytes.most_common()
+    ]
 
 
 def _ranks(planned: Planned) -> str:

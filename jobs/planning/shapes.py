@@ -1,7 +1,8 @@
 """The sizes of the named models, which come with the project: a line of JSON each in jobs/data/shapes.jsonl, in which
 equal stages stand once, and what depends on the compute dtype for each dtype.
 
-A parameter is written as one tensor, however a checkpoint cuts it. What is read back has the same bytes, parameter by
+A parameter is written as one tensor, however a checkpoint cuts it; where the model is published in fewer bytes, with
+the storage format and the bytes of that. What is read back has the same bytes, parameter by
 parameter, one behind the other in a file that does not exist.
 """
 
@@ -20,6 +21,8 @@ from runtime.plan.shape.delta_rule import DeltaRule
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 
+from .published import INTERLEAVED
+
 Place: TypeAlias = tuple[int, str]  # a stage, and the name of one of its parameters
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
@@ -33,13 +36,16 @@ SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STR
 
 
 class ParameterRow(TypedDict):
-    """`name` has `*` for the number of a layer. Where `tied`, its bytes are those of another parameter."""
+    """`name` has `*` for the number of a layer. Where `tied`, its bytes are those of another parameter. `format` and
+    `num_bytes` are there where it is published in a storage format."""
 
     name: str
     dtype: str
     shape: list[int]
     is_experts: NotRequired[bool]
     tied: NotRequired[list[int | str]]  # a Place
+    format: NotRequired[str]
+    num_bytes: NotRequired[int]
 
 
 class StageRow(TypedDict):
@@ -74,14 +80,16 @@ class ShapeRow(TypedDict):
     layouts: list[list[ParameterRow]]
 
 
-def to_row(shapes: Mapping[DType, ModelShape], architecture: str) -> ShapeRow:
-    """`shapes` differ in their compute dtype alone."""
+def to_row(shapes: Mapping[DType, ModelShape], architecture: str, published: ModelShape | None = None) -> ShapeRow:
+    """`shapes`, of plain weights, differ in their compute dtype alone. `published` has the storage formats that the
+    model is published in, if any."""
     shape = next(iter(shapes.values()))
+    stored = {piece.name: piece for p in _parameters(published) for piece in p.slices if piece.format}
     layouts: list[list[ParameterRow]] = []
     numbers: list[int] = []
     places: dict[frozenset[str], Place] = {}
     for stage in shape.stages:
-        layout = [_parameter_row(stage.index, parameter, places) for parameter in stage.parameters]
+        layout = [_parameter_row(stage.index, parameter, places, stored) for parameter in stage.parameters]
         if layout not in layouts:
             layouts.append(layout)
         numbers.append(layouts.index(layout))
@@ -98,14 +106,18 @@ def to_row(shapes: Mapping[DType, ModelShape], architecture: str) -> ShapeRow:
     )
 
 
-def from_row(row: ShapeRow, dtype: DType) -> ModelShape:
-    """`dtype`: one of the row's."""
+def _parameters(shape: ModelShape | None) -> Sequence[Parameter]:
+    return [parameter for stage in shape.stages for parameter in stage.parameters] if shape is not None else []
+
+
+def from_row(row: ShapeRow, dtype: DType, *, is_plain: bool = False) -> ModelShape:
+    """The model as it is published, or `is_plain`, with numbers of the row's dtypes. `dtype`: one of the row's."""
     file: dict[Place, TensorSlice] = {}
     stages: list[Stage] = []
     for stage in row["stages"]:
         for _ in range(stage["count"]):
             turn = sum(1 for other in stages if other.kind.value == stage["kind"])
-            stages.append(_stage(len(stages), turn, stage, row["layouts"][stage["layout"]], file))
+            stages.append(_stage(len(stages), turn, stage, row["layouts"][stage["layout"]], file, is_plain))
     delta_rule, of_dtype = row["delta_rule"], row["dtypes"][dtype.value]
     return ModelShape(
         name=row["name"],
@@ -120,7 +132,9 @@ def from_row(row: ShapeRow, dtype: DType) -> ModelShape:
     )
 
 
-def _parameter_row(stage: int, parameter: Parameter, places: dict[frozenset[str], Place]) -> ParameterRow:
+def _parameter_row(
+    stage: int, parameter: Parameter, places: dict[frozenset[str], Place], stored: Mapping[str, TensorSlice]
+) -> ParameterRow:
     dtype = parameter.slices[0].dtype
     assert parameter.num_bytes == parameter.num_elements * ITEM_BYTES[dtype], f"{parameter.name} is quantised"
     name = re.sub(r"(?<=\.)\d+(?=\.)", "*", parameter.name, count=1)
@@ -132,6 +146,10 @@ def _parameter_row(stage: int, parameter: Parameter, places: dict[frozenset[str]
         row["tied"] = list(places[tensors])
     else:
         places[tensors] = (stage, name)
+        formats = {stored[piece].format for piece in tensors & stored.keys()}
+        if formats:
+            [row["format"]] = formats
+            row["num_bytes"] = sum(stored[piece].num_bytes for piece in tensors)
     return row
 
 
@@ -156,34 +174,42 @@ def _dtype_row(shape: ModelShape) -> DTypeRow:
 
 
 def _stage(
-    index: int, turn: int, row: StageRow, layout: Sequence[ParameterRow], file: dict[Place, TensorSlice]
+    index: int,
+    turn: int,
+    row: StageRow,
+    layout: Sequence[ParameterRow],
+    file: dict[Place, TensorSlice],
+    is_plain: bool,
 ) -> Stage:
     kind = StageKind(row["kind"])
     return Stage(
         index=index,
         name=f"{kind.value} {turn}" if kind.is_layer else kind.value,
         kind=kind,
-        parameters=tuple(_parameter(index, parameter, file) for parameter in layout),
+        parameters=tuple(_parameter(index, parameter, file, is_plain) for parameter in layout),
         num_experts=row["num_experts"],
         num_experts_per_token=row["num_experts_per_token"],
     )
 
 
-def _parameter(stage: int, row: ParameterRow, file: dict[Place, TensorSlice]) -> Parameter:
+def _parameter(stage: int, row: ParameterRow, file: dict[Place, TensorSlice], is_plain: bool) -> Parameter:
     """Tensors are put behind the last of `file`, which is mutated."""
     name, shape = row["name"], tuple(row["shape"])
     if "tied" in row:
         number, other = row["tied"]
         piece = file[int(number), str(other)]
     else:
-        last = next(reversed(file.values()), None)
+        last, plain_bytes = next(reversed(file.values()), None), prod(shape) * ITEM_BYTES[row["dtype"]]
+        name_of_format = "" if is_plain else row.get("format", "")
         piece = file[stage, name] = TensorSlice(
             name=f"{stage} {name}",
             file="model",
             offset=0 if last is None else last.offset + last.num_bytes,
-            num_bytes=prod(shape) * ITEM_BYTES[row["dtype"]],
+            num_bytes=row.get("num_bytes", plain_bytes) if name_of_format else plain_bytes,
             dtype=row["dtype"],
             shape=shape,
+            format=name_of_format,
+            is_interleaved=name_of_format in INTERLEAVED,
         )
     return Parameter(name=name, shape=shape, pieces=((piece,),), is_experts=row.get("is_experts", False))
 
@@ -197,10 +223,11 @@ def read_rows(path: Path = SHAPES) -> dict[str, ShapeRow]:
     return {row["name"]: row for row in rows}
 
 
-def read_shape(name: str, dtype: DType) -> ModelShape:
-    """The shape that is planned with in compute `dtype`, which is not auto. Raises ConfigError for a model without a
-    line."""
+def read_shape(name: str, dtype: DType, *, is_plain: bool = False) -> ModelShape:
+    """The shape that is planned with in compute `dtype`, which is not auto: of the model as it is published, or
+    `is_plain`, with weights of 16 bits. Raises ConfigError for a model without a line."""
     rows = read_rows()
     if name not in rows:
         raise ConfigError(f"model={name} has no sizes to plan with; these have: {', '.join(rows)}")
-    return from_row(rows[name], DType.float32 if dtype is DType.float32 else DType.bfloat16)
+    dtype = DType.float32 if dtype is DType.float32 else DType.bfloat16
+    return from_row(rows[name], dtype, is_plain=is_plain)

@@ -16,6 +16,7 @@ from runtime.units import GIB
 from .config import Packed, PlanConfig, Sweep
 from .losses import read_losses
 from .planning import Planned, plan_on
+from .published import PLAIN
 from .shapes import read_shape
 
 GIGA = 1e9
@@ -198,18 +199,19 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """One for each format, whose only value is what weights take in it. Products are priced as those of published
-    weights."""
-    from .packed_shapes import as_packed  # loads torch, which no other sweep needs
+    """One for each format that a user can make, whose only value is what weights take in it. Products are priced as
+    those of published weights."""
+    from .packed_shapes import in_format  # loads torch, which no other sweep needs
 
-    shape = read_shape(planned.shape.name, planned.dtype)
+    shape, plain = (read_shape(planned.shape.name, planned.dtype, is_plain=is_plain) for is_plain in (False, True))
+    unquantised = [PLAIN] if shape != plain else []
     published = replace(config, model=replace(config.model, quantize=None))
     found = []
-    for packed in (None, *Packed):
-        stored = shape if packed is None else as_packed(shape, packed)
-        changed = replace(published, plan=replace(config.plan, format=packed))
+    for name in (None, *unquantised, *(each.value for each in Packed)):
+        stored = shape if name is None else in_format(plain, name)
+        changed = replace(published, plan=replace(config.plan, format=name))
         axis = Axis(
-            name="published" if packed is None else packed.value,
+            name="published" if name is None else name,
             unit="GB",
             here=planned.view.whole.weight_bytes / GIGA,
             values=[stored.weight_bytes / GIGA],

@@ -9,6 +9,8 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
+from jobs.planning.shapes import read_shape
+from runtime.config import DType
 from runtime.probing.meta import build_meta_model, untie_head
 from runtime.synthesize.checkpoints import config_for
 from runtime.units import GIB, MIB
@@ -51,7 +53,8 @@ def bytes_text(num_bytes: float) -> str:
 
 def size_text(name: str) -> str:
     values = architecture(name)
-    config = config_for(str(values["model_type"]), {k: v for k, v in values.items() if k != "model_type"})
+    of_weights = ("model_type", "quantization_config")
+    config = config_for(str(values["model_type"]), {k: v for k, v in values.items() if k not in of_weights})
     model = build_meta_model(config, torch.bfloat16)
     if not values.get("tie_word_embeddings", True):
         untie_head(model)
@@ -67,3 +70,13 @@ def test_comment_tells_the_size_of_the_architecture(name: str) -> None:
     found = re.search(r": (.+? in bfloat16)", comment)
     assert found is not None
     assert found[1] == size_text(name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_comment_tells_the_bytes_that_a_model_is_published_in_where_these_are_fewer(name: str) -> None:
+    comment = (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8")
+    found = re.search(r"(\S+ GiB) as published", comment)
+    is_fewer = "quantization_config" in architecture(name)
+    assert (found[1] if found else None) == (
+        bytes_text(read_shape(name, DType.bfloat16).weight_bytes) if is_fewer else None
+    )

@@ -1,5 +1,6 @@
 """How a job ends: the line on stderr and the exit code, through Hydra itself, on a job that only plays its part."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -15,6 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
+from jobs import synthesize
 from jobs.config.cli import as_job, explain, report, run_job, say, with_kind, with_prompt
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
 from jobs.exporting.config import ExportConfig
@@ -293,6 +295,16 @@ def test_synthesize_refuses_in_one_line(
 ) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     assert refused(monkeypatch, capfd, "synthesize", argument, SynthesizeConfig).startswith(f"error: {message}")
+
+
+def test_random_weights_of_a_model_that_is_published_in_fewer_bytes_are_plain(tmp_path: Path) -> None:
+    sizes = ("num_hidden_layers=1", "hidden_size=64", "intermediate_size=64", "num_local_experts=4", "vocab_size=300")
+    settings = ["model=gpt-oss-20b", f"out={tmp_path}/out", *(f"architecture.{size}" for size in sizes)]
+    with initialize_config_dir(str(CONF), version_base=None):
+        composed = compose("synthesize", overrides=settings)
+    assert composed.architecture.quantization_config.quant_method == "mxfp4"
+    synthesize.main.__wrapped__(composed)  # pyright: ignore[reportFunctionMemberAccess]
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def test_a_model_that_is_a_directory_here_is_said_to_be_a_path(

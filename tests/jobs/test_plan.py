@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from jobs.config.listing import JobSettings
 from jobs.config.settings import load
-from jobs.planning.config import PlanConfig
+from jobs.planning.config import FORMATS, PlanConfig
 from jobs.planning.planning import Planned, make_plan
 from jobs.planning.report import report
 from runtime.choices import KeptPolicy
@@ -31,9 +32,10 @@ def plan(*overrides: str) -> Planned:
 
 
 def test_a_full_run_loads_neither_torch_nor_transformers() -> None:
+    """Of a model that is published in fewer bytes, too."""
     program = (
         "import sys, runpy\n"
-        "sys.argv = ['plan', 'model=mixtral', 'machine=t4', 'dataset=mtbench', 'sampling.max_new_tokens=128']\n"
+        "sys.argv = ['plan', 'model=gpt-oss-20b', 'machine=t4', 'dataset=mtbench', 'sampling.max_new_tokens=128']\n"
         "try:\n    runpy.run_module('jobs.plan', run_name='__main__')\n"
         "except SystemExit as end:\n    assert not end.code, end.code\n"
         "print('loaded:', *sorted({'torch', 'transformers', 'numba', 'datasets', 'matplotlib'} & set(sys.modules)))\n"
@@ -58,6 +60,41 @@ def test_a_searched_policy_is_reported_with_its_reasons() -> None:
     assert "policy " in chosen
     assert " is the limit; by the roofline" in chosen
     assert "turning points" in chosen
+
+
+def test_the_page_names_the_formats_that_a_model_is_published_in_with_their_bytes_and_what_is_in_them() -> None:
+    settings = ("model=gpt-oss-120b", "machine=h100", "policy=fixed", "workload.num_requests=8")
+    text = report(plan(*settings), num_actions=0)
+    head, mxfp4, bf16, empty, *_ = text.splitlines()
+    assert head.startswith("gpt-oss-120b (60.8 GiB as stored) on h100")
+    assert mxfp4.split(maxsplit=3) == ["mxfp4", "56.7", "GiB", "mlp (experts.gate_up_proj, experts.down_proj)"]
+    assert bf16.split()[:3] == ["BF16", "4.04", "GiB"]
+    assert "embed_tokens, vectors, self_attn (q_proj, k_proj, v_proj, o_proj), mlp (router, " in bf16
+    assert empty == ""
+    assert "numbers   weights mxfp4, BF16: exact to the published numbers" in text
+    plain = report(plan(*settings, "plan.format=bfloat16", "offload=cpu"), num_actions=0)
+    assert plain.startswith("gpt-oss-120b (218 GiB as stored) on h100")
+    assert "mxfp4" not in plain
+
+
+def test_a_model_is_planned_as_others_publish_it() -> None:
+    text = report(plan("model=llama-3.3-70b", "machine=h100", "policy=fixed", "plan.format=gptq"), num_actions=0)
+    assert text.startswith("llama-3.3-70b (37 GiB as stored) on h100")
+    assert "numbers   weights gptq-int4, BF16: exact to the published numbers" in text
+
+
+def test_a_format_that_cannot_be_read_is_refused_with_those_that_can() -> None:
+    refused = r"plan\.format must be one of lossless, int8, .* gptq, .* Q4_K, .* or null, got 'gtpq': did you mean gptq"
+    with pytest.raises(ConfigError, match=refused):
+        config_of("model=gpt2", "plan.format=gtpq")
+    assert sorted([*FORMATS, "null"]) == sorted(JobSettings("plan", []).choices("plan.format"))
+
+
+def test_a_model_that_is_published_in_fewer_bytes_is_not_rounded_while_it_is_read() -> None:
+    with pytest.raises(ConfigError, match=r"model\.quantize=int8: model=gpt-oss-20b .* \(mxfp4, BF16\): leave"):
+        plan("model=gpt-oss-20b", "machine=h100", "model.quantize=int8")
+    small = ("model=gpt-oss-20b", "machine=h100", "policy=fixed", "plan.format=bfloat16")
+    assert plan(*small, "model.quantize=int8").shape.weight_bytes < plan(*small).shape.weight_bytes
 
 
 def test_no_action_asked_for_is_no_schedule() -> None:

@@ -160,6 +160,15 @@ def test_formats_are_listed_with_their_bytes_and_what_they_do_to_numbers(tmp_pat
     assert (tmp_path / "format.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_formats_of_a_model_that_is_published_in_fewer_bytes_begin_with_that_and_with_plain_ones() -> None:
+    config = config_of("model=gpt-oss-20b", "machine=h100", "policy=fixed", "plan.sweep=format")
+    axes = sweep_axes(config, make_plan(config))
+    assert [axis.name for axis in axes] == ["published", "bfloat16", "lossless", "int8", "int4", "fp8"]
+    published, plain, lossless, *_ = (axis.values[0] for axis in axes)
+    assert published < 0.4 * plain
+    assert 0.75 <= lossless / plain <= 0.76
+
+
 def test_a_plan_of_a_packed_store_is_that_of_the_sweep() -> None:
     published, lossless, *_ = [each.planned for each in swept("plan.sweep=format")]
     alone = plan(*SMALL, "plan.format=lossless")

@@ -107,7 +107,8 @@ def _of_rows(factors: torch.Tensor, added: int, rows: Chosen) -> torch.Tensor:
 
 
 def _row_bytes(num_bits: int, num_columns: int) -> float:
-    return num_columns * num_bits / 8 + num_columns / USUAL_WIDTH * 2
+    """What is usual: with 8 bits a scale for a row, with 4 one for each group of its columns."""
+    return num_columns * num_bits / 8 + 2 * (num_columns / USUAL_WIDTH if num_bits == 4 else 1)
 
 
 FORMATS = (

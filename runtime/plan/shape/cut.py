@@ -82,7 +82,8 @@ def _cut_parameter(parameter: Parameter, num_experts: int, num_parts: int) -> Pa
 
 
 def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
-    """A slice of as many bytes as a rank's rows have; of a stack, those of all experts in one piece."""
+    """A slice of as many bytes as a rank's rows have, which are all where rows do not lie apart; of a stack, those of
+    all experts in one piece."""
     shape = piece.shape
     rows = (*shape[:-2], -(-shape[-2] // num_parts), shape[-1]) if len(shape) > 1 else shape
     companions = tuple(
@@ -94,4 +95,5 @@ def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
         )
         for each in piece.companions
     )
-    return replace(piece, num_bytes=-(-piece.num_bytes // num_parts), shape=rows, companions=companions)
+    num_bytes = piece.num_bytes if piece.is_interleaved else -(-piece.num_bytes // num_parts)
+    return replace(piece, num_bytes=num_bytes, shape=rows, companions=companions)

@@ -27,7 +27,9 @@ def has_whole(stage: Stage, hidden_size: int, num_ranks: int, asked: DividedExpe
     inner = inner_size(stage, hidden_size)
     if not inner or asked is DividedExperts.rows or stage.num_experts < num_ranks:
         return False
-    return asked is DividedExperts.whole or sends_less_whole(hidden_size, inner, num_ranks)
+    stacks = [stack for stack in stage.stacks if stack.is_experts]
+    is_mixed_up = any(piece.is_interleaved for stack in stacks for piece in stack.slices)  # of rows all would be read
+    return asked is DividedExperts.whole or is_mixed_up or sends_less_whole(hidden_size, inner, num_ranks)
 
 
 def inner_size(stage: Stage, hidden_size: int) -> int:

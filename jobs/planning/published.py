@@ -1,0 +1,26 @@
+"""The storage formats that others publish models in, by the names that `plan.format` takes. It stands alone since a
+plan of a model as it is published must not load torch, as the table of formats does.
+"""
+
+from collections.abc import Mapping
+
+from runtime.store.gguf import BLOCKS
+
+PLAIN = "bfloat16"  # nothing is stored in fewer bytes
+OF_EXPERTS = "mxfp4"  # gpt-oss's method stores experts alone so
+GGUF = tuple(name for name, block in BLOCKS.items() if block.num_numbers > 1)
+# Storage formats by name. Formats of compressed-tensors are called as its config.json calls them, too; `fp8` and `int8`
+# alone are those that `millrace pack` writes.
+PUBLISHED: Mapping[str, str] = {
+    OF_EXPERTS: "mxfp4",
+    "fp8-blocks": "fp8",
+    "gptq": "gptq-int4", "gptq-int4": "gptq-int4", "gptq-int8": "gptq-int8",
+    "awq": "awq-int4", "awq-int4": "awq-int4",
+    "nf4": "nf4", "fp4": "fp4", "llm-int8": "llm-int8",
+    "pack-quantized": "packed-int4", "packed-int4": "packed-int4", "packed-int8": "packed-int8",
+    "int-quantized": "int8", "float-quantized": "fp8",
+    "mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4",
+    "nvfp4": "nvfp4", "nvfp4-modelopt": "nvfp4-modelopt",
+    **{name: name for name in GGUF},
+}  # fmt: skip
+INTERLEAVED = ("gptq-int4", "gptq-int8", "awq-int4")  # words hold numbers of several rows
