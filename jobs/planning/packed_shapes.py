@@ -90,8 +90,9 @@ def as_published(shape: ModelShape, publication: Publication) -> ModelShape:
     leaves every tensor as it is."""
     found = _stored(shape, lambda parameter, _: publication.format_of(parameter))
     if found.weight_bytes == shape.weight_bytes:
-        of_experts = ", which stores experts alone: take mxfp4-pack-quantized" if publication.name == OF_EXPERTS else ""
-        raise ConfigError(f"plan.format={publication.name}: no tensor of model={shape.name} is stored so{of_experts}")
+        no_experts = "it stores experts alone; mxfp4-pack-quantized stores all matrices of layers"
+        why = no_experts if publication.name == OF_EXPERTS else "none of its matrices fits it"
+        raise ConfigError(f"plan.format={publication.name}: no tensor of model={shape.name} is stored so: {why}")
     return found
 
 

@@ -160,7 +160,7 @@ def _as_stored(config: PlanConfig, dtype: DType) -> tuple[ModelShape, StoredNumb
     require(
         asked is not None or shape == read_shape(name, dtype, is_plain=True),
         f"model.quantize={quantize and quantize.value}: model={name} is published in fewer bytes already "
-        f"({stored.names}): leave model.quantize out, or set plan.format={PLAIN} for a checkpoint that is not",
+        f"({stored.names}): leave model.quantize out, or set plan.format={PLAIN} to plan for an unquantised checkpoint",
     )
     from runtime.formats.registry import LOSSES  # loads torch, which no other plan needs
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,6 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
-from jobs import synthesize
 from jobs.config.cli import as_job, explain, report, run_job, say, with_kind, with_prompt
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
 from jobs.exporting.config import ExportConfig
@@ -303,7 +303,7 @@ def test_random_weights_of_a_model_that_is_published_in_fewer_bytes_are_plain(tm
     with initialize_config_dir(str(CONF), version_base=None):
         composed = compose("synthesize", overrides=settings)
     assert composed.architecture.quantization_config.quant_method == "mxfp4"
-    synthesize.main.__wrapped__(composed)  # pyright: ignore[reportFunctionMemberAccess]
+    runpy.run_module("jobs.synthesize", run_name="jobs.synthesize")["main"].__wrapped__(composed)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
