@@ -9,7 +9,7 @@ parameter, one behind the other in a file that does not exist.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -26,10 +26,19 @@ from .published import INTERLEAVED
 Place: TypeAlias = tuple[int, str]  # a stage, and the name of one of its parameters
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+COMPUTE_DTYPES = {DType.bfloat16: "BF16", DType.float16: "F16", DType.float32: "F32"}
 OF_DTYPE = ("compute_dtype_bytes", "kv_layer_bytes", "state_bytes_per_sequence", "cross_kv_bytes_per_token")
 STRUCTURED = ("name", "stages", "bounded_layers", "delta_rule", "weight_bytes")
 # What follows from a run's settings, and what is known of a model alone that was looked at.
-OF_RUN = ("kv_dtype", "kv_heads", "kv_tail_bytes_per_sequence", "state_layer_bytes", "own", "num_parts")
+OF_RUN = (
+    "compute_dtype",
+    "kv_dtype",
+    "kv_heads",
+    "kv_tail_bytes_per_sequence",
+    "state_layer_bytes",
+    "own",
+    "num_parts",
+)
 OF_HOST = ("has_decode_kernel", "has_fused_gates", "attention_way")  # what follows from where a model runs
 RARE = ("restart_tokens", "has_whole_prompts", "has_bare_experts")  # in a line only where a model has them
 SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STRUCTURED + OF_RUN + OF_HOST)
@@ -126,6 +135,7 @@ def from_row(row: ShapeRow, dtype: DType, *, is_plain: bool = False) -> ModelSha
         delta_rule=None if delta_rule is None else DeltaRule(**delta_rule),
         kv_layer_bytes=tuple(size for count, size in of_dtype["kv_layer_bytes"] for _ in range(count)),
         compute_dtype_bytes=of_dtype["compute_dtype_bytes"],
+        compute_dtype=COMPUTE_DTYPES[dtype],
         state_bytes_per_sequence=of_dtype["state_bytes_per_sequence"],
         cross_kv_bytes_per_token=of_dtype["cross_kv_bytes_per_token"],
         **row["sizes"],  # pyright: ignore[reportArgumentType] - is_packed is a bool
@@ -229,5 +239,5 @@ def read_shape(name: str, dtype: DType, *, is_plain: bool = False) -> ModelShape
     rows = read_rows()
     if name not in rows:
         raise ConfigError(f"model={name} has no sizes to plan with; these have: {', '.join(rows)}")
-    dtype = DType.float32 if dtype is DType.float32 else DType.bfloat16
-    return from_row(rows[name], dtype, is_plain=is_plain)
+    of_dtype = DType.float32 if dtype is DType.float32 else DType.bfloat16
+    return replace(from_row(rows[name], of_dtype, is_plain=is_plain), compute_dtype=COMPUTE_DTYPES[dtype])

@@ -2,7 +2,7 @@
 lanes that pass a stage, as each lane by itself would decode them anew at each of its products.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -41,19 +41,29 @@ class DecodedWeights:
         area = next((area for area in self._areas if area.stage == stage), None)
         if area is None:
             area = self._areas[0]
-            area.stage, area.weights = stage, _decoded(stored, area.buffer)
+            area.stage, area.weights = stage, decoded(stored, area.buffer)
         self._areas.remove(area)
         self._areas.append(area)  # the one that was asked for last goes last
         return {**stored, **area.weights}
 
 
-def _decoded(stored: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Decodes what lies otherwise than products want it, one behind the other in the buffer."""
+def room_for(stored: Weights) -> int:
+    """The bytes that `decoded` needs."""
+    return sum(area_bytes(num_bytes) for _, _, num_bytes in _to_decode(stored))
+
+
+def decoded(stored: Weights, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Decodes what lies otherwise than products want it, one behind the other in the buffer: plain tensors, by name."""
     found, begin = dict[str, torch.Tensor](), 0
+    for name, weight, num_bytes in _to_decode(stored):
+        found[name] = weight.decode(buffer[begin : begin + num_bytes].view(weight.compute_dtype))
+        begin += area_bytes(num_bytes)
+    return found
+
+
+def _to_decode(stored: Weights) -> Iterator[tuple[str, StoredWeight, int]]:
+    """Name, weight, and the bytes of its numbers."""
     for name, weight in stored.items():
         if isinstance(weight, StoredWeight) and weight.is_decoded:
-            num_bytes = sum(block.shape[0] * block.shape[1] for blocks in weight.entries for block in blocks)
-            num_bytes *= weight.compute_dtype.itemsize
-            found[name] = weight.decode(buffer[begin : begin + num_bytes].view(weight.compute_dtype))
-            begin += area_bytes(num_bytes)
-    return found
+            count = sum(block.shape[0] * block.shape[1] for blocks in weight.entries for block in blocks)
+            yield name, weight, count * weight.compute_dtype.itemsize

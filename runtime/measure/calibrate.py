@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ..engine.decoded_weights import decoded, room_for
 from ..events import Weights
 from ..model.loading import LoadedModel
 from ..origin.net import class_refused
 from ..plan.cost.calibration import anchored, with_overheads
 from ..plan.cost.lane_work import packed_work
-from ..plan.cost.rates import UNLIMITED, MachineRates
+from ..plan.cost.rates import UNLIMITED, MachineRates, StoredWork
 from ..plan.cost.typical_load import TypicalLoad
 from ..plan.cost.work import stage_works
 from ..plan.placement.experts import pageable_stages
@@ -65,17 +66,20 @@ def measure_rates(
         cpu_attention_bytes_per_second=beside,
         cpu_flops_per_second=run.cpu_products(),
         prefill_attention_flops_per_second=run.prompt_attention().rate(),
+        decode_bytes_per_second=run.decoding(found),
     )
     return run.profiled(rates)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOnHand:
-    """A layer that was read: `host` holds the bytes as read; `weights` are in compute memory."""
+    """A layer that was read: `host` holds the bytes as read; `weights` are in compute memory, and in that of an
+    accelerator what is `stored` otherwise than it is multiplied has been decoded."""
 
     stage: Stage
     host: torch.Tensor
     weights: Weights
+    stored: Weights
     expert: Weights  # of expert 0, where experts are paged
 
 
@@ -100,9 +104,27 @@ class RunProbes:
         return layers[len(layers) // 2]
 
     def layer(self, stage: Stage) -> LayerOnHand:
-        host, weights = self._read(self._whole(stage))
+        host, stored = self._read(self._whole(stage))
         expert = self._read(stage.expert(0))[1] if stage.index in self.paged else {}
-        return LayerOnHand(stage=stage, host=host, weights=weights, expert=expert)
+        size = self._room_for(stored)
+        weights = {**stored, **decoded(stored, self.device.compute_buffer(size))} if size else stored
+        return LayerOnHand(stage=stage, host=host, weights=weights, stored=stored, expert=expert)
+
+    def _room_for(self, stored: Weights) -> int:
+        """The bytes of a layer's numbers where lanes find it decoded; 0 where they do not."""
+        if not self.device.is_accelerator:
+            return 0
+        size = room_for(stored)
+        return size if size <= self.device.free_bytes() // 2 else 0
+
+    def decoding(self, layer: LayerOnHand) -> float:
+        """Bytes per second that are read and written while a layer's stored weights become numbers."""
+        size, whole = self._room_for(layer.stored), self._whole(layer.stage)
+        if not size:
+            return UNLIMITED
+        buffer, work = self.device.compute_buffer(size), StoredWork.of(whole.parameters, self.shape.compute_dtype)
+        moved = work.num_bytes + work.num_numbers * self.shape.compute_dtype_bytes
+        return Timed(moved, lambda: decoded(layer.stored, buffer), self.device.finish).rate()
 
     def _whole(self, stage: Stage) -> Stage:
         """The part of a stage that is read at once."""
@@ -117,7 +139,7 @@ class RunProbes:
         placed, buffer = device_layout([stage], layout), self.device.compute_buffer(layout.num_bytes)
         for move in placed.moves:
             buffer[move.target : move.target + move.num_bytes].copy_(host[move.begin : move.end])
-        return host, self.loaded.weights_of(stage, buffer, placed.tensor_offsets)
+        return host, self.loaded.weights_of(stage, buffer, placed.tensor_offsets, on_device=True)
 
     def disk(self, buffer: torch.Tensor) -> Timed:
         """Layers one behind the other, as in a run; all into `buffer`, as nobody looks at them. Those that do not fit

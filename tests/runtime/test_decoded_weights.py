@@ -152,13 +152,13 @@ def test_a_layer_is_decoded_once_for_all_lanes_and_passes_of_it(
 ) -> None:
     ref, done = reference("llama"), list[int]()
     stored, _ = written(ref, "llama", "gptq", tmp_path)
-    decoded = decoded_weights._decoded
+    decoded = decoded_weights.decoded
 
     def counted(*given: object) -> dict[str, torch.Tensor]:
         done.append(1)
         return decoded(*given)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(decoded_weights, "_decoded", counted)
+    monkeypatch.setattr(decoded_weights, "decoded", counted)
     config = on_a_device(ref, stored, Decoding.auto)
     runtime = Runtime(config, device=FakeDevice((False, True)))
     requests = [Request(id=str(i), prompt_ids=tuple(p), max_new_tokens=3) for i, p in enumerate(ref.prompts[:4])]

@@ -61,7 +61,7 @@ EVERY = Choices(
 def roofline(rates: MachineRates = RATES, *, is_moe: bool = False, has_device: bool = True) -> Roofline:
     work = LayerWork.of(MIXTRAL.shape() if is_moe else toy_shape())
     return Roofline(
-        work=work, rates=rates, workload=WORKLOAD, config=CONFIG, has_device=has_device,
+        work=work, rates=rates, workload=WORKLOAD, config=CONFIG, has_device=has_device, item_bytes=4,
         in_host=lambda grid: work.num_layers - grid.resident,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from ..shape.model import ModelShape
 from ..shape.shapes import StageKind
 from .cpu_share import num_of_cpu
 from .lane_work import LaneWork
-from .rates import MachineRates
+from .rates import MachineRates, StoredWork
 from .script import Durations, ExpertReads, Links
 from .work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
 
@@ -119,7 +119,8 @@ class _Bill:
         """All of a turn but attention and experts."""
         if work.kind is StageKind.head:
             logits = lane.num_rows * self.shape.vocab_size * LOGIT_BYTES * LOGIT_TRIPS
-            return self._product(lane.num_rows, work.dense_weights) + self._streamed(logits) + self.rates.turn_seconds
+            own = self._product(lane.num_rows, work.dense_weights) + self._streamed(logits) + self.rates.turn_seconds
+            return own + self._decoding(work.stored)
         return self.early(work, lane) + self._behind_attention(work, lane) + self._cross(work, lane)
 
     def attention(self, work: StageWork, lane: LaneWork) -> float:
@@ -148,7 +149,14 @@ class _Bill:
         """What lies in front of attention: its share of the weights, and half of everything else."""
         tokens = self._tokens(work, lane)
         again = self._product(lane.num_rows, work.early_weights) if self._is_narrow(work, lane) else 0.0
-        return self._product(tokens, work.early_weights) + self._beside(work, tokens) / 2 + again
+        sharers = 1 if self.placement.decoded is None else len(self.lanes)
+        decoding = self._decoding(work.stored) / sharers if work.kind.is_layer else 0.0
+        return self._product(tokens, work.early_weights) + self._beside(work, tokens) / 2 + again + decoding
+
+    def _decoding(self, stored: StoredWork) -> float:
+        """Seconds in which stored weights become numbers. Of a layer, all lanes share them where a scratch area has
+        room; the head, and experts that are read one by one, are decoded by each lane."""
+        return self.rates.decode_seconds(stored, self.shape.compute_dtype_bytes)
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
         """The seconds of attention on the CPU's workers. In front of an accelerator what goes down and up takes its
@@ -308,7 +316,7 @@ class _Bill:
         if not hits:
             return 0.0
         seconds = self.rates.experts_seconds(hits, visits, work.expert_weights)
-        seconds += work.is_paged * hits * self.rates.hit_seconds
+        seconds += work.is_paged * hits * (self.rates.hit_seconds + self._decoding(work.stored_expert))
         return seconds if self.rates.has_expert_rates else seconds + self._streamed(visits * work.visit_bytes)
 
     def _prompt_attention(self, lane: LaneWork) -> float:

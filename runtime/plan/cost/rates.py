@@ -1,15 +1,43 @@
 """How fast a machine is, in what a plan's time follows from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from ..placement.decoded import is_stored
 from ..shape.numbers import Numbers
+from ..shape.shapes import Parameter
 
 UNLIMITED = float("inf")
+DECODE_LAUNCHES = 2  # of one matrix, or of all experts', by kernels; operators of torch are about ten
+
+
+class StoredWork(NamedTuple):
+    """Weights that must be decoded before they are multiplied: numbers, the bytes that they lie in, and how many
+    matrices they are, those of experts in one place counted once."""
+
+    num_numbers: float = 0.0
+    num_bytes: float = 0.0
+    num_matrices: float = 0.0
+
+    @staticmethod
+    def of(parameters: Iterable[Parameter], compute_dtype: str) -> "StoredWork":
+        found = [p for p in parameters if is_stored(p, compute_dtype)]
+        return StoredWork(
+            float(sum(p.num_elements for p in found)),
+            float(sum(p.num_bytes for p in found)),
+            float(sum(len(p.pieces[0]) for p in found)),
+        )
+
+    def times(self, share: float) -> "StoredWork":
+        return StoredWork(*(share * each for each in self))
+
+
+NOTHING_STORED = StoredWork()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +66,8 @@ class MachineRates:
     cpu_flops_per_second: float | None = None  # products on the CPU beside an accelerator; None: not known
     exchange_bytes_per_second: float = UNLIMITED
     exchange_seconds: float = 0.0
+    decode_bytes_per_second: float = UNLIMITED  # of stored weights that become numbers, both counted
+    launch_seconds: float = 0.0  # of one operator
     turn_seconds: float = 0.0
     hit_seconds: float = 0.0
     pass_seconds: float = 0.0
@@ -70,8 +100,9 @@ class MachineRates:
                 return {int(rows): float(each) for rows, each in value.items()}
             return None if value is None else float(str(value))
 
-        newer = {"hit_seconds": 0.0, "shard_bytes_per_second": None, "exchange_seconds": 0.0}
-        known = {**newer, "exchange_bytes_per_second": UNLIMITED, **values}  # not kept by older versions
+        newer = {"hit_seconds": 0.0, "shard_bytes_per_second": None, "exchange_seconds": 0.0, "launch_seconds": 0.0}
+        unlimited = dict.fromkeys(("exchange_bytes_per_second", "decode_bytes_per_second"), UNLIMITED)
+        known = {**newer, **unlimited, **values}  # not kept by older versions
         found = {each.name: rate(known[each.name]) for each in fields(MachineRates)}
         return MachineRates(**found)  # pyright: ignore[reportArgumentType] - names and types are checked above
 
@@ -91,6 +122,12 @@ class MachineRates:
     def gemm_seconds(self, num_rows: Numbers, num_weights: Numbers | float) -> Numbers:
         """Seconds in which so many rows, more than none, are multiplied with so many weights."""
         return 2.0 * num_rows * num_weights / self.gemm_rate(num_rows)
+
+    def decode_seconds(self, stored: StoredWork, item_bytes: int) -> float:
+        """Seconds in which stored weights become numbers of the compute dtype, of so many bytes each: all that they
+        take is read and written once, by a few operators for each matrix."""
+        moved = stored.num_bytes + stored.num_numbers * item_bytes
+        return moved / self.decode_bytes_per_second + DECODE_LAUNCHES * stored.num_matrices * self.launch_seconds
 
     def experts_seconds(self, num_hit: Numbers, num_visits: Numbers, num_weights: float) -> Numbers:
         """Seconds in which each expert that is hit, of so many weights, multiplies its share of the visits."""

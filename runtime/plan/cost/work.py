@@ -8,6 +8,7 @@ from ..placement.experts import expected_hits, pageable_stages
 from ..shape.model import ModelShape
 from ..shape.numbers import Numbers
 from ..shape.shapes import Stage, StageKind, distinct_bytes
+from .rates import NOTHING_STORED, StoredWork
 
 # How often the operators of transformers' decoder layers go over a token's vectors, each read or write counted; nothing
 # is fused; what a CPU's joined steps spare shows in a profiling pass. Two norms at 7 and two sums at 3, and what
@@ -40,6 +41,8 @@ class StageWork:
     is_paged: bool  # its experts are read one by one
     is_shared: bool  # the CPU may multiply some of them
     is_narrow: bool  # behind keys and values it has only tokens that are asked for (`model/last_layer.py`)
+    stored: StoredWork = NOTHING_STORED  # what is decoded before it is multiplied, of a paged stage without its experts
+    stored_expert: StoredWork = NOTHING_STORED  # and of one expert of a paged stage
 
     def hits(self, num_tokens: Numbers) -> Numbers:
         """Distinct experts that so many tokens visit; of a stage with experts."""
@@ -54,16 +57,16 @@ def stage_works(shape: ModelShape, paged: frozenset[int], shared: frozenset[int]
 
 def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWork:
     dense = stage.num_dense_weights
-    if stage.kind in (StageKind.embedding, StageKind.bridge):
-        dense = 0  # looked up, not multiplied with
     count, size = max(1, stage.num_experts), shape.compute_dtype_bytes
+    looked_up = stage.kind in (StageKind.embedding, StageKind.bridge)
+    decoded = () if looked_up else (stage.dense if is_paged else stage).parameters
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size  # beside experts there may be none
     token = HIDDEN_TRIPS * shape.hidden_size + HEAD_TRIPS * heads + INNER_TRIPS * shape.intermediate_size * has_inner
     return StageWork(
         kind=stage.kind,
         num_bytes=stage.dense.num_bytes if is_paged else stage.num_bytes,
-        dense_weights=dense,
+        dense_weights=0 if looked_up else dense,
         early_weights=min(dense, heads * shape.hidden_size),
         expert_weights=sum(p.num_elements for p in stage.stacks) / count,
         expert_bytes=(stage.num_bytes - stage.dense.num_bytes) / count,
@@ -75,7 +78,15 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
         is_shared=False,
         is_narrow=shape.is_packed and stage in shape.layers[-1:],
         visit_bytes=size * stage.own_share * (VISIT_TRIPS * shape.hidden_size + INNER_TRIPS * shape.intermediate_size),
+        stored=StoredWork.of(decoded, shape.compute_dtype),
+        stored_expert=_of_expert(stage, count, shape.compute_dtype) if is_paged else NOTHING_STORED,
     )
+
+
+def _of_expert(stage: Stage, num_experts: int, compute_dtype: str) -> StoredWork:
+    """Of one, as it is read by itself."""
+    found = StoredWork.of(stage.experts, compute_dtype)
+    return found.times(1 / num_experts)._replace(num_matrices=found.num_matrices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +110,7 @@ class LayerWork:
     head_weights: float
     outer_bytes: float  # stages that are no layer; what two of them share, once
     widest_outer_bytes: float  # of the largest of them
+    stored: StoredWork = NOTHING_STORED  # what is decoded before it is multiplied
 
     @staticmethod
     def of(shape: ModelShape) -> "LayerWork":
@@ -127,6 +139,7 @@ class LayerWork:
             head_weights=sum(stage.num_dense_weights for stage in shape.of_kind(StageKind.head)),
             outer_bytes=distinct_bytes(p for stage in outer for p in stage.parameters),
             widest_outer_bytes=max((stage.num_bytes for stage in outer), default=0),
+            stored=StoredWork.of((p for stage in layers for p in stage.parameters), shape.compute_dtype).times(share),
         )
 
     def hits(self, num_tokens: Numbers) -> Numbers:

@@ -95,6 +95,7 @@ def roofline_of(shape: ModelShape, machine: Machine, workload: Workload, config:
         workload=workload,
         config=config,
         has_device=machine.device_bytes is not None,
+        item_bytes=shape.compute_dtype_bytes,
         in_host=lambda grid: layers_in_host(shape, config, workload, grid, machine.budgets),
         is_packed=shape.is_packed,
         cross_kv_bytes=shape.cross_kv_bytes_per_token,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import ExpertPaging, KVTier, RuntimeConfig
+from ...config import Decoding, ExpertPaging, KVTier, RuntimeConfig
 from ...resources import Resource
 from ..cost.cpu_share import share_of
 from ..cost.rates import MachineRates
@@ -36,6 +36,7 @@ class Roofline:
     config: RuntimeConfig
     has_device: bool
     in_host: Callable[[PolicyGrid], Floats]
+    item_bytes: int
     is_packed: bool = True
     cross_kv_bytes: int = 0  # of one prompt token that an encoder made; the decoder then keeps its answer's alone
 
@@ -129,6 +130,8 @@ class Roofline:
         experts = experts * (1 - self._streamed(grid) * self._cpu_share(grid, tokens))
         exchanged = self.rates.exchanged_seconds(tokens * work.hidden_bytes)
         layer = lanes * (self.rates.gemm_seconds(tokens, dense) + self.rates.turn_seconds + exchanged) + experts
+        decoders = lanes if self.config.offload.decoding is Decoding.product else 1.0
+        layer = layer + decoders * self.rates.decode_seconds(work.stored, self.item_bytes)
         head = lanes * self.rates.gemm_seconds(tokens * head_share, work.head_weights)
         return work.num_layers * layer + head + self.rates.pass_seconds
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import KVTier, RuntimeConfig, Tier
+from ...config import Decoding, KVTier, RuntimeConfig, Tier
 from ...units import round_up
 from ..cost.work import LayerWork
+from ..placement.decoded import DecodedSize
 from ..placement.defaults import chunk_tokens
 from ..placement.exchange import STORES_IN_FLIGHT, TRIP_PARTS
 from ..placement.experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
@@ -82,6 +83,16 @@ class _Need:
         self._mean_pinned_bytes = sum(map(pinned_bytes, layer_bytes)) / len(layer_bytes)
         self._slots = grid.num_slots(config.prefetch)
         self._in_host = self._has_device & grid.cpu_attends  # keys and values, for good
+        self._area = self._area_bytes(budgets.device_bytes or 0)
+
+    def _area_bytes(self, device_bytes: int) -> int:
+        """What decoded weights take, where there will be room for them."""
+        paged = {layer.index for layer in self._shape.layers} if self._is_paged else frozenset[int]()
+        size, decoding = DecodedSize.of(self._shape, paged, 1), self._config.offload.decoding
+        if size is None or decoding is Decoding.product:
+            return 0
+        num_bytes = size.entry.num_bytes
+        return num_bytes if decoding is Decoding.stage or num_bytes <= device_bytes // 2 else 0
 
     def compute(self) -> Floats:
         work, grid = self._work, self._grid
@@ -92,7 +103,8 @@ class _Need:
         passing = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged
         weights = np.where(grid.resident == 0, np.minimum(kept, passing), kept)  # where no stage at all need stay
         batched = grid.batches_experts * self._batched()
-        return weights + self._kv() + self._lanes() + batched + self._has_device * self._visits()
+        beside = self._visits() + self._area if self._has_device else 0.0
+        return weights + self._kv() + self._lanes() + batched + beside
 
     def host(self) -> Floats:
         """A layer's weights lie in pieces where they live in host memory, and its pages where they travel in
