@@ -25,6 +25,7 @@ COLOURS = {
     Resource.device_to_host: "#72b7b2",
     Resource.compute: "#f58518",
     Resource.cpu_attention: "#54a24b",
+    Resource.host_memory: "#9d755d",
 }
 NUMBERS = "{x:,.6g}"
 LINE, REFUSED = "#444444", "#f3dddd"

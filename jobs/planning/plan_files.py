@@ -138,11 +138,14 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
     yield from (f"{knee}: {num_sequences:,.0f} sequences" for knee, num_sequences in knees.items())
 
 
+WEIGHT_ROADS = (Resource.disk, Resource.host_to_device, Resource.host_memory)
+
+
 def _knees(outcomes: Sequence[Outcome], needed_sequences: float) -> dict[str, float]:
     """Blocks from which on it is no longer the link of weights that binds: by the simulator, all of a decode pass; and
     P2, by the roofline, feed-forward layers alone."""
     fitting = [(each.value, each.planned.prediction.decode.binding) for each in outcomes if each.planned is not None]
-    is_reached = [value for value, binding in fitting if binding not in (Resource.disk, Resource.host_to_device)]
+    is_reached = [value for value, binding in fitting if binding not in WEIGHT_ROADS]
     simulated = {"knee, weights no longer bind": is_reached[0]} if is_reached else {}
     return simulated | {"P2 of feed-forward layers": needed_sequences}
 

@@ -82,7 +82,7 @@ class Feedback:
         assert self._first is not None, "nothing is due"
         measured, predicted = worked(passes)
         self._corrected = corrected(self._first, measured, predicted)
-        for resource in (each for each in Resource if measured[each] and predicted[each]):
+        for resource in (each for each in measured if measured[each] and predicted[each]):
             log.info(
                 "policy: the first block kept %s busy for %.3g s where %.3g s were predicted",
                 resource.value,

@@ -285,7 +285,7 @@ def test_attention_counts_where_single_tokens_are_decoded() -> None:
         Resource.compute: 8.0,
         Resource.cpu_attention: 5.0,
     }
-    assert predicted == dict.fromkeys(Resource, 0.0) | {Resource.disk: 2.0}
+    assert predicted == dict.fromkeys(measured, 0.0) | {Resource.disk: 2.0}
 
 
 def tokens_of_fixed(root: Path, monkeypatch: pytest.MonkeyPatch | None = None) -> dict[str, list[int]]:

@@ -18,6 +18,7 @@ from runtime.config import Attention, DType, MachineConfig, Order
 from runtime.errors import BudgetError, ConfigError
 from runtime.plan.search.policy import Policy
 from runtime.profiles import DTypeRates, MeasuredRates
+from runtime.resources import Resource
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,8 +159,27 @@ def test_each_resource_that_works_says_how_busy_it_is_and_one_binds_each_phase()
     busy = text.partition("\nbusy:")[2].partition("\n\n")[0]
     head, *lines = busy.splitlines()
     assert head.split() == ["prefill", "decode"]
-    assert {line.split()[0] for line in lines} == {"host-to-device", "compute"}
+    assert {line[:18].strip() for line in lines} == {"host-to-device", "compute", "host memory"}
     assert busy.count("the limit") == 2
+
+
+def test_link_and_attention_on_the_cpu_share_the_memory_channels_of_the_host() -> None:
+    """On two channels of DDR4-3200 neither link nor attention takes longer by itself than on DDR5-5600, but both
+    together take more than there is."""
+    settings = (
+        *("machine=rtx4090", "machine.sheet.host_num_cores=8", "model=llama-3.1-8b", "workload.num_requests=1024"),
+        *("offload=cpu", "offload.resident_layers=0", "policy=fixed", "policy.attention=cpu"),
+        *("policy.schedule=cgopipe", "policy.micro_batch_size=256", "policy.num_micro_batches=4"),
+    )
+    fast, slow = (plan(*settings, f"machine.sheet.host_memory_gb_per_second={rate}") for rate in (89.6, 51.2))
+    before, after = (each.prediction.decode for each in (fast, slow))
+    host = Resource.host_memory
+    assert {**after.busy_seconds, host: 0.0} == pytest.approx({**before.busy_seconds, host: 0.0})
+    assert after.busy_seconds[host] == pytest.approx(89.6 / 51.2 * before.busy_seconds[host])
+    assert before.binding is not host
+    assert after.binding is host
+    assert after.seconds > 1.2 * before.seconds
+    assert "host memory" in report(slow, num_actions=0).partition("\nbusy:")[2]
 
 
 @pytest.mark.parametrize(

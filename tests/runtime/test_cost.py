@@ -184,6 +184,30 @@ def busy_in(spans: Sequence[Span], resource: Resource) -> float:
     return sum(span.end - span.begin for span in spans if span.resource is resource)
 
 
+@pytest.mark.parametrize(("share", "pass_seconds"), [(0.1, 11.0), (0.5, 12.0)])
+def test_passes_take_as_long_as_all_that_goes_through_host_memory(share: float, pass_seconds: float) -> None:
+    """Four stages are read and copied in 2 s each, and attend for 1 s in each of two lanes, for which host memory takes
+    0.5 s: 16 s of disk and link at their share, and 4 s. Without it a pass takes 11 s."""
+    walk = Walk(
+        num_stages=NUM_STAGES, streamed=(0, 1, 2, 3), num_slots=2, num_staging_slots=2, copies=True,
+        attending=(0, 1, 2, 3), order=Order.cgopipe,
+    )  # fmt: skip
+    free = Durations(read=lambda stage: 2.0, copy=lambda stage: 2.0, pre=unit, attend=unit, num_pages=walk.num_pages)
+    shared = replace(
+        free,
+        host_attend=lambda *turn: 0.5,
+        host_shares={Resource.disk.number: share, Resource.host_to_device.number: share},
+    )
+    schedule = make_schedule(walk, 2)
+    many, more = (simulate(schedule, count, shared) for count in (6, 7))
+    busy = more.busy_seconds[Resource.host_memory] - many.busy_seconds[Resource.host_memory]
+    assert busy == pytest.approx(16 * share + 4)
+    assert more.seconds - many.seconds == pytest.approx(pass_seconds)
+    assert more.stall_seconds == pytest.approx(more.seconds - more.busy_seconds[Resource.compute])
+    assert play_passes([(schedule, shared)] * 7)[-1].end == pytest.approx(more.seconds)
+    assert simulate(schedule, 1, free).busy_seconds[Resource.host_memory] == 0
+
+
 @pytest.mark.parametrize("order", [Order.zigzag, Order.cgopipe])
 def test_spans_are_what_resources_are_busy_with_and_none_of_one_resource_overlap(order: Order) -> None:
     walk = Walk(
@@ -225,7 +249,7 @@ def test_experts_that_an_action_brings_in_are_seen_on_their_roads() -> None:
 
 
 def test_resources_have_the_names_of_trace_files_and_are_numbered_as_these_are_drawn() -> None:
-    names = ["disk", "host-to-device", "device-to-host", "compute", "CPU attention"]
+    names = ["disk", "host-to-device", "device-to-host", "compute", "CPU attention", "host memory"]
     assert [(each.number, each.value) for each in Resource] == list(enumerate(names))
 
 

@@ -73,6 +73,20 @@ def test_a_turn_is_products_attention_and_its_own_time() -> None:
     assert found.read(LAYER) == pytest.approx(4 * MIB / 1e6)
 
 
+def test_host_memory_sees_all_bytes_of_disk_and_link_and_what_the_cpu_attends_to() -> None:
+    shape = toy_shape(is_packed=True)
+    config = config_of(policy=PolicyConfig(attention=Attention.cpu))
+    placement = placed(config, shape, has_device=True)
+    assert placement.host_layers
+    found = priced(placement, shape, [LANE], replace(RATES, host_memory_bytes_per_second=4e6))
+    disk, link_in, link_out = found.host_shares.values()
+    assert found.read(LAYER) * disk == found.copy(LAYER) * link_in == pytest.approx(4 * MIB / 4e6)
+    assert link_out == 2e7 / 4e6
+    assert found.host_attend(LAYER, 0) == pytest.approx(100 * 1024 / 4e6)
+    unknown = priced(placement, shape, [LANE])
+    assert (unknown.host_attend(LAYER, 0), set(unknown.host_shares.values())) == (0, {0})
+
+
 @pytest.mark.parametrize("paging", [ExpertPaging.off, ExpertPaging.hit])
 def test_experts_that_are_read_by_themselves_are_launched_by_themselves(paging: ExpertPaging) -> None:
     shape = toy_mixture()

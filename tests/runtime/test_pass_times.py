@@ -129,6 +129,19 @@ def test_a_decode_pass_worked_by_hand(attention: Attention) -> None:
     assert busy[Resource.disk][0] == 0
 
 
+@pytest.mark.parametrize("attention", Attention)
+def test_host_memory_hands_on_what_the_link_moves_and_what_the_cpu_reads(attention: Attention) -> None:
+    """A host memory that takes four times as long for these bytes as a pass takes without."""
+    grid = only(Order.cgopipe, attention)
+    free = roofline().decode_pass(grid)
+    rates = {Resource.host_to_device: 1e10, Resource.device_to_host: 5e9, Resource.cpu_attention: 2e10}
+    through = sum(free.busy[resource][0] * rate for resource, rate in rates.items())
+    slow = through / (4 * free.seconds[0])
+    times = roofline(replace(RATES, host_memory_bytes_per_second=slow)).decode_pass(grid)
+    assert times.seconds[0] == times.busy[Resource.host_memory][0] == pytest.approx(4 * free.seconds[0])
+    assert free.busy[Resource.host_memory][0] == 0
+
+
 def test_a_prefill_pass_worked_by_hand() -> None:
     """25 prompts of 40 tokens in the mean go in ten passes of 100 tokens. Each pass has a tenth of the pairs, and
     of the logits: rows of 2.5 multiply at 2.5e9 FLOP/s."""

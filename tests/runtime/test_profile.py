@@ -11,6 +11,7 @@ from runtime.config import DType, MachineConfig
 from runtime.errors import ConfigError
 from runtime.plan.cost.profile import COMPUTE_SHARE, MEMORY_SHARE, machine_of
 from runtime.profiles import DataSheet, DTypeRates, MeasuredRates
+from runtime.resources import Resource
 from runtime.units import GIB
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "machine"
@@ -81,7 +82,9 @@ def test_a_machine_is_one_device_beside_all_of_its_host_however_many_there_are()
 
 def test_a_link_is_no_faster_than_the_memory_that_feeds_it() -> None:
     sheet = replace(sheet_of("4xt4"), host_memory_gb_per_second=10.0)
-    assert machine_of(MachineConfig(sheet=sheet)).rates.link_in_bytes_per_second == 10e9 * MEMORY_SHARE
+    rates = machine_of(MachineConfig(sheet=sheet)).rates
+    assert rates.link_in_bytes_per_second == rates.host_memory_bytes_per_second == 10e9 * MEMORY_SHARE
+    assert rates.host_shares[Resource.host_to_device] == 1
 
 
 def test_a_device_without_units_for_bfloat16_computes_it_as_float32_and_takes_float16_by_itself() -> None:
@@ -96,7 +99,7 @@ def test_measured_rates_are_taken_as_they_are() -> None:
     assert (machine.name, machine.device_bytes, machine.host_bytes) == ("here", None, 20 * GIB)
     assert machine.rates.disk_bytes_per_second == 0.9e9
     assert machine.rates.gemm_flops_per_second == {1: 5e9, 16: 60e9, 64: 110e9}
-    assert machine.rates.link_in_bytes_per_second == float("inf")
+    assert machine.rates.link_in_bytes_per_second == machine.rates.host_memory_bytes_per_second == float("inf")
     assert machine.rates.turn_seconds == 4e-4
 
 

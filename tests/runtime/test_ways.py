@@ -44,6 +44,7 @@ RATES = MachineRates(
     link_in_bytes_per_second=20e9,
     gemm_flops_per_second={1: 1e9, 64: 1e11},
     cpu_attention_bytes_per_second=8e9,
+    host_memory_bytes_per_second=400e9,
 )
 MACHINE = Machine(name="eight", host_bytes=64 * GIB, device_bytes=8 * GIB, rates=RATES, fabric=EIGHT)
 
@@ -151,6 +152,10 @@ def test_ranks_share_a_host_and_its_disk() -> None:
     assert sharded.rates.disk_bytes_per_second == 8e9, "whole pages, of which each reads a quarter"
     assert tensor.rates.disk_bytes_per_second == 4e9
     assert tensor.rates.cpu_attention_bytes_per_second == 4e9
+    assert tensor.rates.host_memory_bytes_per_second == 200e9
+    assert sharded.rates.host_shares == {}, (
+        "a rank's bytes are those of all, which a host's memory does not see as often"
+    )
     assert tensor.rates.gemm_flops_per_second == RATES.gemm_flops_per_second
     on_cpu = RankView.of(replace(MACHINE, device_bytes=None, fabric=Fabric()), toy_shape(), Way.sharded, 2).machine
     assert on_cpu.rates.gemm_flops_per_second == {1: 5e8, 64: 5e10}

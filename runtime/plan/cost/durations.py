@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...config import ExpertPaging, KVTier
+from ...resources import Resource
 from ..placement.experts import NUM_STAGING_SLOTS
 from ..placement.memory import PAGE_TOKENS
 from ..placement.placement import Placement
@@ -22,6 +23,7 @@ from .script import Durations, ExpertReads, Links
 from .work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
 
 LOGIT_BYTES = 4
+LINKS = (Resource.disk, Resource.host_to_device, Resource.device_to_host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,10 @@ def durations(
         fetch_copy=bill.pages(rates.link_in_bytes_per_second if is_twofold else None, lambda lane: lane.held_pages),
         store_copy=bill.pages(rates.link_out_bytes_per_second if is_twofold else None, bill.stored_pages),
         expert_reads=bill.expert_reads if placement.paged else None,
+        host_attend=bill.per_turn(
+            lambda work, lane: bill.positions(work, lane) * work.kv_bytes / rates.host_memory_bytes_per_second
+        ),
+        host_shares={each.number: rates.host_shares.get(each, 0.0) for each in LINKS},
         num_pages=walk.num_pages,
         links=Links(is_on_disk, is_twofold, not has_device),
     )
@@ -130,7 +136,7 @@ class _Bill:
         if not work.kv_bytes:
             return 0.0
         is_narrow = self._is_narrow(work, lane)
-        seconds = self._positions(work, lane) * work.kv_bytes / self._attention_rate
+        seconds = self.positions(work, lane) * work.kv_bytes / self._attention_rate
         if not lane.num_encoder_tokens and not is_narrow:
             seconds += self._prompt_attention(lane)
         if self.shape.expanded_kv_width:
@@ -164,7 +170,7 @@ class _Bill:
         if not work.kv_bytes or (lane.prefill_pairs and not self._is_narrow(work, lane)):
             return 0.0
         shape, rates = self.shape, self.rates
-        seconds = self._positions(work, lane) * work.kv_bytes / rates.cpu_attention_bytes_per_second
+        seconds = self.positions(work, lane) * work.kv_bytes / rates.cpu_attention_bytes_per_second
         if not self.placement.host_layers:
             return seconds
         answer = lane.num_tokens * shape.num_heads * shape.head_dim * shape.compute_dtype_bytes
@@ -238,6 +244,7 @@ class _Bill:
             dense_seconds=dense,
             lead_seconds=min(dense, num_ahead * max(read, copy)) if is_all else 0.0,
             cpu_seconds=self._cpu_seconds(work, tokens, num_beside),
+            host_seconds=num_beside * work.expert_bytes / rates.host_memory_bytes_per_second,
         )
 
     def _num_of_cpu(self, work: StageWork, num_tokens: float) -> int:
@@ -274,7 +281,7 @@ class _Bill:
         """That go on from attention."""
         return lane.num_rows if self._is_narrow(work, lane) else self._tokens(work, lane)
 
-    def _positions(self, work: StageWork, lane: LaneWork) -> int:
+    def positions(self, work: StageWork, lane: LaneWork) -> int:
         """That tokens look at which attend one by one."""
         return lane.selected_positions if self._is_narrow(work, lane) else lane.kv_positions
 

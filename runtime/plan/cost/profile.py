@@ -83,6 +83,7 @@ def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> 
             attention_bytes_per_second=memory / DECODE_ATTENTION_TRIPS,
             cpu_attention_bytes_per_second=min(host, sheet.host_num_cores * CORE_ATTENTION_BYTES_PER_SECOND),
             cpu_flops_per_second=sheet.host_num_cores * CORE_FLOPS_PER_SECOND,
+            host_memory_bytes_per_second=host,
             prefill_attention_flops_per_second=flops * PREFILL_ATTENTION_SHARE,
             decode_bytes_per_second=sheet.memory_gb_per_second * GIGA * DECODE_SHARE,
             launch_seconds=LAUNCH_SECONDS,

@@ -51,6 +51,7 @@ def _share(machine: Machine, count: int) -> MachineRates:
     found = replace(
         rates,
         disk_bytes_per_second=rates.disk_bytes_per_second / count,
+        host_memory_bytes_per_second=rates.host_memory_bytes_per_second / count,
         cpu_attention_bytes_per_second=rates.cpu_attention_bytes_per_second / count,
         cpu_flops_per_second=None if rates.cpu_flops_per_second is None else rates.cpu_flops_per_second / count,
     )
@@ -81,7 +82,12 @@ def _sharing(rates: MachineRates, machine: Machine, num_ranks: int, num_nodes: i
         shards = _in_turn(own, _beyond(num_nodes, machine.fabric))
     else:
         shards = _in_turn(num_ranks * own, machine.fabric.gather_bytes_per_second(num_ranks))
-    return replace(rates, disk_bytes_per_second=disk, shard_bytes_per_second=shards)
+    return replace(
+        rates,
+        disk_bytes_per_second=disk,
+        shard_bytes_per_second=shards,
+        host_memory_bytes_per_second=UNLIMITED,  # these rates are of all ranks' bytes, of which a host sees a part
+    )
 
 
 def _exchanging(

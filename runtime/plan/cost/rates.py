@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...resources import Resource
 from ..placement.decoded import is_stored
 from ..shape.numbers import Numbers
 from ..shape.shapes import Parameter
 
 UNLIMITED = float("inf")
+UNLIMITED_BEFORE = ("exchange_bytes_per_second", "decode_bytes_per_second", "host_memory_bytes_per_second")
 DECODE_LAUNCHES = 2  # of one matrix, or of all experts', by kernels; operators of torch are about ten
 
 
@@ -64,6 +66,7 @@ class MachineRates:
     prefill_attention_flops_per_second: float = UNLIMITED
     expert_flops_per_second: Mapping[int, float] = field(default_factory=dict)
     cpu_flops_per_second: float | None = None  # products on the CPU beside an accelerator; None: not known
+    host_memory_bytes_per_second: float = UNLIMITED  # that disk, links and CPU share in front of an accelerator
     exchange_bytes_per_second: float = UNLIMITED
     exchange_seconds: float = 0.0
     decode_bytes_per_second: float = UNLIMITED  # of stored weights that become numbers, both counted
@@ -76,6 +79,19 @@ class MachineRates:
     def weights_in_bytes_per_second(self) -> float:
         """How fast weights come to where compute finds them."""
         return self.shard_bytes_per_second or self.link_in_bytes_per_second
+
+    @property
+    def host_shares(self) -> Mapping[Resource, float]:
+        """The part of host memory's rate that each takes while it works by its own rate; none where that, or host
+        memory's, has no limit."""
+        rates = {
+            Resource.disk: self.disk_bytes_per_second,
+            Resource.host_to_device: self.link_in_bytes_per_second,
+            Resource.device_to_host: self.link_out_bytes_per_second,
+            Resource.cpu_attention: self.cpu_attention_bytes_per_second,
+        }
+        host = self.host_memory_bytes_per_second
+        return {resource: rate / host for resource, rate in rates.items() if rate < UNLIMITED and host < UNLIMITED}
 
     def exchanged_seconds(self, num_bytes: Numbers) -> Numbers:
         """Seconds in which ranks exchange what they make in a layer of hidden vectors of so many bytes."""
@@ -101,7 +117,7 @@ class MachineRates:
             return None if value is None else float(str(value))
 
         newer = {"hit_seconds": 0.0, "shard_bytes_per_second": None, "exchange_seconds": 0.0, "launch_seconds": 0.0}
-        unlimited = dict.fromkeys(("exchange_bytes_per_second", "decode_bytes_per_second"), UNLIMITED)
+        unlimited = dict.fromkeys(UNLIMITED_BEFORE, UNLIMITED)
         known = {**newer, **unlimited, **values}  # not kept by older versions
         found = {each.name: rate(known[each.name]) for each in fields(MachineRates)}
         return MachineRates(**found)  # pyright: ignore[reportArgumentType] - names and types are checked above

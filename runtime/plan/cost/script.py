@@ -1,14 +1,14 @@
 """A schedule as flat lines that the simulator plays: what each works at, what it waits for, and for how long."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from ...resources import Resource
 from ..schedule.actions import Action, Op
 from ..schedule.schedule import Schedule
 
-DISK, LINK_IN, LINK_OUT, COMPUTE, CPU = (resource.number for resource in Resource)
+DISK, LINK_IN, LINK_OUT, COMPUTE, CPU, HOST = (resource.number for resource in Resource)
 SYNC = len(Resource)
 NEVER = 0  # the event that has always happened
 UNSEEN = 1  # one that nobody waits for
@@ -20,7 +20,7 @@ class ExpertReads:
 
     `read_seconds` and `copy_seconds` are of all of them; of the action's own seconds `dense_seconds` come before the
     first expert is needed, and reading begins `lead_seconds` before that. Beside them the CPU multiplies others for
-    `cpu_seconds`.
+    `cpu_seconds`, whose weights take `host_seconds` of host memory.
     """
 
     num_experts: int
@@ -29,6 +29,7 @@ class ExpertReads:
     dense_seconds: float
     lead_seconds: float
     cpu_seconds: float = 0.0
+    host_seconds: float = 0.0
 
 
 def _of_stage(stage: int) -> float:
@@ -71,7 +72,8 @@ Lines: TypeAlias = list[Line]
 class Durations:
     """Seconds of each action, by stage or by stage and lane. `read` and `copy` are of a whole stage, of whose seconds a
     page takes its share; `fetch` and `store` over the link, or where `links` say so over the disk, from which
-    `fetch_copy` and `store_copy` lead on over the link. `expert_reads`: None where no action reads any."""
+    `fetch_copy` and `store_copy` lead on over the link. `expert_reads`: None where no action reads any. Of host memory
+    a resource that works takes its share by `host_shares`, the CPU's attention takes `host_attend`."""
 
     read: Callable[[int], float] = _of_stage
     copy: Callable[[int], float] = _of_stage
@@ -87,6 +89,8 @@ class Durations:
     fetch_copy: Callable[[int, int], float] = _of_turn
     store_copy: Callable[[int, int], float] = _of_turn
     expert_reads: Callable[[Action], ExpertReads | None] | None = None
+    host_attend: Callable[[int, int], float] = _of_turn
+    host_shares: Mapping[int, float] = field(default_factory=dict)
     num_pages: int = 1
     links: Links = OVER_LINK
 

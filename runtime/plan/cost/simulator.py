@@ -1,5 +1,5 @@
 """Executes a schedule on a cost model instead of a machine and says how long it takes: a disk, a link with two
-directions, a compute device, and the CPU's attention workers.
+directions, a compute device, the CPU's attention workers, and the host memory that they share.
 
 Pure and deterministic. What an action takes comes from `durations`; nothing here is a constant of some machine.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...resources import Resource
 from ..schedule.actions import Action, Op
 from ..schedule.schedule import Schedule
-from .script import COMPUTE, CPU, DISK, LINK_IN, SYNC, Durations, Events, ExpertReads, Lines, Script
+from .script import COMPUTE, CPU, DISK, HOST, LINK_IN, SYNC, Durations, Events, ExpertReads, Lines, Script
 
 _RESOURCES = tuple(Resource)  # by their numbers
 
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class SimulatedPasses:
     seconds: float  # of all passes together
-    stall_seconds: float  # compute waited for weights, experts, KV, attention or a barrier
+    stall_seconds: float  # compute waited for weights, experts, KV, attention, a barrier or host memory
     busy_seconds: Mapping[Resource, float]
 
 
@@ -47,6 +47,8 @@ def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> Simul
 
     Actions are issued by compute's own clock, as the engine's thread does: nothing begins before it. A million actions
     take about a second: the schedule becomes flat lines once, which are then played in one loop.
+
+    Host memory is a bound and no queue: passes take at least as long as all bytes that go through it.
     """
     return simulate_each(Script(schedule, durations.links), [num_passes], durations)[0]
 
@@ -59,8 +61,9 @@ def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -
     clock.play(prologue)
     begun, every = prologue.busy(), cycle.busy()
     for count in counts:
-        for _ in range(count - done):
+        for number in range(done + 1, count + 1):
             clock.play(cycle)
+            clock.wait_until(begun[HOST] + number * every[HOST])
         done = count
         busy = {each: begun[each.number] + count * every[each.number] for each in Resource}
         found.append(SimulatedPasses(seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy))
@@ -74,11 +77,14 @@ def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: floa
     scripts = [Script(schedule, durations.links, events) for schedule, durations in passes]
     clock, played = _Clock(events.count), list[PlayedPass]()
     filled: Sequence[Action] | None = None
+    host_seconds = 0.0
     for (schedule, durations), script in zip(passes, scripts, strict=True):
         begin, spans = clock.now, list[Span]()
-        if schedule.prologue != filled:
-            clock.play(_Timed.of(script.prologue, durations), spans)
-        clock.play(_Timed.of(script.cycle, durations), spans)
+        parts = [script.cycle] if schedule.prologue == filled else [script.prologue, script.cycle]
+        for timed in (_Timed.of(lines, durations) for lines in parts):
+            clock.play(timed, spans)
+            host_seconds += timed.busy()[HOST]
+        clock.wait_until(host_seconds)
         clock.now += pass_seconds
         played.append(PlayedPass(begin, clock.now, spans))
         filled = schedule.prologue
@@ -92,22 +98,27 @@ class _Timed:
     lines: Lines
     seconds: Sequence[float]
     reads: Sequence[ExpertReads | None]
+    durations: Durations
 
     @staticmethod
     def of(lines: Lines, durations: Durations) -> "_Timed":
         ask = durations.expert_reads
         reads = [None if ask is None or line.kind != COMPUTE else ask(line.action) for line in lines]
-        return _Timed(lines, durations.of(lines), reads)
+        return _Timed(lines, durations.of(lines), reads, durations)
 
     def busy(self) -> list[float]:
         """Seconds of each resource, by its number."""
-        busy = [0.0] * (SYNC + 1)
+        busy, attend = [0.0] * (SYNC + 1), self.durations.host_attend
         for line, seconds in zip(self.lines, self.seconds, strict=True):
             busy[line.kind] += seconds
+            if line.kind == CPU:
+                busy[HOST] += attend(*line.action.turn)
         for reads in filter(None, self.reads):
             busy[DISK] += reads.read_seconds
             busy[LINK_IN] += reads.copy_seconds
             busy[CPU] += reads.cpu_seconds
+            busy[HOST] += reads.host_seconds
+        busy[HOST] += sum(share * busy[number] for number, share in self.durations.host_shares.items())
         return busy[:SYNC]
 
 
@@ -126,6 +137,11 @@ class _Clock:
     def __init__(self, num_events: int):
         self.now, self.stall_seconds = 0.0, 0.0
         self._free, self._ends = [0.0] * len(_RESOURCES), [0.0] * num_events
+
+    def wait_until(self, second: float) -> None:
+        """Compute waits, unless it is later already."""
+        self.stall_seconds += max(0.0, second - self.now)
+        self.now = max(self.now, second)
 
     def play(self, timed: _Timed, spans: list[Span] | None = None) -> None:
         """Adds what ran when to `spans`. One loop over local names, longer than functions here are: it is played a

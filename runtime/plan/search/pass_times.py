@@ -1,7 +1,8 @@
 """The hierarchical roofline over a whole grid of policies: seconds that each resource works in a pass, and the pass.
 
-What works side by side takes as long as the slowest: T = max(link, CPU, compute, disk). What an order leaves without
-overlap is added. A schedule's start, its slots and its barriers are the simulator's business.
+What works side by side takes as long as the slowest: T = max(link, CPU, compute, disk, host memory), where host memory
+has the bytes of disk, link and CPU together. What an order leaves without overlap is added. A schedule's start, its
+slots and its barriers are the simulator's business.
 """
 
 from collections.abc import Callable
@@ -188,8 +189,18 @@ class Roofline:
             Resource.compute: compute,
             Resource.cpu_attention: attend,
         }
-        seconds = self._together(grid, busy, cpu_seconds)
-        return PassTimes(busy={**busy, Resource.cpu_attention: attend + cpu_seconds}, seconds=seconds)
+        host = self._host_seconds(busy, on_cpu)
+        seconds = np.maximum(self._together(grid, busy, cpu_seconds), host)
+        busy = {**busy, Resource.cpu_attention: attend + cpu_seconds, Resource.host_memory: host}
+        return PassTimes(busy=busy, seconds=seconds)
+
+    def _host_seconds(self, busy: dict[Resource, Floats], num_expert_bytes: Floats) -> Floats:
+        """The seconds in which host memory hands on all that goes through it: what the disk and the link move, keys and
+        values that the CPU looks at, and experts that it multiplies."""
+        rates, found = self.rates, num_expert_bytes / self.rates.host_memory_bytes_per_second
+        for resource, share in rates.host_shares.items():
+            found = found + share * busy[resource]
+        return found
 
     def _together(self, grid: PolicyGrid, busy: dict[Resource, Floats], beside: Floats) -> Floats:
         """The seconds of a pass, in which the CPU multiplies experts for `beside`: shared ones come when their layer's
