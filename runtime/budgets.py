@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from .config import OffloadConfig
 from .out_of_memory import OverBudget
-from .plan.placement.ledger import KERNELS_BYTES
+from .plan.placement.ledger import KERNELS_BYTES, PINNED_SHARE
 from .plan.placement.placement import Budgets, Placement
 from .stream.device import ComputeDevice
-from .stream.host_memory import available_bytes, peak_resident_bytes
+from .stream.host_memory import available_bytes, peak_resident_bytes, total_bytes
 from .stream.kept_weights import KeptWeights
 from .units import format_bytes, gib_to_bytes
 
@@ -27,13 +27,20 @@ def reclaim(device: ComputeDevice) -> None:
         device.give_back()
 
 
+def usable_host_bytes(num_kept_bytes: int = 0, *, is_pinned: bool) -> int:
+    """The host memory that runs may use where no budget is given: a share of what is free, or will be when what is kept
+    is let go of; and where it is pinned, in front of an accelerator, no more than a share of all that there is."""
+    free = int((available_bytes() + num_kept_bytes) * FREE_SHARE)
+    return min(free, int(total_bytes() * PINNED_SHARE)) if is_pinned else free
+
+
 def budgets_of(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None = None) -> Budgets:
     """The memory that a run may use. Where that is a share of what is free, `kept` weights count as free: the run's
     ledgers count those that it holds, and the others are let go of."""
     in_compute, pinned = (kept.compute_bytes, kept.pinned_bytes) if kept is not None else (0, 0)
     in_host = pinned + (0 if device.is_accelerator else in_compute)
     host = offload.host_memory_gib
-    host_bytes = gib_to_bytes(host) if host is not None else int((available_bytes() + in_host) * FREE_SHARE)
+    host_bytes = gib_to_bytes(host) if host is not None else usable_host_bytes(in_host, is_pinned=device.is_accelerator)
     if not device.is_accelerator:
         return Budgets(host_bytes=host_bytes, num_sharers=device.num_sharers)
     own = offload.device_memory_gib

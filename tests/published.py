@@ -25,8 +25,9 @@ from runtime.config import (
 )
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.predict import Prediction
-from runtime.plan.cost.profile import USABLE_SHARE, machine_of
+from runtime.plan.cost.profile import machine_of
 from runtime.plan.cost.rates import MachineRates
+from runtime.plan.placement.ledger import PINNED_SHARE
 from runtime.plan.planner import plan_run
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.choice import Choice
@@ -39,6 +40,7 @@ from runtime.units import GIB
 from tests.moe_shapes import DBRX, MIXTRAL, MIXTRAL_8X22B, Moe
 
 MACHINES = Path(__file__).resolve().parents[1] / "conf" / "machine"
+THEIR_SHARE = 0.9  # of a host's memory: their machines did nothing else, and their runs pinned more than three quarters
 NUM_REQUESTS = 6000  # several blocks of any size that fits
 MTBENCH = {"mean": 77, "longest": 418}
 REASONING = {"mean": 242, "longest": 256}
@@ -143,8 +145,8 @@ def machine(name: str) -> Machine:
 def view_for(setting: Setting, num_cards: int | None = None) -> RankView:
     """The view of one of the cards: several are tensor parallel. `num_cards`: None takes all of the profile's."""
     on = machine(setting.machine)
-    if setting.host_gib is not None:
-        on = replace(on, host_bytes=int(setting.host_gib * GIB * USABLE_SHARE))
+    host_bytes = on.host_bytes / PINNED_SHARE if setting.host_gib is None else setting.host_gib * GIB
+    on = replace(on, host_bytes=int(host_bytes * THEIR_SHARE))
     count = num_cards or on.fabric.num_devices
     return RankView.of(on, setting.model.shape(), Way.one if count == 1 else Way.tensor, count, DividedExperts.rows)
 

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from runtime.api import Runtime
-from runtime.budgets import FREE_SHARE
+from runtime.budgets import FREE_SHARE, usable_host_bytes
 from runtime.config import RANDOM, MachineConfig, ModelConfig, PolicyConfig, PolicyKind, RuntimeConfig, SamplingConfig
 from runtime.engine.records import PassRecord, Phase
 from runtime.engine.requests import Request
@@ -28,7 +28,6 @@ from runtime.measure.timing import Figure, Measured, Probe, measure
 from runtime.profiles import BackendTable, MeasureConfig, MeasuredRates
 from runtime.session import Session
 from runtime.stream.device import ComputeDevice
-from runtime.stream.host_memory import available_bytes
 from runtime.units import GIB
 
 TURN, PASS = "a turn: one lane in one stage", "a pass, beside its turns"
@@ -53,7 +52,7 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
     device = ComputeDevice(machine.device)
     if machine.num_threads is not None:
         torch.set_num_threads(machine.num_threads)
-    host_gib = available_bytes() * FREE_SHARE / GIB
+    host_gib = usable_host_bytes(is_pinned=device.is_accelerator) / GIB
     device_gib = device.free_bytes() * FREE_SHARE / GIB if device.is_accelerator else None
     with machine_probes(config, device) as found, turn_probes(machine, device) as turns:
         probes = [*found.probes, *turns]

@@ -18,10 +18,9 @@ from typing import IO, NamedTuple
 
 import torch
 
-from runtime.budgets import FREE_SHARE
+from runtime.budgets import usable_host_bytes
 from runtime.errors import ConfigError, InternalError, Interrupted
 from runtime.stream.device_choice import choose_device
-from runtime.stream.host_memory import available_bytes
 from runtime.stream.shared_weights import SharedWeights, new_shared_memory
 from runtime.units import GIB, format_bytes
 
@@ -77,7 +76,7 @@ def shares(
     count = asked or (len(nodes) if is_cpu else num_devices)
     if not is_cpu and count > num_devices:
         raise ConfigError(f"num_workers={count}, and torch finds {num_devices} of {device.type} here: a worker each")
-    gib = config.offload.host_memory_gib or available_bytes() * FREE_SHARE / GIB
+    gib = config.offload.host_memory_gib or usable_host_bytes(is_pinned=not is_cpu) / GIB
     threads = config.machine.num_threads
     return [
         Share(

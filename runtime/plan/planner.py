@@ -181,7 +181,7 @@ def _in_order(problem: Problem, order: Order) -> Problem:
 def _plan_in_order(problem: Problem, blocks: tuple[Block, ...] | None, num_halvings: int) -> RunPlan:
     """The plan of a policy whose order is said."""
     starts = _starts(problem, num_halvings) if blocks is None else [of_blocks(problem, blocks)]
-    starts[0].placement.require_fit(problem.config.model)
+    starts[0].placement.require_fit(problem.config)
     if not num_halvings:
         starts = [balanced(problem, run) for run in starts]
     return _run_plan(problem, *_fastest(problem, starts))

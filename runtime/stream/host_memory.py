@@ -50,16 +50,23 @@ def bytes_within_limits(proc: Path = PROC) -> int | None:
     return min(left, default=None)
 
 
+def strictest_limit(proc: Path = PROC) -> int | None:
+    """The bytes that this process's groups may have at most, whoever uses them; None where there is no limit."""
+    groups = ((version, group) for version in (VERSION_1, VERSION_2) for group in _groups(version, proc))
+    return min((limit for version, group in groups for limit in _limits(version, group)), default=None)
+
+
 def _left(version: _Version, proc: Path) -> Iterator[int]:
     for group in _groups(version, proc):
         used = _number(group / version.usage)
         if used is None:
             continue
         needed = used - _statistic(group / "memory.stat", version.reclaimable)
-        for name in version.limits:
-            limit = _number(group / name)
-            if limit is not None:
-                yield max(0, limit - needed)
+        yield from (max(0, limit - needed) for limit in _limits(version, group))
+
+
+def _limits(version: _Version, group: Path) -> Iterator[int]:
+    return (limit for name in version.limits if (limit := _number(group / name)) is not None)
 
 
 def _groups(version: _Version, proc: Path) -> Iterator[Path]:
@@ -129,6 +136,12 @@ def available_bytes() -> int:
     free = _field(Path("/proc/meminfo"), "MemAvailable") * KIB
     within_limits = bytes_within_limits()
     return free if within_limits is None else min(free, within_limits)
+
+
+def total_bytes() -> int:
+    """What this machine has, or what the limits of this process's groups leave of it."""
+    installed, limit = _field(Path("/proc/meminfo"), "MemTotal") * KIB, strictest_limit()
+    return installed if limit is None else min(installed, limit)
 
 
 def resident_bytes(num_sharers: int = 1) -> int:

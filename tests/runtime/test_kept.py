@@ -114,11 +114,26 @@ def test_a_batch_that_takes_more_memory_keeps_fewer_weights_within_the_same_budg
     assert 0 < kept[0] < kept[1] > kept[2] == kept[0]
 
 
+@pytest.mark.parametrize(("free", "pinned"), [(7.9, 6.0), (6.0, 5.4)])
+def test_of_a_host_three_quarters_are_pinned_at_most_unless_more_is_asked_for(
+    free: float, pinned: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 GiB; where less is free, nine tenths of that, as where nothing is pinned."""
+    monkeypatch.setattr(budgets, "available_bytes", lambda: int(free * GIB))
+    monkeypatch.setattr(budgets, "total_bytes", lambda: 8 * GIB)
+    found = {
+        each: budgets.budgets_of(OffloadConfig(), each).host_bytes for each in (FakeDevice(), ComputeDevice("cpu"))
+    }
+    assert [value / GIB for value in found.values()] == pytest.approx([pinned, 0.9 * free])
+    assert budgets.budgets_of(OffloadConfig(host_memory_gib=7.5), FakeDevice()).host_bytes == 7.5 * GIB
+
+
 def test_weights_that_are_kept_are_free_for_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptWeights()
     kept.stages.resident[(0,)] = StageBytes(torch.empty(3 * 1024, dtype=torch.uint8), {}, 0)
     kept.experts.in_host[0] = torch.empty(512, dtype=torch.uint8)
     monkeypatch.setattr(budgets, "available_bytes", lambda: GIB)
+    monkeypatch.setattr(budgets, "total_bytes", lambda: 4 * GIB)
     monkeypatch.setattr(budgets, "FREE_SHARE", 1)
     on_cpu = budgets.budgets_of(OffloadConfig(), ComputeDevice("cpu"), kept)
     assert on_cpu.host_bytes == GIB + 3 * 1024 + 512

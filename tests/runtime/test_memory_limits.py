@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.stream import host_memory
-from runtime.stream.host_memory import bytes_within_limits
+from runtime.stream.host_memory import bytes_within_limits, strictest_limit
 from runtime.units import MIB
 
 NO_LIMIT_V1 = 9223372036854771712  # what version 1 says where there is none
@@ -100,7 +100,23 @@ def test_a_container_sees_its_own_part_of_the_hierarchy(tmp_path: Path, root: st
 
 
 def test_a_system_without_control_groups_has_no_limits(tmp_path: Path) -> None:
-    assert bytes_within_limits(tmp_path) is None
+    assert bytes_within_limits(tmp_path) is strictest_limit(tmp_path) is None
+
+
+@pytest.mark.parametrize("is_v2", [True, False])
+def test_a_container_is_as_large_as_its_strictest_limit_whatever_is_used_of_it(
+    tmp_path: Path, is_v2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, is_v2, "/job/step")
+    machine.limit("", "max" if is_v2 else NO_LIMIT_V1, 900 * MIB)
+    machine.limit("job", 300 * MIB, 100 * MIB)
+    machine.limit("job/step", 400 * MIB, 350 * MIB)
+    assert strictest_limit(machine.proc) == 300 * MIB
+    installed = host_memory.total_bytes()
+    monkeypatch.setattr(host_memory, "strictest_limit", lambda: 300 * MIB)
+    assert host_memory.total_bytes() == 300 * MIB
+    monkeypatch.setattr(host_memory, "strictest_limit", lambda: NO_LIMIT_V1)
+    assert host_memory.total_bytes() >= installed
 
 
 def test_the_budget_of_a_run_follows_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,6 +221,17 @@ def test_only_keys_that_can_help_are_named(
     assert set(re.findall(r"[a-z_]+(?:\.[a-z_]+|=[a-z]+)", advice)) - {"offload.host_memory_gib"} == keys
 
 
+@pytest.mark.parametrize("budgets", [SMALL, SMALL_HOST])
+@pytest.mark.parametrize("asked_gib", [None, 0.001])
+def test_who_gave_no_budget_of_pinned_memory_hears_what_it_is(budgets: Budgets, asked_gib: float | None) -> None:
+    config = RuntimeConfig(offload=OffloadConfig(tier=Tier.cpu, resident_layers=0, host_memory_gib=asked_gib))
+    placement = place(toy_shape(), config, budgets, Load.of(toy_shape(), BLOCK, 512))
+    with pytest.raises(BudgetError) as error:
+        placement.require_fit(config)
+    said = "Unset, offload.host_memory_gib is 75% of the host's memory at most, all pinned" in str(error.value)
+    assert said is (budgets is SMALL_HOST and asked_gib is None)
+
+
 def test_a_plan_of_single_sequences_is_told_the_least_budget_that_it_takes() -> None:
     shape, lanes = toy_shape(), [sizes_of([9])]
     config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme, resident_layers=0), kv=KVConfig(tier=KVTier.nvme))

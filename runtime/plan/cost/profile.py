@@ -10,14 +10,14 @@ from ...config import DType, MachineConfig
 from ...errors import ConfigError
 from ...profiles import DataSheet, LinksConfig, MeasuredRates
 from ...units import gib_to_bytes
-from ..placement.ledger import LIBRARY_BYTES
+from ..placement.ledger import LIBRARY_BYTES, PINNED_SHARE
 from ..shape.auto_dtype import auto_dtype, has_bfloat16_units
 from .links import Fabric
 from .machine import Machine
 from .rates import UNLIMITED, MachineRates
 
 GIGA, TERA = 1e9, 1e12
-USABLE_SHARE = 0.9  # of each memory: the rest is the driver's, the system's and the libraries'
+USABLE_SHARE = 0.9  # of a device's memory: the rest is the driver's and the libraries'; of the host's `PINNED_SHARE`
 COMPUTE_SHARE = 0.8  # of dense FLOP/s at the base clock, in products of many rows: tiles do not fit
 MEMORY_SHARE = 0.75  # of a memory's bandwidth, the device's (its ECC takes a part) and the host's
 LINK_SHARE = 0.8  # of one direction, of links to the host from pinned memory, and between devices: packets have headers
@@ -71,7 +71,7 @@ def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> 
             node_bytes_per_second=_network(links),
         ),
         has_bfloat16=sheet.bfloat16_tflops is not None,
-        host_bytes=int(gib_to_bytes(sheet.host_memory_gib) * USABLE_SHARE),
+        host_bytes=int(gib_to_bytes(sheet.host_memory_gib) * PINNED_SHARE),
         device_bytes=int(gib_to_bytes(sheet.memory_gib) * USABLE_SHARE),
         library_bytes=LIBRARY_BYTES,
         rates=MachineRates(

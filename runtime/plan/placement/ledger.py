@@ -51,6 +51,7 @@ class Ledger:
             raise BudgetError(f"the run needs {short} more {self.memory} memory than it may use\n{self}\n{advice}")
 
 
+PINNED_SHARE = 0.75  # of a host's memory in front of an accelerator: nobody else can swap out what is pinned
 KERNELS_BYTES = 256 * MIB  # of torch and its libraries, loaded at their first call; torch's allocator does not see them
 WORKSPACE_BYTES = 64 * MIB  # of cuBLAS and cuBLASLt; torch gives each 32 MiB on Hopper, less elsewhere
 BLOCKS_BYTES = 64 * MIB  # that torch's allocator holds beyond its tensors: it maps 2 to 20 MiB at a time

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...batching.prefixes import SharingRule
-from ...config import ExpertPaging, KVTier, ModelConfig
+from ...config import ExpertPaging, KVTier, ModelConfig, RuntimeConfig
 from ...units import GIB
 from ..schedule.walk import Walk
 from .decoded import DecodedSize
 from .exchange import ExchangeSize
 from .feedforward import CpuShare
 from .kv import KVLayout
-from .ledger import Entry, Ledger
+from .ledger import PINNED_SHARE, Entry, Ledger
 from .memory import PAGE_TOKENS
 
 
@@ -120,11 +120,13 @@ class Placement:
     def fits(self) -> bool:
         return all(ledger.fits for ledger in self.ledgers)
 
-    def require_fit(self, model: ModelConfig | None = None) -> None:
-        """Raises BudgetError, with the equation and the keys that can make it true. `model`: whose weights may be
-        rounded while they are read, and then cannot be read from disk in each pass."""
+    def require_fit(self, config: RuntimeConfig | None = None) -> None:
+        """Raises BudgetError, with the equation and the keys that can make it true."""
         for ledger in self.ledgers:
-            ledger.require_fit(ways_to_fit(ledger, self.walk, self.kv, model or ModelConfig(), self.at_least))
+            ways = ways_to_fit(ledger, self.walk, self.kv, config or RuntimeConfig(), self.at_least)
+            if self.has_device and ledger.memory == "host" and config and config.offload.host_memory_gib is None:
+                ways += f". Unset, {ledger.budget_key} is {PINNED_SHARE:.0%} of the host's memory at most, all pinned"
+            ledger.require_fit(ways)
 
 
 KV_TERMS = frozenset({"KV cache", "KV pages"})
@@ -151,16 +153,17 @@ LOWERED_BY = {  # which terms a lower value of the key makes smaller
 
 
 def ways_to_fit(
-    ledger: Ledger, walk: Walk, kv: KVLayout, model: ModelConfig, at_least: frozenset[str] = frozenset()
+    ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig, at_least: frozenset[str] = frozenset()
 ) -> str:
     """The ways to make a run fit, by the terms that the ledger has, and the budget that this plan takes. A key whose
-    value is at its end already is not named."""
+    value is at its end already is not named. Weights that are rounded while they are read cannot be read from disk in
+    each pass."""
     terms = frozenset(entry.name for entry in ledger.entries if entry.num_bytes)
     ways = [f"raise {ledger.budget_key} to {math.ceil(1000 * ledger.total_bytes / GIB) / 1000:g}"]
     lower = [key for key, lowered in LOWERED_BY.items() if terms & lowered and key not in at_least]
     if lower := [*lower, *_to_lower(terms, walk, kv)]:
         ways.append(f"lower {_one_of(lower)}")
-    if use := [*_to_use(terms, walk, kv, model)]:
+    if use := [*_to_use(terms, walk, kv, config.model)]:
         ways.append(f"use {_one_of(use)}")
     return ", or ".join(ways)
 

@@ -107,7 +107,7 @@ class Finalists:
         """Raises BudgetError when the policy's run does not fit."""
         problem = self.problem.of(policy)
         run = of_blocks(problem, self._blocks_of(policy))
-        run.placement.require_fit(problem.config.model)
+        run.placement.require_fit(problem.config)
         run = balanced(problem, run)
         prediction = problem.predicted(run)
         assert prediction is not None, "a search predicts"
