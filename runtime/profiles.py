@@ -12,18 +12,22 @@ from typing import Any
 from .errors import require
 from .text_field import TextField, enum_field
 
+SHEET_LANES = 16  # of PCIe, for which data sheets print the link
+LANES = (1, 2, 4, 8, SHEET_LANES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSheet:
     """Peaks that vendors print: of one device, and of the host around `num_devices` of it. What a run attains of them
     is for `runtime/plan/cost/profile.py` to say. `bfloat16_tflops` None: no units for it, float32's are used. Of the
     two clocks the peaks are at the boost one, and a power limit under load holds no more than the base one for
-    certain."""
+    certain. `link_lanes` is the fewer of the card's and the slot's: the link is as many sixteenths as fast."""
 
     num_devices: int = 1
     memory_gib: float
     memory_gb_per_second: float
-    link_gb_per_second: float  # one direction
+    link_gb_per_second: float  # one direction, over sixteen lanes
+    link_lanes: int = SHEET_LANES
     base_clock_mhz: float
     boost_clock_mhz: float
     float32_tflops: float
@@ -38,6 +42,13 @@ class DataSheet:
         for field_ in fields(self):
             value = getattr(self, field_.name)
             require(value is None or value > 0, f"machine.sheet.{field_.name} must be above 0, got {value}")
+        lanes = self.link_lanes
+        require(lanes in LANES, f"machine.sheet.link_lanes must be one of {', '.join(map(str, LANES))}, got {lanes}")
+
+    @property
+    def host_link_gb_per_second(self) -> float:
+        """One direction of the link to the host, over the lanes that there are."""
+        return self.link_gb_per_second * self.link_lanes / SHEET_LANES
 
 
 class DeviceLink(Enum):

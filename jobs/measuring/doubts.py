@@ -38,10 +38,11 @@ def doubts(rates: MeasuredRates, before: MeasuredRates | None, host: Host) -> li
 
 
 def names(profile: str, device: str) -> bool:
-    """Whether a profile of the machine group is of the device with this name: a100-40 of "NVIDIA A100-SXM4-40GB"."""
+    """Whether a profile of the machine group is of the device with this name: a100-40 of "NVIDIA A100-SXM4-40GB". A
+    card of the same number with a word behind it is another one."""
     parts = [re.sub(r"(?<=[a-z])(?=\d)", " ?", part) for part in profile.split("-")]
     pattern = r".*\b".join(f"{part}(gb)?\\b" for part in parts)
-    return re.search(rf"\b{pattern}", re.sub(r"[^a-z0-9]+", " ", device.lower())) is not None
+    return re.search(rf"\b{pattern}(?! (ti|super|laptop|d)\b)", re.sub(r"[^a-z0-9]+", " ", device.lower())) is not None
 
 
 def _far(found: Mapping[str, Value], others: Mapping[str, Value], where: str) -> Iterator[str]:
@@ -84,7 +85,7 @@ def _peaks(sheet: DataSheet, rates: MeasuredRates) -> dict[str, Value]:
     with the most rows."""
     found = {"memory_gb_per_second": Value(number=sheet.memory_gb_per_second, unit="GB/s")}
     for key in ("link_in_gb_per_second", "link_out_gb_per_second"):
-        found[key] = Value(number=sheet.link_gb_per_second, unit="GB/s")
+        found[key] = Value(number=sheet.host_link_gb_per_second, unit="GB/s")
     tflops = {"float32": sheet.float32_tflops, "float16": sheet.float16_tflops, "bfloat16": sheet.bfloat16_tflops}
     for dtype, peak in tflops.items():
         if peak is not None:

@@ -46,7 +46,7 @@ PROMPT = b"ready> "
         ("plan plan.sweep=m", ["plan.sweep=memory"]),
         ("models format=", ["format=text", "format=markdown"]),
         ("plan machine=t4 machine.s", ["machine.sheet."]),
-        ("plan machine=t4 machine.sheet.link", ["machine.sheet.link_gb_per_second="]),
+        ("plan machine=t4 machine.sheet.link", ["machine.sheet.link_gb_per_second=", "machine.sheet.link_lanes="]),
         ("bench suite=gpu gpu.sh", ["gpu.shape."]),
         ("synthesize model=gpt2-xl architecture.n_h", ["architecture.n_head="]),
         ("synthesize model=gpt2-xl architecture=mixtral architecture.num_local", ["architecture.num_local_experts="]),

@@ -154,6 +154,8 @@ def test_rates_far_from_the_devices_data_sheet_are_named_with_both() -> None:
         ("a100-80", "NVIDIA A100 80GB PCIe", True),
         ("h100", "NVIDIA H100 80GB HBM3", True),
         ("rtx3060", "NVIDIA GeForce RTX 3060", True),
+        ("rtx3060", "NVIDIA GeForce RTX 3060 Ti", False),
+        ("rtx4060", "NVIDIA GeForce RTX 4060 Laptop GPU", False),
         ("t4", "cpu", False),
     ],
 )

@@ -10,14 +10,14 @@ from jobs.config.typed import build
 from runtime.config import DType, MachineConfig
 from runtime.errors import ConfigError
 from runtime.plan.cost.profile import COMPUTE_SHARE, MEMORY_SHARE, machine_of
-from runtime.profiles import DataSheet, DTypeRates, MeasuredRates
+from runtime.profiles import LANES, DataSheet, DTypeRates, MeasuredRates
 from runtime.resources import Resource
 from runtime.units import GIB
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "machine"
 SHEETS = (
     *("t4", "2xt4", "4xt4", "l4", "a10", "a100-40", "a100-80", "8xa100-80", "2n-a100-80", "h100", "h200"),
-    *("rtx3060", "rtx3090", "rtx4090"),
+    *("rtx3060", "rtx3090", "rtx4060", "rtx4060ti-16", "rtx4090", "rtx5090"),
 )
 RATES = MeasuredRates(
     host_memory_gib=20.0,
@@ -85,6 +85,31 @@ def test_a_link_is_no_faster_than_the_memory_that_feeds_it() -> None:
     rates = machine_of(MachineConfig(sheet=sheet)).rates
     assert rates.link_in_bytes_per_second == rates.host_memory_bytes_per_second == 10e9 * MEMORY_SHARE
     assert rates.host_shares[Resource.host_to_device] == 1
+
+
+def test_a_slot_of_fewer_lanes_makes_the_link_as_much_slower_and_nothing_else() -> None:
+    card = profile("rtx4090")
+    in_slot = {
+        lanes: machine_of(replace(card, sheet=replace(sheet_of("rtx4090"), link_lanes=lanes))) for lanes in LANES
+    }
+    whole = machine_of(card)
+    for lanes, machine in in_slot.items():
+        rate = whole.rates.link_in_bytes_per_second * lanes / 16
+        assert machine.rates.link_in_bytes_per_second == machine.rates.link_out_bytes_per_second == pytest.approx(rate)
+        assert machine.fabric.device_bytes_per_second == pytest.approx(rate)
+        same = {"link_in_bytes_per_second": rate, "link_out_bytes_per_second": rate}
+        assert replace(machine.rates, **same) == replace(whole.rates, **same)
+    x8 = {option for option in SHEETS if sheet_of(option).link_lanes == 8}
+    assert x8 == {"rtx4060", "rtx4060ti-16"}
+    with pytest.raises(ConfigError, match=r"machine\.sheet\.link_lanes must be one of 1, 2, 4, 8, 16, got 12"):
+        replace(sheet_of("rtx4090"), link_lanes=12)
+
+
+def test_tensor_cores_of_gaming_cards_count_dense_and_summed_in_float32_at_twice_the_rate_of_float32() -> None:
+    sheets = [sheet_of(option) for option in SHEETS if option.startswith("rtx")]
+    assert len(sheets) == 6
+    for sheet in sheets:
+        assert sheet.float16_tflops == sheet.bfloat16_tflops == pytest.approx(2 * sheet.float32_tflops, rel=0.01)
 
 
 def test_a_device_without_units_for_bfloat16_computes_it_as_float32_and_takes_float16_by_itself() -> None:

@@ -58,8 +58,8 @@ def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> 
     flops = _tflops(sheet, dtype) * TERA * min(1.0, sheet.base_clock_mhz / sheet.boost_clock_mhz)
     memory = sheet.memory_gb_per_second * GIGA * MEMORY_SHARE
     host = sheet.host_memory_gb_per_second * GIGA * MEMORY_SHARE
-    link = min(sheet.link_gb_per_second * GIGA * LINK_SHARE, host)
-    own = links.device_gb_per_second or sheet.link_gb_per_second
+    link = min(sheet.host_link_gb_per_second * GIGA * LINK_SHARE, host)
+    own = links.device_gb_per_second or sheet.host_link_gb_per_second
     return Machine(
         name=name,
         fabric=Fabric(
