@@ -48,8 +48,9 @@ class TraceEvents:
         self._tracks, self._named = Tracks(), set[int]()
 
     def head(self) -> list[str]:
-        """The names of the process and of every row."""
-        return [self._event_of_name("process_name", 0, self._process.name), *(self._name(row, 0) for row in Resource)]
+        """The names of the process and of every row that a span can be on."""
+        rows = (row for row in Resource if row is not Resource.host_memory)
+        return [self._event_of_name("process_name", 0, self._process.name), *(self._name(row, 0) for row in rows)]
 
     def of(self, spans: Sequence[Span]) -> list[str]:
         return [event for span in sorted(spans, key=lambda span: span.begin) for event in self._events(span)]

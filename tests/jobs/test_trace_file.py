@@ -14,9 +14,8 @@ from runtime.resources import Resource
 from runtime.trace import Span, Trace
 
 BEGIN = 100.0
-SPANS = [
-    Span(row, f"{row.name} {number}", BEGIN + number, BEGIN + number + 0.5) for number in range(3) for row in Resource
-]
+ROWS = [row for row in Resource if row is not Resource.host_memory]  # which nothing is on by itself
+SPANS = [Span(row, f"{row.name} {number}", BEGIN + number, BEGIN + number + 0.5) for number in range(3) for row in ROWS]
 
 
 def events(path: Path) -> list[dict[str, object]]:
@@ -44,7 +43,7 @@ def test_every_row_has_its_name_in_the_order_of_rows(tmp_path: Path) -> None:
     with TraceFile(tmp_path / "trace", BEGIN) as file:
         file.write(SPANS)
     named = {e["tid"]: e["args"] for e in events(file.path) if e["name"] == "thread_name"}
-    assert [named[tid] for tid in sorted(named, key=str)] == [{"name": row.value} for row in Resource]
+    assert [named[tid] for tid in sorted(named, key=str)] == [{"name": row.value} for row in ROWS]
     spans = [e for e in events(file.path) if e["ph"] == "X"]
     assert {e["tid"] for e in spans} == set(named)
     assert all(isinstance(e["dur"], float) and e["dur"] >= 0 for e in spans)
