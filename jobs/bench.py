@@ -46,6 +46,8 @@ def main(composed: Composed) -> None:
     if done.draw is not None:
         done.draw(folder)
     say(table)
+    if done.is_interrupted:
+        raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

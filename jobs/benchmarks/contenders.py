@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.util import find_spec
 
-from runtime.config import Admission, Attention, DType, Order, SharePrefixes, Tier
+from runtime.config import Admission, Attention, DType, KVTier, Order, SharePrefixes, Tier
 
 BATCH_SIZES = (16, 32, 64, 128)
 LARGE_BATCH_SIZES = (64, 128)  # of those that read all weights for every batch anew: smaller ones only read more
@@ -58,6 +58,7 @@ class Ours:
     admission: Admission = Admission.wave
     schedule: Order = Order.zigzag
     attention: Attention = Attention.device
+    kv: KVTier = KVTier.auto
     is_traced: bool = False
     shares: SharePrefixes = SharePrefixes.auto
 
@@ -198,19 +199,26 @@ SHARING = (Contender.nvme, Contender.nvme_continuous, Contender.nvme_unshared, C
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A contender of `suite=gpu`. `part`: of all prompts it gets one in so many. `num_pieces`: in which a lane's
-    prompts are prefilled. `is_cut`: its model has so many layers as the device holds. `needs`: modules without which
-    something else would be measured."""
+    prompts are prefilled. `is_cut`: its model has so many layers as the device holds. `is_int4`: its weights lie as
+    `millrace pack format=int4` stores them, and all of them are streamed. `needs`: modules without which something
+    else would be measured."""
 
     name: str
     entry: Ours | Peer
     num_pieces: int = 1
     part: int = 1
     is_cut: bool = False
+    is_int4: bool = False
     needs: tuple[str, ...] = ()
 
     @property
     def is_peer(self) -> bool:
         return isinstance(self.entry, Peer)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether weights are read from a disk while it runs, of a model of few layers that is written there."""
+        return self.entry.tier in (Tier.nvme, Tier.auto)
 
     @property
     def missing(self) -> list[str]:
@@ -233,10 +241,13 @@ VARIANTS: Sequence[Variant] = (
         needs=("numba",),
     ),
     Variant(name="millrace, module_batched", entry=replace(HOST, schedule=Order.module_batched)),
+    Variant(name="millrace, kv=cpu", entry=replace(HOST, kv=KVTier.cpu)),
+    Variant(name="millrace, int4 store", entry=HOST, is_int4=True),
     Variant(name="accelerate cpu_offload", entry=Peer(tier=Tier.cpu), needs=("accelerate",)),
     Variant(name="millrace in the device", entry=Ours(tier=Tier.none), is_cut=True),
     Variant(name="transformers in the device", entry=Peer(), is_cut=True),
     Variant(name="millrace, offload=nvme", entry=Ours(tier=Tier.nvme)),
+    Variant(name="millrace, offload=auto", entry=Ours(tier=Tier.auto)),
 )
 # DeepSpeed keeps a copy of the weights of its own, so it has a process of its own.
 DEEPSPEED_VARIANT = Variant(name="deepspeed ZeRO-Inference", entry=Peer(tier=Tier.cpu), needs=("deepspeed",))

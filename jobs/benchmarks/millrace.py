@@ -101,10 +101,12 @@ def generated(
     *,
     rates: MachineRates | None = None,
     is_warmed_up: bool = False,
+    say: Callable[[str], object] = lambda step: None,
     after_pass: Callable[[], object] = lambda: None,
 ) -> Generated:
     """Generates in a session, and counts the seconds of its passes and of `after_pass`, and the bytes that streams
-    have moved in passes. `rates`: None measures them. `is_warmed_up`: the first pass is run once before."""
+    have moved in passes. `rates`: None measures them. `is_warmed_up`: the first pass is run once before. `say` is told
+    each step as it begins."""
     passes: list[PassRecord] = []
     seconds_between = 0.0
 
@@ -115,10 +117,14 @@ def generated(
         after_pass()
         seconds_between += time.monotonic() - begin
 
+    say("kernels, compiled at their first use")
     runtime.wait_for_kernels()
+    say("planning, and bringing weights to their places")
     with runtime.confirmed_session(requests, rates=rates) as (plan, session):
         if is_warmed_up:
+            say("a first pass, which does not count")
             session.probe(requests)
+        say("passes that count")
         completions = [completion for _, completion in session.generate(requests, on_pass)]
     tokens = {int(completion.request.id): list(completion.token_ids) for completion in completions}
     seconds = sum(record.seconds for record in passes) + seconds_between

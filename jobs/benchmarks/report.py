@@ -97,7 +97,8 @@ def gpu_table(machine: Machine, measurements: Sequence[Measurement], device_memo
     phases = [row for name, each in rounds.items() for row in _phase_rows(name, [one.phases for one in each])]
     parts = [
         f"{machine.device}, of whose memory {device_memory_gib:g} GiB may be used; {machine.num_layers} layers of "
-        f"Mixtral, {format_bytes(machine.weight_bytes)} of random bf16 in host memory.\n{described(machine.link)}",
+        f"{machine.model}, {format_bytes(machine.weight_bytes)} of random bf16 in host memory.\n"
+        f"{described(machine.link)}",
         table(headings, [[*_gpu_row(each, base, machine), _equal(each[0], rounds)] for each in rounds.values()]),
         *([table(PHASE_HEADINGS, phases)] if phases else []),
         *(f"{each.variant} cannot run here: {each.refusal}" for each in measurements if each.refusal),
@@ -128,9 +129,12 @@ def _gpu_row(measured: Sequence[Measurement], base: float, machine: Machine) -> 
 
 
 def _equal(measured: Measurement, rounds: Mapping[str, Sequence[Measurement]]) -> str:
-    """How many sequences have the tokens of the first variant over the same layers. In bf16 products of other shapes
-    round otherwise, and one token that differs makes the next ones differ."""
-    judge = next(each[0] for each in rounds.values() if each[0].num_layers == measured.num_layers)
+    """How many sequences have the tokens of the first variant over the same layers; of rounded weights none is asked
+    to. In bf16 products of other shapes round otherwise, and one token that differs makes the next ones differ."""
+    if measured.is_rounded:
+        return "-"
+    exact = (each[0] for each in rounds.values() if not each[0].is_rounded)
+    judge = next(each for each in exact if each.num_layers == measured.num_layers)
     (ours,), (theirs,) = _results([measured]), _results([judge])
     return f"{sum(map(eq, ours.tokens, theirs.tokens))} of {min(len(ours.tokens), len(theirs.tokens))}"
 

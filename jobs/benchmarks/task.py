@@ -78,12 +78,13 @@ class Result:
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """What a suite has measured. `rounds` by what was measured; `peers`: which of it is not Millrace; `draw` publishes
-    a picture of its own."""
+    a picture of its own. `is_interrupted`: there would have been more."""
 
     table: str
     rounds: Mapping[str, Sequence[Result]]
     peers: Sequence[str] = ()
     draw: Callable[[Path], None] | None = None
+    is_interrupted: bool = False
 
 
 def timed(generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: int, batch_size: int | None) -> Result:

@@ -9,7 +9,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -101,12 +101,16 @@ def write_checkpoint(
     return written_bytes
 
 
-def write_outline(directory: Path, shards: Sequence[Shard]) -> None:
+def write_outline(
+    directory: Path, shards: Sequence[Shard], metadata: Callable[[int], Mapping[str, str]] = lambda num_bytes: {}
+) -> None:
     """Writes what `write_checkpoint` does, with holes where the tensors' bytes would be: they read as zeros and take no
-    disk. Raises OutputError when the directory cannot be written."""
+    disk. `metadata`: what headers say beside, given the bytes of a shard's tensors. Raises OutputError when the
+    directory cannot be written."""
     for shard in shards:
-        header = _encode_header(shard.specs, PUBLISHED_ALIGNMENT_BYTES)
-        num_bytes = len(header) + sum(spec.num_bytes for spec in shard.specs)
+        data_bytes = sum(spec.num_bytes for spec in shard.specs)
+        header = _encode_header(shard.specs, PUBLISHED_ALIGNMENT_BYTES, metadata(data_bytes))
+        num_bytes = len(header) + data_bytes
         with published(directory / shard.file_name, len(header)) as file:
             file.write(header)
             file.truncate(num_bytes)
@@ -132,8 +136,10 @@ def write_safetensors(
     return num_bytes
 
 
-def _encode_header(specs: Sequence[TensorSpec], alignment_bytes: int) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _encode_header(
+    specs: Sequence[TensorSpec], alignment_bytes: int, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for spec in specs:
         assert spec.name not in entries, f"two tensors are named {spec.name}"

@@ -17,17 +17,18 @@ from .config import GpuConfig
 from .suite import run_gpu
 
 FOLDER = Path("outputs/gpu")
+TOY_SHAPE: Mapping[str, int] = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": 4096,
+}  # fmt: skip
 TOY: Mapping[str, object] = {
     "num_layers": 6,
-    "shape": {
-        "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "head_dim": 64, "vocab_size": 4096, "num_local_experts": 4,
-    },
     "num_prompts": 16,
     "num_new_tokens": 4,
     "device_memory_gib": 2.0,
     "minutes": 4.0,
-}  # fmt: skip
+}
+INTERRUPTED = 75  # the exit code of all commands that could go on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,9 @@ def settings(arguments: Sequence[str]) -> GpuSettings:
             gpu[key.removeprefix("gpu.")] = _value(value)
         elif equals:
             others[key] = _value(value)
+    if "toy" in arguments:
+        experts = {"num_local_experts": 4} if gpu.get("model", "mixtral") == "mixtral" else {}
+        gpu.setdefault("shape", {**TOY_SHAPE, **experts})
     return build(GpuSettings, {**others, "gpu": gpu})
 
 
@@ -72,11 +76,16 @@ def main() -> None:
     except MillraceError as error:
         _say(f"error: {error}")
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _say("error: interrupted before the worker had said what machine this is")
+        sys.exit(INTERRUPTED)
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "table.md").write_text(measured.table + "\n", encoding="utf-8")
     rounds = {name: [asdict(result) for result in results] for name, results in measured.rounds.items()}
     (FOLDER / "rounds.json").write_text(json.dumps(rounds), encoding="utf-8")
     sys.stdout.write(f"{measured.table}\n\nKept in {FOLDER}/table.md and rounds.json.\n")
+    if measured.is_interrupted:
+        sys.exit(INTERRUPTED)
 
 
 def _say(line: str) -> None:

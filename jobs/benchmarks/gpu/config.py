@@ -1,21 +1,47 @@
 """The settings of `suite=gpu`; mirrors `gpu:` in conf/bench.yaml."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from runtime.config import require
 
-MODEL_TYPE = "mixtral"
+
+@dataclass(frozen=True, kw_only=True)
+class GpuModel:
+    """A model of the benchmark: transformers' model type, the layers of the published one, and its sizes where they
+    differ from the type's own."""
+
+    title: str
+    model_type: str
+    num_layers: int
+    shape: Mapping[str, int] = field(default_factory=dict)
+
+
+MODELS: Mapping[str, GpuModel] = {
+    "mixtral": GpuModel(title="Mixtral 8x7B", model_type="mixtral", num_layers=32),
+    "llama": GpuModel(
+        title="Llama 3.3 70B",
+        model_type="llama",
+        num_layers=80,
+        shape={
+            "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "head_dim": 128, "vocab_size": 128256,
+        },
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConfig:
-    """Mixtral with random bf16 weights in host memory, and a device of which little may be used.
+    """A model with random bf16 weights in host memory, and a device of which little may be used.
 
-    `device` is torch's name of it, `cpu` for trying out. `num_layers`: null takes as many as fit beside the copy that
-    accelerate gets, up to the published 32. `shape` changes other keys of transformers' MixtralConfig. No measurement
-    begins that took longer than there is left of `minutes`."""
+    `device` is torch's name of it, `cpu` for trying out. `model`: one of MODELS, a mixture or a dense model.
+    `num_layers`: null takes as many as fit beside the copy that accelerate gets, up to the published number. `shape`
+    changes other keys of the model's config in transformers. No measurement begins that takes longer than there is
+    left of `minutes`, by what it or others took."""
 
     device: str = "cuda"
+    model: str = "mixtral"
     device_memory_gib: float = 16.0
     num_layers: int | None = None
     shape: dict[str, int] = field(default_factory=dict)
@@ -24,6 +50,7 @@ class GpuConfig:
     minutes: float = 8.0
 
     def __post_init__(self) -> None:
+        require(self.model in MODELS, f"gpu.model must be one of {', '.join(MODELS)}, got {self.model!r}")
         for key in ("num_layers", "num_prompts", "num_new_tokens"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"gpu.{key} must be 1 or more, got {value}")

@@ -3,14 +3,16 @@ bytes.
 
 Matrices are windows, each from a place of its own, of one tile of normal numbers per deviation: real numbers on a link
 and in products, which take a device more power than zeros do. The tile's length is prime, so no two rows are equal.
+A store of four bits is made of tiles too: of the normal numbers' codes in groups, and of the groups' scales.
 """
 
+import json
 import math
 import os
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,42 +23,43 @@ import torch
 
 from runtime.api import Runtime
 from runtime.config import RuntimeConfig
+from runtime.formats.own_store import METHOD, name_of
+from runtime.formats.rounding import Rounding
+from runtime.formats.scaled_rows import SCALES
 from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.store.checkpoint import open_checkpoint
+from runtime.store.piece_sums import METADATA, PIECE_BYTES
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming
+from runtime.store.weight_files import CONFIG
+from runtime.store.writer import DTYPE_NAMES, TensorSpec, plan_shards, write_outline
 from runtime.stream.device import ComputeDevice
 from runtime.synthesize.checkpoints import outline_checkpoint
 from runtime.synthesize.random_weights import RandomWeights
-from runtime.units import MIB
+from runtime.units import GIB, MIB
 
-from .config import MODEL_TYPE, GpuConfig
+from .config import MODELS, GpuConfig
 
 TILE_ELEMENTS = 16_777_259  # 32 MiB of bf16
+TILE_GROUPS = 262_139  # of numbers that share a scale; prime too
 CHUNK_BYTES = 16 * MIB
+SHARD_BYTES = 5 * GIB
+INT4 = Rounding("int4")
+
+Source = tuple[np.ndarray, int]  # bytes that are repeated without end, and where a tensor begins in them
 
 
 class RandomInitWeights:
     """Random numbers for `tensors` of the outline that `weights` draws: the same bytes whenever and wherever they are
-    asked for, and the same for a tensor of the same name in a model of fewer layers."""
+    asked for, and the same for a tensor of the same name in a model of fewer layers. `rounding`: by which those that
+    `millrace pack` rounds are stored."""
 
-    def __init__(self, weights: RandomWeights, tensors: Mapping[str, TensorSlice]):
+    def __init__(self, weights: RandomWeights, tensors: Mapping[str, TensorSlice], rounding: Rounding | None = None):
         self._files: dict[str, list[TensorSlice]] = {}
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
             self._files.setdefault(tensor.file, []).append(tensor)
-        specs = {spec.name: spec for spec in weights.specs}
-        deviations = {name: weights.deviation(specs[name]) for name in tensors}
-        normal = torch.empty(TILE_ELEMENTS).normal_(generator=torch.Generator().manual_seed(0))
-        dtype = weights.specs[0].dtype
-        tiles = {std: _as_bytes((normal * std).to(dtype)) for std in {*deviations.values()} if std is not None}
-        self._sources = {
-            name: _as_bytes(weights.draw(specs[name])) if std is None else tiles[std]
-            for name, std in deviations.items()
-        }
-        self._begins = {
-            name: 0 if std is None else crc32(name.encode()) % TILE_ELEMENTS * dtype.itemsize
-            for name, std in deviations.items()
-        }
+        self._sources = dict(_sources(weights, rounding))
+        assert self._sources.keys() == tensors.keys(), "the outline holds what is drawn"
 
     def fill(self, file: str, offset: int, target: memoryview) -> None:
         """Writes what `file` would hold from `offset` on; what is in no tensor stays as it is."""
@@ -71,9 +74,9 @@ class RandomInitWeights:
                 self._copy(tensor.name, begin - tensor.offset, view[begin - offset : stop - offset])
 
     def _copy(self, name: str, at: int, view: np.ndarray) -> None:
-        source, done = self._sources[name], 0
+        (source, first), done = self._sources[name], 0
         while done < len(view):
-            begin = (self._begins[name] + at + done) % len(source)
+            begin = (first + at + done) % len(source)
             count = min(len(view) - done, len(source) - begin)
             view[done : done + count] = source[begin : begin + count]
             done += count
@@ -109,16 +112,53 @@ class RandomInitWeights:
         return tensors
 
 
-class RandomInitReader(Reader):
-    """Answers reads of an outlined checkpoint with its random weights."""
+def _sources(weights: RandomWeights, rounding: Rounding | None) -> Iterator[tuple[str, Source]]:
+    """The name of each tensor as it is stored, and its numbers."""
+    normal = torch.empty(TILE_ELEMENTS).normal_(generator=torch.Generator().manual_seed(0))
+    tiles, rounded_tiles = dict[float, np.ndarray](), dict[float, tuple[np.ndarray, np.ndarray]]()
+    for spec in weights.specs:
+        std, at = weights.deviation(spec), crc32(spec.name.encode())
+        if std is None:
+            yield spec.name, (_as_bytes(weights.draw(spec)), 0)
+        elif rounding is None or not _is_rounded(spec, rounding):
+            if std not in tiles:
+                tiles[std] = _as_bytes((normal * std).to(spec.dtype))
+            yield spec.name, (tiles[std], at % TILE_ELEMENTS * spec.dtype.itemsize)
+        else:
+            if std not in rounded_tiles:
+                groups = normal[: TILE_GROUPS * rounding.group_size].view(TILE_GROUPS, -1) * std
+                scales = rounding.choose_scales(groups)
+                rounded_tiles[std] = (_as_bytes(rounding.codes(groups, scales)), _as_bytes(scales))
+            for stored, tile in zip(_stored(spec, rounding), rounded_tiles[std], strict=True):
+                yield stored.name, (tile, at % TILE_GROUPS * (len(tile) // TILE_GROUPS))
 
-    def __init__(self, weights: RandomInitWeights, num_threads: int):
+
+def _is_rounded(spec: TensorSpec, rounding: Rounding) -> bool:
+    return rounding.why_exact(spec.name, DTYPE_NAMES[spec.dtype], spec.shape) is None
+
+
+def _stored(spec: TensorSpec, rounding: Rounding) -> tuple[TensorSpec, TensorSpec]:
+    """The codes and the scales of a tensor that is rounded, as a packed store has them."""
+    *rows, num_columns = spec.shape
+    codes = (*rows, rounding.packed_columns(num_columns))
+    scales = (*rows, rounding.num_groups(num_columns))
+    return (
+        TensorSpec(name=name_of(spec.name, rounding.format), dtype=torch.uint8, shape=codes),
+        TensorSpec(name=name_of(spec.name, SCALES), dtype=torch.bfloat16, shape=scales),
+    )
+
+
+class RandomInitReader(Reader):
+    """Answers reads of an outlined checkpoint with its random weights; `count` is told how many bytes each has."""
+
+    def __init__(self, weights: RandomInitWeights, num_threads: int, count: Callable[[int], object]):
         super().__init__(num_threads=num_threads, chunk_bytes=CHUNK_BYTES)
-        self._weights = weights
+        self._weights, self._count = weights, count
 
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
         begin = time.monotonic()
         self._weights.fill(path, offset, view)
+        self._count(len(view))
         return ChunkTiming(begin, time.monotonic(), len(view))
 
 
@@ -162,34 +202,61 @@ class ModelSize:
         return max(1, min(most, int((num_bytes - self.outer_bytes) // self.layer_bytes)))
 
 
-def outline_model(gpu: GpuConfig, folder: Path, num_layers: int) -> RandomInitModel:
-    """Writes the outline of the model into `folder`, which takes no disk to speak of."""
+def outline_model(gpu: GpuConfig, folder: Path, num_layers: int, rounding: Rounding | None = None) -> RandomInitModel:
+    """Writes the outline of the model into `folder`, which takes no disk to speak of; with `rounding` that of a packed
+    store of it."""
     path = Path(tempfile.mkdtemp(dir=folder))
-    keys = {**gpu.shape, "num_hidden_layers": num_layers, "tie_word_embeddings": False}
-    weights = outline_checkpoint(model_type=MODEL_TYPE, directory=path, overrides=keys, dtype=torch.bfloat16)
-    random_weights = RandomInitWeights(weights, open_checkpoint(path).tensors)
+    weights = _outlined(gpu, path, num_layers)
+    if rounding is not None:
+        for file in path.glob("*.safetensors*"):
+            file.unlink()
+        stored = [_stored(spec, rounding) if _is_rounded(spec, rounding) else (spec,) for spec in weights.specs]
+        write_outline(path, plan_shards([spec for specs in stored for spec in specs], SHARD_BYTES), _sums_of_holes)
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config["quantization_config"] = {"quant_method": METHOD, "format": str(rounding)}
+        (path / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    random_weights = RandomInitWeights(weights, open_checkpoint(path).tensors, rounding)
     return RandomInitModel(path=path, num_layers=num_layers, weights=random_weights)
+
+
+def _sums_of_holes(num_bytes: int) -> dict[str, str]:
+    """What a packed shard says of itself, which a start looks at in the file: there are zeros."""
+    num_whole, rest = divmod(num_bytes, PIECE_BYTES)
+    sums = f"{crc32(bytes(PIECE_BYTES)):08x}" * num_whole + (f"{crc32(bytes(rest)):08x}" if rest else "")
+    return {METADATA: json.dumps({"source": "random numbers", "crc32": sums, "tensors": {}})}
 
 
 def size_of(gpu: GpuConfig, folder: Path) -> ModelSize:
     """The bytes of one layer and of what is around all of them. Writes the outline of a model of one."""
-    keys = {**gpu.shape, "num_hidden_layers": 1, "tie_word_embeddings": False}
-    weights = outline_checkpoint(model_type=MODEL_TYPE, directory=folder / "one", overrides=keys, dtype=torch.bfloat16)
-    layer = sum(spec.num_bytes for spec in weights.specs if ".layers." in spec.name)
-    return ModelSize(layer_bytes=layer, outer_bytes=sum(spec.num_bytes for spec in weights.specs) - layer)
+    specs = _outlined(gpu, folder / "one", 1).specs
+    layer = sum(spec.num_bytes for spec in specs if ".layers." in spec.name)
+    return ModelSize(layer_bytes=layer, outer_bytes=sum(spec.num_bytes for spec in specs) - layer)
+
+
+def _outlined(gpu: GpuConfig, path: Path, num_layers: int) -> RandomWeights:
+    model = MODELS[gpu.model]
+    keys = {**model.shape, **gpu.shape, "num_hidden_layers": num_layers, "tie_word_embeddings": False}
+    return outline_checkpoint(model_type=model.model_type, directory=path, overrides=keys, dtype=torch.bfloat16)
 
 
 class RandomInitRuntime(Runtime):
-    """Reads no disk: its weights are random; without any, the files are read."""
+    """Reads no disk: its weights are random; without any, the files are read. `count` is told the bytes of each read
+    that draws some."""
 
-    def __init__(self, config: RuntimeConfig, device: ComputeDevice, weights: RandomInitWeights | None):
-        self._weights = weights
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        device: ComputeDevice,
+        weights: RandomInitWeights | None,
+        count: Callable[[int], object] = lambda num_bytes: None,
+    ):
+        self._weights, self._count = weights, count
         super().__init__(config, device=device)
 
     def reader(self) -> Reader:
         if self._weights is None:
             return super().reader()
-        return RandomInitReader(self._weights, self.config.offload.reader_threads)
+        return RandomInitReader(self._weights, self.config.offload.reader_threads, self._count)
 
 
 def parameters_of(runtime: Runtime) -> list[Parameter]:

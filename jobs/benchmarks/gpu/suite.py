@@ -20,20 +20,24 @@ from .task import GpuTask, Machine, Measurement
 
 Work = Callable[[GpuTask], Iterator[str]]
 LEAST_SECONDS = 60.0  # that a worker needs before it measures
-GRACE_SECONDS = 45.0  # beyond its minutes, for what is being measured; then the worker is stopped
+GRACE_SECONDS, GRACE_SHARE = 45.0, 0.2  # beyond its time, the smaller of both, for what is being measured: then it ends
+INTERRUPTED = Measurement(variant="what came next", refusal="the command was interrupted")
 
 
 def run_gpu(
     gpu: GpuConfig, prompt_tokens: int, rounds: int, say: Callable[[str], object], work: Work | None = None
 ) -> Measured:
-    """`say` is told what is missing, and how each measurement went. Raises MillraceError where nothing could
-    be measured."""
-    work, end = work or lines_of, time.monotonic() + 60 * gpu.minutes
+    """`say` is told what is missing, and how each measurement went. A worker that fails, runs out of time or is
+    interrupted ends nothing but itself: the table has what there is. Raises MillraceError where not even the machine
+    is known."""
+    work, begun = work or lines_of, time.monotonic()
+    end = begun + 60 * gpu.minutes
     for complaint in complaints():
         say(complaint)
     if names := vital():
         raise MillraceError(f"suite=gpu: {', '.join(names)} not installed, see above: nothing can be measured")
-    task = GpuTask(gpu=gpu, prompt_tokens=prompt_tokens, rounds=rounds, seconds=60 * gpu.minutes)
+    task = GpuTask(gpu=gpu, prompt_tokens=prompt_tokens, rounds=rounds, seconds=60 * gpu.minutes, begun=begun)
+    say("starting the worker, which imports torch and transformers; its seconds are those since now")
     lines = work(task)
     machine = build(Machine, json.loads(next(lines)))
     say(f"{machine.device}, {machine.num_layers} layers. {described(machine.link)}")
@@ -41,17 +45,23 @@ def run_gpu(
     alone = DEEPSPEED_VARIANT.name
     if DEEPSPEED_VARIANT.missing:
         measurements.append(Measurement(variant=alone, refusal="it is not installed"))
-    elif end < time.monotonic() + LEAST_SECONDS:
+    elif end < time.monotonic() + LEAST_SECONDS or measurements[-1:] == [INTERRUPTED]:
         measurements.append(Measurement(variant=alone, refusal="no time is left for it"))
     else:
-        lines = work(replace(task, seconds=end - time.monotonic(), is_alone=True))
+        now = time.monotonic()
+        lines = work(replace(task, seconds=end - now, begun=now, is_alone=True))
         measurements += _measurements(alone, islice(lines, 1, None), say)
     results: dict[str, list[Result]] = {}
     for each in measurements:
         if each.result is not None:
             results.setdefault(each.variant, []).append(each.result)
     peers = [each.name for each in (*VARIANTS, DEEPSPEED_VARIANT) if each.is_peer and each.name in results]
-    return Measured(table=gpu_table(machine, measurements, gpu.device_memory_gib), rounds=results, peers=peers)
+    return Measured(
+        table=gpu_table(machine, measurements, gpu.device_memory_gib),
+        rounds=results,
+        peers=peers,
+        is_interrupted=INTERRUPTED in measurements,
+    )
 
 
 def _measurements(name: str, lines: Iterator[str], say: Callable[[str], object]) -> Iterator[Measurement]:
@@ -64,10 +74,13 @@ def _measurements(name: str, lines: Iterator[str], say: Callable[[str], object])
             yield measurement
     except MillraceError as error:
         yield Measurement(variant=name, refusal=str(error))
+    except KeyboardInterrupt:
+        yield INTERRUPTED
 
 
 def lines_of(task: GpuTask) -> Iterator[str]:
     """The answers of the worker. Raises MillraceError where it fails or outlasts its time."""
-    complaint = f"was stopped {GRACE_SECONDS:.0f} s beyond its {task.seconds:.0f} s (gpu.minutes)"
-    limit = Limit(seconds=task.seconds + GRACE_SECONDS, complaint=complaint)
+    grace = min(GRACE_SECONDS, GRACE_SHARE * task.seconds)
+    complaint = f"was stopped {grace:.0f} s beyond its {task.seconds:.0f} s (gpu.minutes), in what it said last"
+    limit = Limit(seconds=task.seconds + grace, complaint=complaint)
     return Worker(name="the worker", module="jobs.benchmarks.gpu.bench", question=asdict(task), limit=limit).lines()

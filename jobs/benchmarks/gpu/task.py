@@ -6,28 +6,31 @@ from dataclasses import dataclass, field
 from runtime.engine.records import PassRecord
 
 from ..task import Result
-from .config import GpuConfig
+from .config import MODELS, GpuConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTask:
-    """Rounds of all variants within so many seconds. `is_alone`: of the one that has a process of its own instead."""
+    """Rounds of all variants within so many seconds from `begun` on, in `time.monotonic`'s time, which processes of a
+    machine share; None: from when the worker has it. `is_alone`: of the one that has a process of its own instead."""
 
     gpu: GpuConfig
     prompt_tokens: int
     rounds: int
     seconds: float
+    begun: float | None = None
     is_alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The device by its name, its link in GB/s (see device.py), and the model: its layers and its weights' bytes."""
+    """The device by its name, its link in GB/s (see device.py), and the model: its name, layers and weights' bytes."""
 
     device: str
     link: dict[str, float]
     num_layers: int
     weight_bytes: int
+    model: str = MODELS["mixtral"].title
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +52,12 @@ class PhaseTimes:
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One round of a variant. `refusal`: why there is no result; then layers and sequences are 0. `phases`: where it
-    is Millrace."""
+    is Millrace. `is_rounded`: its weights are other numbers than those of the others."""
 
     variant: str
     num_layers: int = 0
     num_sequences: int = 0
+    is_rounded: bool = False
     result: Result | None = None
     refusal: str = ""
     phases: list[PhaseTimes] = field(default_factory=list)
