@@ -184,7 +184,7 @@ def _tokens(model: PreTrainedModel, prompt: list[int], **settings: object) -> li
 
 
 def _generate(model: PreTrainedModel, prompt: list[int], **settings: object):
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     return model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, pad_token_id=0, **settings)
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import MachineConfig
-from tests.support import NUM_NEW_TOKENS, Reference
+from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, Reference, sampled
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = MachineConfig(device="cuda")
@@ -16,6 +16,12 @@ CUDA = MachineConfig(device="cuda")
 def on_the_device(ref: Reference) -> list[list[int]]:
     """transformers' greedy tokens on the device itself: its products round otherwise than a CPU's."""
     return _tokens(str(ref.directory), tuple(map(tuple, ref.prompts)))
+
+
+def sampled_on_the_device(ref: Reference) -> list[list[int]]:
+    """Tokens that transformers draws on the device, with the seed that the runtime gives each request."""
+    model = AutoModelForCausalLM.from_pretrained(ref.directory, dtype=torch.float32).eval().cuda()
+    return [sampled(model, prompt, index) for index, prompt in enumerate(ref.prompts[:NUM_SAMPLED])]
 
 
 @cache

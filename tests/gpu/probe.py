@@ -1,0 +1,285 @@
+"""What plans and pages guess, read off a card in a minute or two: link, overlap, what the host takes for a launch and
+for a lane's turn, attention, products through stored weights, the disk.
+
+    python3 -m tests.gpu.probe
+
+prints a line `name: value` for each as it comes. One that fails is named, and the next one begins. Without a card it
+runs small on the CPU, which shows that it starts.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from jobs.benchmarks.gpu.device import measure_link
+from jobs.benchmarks.millrace import generated, requests_of
+from runtime.api import Runtime
+from runtime.config import (
+    DType,
+    MachineConfig,
+    ModelConfig,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    SamplingConfig,
+    Tier,
+)
+from runtime.formats.registry import FORMATS
+from runtime.formats.rounding import WAYS, Rounding
+from runtime.formats.storage_format import Stored
+from runtime.linear.backends import linear
+from runtime.linear.coded_rows import CodedRows
+from runtime.linear.panels import plain_rows
+from runtime.linear.rows import Rows
+from runtime.plan.shape.shapes import Companion, TensorSlice
+from runtime.stream.device import ComputeDevice, Part
+from runtime.synthesize.checkpoints import synthesize_checkpoint
+from runtime.units import GIB, MIB
+
+IS_CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if IS_CUDA else "cpu")
+NUM_BYTES = GIB if IS_CUDA else 4 * MIB
+HEIGHT, WIDTH = (14336, 4096) if IS_CUDA else (512, 256)  # of a matrix: those of Llama 8B's feed-forward
+NUM_ROWS = 64  # of inputs
+MODEL = {"num_hidden_layers": 6, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+
+Found = Iterator[tuple[str, str]]
+Product = Callable[[torch.Tensor, Rows], torch.Tensor]  # x (M, K), w (N, K) -> x @ w.T
+
+
+def finish() -> None:
+    if IS_CUDA:
+        torch.cuda.synchronize()
+
+
+def seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """Median of some, between two waits for the device; the first, which may compile, does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        finish()
+        begin = time.perf_counter()
+        work()
+        finish()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def each(work: Callable[[], object], count: int) -> float:
+    """Microseconds of one of so many that are queued one behind the other."""
+    return seconds(lambda: [work() for _ in range(count)]) / count * 1e6
+
+
+def link() -> Found:
+    device = ComputeDevice(str(DEVICE))
+    for name, rate in measure_link(device).items():
+        yield name, f"{rate:.1f} GB/s"
+    begin = time.perf_counter()
+    own = device.host_buffer(4 * NUM_BYTES)
+    rate = 4 * NUM_BYTES / (time.perf_counter() - begin) / 1e9
+    yield "pages of our own, pinned", f"{rate:.1f} GB/s, is_pinned={IS_CUDA and own.is_pinned()}"
+    there = device.compute_buffer(NUM_BYTES)
+    for size in (NUM_BYTES, 64 * MIB):
+        pieces = list(zip(there.split(size), own[:NUM_BYTES].split(size), strict=True))
+        took = seconds(lambda pieces=pieces: [target.copy_(source, non_blocking=True) for target, source in pieces])
+        yield f"their bytes to the device, {size >> 20} MiB at a time", f"{NUM_BYTES / took / 1e9:.1f} GB/s"
+
+
+def overlap() -> Found:
+    """The copy stream beside products: seconds of both at once over those of the longer one alone."""
+    device = ComputeDevice(str(DEVICE))
+    if not device.is_accelerator:
+        return
+    source, slot = device.host_buffer(NUM_BYTES), device.compute_buffer(NUM_BYTES)
+    x = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+
+    def copy() -> None:
+        device.copy_ahead([Part(source[:NUM_BYTES], slot)], after=device.new_event())
+
+    copying = seconds(copy)
+    count = max(1, round(copying / seconds(lambda: x @ x)))
+    computing = seconds(lambda: [x @ x for _ in range(count)])
+    both = seconds(lambda: (copy(), [x @ x for _ in range(count)]))
+    yield (
+        "overlap",
+        f"copy {copying * 1e3:.0f} ms, products {computing * 1e3:.0f} ms, both {both * 1e3:.0f} ms: "
+        f"{both / max(copying, computing):.2f} x the longer; 1.00 to 1.10 is right",
+    )
+
+
+def launches() -> Found:
+    """What the host takes: numbers are so few that the device is never behind."""
+    with torch.inference_mode():
+        x = torch.zeros(64, device=DEVICE)
+        yield "launch of an operator", f"{each(lambda: x.add_(1), 2000):.1f} us"
+        small = torch.randn(16, 16, device=DEVICE)
+        yield "launch of a product", f"{each(lambda: small @ small, 1000):.1f} us"
+    home = getcurrent()
+
+    def ping() -> None:
+        while True:
+            home.switch()
+
+    lane = greenlet(ping)
+    yield "to a lane and back", f"{each(lane.switch, 2000):.2f} us"
+
+
+def turns() -> Found:
+    """What a turn of one more lane through a layer adds to a decode pass of a small model that lies in the device: its
+    products take next to nothing there, so this is Python, torch's dispatch and launches."""
+    with tempfile.TemporaryDirectory() as folder:
+        for model, more in (("llama", {}), ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2})):
+            path = Path(folder) / model
+            synthesize_checkpoint(model=model, overrides={**MODEL, **HEADS, **more}, directory=path)
+            one, four = (_decode_seconds(path, num_lanes) for num_lanes in (1, 4))
+            turn = (four - one) / 3 / MODEL["num_hidden_layers"]
+            yield (
+                f"a lane's turn through a layer of {model}",
+                f"{turn * 1e3:.2f} ms (a pass of one lane {one * 1e3:.1f} ms, of four {four * 1e3:.1f} ms)",
+            )
+
+
+def _decode_seconds(path: Path, num_lanes: int) -> float:
+    config = RuntimeConfig(
+        model=ModelConfig(name="probe", path=str(path), dtype=DType.bfloat16),
+        offload=OffloadConfig(tier=Tier.none),
+        policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=4, num_micro_batches=num_lanes),
+        sampling=SamplingConfig(max_new_tokens=24, ignore_eos=True, temperature=0.0),
+        machine=MachineConfig(device=str(DEVICE)),
+    )
+    runtime = Runtime(config)
+    prompts = [[5 + row, 6, 7, 8] for row in range(4 * num_lanes)]
+    passes = generated(runtime, requests_of(runtime, prompts), is_warmed_up=True).passes
+    return statistics.median(one.seconds for one in passes if not one.counts.prompt_tokens)
+
+
+def attention() -> Found:
+    """Decode: a token of each of 64 rows, which looks at 300 positions, 32 heads on 8; flash kernels by torch's public
+    function and by the operator behind it."""
+    if not IS_CUDA:
+        return
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key = (torch.randn(64 * n, h, 128, device=DEVICE, dtype=torch.bfloat16) for n, h in ((1, 32), (300, 8)))
+    ends = [torch.arange(65, device=DEVICE, dtype=torch.int32) * n for n in (1, 300)]
+    by_operator = torch.ops.aten._flash_attention_forward
+    with torch.inference_mode():
+        took = each(lambda: varlen_attn(query, key, key, *ends, 1, 300), 50)
+        yield "attention by varlen_attn", f"{took:.0f} us"
+        took = each(lambda: by_operator(query, key, key, *ends, 1, 300, 0.0, False, False), 50)
+        yield "attention by aten's operator", f"{took:.0f} us"
+
+
+def products() -> Found:
+    """What a lane pays for a matrix as it is stored, beside bfloat16; and what decoding it once would cost."""
+    x = torch.randn(NUM_ROWS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    plain = torch.randn(HEIGHT, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    about = f"{HEIGHT} x {WIDTH}, {NUM_ROWS} rows"
+    with torch.inference_mode():
+        base = seconds(lambda: x @ plain.T)
+        yield f"bfloat16, {about}", f"{base * 1e3:.3f} ms"
+        for name in STORED:
+            rows = STORED[name](name)
+            for way, multiply in ways().items():
+                took = seconds(lambda rows=rows, multiply=multiply: multiply(x, rows))
+                yield f"{name} by {way}, {about}", f"{took * 1e3:.3f} ms, {took / base:.1f} x bfloat16's"
+            took = seconds(lambda rows=rows: plain_rows(rows, torch.bfloat16))
+            yield f"{name}, decoded to bfloat16", f"{took * 1e3:.3f} ms, {took / base:.1f} x bfloat16's product"
+
+
+def ways() -> Mapping[str, Product]:
+    """The products to time, by name. A kernel for devices is one more of them."""
+    return {"runtime.linear": lambda x_MK, rows: linear(x_MK, [rows])}
+
+
+def _coded(name: str) -> Rows:
+    rounding, numbers = Rounding(name), torch.randn(HEIGHT, WIDTH, device=DEVICE)
+    scales = rounding.choose_scales(numbers)
+    return CodedRows(rounding.codes(numbers, scales), scales, rounding.way)
+
+
+def _mxfp4(name: str) -> Rows:
+    scales = torch.randint(120, 127, (HEIGHT, WIDTH // 32), device=DEVICE, dtype=torch.uint8)
+    piece = _slice(HEIGHT * WIDTH // 2, "F4", name, (Companion(role="scales", tensor=_slice(scales.nbytes, "U8")),))
+    return FORMATS[name].rows(Stored(piece, _random_bytes(piece.num_bytes), {"scales": scales}))
+
+
+def _gptq(name: str) -> Rows:
+    num_groups = WIDTH // 128
+    companions = {
+        "scales": torch.rand(num_groups, HEIGHT, device=DEVICE).half(),
+        "zeros": _random_bytes(num_groups * HEIGHT // 2).view(torch.int32).view(num_groups, -1),
+    }
+    told = tuple(
+        Companion(role=role, tensor=_slice(tensor.nbytes, "I32"), block_columns=128 if role == "scales" else 0)
+        for role, tensor in companions.items()
+    )
+    piece = _slice(HEIGHT * WIDTH // 2, "I32", name, told)
+    return FORMATS[name].rows(Stored(piece, _random_bytes(piece.num_bytes), companions))
+
+
+STORED: Mapping[str, Callable[[str], Rows]] = {
+    **dict.fromkeys(WAYS, _coded),
+    "mxfp4": _mxfp4,
+    "gptq-int4": _gptq,
+}
+
+
+def _random_bytes(num_bytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (num_bytes,), device=DEVICE, dtype=torch.uint8)
+
+
+def _slice(num_bytes: int, dtype: str, format: str = "", companions: tuple[Companion, ...] = ()) -> TensorSlice:
+    return TensorSlice(
+        name="w",
+        file="",
+        offset=0,
+        num_bytes=num_bytes,
+        dtype=dtype,
+        shape=(HEIGHT, WIDTH),
+        format=format,
+        companions=companions,
+        constants=(1.0,),
+    )
+
+
+def disk() -> Found:
+    """One reader of a file that was just written, with its pages dropped, through the page cache."""
+    buffer = bytearray(16 * MIB)
+    with tempfile.NamedTemporaryFile() as file:
+        for _ in range(NUM_BYTES // (4 * MIB)):
+            file.write(os.urandom(4096) * 1024)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        begin, done = time.perf_counter(), 0
+        while count := os.readv(file.fileno(), [buffer]):
+            done += count
+        yield "disk, one reader", f"{done / (time.perf_counter() - begin) / 1e9:.2f} GB/s"
+
+
+def main() -> None:
+    for probe in (link, overlap, launches, attention, products, turns, disk):
+        begin = time.perf_counter()
+        try:
+            for name, value in probe():
+                sys.stdout.write(f"{name}: {value}\n")
+                sys.stdout.flush()
+        except Exception:
+            sys.stdout.write(f"{probe.__name__} FAILED\n{traceback.format_exc(limit=-4)}")
+        sys.stdout.write(f"({probe.__name__}: {time.perf_counter() - begin:.1f} s)\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
