@@ -13,20 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.packing.comparing import bytes_of, numbers_of
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime import Runtime, RuntimeConfig, SamplingConfig
 from runtime.config import DType, MachineConfig, Quantize, Tier
 from runtime.engine.sequence import Completion
-from runtime.formats.own_store import METHOD
-from runtime.formats.registry import FORMATS, pair_companions
-from runtime.formats.storage_format import Stored
-from runtime.store.checkpoint import open_checkpoint
+from runtime.linear.coded_rows import ROUNDED
 from tests.device_operators import operators_of_a_device
 from tests.fake_device import FakeDevice
 from tests.published_formats import PUBLISHED, write_published
-from tests.quantized import Tensors, write_checkpoint, write_fp8, write_mxfp4
+from tests.quantized import Tensors, tensors_in, write_checkpoint, write_fp8, write_mxfp4
 from tests.runtime.gpu_support import CUDA, ON_GPU, sampled_on_the_device
 from tests.runtime.test_fidelity import config_for
 from tests.support import (
@@ -96,16 +92,23 @@ def packed(source: Path, folder: Path, format: Format) -> Written:
 
 
 def dequantized(source: Path, store: Path, directory: Path) -> Path:
-    """The checkpoint of a packed store's numbers, in float32."""
-    numbers: Tensors = {}
-    for name, piece in pair_companions(open_checkpoint(store).tensors, {"quant_method": METHOD}).items():
-        if not piece.format:
-            numbers[name] = numbers_of(piece).clone()
-            continue
-        companions = {each.role: numbers_of(each.tensor) for each in piece.companions}
-        rows = FORMATS[piece.format].rows(Stored(piece, torch.from_numpy(bytes_of(piece)), companions))
-        numbers[name] = torch.empty(rows.shape)
-        rows.dequantize(slice(None), numbers[name])
+    """The checkpoint of a store's numbers, in float32: those that were rounded decoded in the words of docs/formats.md,
+    others as they are published."""
+    stored, numbers = tensors_in(store), tensors_in(source)
+    for name, (codes, scales) in {
+        name: (stored[f"{name}_{format}"], stored[f"{name}_scales"])
+        for name in numbers
+        for format in ROUNDED
+        if f"{name}_{format}" in stored
+    }.items():
+        if f"{name}_int4-groups" in stored:
+            runs = codes.unflatten(1, (-1, 16))
+            found = torch.cat([runs & 15, runs >> 4], -1).flatten(1).float() - 8
+        else:
+            dtype = torch.int8 if f"{name}_int8-rows" in stored else torch.float8_e4m3fn
+            found = codes.view(dtype).float()
+        numbers[name] = (found.unflatten(1, (scales.shape[1], -1)) * scales.float()[..., None]).flatten(1)
+    assert any(name.endswith(tuple(ROUNDED)) for name in stored), "something was rounded"
     return write_checkpoint(source, directory, numbers)
 
 
