@@ -1,10 +1,15 @@
-"""Matrices of bfloat16 for whom packing could go wrong, and packed rows."""
+"""Matrices of bfloat16 for whom packing could go wrong, packed rows, and stores without the job that packs them."""
 
+import json
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from jobs.packing.shard import pack_shard
+from runtime.formats.own_store import METHOD
 from runtime.formats.packing import escape_words, pack_window4
 from runtime.formats.rounding import Rounding
 from runtime.linear.coded_rows import CodedRows
@@ -48,3 +53,13 @@ def rounded_rows(numbers_NK: torch.Tensor, name: str, group_size: int = 64) -> C
 
 def tensor_of(words_NK: Words) -> torch.Tensor:
     return torch.from_numpy(words_NK.view(np.int16)).view(torch.bfloat16)
+
+
+def write_packed(source: Path, directory: Path, rounding: Rounding | None) -> Path:
+    """The store of a checkpoint of one file; None: without loss. Needs no pyarrow, as `millrace pack` does."""
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    name = "model.safetensors"
+    pack_shard(source / name, directory / name, "", rounding=rounding, verify=True, progress=lambda num_bytes: None)
+    config = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": METHOD}}))
+    return directory

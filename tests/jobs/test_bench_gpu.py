@@ -24,8 +24,6 @@ from jobs.benchmarks.gpu.suite import run_gpu
 from jobs.benchmarks.gpu.task import GpuTask, Machine, Measurement
 from jobs.benchmarks.peers.hugging_face import generate_batch, model_of, offloaded
 from jobs.benchmarks.task import Result
-from jobs.packing.config import Format, PackConfig, SourceConfig
-from jobs.packing.packing import pack
 from runtime import ModelConfig, RuntimeConfig
 from runtime.config import DType
 from runtime.errors import ConfigError, MillraceError
@@ -36,6 +34,7 @@ from runtime.store.checkpoint import open_checkpoint
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB, MIB
 from tests.fake_device import FakeDevice
+from tests.packed import write_packed
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = {
@@ -222,8 +221,7 @@ def test_weights_are_the_same_as_bytes_of_a_stage_and_as_tensors(
 def test_a_store_of_four_bits_has_the_tensors_of_a_packed_one_and_normal_numbers(tmp_path: Path) -> None:
     model, plain = outline_model(GPU, tmp_path, 2, INT4), outline_model(GPU, tmp_path, 2)
     plain.weights.write(1)
-    source, out = SourceConfig(path=str(plain.path)), tmp_path / "packed"
-    pack(PackConfig(model=source, out=str(out), format=Format.int4), lambda *_: None)
+    out = write_packed(plain.path, tmp_path / "packed", INT4)
     found, packed = (
         {name: (tensor.dtype, tensor.shape) for name, tensor in open_checkpoint(path).tensors.items()}
         for path in (model.path, out)

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.packing.config import Format, PackConfig, SourceConfig
-from jobs.packing.packing import pack
 from runtime import Runtime, RuntimeConfig, SamplingConfig
 from runtime.config import DType, MachineConfig, Quantize, Tier
 from runtime.engine.sequence import Completion
+from runtime.formats.rounding import WAYS, Rounding
 from runtime.linear.coded_rows import ROUNDED
 from tests.device_operators import operators_of_a_device
 from tests.fake_device import FakeDevice
+from tests.packed import write_packed
 from tests.published_formats import PUBLISHED, write_published
 from tests.quantized import Tensors, tensors_in, write_checkpoint, write_fp8, write_mxfp4
 from tests.runtime.gpu_support import CUDA, ON_GPU, sampled_on_the_device
@@ -84,11 +84,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return get
 
 
-def packed(source: Path, folder: Path, format: Format) -> Written:
+def packed(source: Path, folder: Path, rounding: Rounding | None) -> Written:
     """As `millrace pack` stores it."""
-    store = folder / format.value
-    pack(PackConfig(model=SourceConfig(path=str(source)), out=str(store), format=format), lambda *_: None)
-    return store, source if format is Format.lossless else dequantized(source, store, folder / "plain")
+    store = write_packed(source, folder / "store", rounding)
+    return store, source if rounding is None else dequantized(source, store, folder / "plain")
 
 
 def dequantized(source: Path, store: Path, directory: Path) -> Path:
@@ -135,9 +134,9 @@ def as_published(name: str) -> Callable[[Path, Path], Written]:
 
 STORES: Mapping[str, tuple[str, Callable[[Path, Path], Written]]] = {
     **{
-        f"{family}, {format.value}": (family, partial(packed, format=format))
+        f"{family}, {name}": (family, partial(packed, rounding=rounding))
         for family in ("llama", "mixtral")
-        for format in Format
+        for name, rounding in {"lossless": None, **{way: Rounding(way) for way in WAYS}}.items()
     },
     "gpt-oss, mxfp4": ("gpt-oss", write_mxfp4),
     "llama, fp8 blocks": ("llama", lambda source, folder: write_fp8(source, folder, (32, 48))),
@@ -183,7 +182,7 @@ def test_stored_weights_give_the_tokens_of_their_numbers(
 def test_weights_rounded_as_they_are_read_give_the_tokens_of_a_packed_store(
     family: str, quantize: Quantize, place: Place, published: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    _, plain = packed(published(family), tmp_path, Format[quantize.value])
+    _, plain = packed(published(family), tmp_path, Rounding(quantize.value))
     prompts, expected = clear_answers(plain)
     assert place.tokens(at(published(family), Tier.cpu, quantize), prompts) == expected
 
