@@ -2,7 +2,7 @@
 # The first minutes with a card, in the root of a checkout (docs/first-gpu-run.md says what each step shows):
 #   bash tests/gpu/gpu_kit.sh bring     where there are pip and a network: wheels into .kit/wheels, for the other machine
 #   bash tests/gpu/gpu_kit.sh first     what is there, probes, laws, tokens, the benchmark at toy size   (545 s at most)
-#   bash tests/gpu/gpu_kit.sh second    the benchmark, of a mixture and of a dense model, and a job      (590 s at most)
+#   bash tests/gpu/gpu_kit.sh second    the benchmark, of a mixture and of a dense model, and a job      (570 s at most)
 # Each step has a limit and a file of its own in $OUT (outputs/kit), written as it comes; one that fails stops no other.
 # Without a card all of it runs small on the CPU, as a rehearsal. PYTHON: the interpreter. KIT_PYTHON: the version of the
 # other machine's.
@@ -80,9 +80,9 @@ first() {
 second() {
     local mixture="gpu.num_layers=8 gpu.minutes=5" dense="gpu.model=llama gpu.num_layers=10 gpu.minutes=2"
     if [ -n "$CPU" ]; then mixture="toy gpu.minutes=3" dense="toy gpu.model=llama gpu.minutes=1.5"; fi
-    TAIL=60 step 375 mixture.txt $PY -m jobs.benchmarks.gpu $mixture $CPU
+    TAIL=60 step 360 mixture.txt $PY -m jobs.benchmarks.gpu $mixture $CPU
     cp -f outputs/gpu/rounds.json "$OUT/mixture.json" 2>/dev/null
-    TAIL=60 step 155 dense.txt $PY -m jobs.benchmarks.gpu $dense $CPU
+    TAIL=60 step 150 dense.txt $PY -m jobs.benchmarks.gpu $dense $CPU
     cp -f outputs/gpu/rounds.json "$OUT/dense.json" 2>/dev/null
     if has hydra omegaconf datasets pyarrow; then
         TAIL=12 step 60 job.txt $PY -m jobs.generate machine=$([ -n "$CPU" ] && echo cpu || echo cuda) offload=nvme

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from jobs.benchmarks import contenders
 from jobs.benchmarks.contenders import VARIANTS, Variant
-from jobs.benchmarks.gpu import bench, device, missing, progress, random_init
+from jobs.benchmarks.gpu import bench, device, missing, progress, random_init, suite
 from jobs.benchmarks.gpu.__main__ import settings
 from jobs.benchmarks.gpu.bench import GpuBench, measurements
 from jobs.benchmarks.gpu.config import MODELS, GpuConfig
@@ -67,7 +68,7 @@ def test_every_way_is_measured_and_bytes_over_the_link_are_counted(model: str) -
     gpu = replace(GPU, model=model, shape=shape)
     machine, *answered = found_by(replace(TASK, gpu=gpu), FakeDevice())
     assert isinstance(machine, Machine)
-    assert machine.model == MODELS[model].title
+    assert machine.model == f"{MODELS[model].title} in other sizes"
     assert machine.link
     found = {each.variant: each for each in answered if isinstance(each, Measurement)}
     assert [(name, each.refusal) for name, each in found.items()] == [(variant.name, "") for variant in VARIANTS]
@@ -355,6 +356,30 @@ def test_an_interrupted_command_has_a_table_and_goes_no_further(monkeypatch: pyt
     assert begun == [False]
     assert "| millrace | 4 | 1 | 30.0" in done.table
     assert "the command was interrupted" in done.table
+
+
+def test_a_worker_whose_time_is_up_before_it_measured_has_a_table_that_says_so() -> None:
+    def work(task: GpuTask) -> Iterator[str]:
+        yield json.dumps(asdict(Machine(device="gpu", link={}, num_layers=4, weight_bytes=GIB)))
+        raise MillraceError("the worker was stopped")
+
+    done = run_gpu(GPU, 20, 1, lambda line: None, work)
+    assert done.table.startswith("gpu, of whose memory")
+    assert "the worker cannot run here: the worker was stopped" in done.table
+    assert not done.is_interrupted
+
+
+def test_a_worker_is_stopped_a_share_of_its_time_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = list[float]()
+
+    def made(**settings: object) -> object:
+        limits.append(settings["limit"].seconds)  # pyright: ignore[reportAttributeAccessIssue]
+        return SimpleNamespace(lines=lambda: iter(()))
+
+    monkeypatch.setattr(suite, "Worker", made)
+    for seconds in (60.0, 480.0):
+        suite.lines_of(replace(TASK, seconds=seconds))
+    assert limits == [72.0, 525.0]
 
 
 def test_no_way_may_take_more_of_the_device_than_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ class GpuBench:
         self._progress("measuring the link")
         return Machine(
             device=device_name(self._device),
-            model=MODELS[self._task.gpu.model].title,
+            model=MODELS[self._task.gpu.model].title + " in other sizes" * bool(self._task.gpu.shape),
             link=measure_link(self._device),
             num_layers=self._whole_model.num_layers,
             weight_bytes=self._weight_bytes,
