@@ -59,18 +59,20 @@ else:
     print(p.name, (p.major, p.minor), p.total_memory >> 20, torch.cuda.mem_get_info())"
 }
 
-tests() { # tests SECONDS FILE EXPRESSION [OPTIONS]: -v names each as it ends, so that a limit leaves names and no dots
+tests() { # tests SECONDS FILE EXPRESSION [OPTIONS]: -vv, beside the -q of pyproject.toml, names each test as it ends
     local limit=$1 file=$2 chosen=$3 once=()
     shift 3
-    has pytest_timeout && once=(--timeout=60)
-    step "$limit" "$file" $PY -m pytest $TESTS -v -p no:cacheprovider "${once[@]}" $MARK -k "$chosen" "$@"
+    has pytest_timeout && once=(--timeout=120)
+    # the session ends by itself before its limit, as INT leaves no reports of those that failed
+    $PY -m pytest --help 2>/dev/null | grep -q -- --session-timeout && once+=(--session-timeout=$((limit - 20)))
+    step "$limit" "$file" $PY -m pytest $TESTS -vv -p no:cacheprovider "${once[@]}" $MARK -k "$chosen" "$@"
 }
 
 first() {
     TAIL=3 step 60 env.txt bash "$0" machine
     TAIL=40 step 120 probe.txt $PY -m tests.gpu.probe
     local beside=()
-    has xdist && beside=(-n 6 --dist worksteal)
+    has xdist && beside=(-n $(($(nproc) < 6 ? $(nproc) : 6)) --dist worksteal)
     # two processes on purpose: a context that was corrupted fails every test behind the one that did it
     TAIL=12 tests 90 laws.txt "$ALONE"
     TAIL=25 tests 200 tokens.txt "not ($ALONE)" "${beside[@]}"
