@@ -35,7 +35,6 @@ def operators_of_a_device() -> Iterator[None]:
             (backends, "has_compiler", lambda: False),
             (packed_rows, "has_compiler", lambda: False),
             (backends, "has_matrix_unit", lambda: False),
-            (packed_rows, "has_compiler", lambda: False),
             (weights, "_plain_argument", plain),
             (attention, "decode_attention", decode),
         ):

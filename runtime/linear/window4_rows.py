@@ -97,7 +97,7 @@ class Window4Rows(PackedRows):
         codes, pairs = _codes_of_bytes(self.device)
         of_codes_E16 = ((codes + self._parts[0]) << 7).short()
         of_codes_E16[:, 0] = 0  # an escape's
-        return of_codes_E16[:, pairs].view(torch.int32).flatten()
+        return of_codes_E16.index_select(1, pairs).view(torch.int32).flatten()
 
     def _escapes_at(self, place_n: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`place_n`: the wanted row of each, `num_rows` or more of what is not wanted. That, what only fills up, and
@@ -133,6 +133,6 @@ def _signs_and_mantissas(device: torch.device) -> torch.Tensor:
 
 @lru_cache
 def _codes_of_bytes(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """All codes (16,), and those in the low and the high half of each byte (256, 2)."""
-    byte = torch.arange(256)
-    return torch.arange(16, dtype=torch.int32).to(device), torch.stack([byte & 15, byte >> 4], dim=1).to(device)
+    """All codes (16,), and the two of each byte (512,), that in its low half first."""
+    pairs = torch.stack([torch.arange(256) & 15, torch.arange(256) >> 4], dim=1)
+    return torch.arange(16, dtype=torch.int32).to(device), pairs.flatten().to(device)
