@@ -68,7 +68,7 @@ class ExpertPaging(Enum):
     all = "all"
 
 
-class Decoding(Enum):
+class Dequantize(Enum):
     """Where an accelerator turns stored weights, such as packed ones, into numbers that it multiplies: `stage` into a
     scratch area, once for all micro-batches that pass a layer; `product` inside of each product; `auto` the first where
     the area fits."""
@@ -254,7 +254,7 @@ class OffloadConfig:
     reader_threads: int = 4
     read_chunk_mib: int = 16
     expert_paging: TextField[ExpertPaging] = enum_field(ExpertPaging.auto)
-    decoding: TextField[Decoding] = enum_field(Decoding.auto)
+    dequantize: TextField[Dequantize] = enum_field(Dequantize.auto)
     cache_dir: str | None = None  # converted weights, only where a checkpoint's layout cannot be read in place
 
     def __post_init__(self) -> None:

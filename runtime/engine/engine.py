@@ -23,7 +23,7 @@ from ..ranks.line import Line
 from ..stream.host_memory import peak_resident_bytes, resident_bytes
 from .batcher import Batch, Batcher, nobody
 from .cpu_experts import CpuExperts
-from .decoded_weights import DecodedWeights
+from .dequantized_weights import DequantizedWeights
 from .experts import BatchedExperts
 from .lanes.factory import LaneFactory
 from .lanes.lane import LaneContext
@@ -69,7 +69,8 @@ class Engine:
         self.lanes = _lanes(setup, streams, sampler)
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}
-        self._decoded = DecodedWeights(device, placement.decoded) if placement.decoded is not None else None
+        size = placement.dequantized
+        self._dequantized = DequantizedWeights(device, size) if size is not None else None
         misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes
         self._copied = {stage for stage, num_bytes in enumerate(misaligned) if num_bytes}
         self._schedule = lru_cache(_checked_schedule)
@@ -169,7 +170,7 @@ class Engine:
                 self._stages[stage], placed.buffer, placed.tensor_offsets, on_device=self._device.is_accelerator
             )
         views = self._views[key]
-        return views if self._decoded is None else self._decoded.of(stage, views)
+        return views if self._dequantized is None else self._dequantized.of(stage, views)
 
 
 def _lanes(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from ..plan.placement.memory import DECODED_AT_ONCE
+from ..plan.placement.memory import DEQUANTIZED_AT_ONCE
 from ..units import MIB
 from .rows import Rows
 
@@ -39,14 +39,14 @@ def panels(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, rows); each is valid until the next is taken. Plain blocks of that dtype come as they are, others in
     panels of at most PANEL_BYTES; of plain ones, which are upcast at once, `num_bytes` instead. `on_device`: in an
-    accelerator's memory, in panels of DECODED_AT_ONCE numbers."""
+    accelerator's memory, in panels of DEQUANTIZED_AT_ONCE numbers."""
     row = 0
     for block in blocks:
         if isinstance(block, torch.Tensor) and block.dtype == dtype:
             yield row, block
         else:
             working = _working_bytes(block, dtype)
-            most = DECODED_AT_ONCE * working if on_device else _panel_bytes(block, num_bytes)
+            most = DEQUANTIZED_AT_ONCE * working if on_device else _panel_bytes(block, num_bytes)
             height = max(1, most // (block.shape[1] * working))
             for start in range(0, block.shape[0], height):
                 stop = min(start + height, block.shape[0])

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ..profiles import BackendTable
 from .backends import linear
-from .decoding import decode, experts_at_once, multiply
+from .dequantizing import dequantize, experts_at_once, multiply
 from .fused_projections import FusedProjections
 from .panels import Block, panels, plain_rows
 from .rows import Rows
@@ -78,7 +78,7 @@ class StoredWeight(torch.Tensor):
         return self.is_matrix and not (self.is_stacked or self.is_flipped)
 
     @property
-    def is_decoded(self) -> bool:
+    def needs_dequantizing(self) -> bool:
         """Products on a device want it as other numbers than those that are stored."""
         return any(
             not isinstance(block, torch.Tensor) or block.dtype != self.compute_dtype
@@ -86,9 +86,9 @@ class StoredWeight(torch.Tensor):
             for block in blocks
         )
 
-    def decode(self, out: torch.Tensor) -> torch.Tensor:
+    def dequantize_into(self, out: torch.Tensor) -> torch.Tensor:
         """Writes the weight into flat memory of as many numbers, each rounded once to the dtype of `out`, and returns
-        it there as a plain tensor of this shape. Experts that lie alike are decoded together."""
+        it there as a plain tensor of this shape. Experts that lie alike are dequantized together."""
         heights = [block.shape[0] for block in self.entries[0]]
         out_EnK, first = out.view(len(self.entries), sum(heights), -1), 0
         for turn, height in enumerate(heights):
@@ -96,10 +96,10 @@ class StoredWeight(torch.Tensor):
             for experts in experts_at_once(rows_EnK):
                 rows = self.join(turn, experts) if self.join is not None and len(experts) > 1 else None
                 if rows is not None:
-                    decode(rows, rows_EnK[experts.start : experts.stop])
+                    dequantize(rows, rows_EnK[experts.start : experts.stop])
                 else:
                     for expert in experts:
-                        decode(self.entries[expert][turn], rows_EnK[expert : expert + 1])
+                        dequantize(self.entries[expert][turn], rows_EnK[expert : expert + 1])
             first += height
         whole = out_EnK if self.is_stacked else out_EnK[0]
         return whole.transpose(-1, -2) if self.is_flipped else whole.view(self.shape)
@@ -191,7 +191,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
     if not x.is_cpu and (whole := joined(blocks, x.dtype)) is not None:
         return F.linear(x, whole, bias)
-    if weight.join is not None and weight.is_decoded:
+    if weight.join is not None and weight.needs_dequantizing:
         out_MN = multiply(x_MK, blocks)
     elif weight.projections is not None:
         projections, name = weight.projections

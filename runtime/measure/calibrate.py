@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.decoded_weights import decoded, room_for
+from ..engine.dequantized_weights import dequantized, room_for
 from ..events import Weights
 from ..model.loading import LoadedModel
 from ..origin.net import class_refused
@@ -66,7 +66,7 @@ def measure_rates(
         cpu_attention_bytes_per_second=beside,
         cpu_flops_per_second=run.cpu_products(),
         prefill_attention_flops_per_second=run.prompt_attention().rate(),
-        decode_bytes_per_second=run.decoding(found),
+        dequantize_bytes_per_second=run.dequantizing(found),
     )
     return run.profiled(rates)
 
@@ -74,7 +74,7 @@ def measure_rates(
 @dataclass(frozen=True, kw_only=True)
 class LayerOnHand:
     """A layer that was read: `host` holds the bytes as read; `weights` are in compute memory, and in that of an
-    accelerator what is `stored` otherwise than it is multiplied has been decoded."""
+    accelerator what is `stored` otherwise than it is multiplied has been dequantized."""
 
     stage: Stage
     host: torch.Tensor
@@ -107,24 +107,24 @@ class RunProbes:
         host, stored = self._read(self._whole(stage))
         expert = self._read(stage.expert(0))[1] if stage.index in self.paged else {}
         size = self._room_for(stored)
-        weights = {**stored, **decoded(stored, self.device.compute_buffer(size))} if size else stored
+        weights = {**stored, **dequantized(stored, self.device.compute_buffer(size))} if size else stored
         return LayerOnHand(stage=stage, host=host, weights=weights, stored=stored, expert=expert)
 
     def _room_for(self, stored: Weights) -> int:
-        """The bytes of a layer's numbers where lanes find it decoded; 0 where they do not."""
+        """The bytes of a layer's numbers where lanes find it dequantized; 0 where they do not."""
         if not self.device.is_accelerator:
             return 0
         size = room_for(stored)
         return size if size <= self.device.free_bytes() // 2 else 0
 
-    def decoding(self, layer: LayerOnHand) -> float:
+    def dequantizing(self, layer: LayerOnHand) -> float:
         """Bytes per second that are read and written while a layer's stored weights become numbers."""
         size, whole = self._room_for(layer.stored), self._whole(layer.stage)
         if not size:
             return UNLIMITED
         buffer, work = self.device.compute_buffer(size), StoredWork.of(whole.parameters, self.shape.compute_dtype)
         moved = work.num_bytes + work.num_numbers * self.shape.compute_dtype_bytes
-        return Timed(moved, lambda: decoded(layer.stored, buffer), self.device.finish).rate()
+        return Timed(moved, lambda: dequantized(layer.stored, buffer), self.device.finish).rate()
 
     def _whole(self, stage: Stage) -> Stage:
         """The part of a stage that is read at once."""

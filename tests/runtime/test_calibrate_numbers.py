@@ -100,7 +100,7 @@ def test_each_rate_is_taken_for_what_it_is(
 ) -> None:
     found = {
         "disk": Rate(1.0), "links": (2.0, 3.0), "memory": Rate(4.0), "prompt_attention": Rate(5.0), "matmuls": {1: 8.0},
-        "decoding": 9.0,
+        "dequantizing": 9.0,
     }  # fmt: skip
     for name, rate in found.items():
         monkeypatch.setattr(RunProbes, name, lambda bench, *given, rate=rate: rate)
@@ -115,5 +115,5 @@ def test_each_rate_is_taken_for_what_it_is(
         attention_bytes_per_second=6.0,
         cpu_attention_bytes_per_second=7.0,
         gemm_flops_per_second={1: 8.0},
-        decode_bytes_per_second=9.0,
+        dequantize_bytes_per_second=9.0,
     )

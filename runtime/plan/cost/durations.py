@@ -126,7 +126,7 @@ class _Bill:
         if work.kind is StageKind.head:
             logits = lane.num_rows * self.shape.vocab_size * LOGIT_BYTES * LOGIT_TRIPS
             own = self._product(lane.num_rows, work.dense_weights) + self._streamed(logits) + self.rates.turn_seconds
-            return own + self._decoding(work.stored)
+            return own + self._dequantizing(work.stored)
         return self.early(work, lane) + self._behind_attention(work, lane) + self._cross(work, lane)
 
     def attention(self, work: StageWork, lane: LaneWork) -> float:
@@ -155,14 +155,14 @@ class _Bill:
         """What lies in front of attention: its share of the weights, and half of everything else."""
         tokens = self._tokens(work, lane)
         again = self._product(lane.num_rows, work.early_weights) if self._is_narrow(work, lane) else 0.0
-        sharers = 1 if self.placement.decoded is None else len(self.lanes)
-        decoding = self._decoding(work.stored) / sharers if work.kind.is_layer else 0.0
-        return self._product(tokens, work.early_weights) + self._beside(work, tokens) / 2 + again + decoding
+        sharers = 1 if self.placement.dequantized is None else len(self.lanes)
+        dequantizing = self._dequantizing(work.stored) / sharers if work.kind.is_layer else 0.0
+        return self._product(tokens, work.early_weights) + self._beside(work, tokens) / 2 + again + dequantizing
 
-    def _decoding(self, stored: StoredWork) -> float:
+    def _dequantizing(self, stored: StoredWork) -> float:
         """Seconds in which stored weights become numbers. Of a layer, all lanes share them where a scratch area has
-        room; the head, and experts that are read one by one, are decoded by each lane."""
-        return self.rates.decode_seconds(stored, self.shape.compute_dtype_bytes)
+        room; the head, and experts that are read one by one, are dequantized by each lane."""
+        return self.rates.dequantize_seconds(stored, self.shape.compute_dtype_bytes)
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
         """The seconds of attention on the CPU's workers. In front of an accelerator what goes down and up takes its
@@ -323,7 +323,7 @@ class _Bill:
         if not hits:
             return 0.0
         seconds = self.rates.experts_seconds(hits, visits, work.expert_weights)
-        seconds += work.is_paged * hits * (self.rates.hit_seconds + self._decoding(work.stored_expert))
+        seconds += work.is_paged * hits * (self.rates.hit_seconds + self._dequantizing(work.stored_expert))
         return seconds if self.rates.has_expert_rates else seconds + self._streamed(visits * work.visit_bytes)
 
     def _prompt_attention(self, lane: LaneWork) -> float:

@@ -31,7 +31,7 @@ LAUNCH_SECONDS = 10e-6  # of the host for one operator, as measured beside an H1
 TURN_SECONDS = 1e-3  # of one decoder layer, 84 launches of a dense one and Python around them; 2.4 ms and more there
 HIT_SECONDS = 12 * LAUNCH_SECONDS  # of an expert that is read by itself, as counted on a double
 PASS_SECONDS = 5e-3
-DECODE_SHARE = 0.5  # of a device's bandwidth, of kernels that decode stored weights: an assumption, no card has said
+DEQUANTIZE_SHARE = 0.5  # of a device's bandwidth, of kernels that dequantize weights: an assumption, no card has said
 ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 
@@ -85,7 +85,7 @@ def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> 
             cpu_flops_per_second=sheet.host_num_cores * CORE_FLOPS_PER_SECOND,
             host_memory_bytes_per_second=host,
             prefill_attention_flops_per_second=flops * PREFILL_ATTENTION_SHARE,
-            decode_bytes_per_second=sheet.memory_gb_per_second * GIGA * DECODE_SHARE,
+            dequantize_bytes_per_second=sheet.memory_gb_per_second * GIGA * DEQUANTIZE_SHARE,
             launch_seconds=LAUNCH_SECONDS,
             turn_seconds=TURN_SECONDS,
             hit_seconds=HIT_SECONDS,
@@ -117,6 +117,7 @@ def _of_measured(name: str, rates: MeasuredRates, dtype: DType, *, has_bfloat16:
         known = ", ".join(rates.dtypes) or "none"
         raise ConfigError(f"machine={name} was not measured for {dtype.value}, only for: {known}; set model.dtype")
     device = rates.device_memory_gib
+    memory = rates.memory_gb_per_second * GIGA
     gemm = zip(rates.gemm_rows, found.gemm_gflops, strict=False)  # the largest may be missing
     return Machine(
         name=name,
@@ -129,11 +130,11 @@ def _of_measured(name: str, rates: MeasuredRates, dtype: DType, *, has_bfloat16:
             gemm_flops_per_second={num_rows: gflops * GIGA for num_rows, gflops in gemm},
             link_in_bytes_per_second=_link(rates.link_in_gb_per_second),
             link_out_bytes_per_second=_link(rates.link_out_gb_per_second),
-            memory_bytes_per_second=rates.memory_gb_per_second * GIGA,
+            memory_bytes_per_second=memory,
             attention_bytes_per_second=found.attention_gb_per_second * GIGA,
             cpu_attention_bytes_per_second=found.cpu_attention_gb_per_second * GIGA,
             prefill_attention_flops_per_second=found.prefill_attention_gflops * GIGA,
-            decode_bytes_per_second=UNLIMITED if device is None else rates.memory_gb_per_second * GIGA * DECODE_SHARE,
+            dequantize_bytes_per_second=UNLIMITED if device is None else memory * DEQUANTIZE_SHARE,
             launch_seconds=0.0 if device is None else LAUNCH_SECONDS,
             turn_seconds=rates.turn_seconds,
             hit_seconds=0.0 if device is None else HIT_SECONDS,

@@ -9,17 +9,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ...resources import Resource
-from ..placement.decoded import is_stored
+from ..placement.dequantized import is_stored
 from ..shape.numbers import Numbers
 from ..shape.shapes import Parameter
 
 UNLIMITED = float("inf")
-UNLIMITED_BEFORE = ("exchange_bytes_per_second", "decode_bytes_per_second", "host_memory_bytes_per_second")
-DECODE_LAUNCHES = 2  # of one matrix, or of all experts', by kernels; operators of torch are about ten
+UNLIMITED_BEFORE = ("exchange_bytes_per_second", "dequantize_bytes_per_second", "host_memory_bytes_per_second")
+DEQUANTIZE_LAUNCHES = 2  # of one matrix, or of all experts', by kernels; operators of torch are about ten
 
 
 class StoredWork(NamedTuple):
-    """Weights that must be decoded before they are multiplied: numbers, the bytes that they lie in, and how many
+    """Weights that must be dequantized before they are multiplied: numbers, the bytes that they lie in, and how many
     matrices they are, those of experts in one place counted once."""
 
     num_numbers: float = 0.0
@@ -69,7 +69,7 @@ class MachineRates:
     host_memory_bytes_per_second: float = UNLIMITED  # that disk, links and CPU share in front of an accelerator
     exchange_bytes_per_second: float = UNLIMITED
     exchange_seconds: float = 0.0
-    decode_bytes_per_second: float = UNLIMITED  # of stored weights that become numbers, both counted
+    dequantize_bytes_per_second: float = UNLIMITED  # of stored weights that become numbers, both counted
     launch_seconds: float = 0.0  # of one operator
     turn_seconds: float = 0.0
     hit_seconds: float = 0.0
@@ -139,11 +139,12 @@ class MachineRates:
         """Seconds in which so many rows, more than none, are multiplied with so many weights."""
         return 2.0 * num_rows * num_weights / self.gemm_rate(num_rows)
 
-    def decode_seconds(self, stored: StoredWork, item_bytes: int) -> float:
+    def dequantize_seconds(self, stored: StoredWork, item_bytes: int) -> float:
         """Seconds in which stored weights become numbers of the compute dtype, of so many bytes each: all that they
         take is read and written once, by a few operators for each matrix."""
         moved = stored.num_bytes + stored.num_numbers * item_bytes
-        return moved / self.decode_bytes_per_second + DECODE_LAUNCHES * stored.num_matrices * self.launch_seconds
+        launches = DEQUANTIZE_LAUNCHES * stored.num_matrices
+        return moved / self.dequantize_bytes_per_second + launches * self.launch_seconds
 
     def experts_seconds(self, num_hit: Numbers, num_visits: Numbers, num_weights: float) -> Numbers:
         """Seconds in which each expert that is hit, of so many weights, multiplies its share of the visits."""

@@ -41,7 +41,7 @@ class StageWork:
     is_paged: bool  # its experts are read one by one
     is_shared: bool  # the CPU may multiply some of them
     is_narrow: bool  # behind keys and values it has only tokens that are asked for (`model/last_layer.py`)
-    stored: StoredWork = NOTHING_STORED  # what is decoded before it is multiplied, of a paged stage without its experts
+    stored: StoredWork = NOTHING_STORED  # what is dequantized to be multiplied, of a paged stage without its experts
     stored_expert: StoredWork = NOTHING_STORED  # and of one expert of a paged stage
 
     def hits(self, num_tokens: Numbers) -> Numbers:
@@ -59,7 +59,7 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
     dense = stage.num_dense_weights
     count, size = max(1, stage.num_experts), shape.compute_dtype_bytes
     looked_up = stage.kind in (StageKind.embedding, StageKind.bridge)
-    decoded = () if looked_up else (stage.dense if is_paged else stage).parameters
+    stored = () if looked_up else (stage.dense if is_paged else stage).parameters
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size  # beside experts there may be none
     token = HIDDEN_TRIPS * shape.hidden_size + HEAD_TRIPS * heads + INNER_TRIPS * shape.intermediate_size * has_inner
@@ -78,7 +78,7 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
         is_shared=False,
         is_narrow=shape.is_packed and stage in shape.layers[-1:],
         visit_bytes=size * stage.own_share * (VISIT_TRIPS * shape.hidden_size + INNER_TRIPS * shape.intermediate_size),
-        stored=StoredWork.of(decoded, shape.compute_dtype),
+        stored=StoredWork.of(stored, shape.compute_dtype),
         stored_expert=_of_expert(stage, count, shape.compute_dtype) if is_paged else NOTHING_STORED,
     )
 
@@ -110,7 +110,7 @@ class LayerWork:
     head_weights: float
     outer_bytes: float  # stages that are no layer; what two of them share, once
     widest_outer_bytes: float  # of the largest of them
-    stored: StoredWork = NOTHING_STORED  # what is decoded before it is multiplied
+    stored: StoredWork = NOTHING_STORED  # what is dequantized before it is multiplied
 
     @staticmethod
     def of(shape: ModelShape) -> "LayerWork":

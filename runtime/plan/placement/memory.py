@@ -17,8 +17,8 @@ from ..shape.model import ModelShape
 from .ledger import Entry
 
 PANEL_BYTES = 16 * MIB  # of widened weights, at most
-DECODED_AT_ONCE = 1 << 24  # numbers that a device decodes together, see linear/decoding.py
-DECODING_BYTES = 4 * 4 * DECODED_AT_ONCE  # of float32, and of what operators make on the way there
+DEQUANTIZED_AT_ONCE = 1 << 24  # numbers that a device dequantizes together, see linear/dequantizing.py
+DEQUANTIZING_BYTES = 4 * 4 * DEQUANTIZED_AT_ONCE  # of float32, and of what operators make on the way there
 LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their product
 GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/fused.py
 GROUPED_BYTES = 16 * MIB  # of what experts are given at once and make, on a CPU, see model/expert_groups.py

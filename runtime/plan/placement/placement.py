@@ -10,7 +10,7 @@ from ...batching.prefixes import SharingRule
 from ...config import ExpertPaging, KVTier, ModelConfig, RuntimeConfig
 from ...units import GIB
 from ..schedule.walk import Walk
-from .decoded import DecodedSize
+from .dequantized import DequantizedSize
 from .exchange import ExchangeSize
 from .feedforward import CpuShare
 from .kv import KVLayout
@@ -85,7 +85,7 @@ class Placement:
     paging: ExpertPaging = ExpertPaging.off
     num_expert_slots: int = 0
     cpu_share: CpuShare | None = None
-    decoded: DecodedSize | None = None  # None: stored weights are decoded inside of each product
+    dequantized: DequantizedSize | None = None  # None: stored weights are dequantized inside of each product
     at_least: frozenset[str] = frozenset()  # keys of which no lower value helps
 
     @property

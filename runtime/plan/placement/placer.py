@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...config import Decoding, ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier, require
+from ...config import Dequantize, ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier, require
 from ...orders import PLAIN
 from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape
 from ..shape.stage_sizes import spread
-from .decoded import DecodedSize
+from .dequantized import DequantizedSize
 from .exchange import exchange_size
 from .experts import Phase, choose_paging, pageable_stages
 from .feedforward import CpuShare, cpu_multiplies, host_entries, require_possible
@@ -73,7 +73,7 @@ class _Candidate:
     paging: ExpertPaging
     resident: frozenset[int]
     resident_bytes: int
-    has_area: bool = False  # for decoded weights
+    has_area: bool = False  # for dequantized weights
 
     @property
     def may_fit(self) -> bool:
@@ -102,12 +102,12 @@ class _Placer:
                         )
 
     def _areas(self) -> list[bool]:
-        """Whether to set memory aside for decoded weights, as is to be tried: first of all, as a lane that decodes what
-        it multiplies does so at each product."""
-        decoding = self.config.offload.decoding
-        if not self.budgets.has_device or DecodedSize.of(self.shape, frozenset(), 1) is None:
+        """Whether to set memory aside for dequantized weights: to be tried first, as otherwise each lane dequantizes
+        what it multiplies."""
+        choice = self.config.offload.dequantize
+        if not self.budgets.has_device or DequantizedSize.of(self.shape, frozenset(), 1) is None:
             return [False]
-        return {Decoding.auto: [True, False], Decoding.stage: [True], Decoding.product: [False]}[decoding]
+        return {Dequantize.auto: [True, False], Dequantize.stage: [True], Dequantize.product: [False]}[choice]
 
     def _kv_layouts(self) -> Iterator[KVLayout]:
         fraction, has_device = self.config.kv.device_fraction, self.budgets.has_device
@@ -246,7 +246,7 @@ class _Placer:
             paging=paging if paged else ExpertPaging.off,
             num_expert_slots=max(2, self.config.prefetch.depth + 1) if paged else 0,
             cpu_share=self._cpu_share if paged & in_host else None,
-            decoded=DecodedSize.of(self.shape, paged, num_open) if candidate.has_area else None,
+            dequantized=DequantizedSize.of(self.shape, paged, num_open) if candidate.has_area else None,
             at_least=self.load.at_least,
         )
         return replace(placement, ledgers=candidate.needs.ledgers(placement))

@@ -74,8 +74,8 @@ class Requirements:
         ]
         if placement.paged:
             entries.append(slot_entry(self._expert_sizes(placement), placement.num_expert_slots))
-        if placement.decoded is not None:
-            entries.append(self.budgets.computed(placement.decoded.entry))
+        if placement.dequantized is not None:
+            entries.append(self.budgets.computed(placement.dequantized.entry))
         entries += self._fixed
         copied = 0 if self.budgets.has_device else max(self.shape.sizes.misaligned_bytes)
         if copied:

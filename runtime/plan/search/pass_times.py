@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import Decoding, ExpertPaging, KVTier, RuntimeConfig
+from ...config import Dequantize, ExpertPaging, KVTier, RuntimeConfig
 from ...resources import Resource
 from ..cost.cpu_share import share_of
 from ..cost.rates import MachineRates
@@ -131,8 +131,8 @@ class Roofline:
         experts = experts * (1 - self._streamed(grid) * self._cpu_share(grid, tokens))
         exchanged = self.rates.exchanged_seconds(tokens * work.hidden_bytes)
         layer = lanes * (self.rates.gemm_seconds(tokens, dense) + self.rates.turn_seconds + exchanged) + experts
-        decoders = lanes if self.config.offload.decoding is Decoding.product else 1.0
-        layer = layer + decoders * self.rates.decode_seconds(work.stored, self.item_bytes)
+        times = lanes if self.config.offload.dequantize is Dequantize.product else 1.0
+        layer = layer + times * self.rates.dequantize_seconds(work.stored, self.item_bytes)
         head = lanes * self.rates.gemm_seconds(tokens * head_share, work.head_weights)
         return work.num_layers * layer + head + self.rates.pass_seconds
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import Decoding, KVTier, RuntimeConfig, Tier
+from ...config import Dequantize, KVTier, RuntimeConfig, Tier
 from ...units import round_up
 from ..cost.work import LayerWork
-from ..placement.decoded import DecodedSize
 from ..placement.defaults import chunk_tokens
+from ..placement.dequantized import DequantizedSize
 from ..placement.exchange import STORES_IN_FLIGHT, TRIP_PARTS
 from ..placement.experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
 from ..placement.kv import SEGMENT_BYTES
@@ -86,13 +86,13 @@ class _Need:
         self._area = self._area_bytes(budgets.device_bytes or 0)
 
     def _area_bytes(self, device_bytes: int) -> int:
-        """What decoded weights take, where there will be room for them."""
+        """What dequantized weights take, where there will be room for them."""
         paged = {layer.index for layer in self._shape.layers} if self._is_paged else frozenset[int]()
-        size, decoding = DecodedSize.of(self._shape, paged, 1), self._config.offload.decoding
-        if size is None or decoding is Decoding.product:
+        size, choice = DequantizedSize.of(self._shape, paged, 1), self._config.offload.dequantize
+        if size is None or choice is Dequantize.product:
             return 0
         num_bytes = size.entry.num_bytes
-        return num_bytes if decoding is Decoding.stage or num_bytes <= device_bytes // 2 else 0
+        return num_bytes if choice is Dequantize.stage or num_bytes <= device_bytes // 2 else 0
 
     def compute(self) -> Floats:
         work, grid = self._work, self._grid

@@ -7,14 +7,14 @@ from ...units import round_up
 from ..shape.model import ModelShape
 from ..shape.shapes import Parameter, Stage
 from .ledger import Entry
-from .memory import DECODING_BYTES
+from .memory import DEQUANTIZING_BYTES
 
 ALIGNMENT = 256  # bytes, at which kernels like matrices to begin
 FLOATS = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodedSize:
+class DequantizedSize:
     """`num_areas` of `area_bytes`, for the weights of as many stages that are computed at once, each of `stages`."""
 
     num_areas: int
@@ -22,27 +22,27 @@ class DecodedSize:
     stages: frozenset[int]
 
     @staticmethod
-    def of(shape: ModelShape, paged: Collection[int], num_open: int) -> "DecodedSize | None":
+    def of(shape: ModelShape, paged: Collection[int], num_open: int) -> "DequantizedSize | None":
         """Returns the size for a model's layers, of `paged` ones without their experts; None where nothing is stored
         otherwise than it is multiplied. Embeddings are looked up row by row, and the head runs once in a pass."""
         sizes = {
-            stage.index: sum(area_bytes(num_bytes) for num_bytes in decoded_bytes(shape, stage, stage.index in paged))
+            stage.index: sum(map(area_bytes, dequantized_bytes(shape, stage, stage.index in paged)))
             for stage in shape.stages
             if stage.kind.is_layer
         }
         stages = frozenset(stage for stage, num_bytes in sizes.items() if num_bytes)
         if not stages:
             return None
-        return DecodedSize(num_areas=num_open, area_bytes=max(sizes.values()), stages=stages)
+        return DequantizedSize(num_areas=num_open, area_bytes=max(sizes.values()), stages=stages)
 
     @property
     def entry(self) -> Entry:
-        num_bytes = self.num_areas * self.area_bytes + DECODING_BYTES
-        equation = f"{self.num_areas} x {self.area_bytes:,} B of a layer + {DECODING_BYTES:,} B on the way there"
-        return Entry(name="decoded weights", num_bytes=num_bytes, equation=equation)
+        num_bytes = self.num_areas * self.area_bytes + DEQUANTIZING_BYTES
+        equation = f"{self.num_areas} x {self.area_bytes:,} B of a layer + {DEQUANTIZING_BYTES:,} B on the way there"
+        return Entry(name="dequantized weights", num_bytes=num_bytes, equation=equation)
 
 
-def decoded_bytes(shape: ModelShape, stage: Stage, is_paged: bool) -> list[int]:
+def dequantized_bytes(shape: ModelShape, stage: Stage, is_paged: bool) -> list[int]:
     """Returns the bytes of each of a stage's parameters that is stored otherwise than it is multiplied."""
     parameters = (stage.dense if is_paged else stage).parameters
     return [p.num_elements * shape.compute_dtype_bytes for p in parameters if is_stored(p, shape.compute_dtype)]

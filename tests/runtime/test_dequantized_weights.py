@@ -1,5 +1,5 @@
-"""Stored weights in an accelerator's memory: decoded once for all lanes, in few launches, and to the numbers that they
-stand for."""
+"""Stored weights in an accelerator's memory: dequantized once for all lanes, in few launches, to the numbers that
+they stand for."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +12,8 @@ import torch
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime import Runtime
-from runtime.config import Attention, Decoding, ExpertPaging, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
-from runtime.engine import decoded_weights
+from runtime.config import Attention, Dequantize, ExpertPaging, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.engine import dequantized_weights
 from runtime.engine.sequence import Request
 from runtime.formats.registry import pair_companions
 from runtime.store.checkpoint import open_checkpoint
@@ -69,24 +69,24 @@ def written(ref: Reference, family: str, name: str, directory: Path) -> tuple[Pa
 
 
 def on_a_device(
-    ref: Reference, directory: Path, decoding: Decoding, lanes: int = 2, order: Order = Order.zigzag
+    ref: Reference, directory: Path, where: Dequantize, lanes: int = 2, order: Order = Order.zigzag
 ) -> RuntimeConfig:
     attention = Attention.cpu if order.style.needs_cpu_attention else Attention.device
     policy = PolicyConfig(
         kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=lanes, schedule=order, attention=attention
     )
     config = config_for(replace(ref, directory=directory), tier=Tier.cpu, policy=policy)
-    return replace(config, offload=replace(config.offload, decoding=decoding, expert_paging=ExpertPaging.off))
+    return replace(config, offload=replace(config.offload, dequantize=where, expert_paging=ExpertPaging.off))
 
 
-@pytest.mark.parametrize("decoding", [Decoding.stage, Decoding.product])
+@pytest.mark.parametrize("where", [Dequantize.stage, Dequantize.product])
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_tokens_are_those_of_the_numbers(
-    family: str, name: str, decoding: Decoding, reference: References, tmp_path: Path
+    family: str, name: str, where: Dequantize, reference: References, tmp_path: Path
 ) -> None:
     ref = reference(family)
     stored, plain = written(ref, family, name, tmp_path)
-    found = tokens(on_a_device(ref, stored, decoding), ref.prompts[:4], FakeDevice((False, True)))
+    found = tokens(on_a_device(ref, stored, where), ref.prompts[:4], FakeDevice((False, True)))
     assert found == expected_tokens(plain, ref.prompts[:4])
 
 
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_the_numbers_in_every_order(order: Order, reference:
     """With areas for two stages where an order has two open at once, for which the CPU attends."""
     ref = reference("mixtral")
     stored, plain = written(ref, "mixtral", "awq", tmp_path)
-    config = on_a_device(ref, stored, Decoding.stage, order=order)
+    config = on_a_device(ref, stored, Dequantize.stage, order=order)
     found = tokens(config, ref.prompts[:4], FakeDevice((False, True)))
     assert found == expected_tokens(plain, ref.prompts[:4])
 
@@ -115,14 +115,14 @@ def of_plain(reference: References, tmp_path_factory: pytest.TempPathFactory) ->
 
 def decode_pass(ref: Reference, directory: Path, num_lanes: int) -> HostCounts:
     few = replace(ref, prompts=ref.prompts[:2])
-    return decode(on_a_device(few, directory, Decoding.stage, lanes=num_lanes), few).passes[0]
+    return decode(on_a_device(few, directory, Dequantize.stage, lanes=num_lanes), few).passes[0]
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_pass_takes_at_most_three_times_the_launches_of_plain_weights(
     family: str, name: str, reference: References, of_plain: Callable[[str], HostCounts], tmp_path: Path
 ) -> None:
-    """Of one lane, which has all of the decoding to itself; escapes of packed bfloat16 take more. The host waits as
+    """Of one lane, which has all of the dequantizing to itself; escapes of packed bfloat16 take more. The host waits as
     often."""
     ref = reference(family)
     stored, _ = written(ref, family, name, tmp_path)
@@ -147,23 +147,23 @@ def test_launches_do_not_grow_with_sizes(name: str, reference: References, tmp_p
     assert counts[0] == counts[1]
 
 
-def test_a_layer_is_decoded_once_for_all_lanes_and_passes_of_it(
+def test_a_layer_needs_dequantizing_once_for_all_lanes_and_passes_of_it(
     reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref, done = reference("llama"), list[int]()
     stored, _ = written(ref, "llama", "gptq", tmp_path)
-    decoded = decoded_weights.decoded
+    dequantized = dequantized_weights.dequantized
 
     def counted(*given: object) -> dict[str, torch.Tensor]:
         done.append(1)
-        return decoded(*given)  # pyright: ignore[reportArgumentType]
+        return dequantized(*given)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(decoded_weights, "decoded", counted)
-    config = on_a_device(ref, stored, Decoding.auto)
+    monkeypatch.setattr(dequantized_weights, "dequantized", counted)
+    config = on_a_device(ref, stored, Dequantize.auto)
     runtime = Runtime(config, device=FakeDevice((False, True)))
     requests = [Request(id=str(i), prompt_ids=tuple(p), max_new_tokens=3) for i, p in enumerate(ref.prompts[:4])]
     with runtime.confirmed_session(requests) as (plan, session):
-        assert plan.placement.decoded is not None
+        assert plan.placement.dequantized is not None
         session.run(plan.blocks[0], requests, lambda _: None)
     num_layers, num_passes = 4, 3
     assert len(done) == num_layers * num_passes
