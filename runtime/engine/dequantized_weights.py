@@ -23,7 +23,7 @@ class _Area:
 
 
 class DequantizedWeights:
-    """As many areas as stages are computed at once. Not thread-safe: only the engine calls it.
+    """Scratch areas, one for each stage that is computed at once. Not thread-safe: only the engine calls it.
 
     All that is queued for an area is queued on the compute stream, where what is dequantized into it comes behind the
     products of the stage before. What was dequantized stays right when its stage's slot is filled with others' bytes.

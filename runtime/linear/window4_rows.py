@@ -31,8 +31,8 @@ class Window4Rows(PackedRows):
 
     @cached_property
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the companions: bases (E, 1), starts (E, N + 1), and behind each other columns as int16 and exponents as
-        uint8. Views of the one companion of a single matrix."""
+        """The companions' bases (E, 1), starts (E, N + 1), and behind each other columns as int16 and exponents as
+        uint8. Views, where there is one matrix."""
         begin, parts = 1 + self._num_starts, list[tuple[torch.Tensor, ...]]()
         for each in self._escapes:
             columns, exponents = each[begin:].split([num := self._num_escapes(each) // 2, num // 2])

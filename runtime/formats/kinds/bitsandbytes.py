@@ -76,7 +76,7 @@ class FourBitRows:
         return None, self._factors(first[:, None] + torch.arange(num_blocks, device=self.device))
 
     def _factors(self, blocks: Chosen) -> torch.Tensor:
-        """Of the blocks with these numbers, or of a run of them."""
+        """The factors of the blocks with these numbers, or of a run of them."""
         factors = self._companions[SCALES][blocks]
         if NESTED_SCALES not in self._companions:
             return factors.float()

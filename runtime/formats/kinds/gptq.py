@@ -55,7 +55,7 @@ def _rows(num_bits: int, stored: Stored) -> Rows:
         write_words(words_RW, num_bits, out_RK)
 
     def zeros(rows: Chosen) -> torch.Tensor:
-        """Of all rows, which are few numbers, in few operators."""
+        """The zero points of all rows are few numbers: they are made at once, in few operators."""
         words_GW, codes = companions[ZEROS], _codes_of_bytes(num_bits, added, stored.raw.device)
         found_GN = codes.index_select(0, words_GW.contiguous().view(torch.uint8).flatten().int())
         return columns_of(found_GN.view(torch.float32).view(len(words_GW), -1), rows, *at).t()

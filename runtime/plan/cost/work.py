@@ -84,7 +84,7 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
 
 
 def _of_expert(stage: Stage, num_experts: int, compute_dtype: str) -> StoredWork:
-    """Of one, as it is read by itself."""
+    """What one expert takes, as it is read by itself."""
     found = StoredWork.of(stage.experts, compute_dtype)
     return found.times(1 / num_experts)._replace(num_matrices=found.num_matrices)
 
