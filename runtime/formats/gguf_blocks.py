@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels.arguments import GGUF
+from ..linear.codes import Codes
 from ..store.gguf import BLOCKS
 
 
@@ -35,6 +37,13 @@ class GgufRows:
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         raw_RB = self._raw_NB[rows if self._order is None else self._order[rows]]
         decode(self._dtype, raw_RB, out_RK)
+
+    def codes(self) -> Codes | None:
+        """See `Rows`."""
+        if self._dtype not in GGUF:
+            return None
+        order = None if self._order is None else self._order[None]
+        return Codes(way=GGUF[self._dtype], shape=self.shape, body=self._raw_NB[None], order=order)
 
 
 def decode(dtype: str, raw_RB: torch.Tensor, out_RK: torch.Tensor) -> None:

@@ -8,6 +8,8 @@ from functools import lru_cache
 
 import torch
 
+from ..linear.codes import Codes
+
 WORD_BITS = 32
 Chosen = slice | torch.Tensor  # some rows, or the rows with these numbers in that order
 Write = Callable[[Chosen, torch.Tensor], None]  # the codes of the wanted rows into (R, K) float32
@@ -28,11 +30,14 @@ class IntegerRows:
         scales: Factors,
         width: int,
         groups: torch.Tensor | None = None,
+        *,
+        codes: Callable[[], Codes],
     ):
         """`width`: the columns of a group; `groups` (K,): the group of each column, where they do not lie in turn; or
-        (E, K), of each of E equal runs of rows."""
+        (E, K), of each of E equal runs of rows. `codes`: see `Rows`."""
         self.shape, self.device = shape, device
         self._write, self._zeros, self._scales, self._width, self._groups = write, zeros, scales, width, groups
+        self.codes = codes
 
     def shared(self, rows: Chosen) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns zero points and scales of the wanted rows: (R, G) float32 each, or (1, 1) for all alike."""

@@ -6,7 +6,8 @@ from functools import lru_cache
 import torch
 
 from ..errors import CheckpointError
-from ..kernels.arguments import FLOAT4, SCALED_FLOAT8
+from ..kernels.arguments import FLOAT4, FLOAT8_E5M2, SCALED_FLOAT8
+from ..linear.codes import Codes
 from ..linear.grouped_rows import RowCodes, fits_in_rows
 from ..linear.rows import Rows
 from ..plan.shape.shapes import Companion, TensorSlice
@@ -38,6 +39,17 @@ class ScaledRows:
         out = out_RK.view(numbers_of.dtype).flatten()
         torch.index_select(numbers_of, 0, self._raw_NB[rows].flatten().int(), out=out)
         apply_by_group(out_RK, self._factors(rows), self._block_columns, torch.Tensor.mul_)
+
+    def codes(self) -> Codes:
+        """See `Rows`."""
+        return Codes(
+            way=FLOAT8_E5M2 if self._dtype == torch.float8_e5m2 else WAYS[self._dtype],
+            shape=self.shape,
+            body=self._raw_NB[None],
+            scales=self._scales[None],
+            scale_rows=self._block_rows,
+            width=self._block_columns,
+        )
 
     def shared(self, rows: Chosen) -> tuple[None, torch.Tensor]:
         """Returns no zero points, and the factors of the wanted rows, (R, K / block_columns) float32."""

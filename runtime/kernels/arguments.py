@@ -16,6 +16,9 @@ WINDOW4, INT8, INT4, FLOAT8 = range(4)  # ways of packing: so, and codes with sc
 # table. In columns: of four or eight bits in words of neighbouring columns, of four in words of neighbouring rows.
 BYTES, SIGNED_BYTES, SCALED_FLOAT8, HALVES, FLOAT4, IN_TABLE = range(4, 10)
 WORDS4, WORDS8, ROW_WORDS = range(10, 13)
+# On an accelerator alone: FP8 with five bits of exponent, numbers as they are, and GGUF's blocks.
+FLOAT8_E5M2, PLAIN, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K = range(13, 20)
+GGUF = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K}
 INT4_MIDDLE = 8  # what is added to codes of four bits, so that they are not negative
 FLOAT32, BFLOAT16, FLOAT16 = range(3)  # what numbers of an output are
 CODE_RUN = 32  # codes side by side: those of four bits lie in as many half bytes, the first half of them in low ones

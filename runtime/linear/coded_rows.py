@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..kernels.arguments import CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT4_MIDDLE, INT8
+from .codes import Codes
 from .packed_rows import Arrays, Layout, PackedRows, shift_to_group
 
 ROUNDED = {"int8-rows": INT8, "int4-groups": INT4, "fp8-rows": FLOAT8}  # the ways of storage formats
@@ -42,6 +43,13 @@ class CodedRows(PackedRows):
         else:
             out_RK.copy_(codes.view(torch.int8 if self._way == INT8 else torch.float8_e4m3fn))
         out_RK.unflatten(1, (scales_RG.shape[1], -1)).mul_(scales_RG[..., None])
+
+    def codes(self) -> Codes:
+        """See `Rows`."""
+        width = self.shape[1] // self._scales_NG.shape[1]
+        added = INT4_MIDDLE if self._way == INT4 else 0
+        body, scales = self._body_NB[None], self._scales_NG[None]
+        return Codes(way=self._way, shape=self.shape, body=body, scales=scales, width=width, added=added)
 
 
 def zero_rows(num_rows: int) -> CodedRows:

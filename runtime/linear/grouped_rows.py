@@ -28,6 +28,7 @@ class GroupedRows:
 
     def __init__(self, plain: Rows, num_groups: int, shared_of: SharedOf):
         self.shape, self.device, self.dequantize = plain.shape, plain.device, plain.dequantize
+        self.codes = plain.codes
         self._num_groups, self._shared_of = num_groups, shared_of
         self.made_bytes = 2 * 4 * num_groups
 

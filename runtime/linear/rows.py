@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from .codes import Codes
+
 
 class Rows(Protocol):
     """A matrix of `shape` (N, K) on `device`. Views into a slot: valid as long as its bytes are."""
@@ -17,6 +19,10 @@ class Rows(Protocol):
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         """Writes the numbers of some rows, or of the rows with these numbers, in that order. `out_RK`: float32,
         contiguous. Allocates a few bytes for each number of them, freed on return."""
+        ...
+
+    def codes(self) -> Codes | None:
+        """How they lie, for kernels of an accelerator; None for what these do not take."""
         ...
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ..kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
 from ..kernels.arguments import WINDOW4 as WAY
+from .codes import Codes
 from .packed_rows import Arrays, Layout, PackedRows
 
 WINDOW4 = "window4"  # its storage format
@@ -46,12 +47,37 @@ class Window4Rows(PackedRows):
     def _num_escapes(self, companion: torch.Tensor) -> int:
         return (companion.numel() - 1 - self._num_starts) // 3 * 4
 
+    def _begins(self) -> torch.Tensor:
+        """(E,): how many escapes are before those of each matrix."""
+        counts = torch.tensor([self._num_escapes(each) for each in self._escapes], dtype=torch.int32)
+        return (counts.cumsum(0, dtype=torch.int32) - counts).to(self.device, non_blocking=True)
+
     def _laid_out(self) -> tuple[Layout, Arrays]:
         bases, starts, columns, exponents = (part.numpy() for part in self._parts)
         assert len(bases) == 1, "kernels take one matrix at a time"
         own = starts[0, self._first_row : self._first_row + self.shape[0] + 1].view(np.uint32)
         layout = Layout(WAY, *self.shape, GROUP_BYTES, base=int(bases[0, 0]))
         return layout, Arrays(own, columns.view(np.uint16), exponents)
+
+    def codes(self) -> Codes:
+        """See `Rows`. Escapes of several matrices lie behind each other; the host says where those of each begin."""
+        bases_E1, starts_EN, columns, exponents = self._parts
+        num_matrices, begins = len(self._escapes), None
+        if num_matrices > 1:
+            begins = self._begins()
+        else:
+            starts_EN = starts_EN[:, self._first_row : self._first_row + self.shape[0] + 1]
+        body = self._body_NB.unflatten(0, (num_matrices, -1))
+        return Codes(
+            way=WAY,
+            shape=(body.shape[1], self.shape[1]),
+            body=body,
+            bases=bases_E1,
+            starts=starts_EN,
+            columns=columns[None],
+            exponents=exponents[None],
+            begins=begins,
+        )
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         """See `Rows`."""
@@ -115,9 +141,7 @@ class Window4Rows(PackedRows):
         numbers = torch.arange(len(exponents), device=self.device, dtype=torch.int32)
         if len(self._escapes) == 1:
             return torch.searchsorted(starts_EN[0, 1:], numbers, right=True)
-        counts = torch.tensor([self._num_escapes(each) for each in self._escapes], dtype=torch.int32)
-        begins_E = (counts.cumsum(0, dtype=torch.int32) - counts).to(self.device, non_blocking=True)
-        starts = starts_EN + begins_E[:, None]  # each matrix has a row more, for what only fills up
+        starts = starts_EN + self._begins()[:, None]  # each matrix has a row more, for what only fills up
         places = torch.searchsorted(starts.flatten(), numbers, right=True) - 1
         matrices = places // self._num_starts
         is_filling = places % self._num_starts == self._num_starts - 1

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 
 from ...kernels.arguments import ROW_WORDS
+from ...linear.codes import Codes
 from ...linear.grouped_rows import ColumnCodes, fits_in_columns
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
@@ -52,7 +53,21 @@ def _rows(stored: Stored) -> Rows:
 
     width = next(each.block_columns for each in piece.companions if each.role == SCALES)
     shape, device = (num_rows, num_columns), stored.raw.device
-    rows = IntegerRows(shape, device, write, zeros, scales, width)
+
+    def codes() -> Codes:
+        begin, end = piece.first_row, piece.first_row + num_rows
+        return Codes(
+            way=ROW_WORDS,
+            shape=shape,
+            body=words_KW.t()[None, begin // PER_WORD :],
+            scales=stored.companions[SCALES].t()[None, begin:end],
+            width=width,
+            zeros=stored.companions[ZEROS].t()[None],
+            zero_bits=NUM_BITS,
+            first_row=begin,
+        )
+
+    rows = IntegerRows(shape, device, write, zeros, scales, width, codes=codes)
     if not fits_in_columns(shape, device, ROW_WORDS, piece.first_row):
         return rows
     num_groups = len(stored.companions[SCALES])

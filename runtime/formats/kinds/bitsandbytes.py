@@ -14,8 +14,9 @@ from functools import lru_cache
 import torch
 
 from ...errors import CheckpointError
-from ...kernels.arguments import IN_TABLE
+from ...kernels.arguments import IN_TABLE, SIGNED_BYTES
 from ...kernels.compiler import has_tables
+from ...linear.codes import Codes
 from ...linear.grouped_rows import RowCodes, fits_in_rows
 from ...linear.rows import Rows
 from ...linear.stacks import below
@@ -64,6 +65,23 @@ class FourBitRows:
             out_RK.mul_(self._factors((numbers[:, None] + columns) // width))
         else:
             apply_by_group(out_RK, self.shared(rows)[1], width, torch.Tensor.mul_)
+
+    def codes(self) -> Codes | None:
+        """See `Rows`; of whole blocks. Factors that are quantised themselves become float32 here, 1/16 of a byte for
+        each number where blocks have 64."""
+        width = int(self._piece.constants[0])
+        if self.shape[1] % width:
+            return None
+        tables = self._companions[CODES].view(-1, 16)
+        body = self._bytes_NB.unflatten(0, (len(tables), -1))
+        return Codes(
+            way=IN_TABLE,
+            shape=(body.shape[1], self.shape[1]),
+            body=body,
+            scales=self.shared(slice(None))[1].unflatten(0, (len(tables), -1)),
+            width=width,
+            table=tables,
+        )
 
     def shared(self, rows: Chosen) -> tuple[None, torch.Tensor]:
         """Returns no zero points, and the factors of the wanted rows, (R, blocks in a row) float32, of whole blocks."""
@@ -136,6 +154,13 @@ class Int8Rows:
     def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
         out_RK.copy_(self._codes_NK[rows])
         out_RK.mul_(self._scales[rows].float()).mul_(INVERSE_OF_127)
+
+    def codes(self) -> Codes:
+        """See `Rows`."""
+        body, scales = self._codes_NK.view(torch.uint8)[None], self._scales[None]
+        return Codes(
+            way=SIGNED_BYTES, shape=self.shape, body=body, scales=scales, width=self.shape[1], last=INVERSE_OF_127
+        )
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:

@@ -16,6 +16,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...kernels.arguments import WORDS4, WORDS8
+from ...linear.codes import Codes
 from ...linear.grouped_rows import ColumnCodes, fits_in_columns
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
@@ -65,7 +66,26 @@ def _rows(num_bits: int, stored: Stored) -> Rows:
 
     width = next(each.block_columns for each in piece.companions if each.role == SCALES)
     shape, device, groups = (num_rows, num_columns), stored.raw.device, companions.get(GROUPS)
-    rows, way = IntegerRows(shape, device, write, zeros, scales, width, groups), WAYS[num_bits]
+
+    def codes() -> Codes:
+        begin, end = piece.first_row, piece.first_row + num_rows
+        groups_EK = None if groups is None else groups.view(-1, num_columns)
+        in_matrices = (1 if groups_EK is None else len(groups_EK), -1)
+        body = words_WN.t()[begin:end].unflatten(0, in_matrices)
+        return Codes(
+            way=WAYS[num_bits],
+            shape=(body.shape[1], num_columns),
+            body=body,
+            scales=companions[SCALES].t()[begin:end].unflatten(0, in_matrices),
+            width=width,
+            groups=groups_EK,
+            zeros=companions[ZEROS].t().unflatten(0, in_matrices),
+            zero_bits=num_bits,
+            added=added,
+            first_row=piece.first_row,
+        )
+
+    rows, way = IntegerRows(shape, device, write, zeros, scales, width, groups, codes=codes), WAYS[num_bits]
     if not fits_in_columns(shape, device, way, piece.first_row):
         return rows
     return ColumnCodes(rows, words_WN, way, piece.first_row, len(companions[SCALES]), rows.shared, width, groups)

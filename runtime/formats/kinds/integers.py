@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from ...kernels.arguments import BYTES, HALVES, SIGNED_BYTES
+from ...linear.codes import Codes
 from ...linear.grouped_rows import RowCodes, fits_in_rows
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
@@ -66,7 +67,7 @@ def _plain_rows(stored: Stored) -> Rows:
     def write(rows: Chosen, out_RK: torch.Tensor) -> None:
         out_RK.copy_(codes_NK[rows])
 
-    return _integer_rows(stored, write, _plain_zeros(stored, 0), SIGNED_BYTES)
+    return _integer_rows(stored, write, _plain_zeros(stored, 0), SIGNED_BYTES, 0)
 
 
 def _word_rows(num_bits: int, stored: Stored) -> Rows:
@@ -80,15 +81,35 @@ def _word_rows(num_bits: int, stored: Stored) -> Rows:
         return fields(stored.companions[ZEROS].t(), numbers, num_bits).t().float()
 
     if ZEROS not in stored.companions or stored.companions[ZEROS].dtype != torch.int32:
-        return _integer_rows(stored, write, _plain_zeros(stored, 1 << (num_bits - 1)), WAYS[num_bits])
-    return _integer_rows(stored, write, packed_zeros, WAYS[num_bits])
+        added = 1 << (num_bits - 1)
+        return _integer_rows(stored, write, _plain_zeros(stored, added), WAYS[num_bits], added)
+    return _integer_rows(stored, write, packed_zeros, WAYS[num_bits], 0, zero_bits=num_bits)
 
 
-def _integer_rows(stored: Stored, write: Write, zeros: Factors, way: int) -> Rows:
+def _integer_rows(stored: Stored, write: Write, zeros: Factors, way: int, added: int, *, zero_bits: int = 0) -> Rows:
+    """`added`: to zero points; `zero_bits`: those of one, where they lie in words."""
     scales, shape = stored.companions[SCALES], (stored.piece.shape[0], stored.piece.shape[1])
     width = stored.piece.companions[0].block_columns
     groups, num_groups = stored.companions.get(GROUPS), scales.shape[1]
-    rows = IntegerRows(shape, stored.raw.device, write, zeros, partial(_of_rows, scales, 0), width, groups)
+
+    def codes() -> Codes:
+        found, spread = stored.companions.get(ZEROS), (1, shape[0], num_groups)
+        if found is not None:
+            found = found[None] if zero_bits else found.expand(spread)
+        return Codes(
+            way=way,
+            shape=shape,
+            body=stored.raw_NB[None],
+            scales=scales.expand(spread),
+            width=width,
+            groups=None if groups is None else groups[None],
+            zeros=found,
+            zero_bits=zero_bits,
+            added=added,
+        )
+
+    of_rows = partial(_of_rows, scales, 0)
+    rows = IntegerRows(shape, stored.raw.device, write, zeros, of_rows, width, groups, codes=codes)
     if groups is not None or not fits_in_rows(shape, rows.device, num_groups):
         return rows
     return RowCodes(rows, stored.raw_NB, way, num_groups, rows.shared)

@@ -11,6 +11,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...kernels.arguments import FLOAT4
+from ...linear.codes import Codes
 from ...linear.grouped_rows import RowCodes, fits_in_rows
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
@@ -33,6 +34,18 @@ class Nvfp4Rows:
     def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
         write_pairs(numbers_of_bytes(None, self.device), self._raw_NB[rows], out_RK)
         apply_by_group(out_RK, self.shared(rows)[1], WIDTH, torch.Tensor.mul_)
+
+    def codes(self) -> Codes:
+        """See `Rows`."""
+        return Codes(
+            way=FLOAT4,
+            shape=self.shape,
+            body=self._raw_NB[None],
+            scales=self._scales[None],
+            width=WIDTH,
+            overall=self._overall.view(1, -1).expand(1, self.shape[0]),
+            divides=self._divides,
+        )
 
     def shared(self, rows: Chosen) -> tuple[None, torch.Tensor]:
         """Returns no zero points, and the factors of the wanted rows, (R, K / WIDTH) float32."""

@@ -1,0 +1,325 @@
+# type: ignore - what Triton compiles has types of Triton's own
+"""A tile of a stored matrix as float32 numbers, for kernels in Triton: `decode_tile` loads codes, zero points and
+factors and computes what `Rows.dequantize` computes, operation by operation, so numbers are equal to the bit. Launch
+kernels that use it with `enable_fp_fusion=False`.
+
+Each byte of codes is loaded once: halves of bytes and fields of words are spread in registers. FP8 and FP4 go through
+float16, whose exponent's field is as wide or wider, and a power of two; both steps are exact, and no compute
+capability is asked for instructions of FP8.
+
+Source: Triton (Tillet et al. 2019); FP4 and exponents: OCP Microscaling Formats 1.0; FP8: arXiv 2209.05433.
+
+Tiles of BN rows of the matrix times BK columns, in GT groups of columns.
+"""
+
+import triton
+import triton.language as tl
+
+from .. import arguments as ways
+from . import arguments as kinds
+
+WINDOW4, INT4 = tl.constexpr(ways.WINDOW4), tl.constexpr(ways.INT4)
+INT8, SIGNED_BYTES, BYTES = tl.constexpr(ways.INT8), tl.constexpr(ways.SIGNED_BYTES), tl.constexpr(ways.BYTES)
+FLOAT8, SCALED_FLOAT8 = tl.constexpr(ways.FLOAT8), tl.constexpr(ways.SCALED_FLOAT8)
+FLOAT8_E5M2, PLAIN = tl.constexpr(ways.FLOAT8_E5M2), tl.constexpr(ways.PLAIN)
+HALVES, FLOAT4, IN_TABLE = tl.constexpr(ways.HALVES), tl.constexpr(ways.FLOAT4), tl.constexpr(ways.IN_TABLE)
+WORDS4, WORDS8, ROW_WORDS = tl.constexpr(ways.WORDS4), tl.constexpr(ways.WORDS8), tl.constexpr(ways.ROW_WORDS)
+HALF_RUN = tl.constexpr(ways.CODE_RUN // 2)
+GROUP_NUMBERS, GROUP_BYTES = tl.constexpr(ways.GROUP_NUMBERS), tl.constexpr(ways.GROUP_BYTES)
+EXPONENTS, SMALL_FLOATS = tl.constexpr(kinds.EXPONENTS), tl.constexpr(kinds.SMALL_FLOATS)
+NO_ZEROS, SAME_ZERO = tl.constexpr(kinds.NO_ZEROS), tl.constexpr(kinds.SAME_ZERO)
+PLAIN_ZEROS, FIELDS8 = tl.constexpr(kinds.PLAIN_ZEROS), tl.constexpr(kinds.FIELDS8)
+AWQ_FIELDS = tl.constexpr(kinds.AWQ_FIELDS)
+NO_OVERALL, DIVIDED = tl.constexpr(kinds.NO_OVERALL), tl.constexpr(kinds.DIVIDED)
+Q8_0, Q4_0 = tl.constexpr(ways.Q8_0), tl.constexpr(ways.Q4_0)
+Q4_K, Q5_K, Q6_K = tl.constexpr(ways.Q4_K), tl.constexpr(ways.Q5_K), tl.constexpr(ways.Q6_K)
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by TRITON_INTERPRET=1, on a CPU
+
+
+@triton.jit
+def rounded(numbers, dtype: tl.constexpr):
+    """float32 to a dtype, to nearest, ties to even. Triton's interpreter cuts bits off for bfloat16, so there it is
+    spelled out."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = numbers.to(tl.uint32, bitcast=True)
+        high = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        found = tl.where(numbers == numbers, high, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        found = numbers.to(dtype)
+    return found
+
+
+@triton.jit
+def float_of_e4m3(bits):
+    """uint8 to float32."""
+    wide = bits.to(tl.uint16)
+    half = ((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True)
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def float_of_e5m2(bits):
+    return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def float_of_e2m1(codes):
+    """uint8 of four bits, the highest the sign."""
+    wide = codes.to(tl.uint16)
+    half = ((wide & 8) << 12 | (wide & 7) << 9).to(tl.float16, bitcast=True)
+    return half.to(tl.float32) * 16384.0
+
+
+@triton.jit
+def float_of_e8m0(bits):
+    """Powers of two from 2^-127 on, whose float32 is subnormal; 255 is NaN."""
+    wide = bits.to(tl.uint32)
+    found = tl.where(wide == 0, 0x00400000, wide << 23)
+    return tl.where(wide == 255, 0x7FC00000, found).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def spread(factors_BG, BN: tl.constexpr, BK: tl.constexpr, GT: tl.constexpr):
+    """(BN, GT) to (BN, BK): each for its run of columns; (BN, 1) stays, as it is broadcast."""
+    found = factors_BG
+    if GT > 1 and GT < BK:
+        found = tl.reshape(tl.broadcast_to(factors_BG[:, :, None], [BN, GT, BK // GT]), [BN, BK])
+    return found
+
+
+@triton.jit
+def _row_bytes(body, body_row, rows, has_row, begin, end, NUM: tl.constexpr):
+    """uint8 (BN, NUM): of each row NUM bytes from `begin` on, those before `end`."""
+    places = begin + tl.arange(0, NUM)
+    has = has_row[:, None] & (places < end)[None, :]
+    return tl.load(body + rows[:, None] * body_row + places[None, :], mask=has, other=0)
+
+
+@triton.jit
+def _codes(matrix, expert, row, rows, has_row, column, kind: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """float32 (BN, BK): what codes mean before zero points and factors."""
+    end, body = matrix.num_columns, matrix.body + expert * matrix.body_expert
+    if kind.way == INT8 or kind.way == SIGNED_BYTES:
+        found = _row_bytes(body, matrix.body_row, rows, has_row, column, end, BK)
+        numbers = found.to(tl.int8, bitcast=True).to(tl.float32)
+    elif kind.way == BYTES:
+        numbers = _row_bytes(body, matrix.body_row, rows, has_row, column, end, BK).to(tl.float32)
+    elif kind.way == FLOAT8 or kind.way == SCALED_FLOAT8:
+        numbers = float_of_e4m3(_row_bytes(body, matrix.body_row, rows, has_row, column, end, BK))
+    elif kind.way == FLOAT8_E5M2:
+        numbers = float_of_e5m2(_row_bytes(body, matrix.body_row, rows, has_row, column, end, BK))
+    elif kind.way == INT4:
+        pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, end // 2, BK // 2)
+        halves = tl.reshape(tl.join(pairs & 15, pairs >> 4), [BN, BK // 2 // HALF_RUN, HALF_RUN, 2])
+        numbers = tl.reshape(tl.permute(halves, (0, 1, 3, 2)), [BN, BK]).to(tl.float32)
+    elif kind.way == HALVES:
+        pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, (end + 1) // 2, BK // 2)
+        numbers = tl.interleave(pairs & 15, pairs >> 4).to(tl.float32)
+    elif kind.way == FLOAT4:
+        pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, end // 2, BK // 2)
+        numbers = tl.interleave(float_of_e2m1(pairs & 15), float_of_e2m1(pairs >> 4))
+    elif kind.way == IN_TABLE:
+        pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, end // 2, BK // 2)
+        codes = tl.interleave(pairs >> 4, pairs & 15).to(tl.int32)
+        numbers = tl.load(matrix.extra + expert * matrix.extra_expert + codes).to(tl.float32)
+    elif kind.way == WORDS4 or kind.way == WORDS8:
+        NUM_BITS: tl.constexpr = 4 if kind.way == WORDS4 else 8
+        IN_WORD: tl.constexpr = 32 // NUM_BITS
+        places = column // IN_WORD + tl.arange(0, BK // IN_WORD)
+        has = (places < end // IN_WORD)[:, None] & has_row[None, :]
+        at = body + places[:, None] * matrix.body_column + rows[None, :] * matrix.body_row
+        words = tl.load(at, mask=has, other=0)
+        fields = (words[:, None, :] >> (tl.arange(0, IN_WORD) * NUM_BITS)[None, :, None]) & ((1 << NUM_BITS) - 1)
+        numbers = tl.trans(tl.reshape(fields, [BK, BN])).to(tl.float32)
+    elif kind.way == ROW_WORDS:
+        columns, turn = column + tl.arange(0, BK), tl.arange(0, 8)
+        places = (row + matrix.first_row % 8) // 8 + tl.arange(0, BN // 8)
+        is_wanted = tl.max(tl.reshape(has_row.to(tl.int32), [BN // 8, 8]), axis=1) > 0
+        has = (columns < end)[:, None] & is_wanted[None, :]
+        at = body + columns[:, None] * matrix.body_column + places[None, :] * matrix.body_row
+        words = tl.load(at, mask=has, other=0)
+        fields = (words[:, :, None] >> (_awq_place(turn) * 4)[None, None, :]) & 15
+        numbers = tl.trans(tl.reshape(fields, [BK, BN])).to(tl.float32)
+    else:
+        tl.static_assert(kind.way == WINDOW4, "no such way of packing")
+        numbers = _window4(matrix, expert, rows, has_row, column, BN, BK)
+    return numbers
+
+
+@triton.jit
+def _awq_place(row):
+    """Which four bits of a word are those of each of its eight rows."""
+    return row >> 1 | (row & 1) << 2
+
+
+@triton.jit
+def _window4(matrix, expert, rows, has_row, column, BN: tl.constexpr, BK: tl.constexpr):
+    """bfloat16 of 12 bits; of escapes sign and mantissa. `formats/packing.py` says in which order a group's numbers
+    lie."""
+    NUM: tl.constexpr = BK // GROUP_NUMBERS
+    groups = column // GROUP_NUMBERS + tl.arange(0, NUM)
+    has = (has_row[:, None] & (groups < matrix.num_columns // GROUP_NUMBERS)[None, :])[:, :, None]
+    body = matrix.body + expert * matrix.body_expert
+    at = (body + rows[:, None] * matrix.body_row + groups[None, :] * GROUP_BYTES)[:, :, None]
+    kept = tl.load(at + tl.arange(0, GROUP_NUMBERS)[None, None, :], mask=has, other=0).to(tl.uint32)
+    halves = tl.arange(0, GROUP_NUMBERS // 2)[None, None, :]
+    pairs = tl.load(at + GROUP_NUMBERS + halves, mask=has, other=0)
+    codes = tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 1, 3, 2))
+    codes = tl.reshape(codes, [BN, NUM, GROUP_NUMBERS]).to(tl.uint32)
+    base = tl.load(matrix.extra + expert * matrix.extra_expert).to(tl.uint32)
+    exponents = tl.where(codes == 0, 0, codes + base) & 255
+    bits = (kept & 0x80) << 24 | exponents << 23 | (kept & 0x7F) << 16
+    in_turn = tl.permute(tl.reshape(bits, [BN, NUM, 4, 2, 4, 2]), (0, 1, 3, 5, 2, 4))
+    return tl.reshape(in_turn, [BN, BK]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _zero_points(matrix, expert, rows, groups, has, kind: tl.constexpr):
+    """float32 (BN, GT)."""
+    zeros = matrix.zeros + expert * matrix.zeros_expert + groups[None, :] * matrix.zeros_group
+    if kind.zeros == PLAIN_ZEROS:
+        at = zeros + rows[:, None] * matrix.zeros_row
+        found = tl.load(at, mask=has, other=0).to(tl.float32) + kind.added
+    else:
+        NUM_BITS: tl.constexpr = 8 if kind.zeros == FIELDS8 else 4
+        IN_WORD: tl.constexpr = 32 // NUM_BITS
+        own = matrix.first_row + rows
+        row = (own % IN_WORD).to(tl.int32)
+        place = _awq_place(row) if kind.zeros == AWQ_FIELDS else row
+        at = zeros + (own // IN_WORD)[:, None] * matrix.zeros_row
+        fields = tl.load(at, mask=has, other=0) >> (place * NUM_BITS)[:, None]
+        found = ((fields + kind.added) & ((1 << NUM_BITS) - 1)).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _factors(matrix, expert, rows, has_row, groups, has, kind: tl.constexpr):
+    """float32 (BN, GT)."""
+    at = matrix.scales + expert * matrix.scales_expert + groups[None, :] * matrix.scales_group
+    at = at + (rows // matrix.scale_rows)[:, None] * matrix.scales_row
+    found = tl.load(at, mask=has, other=0)
+    if kind.scales == EXPONENTS:
+        factors = float_of_e8m0(found)
+    elif kind.scales == SMALL_FLOATS:
+        factors = float_of_e4m3(found)
+    else:
+        factors = found.to(tl.float32)
+    if kind.overall != NO_OVERALL:
+        at = matrix.overall + expert * matrix.overall_expert
+        overall = tl.load(at + rows * matrix.overall_row, mask=has_row, other=1.0)[:, None]
+        if kind.overall == DIVIDED:
+            factors = tl.div_rn(factors, tl.broadcast_to(overall, factors.shape))
+        else:
+            factors = factors * overall
+    return factors
+
+
+@triton.jit
+def _half(at, has):
+    """float32 of the float16 at an address of bytes, which need not be even."""
+    low = tl.load(at, mask=has, other=0).to(tl.uint16)
+    return (low | tl.load(at + 1, mask=has, other=0).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _block32(body_rows, has_row, column, num_columns, WAY: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """float32 (BN, BK) of GGUF's blocks of 32 numbers: a scale, then bytes, or halves of bytes as in runs of INT4."""
+    NUM: tl.constexpr = BK // 32
+    WIDTH: tl.constexpr = 32 if WAY == Q8_0 else 16
+    blocks = column // 32 + tl.arange(0, NUM)
+    has = has_row[:, None] & (blocks < num_columns // 32)[None, :]
+    at = body_rows[:, None] + blocks[None, :] * (2 + WIDTH)
+    scales = _half(at, has)
+    codes = tl.load(at[:, :, None] + (2 + tl.arange(0, WIDTH))[None, None, :], mask=has[:, :, None], other=0)
+    if WAY == Q8_0:
+        numbers = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        halves = tl.permute(tl.join(codes & 15, codes >> 4), (0, 1, 3, 2))
+        numbers = tl.reshape(halves, [BN, NUM, 32]).to(tl.float32) - 8
+    return tl.reshape(numbers * scales[:, :, None], [BN, BK])
+
+
+@triton.jit
+def _bytes_at(body_rows, has, begin, NUM: tl.constexpr):
+    """uint8 (BN, NUM) from a byte of each row on."""
+    return tl.load(body_rows[:, None] + (begin + tl.arange(0, NUM))[None, :], mask=has[:, None], other=0)
+
+
+@triton.jit
+def _block256(body_rows, has_row, column, num_columns, WAY: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """float32 (BN, BK) of half a block of 256 numbers of GGUF, BK being 128: `formats/gguf_blocks.py` says where bits
+    lie."""
+    tl.static_assert(BK == 128, "a tile is half a block")
+    half, has = column // 128 % 2, has_row & (column < num_columns)
+    if WAY == Q6_K:
+        block = body_rows + column // 256 * 210
+        low = _bytes_at(block, has, half * 64, 64)
+        codes = tl.reshape(tl.permute(tl.join(low & 15, low >> 4), (0, 2, 1)), [BN, BK])
+        high = _bytes_at(block, has, 128 + half * 32, 32)[:, None, :] >> (tl.arange(0, 4) * 2)[None, :, None]
+        codes = codes | tl.reshape(high & 3, [BN, BK]) << 4
+        scales = _bytes_at(block, has, 192 + half * 8, 8).to(tl.int8, bitcast=True).to(tl.float32)
+        factors = _half(block + 208, has)[:, None] * scales
+        numbers = (codes.to(tl.float32) - 32) * spread(factors, BN, BK, 8)
+    else:
+        HEAD: tl.constexpr = 16 if WAY == Q4_K else 48
+        block = body_rows + column // 256 * (HEAD + 128)
+        pairs = tl.reshape(_bytes_at(block, has, HEAD + half * 64, 64), [BN, 2, 32])
+        codes = tl.reshape(tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 1, 3, 2)), [BN, BK])
+        if WAY == Q5_K:
+            shifts = half * 4 + tl.arange(0, 4)
+            fifths = _bytes_at(block, has, 16, 32)[:, None, :].to(tl.int32) >> shifts[None, :, None]
+            codes = codes | (tl.reshape(fifths & 1, [BN, BK]) << 4).to(tl.uint8)
+        low, high, rest = _bytes_at(block, has, 4, 4), _bytes_at(block, has, 8, 4), _bytes_at(block, has, 12, 4)
+        scales = tl.where(half == 0, low & 63, rest & 15 | low >> 6 << 4).to(tl.float32)
+        minima = tl.where(half == 0, high & 63, rest >> 4 | high >> 6 << 4).to(tl.float32)
+        factors = _half(block, has)[:, None] * scales
+        offsets = -_half(block + 2, has)[:, None] * minima
+        numbers = codes.to(tl.float32) * spread(factors, BN, BK, 4) + spread(offsets, BN, BK, 4)
+    return numbers
+
+
+@triton.jit
+def decode_tile(matrix, expert, row, has_row, column, kind: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """float32 (BN, BK), plain numbers in their own dtype: rows of an expert from `row` on, of which `has_row` (BN) are
+    there, and columns from `column` on, a multiple of BK. What is not there is finite. `expert` and `row` are int64, as
+    a stack may have more than 2^31 numbers; for AWQ `row` and `first_row` together are a multiple of 8."""
+    columns = column + tl.arange(0, BK)
+    if kind.way == PLAIN:
+        has = has_row[:, None] & (columns < matrix.num_columns)[None, :]
+        rows = row + tl.arange(0, BN)
+        at = matrix.body + expert * matrix.body_expert + rows[:, None] * matrix.body_row
+        numbers = tl.load(at + columns[None, :] * matrix.body_column, mask=has, other=0.0)
+    else:
+        row += expert * matrix.row_step
+        rows = row + tl.arange(0, BN)
+        if kind.is_reordered:
+            rows = tl.load(matrix.extra + expert * matrix.extra_expert + rows, mask=has_row, other=0)
+        if kind.way >= Q8_0:
+            body = matrix.body + expert * matrix.body_expert + rows * matrix.body_row
+            if kind.way == Q8_0 or kind.way == Q4_0:
+                numbers = _block32(body, has_row, column, matrix.num_columns, kind.way, BN, BK)
+            else:
+                numbers = _block256(body, has_row, column, matrix.num_columns, kind.way, BN, BK)
+        else:
+            numbers = _codes(matrix, expert, row, rows, has_row, column, kind, BN, BK)
+        if kind.way != WINDOW4 and kind.way < Q8_0:
+            GT: tl.constexpr = kind.group_tile
+            if kind.has_groups:
+                at = matrix.groups + expert * matrix.groups_expert + columns
+                groups = tl.load(at, mask=columns < matrix.num_columns, other=0)
+            elif kind.width == 0:
+                groups = tl.zeros([1], tl.int32)
+            elif GT == BK:
+                groups = columns // kind.width
+            else:
+                groups = column // kind.width + tl.arange(0, GT)
+            has = has_row[:, None] & (groups < matrix.num_groups)[None, :]
+            if kind.zeros == SAME_ZERO:
+                numbers = numbers - kind.added
+            elif kind.zeros != NO_ZEROS:
+                numbers = numbers - spread(_zero_points(matrix, expert, rows, groups, has, kind), BN, BK, GT)
+            numbers = numbers * spread(_factors(matrix, expert, rows, has_row, groups, has, kind), BN, BK, GT)
+            if kind.has_last:
+                numbers = numbers * matrix.last
+    return numbers

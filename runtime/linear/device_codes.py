@@ -1,0 +1,415 @@
+"""Kernels in Triton on stored matrices in an accelerator's memory, and whether they can be taken.
+
+    can_decode(rows, dtype) -> bool             whether `decode` takes such rows to that dtype, tried at its first use
+    try_decode(rows, out) -> bool               both at once: whether it did
+    decode(codes, out)                          all numbers into out (N, K) or (E, n, K), in one launch; window4 two
+    can_multiply(rows, dtype) -> bool           whether `multiply` takes such rows
+    multiply(x_MK, codes) -> (M, N)             x @ w.T
+    can_multiply_groups(rows, dtype) -> bool    whether `multiply_groups` takes experts of such rows
+    multiply_groups(x_VK, codes, num_experts, ends_E) -> (V, n)
+    can_group(stack) -> bool                    whether `grouped_mm` takes a stack (E, K, N) of plain numbers
+    grouped_mm(x_VK, stack, offs=ends_E) -> (V, N)     as torch.nn.functional.grouped_mm, for any device
+
+`codes` is `rows.codes()`, also of joined rows, or `stacked([each.codes() for each in experts])`. No launch asks the
+device for anything; only the first `can_...` of a kind does, which tries a few rows against torch's operators.
+
+Numbers are those of `Rows.dequantize`, rounded once. Sums of products are float32's; last bits differ from torch's.
+Where Triton is missing, lacks a C compiler, or fails otherwise, `can_...` is false, with one warning for each kind.
+
+M rows of x, V of them sorted by expert, E experts; N rows of a matrix, n of an expert, of K numbers.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from math import prod
+from typing import Any
+
+import torch
+
+from ..kernels import arguments as ways
+from ..kernels.device.arguments import (
+    AWQ_FIELDS,
+    DIVIDED,
+    EXPONENTS,
+    FIELDS4,
+    FIELDS8,
+    FLOATS,
+    MULTIPLIED,
+    NO_OVERALL,
+    NO_ZEROS,
+    PLAIN_ZEROS,
+    SAME_ZERO,
+    SMALL_FLOATS,
+    Kind,
+    Matrix,
+)
+from .codes import Codes
+from .rows import Rows
+
+log = logging.getLogger(__name__)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_KINDS = {torch.float8_e8m0fnu: EXPONENTS, torch.float8_e4m3fn: SMALL_FLOATS}
+WORD_ROWS = 8  # of AWQ's
+IN_COLUMNS = (ways.WORDS4, ways.WORDS8)  # words of neighbouring rows lie side by side
+TRIED_ROWS, TRIED_INPUTS = 48, 17
+LEAST_EXPERTS = 16  # that a program looks for its own among, in registers
+MOST_SHOWN = 300  # characters of an error
+
+_is_interpreted = False
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Lets kernels take tensors of a CPU in its block, for tests. TRITON_INTERPRET=1 must have been set before Triton
+    was imported."""
+    global _is_interpreted
+    _is_interpreted = True
+    try:
+        yield
+    finally:
+        _is_interpreted = False
+
+
+def is_there(device: torch.device) -> bool:
+    """Whether kernels in Triton may take tensors of the device; loads nothing."""
+    return (device.type == "cuda" or _is_interpreted) and _has_triton()
+
+
+@contextmanager
+def _launching(device: torch.device) -> Iterator[Any]:
+    """The kernels, launched on this device in torch's current stream for it: Triton takes the current device."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield _kernels()
+
+
+def _kernels() -> Any:
+    """The module of kernels: Triton takes 0.2 s to import, and types of its own."""
+    from ..kernels.device import matrices
+
+    return matrices
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def decode(codes: Codes, out: torch.Tensor) -> None:
+    """Writes all numbers of the codes into `out`, (N, K) or (E, n, K) of any strides but the last, whose rows are those
+    of the matrices below each other."""
+    stack = out if out.dim() == 3 else out.unflatten(0, (codes.num_matrices, -1))
+    num_experts, num_rows, num_columns = stack.shape
+    assert out.stride(-1) == 1, "a row of numbers lies side by side"
+    assert (num_experts * num_rows, num_columns) == (codes.num_matrices * codes.shape[0], codes.shape[1])
+    if not stack.numel():
+        return
+    tile_rows, tile_columns = _decode_tile(codes.way)
+    matrix, kind = _matrix(codes, num_experts), _kind(codes, tile_columns)
+    lead = _lead(codes)
+    grid = (num_experts * -(-(num_rows + lead) // tile_rows), -(-num_columns // tile_columns))
+    strides = stack.stride(0), stack.stride(1)
+    with _launching(out.device) as kernels:
+        kernels.decode[grid](matrix, stack, num_rows, *strides, lead, kind, tile_rows, tile_columns, **_OPTIONS)
+        if codes.way == ways.WINDOW4:
+            _add_escapes(kernels, codes, matrix, stack)
+
+
+def _add_escapes(kernels: Any, codes: Codes, matrix: Matrix, stack: torch.Tensor) -> None:
+    parts = (codes.starts, codes.columns, codes.exponents)
+    assert codes.columns is not None
+    num_escapes, (num_experts, num_rows, _) = codes.columns.shape[1], stack.shape
+    if not num_escapes:
+        return
+    strides = [_expert_stride(each) for each in parts]
+    kernels.add_escapes[(num_experts * num_rows,)](
+        matrix, *parts, codes.begins, stack, num_rows, num_escapes, *strides, stack.stride(0), stack.stride(1), 32,
+        num_warps=1,
+    )  # fmt: skip
+
+
+def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
+    """x @ w.T (M, N), of x's dtype, for a single matrix: codes are decoded inside of the product."""
+    assert codes.num_matrices == 1
+    assert codes.way != ways.WINDOW4
+    x_MK = x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous()
+    num_inputs, num_rows = len(x_MK), codes.shape[0]
+    out_MN = x_MK.new_empty(num_inputs, num_rows)
+    if not out_MN.numel():
+        return out_MN
+    (height, rows, columns), options = _product_tile(num_inputs, x_MK.dtype, codes.way)
+    lead = _lead(codes)
+    grid = (-(-num_inputs // height), -(-(num_rows + lead) // rows))
+    matrix, kind = _matrix(codes, 1), _kind(codes, columns)
+    with _launching(x_MK.device) as kernels:
+        kernels.multiply[grid](
+            x_MK, matrix, out_MN, num_inputs, num_rows, x_MK.stride(0), out_MN.stride(0), lead, kind,
+            height, rows, columns, **options,
+        )  # fmt: skip
+    return out_MN
+
+
+def multiply_groups(x_VK: torch.Tensor, codes: Codes, num_experts: int, ends_E: torch.Tensor) -> torch.Tensor:
+    """Rows of x, sorted by expert, times their expert's matrix, (V, n): `codes` are a stack of them, or one tall matrix
+    of all their rows. `ends_E`: int32, which row of x each expert's rows end before."""
+    num_rows = codes.num_matrices * codes.shape[0] // num_experts
+    assert codes.num_matrices in (1, num_experts)
+    assert codes.way != ways.WINDOW4
+    matrix = _matrix(codes, num_experts)
+    return _in_groups(x_VK, matrix, lambda width: _kind(codes, width), codes.way, num_rows, _lead(codes), ends_E)
+
+
+def grouped_mm(x_VK: torch.Tensor, stack_EKN: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """What F.grouped_mm makes of x (V, K) and a stack of plain numbers of x's dtype, of any strides: (V, N)."""
+    num_experts, num_columns, num_rows = stack_EKN.shape
+    expert, column, row = stack_EKN.stride()
+    matrix = Matrix(body=stack_EKN, body_expert=expert, body_row=row, body_column=column, num_columns=num_columns)
+    kind = Kind(ways.PLAIN, FLOATS, NO_ZEROS, 0, NO_OVERALL, False, False, False, 0, 1)
+    assert len(offs) == num_experts
+    assert x_VK.dtype == stack_EKN.dtype
+    return _in_groups(x_VK, matrix, lambda width: kind, ways.PLAIN, num_rows, 0, offs)
+
+
+def _in_groups(
+    x_VK: torch.Tensor,
+    matrix: Matrix,
+    kind_of: Callable[[int], Kind],
+    way: int,
+    num_rows: int,
+    lead: int,
+    ends_E: torch.Tensor,
+) -> torch.Tensor:
+    x_VK = x_VK if x_VK.stride(-1) == 1 else x_VK.contiguous()
+    num_visits, num_experts = len(x_VK), len(ends_E)
+    out_VN = x_VK.new_empty(num_visits, num_rows)
+    if not out_VN.numel():
+        return out_VN
+    (height, rows, columns), options = _product_tile(-(-num_visits // num_experts), x_VK.dtype, way)
+    # Each expert's last tile may be full but for one row, and no more tiles can have any than there are visits.
+    num_tiles = min(num_visits, num_visits // height + num_experts)
+    grid = (num_tiles, -(-(num_rows + lead) // rows))
+    width = max(LEAST_EXPERTS, _power_of_two(num_experts))
+    with _launching(x_VK.device) as kernels:
+        kernels.multiply_groups[grid](
+            x_VK, matrix, out_VN, ends_E, num_experts, num_rows, x_VK.stride(0), out_VN.stride(0), lead,
+            kind_of(columns), width, height, rows, columns, **options,
+        )  # fmt: skip
+    return out_VN
+
+
+def can_decode(rows: Rows, dtype: torch.dtype) -> bool:
+    """Whether `decode` takes the codes of such rows to the dtype. The first of a kind is tried: some of these rows."""
+    return _codes_for(rows, dtype, "to decode", _decodes) is not None
+
+
+def try_decode(rows: Rows, out: torch.Tensor) -> bool:
+    """Decodes rows into `out` as `decode` does, where it takes them, and returns whether it did."""
+    codes = _codes_for(rows, out.dtype, "to decode", _decodes)
+    if codes is not None:
+        decode(codes, out)
+    return codes is not None
+
+
+def can_multiply(rows: Rows, dtype: torch.dtype) -> bool:
+    """The same of `multiply`, for x of the dtype."""
+    return _codes_for(rows, dtype, "to multiply with", _multiplies) is not None
+
+
+def can_multiply_groups(rows: Rows, dtype: torch.dtype) -> bool:
+    """The same of `multiply_groups`, of experts with such rows."""
+    return _codes_for(rows, dtype, "grouped products of", _multiplies_in_groups) is not None
+
+
+def can_group(stack_EKN: torch.Tensor) -> bool:
+    """The same of `grouped_mm`."""
+    if not is_there(stack_EKN.device) or not _has_tensor_cores(stack_EKN.device):
+        return False
+    if stack_EKN.dtype not in DTYPES or not stack_EKN.numel():
+        return False
+    key = ("grouped products of plain numbers", stack_EKN.dtype, stack_EKN.device)
+    return _works(key, lambda: _groups(stack_EKN))
+
+
+def _codes_for(
+    rows: Rows, dtype: torch.dtype, what: str, attempt: Callable[[Codes, torch.Tensor, torch.dtype], bool]
+) -> Codes | None:
+    """The rows' codes where a kernel takes them and works."""
+    codes = rows.codes() if is_there(rows.device) and dtype in DTYPES else None
+    if codes is None or not prod(codes.shape):
+        return None
+    if attempt is not _decodes and (codes.way == ways.WINDOW4 or not _has_tensor_cores(rows.device)):
+        return None
+
+    def compare() -> bool:
+        some = codes.first(TRIED_ROWS)
+        numbers = torch.empty(some.shape, device=rows.device)
+        rows.dequantize(slice(0, len(numbers)), numbers)
+        return attempt(some, numbers, dtype)
+
+    kind = _kind(codes, _decode_tile(codes.way)[1])
+    return codes if _works((what, kind, dtype, rows.device), compare) else None
+
+
+def _has_tensor_cores(device: torch.device) -> bool:
+    """Whether Triton's products use them: from compute capability 8.0 on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _works(key: tuple[object, ...], compare: Callable[[], bool]) -> bool:
+    """Whether what the key names works here: compared once in a process."""
+    found = _found.get(key)
+    if found is None:
+        why = "its numbers are not those of torch's operators"
+        try:
+            found = compare()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of Triton, its compilers and the driver, of many classes
+            found, why = False, f"{type(error).__name__}: {error}"[:MOST_SHOWN]
+        if not found:
+            log.warning("Triton's kernel %s cannot be used, torch's operators are: %s", " ".join(map(str, key)), why)
+        _found[key] = found
+    return found
+
+
+def _decodes(codes: Codes, numbers_RK: torch.Tensor, dtype: torch.dtype) -> bool:
+    out_RK, expected_RK = torch.empty_like(numbers_RK, dtype=dtype), numbers_RK.to(dtype)
+    decode(codes, out_RK)
+    return bool(((out_RK == expected_RK) | (out_RK.isnan() & expected_RK.isnan())).all())
+
+
+def _multiplies(codes: Codes, numbers_RK: torch.Tensor, dtype: torch.dtype) -> bool:
+    x_MK = _inputs(numbers_RK.shape[1], dtype, numbers_RK.device)
+    return _is_product(multiply(x_MK, codes), x_MK, numbers_RK.to(dtype))
+
+
+def _multiplies_in_groups(codes: Codes, numbers_RK: torch.Tensor, dtype: torch.dtype) -> bool:
+    x_MK = _inputs(numbers_RK.shape[1], dtype, numbers_RK.device)
+    ends = torch.full((1,), len(x_MK), dtype=torch.int32, device=x_MK.device)
+    return _is_product(multiply_groups(x_MK, codes, 1, ends), x_MK, numbers_RK.to(dtype))
+
+
+def _groups(stack_EKN: torch.Tensor) -> bool:
+    stack = stack_EKN[:2, :, :TRIED_ROWS]
+    x_MK = _inputs(stack.shape[1], stack.dtype, stack.device)
+    ends = torch.full((len(stack),), len(x_MK), dtype=torch.int32, device=stack.device)
+    ends[:-1] = 5
+    found = grouped_mm(x_MK, stack, offs=ends)
+    rests = (slice(None),) if len(stack) == 1 else (slice(5), slice(5, None))
+    return all(_is_product(found[rows], x_MK[rows], stack[turn].t()) for turn, rows in enumerate(rests))
+
+
+def _inputs(num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Rows of x to try with: as no random numbers are drawn, those of a run stay the same."""
+    numbers = torch.arange(TRIED_INPUTS * num_columns, dtype=torch.float32, device=device)
+    return numbers.sin().to(dtype).view(TRIED_INPUTS, num_columns)
+
+
+def _is_product(found_MN: torch.Tensor, x_MK: torch.Tensor, w_NK: torch.Tensor) -> bool:
+    """Whether these are the products but for rounding, where they are numbers of the dtype."""
+    x, w = x_MK.double(), w_NK.double()
+    expected, sizes = x @ w.t(), x.abs() @ w.abs().t()
+    is_off = (found_MN.double() - expected).abs() > sizes * torch.finfo(torch.float32).eps * len(w[0]) + (
+        expected.abs() * torch.finfo(x_MK.dtype).eps
+    )
+    return not bool((is_off & expected.to(x_MK.dtype).isfinite()).any())
+
+
+def _matrix(codes: Codes, num_experts: int) -> Matrix:
+    """The codes of a stack of so many experts, or of one tall matrix of all their rows."""
+    is_tall = codes.num_matrices < num_experts
+    step = codes.shape[0] // num_experts if is_tall else 0
+    assert step % WORD_ROWS == 0 or codes.way != ways.ROW_WORDS, "a word holds rows of one expert"
+    body, scales, zeros, groups, overall = codes.body, codes.scales, codes.zeros, codes.groups, codes.overall
+    extra = next((each for each in (codes.bases, codes.table, codes.order) if each is not None), None)
+    factors = scales if scales is None or scales.dtype not in SCALE_KINDS else scales.view(torch.uint8)
+    by_expert = [_expert_stride(each) for each in (body, scales, zeros, groups, extra, overall)]
+    by_scale, by_zero = (each.stride()[1:] if each is not None else (0, 0) for each in (scales, zeros))
+    return Matrix(
+        body, factors, zeros, groups, extra, overall,
+        *by_expert, *body.stride()[1:], *by_scale, *by_zero,
+        overall_row=0 if overall is None else overall.stride(1),
+        scale_rows=codes.scale_rows,
+        num_columns=codes.shape[1],
+        num_groups=0 if scales is None else scales.shape[2],
+        row_step=step,
+        first_row=codes.first_row,
+        last=1.0 if codes.last is None else codes.last,
+    )  # fmt: skip
+
+
+def _expert_stride(tensor: torch.Tensor | None) -> int:
+    """Elements from one matrix of a stack to the next; of a single one 0, also where its rows are those of experts."""
+    return 0 if tensor is None or len(tensor) == 1 else tensor.stride(0)
+
+
+def _kind(codes: Codes, tile_columns: int) -> Kind:
+    """What a kernel is compiled for, with tiles of so many columns."""
+    num_groups = 1 if codes.scales is None else codes.scales.shape[2]
+    width = 0 if num_groups == 1 else codes.width
+    if codes.groups is not None and num_groups > 1:
+        group_tile = tile_columns
+    elif width == 0 or width % tile_columns == 0:
+        group_tile = 1
+    else:
+        group_tile = tile_columns // width if tile_columns % width == 0 else tile_columns
+    return Kind(
+        way=codes.way,
+        scales=FLOATS if codes.scales is None else SCALE_KINDS.get(codes.scales.dtype, FLOATS),
+        zeros=_kind_of_zeros(codes),
+        added=codes.added,
+        overall=NO_OVERALL if codes.overall is None else DIVIDED if codes.divides else MULTIPLIED,
+        has_last=codes.last is not None,
+        has_groups=codes.groups is not None and num_groups > 1,
+        is_reordered=codes.order is not None,
+        width=width,
+        group_tile=group_tile,
+    )
+
+
+def _kind_of_zeros(codes: Codes) -> int:
+    if codes.zeros is None:
+        return SAME_ZERO if codes.added else NO_ZEROS
+    if not codes.zero_bits:
+        return PLAIN_ZEROS
+    if codes.way == ways.ROW_WORDS:
+        return AWQ_FIELDS
+    return FIELDS4 if codes.zero_bits == 4 else FIELDS8
+
+
+def _lead(codes: Codes) -> int:
+    """Rows of the first word that are before the first row."""
+    return codes.first_row % WORD_ROWS if codes.way == ways.ROW_WORDS else 0
+
+
+def _decode_tile(way: int) -> tuple[int, int]:
+    """Rows and columns: a row of a tile is whole sectors of memory, as codes and as numbers."""
+    if way in IN_COLUMNS:
+        return 64, 64
+    return (128, 64) if way == ways.ROW_WORDS else (32, 128)
+
+
+def _product_tile(num_inputs: int, dtype: torch.dtype, way: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Rows of x, rows of the matrix and columns, and how a kernel is launched for them. Chosen by reckoning, and not
+    on a card: shared memory and registers are enough from compute capability 8.0 on."""
+    if way in ways.GGUF.values():  # a tile is 128 columns, of which the largest blocks are made
+        height = min(max(16, _power_of_two(num_inputs)), 16 if dtype == torch.float32 else 64)
+        return (height, 32, 128), _OPTIONS
+    height = min(max(16, _power_of_two(num_inputs)), 32 if dtype == torch.float32 else 128)
+    stages = 1 if way == ways.IN_TABLE else 2 if dtype == torch.float32 else 3  # a table would be copied at each stage
+    options = _OPTIONS | {"num_stages": stages, "num_warps": 8 if height == 128 else 4}
+    if dtype == torch.float32:
+        return (height, 64, 32), options
+    return (height, 32, 128) if height == 16 and way != ways.PLAIN else (height, 64, 64), options
+
+
+def _power_of_two(number: int) -> int:
+    """The first from a number on."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+_found: dict[object, bool] = {}
