@@ -2,7 +2,7 @@
 lanes that pass a stage, as each lane by itself would dequantize them anew at each of its products.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,10 +15,11 @@ from ..stream.device import ComputeDevice
 
 @dataclass(eq=False)
 class _Area:
-    """Memory for the dequantized weights of one stage; `stage` is the one that they are of, None: no one's yet."""
+    """Memory for the dequantized weights of one stage; `holds` are the stage and whether all that needs it is there,
+    None: nothing yet."""
 
     buffer: torch.Tensor
-    stage: int | None = None
+    holds: tuple[int, bool] | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -29,22 +30,36 @@ class DequantizedWeights:
     products of the stage before. What was dequantized stays right when its stage's slot is filled with others' bytes.
     """
 
-    def __init__(self, device: ComputeDevice, size: DequantizedSize):
+    def __init__(self, device: ComputeDevice, size: DequantizedSize, transposed: Collection[str] = ()):
+        """`transposed`: names of stacks whose experts a class keeps as (inputs, outputs)."""
         self._areas = [_Area(device.compute_buffer(size.area_bytes)) for _ in range(size.num_areas)]
-        self._layers = size.stages
+        self._layers, self._transposed = size.stages, transposed
 
-    def of(self, stage: int, stored: Weights) -> Weights:
+    def of(self, stage: int, stored: Weights, *, has_few_rows: bool) -> Weights:
         """Returns a stage's weights, dequantized ones in the places of those that are stored otherwise than products
-        want them. They are valid until as many other stages have been asked for as there are areas."""
+        want them. They are valid until as many other stages have been asked for as there are areas. Lanes that have
+        few rows multiply what is stored as it lies, as far as the device has kernels for that."""
         if stage not in self._layers:
             return stored
-        area = next((area for area in self._areas if area.stage == stage), None)
+        holds = (stage, not has_few_rows)
+        area = next((area for area in self._areas if area.holds == holds), None)
         if area is None:
             area = self._areas[0]
-            area.stage, area.weights = stage, dequantized(stored, area.buffer)
+            area.holds = None
+            wanted = {
+                name: weight for name, weight in stored.items() if not (has_few_rows and self._fits(name, weight))
+            }
+            area.weights = dequantized(wanted, area.buffer)
+            area.holds = holds
         self._areas.remove(area)
         self._areas.append(area)  # the one that was asked for last goes last
         return {**stored, **area.weights}
+
+    def _fits(self, name: str, weight: torch.Tensor) -> bool:
+        """Whether kernels multiply a stored weight as it lies."""
+        if not isinstance(weight, StoredWeight) or not weight.needs_dequantizing or not weight.has_kernels:
+            return False
+        return not weight.is_stacked or weight.is_flipped == (name in self._transposed)
 
 
 def room_for(stored: Weights) -> int:

@@ -4,17 +4,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 
 from ..cache.pages import KVPages, NeighbourPool, PagePool
 from ..config import KVTier
 from ..events import Weights
+from ..model.experts import Experts, is_experts, matrix_names
+from ..model.loading import LoadedModel
 from ..plan.placement.defaults import chunk_tokens
 from ..plan.placement.experts import dense_shape
 from ..plan.placement.kv import KVLayout
-from ..plan.placement.memory import head_rows
+from ..plan.placement.memory import FEW_ROWS, head_rows
 from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
@@ -70,7 +72,8 @@ class Engine:
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}
         size = placement.dequantized
-        self._dequantized = DequantizedWeights(device, size) if size is not None else None
+        self._dequantized = DequantizedWeights(device, size, _transposed(loaded)) if size is not None else None
+        self._has_few_rows = False  # each lane of the pass
         misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes
         self._copied = {stage for stage, num_bytes in enumerate(misaligned) if num_bytes}
         self._schedule = lru_cache(_checked_schedule)
@@ -114,6 +117,7 @@ class Engine:
         batch = replace(own, phase=phase)
         begin, groups = time.monotonic(), [list(lane.sequences) for lane in batch.lanes]
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
+        self._has_few_rows = phase is Phase.decode and max(map(len, groups), default=0) <= FEW_ROWS
         self._streams.forget(self.lanes.pages.pool.take_given())  # before anybody stores what they hold next
         self._player.play(self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)
         record = self._postprocess(batch, begin)
@@ -170,7 +174,20 @@ class Engine:
                 self._stages[stage], placed.buffer, placed.tensor_offsets, on_device=self._device.is_accelerator
             )
         views = self._views[key]
-        return views if self._dequantized is None else self._dequantized.of(stage, views)
+        return (
+            views if self._dequantized is None else self._dequantized.of(stage, views, has_few_rows=self._has_few_rows)
+        )
+
+
+def _transposed(loaded: LoadedModel) -> frozenset[str]:
+    """Full names of the stacks in which a class keeps each expert as (inputs, outputs)."""
+    return frozenset(
+        ".".join(part for part in (streamed.name, path, name) if part)
+        for streamed in loaded.staged.modules
+        for path, module in streamed.inner.named_modules()
+        if is_experts(module) and cast("Experts", module).is_transposed
+        for name in matrix_names(module)
+    )
 
 
 def _lanes(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:

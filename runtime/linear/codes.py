@@ -61,6 +61,12 @@ class Codes:
         return replace(self, **ones, shape=(min(num_rows, self.shape[0]), self.shape[1]))
 
     @property
+    def is_view(self) -> bool:
+        """Whether all of it lies in one item of memory, as a slot does: nothing was made."""
+        tensors = (getattr(self, field.name) for field in fields(Codes))
+        return len({t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)}) == 1
+
+    @property
     def device(self) -> torch.device:
         return self.body.device
 

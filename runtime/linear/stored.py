@@ -11,12 +11,15 @@ Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from inspect import getattr_static
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 
 from ..profiles import BackendTable
+from . import device_codes
 from .backends import linear
+from .codes import Codes, stacked
 from .dequantizing import dequantize, experts_at_once, multiply
 from .fused_projections import FusedProjections
 from .panels import Block, panels, plain_rows
@@ -92,7 +95,10 @@ class StoredWeight(torch.Tensor):
         heights = [block.shape[0] for block in self.entries[0]]
         out_EnK, first = out.view(len(self.entries), sum(heights), -1), 0
         for turn, height in enumerate(heights):
-            rows_EnK = out_EnK[:, first : first + height]
+            rows_EnK, first = out_EnK[:, first : first + height], first + height
+            if self.is_stacked and self.codes and device_codes.can_decode(cast(Rows, self.entries[0][turn]), out.dtype):
+                device_codes.decode(self.codes[turn], rows_EnK)
+                continue
             for experts in experts_at_once(rows_EnK):
                 rows = self.join(turn, experts) if self.join is not None and len(experts) > 1 else None
                 if rows is not None:
@@ -100,9 +106,33 @@ class StoredWeight(torch.Tensor):
                 else:
                     for expert in experts:
                         dequantize(self.entries[expert][turn], rows_EnK[expert : expert + 1])
-            first += height
         whole = out_EnK if self.is_stacked else out_EnK[0]
         return whole.transpose(-1, -2) if self.is_flipped else whole.view(self.shape)
+
+    @cached_property
+    def codes(self) -> Sequence[Codes]:
+        """How each block lies, of a stack that of all experts, for kernels of the device; empty where one is not codes,
+        or experts' lie otherwise than at equal distances. Views, kept as the blocks are."""
+        if self.join is None or not device_codes.is_there(self.entries[0][0].device):
+            return ()
+        found = list[Codes]()
+        for blocks in zip(*self.entries, strict=True):
+            parts = [None if isinstance(block, torch.Tensor) else block.codes() for block in blocks]
+            known = [part for part in parts if part is not None]
+            stack = None if len(known) < len(parts) else known[0] if len(known) == 1 else stacked(known)
+            if stack is None or not stack.is_view:
+                return ()
+            found.append(stack)
+        return found
+
+    @cached_property
+    def has_kernels(self) -> bool:
+        """Whether kernels of the device multiply numbers of 16 bits with its codes as they lie, row by output; of a
+        stack, with those of all experts at once."""
+        if not self.codes or self.compute_dtype.itemsize != 2:
+            return False
+        takes = device_codes.can_multiply_groups if self.is_stacked else device_codes.can_multiply
+        return all(takes(cast(Rows, block), self.compute_dtype) for block in self.entries[0])
 
     def stacks(self) -> Sequence[torch.Tensor]:
         """Views of a stack of plain numbers of the compute dtype, whose experts lie at equal distances: (E, rows, K)
@@ -192,7 +222,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     if not x.is_cpu and (whole := joined(blocks, x.dtype)) is not None:
         return F.linear(x, whole, bias)
     if weight.join is not None and weight.needs_dequantizing:
-        out_MN = multiply(x_MK, blocks)
+        out_MN = multiply(x_MK, blocks, weight.codes if weight.has_kernels else ())
     elif weight.projections is not None:
         projections, name = weight.projections
         out_MN = projections.product(x, x_MK, name, weight.table)

@@ -1,22 +1,25 @@
 """All experts of a layer at once, in an accelerator's memory, where each one by itself would keep the host busy with a
 dozen launches, or in the host's, where its threads would wait for each other at each product.
 
-Few visits go through one grouped product for each stack, where torch has a kernel for it, and nothing is asked of the
-device. Elsewhere few tokens are multiplied by all experts, as bringing those from the device's memory takes the time
-anyway, and each token takes what its own experts made. Otherwise the host is told once how many tokens visit which
-expert; each then costs a product for each stack, and a sum.
+Few visits go through one grouped product for each stack, where torch or Triton has a kernel for it, and nothing is
+asked of the device; where the experts are stored codes, all visits do. Elsewhere few tokens are multiplied by all
+experts, as bringing those from the device's memory takes the time anyway, and each token takes what its own experts
+made. Otherwise the host is told once how many tokens visit which expert; each then costs a product for each stack, and
+a sum.
 
 Shapes: T tokens of D numbers, each visiting K experts of E; V = T x K visits, sorted by expert. Products take a stack's
 inputs to N outputs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 
+from ..linear import device_codes
 from ..linear.backends import grouped_linear, suits_groups
+from ..linear.codes import Codes
 from ..linear.stored import StoredWeight
 from ..plan.placement.experts import GROUPED_VISITS, suits_all
 from ..plan.placement.memory import GROUPED_BYTES, visit_numbers
@@ -29,13 +32,15 @@ GROUPING_PROCESSORS = (9, 10)  # major compute capabilities; elsewhere torch ask
 
 
 class _Stacks(NamedTuple):
-    """Each stack in parts (E, inputs, N) whose outputs lie side by side."""
+    """Each stack in parts whose outputs lie side by side: all of them plain numbers (E, inputs, N), or all of them
+    `Codes` of E matrices of N rows."""
 
-    up: Sequence[torch.Tensor]
-    down: Sequence[torch.Tensor]
+    up: Sequence[Any]
+    down: Sequence[Any]
+    are_codes: bool = False
 
 
-Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x (V, inputs), stack (E, inputs, N) -> (V, N)
+Products = Callable[[torch.Tensor, Any], torch.Tensor]  # x (V, inputs), a part -> (V, N)
 
 
 def together(
@@ -46,11 +51,18 @@ def together(
     stacks = _stacks(module, hidden_TD.dtype)
     if stacks is None:
         return None
-    parts = [*stacks.up, *stacks.down]
+    parts, routed = [*stacks.up, *stacks.down], (hidden_TD, top_k_index_TK, top_k_weights_TK)
+    if stacks.are_codes:
+        most = max(1, GROUPED_VISITS // top_k_index_TK.shape[1])
+        runs = zip(*(each.split(most) for each in routed), strict=True)
+        return torch.cat([_in_groups(module, stacks, x, index, weights, _of_codes) for x, index, weights in runs])
     if top_k_index_TK.numel() <= GROUPED_VISITS and takes_groups(parts):
-        return _in_groups(module, stacks, hidden_TD, top_k_index_TK, top_k_weights_TK)
+        return _in_groups(module, stacks, *routed, F.grouped_mm)
+    is_narrow = hidden_TD.dtype.itemsize == 2  # float32 is faster in torch's products, one by one
+    if top_k_index_TK.numel() <= GROUPED_VISITS and is_narrow and all(map(device_codes.can_group, parts)):
+        return _in_groups(module, stacks, *routed, device_codes.grouped_mm)
     if suits_all(len(hidden_TD), top_k_index_TK.shape[1], len(parts[0])):
-        return _by_all(module, stacks, hidden_TD, top_k_index_TK, top_k_weights_TK)
+        return _by_all(module, stacks, *routed)
     visits = Visits.sorted(top_k_index_TK, top_k_weights_TK, len(parts[0]))
     return _one_by_one(module, stacks, hidden_TD, visits)
 
@@ -102,12 +114,24 @@ def _is_aligned(stack: torch.Tensor) -> bool:
 
 
 def _stacks(module: torch.nn.Module, dtype: torch.dtype) -> _Stacks | None:
-    up, down = (_parts(getattr(module, name), dtype) for name in matrix_names(module))
+    weights = [getattr(module, name) for name in matrix_names(module)]
+    is_transposed = cast("Experts", module).is_transposed
+    if all(_are_codes(weight, dtype, is_transposed) for weight in weights):
+        up, down = (weight.codes for weight in weights)
+        return _Stacks(up, down, are_codes=True)
+    up, down = (_parts(weight, dtype) for weight in weights)
     if not up or not down:
         return None
-    if cast("Experts", module).is_transposed:
+    if is_transposed:
         return _Stacks(up, down) if len(up) == len(down) == 1 else None  # parts would be runs of inputs
     return _Stacks([part.mT for part in up], [part.mT for part in down])
+
+
+def _are_codes(weight: torch.Tensor, dtype: torch.dtype, is_transposed: bool) -> bool:
+    """Whether a stack lies as codes that kernels of the device multiply, with a row for each output."""
+    if not isinstance(weight, StoredWeight) or weight.compute_dtype != dtype or not weight.needs_dequantizing:
+        return False
+    return weight.is_flipped == is_transposed and weight.has_kernels
 
 
 def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
@@ -117,19 +141,26 @@ def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
 
 
 def _in_groups(
-    module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    module: torch.nn.Module,
+    stacks: _Stacks,
+    hidden_TD: torch.Tensor,
+    index_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    grouped: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
+    """`grouped`: takes rows of x sorted by expert, a part, and as `offs` where each expert's rows end."""
     num_tokens, num_choices = index_TK.shape
     ascending_TK, ranks_TK = index_TK.sort(dim=1)
     experts_V, order_V = ascending_TK.view(-1).sort(stable=True)
-    every_E = torch.arange(len(stacks.up[0]), device=index_TK.device, dtype=index_TK.dtype)
+    num_experts = stacks.up[0].num_matrices if stacks.are_codes else len(stacks.up[0])
+    every_E = torch.arange(num_experts, device=index_TK.device, dtype=index_TK.dtype)
     ends_E = torch.searchsorted(experts_V, every_E, right=True, out_int32=True)
     out_VD = _outputs(
         module,
         stacks,
         hidden_TD[order_V // num_choices],
         experts_V,
-        lambda x, stack: F.grouped_mm(x, stack, offs=ends_E),
+        lambda x, part: grouped(x, part, offs=ends_E),
     )
     places_V = torch.empty_like(order_V).scatter_(0, order_V, torch.arange(len(order_V), device=order_V.device))
     each_TKD = out_VD[places_V].view(num_tokens, num_choices, -1)
@@ -152,6 +183,10 @@ def _by_all(
     tokens_T = torch.arange(num_tokens, device=index_TK.device)
     each_TKD = out_VD[ascending_TK * num_tokens + tokens_T[:, None]]
     return _summed((each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
+
+
+def _of_codes(x_VK: torch.Tensor, codes: Codes, *, offs: torch.Tensor) -> torch.Tensor:
+    return device_codes.multiply_groups(x_VK, codes, len(offs), offs)
 
 
 def _summed(each_TKD: torch.Tensor) -> torch.Tensor:

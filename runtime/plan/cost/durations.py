@@ -10,7 +10,7 @@ from functools import cached_property
 from ...config import ExpertPaging, KVTier
 from ...resources import Resource
 from ..placement.experts import NUM_STAGING_SLOTS
-from ..placement.memory import PAGE_TOKENS
+from ..placement.memory import FEW_ROWS, PAGE_TOKENS
 from ..placement.placement import Placement
 from ..schedule.actions import Action, Op
 from ..schedule.walk import Walk
@@ -18,7 +18,7 @@ from ..shape.model import ModelShape
 from ..shape.shapes import StageKind
 from .cpu_share import num_of_cpu
 from .lane_work import LaneWork
-from .rates import MachineRates, StoredWork
+from .rates import UNLIMITED, MachineRates, StoredWork
 from .script import Durations, ExpertReads, Links
 from .work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
 
@@ -154,15 +154,36 @@ class _Bill:
     def early(self, work: StageWork, lane: LaneWork) -> float:
         """What lies in front of attention: its share of the weights, and half of everything else."""
         tokens = self._tokens(work, lane)
-        again = self._product(lane.num_rows, work.early_weights) if self._is_narrow(work, lane) else 0.0
-        sharers = 1 if self.placement.dequantized is None else len(self.lanes)
-        dequantizing = self._dequantizing(work.stored) / sharers if work.kind.is_layer else 0.0
-        return self._product(tokens, work.early_weights) + self._beside(work, tokens) / 2 + again + dequantizing
+        again = self._multiplied(work, lane.num_rows, work.early_weights) if self._is_narrow(work, lane) else 0.0
+        products = self._multiplied(work, tokens, work.early_weights) + again
+        return products + self._beside(work, tokens) / 2 + self._dequantizing_layer(work)
+
+    def _dequantizing_layer(self, work: StageWork) -> float:
+        """A lane's share of what it takes that a layer's stored weights become numbers: all lanes share a scratch area.
+        The head, and experts that are read one by one, are dequantized by each lane."""
+        if not work.kind.is_layer or self._has_few_rows:
+            return 0.0
+        stored = work.stored if work.is_paged else work.stored.plus(work.stored_experts)
+        return self._dequantizing(stored) / (1 if self.placement.dequantized is None else len(self.lanes))
 
     def _dequantizing(self, stored: StoredWork) -> float:
-        """Seconds in which stored weights become numbers. Of a layer, all lanes share them where a scratch area has
-        room; the head, and experts that are read one by one, are dequantized by each lane."""
         return self.rates.dequantize_seconds(stored, self.shape.compute_dtype_bytes)
+
+    @cached_property
+    def _has_few_rows(self) -> bool:
+        """Whether kernels of a device multiply what is stored as it lies."""
+        if self.rates.dequantize_bytes_per_second == UNLIMITED or self.shape.compute_dtype_bytes != 2:
+            return False
+        return all(lane.num_tokens <= FEW_ROWS and not lane.prefill_pairs for lane in self.lanes)
+
+    def _multiplied(self, work: StageWork, num_rows: float, num_weights: float) -> float:
+        """Seconds of products with so many of a layer's weights beside its experts."""
+        stored = work.stored
+        if not self._has_few_rows or not stored.num_numbers or not num_rows:
+            return self._product(num_rows, num_weights)
+        plain = max(0.0, 1 - stored.num_numbers / work.dense_weights)
+        codes = num_weights / work.dense_weights * self.rates.codes_seconds(stored)
+        return self._product(num_rows, plain * num_weights) + codes
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
         """The seconds of attention on the CPU's workers. In front of an accelerator what goes down and up takes its
@@ -291,7 +312,8 @@ class _Bill:
 
     def _behind_attention(self, work: StageWork, lane: LaneWork) -> float:
         tokens = self._tokens_behind(work, lane)
-        return self._product(tokens, work.dense_weights - work.early_weights) + self._beside(work, tokens) / 2
+        products = self._multiplied(work, tokens, work.dense_weights - work.early_weights)
+        return products + self._beside(work, tokens) / 2
 
     def _is_encoders(self, work: StageWork) -> bool:
         return self.shape.has_encoder and work.kind in (StageKind.embedding, StageKind.encoder)
@@ -322,8 +344,11 @@ class _Bill:
             hits, visits = hits - num_beside, visits * (1 - num_beside / hits)
         if not hits:
             return 0.0
-        seconds = self.rates.experts_seconds(hits, visits, work.expert_weights)
-        seconds += work.is_paged * hits * (self.rates.hit_seconds + self._dequantizing(work.stored_expert))
+        if self._has_few_rows and work.stored_experts.num_numbers and not work.is_paged:
+            seconds = self.rates.codes_seconds(work.stored_experts.times(hits / work.num_experts))
+        else:
+            seconds = self.rates.experts_seconds(hits, visits, work.expert_weights)
+        seconds += work.is_paged * hits * (self.rates.hit_seconds + self._dequantizing(work.stored_experts))
         return seconds if self.rates.has_expert_rates else seconds + self._streamed(visits * work.visit_bytes)
 
     def _prompt_attention(self, lane: LaneWork) -> float:

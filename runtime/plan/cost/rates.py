@@ -35,6 +35,9 @@ class StoredWork(NamedTuple):
             float(sum(len(p.pieces[0]) for p in found)),
         )
 
+    def plus(self, other: "StoredWork") -> "StoredWork":
+        return StoredWork(*(own + its for own, its in zip(self, other, strict=True)))
+
     def times(self, share: float) -> "StoredWork":
         return StoredWork(*(share * each for each in self))
 
@@ -138,6 +141,10 @@ class MachineRates:
     def gemm_seconds(self, num_rows: Numbers, num_weights: Numbers | float) -> Numbers:
         """Seconds in which so many rows, more than none, are multiplied with so many weights."""
         return 2.0 * num_rows * num_weights / self.gemm_rate(num_rows)
+
+    def codes_seconds(self, stored: StoredWork) -> float:
+        """Seconds in which kernels multiply a few rows with stored weights as they lie, which takes reading them."""
+        return stored.num_bytes / self.dequantize_bytes_per_second
 
     def dequantize_seconds(self, stored: StoredWork, item_bytes: int) -> float:
         """Seconds in which stored weights become numbers of the compute dtype, of so many bytes each: all that they

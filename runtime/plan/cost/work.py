@@ -41,8 +41,8 @@ class StageWork:
     is_paged: bool  # its experts are read one by one
     is_shared: bool  # the CPU may multiply some of them
     is_narrow: bool  # behind keys and values it has only tokens that are asked for (`model/last_layer.py`)
-    stored: StoredWork = NOTHING_STORED  # what is dequantized to be multiplied, of a paged stage without its experts
-    stored_expert: StoredWork = NOTHING_STORED  # and of one expert of a paged stage
+    stored: StoredWork = NOTHING_STORED  # what is dequantized to be multiplied, without experts
+    stored_experts: StoredWork = NOTHING_STORED  # the same of all experts, or of a paged stage of one
 
     def hits(self, num_tokens: Numbers) -> Numbers:
         """Distinct experts that so many tokens visit; of a stage with experts."""
@@ -59,7 +59,8 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
     dense = stage.num_dense_weights
     count, size = max(1, stage.num_experts), shape.compute_dtype_bytes
     looked_up = stage.kind in (StageKind.embedding, StageKind.bridge)
-    stored = () if looked_up else (stage.dense if is_paged else stage).parameters
+    stacks = {p.name for p in stage.stacks}
+    stored = () if looked_up else [p for p in stage.parameters if p.name not in stacks]
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size  # beside experts there may be none
     token = HIDDEN_TRIPS * shape.hidden_size + HEAD_TRIPS * heads + INNER_TRIPS * shape.intermediate_size * has_inner
@@ -79,14 +80,14 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
         is_narrow=shape.is_packed and stage in shape.layers[-1:],
         visit_bytes=size * stage.own_share * (VISIT_TRIPS * shape.hidden_size + INNER_TRIPS * shape.intermediate_size),
         stored=StoredWork.of(stored, shape.compute_dtype),
-        stored_expert=_of_expert(stage, count, shape.compute_dtype) if is_paged else NOTHING_STORED,
+        stored_experts=_stored_experts(stage, count if is_paged else 1, shape.compute_dtype),
     )
 
 
-def _of_expert(stage: Stage, num_experts: int, compute_dtype: str) -> StoredWork:
-    """What one expert takes, as it is read by itself."""
-    found = StoredWork.of(stage.experts, compute_dtype)
-    return found.times(1 / num_experts)._replace(num_matrices=found.num_matrices)
+def _stored_experts(stage: Stage, num_parts: int, compute_dtype: str) -> StoredWork:
+    """What all experts take together, or one of so many, as it is read by itself."""
+    found = StoredWork.of(stage.stacks, compute_dtype)
+    return found.times(1 / num_parts)._replace(num_matrices=found.num_matrices)
 
 
 @dataclass(frozen=True, kw_only=True)
