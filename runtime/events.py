@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ class NeedStage:
     stage: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class NeedAttention:
     """A layer's attention is due; the answer is what `compute` returns. It may be called on any thread, and reads
     nothing that the lane changes before it has the answer. `is_decode`: of single new tokens, which is what a CPU's
@@ -25,7 +26,7 @@ class NeedAttention:
     is_decode: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class NeedExperts:
     """A layer's experts are due; the answer is (T, hidden).
 
@@ -78,7 +79,10 @@ class LaneRun(greenlet):
 
 def need_stage(stage: int) -> Weights:
     """Called inside a lane: parks it until the engine hands in the stage's weights."""
-    return _ask(NeedStage(stage))
+    return _ask(_need_stage(stage))
+
+
+_need_stage = cache(NeedStage)  # one for each: lanes ask millions of times
 
 
 def need_tensor(event: NeedAttention | NeedExperts) -> torch.Tensor:

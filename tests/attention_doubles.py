@@ -84,6 +84,34 @@ class FlashDouble:
                 )
             return (out, sums) if return_aux is not None and return_aux.lse else out
 
+    def operator(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cum_seq_q: torch.Tensor,
+        cum_seq_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        *,
+        scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """What `varlen_attn` calls."""
+        assert window_size_left is not None, "the operator makes no window of None"
+        assert window_size_right is not None, "the operator makes no window of None"
+        window = (window_size_left, window_size_right)
+        assert (dropout_p, is_causal, return_debug_mask) == (0.0, window == (-1, 0), False)
+        found = self(
+            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k,
+            scale=scale, window_size=window, return_aux=AuxRequest(lse=True), enable_gqa=True,
+        )  # fmt: skip
+        return (*found, query.new_empty(0), query.new_empty(0), query.new_empty(0))
+
     def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool) -> None:
         num_heads, head_dim = query.shape[1:]
         assert query.dim() == key.dim() == 3, f"queries {query.shape}, keys {key.shape}"
@@ -129,12 +157,16 @@ def _one(
     return ((scores - sums[..., None]).exp() @ v).transpose(0, 1).to(q_THD.dtype), sums
 
 
-def install_flash(patch: pytest.MonkeyPatch, dtypes: tuple[torch.dtype, ...] = ()) -> FlashDouble:
-    """From now on flash kernels are found, of these dtypes beside their own."""
+def install_flash(
+    patch: pytest.MonkeyPatch, dtypes: tuple[torch.dtype, ...] = (), *, by_operator: bool = True
+) -> FlashDouble:
+    """From now on flash kernels are found, of these dtypes beside their own, by torch's operator or by the name that it
+    documents."""
     kernels = (*flash_attention.KERNEL_DTYPES, *dtypes)
     double = FlashDouble(kernels)
     patch.setattr(flash_attention, "KERNEL_DTYPES", kernels)
     patch.setattr(flash_attention, "has_flash", lambda device: True)
     patch.setattr(flash_attention, "varlen_attn", lambda: double)
+    patch.setattr(flash_attention, "flash_operator", lambda: double.operator if by_operator else None)
     flash_attention._grouped.cache_clear()
     return double

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..plan.shape.attention import GATHERED_BYTES, SCORED_BYTES
-from .flash_attention import HEAD_MULTIPLE, flash_applies, flash_attention
+from .flash_attention import HEAD_MULTIPLE, aligned, flash_applies, flash_attention
 from .layout import LayerKV
 from .quantized import QuantizedKV
 from .rule import Rule
@@ -30,14 +30,15 @@ def decode_on_device(
 ) -> torch.Tensor:
     """One new token per row, over pages: (B, H, Dv)."""
     stretches = rows.stretches(reach)
-    if isinstance(kv, LayerKV) and flash_applies(q_BHD, *kv.likes, rule):
-        groups = stretches.groups(_most_positions(kv, GATHERED_BYTES), are_padded=False)
-        outs = [_decode_in_flash(q, kv, group, rule) for q, group in zip(_cut(q_BHD, groups), groups, strict=True)]
-    else:
-        most_bytes = GATHERED_BYTES if fused_applies(q_BHD, kv.likes[1], rule) else SCORED_BYTES
-        groups = stretches.groups(_most_positions(kv, most_bytes), are_padded=True)
-        outs = [_decode_padded(q, kv, group, rule) for q, group in zip(_cut(q_BHD, groups), groups, strict=True)]
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    is_flash = isinstance(kv, LayerKV) and flash_applies(q_BHD, *kv.likes, rule)
+    is_gathered = is_flash or fused_applies(q_BHD, kv.likes[1], rule)
+    most = _most_positions(kv, GATHERED_BYTES if is_gathered else SCORED_BYTES)
+    groups = stretches.groups(most, are_padded=not is_flash)
+    decode = _decode_in_flash if is_flash else _decode_padded
+    if len(groups) == 1:
+        return decode(q_BHD, kv, groups[0], rule)
+    queries = q_BHD.split([len(group.parts) for group in groups])
+    return torch.cat([decode(q, kv, group, rule) for q, group in zip(queries, groups, strict=True)])
 
 
 def prefill_in_flash(
@@ -52,13 +53,13 @@ def prefill_in_flash(
     if kv is None:
         stretches = prompts.stretches(Reach())
         begin = prompts.segments[0].kv_start
-        k_SHD, v_SHD = (each[begin : begin + stretches.num_positions] for each in (key, value))
+        k_SHD, v_SHD = (aligned(each[begin : begin + stretches.num_positions]) for each in (key, value))
         tokens = stretches.tokens
         return [(tokens, flash_attention(query[tokens], k_SHD, v_SHD, stretches, reach.window, rule))]
     stretches, found = prompts.stretches(reach), []
     for group in stretches.groups(_most_positions(kv, GATHERED_BYTES), are_padded=False):
         tokens = group.tokens
-        k_SHD, v_SHD = (key[tokens], value[tokens]) if group.is_fresh else kv.packed(group)
+        k_SHD, v_SHD = (aligned(key[tokens]), aligned(value[tokens])) if group.is_fresh else kv.packed(group)
         found.append((tokens, flash_attention(query[tokens], k_SHD, v_SHD, group, reach.window, rule)))
     return found
 
@@ -113,10 +114,6 @@ def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: Stretc
     scores = (q_BHGD.float() * rule.scale) @ k_BHSD.float().transpose(2, 3)
     weights = rule.weights(scores, sinks, None if group.hidden_BS is None else group.hidden_BS[:, None, None])
     return (weights @ v_BHSD.float()).flatten(1, 2).to(q_BHD.dtype)
-
-
-def _cut(q_BHD: torch.Tensor, groups: tuple[Stretches, ...]) -> tuple[torch.Tensor, ...]:
-    return q_BHD.split([len(group.parts) for group in groups])
 
 
 def _most_positions(kv: LayerKV | QuantizedKV, num_bytes: int) -> int:

@@ -85,7 +85,8 @@ class HostVisit:
         returns: (B, H, D) in compute memory, which `receive` waits for."""
         q_BHD, k_BHD, v_BHD, *sinks = self._trip.arrived()
         layout, rows = self._kv.layout, self._rows
-        self._kv.k_NPHD[layout.new_T], self._kv.v_NPHD[layout.new_T] = k_BHD, v_BHD
+        layout.new_T.put(self._kv.k_NPHD, k_BHD)
+        layout.new_T.put(self._kv.v_NPHD, v_BHD)
         if self._copies is not None:
             copy_places(self._kv, self._copies)
         answer = decode_attention(

@@ -58,6 +58,7 @@ class _PassView:
     prompts: Prompts
     here: PassLayout
     there: PassLayout | None  # of layers that travel
+    kept: dict[int, LayerKV] = field(default_factory=dict)  # of layers that do not
 
     @cached_property
     def offsets_T(self) -> torch.Tensor:
@@ -385,10 +386,11 @@ class PagedKV(Cache, KVCache):
             return None
 
         def pairs(number: Callable[[int], int], device: torch.device) -> tuple[Places, Places]:
-            places = upload([place for _, _, count in each for place in range(count)], device)
-            sources = upload([number(source) for source, _, count in each for _ in range(count)], device)
-            targets = upload([number(target) for _, target, count in each for _ in range(count)], device)
-            return (sources, places), (targets, places)
+            sources, targets = (
+                upload([number(row[which]) * PAGE_TOKENS + at for row in each for at in range(row[2])], device)
+                for which in (0, 1)
+            )
+            return Places(sources), Places(targets)
 
         return _Copies(
             here=pairs(int, self._device),
@@ -415,14 +417,15 @@ class PagedKV(Cache, KVCache):
             self._keep(self._tails, layer_idx, key_states, value_states)
             return key_states, value_states
         kv = self._exact(layer_idx, key_states, value_states)
-        kv.k_NPHD[kv.layout.new_T] = narrowed(key_states[0].transpose(0, 1), kv.k_NPHD.dtype)
-        kv.v_NPHD[kv.layout.new_T] = narrowed(value_states[0].transpose(0, 1), kv.v_NPHD.dtype)
+        new_T = kv.layout.new_T
+        for pages, states in ((kv.k_NPHD, key_states), (kv.v_NPHD, value_states)):
+            new_T.put(pages, narrowed(states.squeeze(0).transpose(0, 1), pages.dtype))
         self._copy_beginnings(layer_idx, kv)
         if layer_idx == self._stop_after:
             raise StoredAlone
         if kv.layout.cached_S is None:
             return key_states, value_states
-        cached = (pages[kv.layout.cached_S].transpose(0, 1)[None] for pages in (kv.k_NPHD, kv.v_NPHD))
+        cached = (kv.layout.cached_S.of(pages).transpose(0, 1)[None] for pages in (kv.k_NPHD, kv.v_NPHD))
         k, v = (widened(pages, key_states.dtype) for pages in cached)
         return k, v
 
@@ -465,11 +468,15 @@ class PagedKV(Cache, KVCache):
 
     def _exact(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV:
         """Where numbers are kept one by one."""
+        kept = self._view.kept
+        if index in kept:
+            return kept[index]
         dtype = None if self._pages.dtype is KVDType.auto else like_k.dtype
         if self._host is not None and index in self._pages.host_layers:
             return self._host.layer(index, like_k, like_v)
         if index not in self.travels:
-            return LayerKV(*self._pages.layer(index, like_k, like_v), self._view.here, dtype=dtype)
+            kept[index] = LayerKV(*self._pages.layer(index, like_k, like_v), self._view.here, dtype=dtype)
+            return kept[index]
         assert self._view.there is not None, "the pass was begun before layers travelled"
         pages = split_pages(self._bound[index], like_k, like_v, self._pages.dtype)
         return LayerKV(*pages, self._view.there, dtype=dtype)

@@ -118,6 +118,7 @@ class Engine:
         begin, groups = time.monotonic(), [list(lane.sequences) for lane in batch.lanes]
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
         self._has_few_rows = phase is Phase.decode and max(map(len, groups), default=0) <= FEW_ROWS
+        self._monitor.begin_pass()
         self._streams.forget(self.lanes.pages.pool.take_given())  # before anybody stores what they hold next
         self._player.play(self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)
         record = self._postprocess(batch, begin)

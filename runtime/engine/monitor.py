@@ -34,20 +34,25 @@ class PassMonitor:
 
     def __init__(self, num_stages: int, device: ComputeDevice, trace: Trace | None = None):
         self._num_stages, self._device, self._trace = num_stages, device, trace
+        self._stream = device.compute_stream()
         self._compute: defaultdict[int, float] = defaultdict(float)
         self._attention: deque[tuple[int, float]] = deque()  # appended to by workers
 
+    def begin_pass(self) -> None:
+        """Asks where the pass computes: to ask takes as long as to mark a moment."""
+        self._stream = self._device.compute_stream()
+
     def begin_compute(self) -> Moment:
         """Marks where compute begins, behind all that it waits for."""
-        return self._device.clock.begin(self._device.compute_stream())
+        return self._device.clock.begin(self._stream)
 
     def end_compute(self, stage: int, action: object, begin: Moment) -> None:
-        self._device.clock.end(begin, partial(self._computed, stage, action), self._device.compute_stream())
+        self._device.clock.end(begin, partial(self._computed, stage, action), self._stream)
 
     def end_attention(self, stage: int, begin: Moment) -> None:
         """Ends attention that runs where its lane runs. It is part of the lane's action, so it has no span of its
         own."""
-        self._device.clock.end(begin, partial(self._attended, stage), self._device.compute_stream())
+        self._device.clock.end(begin, partial(self._attended, stage), self._stream)
 
     def watched(self, stage: int, action: object, compute: Callable[[], T]) -> Callable[[], T]:
         """`compute`, for a worker of the CPU: whoever calls it tells the monitor and the trace when it ran."""

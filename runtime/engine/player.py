@@ -143,7 +143,7 @@ class Player:
             raise Interrupted("start the same command again to go on")
         stage, lane = action.turn
         event = self._events[lane]
-        if event != NeedStage(stage):
+        if not isinstance(event, NeedStage) or event.stage != stage:
             raise ConfigError(
                 f"model.path: this model's class asks for {event} where '{action}' is due: its layers do not follow "
                 "one another, so they cannot be streamed"

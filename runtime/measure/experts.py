@@ -51,7 +51,7 @@ class ExpertProbes:
             stage=stage,
             streamed=streamed,
             module=module,
-            weights={name.removeprefix(f"{streamed.name}."): weight for name, weight in weights.items()},
+            weights=weights,
             paged={name.removeprefix(prefix): weight[0] for name, weight in expert.items()},
             work=stage_works(loaded.shape, frozenset())[stage.index],
         )

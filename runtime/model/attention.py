@@ -6,7 +6,8 @@ cache/paged.py.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -43,41 +44,63 @@ def ragged_attention(
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H*G, T, D) -> (1, T, H*G, D). Keys and values, the new ones included, are in the lane's cache."""
-    is_causal = kwargs.get("is_causal")
-    _require(
-        module,
-        guards.unknown_wish(kwargs) or guards.foreign_mask(attention_mask) or guards.looks_ahead(module, is_causal),
-    )
+    _require(module, guards.unknown_wish(kwargs) or guards.foreign_mask(attention_mask))
     run = getcurrent()
     assert isinstance(run, LaneRun), "ragged attention was called outside a lane"
     cache = run.cache
     assert isinstance(cache, PagedKV), "ragged attention was called in a padded lane"
-    layer = layer_of(module)
+    layer, reach, rule = _asked(module, scaling, sliding_window, softcap, kwargs.get("is_causal"), query.shape[-1])
     heads = cache.cut_heads(layer)
     if heads is not None:
         query = heads.part(query, 1)
     if s_aux is not None and cache.heads is not None and len(s_aux) > query.shape[1]:
         s_aux = cache.heads.part(s_aux, 0)
-    rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    reach = Reach(sliding_window, chunk_of(module, layer))
-    are_given = cache.expands or cache.gave(layer, key, value)
-    _require(module, guards.changed_keys(are_given=are_given) or guards.unseen_window(module, layer, reach))
+    if s_aux is not None:
+        rule = Rule(rule.scale, softcap, s_aux)
+    _require(module, guards.changed_keys(are_given=cache.expands or cache.gave(layer, key, value)))
 
     num_threads = torch.get_num_threads()  # asked here: a worker has but one
     visit = cache.visit(layer, query, key, value, rule.sinks)
-    seen = _Seen(
-        kv=None if cache.expands else cache.layer(layer, key, value),
-        decoding=cache.decoding,
-        prompts=cache.prompts,
-        is_on_accelerator=cache.is_on_accelerator,
-    )
+    kv = None if cache.expands else cache.layer(layer, key, value)
+    seen = _Seen(kv, cache.decoding, cache.prompts, cache.is_on_accelerator)
 
     def compute() -> torch.Tensor:
         return _attend(seen, (query, key, value), reach, rule, num_threads, visit)
 
     out = need_tensor(NeedAttention(compute, is_decode=not seen.segments))
-    found = (visit.receive(out) if visit is not None else out)[None]
+    found = (visit.receive(out) if visit is not None else out).unsqueeze(0)
     return found if heads is None else heads.whole(found, 2), None
+
+
+class _Asked(NamedTuple):
+    """What a layer asks of attention, its sinks apart, which come with its weights."""
+
+    layer: int
+    reach: Reach
+    rule: Rule
+
+
+_ASKED = WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], _Asked]]()  # of each layer, and with what words
+
+
+def _asked(
+    module: torch.nn.Module,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    is_causal: object,
+    head_dim: int,
+) -> _Asked:
+    """Looked into once for each layer, as all of its passes ask the same."""
+    words = scaling, sliding_window, softcap, is_causal, head_dim
+    known = _ASKED.get(module)
+    if known is None or known[0] != words:
+        layer = layer_of(module)
+        reach = Reach(sliding_window, chunk_of(module, layer))
+        _require(module, guards.looks_ahead(module, is_causal) or guards.unseen_window(module, layer, reach))
+        rule = Rule(head_dim**-0.5 if scaling is None else scaling, softcap)
+        known = _ASKED[module] = words, _Asked(layer, reach, rule)
+    return known[1]
 
 
 def _require(module: torch.nn.Module, reason: str) -> None:
@@ -86,8 +109,7 @@ def _require(module: torch.nn.Module, reason: str) -> None:
         raise ConfigError(f"{type(module).__name__} cannot run in packed lanes: {reason}; use model.lanes=padded")
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     """What a layer sees of the pass when it attends: the lane may have gone on, or back, before a worker gets to it.
     Without `kv`, key and value are all that is cached."""
 
@@ -125,7 +147,7 @@ def _attend(
         return _decode(q_BHD, kv, rows, reach, rule, num_threads)
 
     if rows is not None and not seen.segments:  # all that is in the pass, in its order
-        return decoded(rows, query[0].transpose(0, 1))
+        return decoded(rows, query.squeeze(0).transpose(0, 1))
     out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     if rows is not None and visit is None:
         out[rows.tokens_B] = decoded(rows, query[0, :, rows.tokens_B].transpose(0, 1))

@@ -7,44 +7,60 @@ from the others.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 
+from ..linear.stored import StoredWeight
+
+_Tensors: TypeAlias = dict[str, torch.Tensor | None]  # of a module, by name
+
 
 class Binding:
-    """`names` are those of parameters and buffers inside `module`. Not thread-safe: lanes share one thread."""
+    """`names` are those of parameters and buffers inside `module`, which weights have behind `prefix`. Not thread-safe:
+    lanes share one thread."""
 
-    def __init__(self, module: torch.nn.Module, names: Sequence[str]):
-        self._places = {name: _place(module, name) for name in names}
+    def __init__(self, module: torch.nn.Module, names: Sequence[str], prefix: str = ""):
+        self._places = [(prefix + name, *_place(module, name)) for name in names]
         self._num_inside = 0
-        self._absent: dict[str, torch.Tensor | None] = {}
+        self._absent: list[torch.Tensor | None] = []  # what stands in these places while nobody is inside
+        self._stored: dict[str, StoredWeight] = {}
+
+    def enter(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, StoredWeight]:
+        """Mutates the module, until as many lanes have left it. Those that are inside at the same time must bring the
+        same weights, of which some may be missing: the first one's are used. Returns those that stay as stored."""
+        self._num_inside += 1
+        if self._num_inside > 1:
+            return self._stored
+        if not self._absent:
+            self._absent = [tensors.get(leaf) for _, tensors, leaf in self._places]
+        for name, tensors, leaf in self._places:
+            if name in weights:
+                weight = tensors[leaf] = weights[name]
+                if isinstance(weight, StoredWeight):
+                    self._stored[name] = weight
+        return self._stored
+
+    def leave(self) -> None:
+        self._num_inside -= 1
+        if not self._num_inside:
+            for (_, tensors, leaf), absent in zip(self._places, self._absent, strict=True):
+                tensors[leaf] = absent
+            self._stored.clear()
 
     @contextmanager
     def bound(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Mutates the module. Lanes that are inside at the same time must bring the same weights: the first one's are
-        used."""
-        if not self._num_inside:
-            places = {name: self._places[name] for name in weights}
-            self._absent = {name: tensors.get(leaf) for name, (tensors, leaf) in places.items()}
-            self._put(weights)
-        self._num_inside += 1
+        """Mutates the module: a lane is inside."""
+        self.enter(weights)
         try:
             yield
         finally:
-            self._num_inside -= 1
-            if not self._num_inside:
-                self._put(self._absent)
-
-    def _put(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
-        for name, tensor in tensors.items():
-            places, leaf = self._places[name]
-            places[leaf] = tensor
+            self.leave()
 
 
-def _place(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
+def _place(module: torch.nn.Module, name: str) -> tuple[_Tensors, str]:
     """Returns the tensors of the module that owns it, and its name there."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     places = owner._parameters if leaf in owner._parameters else owner._buffers
-    return cast("dict[str, torch.Tensor | None]", places), leaf  # plain tensors stand in for parameters
+    return cast("_Tensors", places), leaf  # plain tensors stand in for parameters

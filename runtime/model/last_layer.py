@@ -22,8 +22,10 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
     """What `layer(*args, **kwargs)` returns; zeros for tokens that nobody asks for."""
     run = getcurrent()
     cache = run.cache if isinstance(run, LaneRun) else None
+    if not isinstance(cache, PagedKV) or not is_narrow(cache.num_tokens, cache.num_selected):
+        return layer(*args, **kwargs)
     index = _index(layer)
-    if not isinstance(cache, PagedKV) or index is None or not is_narrow(cache.num_tokens, cache.num_selected):
+    if index is None:
         return layer(*args, **kwargs)
     selected_B, num_tokens = cache.selected_B, cache.num_tokens
     try:

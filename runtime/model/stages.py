@@ -3,6 +3,7 @@ module that owns weights, and learns by dry runs which of the others come before
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,6 +24,7 @@ from .last_layer import forward_selected
 from .traits import accepted
 
 EMBEDDING = 0
+NOTHING_GATHERED = nullcontext()
 Instead: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], object]
 
 
@@ -55,9 +57,8 @@ class StreamedModule(torch.nn.Module):
         self.name = name
         self.stage = stage
         self.is_last_layer = is_last_layer
-        self._full_names = [(each, f"{name}.{each}") for each in parameter_names]
         self.parameter_names = parameter_names  # (in the stage's weights, in `inner`) share the suffix after the name
-        self.binding = Binding(inner, parameter_names)
+        self.binding = Binding(inner, parameter_names, f"{name}.")
         self.projections = FusedProjections()
         self.instead: Instead | None = None  # of a forward where other ranks have layers, see part.py
         self.stand_in: Callable[[], Weights] | None = None  # for weights that another rank has
@@ -86,15 +87,20 @@ class StreamedModule(torch.nn.Module):
     def computed(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """What the module comes to with its weights."""
         weights = self._weights()
-        mine = {name: weights[full] for name, full in self._full_names if full in weights}
-        with self.binding.bound(mine), self.projections.gathered(self._blocks_of(mine)):
-            return forward_selected(self.inner, args, kwargs) if self.is_last_layer else self.inner(*args, **kwargs)
+        inner = self._modules["inner"]  # which `__getattr__` would look for among all others
+        assert inner is not None, "it stands in no module's place"
+        stored = self.binding.enter(weights)
+        try:
+            with self.projections.gathered(self._blocks_of(stored)) if stored else NOTHING_GATHERED:
+                return forward_selected(inner, args, kwargs) if self.is_last_layer else inner(*args, **kwargs)
+        finally:
+            self.binding.leave()
 
-    def _blocks_of(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Sequence[Block]]:
+    def _blocks_of(self, weights: Mapping[str, StoredWeight]) -> dict[str, Sequence[Block]]:
         """Returns the blocks of those that may be multiplied together."""
         blocks: dict[str, Sequence[Block]] = {}
         for name, weight in weights.items():
-            if isinstance(weight, StoredWeight) and weight.is_plain:
+            if weight.is_plain:
                 weight.projections, blocks[name] = (self.projections, name), weight.entries[0]
         return blocks
 

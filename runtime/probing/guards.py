@@ -12,7 +12,7 @@ from ..attention.views import Reach
 
 NO_REACH = Reach()
 NO_DECODER = "its attention looks at later tokens"
-UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")
+UNSUPPORTED = frozenset({"position_bias", "indices", "block_indices", "sinks"})
 
 
 def layer_of(module: torch.nn.Module) -> int:
@@ -30,7 +30,9 @@ def chunk_of(module: torch.nn.Module, layer: int) -> int | None:
 
 def unknown_wish(wishes: Mapping[str, object]) -> str:
     """What a class hands to its attention function by name and lanes do not know, in words; `""` if nothing."""
-    found = [name for name in UNSUPPORTED if wishes.get(name) is not None]
+    if UNSUPPORTED.isdisjoint(wishes):
+        return ""
+    found = sorted(name for name in UNSUPPORTED if wishes.get(name) is not None)
     return f"its attention wants {found[0]}" if found else ""
 
 

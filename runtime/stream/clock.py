@@ -50,9 +50,10 @@ class DeviceClock:
         `end`, which takes its event back."""
         if self._new_event is None:
             return time.monotonic()
-        with self._making_reference:
-            if self._reference is None:
-                self._reference = self._refer(self._new_event())
+        if self._reference is None:
+            with self._making_reference:
+                if self._reference is None:
+                    self._reference = self._refer(self._new_event())
         return self._recorded(stream)
 
     def end(self, begin: Moment, then: Then, stream: torch.Stream | None = None) -> None:

@@ -32,11 +32,11 @@ from tests.runtime.test_paged import (
 from tests.support import Reference
 
 
-@pytest.fixture(params=["flash", "fused"])
+@pytest.fixture(params=["flash", "flash by name", "fused"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     refuse_groups(monkeypatch)
-    if request.param == "flash":
-        install_flash(monkeypatch, (torch.float32,))
+    if request.param != "fused":
+        install_flash(monkeypatch, (torch.float32,), by_operator=request.param == "flash")
     return request.param
 
 

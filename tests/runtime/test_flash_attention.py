@@ -1,13 +1,23 @@
 """Flash kernels are asked only for what they know; what they compute is tested on a double, and on a GPU."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.attention import flash_attention
-from runtime.attention.flash_attention import aligned, flash_applies, has_flash, knows_windows
+from runtime.attention import flash_attention as module
+from runtime.attention.flash_attention import (
+    aligned,
+    flash_applies,
+    flash_attention,
+    flash_operator,
+    has_flash,
+    knows_windows,
+)
 from runtime.attention.rule import Rule
+from runtime.attention.stretches import Stretch, Stretches
 
 CUDA, PLAIN = torch.device("cuda", 0), Rule(1.0)
 
@@ -38,7 +48,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found = [(8, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[-1])
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(flash_attention, "has_flash", has_flash.__wrapped__)
+    monkeypatch.setattr(module, "has_flash", has_flash.__wrapped__)
     return found
 
 
@@ -93,3 +103,72 @@ def test_only_what_kernels_cannot_load_is_copied() -> None:
         assert found is not other
         assert found.is_contiguous()
         assert found.data_ptr() % 16 == 0
+
+
+class _Kernels(TorchDispatchMode):
+    """Takes the calls that would reach a device's kernels, and answers them with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[dict[str, object]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "torch_attn":
+            with self:
+                return varlen._varlen_attn._init_fn(*args, **kwargs)  # the plain function behind the name
+        if func is not torch.ops.aten._flash_attention_forward.default:
+            return func(*args, **kwargs)
+        names = [each.name for each in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        self.calls.append({name: _comparable(value) for name, value in given.items() if value is not None})
+        query, empty = given["query"], torch.empty(0)
+        return torch.zeros_like(query), query.new_zeros(query.shape[1], len(query), dtype=torch.float32), *[empty] * 3
+
+
+def _comparable(value: object) -> object:
+    return (value.data_ptr(), value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("sinks", [None, torch.ones(8)], ids=["plain", "sinks"])
+@pytest.mark.parametrize("num_kv_heads", [8, 2])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("new", [(1, 1), (3, 1)], ids=["decode", "prompts"])
+def test_the_operator_is_handed_what_torch_hands_it_by_its_documented_name(
+    new: tuple[int, int],
+    window: int | None,
+    num_kv_heads: int,
+    sinks: torch.Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = tuple(Stretch(row, sum(new[:row]), count, 0, 5) for row, count in enumerate(new))
+    stretches = Stretches(parts, torch.device("cpu"))
+    q, k, v = (
+        torch.ones(count, heads, 64, dtype=torch.bfloat16)
+        for count, heads in ((sum(new), 8), (10, num_kv_heads), (10, num_kv_heads))
+    )
+    assert flash_operator() is not None, "this torch's operator is not the one that is known"
+
+    def called() -> tuple[list[dict[str, object]], torch.Tensor]:
+        with _Kernels() as kernels:
+            out = flash_attention(q, k, v, stretches, window, Rule(0.125, sinks=sinks))
+        return kernels.calls, out
+
+    (direct,), out = called()
+    monkeypatch.setattr(module, "flash_operator", lambda: None)
+    (by_name,), other = called()
+    assert direct == by_name
+    assert torch.equal(out, other)
+
+
+@pytest.mark.parametrize(
+    ("constant", "value"),
+    [("OPERATOR_PLACES", module.OPERATOR_PLACES[:-1]), ("OPERATOR_NAMES", {*module.OPERATOR_NAMES, "window"})],
+)
+def test_an_operator_that_takes_something_else_is_not_called(
+    constant: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, constant, value)
+    assert flash_operator.__wrapped__() is None

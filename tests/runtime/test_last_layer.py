@@ -118,7 +118,7 @@ def ran(layer: Layer, cache: PagedKV, beside: object) -> torch.Tensor:
     assert out_1TD.shape == x_1TD.shape
     torch.testing.assert_close(out_1TD[:, 3], 2 * x_1TD[:, 3])
     kv = cache.layer(0, x_1TD[:, None], x_1TD[:, None])
-    torch.testing.assert_close(kv.k_NPHD[kv.layout.new_T][:, 0], x_1TD[0])
+    torch.testing.assert_close(kv.layout.new_T.of(kv.k_NPHD)[:, 0], x_1TD[0])
     return out_1TD
 
 
