@@ -211,7 +211,7 @@ class ModelConfig:
     """Which checkpoint. `path`: a local directory, a GGUF file, the URL of either, or a hub id. Of the two that need
     none, `tiny` is a small Llama trained for a few tasks, which comes along, and `random` one whose weights are drawn
     on the spot. `quantize`: of what is read once and then stays. `compile`: on an accelerator, steps between products
-    run as kernels that torch.compile makes."""
+    run as kernels that torch.compile makes. `graphs`: on a CUDA device, decode passes are recorded and replayed."""
 
     name: str = TINY
     path: str | None = None
@@ -223,6 +223,7 @@ class ModelConfig:
     self_check: TextField[SelfCheck] = enum_field(SelfCheck.auto)
     verify: TextField[Verify] = enum_field(Verify.sampled)
     compile: bool = False
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         require(bool(self.name), "model.name is empty")

@@ -9,14 +9,17 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from random import Random
+from typing import TypeVar
 
 import torch
 
 from runtime.stream.clock import DeviceClock
-from runtime.stream.device import ComputeDevice, DeviceMemory
+from runtime.stream.device import ComputeDevice, DeviceMemory, Recording
 from runtime.units import GIB
+from tests.fake_recording import Tape
 from tests.fake_streams import POISON, FakeEvent, FakeStream, Pace, Within
 
+T = TypeVar("T")
 __all__ = ["POISON", "Careless", "FakeDevice", "FakeEvent", "FakeStream", "Pace"]
 
 
@@ -71,6 +74,17 @@ class FakeDevice(ComputeDevice):
         super().compute_waits_for(event)
         if not self._defers_compute:
             self._compute_stream.synchronize()
+
+    @property
+    def can_record(self) -> bool:
+        return True
+
+    def recorded(self, work: Callable[[], T]) -> Recording[T]:
+        tape = Tape()
+        with tape:
+            made = work()
+        tape.forget()
+        return Recording(made, tape.replay)
 
     def advance(self) -> None:
         """Lets streams run as far as they like."""

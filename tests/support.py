@@ -2,11 +2,13 @@
 
 import fcntl
 import json
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 from runtime.engine.sequence import Request
@@ -72,6 +74,14 @@ def short_bart(directory: Path, num_positions: int) -> PreTrainedModel:
     model.save_pretrained(directory)
     byte_level_tokenizer(640).save_pretrained(directory)
     return model
+
+
+def in_float32(reference: "Reference", directory: Path) -> "Reference":
+    """The same with weights stored as they are computed with, as a device's are."""
+    shutil.copytree(reference.directory, directory, dirs_exist_ok=True)
+    for path in directory.glob("*.safetensors"):
+        save_file({name: tensor.float() for name, tensor in load_file(path).items()}, path)
+    return replace(reference, directory=directory)
 
 
 def made_once(home: Path, make: Callable[[Path], object]) -> Path:

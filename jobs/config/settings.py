@@ -61,7 +61,14 @@ FREE_KEYS = frozenset(
     }
 )
 LATER_KEYS = frozenset(
-    {"model.compile", "dataset.prompt", "dataset.template", "dataset.few_shot_path", "dataset.few_shot_template"}
+    {
+        "model.compile",
+        "model.graphs",
+        "dataset.prompt",
+        "dataset.template",
+        "dataset.few_shot_path",
+        "dataset.few_shot_template",
+    }
     | {"dataset.tools_field", "dataset.chat_template_kwargs", "dataset.turns_field", "dataset.turns"}
     | {"dataset.answers_path", "dataset.baseline_path", "dataset.references_path", "dataset.judge_prompts_path"}
     | {"dataset.split", "kv.dtype", "model.quantize"}

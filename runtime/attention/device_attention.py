@@ -97,7 +97,8 @@ def attend_fused(
     return out_HGTD.flatten(0, 1).transpose(0, 1)
 
 
-def _decode_in_flash(q_BHD: torch.Tensor, kv: LayerKV, group: Stretches, rule: Rule) -> torch.Tensor:
+def _decode_in_flash(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: Stretches, rule: Rule) -> torch.Tensor:
+    assert isinstance(kv, LayerKV), "quantised pages are padded"
     k_SHD, v_SHD = kv.packed(group)
     return flash_attention(q_BHD, k_SHD, v_SHD, group, None, rule)
 

@@ -70,7 +70,7 @@ def has_flash(device: torch.device) -> bool:
 
 
 @cache
-def varlen_attn() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def varlen_attn() -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
     from torch.nn.attention import varlen  # takes 0.2 s to import
 
     return varlen.varlen_attn
@@ -140,13 +140,15 @@ def _by_name(asked: _Asked) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by the name that torch documents."""
     from torch.nn.attention.varlen import AuxRequest
 
-    return varlen_attn()(
+    found = varlen_attn()(
         *asked[:7],
         scale=asked.scale,
         window_size=asked.window,
         return_aux=AuxRequest(lse=True),
         **_grouped(is_grouped=asked.query.shape[1] != asked.key.shape[1]),
     )
+    assert isinstance(found, tuple), "sums were asked for"
+    return found
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,10 @@ class PassLayout:
             self._padded[stretches] = _in_pages(tables_Bn.gather(1, position_BS // PAGE_TOKENS), position_BS)
         return self._padded[stretches]
 
+    def keep(self, stretches: Stretches, places: Places, *, are_padded: bool) -> None:
+        """Says where these lie, in place of `packed` or `padded`."""
+        (self._padded if are_padded else self._packed)[stretches] = places
+
     def by_page(self, stretches: Stretches) -> ByPage:
         """The places of rows that decode, of which the last page is a tail."""
         if stretches not in self._by_page:

@@ -4,7 +4,7 @@ of several lengths wants it. All numbers are the host's, so that nobody waits fo
 Letters as in paged.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -87,6 +87,15 @@ class Stretches:
     @cached_property
     def hidden_BS(self) -> torch.Tensor | None:
         return None if self.seen_BS is None else ~self.seen_BS
+
+    @property
+    def cuts(self) -> Collection[tuple[int, bool]]:
+        """What `groups` was asked so far."""
+        return self._groups.keys()
+
+    def keep_whole(self, cuts: Collection[tuple[int, bool]]) -> None:
+        """Says of these that nothing is cut."""
+        self._groups.update(dict.fromkeys(cuts, (self,)))
 
     def groups(self, most_positions: int, *, are_padded: bool) -> tuple["Stretches", ...]:
         """Neighbours that together look at no more positions than this, each of them padded to the longest or not; one

@@ -4,7 +4,7 @@ see.
 Letters as in paged.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -156,6 +156,11 @@ class DecodeRows:
             parts = tuple(Stretch(row, token, 1, reach.first(past), past + 1) for row, past, token in each)
             self._stretches[reach] = Stretches(parts, self.device)
         return self._stretches[reach]
+
+    @property
+    def reaches(self) -> Mapping[Reach, Stretches]:
+        """What layers have asked for."""
+        return self._stretches
 
     @property
     def longest(self) -> int:

@@ -49,7 +49,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class _PassView:
+class PassView:
     """What layers see of a pass: of each row `new` tokens behind `past` cached positions."""
 
     past: Sequence[int]
@@ -59,6 +59,10 @@ class _PassView:
     here: PassLayout
     there: PassLayout | None  # of layers that travel
     kept: dict[int, LayerKV] = field(default_factory=dict)  # of layers that do not
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.new)
 
     @cached_property
     def offsets_T(self) -> torch.Tensor:
@@ -136,6 +140,11 @@ class PagedKV(Cache, KVCache):
         self._stop_after: int | None = None
         self._cut_layer: int | None = None  # whose keys and values were of more heads than are cached
         self._given: tuple[int, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
+
+    @property
+    def view(self) -> PassView:
+        """What layers see of the pass."""
+        return self._view
 
     @property
     def decoding(self) -> DecodeRows | None:
@@ -331,9 +340,27 @@ class PagedKV(Cache, KVCache):
         finally:
             self._view, self._is_stored = whole, False
 
-    def _look(self, past: Sequence[int], new_tokens: Sequence[int]) -> _PassView:
+    def repeated(self, num_rows: int) -> PassView:
+        """A pass of rows that decode, as one of so many: the first comes again behind the others, and writes the same
+        to the same places."""
+        own = len(self._rows)
+        numbers = [*range(own), *[0] * (num_rows - own)]
+        return self._look([self._rows[row].past for row in numbers], [1] * num_rows, numbers)
+
+    def stand_in(self, view: PassView, selected_B: torch.Tensor) -> None:
+        """Has layers see this for the pass that has begun."""
+        self._view, self.selected_B = view, selected_B
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Whether each row carries one token in the pass, and none copies another's."""
+        return self._copies is None and not self.segments and all(new == 1 for new in self._new)
+
+    def _look(self, past: Sequence[int], new_tokens: Sequence[int], numbers: Sequence[int] | None = None) -> PassView:
+        """`numbers`: of the rows; None: all, in order."""
         starts = accumulate(new_tokens, initial=0)
-        sizes = list(enumerate(zip(past, new_tokens, starts, strict=False)))
+        rows = range(len(new_tokens)) if numbers is None else numbers
+        sizes = list(zip(rows, zip(past, new_tokens, starts, strict=False), strict=True))
         single = [(i, before, start) for i, (before, new, start) in sizes if new == 1 and before]
         decoding = None
         if single:
@@ -354,7 +381,7 @@ class PagedKV(Cache, KVCache):
         pages, there = [row.pages for row in self._rows], None
         if self.travels:
             there = layout([[self._place_of[page] for page in own] for own in pages])
-        return _PassView(
+        return PassView(
             past=past,
             new=new_tokens,
             decoding=decoding,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeAlias, cast
 
 import torch
@@ -33,6 +33,7 @@ from .monitor import PassMonitor
 from .neighbours import Neighbours
 from .nonfinite import Inquiry
 from .player import PassContext, Player
+from .recorded import RecordedPasses
 from .records import PassCounts, PassRecord, Phase
 from .sampling.sampler import Sampler
 from .setup import Setup
@@ -77,18 +78,25 @@ class Engine:
         misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes
         self._copied = {stage for stage, num_bytes in enumerate(misaligned) if num_bytes}
         self._schedule = lru_cache(_checked_schedule)
-        self._inquiry = Inquiry(loaded, self.lanes, self.step, self._weights)
+        self._inquiry = Inquiry(loaded, self.lanes, partial(self.step, may_replay=False), self._weights)
+        experts = BatchedExperts(
+            loaded,
+            placement.paged,
+            streams.experts,
+            is_together=device.is_accelerator,
+            cpu=self._cpu_experts(),
+        )
+        is_alone = agree is alone and line is None
+        self._recorded = None
+        if setup.config.model.graphs:
+            self._recorded = RecordedPasses(
+                setup, self._weights, experts, self._monitor, should_stop, is_alone=is_alone
+            )
         self._player = Player(
             PassContext(
                 weights=streams.weights,
                 weights_of=self._weights,
-                experts=BatchedExperts(
-                    loaded,
-                    placement.paged,
-                    streams.experts,
-                    is_together=device.is_accelerator,
-                    cpu=self._cpu_experts(),
-                ),
+                experts=experts,
                 monitor=self._monitor,
                 should_stop=should_stop,
                 workers=streams.workers,
@@ -103,9 +111,9 @@ class Engine:
         return self._device.torch_device
 
     @torch.inference_mode()
-    def step(self, batcher: Batcher) -> PassRecord | None:
+    def step(self, batcher: Batcher, *, may_replay: bool = True) -> PassRecord | None:
         """One pass: asks who takes part, has the schedule played, hands out the tokens. None when nobody is left, of
-        no rank. Mutates the sequences in the batcher's lanes.
+        no rank. Mutates the sequences in the batcher's lanes. `may_replay`: where nobody looks at what modules do.
 
         Raises Interrupted, BrokenModelError when none of the sequences gets a finite number, and what streams raise.
         """
@@ -120,7 +128,11 @@ class Engine:
         self._has_few_rows = phase is Phase.decode and max(map(len, groups), default=0) <= FEW_ROWS
         self._monitor.begin_pass()
         self._streams.forget(self.lanes.pages.pool.take_given())  # before anybody stores what they hold next
-        self._player.play(self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)
+        launch = partial(self._player.play, self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)
+        if self._recorded is not None and may_replay and phase is Phase.decode and num_lanes == 1:
+            self._recorded.play(batch.lanes[0], batch.new_tokens[0] if batch.new_tokens else None, launch)
+        else:
+            launch()
         record = self._postprocess(batch, begin)
         is_alone = self._agree is alone  # an inquiry's passes would be this rank's only
         if is_alone and record.counts.useful_tokens < record.counts.issued_tokens:

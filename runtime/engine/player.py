@@ -22,6 +22,7 @@ from .monitor import PassMonitor
 from .neighbours import Neighbours
 from .workers import AttentionWorkers
 
+GO_ON = "start the same command again to go on"
 Answer: TypeAlias = Weights | torch.Tensor
 Stops: TypeAlias = tuple[type[Event], ...]
 
@@ -140,7 +141,7 @@ class Player:
     def _stage(self, action: Action) -> Weights:
         """The weights of the stage that the lane enters; its keys and values are bound, where they travel."""
         if self._context.should_stop():
-            raise Interrupted("start the same command again to go on")
+            raise Interrupted(GO_ON)
         stage, lane = action.turn
         event = self._events[lane]
         if not isinstance(event, NeedStage) or event.stage != stage:

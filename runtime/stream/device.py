@@ -9,7 +9,8 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ from .pinned import HUGE_PAGE_BYTES, anonymous, pinned
 from .shared_weights import SharedWeights
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 GROWING = "expandable_segments"
@@ -112,11 +114,21 @@ class Part(NamedTuple):
     target: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Recording(Generic[T]):
+    """What the recorded work has returned, whose tensors are filled each time that it is replayed. `replay` queues it
+    and returns."""
+
+    made: T
+    replay: Callable[[], None]
+
+
 class ComputeDevice:
     """`is_accelerator` says whether compute memory and host memory are two. Streams are made here, waited on in the
     engine."""
 
     _shared: SharedWeights | None = None
+    _recordings: Any = None  # torch's handle of the memory that they share
 
     def __init__(self, name: str, shared: SharedWeights | None = None):
         """`shared`: where weights lie that stay in host memory, which other processes have too."""
@@ -233,6 +245,27 @@ class ComputeDevice:
     def wait(self, stream: torch.Stream, event: Event) -> None:
         """What is queued on the stream from now on begins once `event` has happened."""
         stream.wait_event(event)  # pyright: ignore[reportArgumentType] - `new_event` made it: it is the stream's kind
+
+    @property
+    def can_record(self) -> bool:
+        """Whether what is queued can be recorded, see `recorded`."""
+        return self.torch_device.type == "cuda"
+
+    def recorded(self, work: Callable[[], T]) -> "Recording[T]":
+        """Calls `work`, which queues operators on the compute stream and waits for none, and records these in place of
+        running them. Raises RuntimeError where it asks the device something, or memory is short. All recordings of a
+        device share memory: what one has made is good until another is replayed."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
+        self._recordings = self._recordings or torch.cuda.graph_pool_handle()
+        try:
+            with (
+                torch.cuda.device(self.torch_device),
+                torch.cuda.graph(graph, pool=self._recordings, capture_error_mode="thread_local"),
+            ):
+                made = work()
+        finally:
+            torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
+        return Recording(made, graph.replay)
 
     def compute_stream(self) -> torch.Stream | None:
         return torch.accelerator.current_stream(self.torch_device) if self.is_accelerator else None

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import MachineConfig, ModelConfig, Runtime, RuntimeConfig
-from runtime.config import Admission, Attention, DType, Order, Tier
+from runtime import MachineConfig, ModelConfig, PolicyConfig, Runtime, RuntimeConfig
+from runtime.config import Admission, Attention, DType, Order, PolicyKind, Tier
 from runtime.engine.sequence import Completion
 from runtime.model.expert_groups import takes_groups, together
 from runtime.out_of_memory import is_out_of_memory
@@ -180,6 +180,19 @@ def test_compiled_steps_give_the_tokens_of_plain_ones(family: str, reference: Re
     ref = reference(family)
     config = replace(config_for(ref), machine=CUDA)
     assert tokens(replace(config, model=replace(config.model, compile=True)), ref.prompts) == on_the_device(ref)
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "gpt-oss"])
+def test_replayed_passes_give_the_tokens_of_launched_ones(family: str, dtype: DType, reference: References) -> None:
+    """In bfloat16 by flash kernels, whose rows hang on a hair: half of them at least."""
+    ref = reference(family)
+    policy = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=8, num_micro_batches=1)
+    config = replace(config_for(ref, tier=Tier.none, resident_layers=None, policy=policy), machine=CUDA)
+    models = (replace(config.model, dtype=dtype, graphs=graphs) for graphs in (False, True))
+    launched, replayed = (tokens(replace(config, model=model), ref.prompts) for model in models)
+    equal = sum(one == other for one, other in zip(launched, replayed, strict=True))
+    assert equal == len(ref.prompts) if dtype is DType.float32 else equal >= len(ref.prompts) / 2
 
 
 @pytest.mark.parametrize("admission", Admission)

@@ -62,6 +62,7 @@ class Lane(ABC):
         self._given: Given | Picked | None = None  # what the prepared pass scores or reads; None where it generates
         self._read: torch.Tensor | None = None  # what it has found there
         self._num_passes = 0
+        self._is_prepared = False
 
     @property
     def is_prefilled(self) -> bool:
@@ -82,11 +83,18 @@ class Lane(ABC):
 
     def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
         """Starts the forward; returns the first stage that it asks for. `new_tokens`: see `PackedLane`."""
-        self._prepare()
+        if not self._is_prepared:
+            self.prepare_pass(new_tokens)
+        self._is_prepared = False
         self._run = self.make_run()
         event = self._run.switch()
         assert isinstance(event, NeedStage), f"the lane asked for {event!r} instead of a stage"
         return event
+
+    def prepare_pass(self, new_tokens: Rows[int] | None = None) -> None:
+        """Lays the tokens of the pass out, which `begin_pass` then does not."""
+        self._prepare()
+        self._is_prepared = True
 
     def make_run(self) -> LaneRun:
         """The forward of a pass that is prepared."""

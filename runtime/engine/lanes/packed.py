@@ -5,9 +5,8 @@ from collections.abc import Sequence as Rows
 import torch
 
 from ...attention.upload import upload
-from ...cache.paged import PagedKV
+from ...cache.paged import PagedKV, PassView
 from ...cache.shared import SharedPages
-from ...events import NeedStage
 from ...model.head import HasLogits
 from ..records import PassCounts
 from ..sampling.pooling import Picked
@@ -96,11 +95,33 @@ class PackedLane(Lane):
                 s.fills.num_computed = s.num_cached + new[-1] * s.fills.in_pass
         return _beams_together(self.sequences, new)
 
-    def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
+    def prepare_pass(self, new_tokens: Rows[int] | None = None) -> None:
         """`new_tokens`: how many of each sequence's known tokens the pass carries; None: as `choose_tokens` says."""
         self._new = list(new_tokens) if new_tokens is not None else self.choose_tokens()
         self._has_decoded |= self.is_prefilled
-        return super().begin_pass(new_tokens)
+        super().prepare_pass(new_tokens)
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Whether the prepared pass is of one token of each sequence, behind which another is drawn."""
+        return self._given is None and self._cache.decodes_alone and all(count == 1 for count in self._num_selected)
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens of the prepared pass, and their positions: (1, T) each."""
+        return self._ids_1T, self._positions_1T
+
+    def compute_on(self, inputs: tuple[torch.Tensor, torch.Tensor], view: PassView, selected_B: torch.Tensor) -> None:
+        """Has the prepared pass compute on these in place of its own: its rows, and others behind them."""
+        self._ids_1T, self._positions_1T = inputs
+        self._cache.stand_in(view, selected_B)
+
+    def take_logits(self, logits_BV: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of the pass, or these in their place; what belongs to rows behind its own is left out."""
+        whole = self._logits_BV if logits_BV is None else logits_BV
+        assert whole is not None, "the pass has not ended"
+        self._logits_BV = whole[: len(self.sequences)]
+        return whole
 
     def _prepare(self) -> None:
         tokens = [token for s, new in zip(self.sequences, self._new, strict=True) for token in _next_tokens(s, new)]

@@ -236,7 +236,7 @@ class _Check:
         if any(request.scoring is not None for request in requests):
             slice_head(model.staged)
         config = RuntimeConfig(
-            model=self.config.model,
+            model=replace(self.config.model, graphs=False),
             offload=OffloadConfig(tier=Tier.none),
             policy=PolicyConfig(
                 kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2, prefill_chunk_tokens=chunk_tokens

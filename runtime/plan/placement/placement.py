@@ -181,6 +181,8 @@ def _to_use(terms: frozenset[str], walk: Walk, kv: KVLayout, model: ModelConfig)
     if "weights" in terms or ("resident weights" in terms and not walk.streamed):
         rounded = f" with weights that are rounded once, as model.quantize keeps all it has read ({model.packing})"
         yield "offload=nvme" + (rounded if model.quantize is not None else "")
+    if "recordings" in terms:
+        yield "model.graphs=false"
     if terms & KV_TERMS and kv.tier is not KVTier.nvme:
         yield "policy.attention=device with kv=nvme" if kv.stays_in_host else "kv=nvme"
 

@@ -16,6 +16,7 @@ from .ledger import Entry, Ledger, library_entry
 from .load import Load
 from .memory import lane_entries
 from .placement import Budgets, Placement
+from .recordings import recordings_entry
 
 HOST_KEY, DEVICE_KEY = "offload.host_memory_gib", "offload.device_memory_gib"
 
@@ -77,6 +78,8 @@ class Requirements:
         if placement.dequantized is not None:
             entries.append(self.budgets.computed(placement.dequantized.entry))
         entries += self._fixed
+        if self.config.model.graphs and self.budgets.has_device:
+            entries.append(self.budgets.computed(recordings_entry(self.shape, self.load.lanes)))
         copied = 0 if self.budgets.has_device else max(self.shape.sizes.misaligned_bytes)
         if copied:
             entry = Entry(name="aligned copy", num_bytes=copied, equation="of the stage that is computed")

@@ -1,0 +1,101 @@
+"""A pass in which rows decode, in memory that stays: what is recorded over it once finds the numbers of every later
+pass of as many rows and positions in the same places.
+
+Letters as in paged.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from .layout import PassLayout, Places
+from .stretches import Stretches
+from .views import DecodeRows, Reach
+
+STEPS = 2  # sizes from one power of two to the next: a third of what is looked at is in vain at most
+LEAST = 64  # positions
+
+Cuts: TypeAlias = Mapping[Reach, frozenset[tuple[int, bool]]]  # how layers cut rows, see `Stretches.groups`
+
+
+def cuts_of(rows: DecodeRows) -> Cuts:
+    """How the layers of the pass that these rows were in have looked at them."""
+    return {reach: frozenset(stretches.cuts) for reach, stretches in rows.reaches.items()}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Positions of one reach: of the longest row, and of all rows together."""
+
+    longest: int
+    total: int
+
+
+Sizes: TypeAlias = Mapping[Reach, Size]
+
+
+def sizes_of(rows: DecodeRows, cuts: Cuts) -> Sizes | None:
+    """The sizes that have room for these rows, or None where some layer would look at them in several parts."""
+    found = dict[Reach, Size]()
+    for reach, keys in cuts.items():
+        stretches = rows.stretches(reach)
+        if any(len(stretches.groups(most, are_padded=padded)) > 1 for most, padded in keys):
+            return None
+        found[reach] = Size(_rounded(stretches.most_positions), _rounded(stretches.num_positions))
+    return found
+
+
+def _rounded(number: int) -> int:
+    step = max(LEAST, 1 << (number.bit_length() - 1)) // STEPS
+    return -(-number // step) * step
+
+
+class FixedRows:
+    """Rows that decode and where they lie, both fresh, made to stay. Mutates them."""
+
+    def __init__(self, rows: DecodeRows, layout: PassLayout, cuts: Cuts, sizes: Sizes):
+        self._layout, self._cuts, self._sizes = layout, cuts, sizes
+        self._stretches = {reach: self._sized(rows, reach) for reach in cuts}
+        self._kept = {reach: self._tensors(rows, layout, reach) for reach in cuts}
+        for reach, stretches in self._stretches.items():
+            bounds, *places = self._kept[reach]
+            vars(stretches).update(bounds=(stretches.bounds[0], bounds))
+            for padded, flat in zip(self._ways(reach), places, strict=False):
+                if padded:
+                    vars(stretches).update(seen_BS=places[-2], hidden_BS=places[-1])
+                layout.keep(stretches, Places(flat), are_padded=padded)
+
+    def fill(self, rows: DecodeRows, layout: PassLayout) -> None:
+        """Puts in the numbers of another pass of these sizes, which is fresh."""
+        self._layout.new_T.flat.copy_(layout.new_T.flat)
+        for reach, kept in self._kept.items():
+            self._sized(rows, reach)
+            for target, source in zip(kept, self._tensors(rows, layout, reach), strict=True):
+                target.copy_(source)
+
+    def _ways(self, reach: Reach) -> list[bool]:
+        return sorted({padded for _, padded in self._cuts[reach]})
+
+    def _sized(self, rows: DecodeRows, reach: Reach) -> Stretches:
+        """The rows' stretches, as if their longest one were as long as there is room for."""
+        stretches = rows.stretches(reach)
+        vars(stretches).update(most_positions=self._sizes[reach].longest)
+        stretches.keep_whole(self._cuts[reach])
+        return stretches
+
+    def _tensors(self, rows: DecodeRows, layout: PassLayout, reach: Reach) -> list[torch.Tensor]:
+        """Bounds of positions, the places of each way, and which of padded places are seen and hidden."""
+        stretches, found = rows.stretches(reach), list[torch.Tensor]()
+        found.append(stretches.bounds[1])
+        for padded in self._ways(reach):
+            flat = (layout.padded if padded else layout.packed)(stretches).flat
+            if not padded:  # place 0 is there, whatever lies in it, and nobody looks at it
+                flat = torch.nn.functional.pad(flat, (0, self._sizes[reach].total - len(flat)))
+            found.append(flat)
+        if True in self._ways(reach):
+            lengths_B = stretches.bounds[1].diff()
+            seen_BS = torch.arange(stretches.most_positions, device=lengths_B.device) < lengths_B[:, None]
+            found += [seen_BS, ~seen_BS]
+        return found

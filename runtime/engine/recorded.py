@@ -1,0 +1,185 @@
+"""Passes that decode, recorded once as the device gets them and replayed: where weights stay on the device the host
+takes longer to launch a pass than the device to run it.
+
+A recording is of one lane, of so many rows and of so many positions in all. Rows are filled up by repeating the first,
+positions by some that nobody looks at, so that few recordings serve many passes. Tokens are drawn outside of it.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ..attention.fixed import Cuts, FixedRows, Size, cuts_of, sizes_of
+from ..attention.views import Reach
+from ..cache.paged import PassView
+from ..errors import ConfigError, Interrupted
+from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
+from ..plan.placement.recordings import NUM_RECORDINGS
+from ..stream.device import ComputeDevice, Recording
+from .experts import BatchedExperts
+from .lanes.lane import Lane
+from .lanes.packed import PackedLane
+from .monitor import PassMonitor
+from .player import GO_ON
+from .setup import Setup
+
+log = logging.getLogger(__name__)
+
+ROWS = 8  # lanes of up to so many more rows share a recording
+Key: TypeAlias = tuple[int, frozenset[tuple[Reach, Size]]]  # rows, and positions by reach
+
+
+class _Fixed(NamedTuple):
+    """What a recording computes on."""
+
+    inputs: tuple[torch.Tensor, torch.Tensor]
+    view: PassView
+    rows: FixedRows
+    selected_B: torch.Tensor
+    offsets_T: torch.Tensor  # a class may ask for them while it is recorded
+
+    def fill(self, inputs: tuple[torch.Tensor, torch.Tensor], view: PassView) -> None:
+        for target, source in zip(self.inputs, inputs, strict=True):
+            target.copy_(source)
+        assert view.decoding is not None, "its rows decode"
+        self.offsets_T.copy_(view.offsets_T)
+        self.rows.fill(view.decoding, view.here)
+
+
+class _Kept(NamedTuple):
+    fixed: _Fixed
+    recording: Recording[torch.Tensor]  # of logits, in memory that all recordings share
+
+
+class RecordedPasses:
+    """Plays the passes that it `takes`. Passes of one kind run as they are once, and are recorded when they come again.
+    Raises ConfigError where a run could have none."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        weights_of: Callable[[int], Weights],
+        experts: BatchedExperts,
+        monitor: PassMonitor,
+        should_stop: Callable[[], bool],
+        *,
+        is_alone: bool,
+    ):
+        _require(setup, is_alone=is_alone)
+        self._device: ComputeDevice = setup.device
+        self._weights_of, self._experts = weights_of, experts
+        self._monitor, self._should_stop = monitor, should_stop
+        self._last_stage = len(setup.model.shape.stages) - 1
+        self._cuts: Cuts | None = None
+        self._logits_BV: torch.Tensor | None = None  # of the most rows so far
+        self._seen, self._kept, self._failed = Counter[int](), dict[Key, _Kept](), set[int]()
+
+    def play(self, lane: Lane, new_tokens: Rows[int] | None, launch: Callable[[], None]) -> None:
+        """Takes a lane through a pass, whose tokens are then ready to be drawn. `launch` does so operator by operator,
+        `new_tokens` as for `begin_pass`."""
+        if self._should_stop():
+            raise Interrupted(GO_ON)
+        lane.prepare_pass(new_tokens)
+        if not isinstance(lane, PackedLane) or not lane.decodes_alone:
+            launch()
+            return
+        cache, num_rows = lane.cache, -(-len(lane.sequences) // ROWS) * ROWS
+        if self._cuts is None:  # nobody knows yet how far layers look back
+            launch()
+            assert cache.decoding is not None, "its rows decode"
+            self._cuts = cuts_of(cache.decoding)
+            return
+        view = cache.repeated(num_rows)
+        assert view.decoding is not None, "its rows decode"
+        sizes = sizes_of(view.decoding, self._cuts)
+        key = num_rows, frozenset((sizes or {}).items())
+        if sizes is None or num_rows in self._failed:
+            launch()
+            return
+        inputs = _repeated(lane.inputs[0], num_rows), _repeated(lane.inputs[1], num_rows)
+        if key in self._kept:
+            kept = self._kept[key]
+            kept.fixed.fill(inputs, view)
+            self._replay(lane, kept.recording)
+            return
+        fixed = _Fixed(
+            inputs,
+            view,
+            FixedRows(view.decoding, view.here, self._cuts, sizes),
+            torch.arange(num_rows, device=self._device.torch_device),
+            view.offsets_T,
+        )
+        lane.compute_on(fixed.inputs, fixed.view, fixed.selected_B)
+        self._seen[num_rows] += 1
+        if self._seen[num_rows] == 1:
+            launch()  # as it will be recorded, so that kernels of these shapes are loaded
+            self._make_room(lane.take_logits())
+            return
+        if len(self._kept) == NUM_RECORDINGS:
+            del self._kept[next(iter(self._kept))]
+        try:
+            recording = self._device.recorded(lambda: self._computed(lane))
+        except RuntimeError as error:  # torch's, out of memory among them
+            log.warning("passes of %d rows are launched one by one, as they cannot be recorded: %s", num_rows, error)
+            self._failed.add(num_rows)
+            lane.abandon()
+            launch()
+            return
+        self._kept[key] = _Kept(fixed, recording)
+        self._replay(lane, recording)
+
+    def _replay(self, lane: PackedLane, recording: Recording[torch.Tensor]) -> None:
+        begin = self._monitor.begin_compute()
+        recording.replay()
+        self._monitor.end_compute(self._last_stage, "replay", begin)
+        lane.take_logits(recording.made)
+
+    def _computed(self, lane: PackedLane) -> torch.Tensor:
+        """The logits of a pass, without a word to the monitor, whose moments a recording cannot hold."""
+        event: Event | None = lane.begin_pass()
+        stage = 0
+        while event is not None:
+            if isinstance(event, NeedStage):
+                stage = event.stage
+            event = lane.advance(self._answer(stage, event))
+        assert self._logits_BV is not None, "as many rows were launched before"
+        return self._logits_BV[: lane.cache.view.num_rows].copy_(lane.take_logits())
+
+    def _make_room(self, logits_BV: torch.Tensor) -> None:
+        if self._logits_BV is None or len(self._logits_BV) < len(logits_BV):
+            self._logits_BV = torch.empty_like(logits_BV)
+
+    def _answer(self, stage: int, event: Event) -> Weights | torch.Tensor:
+        if isinstance(event, NeedAttention):
+            return event.compute()
+        if isinstance(event, NeedExperts):
+            return self._experts.run(stage, [event])[0]
+        return self._weights_of(stage)
+
+
+def _repeated(tensor_1T: torch.Tensor, num_rows: int) -> torch.Tensor:
+    missing = num_rows - tensor_1T.shape[1]
+    return torch.cat([tensor_1T, tensor_1T[:, :1].expand(1, missing)], 1)
+
+
+def _require(setup: Setup, *, is_alone: bool) -> None:
+    loaded, placement, policy = setup.model, setup.placement, setup.config.policy
+    num_lanes = policy.num_micro_batches
+    reasons = {
+        f"{setup.device.torch_device} records nothing, CUDA devices do": setup.device.can_record,
+        "ranks hand each other what they compute; take devices=one": is_alone,
+        "weights, or keys and values, travel; take offload=none and kv=device where they fit": placement.stays_whole
+        and not (placement.host_layers or placement.paged),
+        f"{num_lanes} lanes take turns; take policy.num_micro_batches=1": num_lanes in (None, 1),
+        "this class runs in padded lanes": loaded.shape.is_packed,
+        "this class caches latents": not loaded.expands_latents,
+        "this class's rotary embeddings depend on a sequence's length": loaded.rope_lengths is None,
+        "pages are quantised; take kv.dtype=auto": not loaded.shape.kv_dtype.is_quantized,
+    }
+    for reason, is_so in reasons.items():
+        if not is_so:
+            raise ConfigError(f"model.graphs=true: passes cannot be recorded here, as {reason}; or model.graphs=false")

@@ -1,0 +1,162 @@
+"""Passes that are recorded and replayed give the tokens of those that are launched, and what cannot be is launched or
+refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime import KVConfig, PolicyConfig, Runtime, RuntimeConfig
+from runtime.attention import fixed
+from runtime.config import KVTier, PolicyKind, Tier
+from runtime.errors import ConfigError, Interrupted
+from runtime.model import expert_groups
+from runtime.stream.device import ComputeDevice, Recording
+from tests.attention_doubles import install_flash
+from tests.device_operators import operators_of_a_device
+from tests.fake_device import FakeDevice
+from tests.host_counters import CountedDevice, counting
+from tests.host_counts import HostCounts
+from tests.runtime.sampling_support import complete, request_of
+from tests.runtime.test_fidelity import config_for, tokens
+from tests.support import Reference, in_float32
+
+References = Callable[[str], Reference]
+
+
+def config_of(ref: Reference, *, lanes: int = 1, tier: Tier = Tier.none, kv: KVTier = KVTier.device) -> RuntimeConfig:
+    policy = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=8, num_micro_batches=lanes)
+    config = config_for(ref, tier=tier, resident_layers=None, policy=policy)
+    return replace(config, kv=KVConfig(tier=kv), model=replace(config.model, graphs=True))
+
+
+class Recorder(FakeDevice):
+    """Counts recordings and replays."""
+
+    def __init__(self) -> None:
+        super().__init__((False, False))
+        self.num_recorded = self.num_replayed = 0
+
+    def recorded(self, work: Callable[[], torch.Tensor]) -> Recording[torch.Tensor]:
+        recording = super().recorded(work)
+        self.num_recorded += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            recording.replay()
+
+        return Recording(recording.made, replay)
+
+
+@pytest.mark.parametrize("way", ["flash", "fused"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "gpt-oss"])
+def test_replayed_passes_give_the_tokens_of_transformers(
+    family: str, way: str, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One recording serves several passes, whose rows are longer each time."""
+    monkeypatch.setattr(expert_groups, "suits_all", lambda *sizes: True)  # elsewhere the host asks who is visited
+    if way == "flash":
+        install_flash(monkeypatch, (torch.float32,)).has_room = True
+    ref, device = in_float32(reference(family), tmp_path), Recorder()
+    with operators_of_a_device():
+        assert tokens(config_of(ref), ref.prompts, device) == ref.expected
+    assert device.num_recorded >= 1
+    assert device.num_replayed > device.num_recorded
+
+
+def test_a_pass_that_asks_the_device_is_launched_and_the_log_says_why(
+    reference: References, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_groups, "suits_all", lambda *sizes: False)
+    ref, device = reference("mixtral"), Recorder()
+    with operators_of_a_device():
+        assert tokens(config_of(ref), ref.prompts, device) == ref.expected
+    assert device.num_replayed == 0
+    assert "cannot be recorded: operation not permitted when stream is capturing: tolist" in caplog.text
+
+
+def test_rows_that_end_share_recordings_with_those_that_go_on(
+    reference: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every eight rows, and of many lengths."""
+    monkeypatch.setattr(fixed, "LEAST", 512)
+    install_flash(monkeypatch, (torch.float32,)).has_room = True
+    ref, device = reference("llama"), Recorder()
+    with operators_of_a_device():
+        runtime = Runtime(config_of(ref), device=device)
+        requests = [request_of(runtime, str(i), p, max_new_tokens=2 + i % 5) for i, p in enumerate(ref.prompts)]
+        completions = complete(runtime, requests)
+    assert [list(c.token_ids) for c in completions] == [ref.expected[i][: 2 + i % 5] for i in range(len(requests))]
+    assert device.num_recorded == 1
+    assert device.num_replayed >= 2
+
+
+REFUSED = {
+    "records nothing, CUDA devices do": {"device": ComputeDevice("cpu")},
+    "take offload=none and kv=device": {"tier": Tier.cpu},
+    "take policy.num_micro_batches=1": {"lanes": 2},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_recorded_is_refused_with_the_key_to_change(reason: str, reference: References) -> None:
+    asked = dict(REFUSED[reason])
+    device = asked.pop("device", None) or Recorder()
+    ref = reference("llama")
+    config = config_of(ref, **asked)
+    if "tier" in asked:
+        config = replace(config, offload=replace(config.offload, resident_layers=1))
+    with pytest.raises(ConfigError, match=f"model.graphs=true: .*{reason}.*; or model.graphs=false"):
+        tokens(config, ref.prompts, device)
+
+
+class CountedRecorder(CountedDevice):
+    """Keeps what was counted while it recorded."""
+
+    def __init__(self) -> None:
+        super().__init__((False, False))
+        self.found: list[HostCounts] = []
+
+    def recorded(self, work: Callable[[], torch.Tensor]) -> Recording[torch.Tensor]:
+        assert self.counter is not None, "nobody counts"
+        self.counter.take()
+        recording = super().recorded(work)
+        self.found.append(self.counter.take())
+        return recording
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt-oss", "qwen3-moe", "gemma-3"])
+def test_nothing_of_one_pass_is_in_a_recording(
+    family: str, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is uploaded while it is made would be the same for ever."""
+    monkeypatch.setattr(expert_groups, "suits_all", lambda *sizes: True)
+    ref = in_float32(reference(family), tmp_path)
+    with operators_of_a_device(), counting():
+        device = CountedRecorder()
+        assert tokens(config_of(ref), ref.prompts, device) == ref.expected
+    assert device.found
+    for counts in device.found:
+        assert counts.copies == []
+        assert counts.syncs == {}
+
+
+def test_a_run_stops_between_passes_that_are_replayed(reference: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed, "LEAST", 512)
+    ref, device = reference("llama"), Recorder()
+    with operators_of_a_device(), pytest.raises(Interrupted):
+        Runtime(config_of(ref), device=device, should_stop=lambda: device.num_replayed == 2).generate(ref.prompts)
+    assert device.num_replayed == 2
+
+
+def test_the_ledger_of_the_device_counts_recordings(reference: References) -> None:
+    config, num_bytes = config_of(reference("llama")), list[int]()
+    for graphs in (False, True):
+        runtime = Runtime(replace(config, model=replace(config.model, graphs=graphs)), device=Recorder())
+        (device, _) = runtime.plan([runtime.request("0", [1, 2, 3])]).placement.ledgers
+        found = [entry.num_bytes for entry in device.entries if entry.name == "recordings"]
+        assert len(found) == graphs
+        num_bytes.append(device.total_bytes)
+    assert num_bytes[1] == num_bytes[0] + found[0]
