@@ -35,7 +35,7 @@ from tests.fake_device import FakeDevice
 from tests.support import synthesize
 
 ROOT = str(Path(__file__).resolve().parents[1])
-FEW_LAYERS, MANY_LAYERS = 4, 12
+FEW_LAYERS, MANY_LAYERS = 4, 24
 NUM_ROWS, NUM_NEW_TOKENS = 8, 32
 REPEATS = 3
 NUM_CALLS = 2000

@@ -6,6 +6,7 @@ cache/paged.py.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -44,12 +45,14 @@ def ragged_attention(
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H*G, T, D) -> (1, T, H*G, D). Keys and values, the new ones included, are in the lane's cache."""
-    _require(module, guards.unknown_wish(kwargs) or guards.foreign_mask(attention_mask))
+    if reason := guards.unknown_wish(kwargs) or guards.foreign_mask(attention_mask):
+        raise _refusal(module, reason)
     run = getcurrent()
     assert isinstance(run, LaneRun), "ragged attention was called outside a lane"
     cache = run.cache
     assert isinstance(cache, PagedKV), "ragged attention was called in a padded lane"
-    layer, reach, rule = _asked(module, scaling, sliding_window, softcap, kwargs.get("is_causal"), query.shape[-1])
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer, reach, rule = _asked(module, scale, sliding_window, softcap, kwargs.get("is_causal"))
     heads = cache.cut_heads(layer)
     if heads is not None:
         query = heads.part(query, 1)
@@ -57,17 +60,15 @@ def ragged_attention(
         s_aux = cache.heads.part(s_aux, 0)
     if s_aux is not None:
         rule = Rule(rule.scale, softcap, s_aux)
-    _require(module, guards.changed_keys(are_given=cache.expands or cache.gave(layer, key, value)))
+    if reason := guards.changed_keys(are_given=cache.expands or cache.gave(layer, key, value)):
+        raise _refusal(module, reason)
 
     num_threads = torch.get_num_threads()  # asked here: a worker has but one
-    visit = cache.visit(layer, query, key, value, rule.sinks)
+    visit, view = cache.visit(layer, query, key, value, rule.sinks), cache.view
     kv = None if cache.expands else cache.layer(layer, key, value)
-    seen = _Seen(kv, cache.decoding, cache.prompts, cache.is_on_accelerator)
-
-    def compute() -> torch.Tensor:
-        return _attend(seen, (query, key, value), reach, rule, num_threads, visit)
-
-    out = need_tensor(NeedAttention(compute, is_decode=not seen.segments))
+    seen = _Seen(kv, view.decoding, view.prompts, cache.is_on_accelerator)
+    compute = partial(_attend, seen, (query, key, value), reach, rule, num_threads, visit)
+    out = need_tensor(NeedAttention(compute, is_decode=not view.prompts.segments))
     found = (visit.receive(out) if visit is not None else out).unsqueeze(0)
     return found if heads is None else heads.whole(found, 2), None
 
@@ -84,29 +85,23 @@ _ASKED = WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], _Asked]]()
 
 
 def _asked(
-    module: torch.nn.Module,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    is_causal: object,
-    head_dim: int,
+    module: torch.nn.Module, scale: float, sliding_window: int | None, softcap: float | None, is_causal: object
 ) -> _Asked:
     """Looked into once for each layer, as all of its passes ask the same."""
-    words = scaling, sliding_window, softcap, is_causal, head_dim
+    words = scale, sliding_window, softcap, is_causal
     known = _ASKED.get(module)
     if known is None or known[0] != words:
         layer = layer_of(module)
         reach = Reach(sliding_window, chunk_of(module, layer))
-        _require(module, guards.looks_ahead(module, is_causal) or guards.unseen_window(module, layer, reach))
-        rule = Rule(head_dim**-0.5 if scaling is None else scaling, softcap)
-        known = _ASKED[module] = words, _Asked(layer, reach, rule)
+        if reason := guards.looks_ahead(module, is_causal) or guards.unseen_window(module, layer, reach):
+            raise _refusal(module, reason)
+        known = _ASKED[module] = words, _Asked(layer, reach, Rule(scale, softcap))
     return known[1]
 
 
-def _require(module: torch.nn.Module, reason: str) -> None:
+def _refusal(module: torch.nn.Module, reason: str) -> ConfigError:
     """The second line: most classes have been looked at when the model was loaded."""
-    if reason:
-        raise ConfigError(f"{type(module).__name__} cannot run in packed lanes: {reason}; use model.lanes=padded")
+    return ConfigError(f"{type(module).__name__} cannot run in packed lanes: {reason}; use model.lanes=padded")
 
 
 class _Seen(NamedTuple):
@@ -132,30 +127,41 @@ def _attend(
     visit: HostVisit | None,
 ) -> torch.Tensor:
     """(T, H*G, D) of the pass. What rows that decode get from a visit is in it when the visit has been received."""
-    query, key, value = qkv
+    query, _, value = qkv
     if visit is not None and not seen.segments:
         return visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
-    kv, rows = seen.kv, seen.decoding
-
-    def decoded(rows: DecodeRows, q_BHD: torch.Tensor) -> torch.Tensor:
-        if kv is None:
-            return _decode_expanded(q_BHD, key, value, rows, reach, rule)
-        if seen.is_on_accelerator:
-            return decode_on_device(q_BHD, kv, rows, reach, rule)
-        if isinstance(kv, QuantizedKV):
-            return decode_quantized(q_BHD, kv, rows, reach, rule, num_threads)
-        return _decode(q_BHD, kv, rows, reach, rule, num_threads)
-
+    rows = seen.decoding
     if rows is not None and not seen.segments:  # all that is in the pass, in its order
-        return decoded(rows, query.squeeze(0).transpose(0, 1))
+        return _decoded(seen, rows, query.squeeze(0).transpose(0, 1), qkv, reach, rule, num_threads)
     out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     if rows is not None and visit is None:
-        out[rows.tokens_B] = decoded(rows, query[0, :, rows.tokens_B].transpose(0, 1))
+        q_BHD = query[0, :, rows.tokens_B].transpose(0, 1)
+        out[rows.tokens_B] = _decoded(seen, rows, q_BHD, qkv, reach, rule, num_threads)
     for tokens, prefilled in _prefill(seen, qkv, reach, rule):
         out[tokens] = prefilled
     if visit is not None:  # behind the prompts, which a device computes meanwhile
         visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
     return out
+
+
+def _decoded(
+    seen: _Seen,
+    rows: DecodeRows,
+    q_BHD: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    reach: Reach,
+    rule: Rule,
+    num_threads: int,
+) -> torch.Tensor:
+    """(B, H*G, D) of the rows that decode."""
+    kv, (_, key, value) = seen.kv, qkv
+    if kv is None:
+        return _decode_expanded(q_BHD, key, value, rows, reach, rule)
+    if seen.is_on_accelerator:
+        return decode_on_device(q_BHD, kv, rows, reach, rule)
+    if isinstance(kv, QuantizedKV):
+        return decode_quantized(q_BHD, kv, rows, reach, rule, num_threads)
+    return _decode(q_BHD, kv, rows, reach, rule, num_threads)
 
 
 def _seen_by(

@@ -37,7 +37,7 @@ class Binding:
         for name, tensors, leaf in self._places:
             if name in weights:
                 weight = tensors[leaf] = weights[name]
-                if isinstance(weight, StoredWeight):
+                if weight.__class__ is not torch.Tensor and isinstance(weight, StoredWeight):
                     self._stored[name] = weight
         return self._stored
 
