@@ -128,7 +128,7 @@ class ComputeDevice:
     engine."""
 
     _shared: SharedWeights | None = None
-    _recordings: Any = None  # torch's handle of the memory that they share
+    _recordings: tuple[Any, torch.cuda.Stream] | None = None  # torch's handle of their memory, and where they are made
 
     def __init__(self, name: str, shared: SharedWeights | None = None):
         """`shared`: where weights lie that stay in host memory, which other processes have too."""
@@ -255,16 +255,18 @@ class ComputeDevice:
         """Calls `work`, which queues operators on the compute stream and waits for none, and records these in place of
         running them. Raises RuntimeError where it asks the device something, or memory is short. All recordings of a
         device share memory: what one has made is good until another is replayed."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
-        self._recordings = self._recordings or torch.cuda.graph_pool_handle()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
+        if self._recordings is None:
+            self._recordings = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch_device)
+        pool, stream = self._recordings
         try:
             with (
                 torch.cuda.device(self.torch_device),
-                torch.cuda.graph(graph, pool=self._recordings, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             ):
                 made = work()
         finally:
-            torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
+            torch.cuda.set_stream(before)  # a recording that fails leaves its own behind
         return Recording(made, graph.replay)
 
     def compute_stream(self) -> torch.Stream | None:

@@ -10,7 +10,7 @@ import torch
 
 from runtime import KVConfig, PolicyConfig, Runtime, RuntimeConfig
 from runtime.attention import fixed
-from runtime.config import KVTier, PolicyKind, Tier
+from runtime.config import KVDType, KVTier, PolicyKind, Tier
 from runtime.errors import ConfigError, Interrupted
 from runtime.model import expert_groups
 from runtime.stream.device import ComputeDevice, Recording
@@ -97,15 +97,19 @@ REFUSED = {
     "records nothing, CUDA devices do": {"device": ComputeDevice("cpu")},
     "take offload=none and kv=device": {"tier": Tier.cpu},
     "take policy.num_micro_batches=1": {"lanes": 2},
+    "runs in padded lanes": {"family": "qwen3-next"},
+    "caches latents": {"family": "deepseek-v3"},
+    "take kv.dtype=auto": {"kv_dtype": KVDType.int8},
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_recorded_is_refused_with_the_key_to_change(reason: str, reference: References) -> None:
     asked = dict(REFUSED[reason])
-    device = asked.pop("device", None) or Recorder()
-    ref = reference("llama")
+    device, family = asked.pop("device", None) or Recorder(), asked.pop("family", "llama")
+    kv_dtype, ref = asked.pop("kv_dtype", KVDType.auto), reference(family)
     config = config_of(ref, **asked)
+    config = replace(config, kv=replace(config.kv, dtype=kv_dtype))
     if "tier" in asked:
         config = replace(config, offload=replace(config.offload, resident_layers=1))
     with pytest.raises(ConfigError, match=f"model.graphs=true: .*{reason}.*; or model.graphs=false"):
