@@ -55,6 +55,11 @@ class DequantizedWeights:
         self._areas.append(area)  # the one that was asked for last goes last
         return {**stored, **area.weights}
 
+    def forget(self) -> None:
+        """Has the next pass dequantize all that it asks for: others may have written into the areas, or will."""
+        for area in self._areas:
+            area.holds = None
+
     def _fits(self, name: str, weight: torch.Tensor) -> bool:
         """Whether kernels multiply a stored weight as it lies."""
         if not isinstance(weight, StoredWeight) or not weight.needs_dequantizing or not weight.has_kernels:

@@ -130,7 +130,11 @@ class Engine:
         self._streams.forget(self.lanes.pages.pool.take_given())  # before anybody stores what they hold next
         launch = partial(self._player.play, self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)
         if self._recorded is not None and may_replay and phase is Phase.decode and num_lanes == 1:
+            if self._dequantized is not None:
+                self._dequantized.forget()  # so that a recording begins, and ends, with what it made itself
             self._recorded.play(batch.lanes[0], batch.new_tokens[0] if batch.new_tokens else None, launch)
+            if self._dequantized is not None:
+                self._dequantized.forget()
         else:
             launch()
         record = self._postprocess(batch, begin)

@@ -96,6 +96,8 @@ class StoredWeight(torch.Tensor):
         out_EnK, first = out.view(len(self.entries), sum(heights), -1), 0
         for turn, height in enumerate(heights):
             rows_EnK, first = out_EnK[:, first : first + height], first + height
+            if self.is_stacked and _copied([blocks[turn] for blocks in self.entries], rows_EnK):
+                continue
             if self.is_stacked and self.codes and device_codes.can_decode(cast(Rows, self.entries[0][turn]), out.dtype):
                 device_codes.decode(self.codes[turn], rows_EnK)
                 continue
@@ -196,6 +198,19 @@ class StoredWeight(torch.Tensor):
     ) -> object:
         """Whatever has no handler: correct, and as slow as a dequantised copy is."""
         return func(*map(_dequantize, args), **{key: _dequantize(value) for key, value in (kwargs or {}).items()})
+
+
+def _copied(blocks: Sequence[Block], out_EnK: torch.Tensor) -> bool:
+    """Writes plain numbers of all experts at once, and returns whether they are plain numbers."""
+    plain = [block for block in blocks if isinstance(block, torch.Tensor)]
+    if len(plain) < len(blocks):
+        return False
+    stacks = joined_stacks([[block] for block in plain], plain[0].dtype)
+    if stacks:
+        out_EnK.copy_(stacks[0])
+    else:
+        torch._foreach_copy_(list(out_EnK), plain)
+    return True
 
 
 def _kind_of(block: Block) -> tuple[object, ...]:

@@ -114,15 +114,15 @@ def _is_aligned(stack: torch.Tensor) -> bool:
 
 
 def _stacks(module: torch.nn.Module, dtype: torch.dtype) -> _Stacks | None:
-    weights = [getattr(module, name) for name in matrix_names(module)]
-    is_transposed = cast("Experts", module).is_transposed
-    if all(_are_codes(weight, dtype, is_transposed) for weight in weights):
-        up, down = (weight.codes for weight in weights)
-        return _Stacks(up, down, are_codes=True)
-    up, down = (_parts(weight, dtype) for weight in weights)
+    experts, (up_name, down_name) = cast("Experts", module), matrix_names(module)
+    up_weight, down_weight = getattr(module, up_name), getattr(module, down_name)
+    up, down = _parts(up_weight, dtype), _parts(down_weight, dtype)
     if not up or not down:
+        weights = (up_weight, down_weight)
+        if all(_are_codes(weight, dtype, experts.is_transposed) for weight in weights):
+            return _Stacks(up_weight.codes, down_weight.codes, are_codes=True)
         return None
-    if is_transposed:
+    if experts.is_transposed:
         return _Stacks(up, down) if len(up) == len(down) == 1 else None  # parts would be runs of inputs
     return _Stacks([part.mT for part in up], [part.mT for part in down])
 

@@ -130,6 +130,8 @@ def _joined(
 ) -> Rows | None:
     """The rows of those blocks of a stack that come `turn`-th in these experts, below each other; None where they
     cannot be one matrix."""
+    if not parameter.is_stacked:
+        return None
     pieces = [parameter.pieces[expert][turn] for expert in experts]
     if any(is_plain(piece) for piece in pieces):
         return None

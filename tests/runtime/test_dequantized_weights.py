@@ -31,6 +31,10 @@ References = Callable[[str], Reference]
 OWN = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 128, "intermediate_size": 192}
 CASES = [
     *((family, format.value) for format in Format for family in ("llama", "mixtral")),
+    ("llama", "bfloat16"),
+    ("mixtral", "bfloat16"),
+    ("gpt-oss", "bfloat16"),
+    ("qwen3-next", "bfloat16"),
     ("llama", "gptq"),
     ("llama", "fp8 blocks"),
     ("qwen2", "awq"),
@@ -61,6 +65,8 @@ def written(ref: Reference, family: str, name: str, directory: Path) -> tuple[Pa
         found = pair_companions(checkpoint.tensors, {"quant_method": "millrace"})
         numbers = {name: load_tensor(piece).float().contiguous() for name, piece in found.items()}
         return directory / "stored", write_checkpoint(published, directory / "plain", numbers)
+    if name == "bfloat16":
+        return ref.directory, ref.directory
     if name == "mxfp4":
         return write_mxfp4(ref.directory, directory)
     if name == "fp8 blocks":
