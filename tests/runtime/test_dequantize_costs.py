@@ -1,0 +1,114 @@
+"""What plans say that dequantizing takes of a device, against bytes and launches counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from jobs.planning.packed_shapes import in_format
+from jobs.planning.shapes import read_shape
+from runtime.config import (
+    Attention,
+    Dequantize,
+    DType,
+    ExpertPaging,
+    KVConfig,
+    KVTier,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    Tier,
+)
+from runtime.errors import BudgetError
+from runtime.plan.cost.durations import durations
+from runtime.plan.cost.lane_work import LaneWork
+from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.rates import UNLIMITED, MachineRates
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.memory import DEQUANTIZING_BYTES
+from runtime.plan.placement.placement import Placement
+from runtime.plan.placement.placer import place
+from runtime.plan.shape.model import ModelShape
+from tests.published import machine
+from tests.toy import sizes_of
+
+LAYER = 5
+HIDDEN, HEADS, INNER = 8192, 2 * 8192 + 2 * 1024, 28672  # of Llama 3.3 70B: outputs of q, o, k and v together
+NUMBERS = HIDDEN * (HEADS + 3 * INNER)
+GPTQ_BYTES = NUMBERS / 2 + NUMBERS / 128 * 2.5  # 4 bits; a group of 128 has a factor of 16 bits and a zero point of 4
+RATE, LAUNCH = 1e11, 1e-3
+MANY, FEW = (
+    LaneWork(num_tokens=rows, num_rows=rows, kv_positions=100 * rows, held_pages=8, changed_pages=rows)
+    for rows in (64, 8)
+)
+
+
+def llama(name: str = "gptq") -> ModelShape:
+    return in_format(read_shape("llama-3.3-70b", DType.bfloat16, is_plain=True), name)
+
+
+def placed(shape: ModelShape, on: Machine, dequantize: Dequantize, size: int = 64) -> Placement:
+    config = RuntimeConfig(
+        offload=OffloadConfig(tier=Tier.cpu, dequantize=dequantize, expert_paging=ExpertPaging.off),
+        kv=KVConfig(tier=KVTier.cpu),
+        policy=PolicyConfig(kind=PolicyKind.fixed, attention=Attention.device),
+    )
+    return place(shape, config, on.budgets, Load.of(shape, [sizes_of([20] * size)] * 2, 512))
+
+
+def turn(shape: ModelShape, dequantize: Dequantize, lanes: list[LaneWork], rates: MachineRates) -> float:
+    """The seconds of the first lane's turn through a layer, in a decode pass."""
+    placement = placed(shape, machine("a100-80"), dequantize, lanes[0].num_tokens)
+    return durations(shape, placement, placement.decode_walk, lanes, rates).run(LAYER, 0)
+
+
+@pytest.mark.parametrize(("dequantize", "sharers"), [(Dequantize.stage, 2), (Dequantize.product, 1)])
+def test_many_rows_meet_numbers_that_lanes_share_or_make_each_for_themselves(
+    dequantize: Dequantize, sharers: int
+) -> None:
+    rates = machine("a100-80").rates
+    counted = replace(rates, dequantize_bytes_per_second=RATE, launch_seconds=LAUNCH)
+    free = replace(rates, dequantize_bytes_per_second=UNLIMITED, launch_seconds=0.0)
+    found = turn(llama(), dequantize, [MANY, MANY], counted) - turn(llama(), dequantize, [MANY, MANY], free)
+    by_hand = (GPTQ_BYTES + 2 * NUMBERS) / RATE + 2 * 7 * LAUNCH
+    assert found == pytest.approx(by_hand / sharers, rel=0.01)
+
+
+def test_few_rows_read_codes_in_the_place_of_numbers() -> None:
+    rates = replace(machine("a100-80").rates, dequantize_bytes_per_second=RATE)
+    plain, stored = (turn(llama(name), Dequantize.stage, [FEW], rates) for name in ("bfloat16", "gptq"))
+    products = rates.gemm_seconds(8, NUMBERS)
+    assert stored - plain == pytest.approx(GPTQ_BYTES / RATE - products, rel=0.01)
+
+
+def test_plain_weights_of_the_compute_dtype_take_nothing() -> None:
+    rates = machine("a100-80").rates
+    slow = replace(rates, dequantize_bytes_per_second=1.0, launch_seconds=1.0)
+    assert turn(llama("bfloat16"), Dequantize.auto, [MANY], slow) == turn(
+        llama("bfloat16"), Dequantize.auto, [MANY], rates
+    )
+
+
+def test_a_card_without_units_for_bfloat16_dequantizes_what_is_published_in_it() -> None:
+    in_float16 = read_shape("llama-3.1-8b", DType.float16)
+    placement = placed(in_float16, machine("t4"), Dequantize.auto)
+    assert placement.dequantized is not None
+    in_bfloat16 = read_shape("llama-3.1-8b", DType.bfloat16)
+    assert placed(in_bfloat16, machine("l4"), Dequantize.auto).dequantized is None
+
+
+def test_the_ledger_has_an_area_for_a_layer_s_numbers_and_what_operators_make() -> None:
+    placement = placed(llama(), machine("rtx4090"), Dequantize.stage)
+    (entry,) = (entry for entry in placement.ledgers[0].entries if entry.name == "dequantized weights")
+    assert entry.num_bytes == pytest.approx(2 * NUMBERS + DEQUANTIZING_BYTES, rel=1e-6)
+    in_products = placed(llama(), machine("rtx4090"), Dequantize.product)
+    assert len(in_products.resident) > len(placement.resident), "what the area takes"
+
+
+def test_a_layer_that_has_no_room_as_numbers_is_dequantized_in_products() -> None:
+    shape = read_shape("deepseek-v3", DType.bfloat16)  # 21.4 GiB a layer, 10.7 as stored
+    on = replace(machine("a100-40"), host_bytes=2**40)
+    assert placed(shape, on, Dequantize.auto, size=8).dequantized is None
+    refused = placed(shape, on, Dequantize.stage, size=8)
+    with pytest.raises(BudgetError, match="dequantized weights"):
+        refused.require_fit(RuntimeConfig())
