@@ -36,8 +36,9 @@ from runtime.config import (
 from runtime.formats.registry import FORMATS
 from runtime.formats.rounding import WAYS, Rounding
 from runtime.formats.storage_format import Stored
-from runtime.linear.backends import linear
+from runtime.linear import device_codes
 from runtime.linear.coded_rows import CodedRows
+from runtime.linear.dequantizing import multiply
 from runtime.linear.panels import plain_rows
 from runtime.linear.rows import Rows
 from runtime.plan.shape.shapes import Companion, TensorSlice
@@ -189,16 +190,27 @@ def products() -> Found:
         yield f"bfloat16, {about}", f"{base * 1e3:.3f} ms"
         for name in STORED:
             rows = STORED[name](name)
-            for way, multiply in ways().items():
-                took = seconds(lambda rows=rows, multiply=multiply: multiply(x, rows))
+            for way, product in ways(rows).items():
+                took = seconds(lambda rows=rows, product=product: product(x, rows))
                 yield f"{name} by {way}, {about}", f"{took * 1e3:.3f} ms, {took / base:.1f} x bfloat16's"
             took = seconds(lambda rows=rows: plain_rows(rows, torch.bfloat16))
-            yield f"{name}, decoded to bfloat16", f"{took * 1e3:.3f} ms, {took / base:.1f} x bfloat16's product"
+            yield f"{name}, decoded by operators", f"{took * 1e3:.3f} ms, {took / base:.1f} x bfloat16's product"
+            out = torch.empty(HEIGHT, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+            if device_codes.try_decode(rows, out):
+                took = seconds(lambda rows=rows, out=out: device_codes.try_decode(rows, out))
+                yield (
+                    f"{name}, decoded to bfloat16 by a kernel",
+                    f"{took * 1e3:.3f} ms, {took / base:.1f} x its product",
+                )
 
 
-def ways() -> Mapping[str, Product]:
-    """The products to time, by name. A kernel for devices is one more of them."""
-    return {"runtime.linear": lambda x_MK, rows: linear(x_MK, [rows])}
+def ways(rows: Rows) -> Mapping[str, Product]:
+    """The products to time, by name: by operators that dequantize a run of rows at a time, and by Triton's kernel."""
+    found: dict[str, Product] = {"operators": lambda x_MK, rows: multiply(x_MK, [rows])}
+    codes = rows.codes() if device_codes.can_multiply(rows, torch.bfloat16) else None
+    if codes is not None:
+        found["a kernel"] = lambda x_MK, rows: device_codes.multiply(x_MK, codes)
+    return found
 
 
 def _coded(name: str) -> Rows:

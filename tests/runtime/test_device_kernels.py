@@ -24,8 +24,14 @@ HAS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 ROOT = Path(__file__).parents[2]
 
 
-def pass_in_a_process(cases: str, **environment: str) -> None:
+def skip_where_the_interpreter_is_too_old() -> None:
+    if version("triton").startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of Triton 3.6 does not know numpy 2.4")
+
+
+def pass_in_a_process(cases: str, *options: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", f"tests/runtime/{cases}"]
+    command += options
     ended = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, cwd=ROOT, timeout=300
     )
@@ -35,9 +41,22 @@ def pass_in_a_process(cases: str, **environment: str) -> None:
 @HAS_TRITON
 def test_numbers_and_products_in_triton_s_interpreter_are_those_of_torch() -> None:
     """All of `triton_cases.py`."""
-    if version("triton").startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton 3.6 does not know numpy 2.4")
+    skip_where_the_interpreter_is_too_old()
     pass_in_a_process("triton_cases.py", TRITON_INTERPRET="1")
+
+
+@HAS_TRITON
+def test_runs_in_front_of_a_double_whose_kernels_are_interpreted_give_the_numbers_tokens() -> None:
+    """Three of `triton_runs.py`, of a matrix, of experts, and of few rows that meet codes as they lie."""
+    skip_where_the_interpreter_is_too_old()
+    pass_in_a_process("triton_runs.py", "-k", "gptq or mxfp4", TRITON_INTERPRET="1")
+
+
+@HAS_TRITON
+@pytest.mark.slow
+def test_all_runs_in_front_of_a_double_whose_kernels_are_interpreted() -> None:
+    skip_where_the_interpreter_is_too_old()
+    pass_in_a_process("triton_runs.py", TRITON_INTERPRET="1")
 
 
 @HAS_TRITON
