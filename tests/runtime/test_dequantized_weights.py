@@ -51,6 +51,7 @@ CASES = [
     ("qwen3-moe", "fp8 blocks"),
     ("gpt-oss", "mxfp4"),
 ]
+FEWER = {"bfloat16", "int8", "fp8", "pack-quantized, zero points", "gptq, desc_act, 8 bits", "bitsandbytes fp4"}
 
 
 def written(ref: Reference, family: str, name: str, directory: Path) -> tuple[Path, Path]:
@@ -85,7 +86,11 @@ def on_a_device(
     return replace(config, offload=replace(config.offload, dequantize=where, expert_paging=ExpertPaging.off))
 
 
-@pytest.mark.parametrize("where", [Dequantize.stage, Dequantize.product])
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case[1] in FEWER]
+USUAL = [*(case for case in CASES if case[1] not in FEWER), *SLOW]
+
+
+@pytest.mark.parametrize("where", [Dequantize.stage, pytest.param(Dequantize.product, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_tokens_are_those_of_the_numbers(
     family: str, name: str, where: Dequantize, reference: References, tmp_path: Path
@@ -124,7 +129,7 @@ def decode_pass(ref: Reference, directory: Path, num_lanes: int) -> HostCounts:
     return decode(on_a_device(few, directory, Dequantize.stage, lanes=num_lanes), few).passes[0]
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.parametrize(("family", "name"), USUAL)
 def test_a_pass_takes_at_most_three_times_the_launches_of_plain_weights(
     family: str, name: str, reference: References, of_plain: Callable[[str], HostCounts], tmp_path: Path
 ) -> None:
