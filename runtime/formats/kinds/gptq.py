@@ -56,10 +56,16 @@ def _rows(num_bits: int, stored: Stored) -> Rows:
         write_words(words_RW, num_bits, out_RK)
 
     def zeros(rows: Chosen) -> torch.Tensor:
-        """The zero points of all rows are few numbers: they are made at once, in few operators."""
-        words_GW, codes = companions[ZEROS], _codes_of_bytes(num_bits, added, stored.raw.device)
+        """A table of bytes has them: those of the words that hold a run of rows, or of all."""
+        words_GW, first_word, per_word = companions[ZEROS], 0, WORD_BITS // num_bits
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(num_rows)
+            first_word, last_word = (piece.first_row + start) // per_word, -(-(piece.first_row + stop) // per_word)
+            words_GW = words_GW[:, first_word:last_word]
+        codes = _codes_of_bytes(num_bits, added, stored.raw.device)
         found_GN = codes.index_select(0, words_GW.contiguous().view(torch.uint8).flatten().int())
-        return columns_of(found_GN.view(torch.float32).view(len(words_GW), -1), rows, *at).t()
+        found_GN = found_GN.view(torch.float32).view(len(words_GW), -1)
+        return columns_of(found_GN, rows, num_rows, piece.first_row - first_word * per_word).t()
 
     def scales(rows: Chosen) -> torch.Tensor:
         return columns_of(companions[SCALES], rows, *at).t().float()
