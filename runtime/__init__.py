@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from .config import (
     Admission,
     Attention,
+    Dequantize,
     DType,
     ExpertPaging,
     FeedForward,
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "Admission", "Attention", "Classified", "Completion", "CompletionStream", "DType", "Embedded", "ExpertPaging",
+    "Admission", "Attention", "Classified", "Completion", "CompletionStream", "DType", "Dequantize", "Embedded",
+    "ExpertPaging",
     "FeedForward", "Filled", "FinishReason", "KVConfig", "KVDType", "KVTier", "Lanes", "MachineConfig", "ModelConfig",
     "OffloadConfig", "Order", "PolicyConfig", "PolicyKind", "Pooling", "Prefetch", "PrefetchConfig", "Prompt",
     "PromptLike", "Quantize", "Rejected", "Request", "Result", "Runtime", "RuntimeConfig", "SamplingConfig",

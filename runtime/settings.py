@@ -8,6 +8,7 @@ from typing import TypedDict
 from .config import (
     Admission,
     Attention,
+    Dequantize,
     DType,
     ExpertPaging,
     FeedForward,
@@ -55,6 +56,7 @@ class Settings(TypedDict, total=False):
     self_check: SelfCheck | str
     verify: Verify | str
     compile: bool
+    graphs: bool
     device_memory_gib: float | None
     host_memory_gib: float | None
     resident_layers: int | None
@@ -62,6 +64,7 @@ class Settings(TypedDict, total=False):
     reader_threads: int
     read_chunk_mib: int
     expert_paging: ExpertPaging | str
+    dequantize: Dequantize | str
     cache_dir: str | None
     device_fraction: float | None
     num_slots: int

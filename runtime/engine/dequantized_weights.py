@@ -30,10 +30,13 @@ class DequantizedWeights:
     products of the stage before. What was dequantized stays right when its stage's slot is filled with others' bytes.
     """
 
-    def __init__(self, device: ComputeDevice, size: DequantizedSize, transposed: Collection[str] = ()):
-        """`transposed`: names of stacks whose experts a class keeps as (inputs, outputs)."""
+    def __init__(
+        self, device: ComputeDevice, size: DequantizedSize, dtype: torch.dtype, transposed: Collection[str] = ()
+    ):
+        """`dtype`: the model's, for which areas are sized; the few matrices that a class keeps in another are left to
+        their products. `transposed`: names of stacks whose experts a class keeps as (inputs, outputs)."""
         self._areas = [_Area(device.compute_buffer(size.area_bytes)) for _ in range(size.num_areas)]
-        self._layers, self._transposed = size.stages, transposed
+        self._layers, self._dtype, self._transposed = size.stages, dtype, transposed
 
     def of(self, stage: int, stored: Weights, *, has_few_rows: bool) -> Weights:
         """Returns a stage's weights, dequantized ones in the places of those that are stored otherwise than products
@@ -46,14 +49,24 @@ class DequantizedWeights:
         if area is None:
             area = self._areas[0]
             area.holds = None
-            wanted = {
-                name: weight for name, weight in stored.items() if not (has_few_rows and self._fits(name, weight))
-            }
+            wanted = {name: weight for name, weight in stored.items() if self._is_sized(weight)}
+            for name in self._staying(stored) if has_few_rows else ():
+                wanted.pop(name, None)
             area.weights = dequantized(wanted, area.buffer)
             area.holds = holds
         self._areas.remove(area)
         self._areas.append(area)  # the one that was asked for last goes last
         return {**stored, **area.weights}
+
+    def _is_sized(self, weight: torch.Tensor) -> bool:
+        return isinstance(weight, StoredWeight) and weight.compute_dtype == self._dtype
+
+    def _staying(self, stored: Weights) -> set[str]:
+        """The names of weights that kernels multiply as they lie. Of stacks of experts, which are multiplied together,
+        all do or none."""
+        found = {name for name, weight in stored.items() if self._fits(name, weight)}
+        stacks = {name for name, weight in stored.items() if _is_stack(weight)}
+        return found if stacks <= found else found - stacks
 
     def forget(self) -> None:
         """Has the next pass dequantize all that it asks for: others may have written into the areas, or will."""
@@ -65,6 +78,10 @@ class DequantizedWeights:
         if not isinstance(weight, StoredWeight) or not weight.needs_dequantizing or not weight.has_kernels:
             return False
         return not weight.is_stacked or weight.is_flipped == (name in self._transposed)
+
+
+def _is_stack(weight: torch.Tensor) -> bool:
+    return weight.is_stacked if isinstance(weight, StoredWeight) else weight.dim() == 3
 
 
 def room_for(stored: Weights) -> int:

@@ -40,12 +40,12 @@ def joined_by_rows(matrices: Sequence[Stored]) -> Stored | None:
     companions, tensors = list[Companion](), dict[str, torch.Tensor]()
     for each in first.companions:
         parts, block = [stored.companions[each.role] for stored in matrices], each.block_rows
-        if parts[0].dim() != 2:
-            return None
+        if parts[0].dim() != 2 or (parts[0].dtype == torch.int32 and len(parts[0]) * block != num_rows):
+            return None  # words whose fields are those of rows are full
         if len(parts[0]) == 1:  # for all rows of its matrix
             parts, block = [part.expand(num_rows, -1) for part in parts], 1
         elif len(parts[0]) * block != num_rows:
-            if -(-num_rows // block) != len(parts[0]) or parts[0].dtype == torch.int32:
+            if -(-num_rows // block) != len(parts[0]):
                 return None
             rows = torch.arange(num_rows, device=parts[0].device) // block
             parts, block = [part.view(WORDS.get(part.dtype, part.dtype))[rows].view(part.dtype) for part in parts], 1

@@ -4,6 +4,7 @@ E experts, each of blocks of rows (n, K).
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -62,6 +63,12 @@ def _below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None:
         return None
     stride = upper.stride(0) if len(upper) > 1 else rows * width
     return upper.as_strided((len(upper), rows, width), (stride, *upper.stride()[1:]), upper.storage_offset())
+
+
+@lru_cache(maxsize=4096)
+def kept_on(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A few numbers in a device's memory, brought there once: in a pass that is recorded nothing may be."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def below(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -209,7 +209,7 @@ def _copied(blocks: Sequence[Block], out_EnK: torch.Tensor) -> bool:
     if stacks:
         out_EnK.copy_(stacks[0])
     else:
-        torch._foreach_copy_(list(out_EnK), plain)
+        torch._foreach_copy_(list(out_EnK), plain)  # pyright: ignore[reportPrivateImportUsage]
     return True
 
 

@@ -6,6 +6,7 @@ N rows of K numbers, R of them wanted; n escapes.
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from ..kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
 from ..kernels.arguments import WINDOW4 as WAY
 from .codes import Codes
 from .packed_rows import Arrays, Layout, PackedRows
+from .stacks import kept_on
 
 WINDOW4 = "window4"  # its storage format
 BIASED_SIGN, MANTISSA = 0x80, 0x7F
@@ -49,8 +51,8 @@ class Window4Rows(PackedRows):
 
     def _begins(self) -> torch.Tensor:
         """(E,): how many escapes are before those of each matrix."""
-        counts = torch.tensor([self._num_escapes(each) for each in self._escapes], dtype=torch.int32)
-        return (counts.cumsum(0, dtype=torch.int32) - counts).to(self.device, non_blocking=True)
+        counts = [self._num_escapes(each) for each in self._escapes]
+        return kept_on((0, *accumulate(counts[:-1])), torch.int32, self.device)
 
     def _laid_out(self) -> tuple[Layout, Arrays]:
         bases, starts, columns, exponents = (part.numpy() for part in self._parts)

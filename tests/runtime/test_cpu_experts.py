@@ -189,7 +189,7 @@ def seconds_of_layer(clock: VirtualTime, share: CpuShare, link: float, cpu: floa
     placement = placed(SHAPE, OffloadConfig(tier=Tier.cpu, resident_layers=0))
     streamed = SimpleNamespace(name="layer", inner=module)
     loaded = cast(
-        LoadedModel, SimpleNamespace(staged=SimpleNamespace(modules=(streamed,)), weights_of=lambda *args: {})
+        LoadedModel, SimpleNamespace(staged=SimpleNamespace(modules=(streamed,)), weights_of=lambda *_, **__: {})
     )
 
     def multiply(self: CpuExperts, errand: Errand, x_VD: torch.Tensor) -> torch.Tensor:

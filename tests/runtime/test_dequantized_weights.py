@@ -12,11 +12,22 @@ import torch
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime import Runtime
-from runtime.config import Attention, Dequantize, ExpertPaging, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.config import (
+    Attention,
+    Dequantize,
+    DType,
+    ExpertPaging,
+    Order,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    Tier,
+)
 from runtime.engine import dequantized_weights
 from runtime.engine.sequence import Request
 from runtime.formats.registry import pair_companions
 from runtime.store.checkpoint import open_checkpoint
+from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.weights.stage_weights import load_tensor
 from tests.fake_device import FakeDevice
 from tests.host_counts import HostCounts
@@ -178,3 +189,19 @@ def test_a_layer_needs_dequantizing_once_for_all_lanes_and_passes_of_it(
         session.run(plan.blocks[0], requests, lambda _: None)
     num_layers, num_passes = 4, 3
     assert len(done) == num_layers * num_passes
+
+
+def test_a_matrix_that_a_class_keeps_in_float32_is_none_of_the_area_s(reference: References, tmp_path: Path) -> None:
+    """Areas are sized for the model's dtype; routers of some classes compute in another."""
+    overrides = {**OWN, "moe_intermediate_size": 64, "moe_num_experts": 8, "moe_k": 2, "num_hidden_layers": 3}
+    overrides |= {"vocab_size": 640, "moe_layer_start_index": 0, "moe_num_shared_experts": 1}
+    published = tmp_path / "published"
+    synthesize_checkpoint(model="ernie4_5_moe", overrides=overrides, directory=published, seed=1)
+    narrow = {name: tensor.bfloat16() for name, tensor in tensors_in(published).items()}
+    in_16_bits = write_checkpoint(published, tmp_path / "in 16 bits", narrow)
+    config = PackConfig(model=SourceConfig(path=str(in_16_bits)), out=str(tmp_path / "stored"), format=Format.int4)
+    pack(config, lambda *_: None)
+    asked = on_a_device(reference("mixtral"), tmp_path / "stored", Dequantize.stage)
+    asked = replace(asked, model=replace(asked.model, dtype=DType.bfloat16))
+    (found,) = tokens(asked, [[1, 5, 7, 9]], FakeDevice((False, True)))
+    assert found

@@ -141,4 +141,5 @@ def test_layers_of_misaligned_files_compute_on_a_device_as_in_memory(
         chosen = tier if device.is_accelerator else Tier.nvme
         with player(loaded, paging, tier=chosen, device=device) as played:
             found.append(played.logits(lanes, is_batched=False))
-    assert all(map(torch.equal, *found))
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-4)  # products of a device add up in another order

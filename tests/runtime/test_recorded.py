@@ -10,7 +10,7 @@ import torch
 
 from runtime import KVConfig, PolicyConfig, Runtime, RuntimeConfig
 from runtime.attention import fixed
-from runtime.config import KVDType, KVTier, PolicyKind, Tier
+from runtime.config import Admission, KVDType, KVTier, PolicyKind, Tier
 from runtime.errors import ConfigError, Interrupted
 from runtime.model import expert_groups
 from runtime.stream.device import ComputeDevice, Recording
@@ -20,6 +20,7 @@ from tests.fake_device import FakeDevice
 from tests.host_counters import CountedDevice, counting
 from tests.host_counts import HostCounts
 from tests.runtime.sampling_support import complete, request_of
+from tests.runtime.test_dequantized_weights import written
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import Reference, in_float32
 
@@ -93,6 +94,51 @@ def test_rows_that_end_share_recordings_with_those_that_go_on(
     assert device.num_replayed >= 2
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_prompts_that_enter_between_replayed_passes_are_computed(
+    graphs: bool, reference: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With continuous admission passes that are launched, with a prompt, come behind passes that were replayed."""
+    monkeypatch.setattr(fixed, "LEAST", 512)
+    install_flash(monkeypatch, (torch.float32,)).has_room = True
+    ref, device = reference("llama"), Recorder()
+    policy = PolicyConfig(
+        kind=PolicyKind.fixed, micro_batch_size=3, num_micro_batches=1, admission=Admission.continuous
+    )
+    config = config_for(ref, tier=Tier.none, resident_layers=None, policy=policy)
+    config = replace(config, kv=KVConfig(tier=KVTier.device), model=replace(config.model, graphs=graphs))
+    short = [place for place, prompt in enumerate(ref.prompts) if len(prompt) < 12]
+    lengths = [2, 7, 3, 7, 5, 7, 4] * 2
+    places = [short[turn % len(short)] for turn in range(len(lengths))]
+    found = dict[str, list[int]]()
+    with operators_of_a_device():
+        runtime = Runtime(config, device=device)
+        requests = [
+            request_of(runtime, str(turn), ref.prompts[place], max_new_tokens=lengths[turn])
+            for turn, place in enumerate(places)
+        ]
+        with runtime.confirmed_session(requests) as (_, session):
+            for _, completion in session.stream(range(len(requests)), requests, {}):
+                found[completion.request.key] = list(completion.token_ids)
+    assert (device.num_replayed > 0) is graphs
+    expected = [ref.expected[place][:length] for place, length in zip(places, lengths, strict=True)]
+    assert [found[request.key] for request in requests] == expected
+
+
+def test_passes_that_cannot_be_recorded_are_launched_as_they_were(
+    reference: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(Recorder):
+        def recorded(self, work: Callable[[], torch.Tensor]) -> Recording[torch.Tensor]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fixed, "LEAST", 512)
+    install_flash(monkeypatch, (torch.float32,)).has_room = True
+    ref = reference("llama")
+    with operators_of_a_device():
+        assert tokens(config_of(ref), ref.prompts, Full()) == ref.expected
+
+
 REFUSED = {
     "records nothing, CUDA devices do": {"device": ComputeDevice("cpu")},
     "take offload=none and kv=device": {"tier": Tier.cpu},
@@ -141,6 +187,23 @@ def test_nothing_of_one_pass_is_in_a_recording(
     with operators_of_a_device(), counting():
         device = CountedRecorder()
         assert tokens(config_of(ref), ref.prompts, device) == ref.expected
+    assert device.found
+    for counts in device.found:
+        assert counts.copies == []
+        assert counts.syncs == {}
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes nf4", "lossless"])
+def test_recordings_of_dequantized_experts_bring_nothing_either(
+    name: str, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_groups, "suits_all", lambda *sizes: True)
+    ref = reference("mixtral")
+    stored, _ = written(ref, "mixtral", name, tmp_path)
+    config = config_of(replace(ref, directory=stored))
+    with operators_of_a_device(), counting():
+        device = CountedRecorder()
+        tokens(config, ref.prompts, device)
     assert device.found
     for counts in device.found:
         assert counts.copies == []

@@ -135,7 +135,7 @@ class Lane(ABC):
     def end_pass(self, drawn: torch.Tensor) -> PassCounts:
         """Hands out the tokens, drops finished sequences and says what the pass amounted to."""
         counts = self._finish(drawn)
-        self._drawing, self._run = [], None
+        self._drawing, self._run, self._is_prepared = [], None, False
         self._num_passes += 1
         return counts
 
@@ -150,6 +150,7 @@ class Lane(ABC):
 
     def abandon(self) -> None:
         """Ends a pass that will not be finished. A parked greenlet would keep all that it has seen for good."""
+        self._is_prepared = False
         if self._run is not None:
             self._run.throw(GreenletExit)
             self._run = None

@@ -19,7 +19,7 @@ from ...kernels.compiler import has_tables
 from ...linear.codes import Codes
 from ...linear.grouped_rows import RowCodes, fits_in_rows
 from ...linear.rows import Rows
-from ...linear.stacks import below
+from ...linear.stacks import below, kept_on
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_bytes
 from ..integer_rows import Chosen, apply_by_group, row_numbers, write_pairs
@@ -126,9 +126,9 @@ def _join(matrices: Sequence[Stored]) -> Stored | None:
     if nested:
         codes_E, scales_En = nested
         blocks = torch.arange(factors_EB.shape[1], device=matrices[0].raw.device) // int(piece.constants[1])
-        offsets = torch.tensor([stored.piece.constants[2] for stored in matrices], dtype=torch.float32)
+        offsets = tuple(stored.piece.constants[2] for stored in matrices)
         factors_EB = codes_E.float().gather(1, factors_EB.long()) * scales_En.float()[:, blocks]
-        factors_EB = factors_EB + offsets.to(factors_EB.device, non_blocking=True)[:, None]
+        factors_EB = factors_EB + kept_on(offsets, torch.float32, factors_EB.device)[:, None]
     joined = replace(piece, shape=(len(matrices) * piece.shape[0], piece.shape[1]), constants=piece.constants[:1])
     codes_E16 = torch.stack([stored.companions[CODES] for stored in matrices])
     tensors = {CODES: codes_E16, SCALES: factors_EB.flatten()}

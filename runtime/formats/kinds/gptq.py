@@ -139,6 +139,10 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
         num_bits = WORD_BITS * height // prod(groups.shape)
     if num_bits not in BITS:
         raise refuse(f"{words.name!r} has {num_bits} bits", READABLE)
+    if num_rows * num_bits % WORD_BITS:
+        raise refuse(
+            f"{words.name!r} has {num_rows} columns, whose zero points of {num_bits} bits fill no words", READABLE
+        )
     num_columns = height * WORD_BITS // num_bits
     require_shape(scales, (num_groups, num_rows), f"{words.name!r}, {words.shape},")
     zeros = require_shape(module.require("qzeros", "I32"), (num_groups, num_rows * num_bits // WORD_BITS), "its module")
