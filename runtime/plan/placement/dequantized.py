@@ -50,7 +50,7 @@ def dequantized_bytes(shape: ModelShape, stage: Stage, is_paged: bool) -> list[i
 
 def is_stored(parameter: Parameter, compute_dtype: str) -> bool:
     """Whether a matrix, or a stack of them, lies in a storage format or in another dtype than the one that it is
-    multiplied in, by safetensors' name; \"\": not known."""
+    multiplied in, by safetensors' name, which is empty where it is not known."""
     if len(parameter.shape) < 2:
         return False
     return any(

@@ -183,6 +183,8 @@ def _to_use(terms: frozenset[str], walk: Walk, kv: KVLayout, model: ModelConfig)
         yield "offload=nvme" + (rounded if model.quantize is not None else "")
     if "recordings" in terms:
         yield "model.graphs=false"
+    if "dequantized weights" in terms:
+        yield "offload.dequantize=product"
     if terms & KV_TERMS and kv.tier is not KVTier.nvme:
         yield "policy.attention=device with kv=nvme" if kv.stays_in_host else "kv=nvme"
 
