@@ -14,6 +14,7 @@ from runtime.config import (
     KVConfig,
     KVTier,
     OffloadConfig,
+    Order,
     PolicyConfig,
     PolicyKind,
     RuntimeConfig,
@@ -28,7 +29,12 @@ from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import DEQUANTIZING_BYTES
 from runtime.plan.placement.placement import Placement
 from runtime.plan.placement.placer import place
+from runtime.plan.search.grid import Choices
+from runtime.plan.search.hrm import roofline_of
+from runtime.plan.search.policy import Policy
+from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
+from runtime.resources import Resource
 from tests.published import machine
 from tests.toy import sizes_of
 
@@ -43,8 +49,8 @@ MANY, FEW = (
 )
 
 
-def llama(name: str = "gptq") -> ModelShape:
-    return in_format(read_shape("llama-3.3-70b", DType.bfloat16, is_plain=True), name)
+def shape_of(name: str = "gptq", model: str = "llama-3.3-70b") -> ModelShape:
+    return in_format(read_shape(model, DType.bfloat16, is_plain=True), name)
 
 
 def placed(shape: ModelShape, on: Machine, dequantize: Dequantize, size: int = 64) -> Placement:
@@ -69,23 +75,45 @@ def test_many_rows_meet_numbers_that_lanes_share_or_make_each_for_themselves(
     rates = machine("a100-80").rates
     counted = replace(rates, dequantize_bytes_per_second=RATE, launch_seconds=LAUNCH)
     free = replace(rates, dequantize_bytes_per_second=UNLIMITED, launch_seconds=0.0)
-    found = turn(llama(), dequantize, [MANY, MANY], counted) - turn(llama(), dequantize, [MANY, MANY], free)
+    found = turn(shape_of(), dequantize, [MANY, MANY], counted) - turn(shape_of(), dequantize, [MANY, MANY], free)
     by_hand = (GPTQ_BYTES + 2 * NUMBERS) / RATE + 2 * 7 * LAUNCH
     assert found == pytest.approx(by_hand / sharers, rel=0.01)
 
 
 def test_few_rows_read_codes_in_the_place_of_numbers() -> None:
     rates = replace(machine("a100-80").rates, dequantize_bytes_per_second=RATE)
-    plain, stored = (turn(llama(name), Dequantize.stage, [FEW], rates) for name in ("bfloat16", "gptq"))
+    plain, stored = (turn(shape_of(name), Dequantize.stage, [FEW], rates) for name in ("bfloat16", "gptq"))
     products = rates.gemm_seconds(8, NUMBERS)
     assert stored - plain == pytest.approx(GPTQ_BYTES / RATE - products, rel=0.01)
+
+
+@pytest.mark.parametrize("rows", [MANY, FEW])
+@pytest.mark.parametrize(
+    ("model", "name"), [("llama-3.3-70b", "gptq"), ("llama-3.3-70b", "bfloat16"), ("mixtral", "gptq")]
+)
+def test_the_roofline_of_a_decode_pass_has_what_lanes_take_in_its_layers(model: str, name: str, rows: LaneWork) -> None:
+    on, shape, count = machine("a100-80"), shape_of(name, model), 2
+    workload = Workload.of(sizes_of([20] * count * rows.num_rows))
+    policy = Policy(micro_batch_size=rows.num_rows, num_micro_batches=count, attention=Attention.device,
+                    schedule=Order.zigzag, resident_layers=0, kv_fraction=1.0)  # fmt: skip
+    grid = Choices(micro_batches=[rows.num_rows], counts=[count], resident=[0],
+                   ways=[(Order.zigzag, Attention.device, 1.0)]).grid(count * rows.num_rows).only(policy)  # fmt: skip
+    rates = replace(on.rates, attention_bytes_per_second=UNLIMITED, memory_bytes_per_second=UNLIMITED)
+    free = replace(rates, dequantize_bytes_per_second=UNLIMITED, launch_seconds=0.0)
+    config = RuntimeConfig(offload=OffloadConfig(tier=Tier.cpu, dequantize=Dequantize.stage))
+    counted, uncounted = (
+        roofline_of(shape, replace(on, rates=each), workload, config).decode_pass(grid).busy[Resource.compute][0]
+        for each in (rates, free)
+    )
+    by_turns = [count * turn(shape, Dequantize.stage, [rows] * count, each) for each in (rates, free)]
+    assert (counted - uncounted) / len(shape.layers) == pytest.approx(by_turns[0] - by_turns[1], rel=1e-3, abs=1e-9)
 
 
 def test_plain_weights_of_the_compute_dtype_take_nothing() -> None:
     rates = machine("a100-80").rates
     slow = replace(rates, dequantize_bytes_per_second=1.0, launch_seconds=1.0)
-    assert turn(llama("bfloat16"), Dequantize.auto, [MANY], slow) == turn(
-        llama("bfloat16"), Dequantize.auto, [MANY], rates
+    assert turn(shape_of("bfloat16"), Dequantize.auto, [MANY], slow) == turn(
+        shape_of("bfloat16"), Dequantize.auto, [MANY], rates
     )
 
 
@@ -98,10 +126,10 @@ def test_a_card_without_units_for_bfloat16_dequantizes_what_is_published_in_it()
 
 
 def test_the_ledger_has_an_area_for_a_layer_s_numbers_and_what_operators_make() -> None:
-    placement = placed(llama(), machine("rtx4090"), Dequantize.stage)
+    placement = placed(shape_of(), machine("rtx4090"), Dequantize.stage)
     (entry,) = (entry for entry in placement.ledgers[0].entries if entry.name == "dequantized weights")
     assert entry.num_bytes == pytest.approx(2 * NUMBERS + DEQUANTIZING_BYTES, rel=1e-6)
-    in_products = placed(llama(), machine("rtx4090"), Dequantize.product)
+    in_products = placed(shape_of(), machine("rtx4090"), Dequantize.product)
     assert len(in_products.resident) > len(placement.resident), "what the area takes"
 
 

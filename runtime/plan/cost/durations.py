@@ -18,7 +18,7 @@ from ..shape.model import ModelShape
 from ..shape.shapes import StageKind
 from .cpu_share import num_of_cpu
 from .lane_work import LaneWork
-from .rates import UNLIMITED, MachineRates, StoredWork
+from .rates import MachineRates, StoredWork
 from .script import Durations, ExpertReads, Links
 from .work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
 
@@ -172,7 +172,7 @@ class _Bill:
     @cached_property
     def _has_few_rows(self) -> bool:
         """Whether kernels of a device multiply what is stored as it lies."""
-        if self.rates.dequantize_bytes_per_second == UNLIMITED or self.shape.compute_dtype_bytes != 2:
+        if not self.rates.multiplies_codes(self.shape.compute_dtype_bytes):
             return False
         return all(lane.num_tokens <= FEW_ROWS and not lane.prefill_pairs for lane in self.lanes)
 

@@ -142,6 +142,11 @@ class MachineRates:
         """Seconds in which so many rows, more than none, are multiplied with so many weights."""
         return 2.0 * num_rows * num_weights / self.gemm_rate(num_rows)
 
+    def multiplies_codes(self, item_bytes: int) -> bool:
+        """Whether kernels of a device multiply a few rows, of so many bytes a number, with stored weights as they
+        lie."""
+        return self.dequantize_bytes_per_second < UNLIMITED and item_bytes == 2
+
     def codes_seconds(self, stored: StoredWork) -> float:
         """Seconds in which kernels multiply a few rows with stored weights as they lie, which takes reading them."""
         return stored.num_bytes / self.dequantize_bytes_per_second

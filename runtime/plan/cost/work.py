@@ -111,25 +111,29 @@ class LayerWork:
     head_weights: float
     outer_bytes: float  # stages that are no layer; what two of them share, once
     widest_outer_bytes: float  # of the largest of them
-    stored: StoredWork = NOTHING_STORED  # what is dequantized before it is multiplied
+    stored: StoredWork = NOTHING_STORED  # what is dequantized before it is multiplied, without experts
+    stored_experts: StoredWork = NOTHING_STORED  # the same of all experts
 
     @staticmethod
     def of(shape: ModelShape) -> "LayerWork":
         """Layers of an encoder count with the decoder's bytes alone: a decode pass does not see them."""
         layers, outer = shape.layers, [stage for stage in shape.stages if not stage.kind.is_layer]
+        stacks = [parameter for stage in layers for parameter in stage.stacks]
+        parameters = [parameter for stage in layers for parameter in stage.parameters]
+        stored, stored_experts = (StoredWork.of(each, shape.compute_dtype) for each in (parameters, stacks))
         share = 1 / max(1, len(layers))
         num_experts = max((stage.num_experts for stage in layers), default=0)
-        stack_bytes = sum(p.num_bytes for stage in layers for p in stage.stacks)
+        stack_bytes = sum(p.num_bytes for p in stacks)
         heads = shape.num_heads * shape.head_dim
         attention_weights = (2 * heads + 2 * shape.num_kv_heads * shape.head_dim) * shape.hidden_size
         dense_weights = share * sum(stage.num_dense_weights for stage in layers)
         return LayerWork(
             num_layers=len(layers),
-            dense_bytes=share * (sum(p.num_bytes for stage in layers for p in stage.parameters) - stack_bytes),
+            dense_bytes=share * (sum(p.num_bytes for p in parameters) - stack_bytes),
             expert_bytes=share * stack_bytes / max(1, num_experts),
             dense_weights=dense_weights,
             ffn_weights=max(0.0, dense_weights - attention_weights),
-            expert_weights=share * sum(p.num_elements for stage in layers for p in stage.stacks) / max(1, num_experts),
+            expert_weights=share * sum(p.num_elements for p in stacks) / max(1, num_experts),
             num_experts=num_experts,
             num_experts_per_token=max((stage.num_experts_per_token for stage in layers), default=0),
             is_pageable=bool(pageable_stages(shape)),
@@ -140,7 +144,8 @@ class LayerWork:
             head_weights=sum(stage.num_dense_weights for stage in shape.of_kind(StageKind.head)),
             outer_bytes=distinct_bytes(p for stage in outer for p in stage.parameters),
             widest_outer_bytes=max((stage.num_bytes for stage in outer), default=0),
-            stored=StoredWork.of((p for stage in layers for p in stage.parameters), shape.compute_dtype).times(share),
+            stored=stored.plus(stored_experts.times(-1)).times(share),
+            stored_experts=stored_experts.times(share),
         )
 
     def hits(self, num_tokens: Numbers) -> Numbers:

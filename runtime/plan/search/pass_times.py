@@ -15,6 +15,7 @@ from ...resources import Resource
 from ..cost.cpu_share import share_of
 from ..cost.rates import MachineRates
 from ..cost.work import LayerWork
+from ..placement.memory import FEW_ROWS
 from .grid import Floats, PolicyGrid
 from .workload import Workload
 
@@ -80,7 +81,7 @@ class Roofline:
         held = (0 if self.cross_kv_bytes else prompts) + self.workload.max_new_tokens / 2
         layers, rates, work = self.work.num_layers, self.rates, self.work
         kv_bytes = layers * grid.sequences * (held + spared) * work.kv_bytes
-        compute = self._products(grid, grid.rows, np.ones_like(grid.rows))
+        compute = self._products(grid, grid.rows, np.ones_like(grid.rows), decodes=True)
         compute = compute + grid.sequences * prompts * self.cross_kv_bytes / rates.attention_bytes_per_second
         cpu, device = grid.cpu_attends, ~grid.cpu_attends
         compute = compute + device * kv_bytes / rates.attention_bytes_per_second
@@ -121,20 +122,28 @@ class Roofline:
             link_out=zero,
         )
 
-    def _products(self, grid: PolicyGrid, tokens: Floats, head_share: Floats) -> Floats:
+    def _products(self, grid: PolicyGrid, tokens: Floats, head_share: Floats, *, decodes: bool = False) -> Floats:
         """Compute's seconds in the products of a pass in which each lane has so many `tokens`; logits are made of
         `head_share` of them."""
-        work, lanes = self.work, grid.lanes
-        dense, at_once = work.dense_weights, np.where(grid.batches_experts, lanes * tokens, tokens)
+        work, rates, lanes = self.work, self.rates, grid.lanes
+        at_once = np.where(grid.batches_experts, lanes * tokens, tokens)
         turns = np.where(grid.batches_experts, 1.0, lanes)
-        experts = turns * self._expert_seconds(at_once)
-        experts = experts * (1 - self._streamed(grid) * self._cpu_share(grid, tokens))
-        exchanged = self.rates.exchanged_seconds(tokens * work.hidden_bytes)
-        layer = lanes * (self.rates.gemm_seconds(tokens, dense) + self.rates.turn_seconds + exchanged) + experts
+        dense, experts = rates.gemm_seconds(tokens, work.dense_weights), self._expert_seconds(at_once)
         times = lanes if self.config.offload.dequantize is Dequantize.product else 1.0
-        layer = layer + times * self.rates.dequantize_seconds(work.stored, self.item_bytes)
-        head = lanes * self.rates.gemm_seconds(tokens * head_share, work.head_weights)
-        return work.num_layers * layer + head + self.rates.pass_seconds
+        dequantizing = times * rates.dequantize_seconds(work.stored.plus(work.stored_experts), self.item_bytes)
+        if decodes and rates.multiplies_codes(self.item_bytes):
+            is_few = tokens <= FEW_ROWS
+            dequantizing = np.where(is_few, 0.0, dequantizing)
+            plain = max(0.0, 1 - work.stored.num_numbers / max(1.0, work.dense_weights))
+            dense = np.where(is_few, plain * dense + rates.codes_seconds(work.stored), dense)
+            if work.stored_experts.num_numbers:
+                share = work.hits(at_once) / work.num_experts
+                experts = np.where(is_few, share * rates.codes_seconds(work.stored_experts), experts)
+        experts = turns * experts * (1 - self._streamed(grid) * self._cpu_share(grid, tokens))
+        exchanged = rates.exchanged_seconds(tokens * work.hidden_bytes)
+        layer = lanes * (dense + rates.turn_seconds + exchanged) + experts + dequantizing
+        head = lanes * rates.gemm_seconds(tokens * head_share, work.head_weights)
+        return work.num_layers * layer + head + rates.pass_seconds
 
     def _expert_seconds(self, tokens: Floats) -> Floats:
         """Each expert that is hit multiplies its share of the tokens."""
