@@ -47,12 +47,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Admission", "Attention", "Classified", "Completion", "CompletionStream", "DType", "Dequantize", "Embedded",
-    "ExpertPaging",
-    "FeedForward", "Filled", "FinishReason", "KVConfig", "KVDType", "KVTier", "Lanes", "MachineConfig", "ModelConfig",
-    "OffloadConfig", "Order", "PolicyConfig", "PolicyKind", "Pooling", "Prefetch", "PrefetchConfig", "Prompt",
-    "PromptLike", "Quantize", "Rejected", "Request", "Result", "Runtime", "RuntimeConfig", "SamplingConfig",
-    "SamplingOverrides", "Scored", "ScoredDocument", "SelfCheck", "Settings", "SharePrefixes", "Targets", "Tier",
-    "Verify",
+    "ExpertPaging", "FeedForward", "Filled", "FinishReason", "KVConfig", "KVDType", "KVTier", "Lanes",
+    "MachineConfig", "ModelConfig", "OffloadConfig", "Order", "PolicyConfig", "PolicyKind", "Pooling", "Prefetch",
+    "PrefetchConfig", "Prompt", "PromptLike", "Quantize", "Rejected", "Request", "Result", "Runtime",
+    "RuntimeConfig", "SamplingConfig", "SamplingOverrides", "Scored", "ScoredDocument", "SelfCheck", "Settings",
+    "SharePrefixes", "Targets", "Tier", "Verify",
 ]  # fmt: skip
 
 LATER = {
