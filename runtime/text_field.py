@@ -62,8 +62,10 @@ def member_of(kind: type[E], key: str, text: str) -> E:
 
 
 def closest(word: str, known: Collection[str]) -> str | None:
-    """The one of `known` that `word` is nearly, if there is one."""
-    return next(iter(get_close_matches(word, known, n=1)), None)
+    """The one of `known` that `word` is nearly, if there is one, in capitals or not."""
+    by_folded = {each.casefold(): each for each in reversed([*known])}
+    near = get_close_matches(word.casefold(), by_folded, n=1)
+    return by_folded[near[0]] if near else None
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:

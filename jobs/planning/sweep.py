@@ -199,8 +199,8 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """One for each format that a user can make, whose only value is what weights take in it. Products are priced as
-    those of published weights."""
+    """One for each format that a user can make, whose only value is what weights take in it. On a CPU products are
+    priced as those of published weights."""
     from .packed_shapes import in_format  # loads torch, which no other sweep needs
 
     shape, plain = (read_shape(planned.shape.name, planned.dtype, is_plain=is_plain) for is_plain in (False, True))

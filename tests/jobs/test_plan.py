@@ -88,6 +88,8 @@ def test_a_format_that_cannot_be_read_is_refused_with_those_that_can() -> None:
     refused = r"plan\.format must be one of lossless, int8, .* gptq, .* Q4_K, .* or null, got 'gtpq': did you mean gptq"
     with pytest.raises(ConfigError, match=refused):
         config_of("model=gpt2", "plan.format=gtpq")
+    with pytest.raises(ConfigError, match="got 'q4_k_m': did you mean Q4_K"):
+        config_of("model=gpt2", "plan.format=q4_k_m")
     assert sorted([*FORMATS, "null"]) == sorted(JobSettings("plan", []).choices("plan.format"))
 
 

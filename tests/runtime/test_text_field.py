@@ -64,6 +64,7 @@ NVMEE = f"offload.tier must be one of {', '.join(Tier.__members__)}, got 'nvmee'
     [
         (lambda: OffloadConfig(tier="nvmee"), NVMEE),
         (lambda: PolicyConfig(schedule="zigzg"), "got 'zigzg': did you mean zigzag?"),
+        (lambda: OffloadConfig(tier="NVME"), "got 'NVME': did you mean nvme?"),
         (lambda: RuntimeConfig(offload="nvmee"), "got 'nvmee': did you mean nvme?"),
         (lambda: OffloadConfig(tier=3), "offload.tier must be a text or Tier, got 3"),  # pyright: ignore
         (lambda: OffloadConfig(tier=None), "offload.tier must be a text or Tier, got None"),  # pyright: ignore
