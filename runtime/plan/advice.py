@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ..config import (
     Admission,
     Attention,
+    Dequantize,
     ExpertPaging,
     KVConfig,
     KVTier,
@@ -19,6 +20,7 @@ from ..config import (
     Tier,
 )
 from ..orders import BATCHED, PLAIN
+from .placement.dequantized import DequantizedSize
 from .placement.experts import pageable_stages
 from .placement.placement import Placement
 from .placement.walks import cpu_attends
@@ -36,7 +38,8 @@ def advice(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_devic
 def ignored_by_plan(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
     """Settings that do nothing for this model, on this machine, in this plan."""
     return [
-        *_weights(config, has_device=has_device),
+        *_weights(config, shape, has_device=has_device),
+        *_recordings(config, plan, has_device=has_device),
         *_experts(config, shape, plan.placement),
         *_attention(config, shape, has_device=has_device),
         *_keys_and_values(config, shape, plan.placement, has_device=has_device),
@@ -51,8 +54,12 @@ def slow_by_plan(config: RuntimeConfig, plan: RunPlan) -> list[str]:
     return [*_kv_on_disk(config, plan.placement), *_experts_read_by_lane(plan)]
 
 
-def _weights(config: RuntimeConfig, *, has_device: bool) -> Iterator[str]:
+def _weights(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> Iterator[str]:
     offload = config.offload
+    is_stored = DequantizedSize.of(shape, frozenset(), 1) is not None
+    if offload.dequantize is not Dequantize.auto and not (has_device and is_stored):
+        why = "all weights lie as they are multiplied" if has_device else "compute happens in host memory"
+        yield f"offload.dequantize={offload.dequantize.value} has no effect: {why}; leave it auto"
     if offload.tier is Tier.cpu and not has_device:
         yield "offload=cpu is as offload=none here: compute happens in host memory; offload=nvme streams from disk"
     if offload.resident_layers is not None and _keeps_all(config.tier, has_device=has_device):
@@ -65,6 +72,19 @@ def _weights(config: RuntimeConfig, *, has_device: bool) -> Iterator[str]:
             f"offload.device_memory_gib={offload.device_memory_gib:g} has no effect: compute happens in host memory; "
             "offload.host_memory_gib limits that"
         )
+
+
+def _recordings(config: RuntimeConfig, plan: RunPlan, *, has_device: bool) -> Iterator[str]:
+    """A run on a device that cannot record is refused before it hears of this."""
+    if not config.model.graphs or not has_device:
+        return
+    if not plan.placement.stays_whole:
+        yield (
+            "model.graphs=true is refused by a run of this plan: weights, or keys and values, travel; offload=none and "
+            "kv=device where they fit, or model.graphs=false"
+        )
+    elif plan.num_lanes > 1:
+        yield f"model.graphs=true has no effect: {plan.num_lanes} lanes take turns; policy.num_micro_batches=1"
 
 
 def _keeps_all(tier: Tier, *, has_device: bool) -> bool:

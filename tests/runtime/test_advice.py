@@ -8,10 +8,12 @@ from runtime import Runtime
 from runtime.config import (
     Admission,
     Attention,
+    Dequantize,
     ExpertPaging,
     KVConfig,
     KVTier,
     MachineConfig,
+    ModelConfig,
     OffloadConfig,
     Order,
     PolicyConfig,
@@ -31,6 +33,7 @@ from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_mixture, toy_shape
 
 DENSE, MIXTURE, PADDED = toy_shape(), toy_mixture(), toy_shape(is_packed=False)
+STORED = replace(DENSE, compute_dtype="BF16")
 LATENT = replace(DENSE, expanded_kv_width=512)
 HOST, DEVICE = Budgets(host_bytes=4 * GIB), Budgets(host_bytes=4 * GIB, device_bytes=4 * GIB)
 SIZES = sizes_of([30] * 8)
@@ -45,6 +48,10 @@ def offload(tier: Tier = Tier.nvme, **keys: object) -> RuntimeConfig:
 def policy(**keys: object) -> RuntimeConfig:
     values: dict[str, object] = {"kind": PolicyKind.fixed, "micro_batch_size": 4, "num_micro_batches": 2} | keys
     return RuntimeConfig(policy=PolicyConfig(**values))  # pyright: ignore[reportArgumentType]
+
+
+def recorded(config: RuntimeConfig) -> RuntimeConfig:
+    return replace(config, model=ModelConfig(graphs=True))
 
 
 def searched(**keys: object) -> RuntimeConfig:
@@ -124,6 +131,12 @@ CASES: dict[str, tuple[RuntimeConfig, ModelShape, Budgets, list[str]]] = {
     "offload=cpu, accelerator": (offload(Tier.cpu), DENSE, DEVICE, []),
     "device budget": (offload(device_memory_gib=1.0), DENSE, HOST, ["offload.device_memory_gib=1"]),
     "device budget, accelerator": (offload(device_memory_gib=1.0), DENSE, DEVICE, []),
+    "stage": (offload(dequantize=Dequantize.stage), STORED, DEVICE, []),
+    "stage, CPU": (offload(dequantize=Dequantize.stage), STORED, HOST, ["offload.dequantize=stage"]),
+    "product, plain": (offload(dequantize=Dequantize.product), DENSE, DEVICE, ["offload.dequantize=product"]),
+    "recorded": (recorded(policy(num_micro_batches=1)), DENSE, DEVICE, []),
+    "recorded, streamed": (recorded(offload()), DENSE, DEVICE, ["model.graphs=true"]),
+    "recorded, lanes": (recorded(policy()), DENSE, DEVICE, ["model.graphs=true"]),
 }  # fmt: skip
 
 
