@@ -109,6 +109,13 @@ def test_the_roofline_of_a_decode_pass_has_what_lanes_take_in_its_layers(model: 
     assert (counted - uncounted) / len(shape.layers) == pytest.approx(by_turns[0] - by_turns[1], rel=1e-3, abs=1e-9)
 
 
+def test_few_rows_are_bound_by_products_where_those_take_longer_than_reading_codes() -> None:
+    rates = replace(machine("a100-80").rates, dequantize_bytes_per_second=1e15)
+    peak = max(rates.gemm_flops_per_second.values())
+    plain, stored = (turn(shape_of(name), Dequantize.stage, [FEW], rates) for name in ("bfloat16", "gptq"))
+    assert stored - plain == pytest.approx(2 * 8 * NUMBERS / peak - rates.gemm_seconds(8, NUMBERS), rel=0.01)
+
+
 def test_plain_weights_of_the_compute_dtype_take_nothing() -> None:
     rates = machine("a100-80").rates
     slow = replace(rates, dequantize_bytes_per_second=1.0, launch_seconds=1.0)

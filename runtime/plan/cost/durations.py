@@ -182,7 +182,7 @@ class _Bill:
         if not self._has_few_rows or not stored.num_numbers or not num_rows:
             return self._product(num_rows, num_weights)
         plain = max(0.0, 1 - stored.num_numbers / work.dense_weights)
-        codes = num_weights / work.dense_weights * self.rates.codes_seconds(stored)
+        codes = num_weights / work.dense_weights * self.rates.codes_seconds(stored, num_rows)
         return self._product(num_rows, plain * num_weights) + codes
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
@@ -345,7 +345,7 @@ class _Bill:
         if not hits:
             return 0.0
         if self._has_few_rows and work.stored_experts.num_numbers and not work.is_paged:
-            seconds = self.rates.codes_seconds(work.stored_experts.times(hits / work.num_experts))
+            seconds = self.rates.codes_seconds(work.stored_experts.times(hits / work.num_experts), visits / hits)
         else:
             seconds = self.rates.experts_seconds(hits, visits, work.expert_weights)
         seconds += work.is_paged * hits * (self.rates.hit_seconds + self._dequantizing(work.stored_experts))

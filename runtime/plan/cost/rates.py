@@ -147,9 +147,12 @@ class MachineRates:
         lie."""
         return self.dequantize_bytes_per_second < UNLIMITED and item_bytes == 2
 
-    def codes_seconds(self, stored: StoredWork) -> float:
-        """Seconds in which kernels multiply a few rows with stored weights as they lie, which takes reading them."""
-        return stored.num_bytes / self.dequantize_bytes_per_second
+    def codes_seconds(self, stored: StoredWork, num_rows: Numbers) -> Numbers:
+        """Seconds in which kernels multiply so few rows with stored weights as they lie: those of reading them, or of
+        the products at the rate of many rows, whichever are more."""
+        reading = stored.num_bytes / self.dequantize_bytes_per_second
+        products = 2.0 * num_rows * stored.num_numbers / max(self.gemm_flops_per_second.values())
+        return np.maximum(reading, products) if isinstance(products, np.ndarray) else max(reading, products)
 
     def dequantize_seconds(self, stored: StoredWork, item_bytes: int) -> float:
         """Seconds in which stored weights become numbers of the compute dtype, of so many bytes each: all that they

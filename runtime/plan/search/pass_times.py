@@ -135,10 +135,12 @@ class Roofline:
             is_few = tokens <= FEW_ROWS
             dequantizing = np.where(is_few, 0.0, dequantizing)
             plain = max(0.0, 1 - work.stored.num_numbers / max(1.0, work.dense_weights))
-            dense = np.where(is_few, plain * dense + rates.codes_seconds(work.stored), dense)
+            dense = np.where(is_few, plain * dense + rates.codes_seconds(work.stored, tokens), dense)
             if work.stored_experts.num_numbers:
-                share = work.hits(at_once) / work.num_experts
-                experts = np.where(is_few, share * rates.codes_seconds(work.stored_experts), experts)
+                hits = work.hits(at_once)
+                each = at_once * work.num_experts_per_token / hits  # rows of an expert that is hit
+                codes = hits / work.num_experts * rates.codes_seconds(work.stored_experts, each)
+                experts = np.where(is_few, codes, experts)
         experts = turns * experts * (1 - self._streamed(grid) * self._cpu_share(grid, tokens))
         exchanged = rates.exchanged_seconds(tokens * work.hidden_bytes)
         layer = lanes * (dense + rates.turn_seconds + exchanged) + experts + dequantizing
