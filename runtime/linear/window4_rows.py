@@ -107,16 +107,15 @@ class Window4Rows(PackedRows):
     def _decode_coded(self, body_RB: torch.Tensor, own: torch.Tensor | None, out_RK: torch.Tensor) -> None:
         """Writes all but the exponents of escapes, which are 0. `own`: the numbers of these rows; None: all."""
         groups = body_RB.unflatten(1, (-1, GROUP_BYTES))
-        kept = groups[..., :GROUP_NUMBERS].int()
-        codes = groups[..., GROUP_NUMBERS:].int()
+        kept, pairs = groups[..., :GROUP_NUMBERS], groups[..., GROUP_NUMBERS:]
+        signs = _signs_and_mantissas(self.device).index_select(0, kept.int().flatten()).view(kept.shape)
+        codes = pairs.int()
         if len(self._escapes) > 1:
             own = torch.arange(self.shape[0], device=self.device) if own is None else own
             codes += 256 * (own // (self._num_starts - 1)).int()[:, None, None]
-        signs = _signs_and_mantissas(self.device).index_select(0, kept.flatten()).view(kept.shape)
         exponents = self._exponents.index_select(0, codes.flatten()).view(torch.int16)  # two for each byte
-        halves = exponents.view(*codes.shape, 2).movedim(-1, -2)
-        bits = signs.unflatten(-1, (2, -1)) | halves
-        places = bits.flatten(-2).unflatten(-1, (4, 2, 4, 2)).permute(0, 1, 3, 5, 2, 4)  # see `formats/packing.py`
+        signs = signs.unflatten(-1, (2, -1)) | exponents.view(*codes.shape, 2).movedim(-1, -2)
+        places = signs.flatten(-2).unflatten(-1, (4, 2, 4, 2)).permute(0, 1, 3, 5, 2, 4)  # see `formats/packing.py`
         out_RK.view(places.shape).copy_(places.view(torch.bfloat16))
 
     @cached_property

@@ -1,8 +1,10 @@
 """What plans say that dequantizing takes of a device, against bytes and launches counted by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from jobs.planning.packed_shapes import in_format
 from jobs.planning.shapes import read_shape
@@ -21,12 +23,14 @@ from runtime.config import (
     Tier,
 )
 from runtime.errors import BudgetError
+from runtime.linear import packed_rows, panels
+from runtime.linear.dequantizing import dequantize
 from runtime.plan.cost.durations import durations
 from runtime.plan.cost.lane_work import LaneWork
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import UNLIMITED, MachineRates
 from runtime.plan.placement.load import Load
-from runtime.plan.placement.memory import DEQUANTIZING_BYTES
+from runtime.plan.placement.memory import DEQUANTIZED_AT_ONCE, DEQUANTIZING_BYTES
 from runtime.plan.placement.placement import Placement
 from runtime.plan.placement.placer import place
 from runtime.plan.search.grid import Choices
@@ -35,7 +39,9 @@ from runtime.plan.search.policy import Policy
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
 from runtime.resources import Resource
+from tests.live_bytes import LiveBytes
 from tests.published import machine
+from tests.runtime.stored_rows import CPU, MAKERS
 from tests.toy import sizes_of
 
 LAYER = 5
@@ -147,3 +153,19 @@ def test_a_layer_that_has_no_room_as_numbers_is_dequantized_in_products_or_refus
     refused = placed(shape, on, Dequantize.stage, size=8)
     with pytest.raises(BudgetError, match=r"dequantized weights(?s:.*)or use .*offload\.dequantize=product"):
         refused.require_fit(RuntimeConfig())
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_operators_take_no_more_on_the_way_than_the_ledger_counts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the area, of as many numbers as are dequantized at once."""
+    monkeypatch.setattr(packed_rows, "has_compiler", lambda: False)
+    rows = MAKERS[name]((256, 1024), tmp_path, CPU)
+    out_1NK = torch.empty(1, *rows.shape, dtype=torch.bfloat16)
+    dequantize(rows, out_1NK)  # tables are kept
+    monkeypatch.setattr(panels, "_buffers", panels._Buffers())
+    monkeypatch.setattr(panels, "PANEL_BYTES", 1)
+    with LiveBytes([out_1NK]) as live:
+        dequantize(rows, out_1NK)
+    assert live.peak <= DEQUANTIZING_BYTES / DEQUANTIZED_AT_ONCE * out_1NK.numel()
