@@ -47,9 +47,9 @@ def test_numbers_and_products_in_triton_s_interpreter_are_those_of_torch() -> No
 
 @HAS_TRITON
 def test_runs_in_front_of_a_double_whose_kernels_are_interpreted_give_the_numbers_tokens() -> None:
-    """Three of `triton_runs.py`, of a matrix, of experts, and of few rows that meet codes as they lie."""
+    """Two of `triton_runs.py`: matrices that are decoded, and few rows that meet codes of experts as they lie."""
     skip_where_the_interpreter_is_too_old()
-    pass_in_a_process("triton_runs.py", "-k", "gptq or mxfp4", TRITON_INTERPRET="1")
+    pass_in_a_process("triton_runs.py", "-k", "gptq or (few_rows and mxfp4)", TRITON_INTERPRET="1")
 
 
 @HAS_TRITON
