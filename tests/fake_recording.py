@@ -68,13 +68,13 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.name().removeprefix("aten::").split(".")[0] in WAITS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func.name()}")
-        known = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        known = {tensor.untyped_storage().data_ptr() for tensor in tensors_among((args, kwargs))}
         made = func(*args, **kwargs)
-        fresh = [tensor for tensor in _tensors(made) if tensor.untyped_storage().data_ptr() not in known]
+        fresh = [tensor for tensor in tensors_among(made) if tensor.untyped_storage().data_ptr() not in known]
         self._made += fresh
 
         def again() -> None:
-            for old, new in zip(_tensors(made), _tensors(func(*args, **kwargs)), strict=True):
+            for old, new in zip(tensors_among(made), tensors_among(func(*args, **kwargs)), strict=True):
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
@@ -91,11 +91,11 @@ def _refusing(read: Callable[..., Any]) -> Callable[..., Any]:
     return refused
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def tensors_among(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_among(each)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_among(list(value.values()))

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from runtime.linear import panels
 from runtime.stream.device import Part
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
+from tests.fake_recording import tensors_among
 from tests.host_counts import HostCounts, LinkCopy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,13 +85,13 @@ class HostCounter(TorchDispatchMode):
             if made is not NotImplemented:
                 return made
         name = func.name().removeprefix("aten::").split(".")[0]
-        given = [tensor for tensor in _tensors((args, kwargs)) if on_device(tensor)]
+        given = [tensor for tensor in tensors_among((args, kwargs)) if on_device(tensor)]
         made = func(*args, **kwargs)
         if name in ("copy_", "_to_copy") and self._is_link_copy(name, args, kwargs):
             return made
         if given:
             self._count(name, args, kwargs)
-            for tensor in _tensors(made):
+            for tensor in tensors_among(made):
                 mark(tensor)
         return made
 
@@ -137,17 +138,6 @@ def mark(tensor: torch.Tensor) -> torch.Tensor:
 
 def on_device(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and getattr(tensor.untyped_storage(), "is_on_device", False)
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
 
 
 def _place() -> str | None:

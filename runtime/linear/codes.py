@@ -78,7 +78,8 @@ def stacked(parts: Sequence[Codes]) -> Codes | None:
     for field in fields(Codes):
         values = [getattr(part, field.name) for part in parts]
         if isinstance(values[0], torch.Tensor):
-            stack = _at_equal_distances(values)
+            ones = [value[0] for value in values if isinstance(value, torch.Tensor) and len(value) == 1]
+            stack = at_equal_distances(ones) if len(ones) == len(values) else None
             if stack is None:
                 return None
             found[field.name] = stack
@@ -87,17 +88,18 @@ def stacked(parts: Sequence[Codes]) -> Codes | None:
     return replace(parts[0], **found)
 
 
-def _at_equal_distances(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def at_equal_distances(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Tensors of one shape, dtype and strides as one with a dimension before theirs, without a copy; None where they
+    are not alike, or do not follow each other at equal distances in one item of memory."""
     first = tensors[0]
-    assert first is not None, "a stack is made of tensors"
     memory, begins = first.untyped_storage().data_ptr(), list[int]()
     for tensor in tensors:
-        if tensor is None or tensor.dtype != first.dtype or tensor.shape != first.shape or len(tensor) != 1:
+        if tensor.dtype != first.dtype or tensor.shape != first.shape or tensor.stride() != first.stride():
             return None
-        if tensor.stride()[1:] != first.stride()[1:] or tensor.untyped_storage().data_ptr() != memory:
+        if tensor.untyped_storage().data_ptr() != memory:
             return None
         begins.append(int(tensor.storage_offset()))
-    distance = begins[1] - begins[0] if len(begins) > 1 else 0
+    distance = begins[1] - begins[0] if len(begins) > 1 else first.numel()
     if distance < 0 or begins != [begins[0] + turn * distance for turn in range(len(begins))]:
         return None
-    return first.as_strided((len(begins), *first.shape[1:]), (distance, *first.stride()[1:]), begins[0])
+    return first.as_strided((len(begins), *first.shape), (distance, *first.stride()), begins[0])

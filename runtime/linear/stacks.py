@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from .codes import at_equal_distances
 from .panels import Block
 
 WORDS = dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu), torch.uint8)  # not joined as such
@@ -25,7 +26,7 @@ def joined_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Seq
     lie at equal distances; empty where some do not, or are no plain numbers of that dtype."""
     stacks = list[torch.Tensor]()
     for part in zip(*entries, strict=True):
-        stack = _at_equal_distances(part, dtype)
+        stack = _as_stack(part, dtype)
         if stack is None:
             return ()
         before = stacks[-1] if stacks else None
@@ -37,21 +38,11 @@ def joined_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Seq
     return stacks
 
 
-def _at_equal_distances(blocks: Sequence[Block], dtype: torch.dtype) -> torch.Tensor | None:
-    first = blocks[0]
-    if not isinstance(first, torch.Tensor):
-        return None
-    memory, begins = first.untyped_storage().data_ptr(), list[int]()
-    for block in blocks:
-        if not isinstance(block, torch.Tensor) or block.dtype != dtype or block.shape != first.shape:
-            return None
-        if not block.is_contiguous() or block.untyped_storage().data_ptr() != memory:
-            return None
-        begins.append(int(block.storage_offset()))
-    distance = begins[1] - begins[0] if len(begins) > 1 else first.numel()
-    if distance < first.numel() or begins != [begins[0] + turn * distance for turn in range(len(begins))]:
-        return None
-    return first.as_strided((len(blocks), *first.shape), (distance, *first.stride()), begins[0])
+def _as_stack(blocks: Sequence[Block], dtype: torch.dtype) -> torch.Tensor | None:
+    """(E, n, K), of plain numbers of that dtype that are contiguous and do not overlap."""
+    plain = [b for b in blocks if isinstance(b, torch.Tensor) and b.dtype == dtype and b.is_contiguous()]
+    stack = at_equal_distances(plain) if len(plain) == len(blocks) else None
+    return None if stack is None or stack.stride(0) < plain[0].numel() else stack
 
 
 def _below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None:

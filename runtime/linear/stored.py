@@ -80,7 +80,7 @@ class StoredWeight(torch.Tensor):
         """Products take its blocks as they are."""
         return self.is_matrix and not (self.is_stacked or self.is_flipped)
 
-    @property
+    @cached_property
     def needs_dequantizing(self) -> bool:
         """Products on a device want it as other numbers than those that are stored."""
         return any(
