@@ -3,8 +3,8 @@
 import gc
 import os
 import subprocess
-from collections.abc import Callable, Collection, Generator, Iterator
-from functools import cache, partial
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,15 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from runtime import Runtime, RuntimeConfig, planning
-from runtime.attention.host_attention import prepare_decode_attention
 from runtime.config import ModelConfig
 from runtime.engine import chat, compiling
+from runtime.engine.compiling import Part
 from runtime.linear import backends, work_items
-from runtime.linear.vectors import prepare_vectors
 from runtime.linear.window4_rows import WINDOW4
 from runtime.model import loading, traits
 from runtime.model.families import FAMILIES
-from runtime.model.host_ops import prepare_host_ops
 from runtime.model.loading import LoadedModel
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.typical_load import TypicalLoad
@@ -31,6 +29,7 @@ from runtime.stream.device import ComputeDevice
 from tests import unsynced  # noqa: F401 - at its import
 from tests.forked_chats import FORKED
 from tests.freed_slots import freed_slots_are_spoiled
+from tests.processes import alone
 from tests.support import MANY_EXPERTS, Reference, always, made_once, synthesize
 
 # Modules that wait for most of their time, the longest first.
@@ -148,25 +147,36 @@ def compiled_once(shared_home: Path) -> None:
     number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if not number:
         return
-    kernels = (
-        partial(prepare_decode_attention, torch.float32),
-        partial(prepare_vectors, [torch.bfloat16], ()),
-        partial(prepare_vectors, [torch.float32], ()),
-        partial(prepare_vectors, (), [WINDOW4]),
-        partial(prepare_decode_attention, torch.bfloat16),
-        prepare_host_ops,
+    parts = (
+        Part("attention", "float32"),
+        Part("products", "float32", ("bfloat16",)),
+        Part("products", "float32", ("float32",)),
+        Part("products", "float32", (), (WINDOW4,)),
+        Part("attention", "bfloat16"),
+        Part(compiling.HOST_OPS, "float32"),
     )
-    for turn in range(len(kernels)):
-        place = (turn + int(number)) % len(kernels)
-        made_once(shared_home / "kernels" / str(place), lambda home, place=place: kernels[place]())
+    for turn in range(len(parts)):
+        place = (turn + int(number)) % len(parts)
+        made_once(
+            shared_home / "kernels" / str(place), lambda home, place=place: alone(compiling.prepare, parts[place])
+        )
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_here() -> Iterator[None]:
-    """Kernels that are not on disk yet: no run begins without them, and this process compiles them."""
+def compiled_apart() -> Iterator[None]:
+    """Kernels that are not on disk yet: no run begins without them, and forked processes compile them. Where a process
+    compiles a kernel itself, the linker takes functions that it is made of from what was compiled before, and last bits
+    may differ from those of whoever loads it: of a test and its child processes, for example."""
+
+    def compile_apart(parts: Sequence[Part]) -> list[Sequence[Part]]:
+        for part in parts:
+            alone(prepare, part)
+        return []
+
+    prepare = compiling.prepare
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling, "COMPILING_SECONDS", -1.0)
-        patch.setattr(compiling, "_shares", lambda parts: [])
+        patch.setattr(compiling, "_shares", compile_apart)
         yield
 
 

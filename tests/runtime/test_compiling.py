@@ -42,6 +42,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
         monkeypatch.setattr(compiler, name, threading.Event())
     monkeypatch.setattr(compiling, "_is_kept", lambda part: False)
     monkeypatch.setattr(compiling, "prepare", found.prepare)
+    monkeypatch.setattr(compiling, "_shares", lambda parts: [])
     monkeypatch.setattr(compiling, "COMPILING_SECONDS", 5.0)
     return found
 
