@@ -32,18 +32,18 @@ def main(composed: Composed) -> int:
 
     # torch and transformers are loaded only once the config is known to be good
     if config.num_workers != 1:
-        from jobs.run.local_workers import led
+        from jobs.workers.local import led
 
         if (result := led(config, sys.argv[1:], [sys.executable, *sys.orig_argv[1:]])) is not None:
             return ended(*result)
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.exporting.export import write_batch_files
+        from jobs.record.passes import Start
+        from jobs.record.row_errors import told_outcome
+        from jobs.record.stored_run import add_batch_files
         from jobs.run.encoding import encoding
-        from jobs.run.passes import Start
         from jobs.run.ranks import perform_in_ranks
-        from jobs.run.row_errors import told_outcome
-        from jobs.run.stored_run import add_batch_files
 
     with StopFlag() as stop:
         outcome = perform_in_ranks(*encoding(config), stop, Start(at=began_at, clock=began))

@@ -29,7 +29,7 @@ def main(composed: Composed) -> None:
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.evaluating.harness import evaluate
-        from jobs.run.passes import Start
+        from jobs.record.passes import Start
 
     with StopFlag() as stop:
         found = evaluate(config, stop, Start(at=began_at, clock=began))

@@ -51,19 +51,19 @@ def main(composed: Composed) -> int:
     if path is not None and not is_url(path) and config.dataset.kind is not DatasetKind["hub"]:
         require_there(path)
     if config.num_workers != 1:
-        from jobs.run.local_workers import led
+        from jobs.workers.local import led
 
         if (result := led(config, sys.argv[1:], [sys.executable, *sys.orig_argv[1:]])) is not None:
             return ended(*result)
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.exporting.export import write_batch_files
+        from jobs.record.passes import Start
+        from jobs.record.row_errors import told_outcome
+        from jobs.record.stored_run import add_batch_files
         from jobs.run.conversation import converse, follow_turns
         from jobs.run.generation import generation
-        from jobs.run.passes import Start
         from jobs.run.ranks import perform_in_ranks, ranks_of
-        from jobs.run.row_errors import told_outcome
-        from jobs.run.stored_run import add_batch_files
 
     with StopFlag() as stop:
         start = Start(at=began_at, clock=began)
@@ -98,7 +98,7 @@ def _tell_of_rows(config: GenerateConfig, folder: Path) -> None:
 
 def _told_of_turns(outcomes: Iterator["Outcome"], directory: Path) -> int:
     """Says what each turn came to, as it ends; the exit code of the worst of them."""
-    from jobs.run.row_errors import told_outcome
+    from jobs.record.row_errors import told_outcome
 
     code = 0
     for turn, outcome in enumerate(outcomes, start=1):

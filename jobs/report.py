@@ -17,10 +17,10 @@ def main(composed: Composed) -> None:
     config = load(ReportConfig, composed)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
 
+    from jobs.record.found import find_runs
+    from jobs.record.lacking import lacking
     from jobs.reporting.figures import RunFigures
     from jobs.reporting.overview import overview
-    from jobs.run.found import find_runs
-    from jobs.run.lacking import lacking
 
     runs = [RunFigures(run=run) for run in find_runs(config.names, "runs")]
     table = overview(runs)

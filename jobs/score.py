@@ -32,15 +32,15 @@ def main(composed: Composed) -> int:
 
     # torch and transformers are loaded only once the config is known to be good
     if config.num_workers != 1:
-        from jobs.run.local_workers import led
+        from jobs.workers.local import led
 
         if (result := led(config, sys.argv[1:], [sys.executable, *sys.orig_argv[1:]])) is not None:
             return ended(*result)
     with uncollected():
         from jobs.config.signals import StopFlag
-        from jobs.run.passes import Start
+        from jobs.record.passes import Start
+        from jobs.record.row_errors import told_outcome
         from jobs.run.ranks import perform_in_ranks
-        from jobs.run.row_errors import told_outcome
         from jobs.run.scoring import scoring, sentence
 
     with StopFlag() as stop:

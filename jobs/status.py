@@ -16,8 +16,8 @@ def main(composed: Composed) -> None:
     config = load(StatusConfig, composed)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
 
+    from jobs.record.found import find_runs
     from jobs.reporting.status import as_json, as_text, status_of
-    from jobs.run.found import find_runs
 
     statuses = [status_of(run) for run in find_runs([config.run or ""], "run")]
     say(as_json(statuses) if config.format is StatusFormat.json else as_text(statuses))

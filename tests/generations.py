@@ -3,9 +3,9 @@
 import pyarrow as pa
 
 from jobs.files.publishing import PARQUET_PROBLEMS
-from jobs.run.output_rows import GENERATION_SCHEMA
-from jobs.run.part_files import parse_part, visible
-from jobs.run.run_dir import RunDirectory
+from jobs.record.output_rows import GENERATION_SCHEMA
+from jobs.record.part_files import parse_part, visible
+from jobs.record.run_dir import RunDirectory
 from runtime.errors import DamagedRunError
 
 

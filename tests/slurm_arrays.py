@@ -13,8 +13,8 @@ from pathlib import Path
 
 from jobs.config.settings import GenerateConfig, Workers
 from jobs.datasets import DatasetConfig, DatasetKind
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations
 from tests.slurm_cluster import Cluster, running_cluster

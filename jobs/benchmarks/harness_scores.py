@@ -22,7 +22,7 @@ from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, res
 from runtime.units import GIB
 
 from ..config.settings import GenerateConfig
-from ..run.passes import Start
+from ..record.passes import Start
 from .task import Result, forget_pages, forgetting
 
 

@@ -19,11 +19,11 @@ from runtime.model.loading import LoadedModel
 
 from ..config.settings import GenerateConfig
 from ..datasets import Row
+from ..record.output_rows import score_schema
+from ..record.passes import Start
+from ..record.run_dir import RunDirectory
 from ..run.generation import Task, generation, perform
-from ..run.output_rows import score_schema
-from ..run.passes import Start
 from ..run.requests import Prompt, completions_of
-from ..run.run_dir import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)

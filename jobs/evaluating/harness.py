@@ -18,7 +18,7 @@ from runtime.errors import EvaluationError, MillraceError, require
 
 from ..config.settings import GenerateConfig, semantic
 from ..files.publishing import json_digest, publish, write_all
-from ..run.passes import Start
+from ..record.passes import Start
 from .asking import Answerer
 from .config import EvaluateConfig
 from .model import HarnessModel

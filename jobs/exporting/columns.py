@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from runtime.errors import ConfigError, DatasetError
 
-from ..run.output_rows import SOURCE_FIELDS
+from ..record.output_rows import SOURCE_FIELDS
 
 OF_THE_RUN = ("block", "micro_batch")
 MAX_FIELDS = 1000  # of an object, in all rows together: one with more is a table of its own, and stays JSON

@@ -17,8 +17,8 @@ from runtime.urls import is_url
 
 from ..files.named import cannot_write, is_replaceable, publish_named
 from ..files.publishing import PARQUET_PROBLEMS, make_directory, sweep_temps
-from ..run.found import FoundRun, find_runs
-from ..run.run_dir import RunDirectory
+from ..record.found import FoundRun, find_runs
+from ..record.run_dir import RunDirectory
 from .columns import JsonTypes, chosen, exported_schema, with_columns
 from .config import FORMS_OF_OTHERS, ErrorRows, ExportConfig, ExportFormat
 from .fastchat import Answers, Judgments, fastchat_results

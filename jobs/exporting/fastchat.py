@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from runtime.errors import ConfigError
 
-from ..run.found import FoundRun
+from ..record.found import FoundRun
 from .columns import from_json, is_json
 from .config import ErrorRows
 

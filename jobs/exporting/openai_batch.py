@@ -19,7 +19,7 @@ from runtime.errors import ConfigError
 
 from ..datasets.openai_body import CHAT_URL
 from ..datasets.openai_inputs import EMBEDDINGS_URL, SCORE_URLS, endpoint_of
-from ..run.found import FoundRun
+from ..record.found import FoundRun
 from .columns import from_json, is_json
 from .config import ErrorRows
 from .openai_encoded import embeddings_body, score_body

@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from runtime.errors import ConfigError, DamagedRunError
 
-from ..run.found import Condition, FoundRun
-from ..run.lacking import listed, missing_rows, told_lacking
+from ..record.found import Condition, FoundRun
+from ..record.lacking import listed, missing_rows, told_lacking
 
 log = logging.getLogger(__name__)
 

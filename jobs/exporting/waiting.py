@@ -7,8 +7,8 @@ from math import inf
 from runtime.errors import Interrupted
 from runtime.units import counted
 
-from ..run.found import FoundRun, find_runs, is_locked
-from ..run.leased import leased_blocks
+from ..record.found import FoundRun, find_runs, is_locked
+from ..record.leased import leased_blocks
 from .shards import absent_shards, require_one_run
 
 POLL_SECONDS, SECONDS_PER_LINE = 2.0, 10.0

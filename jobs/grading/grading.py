@@ -14,7 +14,7 @@ from runtime.units import counted
 from ..exporting.columns import from_json, is_json
 from ..exporting.shards import missing, read_parts, require_one_run
 from ..files.named import publish_named, require_replaceable
-from ..run.found import FoundRun, find_runs
+from ..record.found import FoundRun, find_runs
 from .config import Metric, MetricsConfig
 from .intervals import Estimate, estimate
 from .scores import Score, scorers

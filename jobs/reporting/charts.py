@@ -7,7 +7,7 @@ from runtime.resources import Resource
 from runtime.trace import Span
 from runtime.units import format_bytes, format_seconds
 
-from ..run.passes import PassRow
+from ..record.passes import PassRow
 from .html import Html, element
 
 WIDTH, HEIGHT = 1000, 100  # of a plot's own coordinates

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from runtime.units import format_bytes, format_seconds
 
-from ..run.passes import PhaseTimes
+from ..record.passes import PhaseTimes
 from .figures import RunFigures
 from .html import Html, element
 

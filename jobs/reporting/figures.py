@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 from runtime.errors import DamagedRunError
 
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular
-from ..run.found import Condition, FoundRun
-from ..run.passes import PassRow
-from ..run.summary import Summary, summarize
+from ..record.found import Condition, FoundRun
+from ..record.passes import PassRow
+from ..record.summary import Summary, summarize
 
 log = logging.getLogger(__name__)
 OF_A_PASS = frozenset(field.name for field in fields(PassRow) if not field.name.startswith("stage_"))

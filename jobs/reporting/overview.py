@@ -12,7 +12,7 @@ from runtime.units import format_bytes, format_seconds
 from ..config.settings import GenerateConfig
 from ..config.typed import flatten
 from ..files.publishing import JsonValue, canonical_json
-from ..run.found import Condition
+from ..record.found import Condition
 from .figures import RunFigures
 
 SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}$")

@@ -15,7 +15,7 @@ from ..config.typed import flatten
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import JsonValue, make_directory, write_all
 from ..pictures.trace_file import read_trace
-from ..run.found import Condition
+from ..record.found import Condition
 from .charts import stacked, throughput, utilisation
 from .comparison import comparison
 from .figures import RunFigures

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from ..datasets.records import BadRecord
 from ..datasets.templates import Template, read_template
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular
-from ..run.output_rows import SOURCE_FIELDS
+from ..record.output_rows import SOURCE_FIELDS
 from .figures import RunFigures
 
 OURS = ("id", "status", "completion", "error", "finish_reason", "num_prompt_tokens", "num_completion_tokens")

@@ -9,8 +9,8 @@ from runtime.units import counted
 
 from ..files.lease import told
 from ..files.publishing import JsonValue
-from ..run.found import FoundRun, is_locked
-from ..run.leased import LeasedBlock, leased_blocks, told_slurm
+from ..record.found import FoundRun, is_locked
+from ..record.leased import LeasedBlock, leased_blocks, told_slurm
 from ..run.progress import roughly
 from .worker_rates import WorkerRate, worker_rates
 

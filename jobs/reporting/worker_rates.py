@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular
-from ..run.found import FoundRun
+from ..record.found import FoundRun
 
 log = logging.getLogger(__name__)
 NUM_PARTS = 100  # the last ones, so that many are read quickly

@@ -1,3 +1,3 @@
-"""A run over the rows of a data set: its directory, plan, parts and rows, and how it goes on after a stop. Here belongs
-what makes a run resumable and accountable, whatever is computed for each row.
+"""How a run goes: its rows asked for, its windows planned, its blocks generated and committed, and what it comes to.
+Here belongs what is the same for every task, and the tasks themselves.
 """

@@ -14,11 +14,11 @@ from runtime.ranks.ranks import Ranks
 from ..config.settings import GenerateConfig, run_directory
 from ..datasets import Row
 from ..datasets.records import Json
-from .found import find_runs
+from ..record.found import find_runs
+from ..record.passes import Start
+from ..record.run_dir import RunDirectory
 from .generation import Outcome, Task, dataset_rows, generation, perform, require_usable
-from .passes import Start
 from .ranks import follow
-from .run_dir import RunDirectory
 
 ANSWERS = "answers"  # of a message between ranks
 TURN = "turn"  # the output's column; one of the input by that name becomes `row_turn`

@@ -17,10 +17,10 @@ from runtime.errors import require
 
 from ..config.settings import EncodeConfig, EncodeSettings, run_directory
 from ..datasets import Row
+from ..record.output_rows import SOURCE_FIELDS
+from ..record.passes import Start
 from .batch_encoding import lines_of
 from .generation import Outcome, Task, perform
-from .output_rows import SOURCE_FIELDS
-from .passes import Start
 from .requests import Prompt, Read, tokenized
 
 FIRST_FIELDS = (

@@ -22,7 +22,7 @@ from runtime.plan.search.policy import Policy
 from runtime.resources import Resource
 
 from ..files.publishing import JsonValue, read_json, write_json
-from .passes import PassRow
+from ..record.passes import PassRow
 
 log = logging.getLogger(__name__)
 Plain = TypeVar("Plain")

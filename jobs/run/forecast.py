@@ -7,7 +7,7 @@ from runtime.batching.balance import Block
 from runtime.engine.sequence import Request
 from runtime.plan.cost.predict import Prediction
 
-from .passes import PassRow
+from ..record.passes import PassRow
 
 
 @dataclass(kw_only=True)

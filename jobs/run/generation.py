@@ -26,22 +26,22 @@ from ..datasets import Row, read_rows
 from ..datasets.config import looks_otherwise
 from ..datasets.files import COPIES
 from ..files.publishing import PRIVATE_FOLDER_MODE, JsonValue, files_made_private
+from ..record.input_digests import InputDigests, first_changed
+from ..record.manifest import FORMAT_WITHOUT_SOURCES, RunManifest
+from ..record.output_rows import generation_schema
+from ..record.parts import PartStore
+from ..record.passes import Start
+from ..record.run_dir import RunDirectory, RunState, format_begun_with, open_run
+from ..record.stored_run import RunCopy, copy_of
+from ..record.success import is_finished
+from ..record.summary import MemoryUse, Summary, summarize, write_summary
+from ..workers.elastic import Worker
+from ..workers.local import shared_weights
 from .chat import require_template
 from .identity import manifest_of
-from .input_digests import InputDigests, first_changed
-from .local_workers import shared_weights
-from .manifest import FORMAT_WITHOUT_SOURCES, RunManifest
-from .output_rows import generation_schema
-from .parts import PartStore
-from .passes import Start
 from .requests import MakeRequests, Read, completions_of
-from .run_dir import RunDirectory, RunState, format_begun_with, open_run
 from .run_input import HeldRows, RunInput, Window, rows_in_windows
-from .stored_run import RunCopy, copy_of
-from .success import is_finished
-from .summary import MemoryUse, Summary, summarize, write_summary
 from .window_run import Around, Earlier, WindowOutcome, WindowRun
-from .workers import Worker
 
 log = logging.getLogger(__name__)
 

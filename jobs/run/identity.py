@@ -22,8 +22,8 @@ from runtime.model.loading import LoadedModel
 from ..config.gone_keys import gone_values
 from ..config.settings import GenerateConfig, operational, semantic
 from ..files.publishing import JsonValue, canonical_json, read_json
-from .input_digests import InputDigests
-from .manifest import DIGEST_OF_WEIGHTS, RunManifest
+from ..record.input_digests import InputDigests
+from ..record.manifest import DIGEST_OF_WEIGHTS, RunManifest
 
 LOG = logging.getLogger(__name__)
 JUDGED = ("dataset.answers_path", "dataset.baseline_path", "dataset.references_path", "dataset.judge_prompts_path")

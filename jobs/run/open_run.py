@@ -19,12 +19,12 @@ from runtime.errors import MillraceError
 from runtime.plan.cost.predict import Prediction
 from runtime.session import ignore
 
-from .output_rows import GenerationRow
-from .parts import PartStore
-from .passes import PassRow, Start, pass_row
+from ..record.output_rows import GenerationRow
+from ..record.parts import PartStore
+from ..record.passes import PassRow, Start, pass_row
+from ..record.running import RequestKey, Running, RunningFile
 from .progress import Progress
 from .requests import Asked, completed_rows
-from .running import RequestKey, Running, RunningFile
 
 log = logging.getLogger(__name__)
 

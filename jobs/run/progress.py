@@ -18,8 +18,8 @@ from runtime.engine.sequence import Completion, Request
 from runtime.plan.cost.predict import Prediction
 from runtime.units import counted
 
+from ..record.passes import PassRow
 from .forecast import Forecast
-from .passes import PassRow
 
 log = logging.getLogger(__name__)
 SECONDS_PER_LINE, SECONDS_PER_PICTURE = 60.0, 0.2

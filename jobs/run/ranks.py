@@ -14,8 +14,8 @@ from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
 
 from ..config.settings import GenerateConfig
+from ..record.passes import Start
 from .generation import Outcome, Task, perform, prepared
-from .passes import Start
 from .requests import ask
 
 log = logging.getLogger(__name__)

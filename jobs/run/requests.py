@@ -19,9 +19,9 @@ from runtime.errors import ConfigError, require
 from ..datasets import Row
 from ..datasets.fields import MAX_ROWS
 from ..datasets.records import shorten
+from ..record.output_rows import GenerationRow
+from ..record.plan_file import PlannedRequest, Seat
 from .chat import has_template, renderer_for
-from .output_rows import GenerationRow
-from .plan_file import PlannedRequest, Seat
 
 Prompt: TypeAlias = str | tuple[int, ...]  # a text, which a template has spelt out where the row is a chat, or tokens
 # What rows with these prompts ask of the engine: of each, in their order, its output rows, or why there are none.

@@ -21,10 +21,10 @@ from ..datasets.survey import Survey, make_survey
 from ..datasets.templates import as_examples
 from ..datasets.windows import RowWindows, has_more_than, windowed_kind
 from ..files.publishing import JsonValue, json_digest, read_json, write_json
-from .input_digests import InputDigests, digest_files_of_input, digest_input, keep_rows
-from .manifest import FORMAT_WITHOUT_FACTS
-from .output_rows import column_schema, infer_column_schema
-from .run_dir import RunDirectory, unusable
+from ..record.input_digests import InputDigests, digest_files_of_input, digest_input, keep_rows
+from ..record.manifest import FORMAT_WITHOUT_FACTS
+from ..record.output_rows import column_schema, infer_column_schema
+from ..record.run_dir import RunDirectory, unusable
 
 log = logging.getLogger(__name__)
 WINDOW_KEY = "dataset.window_rows"  # among the settings of run.json, of a run in windows alone

@@ -21,10 +21,10 @@ from ..config.settings import ScoreConfig, ScoreSettings, run_directory
 from ..datasets import Row
 from ..datasets.records import has_field, listed_fields, value_at
 from ..files.publishing import JsonValue
+from ..record.output_rows import score_schema
+from ..record.part_files import visible
+from ..record.passes import Start
 from .generation import Outcome, Task, perform
-from .output_rows import score_schema
-from .part_files import visible
-from .passes import Start
 from .requests import Prompt
 
 PERPLEXITIES = ("token_perplexity", "word_perplexity", "byte_perplexity")

@@ -23,18 +23,18 @@ from runtime.trace import Span
 from ..config.settings import GenerateConfig
 from ..files.publishing import publish, write_all
 from ..pictures.trace_file import tracing
+from ..record.parts import PartInfo, PartStore
+from ..record.passes import PassRow, Start, without_stages
+from ..record.plan_file import PlannedRequest, backends_of, chunk_tokens_of, fix_plan, read_plan
+from ..record.run_dir import RunState
+from ..record.running import remove_committed
+from ..workers.elastic import Worker
 from .feedback import Feedback
 from .open_run import Surroundings, generate_blocks
-from .parts import PartInfo, PartStore
-from .passes import PassRow, Start, without_stages
-from .plan_file import PlannedRequest, backends_of, chunk_tokens_of, fix_plan, read_plan
 from .predicted_spans import PredictedSpans
 from .progress import Progress
 from .requests import Asked, MakeRequests, Read, ask, rejected_rows, seat, unseat
-from .run_dir import RunState
 from .run_input import Window
-from .running import remove_committed
-from .workers import Worker
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from ..config.cli import quoted
 from ..datasets.openai_inputs import ENCODED
 from ..exporting.export import write_batch_files
 from ..files.publishing import JsonValue, read_json
-from ..run.found import is_locked
-from ..run.run_dir import RunDirectory
+from ..record.found import is_locked
+from ..record.run_dir import RunDirectory
 from .config import settings_of
 from .store import MADE, BatchStore, Record
 

@@ -15,8 +15,8 @@ from runtime.tables import Asked
 
 from ..config.settings import GenerateConfig, Workers
 from ..datasets import Row, input_digest
+from ..record.run_dir import RunDirectory
 from ..run.generation import generation, perform
-from ..run.run_dir import RunDirectory
 
 
 def never() -> bool:

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.datasets import DatasetConfig, DatasetKind, DuplicatePolicy, read_rows
-from jobs.run.input_digests import digest_input
-from jobs.run.output_rows import generation_schema, infer_column_schema
+from jobs.record.input_digests import digest_input
+from jobs.record.output_rows import generation_schema, infer_column_schema
 from tests.fuzz.target import Files, OutsideError, Target
 
 MAX_ROW_BYTES = 1 << 20

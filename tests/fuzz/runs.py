@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate, run_directory
-from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from tests.fuzz.mutate import mutated, mutated_json
 from tests.fuzz.target import Files, OutsideError, Target

@@ -24,7 +24,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 
 from jobs.files.publishing import read_json
-from jobs.run.run_dir import RunDirectory
+from jobs.record.run_dir import RunDirectory
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SETTINGS = ["policy=fixed", "policy.micro_batch_size=16", "policy.num_micro_batches=2", "sampling.max_new_tokens=48"]

@@ -10,9 +10,9 @@ from typing import Any
 from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, run_directory
 from jobs.datasets import DatasetConfig
 from jobs.datasets.config import DatasetKind
+from jobs.record.run_dir import RunDirectory
 from jobs.run.encoding import encode
 from jobs.run.generation import Outcome, generate
-from jobs.run.run_dir import RunDirectory
 from jobs.run.scoring import score
 from runtime.config import (
     Admission,

@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from jobs.config.process import settled
-from jobs.run.run_dir import RunDirectory
+from jobs.record.run_dir import RunDirectory
 from tests.jobs.computed_rows import noted
 from tests.jobs.harness_tasks import NUMBERS, write_tasks
 from tests.support import synthesize

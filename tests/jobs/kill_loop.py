@@ -22,7 +22,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from jobs.config.signals import StopFlag
-from jobs.run.run_dir import RunDirectory
+from jobs.record.run_dir import RunDirectory
 from runtime.config import Admission, KVTier
 from runtime.errors import Interrupted
 from tests.jobs.kill_case import Case

@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.run.run_dir import RunDirectory
+from jobs.record.run_dir import RunDirectory
 
 NUM_FILES, BLOCK_ROWS, MOST_ROWS, MOST_STATUS_SECONDS = 8, 1000, 1 << 30, 10.0
 

@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.run.manifest import RunManifest
-from jobs.run.output_rows import GenerationRow, infer_column_schema
-from jobs.run.parts import PartStore
-from jobs.run.passes import PassRow
-from jobs.run.plan_file import PlannedRequest
-from jobs.run.run_dir import RunDirectory
+from jobs.record.manifest import RunManifest
+from jobs.record.output_rows import GenerationRow, infer_column_schema
+from jobs.record.parts import PartStore
+from jobs.record.passes import PassRow
+from jobs.record.plan_file import PlannedRequest
+from jobs.record.run_dir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = RunManifest(

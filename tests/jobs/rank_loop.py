@@ -19,8 +19,8 @@ from pathlib import Path
 
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
 from runtime.config import Admission, OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, SharePrefixes, Tier, Way
 from tests.generations import read_generations
 from tests.jobs.killing import job_alone

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobs.files.publishing import JsonValue, write_json
-from jobs.run.manifest import RunManifest
-from jobs.run.output_rows import GenerationRow, infer_column_schema
-from jobs.run.parts import PartStore
-from jobs.run.passes import PassRow
-from jobs.run.plan_file import PlannedRequest, fix_plan
-from jobs.run.run_dir import RunDirectory
+from jobs.record.manifest import RunManifest
+from jobs.record.output_rows import GenerationRow, infer_column_schema
+from jobs.record.parts import PartStore
+from jobs.record.passes import PassRow
+from jobs.record.plan_file import PlannedRequest, fix_plan
+from jobs.record.run_dir import RunDirectory
 
 NUM_ROWS, NUM_SHARDS, NUM_BLOCKS = 24, 3, 4
 COLUMNS = [

@@ -8,8 +8,8 @@ import pytest
 
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted
 from runtime.remote.object_store import ObjectStore

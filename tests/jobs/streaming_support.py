@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jobs.datasets import Row
-from jobs.run.manifest import RunManifest
+from jobs.record.manifest import RunManifest
+from jobs.record.output_rows import generation_schema, infer_column_schema
+from jobs.record.parts import PartStore
+from jobs.record.plan_file import fix_plan
+from jobs.record.run_dir import RunDirectory
+from jobs.record.running import remove_committed
 from jobs.run.open_run import Surroundings, generate_blocks
-from jobs.run.output_rows import generation_schema, infer_column_schema
-from jobs.run.parts import PartStore
-from jobs.run.plan_file import fix_plan
 from jobs.run.progress import Progress
 from jobs.run.requests import Asked, seat
-from jobs.run.run_dir import RunDirectory
-from jobs.run.running import remove_committed
 from runtime.batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
 from runtime.batching.balance import Block, plan_blocks
 from runtime.config import Admission

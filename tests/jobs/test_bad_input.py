@@ -14,10 +14,10 @@ from jobs.config.logs import log_start
 from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig
 from jobs.datasets import DatasetConfig
 from jobs.datasets.config import DatasetKind
+from jobs.record.run_dir import RunDirectory
 from jobs.run.conversation import converse
 from jobs.run.encoding import encode
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
 from jobs.run.scoring import score
 from runtime.config import MachineConfig, ModelConfig, OffloadConfig, SamplingConfig, Tier
 from runtime.errors import BudgetError, CheckpointError, ConfigError, DatasetError, MillraceError

@@ -8,8 +8,8 @@ import pytest
 
 from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, run_directory
 from jobs.datasets import DatasetConfig, DatasetKind
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import ConfigError, Interrupted
 from tests.generations import read_generations

@@ -10,9 +10,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
+from jobs.record.run_dir import RunDirectory
 from jobs.run.chat import require_template
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, SamplingConfig
 from runtime.engine.chat import ChatRenderer, TemplateRefusal

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.run.parts import PartStore
-from jobs.run.success import is_finished
+from jobs.record.parts import PartStore
+from jobs.record.success import is_finished
 from runtime.errors import Interrupted, OutputError
 from tests.generations import read_generations
 from tests.jobs.part_support import parts

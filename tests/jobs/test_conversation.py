@@ -17,9 +17,9 @@ from jobs.config.settings import GenerateConfig, load, run_directory
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
 from jobs.pictures.trace_file import trace_files
+from jobs.record.run_dir import RunDirectory
 from jobs.run.conversation import converse
 from jobs.run.generation import Outcome, generate
-from jobs.run.run_dir import RunDirectory
 from runtime.errors import ConfigError, Interrupted
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.jobs.killing import start_job

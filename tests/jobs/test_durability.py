@@ -8,8 +8,8 @@ from typing import TypeAlias
 import pytest
 
 from jobs.files.publishing import publish, set_aside, write_all
-from jobs.run.manifest import RunManifest
-from jobs.run.run_dir import RunDirectory, open_run
+from jobs.record.manifest import RunManifest
+from jobs.record.run_dir import RunDirectory, open_run
 
 CONTENT = b"x" * 100  # less than a buffer holds: unflushed, none of it is in the file
 Event: TypeAlias = tuple[str, object]

@@ -8,10 +8,10 @@ import pytest
 
 from jobs.config.settings import GenerateConfig, Workers
 from jobs.files.lock import RunLock
-from jobs.run.found import Condition, find_runs
+from jobs.record.found import Condition, find_runs
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
-from jobs.run.workers import Worker
+from jobs.workers.elastic import Worker
 from runtime.batching.balance import Block
 from runtime.config import Admission, PolicyConfig, PolicyKind
 from runtime.errors import ConfigError, Interrupted, RunInUseError

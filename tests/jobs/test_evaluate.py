@@ -19,9 +19,9 @@ from lm_eval.tasks import TaskManager
 from jobs.evaluating.asking import Answerer, Generation
 from jobs.evaluating.config import EvaluateConfig, HarnessConfig
 from jobs.evaluating.harness import Evaluation, evaluate, evaluation_directory
+from jobs.record.output_rows import GenerationRow
+from jobs.record.passes import Start
 from jobs.run.open_run import OpenParts
-from jobs.run.output_rows import GenerationRow
-from jobs.run.passes import Start
 from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
 from runtime.engine.sampling.detokenizer import Detokenizer
 from runtime.engine.sampling.stopping import StopStrings

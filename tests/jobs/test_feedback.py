@@ -13,10 +13,10 @@ import runtime.planning
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
 from jobs.files.publishing import write_json
+from jobs.record.passes import PassRow
+from jobs.record.run_dir import RunDirectory
 from jobs.run.feedback import Feedback, worked
 from jobs.run.generation import Outcome, generate
-from jobs.run.passes import PassRow
-from jobs.run.run_dir import RunDirectory
 from runtime.api import Runtime
 from runtime.config import (
     KVConfig,

@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
+from jobs.record.passes import PassRow
 from jobs.run.forecast import Forecast
-from jobs.run.passes import PassRow
 from jobs.run.progress import Progress, roughly, time_left
 from runtime.batching.balance import Block
 from runtime.engine.sequence import Completion, FinishReason, Request

@@ -14,9 +14,9 @@ import pytest
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind, input_digest, read_rows
 from jobs.files.publishing import json_digest
+from jobs.record.run_dir import RunDirectory
 from jobs.run import generation
 from jobs.run.generation import Outcome, generate
-from jobs.run.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import DamagedRunError, Interrupted, OutputError, RunMismatchError

@@ -13,10 +13,10 @@ import torch
 
 from jobs.config.settings import GenerateConfig, Workers
 from jobs.config.signals import StopFlag
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from jobs.run.local_workers import VARIABLE, Led, is_leader, lead, shares
-from jobs.run.processors import processors_by_node, split_processors
-from jobs.run.run_dir import RunDirectory
+from jobs.workers.local import VARIABLE, Led, is_leader, lead, shares
+from jobs.workers.processors import processors_by_node, split_processors
 from runtime.config import MachineConfig, OffloadConfig
 from runtime.errors import ConfigError
 from tests.generations import read_generations

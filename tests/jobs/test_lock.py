@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jobs.files.lock import RunLock
-from jobs.run.manifest import RunManifest
-from jobs.run.run_dir import RunDirectory, open_run
+from jobs.record.manifest import RunManifest
+from jobs.record.run_dir import RunDirectory, open_run
 from runtime.errors import DamagedRunError, RunInUseError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from jobs.files.publishing import JsonValue, json_digest
-from jobs.run.manifest import RunManifest, run_name
-from jobs.run.run_dir import RunDirectory, open_run
+from jobs.record.manifest import RunManifest, run_name
+from jobs.record.run_dir import RunDirectory, open_run
 from runtime.errors import DamagedRunError, RunMismatchError
 
 MANIFEST = RunManifest(

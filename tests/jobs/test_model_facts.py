@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from jobs.record.manifest import Values
 from jobs.run.identity import MAX_CHARS, _brief, _flat, model_facts, tokenizer_fingerprint
-from jobs.run.manifest import Values
 from runtime import Runtime, RuntimeConfig
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
+from jobs.record.found import find_runs
+from jobs.record.success import is_finished
 from jobs.reporting.figures import RunFigures
 from jobs.reporting.overview import overview
 from jobs.reporting.page import write_page
 from jobs.reporting.status import status_of
-from jobs.run.found import find_runs
-from jobs.run.success import is_finished
 from runtime.errors import MillraceError
 from tests.jobs.sharded_run import ShardedRun
 from tests.odd_files import ODD_FILES

@@ -13,8 +13,8 @@ from jobs.config.settings import GenerateConfig, Output
 from jobs.datasets import DatasetConfig, DatasetKind, Row, read_rows
 from jobs.exporting.config import ErrorRows, ExportConfig, ExportFormat
 from jobs.exporting.export import export, write_batch_files
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
 from runtime import Runtime
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig, SamplingOverrides
 from runtime.errors import ConfigError

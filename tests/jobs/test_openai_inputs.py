@@ -16,9 +16,9 @@ from jobs.config.settings import EncodeConfig, EncodeSettings, GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind, read_rows
 from jobs.datasets.rows import Inputs
 from jobs.exporting.export import write_batch_files
+from jobs.record.run_dir import RunDirectory
 from jobs.run.encoding import encode
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
 from runtime import Prompt, Runtime
 from runtime.config import DType, ModelConfig, PolicyConfig, PolicyKind, Pooling, Readout
 from runtime.errors import ConfigError, DatasetError

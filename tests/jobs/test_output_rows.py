@@ -5,12 +5,7 @@ import math
 import pyarrow as pa
 import pytest
 
-from jobs.run.output_rows import (
-    GENERATION_SCHEMA,
-    encode_columns,
-    generation_schema,
-    infer_column_schema,
-)
+from jobs.record.output_rows import GENERATION_SCHEMA, encode_columns, generation_schema, infer_column_schema
 from runtime.columns import LOGPROB_FIELDS
 
 

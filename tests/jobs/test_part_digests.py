@@ -12,9 +12,9 @@ import pytest
 
 from jobs.files.publishing import PARQUET_PROBLEMS, file_sha256, write_parquet
 from jobs.files.row_digest import KEY, sign, values_digest
-from jobs.run.manifest import FORMAT_WITHOUT_FACTS
-from jobs.run.parts import PartStore
-from jobs.run.success import is_finished
+from jobs.record.manifest import FORMAT_WITHOUT_FACTS
+from jobs.record.parts import PartStore
+from jobs.record.success import is_finished
 from runtime.errors import DamagedRunError, RunMismatchError
 from tests.generations import read_generations
 from tests.jobs.part_support import MANIFEST, PASSES, committed_store, parts, quarantined, rows_of, store_at

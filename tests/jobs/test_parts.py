@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.run.output_rows import GenerationRow
-from jobs.run.success import is_finished
+from jobs.record.output_rows import GenerationRow
+from jobs.record.success import is_finished
 from tests.generations import read_generations
 from tests.jobs.part_support import (
     MANIFEST,

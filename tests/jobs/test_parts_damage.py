@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.files.publishing import file_sha256
-from jobs.run.parts import PartStore
-from jobs.run.success import is_finished
+from jobs.record.parts import PartStore
+from jobs.record.success import is_finished
 from runtime.errors import DamagedRunError, OutputError
 from tests.generations import read_generations
 from tests.jobs.part_support import (

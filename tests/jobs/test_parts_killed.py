@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.run.parts import PartStore
-from jobs.run.success import is_finished
+from jobs.record.parts import PartStore
+from jobs.record.success import is_finished
 from tests.jobs import part_support as case
 from tests.jobs.kill_support import Kills
 

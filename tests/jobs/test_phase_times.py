@@ -1,6 +1,6 @@
 """Seconds of a phase by resource: those of both directions of a link are copying."""
 
-from jobs.run.passes import PhaseTimes
+from jobs.record.passes import PhaseTimes
 from runtime.plan.cost.predict import PhaseTime
 from runtime.resources import Resource
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.run.plan_file import (
+from jobs.record.plan_file import (
     PLAN_SCHEMA,
     PlannedRequest,
     backends_of,

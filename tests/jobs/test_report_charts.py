@@ -2,9 +2,9 @@
 
 import pytest
 
+from jobs.record.passes import PassRow
 from jobs.reporting.charts import NUM_BINS, PHASES, binned, busy_shares, nice_top
 from jobs.reporting.html import Html, element
-from jobs.run.passes import PassRow
 from runtime.resources import Resource
 from runtime.trace import Span
 from tests.jobs.parsed_html import Parsed, outside

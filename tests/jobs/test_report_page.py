@@ -10,14 +10,14 @@ import pytest
 from jobs.files.publishing import JsonValue, write_json
 from jobs.pictures.trace_events import RUN
 from jobs.pictures.trace_file import publish_trace
+from jobs.record.found import find_runs
+from jobs.record.output_rows import GenerationRow, infer_column_schema
+from jobs.record.parts import PartStore
+from jobs.record.plan_file import PlannedRequest, fix_plan
+from jobs.record.run_dir import RunDirectory
 from jobs.reporting.figures import RunFigures
 from jobs.reporting.page import NUM_FAILED, write_page
 from jobs.reporting.samples import failed_rows, good_rows
-from jobs.run.found import find_runs
-from jobs.run.output_rows import GenerationRow, infer_column_schema
-from jobs.run.parts import PartStore
-from jobs.run.plan_file import PlannedRequest, fix_plan
-from jobs.run.run_dir import RunDirectory
 from runtime.resources import Resource
 from runtime.trace import Span
 from tests.jobs.parsed_html import Parsed, outside

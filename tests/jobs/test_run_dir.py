@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from jobs.files.publishing import JsonValue
-from jobs.run import run_dir
-from jobs.run.manifest import RunManifest
-from jobs.run.run_dir import RunDirectory, open_run
+from jobs.record import run_dir
+from jobs.record.manifest import RunManifest
+from jobs.record.run_dir import RunDirectory, open_run
 from runtime.errors import ConfigError, DamagedRunError, MillraceError, OutputError, RunInUseError, RunMismatchError
 
 MANIFEST = RunManifest(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.run import running
-from jobs.run.output_rows import GenerationRow
-from jobs.run.run_dir import RunDirectory
-from jobs.run.running import Running, RunningFile
+from jobs.record import running
+from jobs.record.output_rows import GenerationRow
+from jobs.record.run_dir import RunDirectory
+from jobs.record.running import Running, RunningFile
 from runtime.engine.sequence import TokenLogprobs, Unfinished
 from tests.jobs.part_support import MANIFEST, PASSES, PLAN
 

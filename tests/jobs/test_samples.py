@@ -10,8 +10,8 @@ import pytest
 
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import Outcome, generate
-from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted, RunMismatchError
 from tests.generations import read_generations

@@ -12,8 +12,8 @@ from hydra import compose, initialize_config_dir
 
 from jobs.config.settings import GenerateConfig, doubtful_settings, load
 from jobs.datasets import DatasetConfig, DatasetKind
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
 from runtime.config import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, RunMismatchError
 from runtime.sampling_config import AS_THE_MODEL_SAYS

@@ -11,12 +11,12 @@ import pytest
 from jobs.files.lease import Holder, Leases, this_process
 from jobs.files.lock import RunLock
 from jobs.files.publishing import canonical_json
+from jobs.record.found import find_runs
+from jobs.record.leased import lease_name
+from jobs.record.passes import PassRow
+from jobs.record.run_dir import RunDirectory
 from jobs.reporting.config import StatusConfig
 from jobs.reporting.status import RunStatus, as_json, as_text, status_of
-from jobs.run.found import find_runs
-from jobs.run.leased import lease_name
-from jobs.run.passes import PassRow
-from jobs.run.run_dir import RunDirectory
 from runtime.errors import ConfigError, DamagedRunError
 from tests.jobs.sharded_run import ShardedRun, row_of
 

@@ -12,9 +12,9 @@ from jobs.config.settings import GenerateConfig, Workers
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
+from jobs.record.found import find_runs
 from jobs.reporting.config import ReportConfig, StatusConfig
 from jobs.reporting.status import status_of
-from jobs.run.found import find_runs
 from jobs.run.generation import generate
 from runtime.config import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, Interrupted, RunInUseError, RunMismatchError, StorageError

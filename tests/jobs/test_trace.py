@@ -19,8 +19,8 @@ from jobs.config.settings import GenerateConfig, TraceConfig, Workers
 from jobs.datasets import DatasetConfig
 from jobs.pictures.trace_events import PREDICTED, RUN
 from jobs.pictures.trace_file import read_processes, read_trace
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
 from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, SamplingConfig, Tier
 from runtime.resources import Resource
 from runtime.trace import Span

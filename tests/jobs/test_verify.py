@@ -12,8 +12,8 @@ import pytest
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.files.publishing import json_digest
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import Outcome, generate
-from jobs.run.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig, Verify
 from runtime.errors import Interrupted, RunMismatchError

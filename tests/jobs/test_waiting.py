@@ -10,9 +10,9 @@ from jobs.exporting.export import export
 from jobs.exporting.waiting import wait_for_end
 from jobs.files.lease import Leases
 from jobs.files.lock import RunLock
-from jobs.run.found import find_runs
-from jobs.run.lacking import lacking
-from jobs.run.leased import lease_name
+from jobs.record.found import find_runs
+from jobs.record.lacking import lacking
+from jobs.record.leased import lease_name
 from runtime.errors import ConfigError, Interrupted
 from tests.jobs.sharded_run import NUM_SHARDS, ShardedRun
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.run.parts import PartStore
-from jobs.run.success import is_finished
+from jobs.record.parts import PartStore
+from jobs.record.success import is_finished
 from runtime.errors import Interrupted, KVFileError, OutputError
 from tests.generations import read_generations
 from tests.jobs import part_support
@@ -120,7 +120,7 @@ def test_it_is_saved_as_often_as_asked_and_not_in_between(tmp_path: Path, monkey
     session, saved = FakeSession(), list[int]()
     clock = SimpleNamespace(monotonic=lambda: float(session.num_passes))
     monkeypatch.setattr("jobs.run.open_run.time", clock)
-    monkeypatch.setattr("jobs.run.running.RunningFile.save", lambda file, running: saved.append(len(running.passes)))
+    monkeypatch.setattr("jobs.record.running.RunningFile.save", lambda file, running: saved.append(len(running.passes)))
     start_waves(tmp_path, session, checkpoint_seconds=4)
     assert saved == [4, 8, 4, 8, 4]
 

@@ -20,11 +20,11 @@ from jobs.datasets import DatasetConfig, DatasetKind, DuplicatePolicy, ShardConf
 from jobs.datasets.fields import BadRowPolicy
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
+from jobs.record.found import Condition, find_runs
+from jobs.record.run_dir import RunDirectory
 from jobs.reporting.status import as_text, status_of
 from jobs.run import run_input
-from jobs.run.found import Condition, find_runs
 from jobs.run.generation import generate
-from jobs.run.run_dir import RunDirectory
 from jobs.run.scoring import score
 from runtime import api
 from runtime.config import Admission, DevicesConfig, PolicyConfig, PolicyKind, SamplingConfig, Way

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import Outcome, generate
-from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations
 

@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 from jobs.config.settings import GenerateConfig, Workers
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.files.lease import read_lease
+from jobs.record.leased import lease_name, leased_blocks
+from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from jobs.run.leased import lease_name, leased_blocks
-from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations
 from tests.jobs.killing import start_job

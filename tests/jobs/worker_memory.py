@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from jobs.run.run_dir import RunDirectory
+from jobs.record.run_dir import RunDirectory
 from runtime.units import KIB, format_bytes
 from tests.generations import read_generations
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from jobs.run.saved_search import read_search, written_search
+from jobs.record.saved_search import read_search, written_search
 from runtime import PolicyConfig, PrefetchConfig, Runtime, SamplingConfig
 from runtime.config import (
     Admission,

@@ -14,9 +14,9 @@ from runtime.errors import Interrupted
 
 from ..files.lease import Leases
 from ..files.publishing import make_directory
-from .leased import lease_name
-from .part_files import visible
-from .run_dir import RunDirectory
+from ..record.leased import lease_name
+from ..record.part_files import visible
+from ..record.run_dir import RunDirectory
 
 MOST_POLL_SECONDS = 2.0
 PLAN, CLOSING = "plan", "closing"  # leases beside those of blocks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from .generation import Outcome
+from ..run.generation import Outcome
 from .part_files import visible
 from .summary_table import format_table
 
