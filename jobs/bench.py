@@ -1,15 +1,24 @@
 """python -m jobs.bench: Millrace beside its peers, its own predictions or other policies; rounds alternate, each
-measurement in a process of its own."""
+measurement in a process of its own. It needs a checkout of the source: `benchmarks` are not installed."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 
 import hydra
 
-from jobs.benchmarks.config import BenchConfig, Suite
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import REFUSED, as_job, report, run_job, say
 from jobs.config.settings import Composed, load
+
+CHECKOUT = Path(__file__).parents[1]
+if not (CHECKOUT / "benchmarks").is_dir() or not (CHECKOUT / "pyproject.toml").is_file():
+    report("benchmarks are not installed with the package: python -m jobs.bench works in a checkout of the source")
+    sys.exit(REFUSED)
+sys.path.insert(0, str(CHECKOUT))  # wherever the command was given, for this process and those that it measures
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+
+from benchmarks.config import BenchConfig, Suite  # noqa: E402
 
 NAMES_FILES = ("path=", "questions=", "tokenizer=")  # where something lies is nobody's business
 
@@ -23,8 +32,8 @@ def main(composed: Composed) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from jobs.benchmarks.report import commit, draw_rates, hardware, restricted, round_rows, stated
-    from jobs.benchmarks.suites import run_suite
+    from benchmarks.report import commit, draw_rates, hardware, restricted, round_rows, stated
+    from benchmarks.suites import run_suite
     from runtime.origin.location import find_checkpoint
 
     paths = config.checkpoints or [str(find_checkpoint(config.model, None))]

@@ -40,10 +40,10 @@ def main(composed: Composed) -> int:
         from jobs.config.signals import StopFlag
         from jobs.exporting.export import write_batch_files
         from jobs.record.passes import Start
-        from jobs.record.row_errors import told_outcome
         from jobs.record.stored_run import add_batch_files
         from jobs.run.encoding import encoding
         from jobs.run.ranks import perform_in_ranks
+        from jobs.run.row_errors import told_outcome
 
     with StopFlag() as stop:
         outcome = perform_in_ranks(*encoding(config), stop, Start(at=began_at, clock=began))

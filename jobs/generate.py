@@ -59,11 +59,11 @@ def main(composed: Composed) -> int:
         from jobs.config.signals import StopFlag
         from jobs.exporting.export import write_batch_files
         from jobs.record.passes import Start
-        from jobs.record.row_errors import told_outcome
         from jobs.record.stored_run import add_batch_files
         from jobs.run.conversation import converse, follow_turns
         from jobs.run.generation import generation
         from jobs.run.ranks import perform_in_ranks, ranks_of
+        from jobs.run.row_errors import told_outcome
 
     with StopFlag() as stop:
         start = Start(at=began_at, clock=began)
@@ -98,7 +98,7 @@ def _tell_of_rows(config: GenerateConfig, folder: Path) -> None:
 
 def _told_of_turns(outcomes: Iterator["Outcome"], directory: Path) -> int:
     """Says what each turn came to, as it ends; the exit code of the worst of them."""
-    from jobs.record.row_errors import told_outcome
+    from jobs.run.row_errors import told_outcome
 
     code = 0
     for turn, outcome in enumerate(outcomes, start=1):

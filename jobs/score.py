@@ -39,8 +39,8 @@ def main(composed: Composed) -> int:
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.record.passes import Start
-        from jobs.record.row_errors import told_outcome
         from jobs.run.ranks import perform_in_ranks
+        from jobs.run.row_errors import told_outcome
         from jobs.run.scoring import scoring, sentence
 
     with StopFlag() as stop:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from jobs.grading.intervals import Estimate, estimate, estimate_of_groups
-from jobs.training.corpus import asked_examples
-from jobs.training.stories import STORY
-from jobs.training.tasks import TASKS
 from runtime import Runtime
 from runtime.scoring import Scored
+from scripts.train_tiny.corpus import asked_examples
+from scripts.train_tiny.stories import STORY
+from scripts.train_tiny.tasks import TASKS
 
 FAMILIES = ["llama", "mistral", "mixtral", "gemma-2", "gemma-3", "gpt-oss", "qwen3-moe", "phi-3"]
 NUM_TOKENS, NUM_ASKED, NUM_TEXTS, SEED = 96, 60, 200, 7

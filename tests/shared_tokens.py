@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from jobs.benchmarks.prefixes import few_shot
+from benchmarks.prefixes import few_shot
 from jobs.datasets.config import DatasetConfig, DatasetKind, read_rows
 from runtime import Runtime, Targets
 from runtime.batching.prefixes import num_spared

@@ -47,7 +47,7 @@ GGUF_WIDTHS = {  # metadata that transformers leaves out, so that its defaults w
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-BUNDLED = Path(__file__).parents[1] / "data" / "tiny"  # made by jobs.training
+BUNDLED = Path(__file__).parents[1] / "data" / "tiny"  # made by scripts.train_tiny
 TOKENIZER_KEY = "model.tokenizer"
 GGUF_READER = "transformers.integrations.gguf"  # from 5.18 on
 

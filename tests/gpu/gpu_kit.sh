@@ -76,15 +76,15 @@ first() {
     # two processes on purpose: a context that was corrupted fails every test behind the one that did it
     TAIL=12 tests 90 laws.txt "$ALONE"
     TAIL=25 tests 200 tokens.txt "not ($ALONE)" "${beside[@]}"
-    TAIL=40 step 75 toy.txt $PY -m jobs.benchmarks.gpu toy $CPU gpu.minutes=1
+    TAIL=40 step 75 toy.txt $PY -m benchmarks.gpu toy $CPU gpu.minutes=1
 }
 
 second() {
     local mixture="gpu.num_layers=8 gpu.minutes=5" dense="gpu.model=llama gpu.num_layers=10 gpu.minutes=2"
     if [ -n "$CPU" ]; then mixture="toy gpu.minutes=3" dense="toy gpu.model=llama gpu.minutes=1.5"; fi
-    TAIL=60 step 360 mixture.txt $PY -m jobs.benchmarks.gpu $mixture $CPU
+    TAIL=60 step 360 mixture.txt $PY -m benchmarks.gpu $mixture $CPU
     cp -f outputs/gpu/rounds.json "$OUT/mixture.json" 2>/dev/null
-    TAIL=60 step 150 dense.txt $PY -m jobs.benchmarks.gpu $dense $CPU
+    TAIL=60 step 150 dense.txt $PY -m benchmarks.gpu $dense $CPU
     cp -f outputs/gpu/rounds.json "$OUT/dense.json" 2>/dev/null
     if has hydra omegaconf datasets pyarrow; then
         TAIL=12 step 60 job.txt $PY -m jobs.generate machine=$([ -n "$CPU" ] && echo cpu || echo cuda) offload=nvme

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from greenlet import getcurrent, greenlet
 
-from jobs.benchmarks.gpu.device import measure_link
-from jobs.benchmarks.millrace import generated, requests_of
+from benchmarks.gpu.device import measure_link
+from benchmarks.millrace import generated, requests_of
 from runtime.api import Runtime
 from runtime.config import (
     DType,

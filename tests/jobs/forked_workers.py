@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Self
 
-from jobs.benchmarks.worker import respond
+from benchmarks.worker import respond
 from tests.processes import PROCESSES
 
 
@@ -29,7 +29,7 @@ class ForkedWorker:
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
     ):
-        assert [*command[:3]] == [sys.executable, "-m", "jobs.benchmarks.worker"]
+        assert [*command[:3]] == [sys.executable, "-m", "benchmarks.worker"]
         here, there = self.processes.Pipe(duplex=False)
         self._process = self.processes.Process(target=_work, args=(command[3:], dict(env or {}), there))
         self._process.start()

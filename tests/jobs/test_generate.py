@@ -18,8 +18,8 @@ from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig
 from jobs.packing.config import PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from jobs.record.run_dir import RunDirectory
-from jobs.record.summary_table import format_table
 from jobs.run.generation import Outcome, generate
+from jobs.run.summary_table import format_table
 from runtime.config import (
     KVConfig,
     KVDType,

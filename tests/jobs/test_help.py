@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import runtime
-from jobs.benchmarks.config import BenchConfig
+from benchmarks.config import BenchConfig
 from jobs.config.help import help_text
 from jobs.config.listing import JobSettings, read
 from jobs.config.settings import EncodeConfig, GenerateConfig, ModelsConfig, ScoreConfig, SynthesizeConfig, TraceConfig

@@ -12,8 +12,8 @@ from hydra import compose, initialize_config_dir
 
 from jobs.config.settings import ScoreConfig, load, run_directory
 from jobs.record.plan_file import Seat, read_plan
-from jobs.record.row_errors import told_outcome
 from jobs.run.generation import dataset_rows, perform
+from jobs.run.row_errors import told_outcome
 from jobs.run.scoring import score, scoring, sentence
 from runtime import Runtime
 from runtime.engine.scoring_requests import Joined

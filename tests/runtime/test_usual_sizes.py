@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.benchmarks.millrace import requests_of
+from benchmarks.millrace import requests_of
 from runtime.api import Runtime
 from runtime.batching.balance import Block
 from runtime.config import (

@@ -1,0 +1,138 @@
+"""Decode throughput against block size, measured and predicted, and the block from which on more sequences gain little:
+the knee, beside the one of the hierarchical roofline."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from runtime.config import OffloadConfig, Tier
+from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.work import LayerWork
+from runtime.plan.search.ridge_points import OperatingPoint, operating_point
+
+from .millrace import opened
+from .report import table
+from .runner import answer
+from .task import Result, Task
+
+LITTLE = 1.2  # times the throughput, by twice the sequences
+HEIGHT_PIXELS = 520
+MEASURED, PREDICTED, KNEE = "#4c78a8", "#f58518", "#e45756"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRates:
+    """Generated tokens per second of decode passes. `spread`: those of the slowest and the fastest round."""
+
+    block: int
+    measured: float
+    predicted: float
+    spread: tuple[float, float]
+
+
+def block_sizes(most: int) -> list[int]:
+    """1, 2, 4 ... and `most` itself."""
+    return sorted({*(1 << turn for turn in range(most.bit_length())), most})
+
+
+def block_rates(rounds: Mapping[int, Sequence[Result]], num_new_tokens: int) -> list[BlockRates]:
+    """Rates of rounds by block. Prefill gives the first of each sequence's tokens."""
+    by_block = []
+    for block, results in sorted(rounds.items()):
+        tokens = block * (num_new_tokens - 1)
+        measured = sorted(tokens / (result.seconds - result.prefill_seconds) for result in results)
+        by_block.append(
+            BlockRates(
+                block=block,
+                measured=median(measured),
+                predicted=median(tokens / result.predicted_decode_seconds for result in results),
+                spread=(measured[0], measured[-1]),
+            )
+        )
+    return by_block
+
+
+def knee(rates: Mapping[int, float]) -> int | None:
+    """The first block that gains less than `LITTLE` times by being doubled; None where all gain more."""
+    return next(
+        (block for (block, rate), (_, doubled) in pairwise(sorted(rates.items())) if doubled < LITTLE * rate), None
+    )
+
+
+def blocks_table(name: str, rates: Sequence[BlockRates], needed_sequences: float) -> str:
+    rows: list[list[str]] = []
+    before: BlockRates | None = None
+    for each in rates:
+        low, high = each.spread
+        rows.append(
+            [
+                f"{each.block}",
+                f"{each.measured:.2f} tok/s ({low:.2f}-{high:.2f})",
+                f"{each.measured / before.measured:.2f}" if before is not None else "-",
+                f"{each.predicted:.2f} tok/s",
+                f"{each.predicted / each.measured:.2f}",
+            ]
+        )
+        before = each
+    headings = [f"{name}, nvme, block", "decode, measured", "x the block before", "decode, predicted"]
+    measured, predicted = (knee(one) for one in _both(rates))
+    return (
+        f"{table([*headings, 'predicted / measured'], rows)}\n\n"
+        f"The knee, the first block whose doubling gains less than {LITTLE} times: measured {measured or 'none'}, "
+        f"predicted {predicted or 'none'}. Roofline (P2): from {needed_sequences:.0f} sequences on the disk no "
+        "longer bounds decode."
+    )
+
+
+def _both(rates: Sequence[BlockRates]) -> tuple[dict[int, float], dict[int, float]]:
+    return {each.block: each.measured for each in rates}, {each.block: each.predicted for each in rates}
+
+
+def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float, title: str) -> None:
+    """Publishes it, as svg or png by the suffix; raises OutputError."""
+    from jobs.pictures.figure import figure  # matplotlib
+
+    blocks = [each.block for each in rates]
+    measured = [each.measured for each in rates]
+    errors = [[each.measured - each.spread[0] for each in rates], [each.spread[1] - each.measured for each in rates]]
+    with figure(path, HEIGHT_PIXELS) as made:
+        axes = made.subplots()
+        axes.errorbar(blocks, measured, yerr=errors, color=MEASURED, marker="o", capsize=2, label="measured")
+        axes.plot(blocks, [each.predicted for each in rates], color=PREDICTED, linestyle="--", label="predicted")
+        axes.axvline(needed_sequences, color=KNEE, linewidth=1, label=f"roofline, P2: {needed_sequences:.0f}")
+        measured_knee = knee(_both(rates)[0])
+        if measured_knee is not None:
+            axes.axvline(measured_knee, color=MEASURED, linestyle=":", label=f"knee, measured: {measured_knee}")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("sequences of a block")
+        axes.set_ylabel("generated tokens/s of decode passes")
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.legend(frameon=False)
+        made.tight_layout()
+
+
+def needed_sequences(task: Task) -> float:
+    """How many sequences reach P2, where the disk no longer bounds decode, as HRM says in a process of its own."""
+    return answer(__name__, asdict(task))["needed_sequences"]
+
+
+def measured_point(task: Task) -> OperatingPoint:
+    """The operating point of a block of all prompts, whose weights are streamed from disk, by rates that are measured
+    on the checkpoint's own layers, as a run measures them."""
+    runtime, requests = opened(task, OffloadConfig(tier=Tier.nvme))
+    plan = runtime.plan(requests)
+    assert plan.rates is not None, "a plan measures them"
+    budgets = runtime.budgets()
+    machine = Machine(
+        name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=plan.rates
+    )
+    work = LayerWork.of(runtime.model.shape)
+    return operating_point(work, machine, reads=True, num_sequences=task.num_prompts, num_rows=plan.lane_size)
+
+
+def answers(question: dict[str, Any]) -> Iterator[dict[str, float]]:
+    yield {"needed_sequences": measured_point(Task(**question)).needed_sequences}

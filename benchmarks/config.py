@@ -1,0 +1,210 @@
+"""The settings of `jobs.bench`; mirrors conf/bench.yaml."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jobs.config.settings import LogLevel
+from runtime.config import Gather, ModelConfig, require
+from runtime.plan.placement.defaults import MICRO_BATCH_SIZE
+
+from .contenders import CONTENDERS, PEERS, PREDICTED, SHARING, Contender, Ours, Peer
+from .gpu.config import GpuConfig
+from .instruction_sets import Isa
+from .task import Task
+
+
+class Suite(Enum):
+    """`speed`: contenders beside each other. `predictions`: Millrace's contenders, what was predicted beside what was
+    measured, for each of `checkpoints` and `blocks`. `policies`: what policy=hrm chooses beside a grid of 20 others,
+    offload=nvme, for each of `checkpoints`. `scale`: what a token costs as a small model grows, and a run's start as
+    its rows do. `blocks`: throughput against block size, up to `num_prompts`, and its knee, for one checkpoint.
+    `floor`: how near Millrace's contenders come, in each of `blocks`, to what reading and multiplying take at least,
+    and products of each storage format to what the processor's multiply-adds and memory allow.
+    `evaluation`: scores of lm-evaluation-harness, ours beside those of its own model, in memory and offloaded.
+    `prefixes`: few-shot prompts with what they begin with computed once, and by each of them, beside vLLM's cache.
+    `devices`: ranks that read together, beside one process, from a disk that gives each of them so much.
+    `larger_than_memory`: Mixtral layers of full size in each form that `millrace pack` makes, beside peers.
+    `gpu`: weights in host memory in front of a device, see `gpu/`."""
+
+    speed = "speed"
+    predictions = "predictions"
+    policies = "policies"
+    scale = "scale"
+    blocks = "blocks"
+    floor = "floor"
+    evaluation = "evaluation"
+    prefixes = "prefixes"
+    devices = "devices"
+    larger_than_memory = "larger_than_memory"
+    gpu = "gpu"
+
+
+class Form(Enum):
+    """How a model lies on disk: as it was published, or as `millrace pack` makes it."""
+
+    published = "published"
+    lossless = "lossless"
+    int8 = "int8"
+    int4 = "int4"
+    fp8 = "fp8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargerConfig:
+    """Settings of `suite=larger_than_memory`. `num_layers` of Mixtral 8x7B have 2.7 GiB each; `architecture` makes them
+    others. `directory` keeps the model, and may hold forms of it made before; None: a temporary one."""
+
+    num_layers: int = 12
+    host_memory_gib: float = 8.0
+    forms: list[Form] = field(default_factory=lambda: [Form.published, Form.lossless, Form.int8, Form.int4])
+    peers: list[Contender] = field(default_factory=lambda: [Contender.llama_cpp_mmap_q8_0])
+    directory: str | None = None
+    architecture: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(self.num_layers >= 1, f"larger.num_layers must be 1 or more, got {self.num_layers}")
+        require(self.host_memory_gib > 0, f"larger.host_memory_gib must be above 0, got {self.host_memory_gib}")
+        require(bool(self.forms), "larger.forms is empty: name at least one")
+        others = [each.value for each in self.peers if each not in PEERS]
+        require(not others, f"larger.peers must be peers, got {', '.join(others)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksConfig:
+    """Settings of `suite=devices`: how many ranks beside each other, how their shares come together, and how many MB/s
+    each of them may read."""
+
+    sizes: list[int] = field(default_factory=lambda: [1, 2, 4])
+    gathers: list[Gather] = field(default_factory=lambda: [Gather.memory, Gather.collective])
+    read_mb_per_second: float = 8.0
+
+    def __post_init__(self) -> None:
+        require(bool(self.sizes) and min(self.sizes) >= 1, f"ranks.sizes must be 1 or more each, got {self.sizes}")
+        is_known = bool(self.gathers) and Gather.auto not in self.gathers
+        require(is_known, "ranks.gathers must be memory, collective or both")
+        rate = self.read_mb_per_second
+        require(rate > 0, f"ranks.read_mb_per_second must be above 0 MB/s, got {rate}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductsConfig:
+    """The products of `suite=floor`: rows of inputs by weights of (`outputs`, `inputs`)."""
+
+    outputs: int = 8192
+    inputs: int = 2048
+    rows: list[int] = field(default_factory=lambda: [1, 4, 8, 16, 64, 256, 512])
+
+    def __post_init__(self) -> None:
+        for key in ("outputs", "inputs"):
+            size = getattr(self, key)
+            require(size >= 128 and size % 128 == 0, f"products.{key} must be a multiple of 128, got {size}")
+        require(bool(self.rows) and min(self.rows) >= 1, f"products.rows must be 1 or more each, got {self.rows}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """`checkpoints` are directories, empty: that of `model`; a block is so many sequences.
+
+    Prompts are random ids, their lengths log-normal (median `prompt_tokens`) within 16..256. All contenders get the
+    same. `batch_size` is the peers', `batch_sizes` has those of some of them instead; None: the best is searched.
+    `peer_minutes` limits each measurement of a peer; of an evaluation its requests are fewer then.
+    Those of `prefixes` are `questions` behind eight examples, and the budget has keys and values of `kv_seats` of them;
+    `rows` gives some contenders fewer prompts. `isa` restricts the instructions of all processes that measure.
+    `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    suite: Suite = Suite.speed
+    checkpoints: list[str] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=lambda: [8, 64, 256])
+    contenders: list[Contender] = field(default_factory=lambda: [Contender.nvme, Contender.none])
+    num_prompts: int = 64
+    prompt_tokens: int = 60
+    num_new_tokens: int = 32
+    ignore_eos: bool = True
+    rounds: int = 3
+    batch_size: int | None = None
+    batch_sizes: dict[Contender, int] = field(default_factory=dict)
+    peer_minutes: float | None = None
+    micro_batch_size: int | None = None
+    num_micro_batches: int | None = None
+    weight_share: float = 0.25
+    num_threads: int = 2
+    isa: Isa | None = None
+    questions: str | None = None
+    tokenizer: str | None = None
+    kv_seats: int = 8
+    rows: dict[Contender, int] = field(default_factory=dict)
+    products: ProductsConfig = field(default_factory=ProductsConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
+    larger: LargerConfig = field(default_factory=LargerConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    name: str = "bench"
+    output_root: str = "outputs"
+    log_level: LogLevel = LogLevel.warning
+
+    def __post_init__(self) -> None:
+        counts = ("num_prompts", "prompt_tokens", "num_new_tokens", "rounds", "num_threads", "kv_seats")
+        for key in (*counts, "batch_size", "micro_batch_size", "num_micro_batches"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"{key} must be 1 or more, got {value}")
+        require(
+            set(self.batch_sizes) <= set(PEERS) and all(size >= 1 for size in self.batch_sizes.values()),
+            "batch_sizes must name peers and be 1 or more, got "
+            + ", ".join(f"{each.value}: {size}" for each, size in self.batch_sizes.items()),
+        )
+        require(
+            all(1 <= count <= self.num_prompts for count in self.rows.values()),
+            f"rows must be 1 to num_prompts={self.num_prompts}, got "
+            + ", ".join(f"{each.value}: {count}" for each, count in self.rows.items()),
+        )
+        require(
+            self.suite is not Suite.prefixes or set(self.contenders) <= set(SHARING),
+            f"suite=prefixes has contenders of {', '.join(each.value for each in SHARING)} only",
+        )
+        limit = self.peer_minutes
+        require(limit is None or limit > 0, f"peer_minutes must be above 0, or null for no limit, got {limit}")
+        require(bool(self.contenders), "contenders is empty: name at least one")
+        require(
+            self.ignore_eos or not set(PEERS) & set(self.contenders),
+            f"ignore_eos=false draws with Millrace's own seeds: leave out {', '.join(each.value for each in PEERS)}",
+        )
+        require(
+            self.suite not in (Suite.predictions, Suite.floor) or set(self.contenders) <= set(PREDICTED),
+            f"suite={self.suite.value} has contenders of {', '.join(each.value for each in PREDICTED)} only",
+        )
+        require(
+            self.suite not in (Suite.predictions, Suite.blocks, Suite.floor) or self.num_new_tokens >= 2,
+            f"suite={self.suite.value} measures decode passes: num_new_tokens must be 2 or more, got "
+            f"{self.num_new_tokens}",
+        )
+        require(bool(self.blocks) and min(self.blocks) >= 1, f"blocks must be 1 or more sequences, got {self.blocks}")
+        require(
+            self.suite is not Suite.speed or not self.checkpoints,
+            "checkpoints are for suite=predictions, policies, floor and evaluation; otherwise set model.path",
+        )
+        require(
+            self.suite is not Suite.policies or self.num_prompts >= 4,
+            f"suite=policies divides all prompts into blocks: num_prompts must be 4 or more, got {self.num_prompts}",
+        )
+        require(self.weight_share > 0, f"weight_share must be above 0, got {self.weight_share}")
+
+
+def task_of(config: BenchConfig, contender: Contender, path: str, num_prompts: int) -> Task:
+    """What the settings ask of one contender."""
+    entry = CONTENDERS[contender]
+    batch_size = config.batch_sizes.get(contender, config.batch_size)
+    return Task(
+        contender=contender.value,
+        path=path,
+        num_prompts=num_prompts,
+        prompt_tokens=config.prompt_tokens,
+        num_new_tokens=config.num_new_tokens,
+        ignore_eos=config.ignore_eos,
+        batch_size=batch_size if isinstance(entry, Peer) and entry.batch_sizes else None,
+        micro_batch_size=config.micro_batch_size,
+        num_micro_batches=config.num_micro_batches or -(-num_prompts // (config.micro_batch_size or MICRO_BATCH_SIZE)),
+        weight_share=config.weight_share,
+        num_threads=config.num_threads,
+        schedule=(entry.schedule if isinstance(entry, Ours) else Ours.schedule).value,
+        limit_minutes=config.peer_minutes if isinstance(entry, Peer) else None,
+    )

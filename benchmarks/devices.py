@@ -1,0 +1,154 @@
+"""Ranks that read weights together, beside one process: with a disk that gives each process so many bytes per second,
+as a link of its own would, so that reading is what takes time.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Unpack
+
+from runtime.api import Runtime
+from runtime.config import DevicesConfig, Gather, OffloadConfig, RuntimeConfig, Tier, Way
+from runtime.devices.told_plan import end_sessions
+from runtime.ranks.launch import Launch
+from runtime.ranks.ranks import Ranks
+from runtime.settings import Settings
+from runtime.store.reader import Reader
+from runtime.store.transfer import ChunkTiming
+from runtime.trace import Trace
+from runtime.units import MIB, format_bytes
+
+from .millrace import generated, opened
+from .report import table
+from .runner import answer
+from .task import Result, Task, forget_pages
+
+READ_CHUNK_MIB = 1  # small beside what a rank reads of a page, so that the rate is even
+
+
+class ThrottledReader(Reader):
+    """A reader that gives at most so many bytes per second, all its threads together."""
+
+    def __init__(self, bytes_per_second: float, *, num_threads: int, chunk_bytes: int, direct: bool = True):
+        super().__init__(num_threads=num_threads, chunk_bytes=chunk_bytes, direct=direct)
+        self._seconds_per_byte, self._turn, self._free_at = 1 / bytes_per_second, threading.Lock(), 0.0
+
+    def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
+        begin = time.monotonic()
+        with self._turn:
+            self._free_at = max(self._free_at, begin) + len(view) * self._seconds_per_byte
+            until = self._free_at
+        found = super()._read(path, offset, view, needed)
+        time.sleep(max(0.0, until - time.monotonic()))
+        return found._replace(begin=begin, end=time.monotonic())
+
+
+class ThrottledRuntime(Runtime):
+    """A runtime whose readers are `ThrottledReader`s."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig | None = None,
+        *,
+        bytes_per_second: float,
+        trace: Trace | None = None,
+        ranks: Ranks | None = None,
+        **settings: Unpack[Settings],
+    ):
+        self._bytes_per_second = bytes_per_second
+        super().__init__(config, trace=trace, ranks=ranks, **settings)
+
+    def reader(self) -> Reader:
+        offload = self.config.offload
+        chunk_bytes = offload.read_chunk_mib * MIB
+        return ThrottledReader(self._bytes_per_second, num_threads=offload.reader_threads, chunk_bytes=chunk_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksCase:
+    """`num_ranks` processes, each with a disk of `bytes_per_second`, whose shares come together by `gather`."""
+
+    num_ranks: int
+    bytes_per_second: float
+    gather: str = Gather.memory.value
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks} ranks, {self.gather}" if self.num_ranks > 1 else "1 rank"
+
+
+def measured_ranks(case: RanksCase, task: Task) -> Result:
+    """Rank 0's result, each rank in a process of its own. Raises MillraceError where one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = replace(task, num_threads=max(1, task.num_threads // case.num_ranks))
+        question = {"task": asdict(own), "case": asdict(case), "folder": folder, "rank": 0}
+        return Result(**answer(__name__, question))
+
+
+def measure(task: Task, case: RanksCase, rank: int, folder: str) -> Result | None:
+    """What the ranks come to, as rank 0 tells, which starts the others. One process alone is as without ranks."""
+    forget_pages(Path(task.path))
+    make = partial(ThrottledRuntime, bytes_per_second=case.bytes_per_second)
+    offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=READ_CHUNK_MIB)
+    if case.num_ranks == 1:
+        return generated(*opened(task, offload, make=make)).result
+    question = {"task": asdict(task), "case": asdict(case), "folder": folder}
+    others = [_started({**question, "rank": other}) for other in range(1, case.num_ranks) if not rank]
+    launch = Launch(rank=rank, size=case.num_ranks, url=f"file://{Path(folder) / 'meet'}")
+    with Ranks(launch, devices=DevicesConfig(way=Way.sharded, gather=case.gather)) as ranks:
+        runtime, requests = opened(task, offload, make=partial(make, ranks=ranks))
+        if rank:
+            for _ in runtime.follow(requests):
+                pass
+            return None
+        found = generated(runtime, requests).result
+        end_sessions(ranks)
+    for each in others:
+        each.wait()
+    return found
+
+
+def _started(question: Mapping[str, object]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "benchmarks.worker", __name__, json.dumps(question)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def devices_table(rounds: Mapping[RanksCase, Sequence[Result]]) -> str:
+    """A row for each number of ranks. Ratios are of medians; `equal` counts rows with the tokens of the first case."""
+    first = next(iter(rounds.values()))
+    rate, num_bytes = median(result.rate for result in first), _bytes_of_pass(first[0])
+    rows = []
+    for case, results in rounds.items():
+        own = median(result.rate for result in results)
+        spread = f"{min(result.rate for result in results):.1f}-{max(result.rate for result in results):.1f}"
+        pairs = zip(results[0].tokens, first[0].tokens, strict=True)
+        rows.append(
+            [
+                str(case),
+                f"{own:.1f} ({spread})",
+                f"{own / rate:.2f}",
+                format_bytes(_bytes_of_pass(results[0])),
+                f"{_bytes_of_pass(results[0]) / num_bytes:.3f}",
+                f"{sum(found == expected for found, expected in pairs)} of {len(results[0].tokens)}",
+            ]
+        )
+    each = next(iter(rounds)).bytes_per_second / 1e6
+    headings = ["ranks", "tokens/s", "x one", "rank 0 reads in a pass", "share", "equal"]
+    return f"{table(headings, rows)}\n\nEach rank reads at most {each:g} MB/s (a setting of the bench)."
+
+
+def _bytes_of_pass(result: Result) -> float:
+    return result.bytes_read / result.num_passes
+
+
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    task, case = Task(**question["task"]), RanksCase(**question["case"])
+    if (found := measure(task, case, question["rank"], question["folder"])) is not None:
+        yield asdict(found)

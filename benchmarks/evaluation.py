@@ -1,0 +1,211 @@
+"""A task of lm-evaluation-harness, answered by Millrace from the disk in a share of the memory, and by the harness' own
+model of transformers, in memory and offloaded to the disk: the same scores, how many in a second, in how much memory.
+The task is made up: questions with four answers, behind the same five examples each, as tasks like MMLU have them.
+"""
+
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import AutoTokenizer
+
+from runtime.errors import MillraceError, require
+from runtime.synthesize.checkpoints import synthesize_checkpoint
+from runtime.units import format_bytes
+
+from .config import BenchConfig
+from .harness_scores import Asked, Entrant, Scores
+from .report import table
+from .runner import Worker
+from .task import Measured
+
+NUM_CHOICES, NUM_EXAMPLES, NUM_TRAINED = 4, 5, 40
+TOLERANCE = 1e-3  # of a target's log-probability
+TASK = "made_up_choices"
+SHAPE: Mapping[str, object] = {  # of Llama 3.2 1B, but for its vocabulary
+    "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+BATCH_SIZES = {Entrant.millrace: (), Entrant.unshared: (), Entrant.hf: (1, 4, 16), Entrant.hf_disk: (8, 32)}
+WORDS = (
+    "river", "stone", "garden", "winter", "copper", "window", "morning", "basket", "candle", "harbour",
+    "letter", "meadow", "orange", "pepper", "silver", "thunder", "velvet", "walnut", "yellow", "anchor",
+    "bridge", "carpet", "desert", "engine", "forest", "guitar", "hammer", "island", "jacket", "kettle",
+)  # fmt: skip
+YAML = """task: {task}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/test.jsonl, train: {folder}/train.jsonl}}, cache_dir: {folder}/cache}}
+test_split: test
+fewshot_split: train
+fewshot_config: {{sampler: first_n}}
+num_fewshot: {num_examples}
+output_type: multiple_choice
+doc_to_text: "Q: {{{{question}}}}?\\nA:"
+doc_to_target: answer
+doc_to_choice: choices
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+Measure = Callable[[Asked], Scores]
+Say = Callable[[str], object]
+Rounds = Mapping[Entrant, Sequence[Scores]]
+
+
+def measured_scores(asked: Asked) -> Scores:
+    """Measures in a process of its own."""
+    worker = Worker(
+        name=Entrant(asked.entrant).value,
+        module="benchmarks.harness_scores",
+        question=asdict(asked),
+        hides_stderr=True,
+    )
+    return Scores.read(json.loads(list(worker.lines())[-1]))
+
+
+def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measured_scores) -> Measured:
+    """Raises MillraceError where scores of the first round differ by more than the tolerance."""
+    missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
+    require(not missing, f"suite=evaluation needs {' and '.join(missing)}: pip install -e '.[eval,bench]'")
+    rounds: dict[Entrant, list[Scores]] = {entrant: [] for entrant in Entrant}
+    with _checkpoint(config) as path, tempfile.TemporaryDirectory() as folder:
+        num_documents = -(-config.num_prompts // NUM_CHOICES)
+        write_task(Path(folder), path, num_documents, config.prompt_tokens)
+        asked = {
+            entrant: Asked(
+                entrant=entrant.value,
+                path=str(path),
+                tasks=folder,
+                task=TASK,
+                num_documents=num_documents,
+                weight_share=config.weight_share,
+                num_threads=config.num_threads,
+                batch_size=config.batch_size if BATCH_SIZES[entrant] else None,
+            )
+            for entrant in Entrant
+        }
+        asked = {entrant: _sized(each, config.peer_minutes, say, measure) for entrant, each in asked.items()}
+        if config.peer_minutes is not None:  # about as slow as the peer, where compute binds both
+            count = asked[Entrant.hf].num_documents
+            asked[Entrant.unshared] = replace(asked[Entrant.unshared], num_documents=count)
+        for turn in range(config.rounds):
+            for entrant, each in asked.items():
+                rounds[entrant].append(measure(each))
+                say(f"round {turn + 1} {entrant.value}: {rounds[entrant][-1].result.seconds:.1f} s")
+            require_agreement(rounds)
+    results = {entrant.value: [scores.result for scores in each] for entrant, each in rounds.items()}
+    peers = [entrant.value for entrant in Entrant if BATCH_SIZES[entrant]]
+    return Measured(table=evaluation_table(rounds), rounds=results, peers=peers)
+
+
+@contextmanager
+def _checkpoint(config: BenchConfig) -> Iterator[Path]:
+    """The first of `checkpoints`, or one of `SHAPE` for as long."""
+    if config.checkpoints:
+        yield Path(config.checkpoints[0])
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "llama-1b"
+        synthesize_checkpoint(model="llama", overrides=SHAPE, directory=path, dtype=torch.bfloat16)
+        yield path
+
+
+def write_task(folder: Path, checkpoint: Path, num_documents: int, prompt_tokens: int) -> None:
+    """Writes the task and its rows. A question has so many words that those of a context come to `prompt_tokens`."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokens_per_word = len(tokenizer(" ".join(WORDS))["input_ids"]) / len(WORDS)
+    num_words = max(1, round(prompt_tokens / (NUM_EXAMPLES + 1) / tokens_per_word) - 4)  # three words of an answer
+    draw = random.Random(5)
+    for name, count in (("test", num_documents), ("train", NUM_TRAINED)):
+        rows = [_row(draw, num_words) for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    text = YAML.format(task=TASK, folder=folder, num_examples=NUM_EXAMPLES)
+    (folder / f"{TASK}.yaml").write_text(text)
+
+
+def _row(draw: random.Random, num_words: int) -> dict[str, object]:
+    return {
+        "question": " ".join(draw.choices(WORDS, k=num_words)),
+        "choices": [" ".join(draw.sample(WORDS, 3)) for _ in range(NUM_CHOICES)],
+        "answer": draw.randrange(NUM_CHOICES),
+    }
+
+
+def _sized(asked: Asked, most_minutes: float | None, say: Say, measure: Measure) -> Asked:
+    """`asked` with the peer's batch size, the one after which the rate falls, and with no more documents than
+    `most_minutes` have room for."""
+    sizes = BATCH_SIZES[Entrant(asked.entrant)]
+    if not sizes or (asked.batch_size is not None and most_minutes is None):
+        return asked
+    sizes = sizes if asked.batch_size is None else (asked.batch_size,)
+    tried = replace(asked, num_documents=min(asked.num_documents, -(-max(sizes) // NUM_CHOICES)))
+    best, best_rate = sizes[0], 0.0
+    for size in sizes:
+        rate = measure(replace(tried, batch_size=size)).result.rate
+        say(f"{asked.entrant} in batches of {size}: {rate:.2f} requests/s")
+        if rate < best_rate:
+            break
+        best, best_rate = size, rate
+    most = asked.num_documents if most_minutes is None else int(60 * most_minutes * best_rate / NUM_CHOICES)
+    return replace(asked, batch_size=best, num_documents=max(tried.num_documents, min(asked.num_documents, most)))
+
+
+def require_agreement(rounds: Rounds) -> None:
+    """Raises MillraceError where the last scores differ from those of transformers in memory."""
+    for entrant, all_scores in rounds.items():
+        difference = differs_by(all_scores[-1], rounds[Entrant.hf][-1])
+        if difference > TOLERANCE:
+            raise MillraceError(
+                f"{entrant.value}: log-probabilities are up to {difference:.2g} from those of {Entrant.hf.value}, "
+                f"more than {TOLERANCE:g}"
+            )
+
+
+def differs_by(scores: Scores, judge: Scores) -> float:
+    """The largest difference of two log-probabilities, of the documents that both have; infinity where a document is
+    right to one of them alone."""
+    if any(ours != theirs for ours, theirs in zip(scores.is_right, judge.is_right, strict=False)):
+        return float("inf")
+    pairs = zip(scores.logprobs, judge.logprobs, strict=False)
+    return max(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
+
+
+def evaluation_table(rounds: Rounds) -> str:
+    """A row for each entrant; `faster` says how many times as many requests in a second Millrace answers, `memory`
+    which share of the peer's peak it takes."""
+    ours = rounds[Entrant.millrace]
+    judge = rounds[Entrant.hf][-1]
+    headings = ["entrant", "batch", "requests", "requests/s, median (min-max)", "Millrace is faster"]
+    headings += ["peak memory above baseline", "Millrace takes of it", "read per run", "accuracy", "differs by"]
+    rows = []
+    for entrant, all_scores in rounds.items():
+        results = [scores.result for scores in all_scores]
+        rates = [result.rate for result in results]
+        peak = _peak(all_scores)
+        is_right = all_scores[-1].is_right
+        rows.append(
+            [
+                entrant.value,
+                results[0].batch_size or "-",
+                f"{NUM_CHOICES * len(is_right):,}",
+                f"{median(rates):.3f} ({min(rates):.3f}-{max(rates):.3f})",
+                f"{median(scores.result.rate for scores in ours) / median(rates):.2f}x",
+                format_bytes(peak),
+                f"{_peak(ours) / peak:.0%}",
+                format_bytes(median(result.bytes_read for result in results)),
+                f"{sum(is_right)} of {len(is_right)}",
+                f"{differs_by(all_scores[-1], judge):.1e}",
+            ]
+        )
+    return table(headings, rows)
+
+
+def _peak(all_scores: Sequence[Scores]) -> float:
+    return median(scores.result.peak_bytes - scores.result.baseline_bytes for scores in all_scores)

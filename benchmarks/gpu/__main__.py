@@ -1,0 +1,97 @@
+"""`python -m benchmarks.gpu`: what `python -m jobs.bench suite=gpu` measures, where neither hydra nor omegaconf,
+datasets or pyarrow are installed. Settings are those of `gpu:` in conf/bench.yaml, as `gpu.minutes=4`.
+
+`toy` stands for a small model that takes the same path, to see in a minute or two that all of it runs.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from jobs.config.typed import build
+from runtime.errors import ConfigError, MillraceError, require
+
+from .config import GpuConfig
+from .suite import run_gpu
+
+FOLDER = Path("outputs/gpu")
+TOY_SHAPE: Mapping[str, int] = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": 4096,
+}  # fmt: skip
+TOY: Mapping[str, object] = {
+    "num_layers": 6,
+    "num_prompts": 16,
+    "num_new_tokens": 4,
+    "device_memory_gib": 2.0,
+    "minutes": 4.0,
+}
+INTERRUPTED = 75  # the exit code of all commands that could go on
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSettings:
+    """Those keys of conf/bench.yaml that `suite=gpu` goes by."""
+
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    prompt_tokens: int = 60
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("prompt_tokens", "rounds"):
+            require(getattr(self, key) >= 1, f"{key} must be 1 or more, got {getattr(self, key)}")
+
+
+def settings(arguments: Sequence[str]) -> GpuSettings:
+    """The settings that the command line asks for. Raises ConfigError."""
+    gpu, others = dict(TOY) if "toy" in arguments else {}, dict[str, object]()
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals and key != "toy":
+            raise ConfigError(f"{argument}: `toy` or KEY=VALUE is wanted, such as gpu.minutes=4")
+        if equals and key.startswith("gpu."):
+            gpu[key.removeprefix("gpu.")] = _value(value)
+        elif equals:
+            others[key] = _value(value)
+    if "toy" in arguments:
+        experts = {"num_local_experts": 4} if gpu.get("model", "mixtral") == "mixtral" else {}
+        gpu.setdefault("shape", {**TOY_SHAPE, **experts})
+    return build(GpuSettings, {**others, "gpu": gpu})
+
+
+def _value(value: str) -> object:
+    """The value as JSON; a word that is no JSON is itself, as in `gpu.device=cuda:1`."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def main() -> None:
+    try:
+        wanted = settings(sys.argv[1:])
+        measured = run_gpu(wanted.gpu, wanted.prompt_tokens, wanted.rounds, _say)
+    except MillraceError as error:
+        _say(f"error: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _say("error: interrupted before the worker had said what machine this is")
+        sys.exit(INTERRUPTED)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "table.md").write_text(measured.table + "\n", encoding="utf-8")
+    rounds = {name: [asdict(result) for result in results] for name, results in measured.rounds.items()}
+    (FOLDER / "rounds.json").write_text(json.dumps(rounds), encoding="utf-8")
+    sys.stdout.write(f"{measured.table}\n\nKept in {FOLDER}/table.md and rounds.json.\n")
+    if measured.is_interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Measures one variant after the other in one process, over random weights in host memory.
+
+Host memory holds two copies of the weights and no third: accelerate's, pageable as its users have them, and Millrace's,
+pinned. torch keeps pinned memory that is freed, so only the first session pins; each draws its weights anew, which
+takes seconds and is not timed.
+"""
+
+import logging
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from jobs.config.typed import build
+from runtime.api import Runtime
+from runtime.config import (
+    DType,
+    KVConfig,
+    KVTier,
+    MachineConfig,
+    ModelConfig,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    SamplingConfig,
+    Tier,
+)
+from runtime.engine.sequence import Request
+from runtime.errors import BudgetError, ConfigError
+from runtime.measure.machine import device_name
+from runtime.plan.cost.rates import MachineRates
+from runtime.stream.device import ComputeDevice
+from runtime.stream.host_memory import available_bytes
+from runtime.units import GIB, format_bytes, gib_to_bytes
+
+from ..contenders import DEEPSPEED_VARIANT, HOST, VARIANTS, Ours, Variant
+from ..millrace import generated, requests_of
+from ..peers.hugging_face import DeviceModel, model_of, offloaded
+from ..task import forget_pages, prompts
+from .config import MODELS
+from .device import limit, measure_link, reserved_peak_bytes, start_anew
+from .progress import Progress, ToldDevice
+from .random_init import INT4, RandomInitModel, RandomInitRuntime, outline_model, parameters_of, size_of
+from .task import GpuTask, Machine, Measurement, phases_of
+
+log = logging.getLogger(__name__)
+
+MICRO_BATCHES = 4  # of a whole block; of one whose weights all lie in the device one, as a plan by itself has it
+CHUNK_TOKENS = 8192  # of prompts per lane and pass: a pass brings all weights, so a lane's prompts go in one
+NUM_COPIES = 2  # of the weights in host memory
+HOST_SHARE = 0.75  # of free memory, that they may take: buffers for what is read from disk come on top
+DEVICE_SHARE = 0.7  # of the device, that the weights of the cut model may take
+DISK_LAYERS, DISK_SHARE = 4, 0.5  # of the model on disk, at most, and of the disk's free bytes that it may take
+MANY_WORDS = 1000  # a vocabulary of any size gives prompts of the same lengths
+MOST_THREADS = 16  # that draw; more are no faster than memory
+HOST_STEPS = 8  # of a layer, in which a host budget grows until one is kept beside what is read
+
+
+class GpuBench:
+    """Writes outlines of its models into `folder`. Not thread-safe."""
+
+    def __init__(self, task: GpuTask, folder: Path, device: ComputeDevice, progress: Progress):
+        self._task, self._device, self._progress, gpu = task, device, progress, task.gpu
+        self._num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._device_bytes = gib_to_bytes(gpu.device_memory_gib)
+        size, free_bytes = size_of(gpu, folder), available_bytes()
+        most = gpu.num_layers or MODELS[gpu.model].num_layers
+        num_layers = gpu.num_layers or size.layers_within(HOST_SHARE * free_bytes / NUM_COPIES, most)
+        cut_layers = size.layers_within(DEVICE_SHARE * self._device_bytes, num_layers)
+        progress(f"drawing the numbers that weights are made of: {num_layers} layers, {cut_layers} in the device")
+        self._whole_model, self._cut_model = (outline_model(gpu, folder, n) for n in (num_layers, cut_layers))
+        self._int4_model: RandomInitModel | None = None
+        disk_bytes = DISK_SHARE * shutil.disk_usage(folder).free
+        self._num_disk_layers = size.layers_within(disk_bytes, min(DISK_LAYERS, num_layers))
+        self._disk_model: RandomInitModel | None = None
+        self._folder, self._layer_bytes = folder, size.layer_bytes
+        self._weight_bytes = size.of_layers(num_layers)
+        self._host_gib = (free_bytes - self._weight_bytes) / GIB  # later, what torch keeps pinned looks taken
+        self._runtimes: dict[Variant, Runtime] = {}
+        self._rates: MachineRates | None = None  # measured once for all: they only predict here, and decide nothing
+        self._batch_sizes: dict[Variant, int] = {}
+        self._whole: DeviceModel | None = None
+
+    def machine(self) -> Machine:
+        """Measures the link."""
+        self._progress("measuring the link")
+        return Machine(
+            device=device_name(self._device),
+            model=MODELS[self._task.gpu.model].title + " in other sizes" * bool(self._task.gpu.shape),
+            link=measure_link(self._device),
+            num_layers=self._whole_model.num_layers,
+            weight_bytes=self._weight_bytes,
+        )
+
+    def measure(self, variant: Variant) -> Measurement:
+        """Raises what a peer raises, or MillraceError. Nobody gets more of the device than may be used."""
+        start_anew(self._device)
+        limit(self._device, self._device_bytes)
+        measured = self._peer(variant) if variant.is_peer else self._millrace(variant)
+        assert measured.result is not None, "what raises nothing has a result"
+        peak_bytes = reserved_peak_bytes(self._device)
+        return replace(measured, result=replace(measured.result, peak_device_bytes=peak_bytes))
+
+    def _model(self, variant: Variant) -> RandomInitModel:
+        if variant.is_on_disk:
+            return self._on_disk()
+        if variant.is_int4:
+            if self._int4_model is None:
+                self._progress("rounding numbers to four bits, in groups that share a scale")
+                self._int4_model = outline_model(self._task.gpu, self._folder, self._whole_model.num_layers, INT4)
+            return self._int4_model
+        return self._cut_model if variant.is_cut else self._whole_model
+
+    def _on_disk(self) -> RandomInitModel:
+        """Written when it is first asked for; none of it stays in the page cache."""
+        if self._disk_model is None:
+            self._progress(f"writing {self._num_disk_layers} layers of {format_bytes(self._layer_bytes)} each to disk")
+            self._disk_model = outline_model(self._task.gpu, self._folder, self._num_disk_layers)
+            self._disk_model.weights.write(self._num_threads)
+            forget_pages(self._disk_model.path)
+        return self._disk_model
+
+    def _millrace(self, variant: Variant) -> Measurement:
+        runtime = self._runtime(variant)
+        requests = requests_of(runtime, self._prompts(variant))
+        if variant.entry.tier is Tier.auto:
+            self._give_host_memory_for_some(runtime, requests)
+        run = generated(runtime, requests, rates=self._rates, is_warmed_up=True, say=self._progress)
+        self._rates = run.rates
+        return Measurement(
+            variant=variant.name,
+            num_layers=self._model(variant).num_layers,
+            num_sequences=len(requests),
+            is_rounded=variant.is_int4,
+            result=run.result,
+            phases=phases_of(run.passes),
+        )
+
+    def _give_host_memory_for_some(self, runtime: Runtime, requests: Sequence[Request]) -> None:
+        """Limits host memory to the least with which some layers stay there and others are read from disk. On a CPU,
+        where host memory is what computes, nothing is changed. Raises BudgetError where there is no such limit."""
+        if not self._device.is_accelerator or runtime.config.offload.host_memory_gib != self._host_gib:
+            return
+        step, walk = self._layer_bytes / HOST_STEPS, runtime.plan(requests, rates=self._rates).placement.walk
+        for number in range(1, 1 + math.ceil(self._host_gib * GIB / step)):
+            offload = replace(runtime.config.offload, host_memory_gib=number * step / GIB)
+            runtime.config = replace(runtime.config, offload=offload)
+            try:
+                walk = runtime.plan(requests, rates=self._rates).placement.walk
+            except BudgetError:
+                continue
+            if walk.in_host:
+                break
+        from_disk = set(walk.streamed) - walk.in_host
+        if not (walk.in_host and from_disk):
+            raise BudgetError(f"no host memory holds some of the {self._num_disk_layers} layers on disk beside others")
+        self._progress(f"of the layers {len(walk.in_host)} stay in host memory, {len(from_disk)} are read from disk")
+
+    def _runtime(self, variant: Variant) -> Runtime:
+        """The runtime of each variant, kept."""
+        if variant not in self._runtimes:
+            config, model = self._config(variant), self._model(variant)
+            weights = None if variant.is_on_disk else model.weights
+            count = partial(self._progress.count, "synthesising")
+            self._runtimes[variant] = RandomInitRuntime(config, self._device, weights, count)
+        return self._runtimes[variant]
+
+    def _config(self, variant: Variant) -> RuntimeConfig:
+        gpu, ours = self._task.gpu, variant.entry if isinstance(variant.entry, Ours) else HOST
+        return RuntimeConfig(
+            model=ModelConfig(name=gpu.model, path=str(self._model(variant).path), dtype=DType.bfloat16),
+            offload=OffloadConfig(
+                tier=variant.entry.tier,
+                device_memory_gib=gpu.device_memory_gib,
+                host_memory_gib=self._host_gib,
+                reader_threads=self._num_threads,
+                resident_layers=0 if variant.is_on_disk or variant.is_int4 else None,
+            ),
+            kv=KVConfig(tier=ours.kv, device_fraction=0.0 if ours.kv is KVTier.cpu else None),
+            policy=PolicyConfig(
+                kind=PolicyKind.fixed,
+                micro_batch_size=-(-gpu.num_prompts // (variant.part * _lanes(variant))),
+                num_micro_batches=_lanes(variant),
+                schedule=ours.schedule,
+                attention=ours.attention,
+                admission=ours.admission,
+                prefill_chunk_tokens=self._chunk_tokens(variant),
+            ),
+            sampling=SamplingConfig(max_new_tokens=gpu.num_new_tokens, ignore_eos=True, temperature=0.0),
+            machine=MachineConfig(device=str(self._device.torch_device)),
+        )
+
+    def _chunk_tokens(self, variant: Variant) -> int:
+        if variant.num_pieces == 1:
+            return CHUNK_TOKENS
+        gpu = self._task.gpu
+        lengths = [len(ids) for ids in prompts(gpu.num_prompts, MANY_WORDS, self._task.prompt_tokens)]
+        return -(-sum(lengths) // (variant.part * _lanes(variant) * variant.num_pieces))
+
+    def _peer(self, variant: Variant) -> Measurement:
+        peer, ids = (self._held if variant.is_cut else self._offloaded)(variant), self._prompts(variant)
+        if variant not in self._batch_sizes:
+            self._progress("trying batches, the largest first")
+            self._batch_sizes[variant] = peer.largest_batch(ids, lambda: start_anew(self._device))
+            start_anew(self._device)
+        size = self._batch_sizes[variant]
+        self._progress(f"{size} sequences, which count")
+        result = peer.measure(ids[:size], self._task.gpu.num_new_tokens)
+        if not variant.is_cut:
+            result = replace(result, bytes_copied=peer.num_forwards * self._weight_bytes)
+        return Measurement(
+            variant=variant.name, num_layers=self._model(variant).num_layers, num_sequences=size, result=result
+        )
+
+    def _held(self, variant: Variant) -> DeviceModel:
+        """One tensor after the other, so that host memory holds no third copy."""
+        place, model = self._device.torch_device, self._model(variant)
+        self._progress(f"synthesising {model.num_layers} layers of {format_bytes(self._layer_bytes)} in the device")
+        there = {
+            name: tensor.to(place)
+            for parameter in parameters_of(self._runtime(variant))
+            for name, tensor in model.weights.tensors([parameter], self._num_threads).items()
+        }
+        held = model_of(model.path, there)
+        held.to(device=place)  # pyright: ignore[reportCallIssue] - its buffers
+        return DeviceModel(held, self._device)
+
+    def _offloaded(self, variant: Variant) -> DeviceModel:
+        """Made once: it is the second copy of the weights."""
+        if self._whole is None:
+            self._progress(f"synthesising {format_bytes(self._weight_bytes)}, the peer's own copy")
+            tensors = self._model(variant).weights.tensors(parameters_of(self._runtime(variant)), self._num_threads)
+            model = model_of(self._model(variant).path, tensors)
+            self._whole = _partitioned(model, self._device) if self._task.is_alone else offloaded(model, self._device)
+        return self._whole
+
+    def _prompts(self, variant: Variant) -> list[list[int]]:
+        vocab_size, gpu = self._runtime(variant).model.shape.vocab_size, self._task.gpu
+        return prompts(gpu.num_prompts, vocab_size, self._task.prompt_tokens)[: max(1, gpu.num_prompts // variant.part)]
+
+
+def _lanes(variant: Variant) -> int:
+    """Each lane is launched by itself, and where nothing is streamed that is most of a decode pass."""
+    return 1 if variant.is_cut else MICRO_BATCHES
+
+
+def measurements(task: GpuTask, device: ComputeDevice, progress: Progress) -> Iterator[Machine | Measurement]:
+    """The machine, then rounds that alternate. A variant that cannot run is named once, and so is one that no time was
+    left for: none begins that takes longer than there is time left, by what it took before or, at first, by what the
+    slowest of its kind did, peers or ours."""
+    end = (time.monotonic() if task.begun is None else task.begun) + task.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        bench = GpuBench(task, Path(folder), device, progress)
+        yield bench.machine()
+        left = [DEEPSPEED_VARIANT] if task.is_alone else list(VARIANTS)
+        took: dict[Variant, float] = {}
+        for number in range(1, task.rounds + 1):
+            for variant in list(left):
+                begin = time.monotonic()
+                alike = [seconds for each, seconds in took.items() if each.is_peer == variant.is_peer]
+                if begin + took.get(variant, max(alike or took.values(), default=0.0)) >= end:
+                    if variant not in took:
+                        left.remove(variant)
+                        yield Measurement(variant=variant.name, refusal=f"no time was left of {_minutes(task)}")
+                    continue
+                progress.begin(f"{variant.name}, round {number}")
+                measurement = _measured(bench, variant)
+                if measurement.refusal:
+                    left.remove(variant)
+                else:
+                    took[variant] = time.monotonic() - begin
+                yield measurement
+
+
+def _minutes(task: GpuTask) -> str:
+    return f"gpu.minutes={task.gpu.minutes:g}"
+
+
+def _measured(bench: GpuBench, variant: Variant) -> Measurement:
+    """Whatever it raises stops none of the others: the machine may be lent for these minutes alone."""
+    if variant.missing:
+        return Measurement(variant=variant.name, refusal=f"{', '.join(variant.missing)} is not installed")
+    try:
+        return bench.measure(variant)
+    except Exception as error:
+        log.exception("%s", variant.name)
+        return Measurement(variant=variant.name, refusal=f"{type(error).__name__}: {error}")
+
+
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Raises ConfigError where there is no such device."""
+    task = build(GpuTask, question)
+    progress = Progress(time.monotonic() if task.begun is None else task.begun)
+    progress(f"the worker has imported torch {torch.__version__}, and opens {task.gpu.device}")
+    if task.gpu.device != "cpu" and not torch.accelerator.is_available():
+        raise ConfigError(f"gpu.device={task.gpu.device}: torch {torch.__version__} finds no accelerator here")
+    yield from map(asdict, measurements(task, ToldDevice(task.gpu.device, progress), progress))
+
+
+def _partitioned(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
+    from ..peers.zero_inference import partitioned  # which few environments have
+
+    return partitioned(model, device)

@@ -1,0 +1,65 @@
+"""What an environment lacks, and what `suite=gpu` then cannot measure: said before anything is measured."""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from ..contenders import is_installed
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+WHEELS = "docs/first-gpu-run.md says how to bring wheels along"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """A package that is imported as `module`. `cost`: what is not measured without it; None: nothing is."""
+
+    name: str
+    module: str
+    cost: str | None = None
+
+
+NEEDS = (
+    Need(name="torch", module="torch"),
+    Need(name="transformers", module="transformers"),
+    Need(name="safetensors", module="safetensors"),
+    Need(name="greenlet", module="greenlet"),
+    Need(name="numba", module="numba", cost="'millrace, attention=cpu' is left out, as torch operators would run"),
+    Need(name="accelerate", module="accelerate", cost="'accelerate cpu_offload' is left out"),
+    Need(name="deepspeed", module="deepspeed", cost="'deepspeed ZeRO-Inference' is left out"),
+)
+
+
+def vital() -> list[str]:
+    """Names of the packages without which nothing runs and that are not there."""
+    return [need.name for need in NEEDS if need.cost is None and not is_installed(need.module)]
+
+
+def complaints() -> Iterator[str]:
+    """One line for each package that is missing, or of a version that pyproject.toml does not name."""
+    wanted = _requirements()
+    for need in NEEDS:
+        if not is_installed(need.module):
+            yield f"{need.name} is not installed: {need.cost or 'nothing of Millrace runs'}. {WHEELS}"
+        elif (required := wanted.get(need.name)) and (found := _version(need.name)) not in required.specifier:
+            yield f"{need.name} {found} is installed, pyproject.toml wants {required}: what follows was never tested"
+
+
+def _requirements() -> Mapping[str, Requirement]:
+    """What the checkout's pyproject.toml requires, by name; nothing where the package was installed without it."""
+    if not PYPROJECT.exists():
+        return {}
+    lines = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
+    return {requirement.name: requirement for requirement in map(Requirement, lines)}
+
+
+def _version(name: str) -> str:
+    """The version without a build's own mark, such as +cpu."""
+    try:
+        return version(name).partition("+")[0]
+    except PackageNotFoundError:
+        return "of an unknown version"

@@ -1,0 +1,86 @@
+"""`suite=gpu`: its workers, and what becomes of their answers."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import islice
+
+from jobs.config.typed import build
+from runtime.errors import MillraceError
+
+from ..contenders import DEEPSPEED_VARIANT, VARIANTS
+from ..report import gpu_table
+from ..runner import Limit, Worker
+from ..task import Measured, Result
+from .config import GpuConfig
+from .device import described
+from .missing import complaints, vital
+from .task import GpuTask, Machine, Measurement
+
+Work = Callable[[GpuTask], Iterator[str]]
+LEAST_SECONDS = 60.0  # that a worker needs before it measures
+GRACE_SECONDS, GRACE_SHARE = 45.0, 0.2  # beyond its time, the smaller of both, for what is being measured: then it ends
+INTERRUPTED = Measurement(variant="what came next", refusal="the command was interrupted")
+
+
+def run_gpu(
+    gpu: GpuConfig, prompt_tokens: int, rounds: int, say: Callable[[str], object], work: Work | None = None
+) -> Measured:
+    """`say` is told what is missing, and how each measurement went. A worker that fails, runs out of time or is
+    interrupted ends nothing but itself: the table has what there is. Raises MillraceError where not even the machine
+    is known."""
+    work, begun = work or lines_of, time.monotonic()
+    end = begun + 60 * gpu.minutes
+    for complaint in complaints():
+        say(complaint)
+    if names := vital():
+        raise MillraceError(f"suite=gpu: {', '.join(names)} not installed, see above: nothing can be measured")
+    task = GpuTask(gpu=gpu, prompt_tokens=prompt_tokens, rounds=rounds, seconds=60 * gpu.minutes, begun=begun)
+    say("starting the worker, which imports torch and transformers; its seconds are those since now")
+    lines = work(task)
+    machine = build(Machine, json.loads(next(lines)))
+    say(f"{machine.device}, {machine.num_layers} layers. {described(machine.link)}")
+    measurements = list(_measurements("the worker", lines, say))
+    alone = DEEPSPEED_VARIANT.name
+    if DEEPSPEED_VARIANT.missing:
+        measurements.append(Measurement(variant=alone, refusal="it is not installed"))
+    elif end < time.monotonic() + LEAST_SECONDS or measurements[-1:] == [INTERRUPTED]:
+        measurements.append(Measurement(variant=alone, refusal="no time is left for it"))
+    else:
+        now = time.monotonic()
+        lines = work(replace(task, seconds=end - now, begun=now, is_alone=True))
+        measurements += _measurements(alone, islice(lines, 1, None), say)
+    results: dict[str, list[Result]] = {}
+    for each in measurements:
+        if each.result is not None:
+            results.setdefault(each.variant, []).append(each.result)
+    peers = [each.name for each in (*VARIANTS, DEEPSPEED_VARIANT) if each.is_peer and each.name in results]
+    return Measured(
+        table=gpu_table(machine, measurements, gpu.device_memory_gib),
+        rounds=results,
+        peers=peers,
+        is_interrupted=INTERRUPTED in measurements,
+    )
+
+
+def _measurements(name: str, lines: Iterator[str], say: Callable[[str], object]) -> Iterator[Measurement]:
+    """The worker's measurements. Where it fails, those before count, and the last says why there are no more."""
+    try:
+        for line in lines:
+            measurement = build(Measurement, json.loads(line))
+            result = measurement.result
+            say(f"{measurement.variant}: " + (f"{result.seconds:.1f} s" if result else measurement.refusal))
+            yield measurement
+    except MillraceError as error:
+        yield Measurement(variant=name, refusal=str(error))
+    except KeyboardInterrupt:
+        yield INTERRUPTED
+
+
+def lines_of(task: GpuTask) -> Iterator[str]:
+    """The answers of the worker. Raises MillraceError where it fails or outlasts its time."""
+    grace = min(GRACE_SECONDS, GRACE_SHARE * task.seconds)
+    complaint = f"was stopped {grace:.0f} s beyond its {task.seconds:.0f} s (gpu.minutes), in what it said last"
+    limit = Limit(seconds=task.seconds + grace, complaint=complaint)
+    return Worker(name="the worker", module="benchmarks.gpu.bench", question=asdict(task), limit=limit).lines()

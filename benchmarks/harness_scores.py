@@ -1,0 +1,146 @@
+"""One measurement of an evaluation: a task of lm-evaluation-harness, scored by Millrace or by the harness' own model of
+transformers, in a process of its own.
+
+Timed is all between the harness' start and its results; what peers load before is not, what Millrace opens is. The
+checkpoint's pages are dropped from the page cache first, and all along for a peer that reads it layer by layer.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jobs.config.settings import GenerateConfig
+from jobs.record.passes import Start
+from runtime.api import Runtime
+from runtime.config import DType, MachineConfig, ModelConfig, OffloadConfig, PolicyConfig, SharePrefixes, Tier
+from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak, resident_bytes
+from runtime.units import GIB
+
+from .task import Result, forget_pages, forgetting
+
+
+class Entrant(Enum):
+    """`unshared` computes every context whole; `hf` and `hf_disk` are the harness' own model of transformers, in
+    float32."""
+
+    millrace = "millrace, nvme"
+    unshared = "millrace, nvme, share_prefixes=off"
+    hf = "lm-eval hf, in memory"
+    hf_disk = "lm-eval hf, disk offload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The first `num_documents` of `task`, whose YAML lies in `tasks`. `weight_share`: of the checkpoint's bytes, that
+    host memory may be which Millrace plans with and the offloaded peer keeps weights in."""
+
+    entrant: str
+    path: str
+    tasks: str
+    task: str
+    num_documents: int
+    weight_share: float
+    num_threads: int
+    batch_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Log-probabilities of the choices of each document, and whether the right one has the highest."""
+
+    result: Result
+    logprobs: list[list[float]]
+    is_right: list[bool]
+
+    @staticmethod
+    def read(answer: Mapping[str, Any]) -> "Scores":
+        return Scores(**{**answer, "result": Result(**answer["result"])})
+
+
+def measure(asked: Asked) -> Scores:
+    torch.set_num_threads(asked.num_threads)
+    forget_pages(Path(asked.path))
+    with tempfile.TemporaryDirectory() as folder:
+        if Entrant(asked.entrant) in (Entrant.millrace, Entrant.unshared):
+            return _millrace(asked, Path(folder))
+        return _hugging_face(asked, folder, is_offloaded=Entrant(asked.entrant) is Entrant.hf_disk)
+
+
+def _millrace(asked: Asked, folder: Path) -> Scores:
+    """It goes the way of `jobs.evaluate`, with parts on disk."""
+    from jobs.evaluating.asking import Answerer
+    from jobs.evaluating.model import HarnessModel
+
+    sharing = SharePrefixes.off if Entrant(asked.entrant) is Entrant.unshared else SharePrefixes.auto
+    config = GenerateConfig(
+        model=ModelConfig(name="hf", path=asked.path, dtype=DType.float32),
+        offload=OffloadConfig(tier=Tier.nvme, host_memory_gib=_host_bytes(asked) / GIB),
+        policy=PolicyConfig(share_prefixes=sharing),
+        machine=MachineConfig(num_threads=asked.num_threads),
+        output_root=str(folder),
+    )
+    return _timed(
+        asked, lambda: HarnessModel(Answerer(config, folder / "run", lambda: False, Start())), resident_bytes()
+    )
+
+
+def _hugging_face(asked: Asked, folder: str, *, is_offloaded: bool) -> Scores:
+    from lm_eval.models.huggingface import HFLM
+
+    baseline = resident_bytes()
+    assert asked.batch_size is not None, "given, or searched before"
+    told: dict[str, Any] = {
+        "pretrained": asked.path,
+        "device": "cpu",
+        "dtype": "float32",
+        "batch_size": asked.batch_size,
+    }
+    if is_offloaded:
+        told |= {"parallelize": True, "max_cpu_memory": _host_bytes(asked), "offload_folder": folder}
+    model = HFLM(**told)
+    with forgetting(Path(asked.path)) if is_offloaded else nullcontext():
+        return _timed(asked, lambda: model, baseline)
+
+
+def _host_bytes(asked: Asked) -> int:
+    config = GenerateConfig(model=ModelConfig(name="hf", path=asked.path))
+    return int(asked.weight_share * Runtime(config.runtime).model.shape.weight_bytes)
+
+
+def _timed(asked: Asked, opened: Callable[[], Any], baseline_bytes: int) -> Scores:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=asked.tasks, include_defaults=False)
+    read_before = disk_read_bytes()
+    reset_peak()
+    begin = time.monotonic()
+    found = simple_evaluate(
+        opened(), tasks=[asked.task], task_manager=manager, limit=asked.num_documents, bootstrap_iters=0
+    )
+    seconds = time.monotonic() - begin
+    assert found is not None, "this is the only process"
+    documents = sorted(found.get("samples", {})[asked.task], key=lambda document: document["doc_id"])
+    logprobs = [[float(logprob) for logprob, _ in document["filtered_resps"]] for document in documents]
+    result = Result(
+        seconds=seconds,
+        prefill_seconds=seconds,
+        rate=sum(map(len, logprobs)) / seconds,
+        peak_bytes=peak_resident_bytes(),
+        baseline_bytes=baseline_bytes,
+        bytes_read=disk_read_bytes() - read_before,
+        tokens=[],
+        batch_size=asked.batch_size,
+    )
+    return Scores(result=result, logprobs=logprobs, is_right=[bool(document["acc"]) for document in documents])
+
+
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield asdict(measure(Asked(**question)))

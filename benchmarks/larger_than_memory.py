@@ -1,0 +1,234 @@
+"""A model that is larger than the machine's memory, in each form that `millrace pack` makes of it, beside what else can
+run it. Forms are made one after the other, measured and deleted, so that the disk holds the model and one of them.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from jobs.packing.config import Format, PackConfig, SourceConfig
+from jobs.packing.packing import pack
+from runtime.config import PolicyKind
+from runtime.errors import MillraceError
+from runtime.synthesize.checkpoints import synthesize_checkpoint
+from runtime.units import format_bytes
+
+from .config import BenchConfig, Form, task_of
+from .contenders import CONTENDERS, Contender, Peer
+from .report import table
+from .runner import gguf_path
+from .task import Measured, Result, Task, prompts_of
+
+SHARES: Mapping[Form, float] = {  # of the published bytes that a form takes, at most
+    Form.published: 1.0, Form.lossless: 0.76, Form.int8: 0.52, Form.fp8: 0.52, Form.int4: 0.29,
+}  # fmt: skip
+GGUF_SHARES = {"F16": 1.0, "Q8_0": 0.54, "Q4_0": 0.29}
+OFFLOADED_SHARES = {Contender.accelerate_disk: 2.0, Contender.accelerate_disk_bf16: 1.0}
+PARAMETERS_OF_A_LAYER, PARAMETERS_BESIDE = 1_451_270_144, 262_148_096  # of Mixtral 8x7B
+BYTES_OF_BF16 = 2
+
+Measure = Callable[[Task], Result]
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was measured of one row of the table, in files of so many bytes."""
+
+    name: str
+    num_bytes: int
+    loss: str
+    results: Sequence[Result]
+
+
+def run_larger(config: BenchConfig, say: Say, measure: Measure) -> Measured:
+    """Raises MillraceError where there is no room for the model, and where Millrace fails; a peer that fails is left
+    out, and the table says why."""
+    entries, refusals, wanted = list[Entry](), dict[str, str](), config.larger
+    with _model(config, say) as folder:
+        published = folder / Form.published.value
+        for form in wanted.forms:
+            with _form(published, form, say) as path:
+                task = _task(config, Contender.nvme, path)
+                results = _rounds(config, f"millrace, {form.value}", task, say, measure)
+                entries.append(Entry(f"millrace, {form.value}", _num_bytes(path), _loss(form), results))
+        for peer in wanted.peers:
+            try:
+                _require_room(published, _peer_share(published, peer), f"{peer.value}'s own copy")
+                with _own_copy(published, peer, keeps=wanted.directory is not None):
+                    results = _rounds(config, peer.value, _task(config, peer, published), say, measure)
+            except MillraceError as error:
+                refusals[peer.value] = str(error)
+                say(f"{peer.value} is left out: {error}")
+                continue
+            num_bytes = int(_num_bytes(published) * GGUF_SHARES.get(_gguf_kind(peer) or "", 1.0))
+            entries.append(Entry(peer.value, num_bytes, _peer_loss(peer), results))
+    found = larger_table(entries, _prompt_tokens(config))
+    found += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
+    return Measured(
+        table=found,
+        rounds={entry.name: entry.results for entry in entries},
+        peers=[peer.value for peer in wanted.peers if peer.value not in refusals],
+    )
+
+
+def _rounds(config: BenchConfig, name: str, task: Task, say: Say, measure: Measure) -> list[Result]:
+    results = list[Result]()
+    for turn in range(config.rounds):
+        results.append(measure(task))
+        say(f"{name}, round {turn + 1}: {results[-1].seconds:.1f} s, prefill {results[-1].prefill_seconds:.1f} s")
+    return results
+
+
+def _task(config: BenchConfig, contender: Contender, path: Path) -> Task:
+    """One block of all prompts, as large as it is, in memory that is the same for each of ours."""
+    entry = CONTENDERS[contender]
+    task = task_of(config, contender, str(path), config.num_prompts)
+    if isinstance(entry, Peer):
+        sizes = [size for size in entry.batch_sizes if size <= config.num_prompts]
+        return replace(task, batch_size=task.batch_size or max(sizes, default=config.num_prompts))
+    return replace(task, policy=PolicyKind.auto.value, host_memory_gib=config.larger.host_memory_gib)
+
+
+@contextmanager
+def _model(config: BenchConfig, say: Say) -> Iterator[Path]:
+    """A folder that holds the published form, and keeps it if the user named it."""
+    named = config.larger.directory
+    folder = Path(named) if named is not None else Path(tempfile.mkdtemp(prefix="larger-"))
+    published = folder / Form.published.value
+    try:
+        if not (published / "config.json").exists():
+            _synthesize(config, published, say)
+        yield folder
+    finally:
+        if named is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _synthesize(config: BenchConfig, published: Path, say: Say) -> None:
+    parameters = PARAMETERS_OF_A_LAYER * config.larger.num_layers + PARAMETERS_BESIDE
+    published.parent.mkdir(parents=True, exist_ok=True)
+    overrides = dict(config.larger.architecture)
+    num_bytes = 0 if overrides else parameters * BYTES_OF_BF16
+    _require_free(published.parent, num_bytes, "the model")
+    say(f"synthesizing {config.larger.num_layers} layers of Mixtral into {published}")
+    synthesize_checkpoint(
+        model="mixtral",
+        overrides={"num_hidden_layers": config.larger.num_layers, **overrides},
+        directory=published,
+        dtype=torch.bfloat16,
+    )
+
+
+@contextmanager
+def _form(published: Path, form: Form, say: Say) -> Iterator[Path]:
+    """The directory of a form, which is deleted if it was made here."""
+    path = published.parent / form.value
+    is_made = form is not Form.published and not (path / "config.json").exists()
+    if is_made:
+        _require_room(published, SHARES[form], f"the form {form.value}")
+        say(f"packing into {path}")
+        model = SourceConfig(path=str(published))
+        pack(PackConfig(model=model, out=str(path), format=Format[form.value], verify=False), lambda done, total: None)
+    try:
+        yield path
+    finally:
+        if is_made:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _own_copy(published: Path, peer: Contender, *, keeps: bool) -> Iterator[None]:
+    """Deletes at the end what the peer has written of a model that does not stay either."""
+    kind = _gguf_kind(peer)
+    try:
+        yield
+    finally:
+        if kind is not None and not keeps:
+            gguf_path(published, kind).unlink(missing_ok=True)
+
+
+def _require_room(published: Path, share: float | None, what: str) -> None:
+    if share is not None:
+        _require_free(published.parent, int(share * _num_bytes(published)), what)
+
+
+def _require_free(folder: Path, num_bytes: int, what: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise MillraceError(
+            f"{folder} has {format_bytes(free)} left and {what} takes {format_bytes(num_bytes)}: make room, set "
+            "larger.directory to another disk, or fewer larger.num_layers"
+        )
+
+
+def _peer_share(published: Path, peer: Contender) -> float | None:
+    """What it writes besides, of the published bytes: a file of its own if there is none yet, or experts in stacks."""
+    kind = _gguf_kind(peer)
+    if kind is not None:
+        return None if gguf_path(published, kind).exists() else GGUF_SHARES[kind]
+    return OFFLOADED_SHARES.get(peer)
+
+
+def _gguf_kind(peer: Contender) -> str | None:
+    entry = CONTENDERS[peer]
+    isolation = entry.isolation if isinstance(entry, Peer) else None
+    return None if isolation is None else isolation.gguf_kind
+
+
+def _loss(form: Form) -> str:
+    return {Form.published: "exact", Form.lossless: "lossless"}.get(form, "lossy")
+
+
+def _peer_loss(peer: Contender) -> str:
+    kind = _gguf_kind(peer)
+    return "lossy" if kind is not None and GGUF_SHARES[kind] < 1 else "half precision"
+
+
+def _num_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _prompt_tokens(config: BenchConfig) -> int:
+    return sum(map(len, prompts_of(_task(config, Contender.nvme, Path()), 1000)))
+
+
+def larger_table(entries: Sequence[Entry], num_prompt_tokens: int) -> str:
+    """Prefill's rate is that of prompt tokens, decode's of generated ones; ratios are of decode, to the first row's;
+    `equal` counts sequences equal to the first row's."""
+    headings = ["contender", "weights on disk", "numbers", "prefill tokens/s", "decode tokens/s, median (min-max)"]
+    headings += ["decode, ratio", "all, s", "peak memory above baseline", "read per run", "equal"]
+    base, judge = median(map(_decode_rate, entries[0].results)), entries[0].results[0].tokens
+    return table(headings, [_row(entry, num_prompt_tokens, base, judge) for entry in entries])
+
+
+def _row(entry: Entry, num_prompt_tokens: int, base: float, judge: Sequence[list[int]]) -> list[object]:
+    results, last = entry.results, entry.results[-1]
+    rates, prefill = [_decode_rate(result) for result in results], median(r.prefill_seconds for r in results)
+    return [
+        entry.name,
+        format_bytes(entry.num_bytes),
+        entry.loss,
+        f"{num_prompt_tokens / prefill:.1f}" if prefill else "-",
+        f"{median(rates):.2f} ({min(rates):.2f}-{max(rates):.2f})",
+        f"{median(rates) / base:.2f}",
+        f"{median(result.seconds for result in results):.0f}",
+        format_bytes(median(result.peak_bytes - result.baseline_bytes for result in results)),
+        format_bytes(median(result.bytes_read for result in results)),
+        f"{sum(ours == theirs for ours, theirs in zip(last.tokens, judge, strict=False))} of {len(judge)}",
+    ]
+
+
+def _decode_rate(result: Result) -> float:
+    """The rate of all tokens but the first of each sequence, which come out of its prefill; of all where a peer does
+    not say how long that took."""
+    num_tokens = sum(map(len, result.tokens))
+    if not result.prefill_seconds:
+        return num_tokens / result.seconds
+    return (num_tokens - len(result.tokens)) / (result.seconds - result.prefill_seconds)

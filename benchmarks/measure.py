@@ -1,0 +1,94 @@
+"""One measurement of one contender, in a process of its own.
+
+Timed is generation alone, prefill and decode; loading what stays in memory is not. Peak memory counts from after
+the libraries are loaded. The checkpoint's pages are dropped from the page cache first, so that nobody reads from
+memory what is on disk.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jobs.pictures.trace_file import tracing
+from runtime.api import Runtime
+from runtime.config import OffloadConfig, PolicyKind, Tier
+from runtime.engine.sequence import Request
+from runtime.plan.placement.defaults import block_size
+from runtime.plan.planner import plan_run
+from runtime.stream.host_memory import disk_read_bytes
+from runtime.trace import Trace
+from runtime.units import GIB, format_bytes
+
+from .contenders import Ours, Peer, Reading, Sweep
+from .millrace import generated, least_bytes, opened
+from .peers import hugging_face
+from .reading import read_layers, sweep
+from .task import Result, Task, forget_pages
+
+ALL = 1 << 30  # prompts of a file
+NOTHING = Result(seconds=0.0, prefill_seconds=0.0, rate=0.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[])
+
+
+def measure(task: Task) -> Result:
+    torch.set_num_threads(task.num_threads)
+    forget_pages(Path(task.path))
+    match task.entry:
+        case Ours() as ours:
+            with tempfile.TemporaryDirectory() as folder:
+                return _millrace(task, ours, folder)
+        case Peer() as peer:
+            return hugging_face.generate(peer, task)
+        case Reading() as reading:
+            runtime, requests = _within_share(task, OffloadConfig(tier=Tier.nvme, resident_layers=0))
+            return read_layers(runtime, requests, is_plain=reading.is_plain)
+        case Sweep() as entry:
+            return sweep(entry)
+
+
+def _within_share(task: Task, offload: OffloadConfig, trace: Trace | None = None) -> tuple[Runtime, list[Request]]:
+    """The runtime and requests of a task. The host budget of nvme is `weight_share` of the weights plus the KV of the
+    longest requests that have seats, however they are admitted; of a model so small that this is less than what a run
+    takes at least, that. Where prompts come from a file it is that of all in it, so that it is one for all contenders.
+    """
+    if task.host_memory_gib is not None and offload.tier is Tier.nvme:
+        return opened(task, replace(offload, host_memory_gib=task.host_memory_gib), trace)
+    runtime, requests = opened(task, offload, trace)
+    if offload.tier is not Tier.nvme:
+        return runtime, requests
+    shape = runtime.model.shape
+    num_seats = task.num_kv_seats or block_size(runtime.config.policy)
+    everything = requests if task.prompts_file is None else opened(replace(task, num_prompts=ALL), offload)[1]
+    seated = sorted(everything, key=lambda request: -request.size.capacity_tokens)[:num_seats]
+    positions = sum(request.size.capacity_tokens for request in seated)
+    budget = int(task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token)
+    asked = seated if task.policy == PolicyKind.auto.value else requests
+    if task.policy != PolicyKind.hrm.value and (least := least_bytes(runtime, asked)) > budget:
+        line = f"{task.contender}: weight_share={task.weight_share:g} comes to {format_bytes(budget)} of host memory"
+        sys.stderr.write(f"{line}; it has the least that a run takes, {format_bytes(least)}\n")
+        budget = least
+    return opened(task, replace(offload, host_memory_gib=budget / GIB), trace)
+
+
+def _millrace(task: Task, ours: Ours, folder: str) -> Result:
+    """Measures generation; writing a trace counts too, though it happens between passes. What a search chooses is kept
+    in `folder`: the next measurement searches anew."""
+    trace = Trace() if ours.is_traced else None
+    cache_dir = folder if task.policy != PolicyKind.fixed.value else None
+    runtime, requests = _within_share(task, OffloadConfig(tier=ours.tier, cache_dir=cache_dir), trace)
+    if task.is_check:
+        sizes = [request.size for request in requests]
+        plan_run(runtime.model.shape, runtime.config, runtime.budgets(), sizes)
+        return NOTHING
+    read_before = disk_read_bytes()
+    with tracing(Path(folder) / "trace", trace) as write_trace:
+        result = generated(runtime, requests, after_pass=write_trace).result
+    return replace(result, bytes_read=disk_read_bytes() - read_before)  # as they are counted for peers
+
+
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield asdict(measure(Task(**question)))

@@ -1,0 +1,241 @@
+"""Tables and pictures of rounds of measurements: medians, spread, ratios, agreement; and where they were made."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from operator import eq
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from runtime.measure.memory import LINK_IN
+from runtime.units import GIB, format_bytes
+
+from .contenders import CONTENDERS, Act, Contender, Peer, Sweep
+from .gpu.device import described
+from .gpu.task import Machine, Measurement, PhaseTimes
+from .instruction_sets import Isa
+from .task import Result
+
+LINK_BYTES_PER_SECOND = 16e9  # PCIe 4.0 with 8 lanes, or what 16 lanes of 3.0 give
+BAR_PIXELS, FRAME_PIXELS = 34, 110
+OURS, OTHERS = "#4c78a8", "#bab0ac"
+GPU_BASE = "accelerate cpu_offload"  # that ratios are to; where it did not run, the first
+
+Rounds = Mapping[str, Sequence[Result]]
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines).replace(" --- ", "---")
+
+
+def speed_table(rounds: Rounds) -> str:
+    """A row for each contender; `batch` is how many sequences a peer was given at once. Ratios are to the first
+    contender's median; `equal` counts sequences equal to transformers', or to the first contender's where transformers
+    did not take part."""
+    first = next(iter(rounds.values()))
+    base = median(result.rate for result in first)
+    judge = rounds.get("transformers", first)[0].tokens
+    headings = ["contender", "batch", "rate, median (min-max)", "ratio", "peak memory above baseline", "read per run"]
+    rows = []
+    for name, results in rounds.items():
+        tokens, rates = results[0].tokens, [result.rate for result in results]
+        numbers = (median(rates), min(rates), max(rates))
+        middle, low, high = (f"{each:.1f} tok/s" if tokens else f"{each / 1e9:.2f} GB/s" for each in numbers)
+        peak = median(result.peak_bytes - result.baseline_bytes for result in results)
+        same = sum(ours == theirs for ours, theirs in zip(tokens, judge, strict=False))
+        rows.append(
+            [
+                name,
+                results[0].batch_size or "-",
+                f"{middle} ({low}-{high})",
+                f"{median(rates) / base:.2f}",
+                format_bytes(peak),
+                format_bytes(median(result.bytes_read for result in results)),
+                f"{same} of {len(judge)}" if tokens else "-",
+            ]
+        )
+    return table([*headings, "equal"], rows) + _attention_table(rounds)
+
+
+def _attention_table(rounds: Rounds) -> str:
+    """Attention where the KV lies, measured, and what it takes on paper to only bring the same KV elsewhere."""
+    from .reading import layer_bytes  # with all that attention needs
+
+    rows = []
+    for contender, entry in CONTENDERS.items():
+        if isinstance(entry, Sweep) and entry.act is not Act.read and contender.value in rounds:
+            rate, num_bytes = median(each.rate for each in rounds[contender.value]), layer_bytes(entry.dtype)
+            rows.append(
+                [
+                    contender.value,
+                    format_bytes(num_bytes),
+                    f"{num_bytes / rate * 1e3:.1f} ms",
+                    f"{num_bytes / LINK_BYTES_PER_SECOND * 1e3:.1f} ms",
+                    f"{rate / LINK_BYTES_PER_SECOND:.2f}",
+                ]
+            )
+    headings = ["one layer's KV", "its bytes", "attended, measured", "copied over 16 GB/s, on paper", "times faster"]
+    return "\n\n" + table(headings, rows) if rows else ""
+
+
+def gpu_table(machine: Machine, measurements: Sequence[Measurement], device_memory_gib: float) -> str:
+    """A row for each variant, and one for each phase of Millrace's. Bytes over the link are counted by the streams; for
+    what a peer offloads, all weights in each forward."""
+    rounds: dict[str, list[Measurement]] = {}
+    for each in measurements:
+        if each.result is not None:
+            rounds.setdefault(each.variant, []).append(each)
+    base = _rate(rounds[GPU_BASE if GPU_BASE in rounds else next(iter(rounds))]) if rounds else 0.0
+    headings = ["variant", "layers", "sequences", "tokens/s, median (min-max)", "ratio", "prefill", "decode"]
+    headings += ["device memory", "to the device", "of the pinned peak", "equal"]
+    phases = [row for name, each in rounds.items() for row in _phase_rows(name, [one.phases for one in each])]
+    parts = [
+        f"{machine.device}, of whose memory {device_memory_gib:g} GiB may be used; {machine.num_layers} layers of "
+        f"{machine.model}, {format_bytes(machine.weight_bytes)} of random bf16 in host memory.\n"
+        f"{described(machine.link)}",
+        table(headings, [[*_gpu_row(each, base, machine), _equal(each[0], rounds)] for each in rounds.values()]),
+        *([table(PHASE_HEADINGS, phases)] if phases else []),
+        *(f"{each.variant} cannot run here: {each.refusal}" for each in measurements if each.refusal),
+    ]
+    return "\n\n".join(parts)
+
+
+def _gpu_row(measured: Sequence[Measurement], base: float, machine: Machine) -> list[object]:
+    results, first = _results(measured), measured[0]
+    rates = [result.rate for result in results]
+    decode = median(result.seconds - result.prefill_seconds for result in results)
+    copied = median(result.bytes_copied for result in results)
+    rate = median(result.bytes_copied / result.seconds for result in results)
+    share = rate / (machine.link[LINK_IN] * 1e9) if copied and machine.link else 0.0
+    peak = max(result.peak_device_bytes for result in results)
+    return [
+        first.variant,
+        first.num_layers,
+        first.num_sequences,
+        f"{median(rates):.1f} ({min(rates):.1f}-{max(rates):.1f})",
+        f"{median(rates) / base:.2f}",
+        f"{median(result.prefill_seconds for result in results):.2f} s",
+        f"{decode:.2f} s",
+        format_bytes(peak) if peak else "-",
+        format_bytes(copied) if copied else "-",
+        f"{share:.0%}" if share else "-",
+    ]
+
+
+def _equal(measured: Measurement, rounds: Mapping[str, Sequence[Measurement]]) -> str:
+    """How many sequences have the tokens of the first variant over the same layers; of rounded weights none is asked
+    to. In bf16 products of other shapes round otherwise, and one token that differs makes the next ones differ."""
+    if measured.is_rounded:
+        return "-"
+    exact = (each[0] for each in rounds.values() if not each[0].is_rounded)
+    judge = next(each for each in exact if each.num_layers == measured.num_layers)
+    (ours,), (theirs,) = _results([measured]), _results([judge])
+    return f"{sum(map(eq, ours.tokens, theirs.tokens))} of {min(len(ours.tokens), len(theirs.tokens))}"
+
+
+def _results(measured: Sequence[Measurement]) -> list[Result]:
+    return [each.result for each in measured if each.result is not None]
+
+
+def _rate(measured: Sequence[Measurement]) -> float:
+    return median(result.rate for result in _results(measured))
+
+
+PHASE_HEADINGS = (
+    "variant", "passes", "seconds", "tokens/s", "link busy", "to the device", "disk busy", "read",
+    "compute waits for bytes",
+)  # fmt: skip
+
+
+def _phase_rows(name: str, rounds: Sequence[Sequence[PhaseTimes]]) -> list[list[object]]:
+    """A row for each phase: that of the round whose seconds are the median, so that its parts fit each other."""
+    phases: dict[str, list[PhaseTimes]] = {}
+    for each in [each for times in rounds for each in times]:
+        phases.setdefault(each.phase, []).append(each)
+    rows = []
+    for times in phases.values():
+        middle = median(each.seconds for each in times)
+        rows.append(_phase_row(name, min(times, key=lambda each: abs(each.seconds - middle))))
+    return rows
+
+
+def _phase_row(name: str, times: PhaseTimes) -> list[object]:
+    copied, read = (format_bytes(num) if num else "-" for num in (times.bytes_copied, times.bytes_read))
+    return [
+        name,
+        f"{times.num_passes} {times.phase}",
+        f"{times.seconds:.2f}",
+        f"{times.num_tokens / times.seconds:.1f}",
+        f"{times.copy_seconds / times.seconds:.0%}",
+        copied,
+        f"{times.read_seconds / times.seconds:.0%}",
+        read,
+        f"{times.stall_seconds / times.seconds:.0%}",
+    ]
+
+
+def round_rows(rounds: Rounds) -> list[dict[str, object]]:
+    """A row for each measurement; sequences are counted, not listed."""
+    return [
+        {"measured": name, "round": number, **asdict(result), "tokens": sum(map(len, result.tokens))}
+        for name, results in rounds.items()
+        for number, result in enumerate(results, start=1)
+    ]
+
+
+def draw_rates(path: Path, rates: Mapping[str, Sequence[float]], peers: Sequence[str], title: str, unit: str) -> None:
+    """Publishes rates beside each other as bars, with the spread of their rounds, as svg or png by the suffix; raises
+    OutputError. The fastest stands on top; `peers` are grey."""
+    from jobs.pictures.figure import figure  # matplotlib, which a plain image lacks
+
+    names = sorted(rates, key=lambda name: median(rates[name]))
+    middles = [median(rates[name]) for name in names]
+    below = [middle - min(rates[name]) for name, middle in zip(names, middles, strict=True)]
+    above = [max(rates[name]) - middle for name, middle in zip(names, middles, strict=True)]
+    with figure(path, FRAME_PIXELS + BAR_PIXELS * len(names)) as picture:
+        axes = picture.subplots()
+        colours = [OTHERS if name in peers else OURS for name in names]
+        bars = axes.barh(names, middles, xerr=[below, above], color=colours, ecolor="#444444", capsize=2)
+        axes.bar_label(bars, [f"{middle:,.4g}" for middle in middles], padding=6)
+        axes.set_xlim(0, 1.12 * max(map(max, rates.values())))
+        axes.set_xlabel(unit)
+        axes.set_title(title, loc="left", fontsize=10)
+        picture.tight_layout()
+
+
+def stated(num_rounds: int, command: str) -> str:
+    """Where and how it was measured."""
+    return f"{num_rounds} alternating rounds; `{command}`; {hardware()}; commit {commit()}."
+
+
+def restricted(machine: str, isa: Isa, contenders: Sequence[Contender]) -> str:
+    """What a table that was measured under it begins with: the processor, and who is restricted by what."""
+    peers = [entry for entry in map(CONTENDERS.__getitem__, contenders) if isinstance(entry, Peer)]
+    told = dict.fromkeys(peer.isolation.restricted for peer in peers if peer.isolation and peer.isolation.restricted)
+    ways = ["Millrace by MILLRACE_ISA", "torch, oneDNN and MKL by their variables", *told]
+    return f"**{machine}, restricted to {isa.title}**: {', '.join(ways)}."
+
+
+def hardware() -> str:
+    """The processor, its cores and memory, and torch's version."""
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{model} ({capability}), {os.cpu_count()} cores, {memory:.0f} GiB, torch {torch.__version__}"
+
+
+def commit() -> str:
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

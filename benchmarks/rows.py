@@ -1,0 +1,89 @@
+"""What a run of many rows takes before its first token.
+
+It is `jobs.generate`'s own link, data set to plan file, with the tiny model; stopped where generation would begin.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs.config.settings import GenerateConfig, run_directory
+from jobs.datasets.config import DatasetConfig, DatasetKind
+from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig
+from runtime.errors import Interrupted
+from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes
+
+from .runner import answer
+from .task import Result
+
+NUMBERS_OF_ROWS = (10, 1_000, 10_000, 100_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    count: int
+    policy: str
+
+    def __str__(self) -> str:
+        return f"{self.count} rows, policy={self.policy}"
+
+
+def measured_rows(rows: Rows) -> Result:
+    """Measures in a process of its own, whose start counts."""
+    return Result(**answer(__name__, {"begun": time.monotonic(), "rows": asdict(rows)}))
+
+
+def measure(rows: Rows, begun: float) -> Result:
+    """Seconds since `begun`, by the monotonic clock, until the first pass that would be kept. Memory counts from 0."""
+    from jobs.run.generation import generate  # torch, whose loading counts
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        _write_rows(path, rows.count)
+        config = GenerateConfig(
+            output_root=folder,
+            run="rows",
+            dataset=DatasetConfig(kind=DatasetKind["jsonl"], path=str(path)),
+            policy=PolicyConfig(kind=PolicyKind(rows.policy)),
+            sampling=SamplingConfig(max_new_tokens=1),
+            offload=OffloadConfig(cache_dir=str(Path(folder) / "cache")),  # nothing of an earlier search
+        )
+        run = run_directory(config)
+        seconds = peak = 0.0
+
+        def is_planned() -> bool:
+            """Asked before every stage, also of the pass that a new block is tried with."""
+            nonlocal seconds, peak
+            if not (run / "schedule.txt").exists():
+                return False
+            seconds, peak = time.monotonic() - begun, peak_resident_bytes()
+            return True
+
+        try:
+            generate(config, is_planned)
+        except Interrupted:
+            assert (run / "plan.parquet").exists(), "a plan is written before a schedule"
+    return Result(
+        seconds=seconds,
+        prefill_seconds=0.0,
+        rate=rows.count / seconds,
+        peak_bytes=int(peak),
+        baseline_bytes=0,
+        bytes_read=disk_read_bytes(),
+        tokens=[],
+    )
+
+
+def _write_rows(path: Path, count: int) -> None:
+    """Prompts of 12 to 80 bytes."""
+    with path.open("w", encoding="utf-8") as file:
+        for index in range(count):
+            file.write(json.dumps({"prompt": f"Question {index}: {'what comes next? ' * (index % 5)}"}) + "\n")
+
+
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield asdict(measure(Rows(**question["rows"]), question["begun"]))

@@ -1,0 +1,240 @@
+"""Measurements in processes of their own, so that none finds what another has left behind: `worker.py`, run by our
+Python, or by that of a virtual environment that is made at a peer's first use (its versions are its own, not ours)."""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Event, Timer
+from types import FrameType
+from typing import Any
+
+from jobs.config.process import settled
+from runtime.cache_root import cache_root
+from runtime.errors import MillraceError
+from runtime.measure.machine_cache import cpu_flags
+
+from .contenders import Isolation, Peer
+from .instruction_sets import cmake_arguments, restriction
+from .task import Result, Task
+from .worker import REFUSED
+
+log = logging.getLogger(__name__)
+
+ERROR = re.compile(r"(\[\w+\]: )?[\w.]*(Error|Exception)\b")  # the line of a traceback that says what
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """The seconds that a worker may take, and what an error says of it past them."""
+
+    seconds: float
+    complaint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """A process in which `module` answers `question`; errors call it `name`. `environment`: None is ours, as jobs set
+    it. `hides_stderr`: what it says there is shown by the error alone."""
+
+    name: str
+    module: str
+    question: Mapping[str, object]
+    python: str = sys.executable
+    environment: Mapping[str, str] | None = None
+    limit: Limit | None = None
+    hides_stderr: bool = False
+
+    def lines(self) -> Iterator[str]:
+        """The answers as they come. The process ends with all that it has started, also where the iterator is left.
+        Raises MillraceError where it fails, with the error that it ended with, or passes its limit."""
+        command = [self.python, "-m", "benchmarks.worker", self.module, json.dumps(self.question)]
+        environment = settled(os.environ) if self.environment is None else self.environment
+        with (
+            _sigterm_unwinds(),
+            TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr,
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=stderr if self.hides_stderr else None,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            ) as process,
+        ):
+            assert process.stdout is not None, "it is a pipe"
+            try:
+                with _ended_after(self.limit, process.pid) as is_late:
+                    yield from process.stdout
+                    process.wait()
+            finally:
+                _end_all(process.pid)
+            stderr.seek(0)
+            complaints = stderr.read()
+        if self.limit is not None and is_late.is_set():
+            raise MillraceError(f"{self.name} {self.limit.complaint}")
+        if process.returncode:
+            raise MillraceError(f"{self.name} {failure(process.returncode, complaints)}")
+
+
+def answer(module: str, question: Mapping[str, object]) -> dict[str, Any]:
+    """The last answer of `module` in a process of its own. Raises MillraceError where it fails."""
+    return json.loads(list(Worker(name=module, module=module, question=question).lines())[-1])
+
+
+def measured(task: Task) -> Result:
+    """Raises MillraceError where the process fails, with the error it ended with, or takes longer than its limit. What
+    Millrace says goes to stderr."""
+    peer = task.entry if isinstance(task.entry, Peer) else None
+    limit = None
+    if task.limit_minutes is not None:
+        complaint = f"took longer than peer_minutes={task.limit_minutes:g}"
+        limit = Limit(seconds=60 * task.limit_minutes, complaint=complaint)
+    worker = Worker(
+        name=f"contender {task.contender}",
+        module="benchmarks.measure",
+        question=asdict(task),
+        environment=None if peer is None else dict(os.environ),
+        limit=limit,
+        hides_stderr=peer is not None or task.is_check,
+    )
+    if peer is not None and peer.isolation is not None:
+        worker = _isolated(worker, task, peer.isolation)
+    return Result(**json.loads(list(worker.lines())[-1]))
+
+
+def _isolated(worker: Worker, task: Task, isolation: Isolation) -> Worker:
+    """The worker in its own environment, with the file that it reads and what libraries take from the environment
+    alone: how many threads, and what is loaded before them."""
+    python = python_of(isolation)
+    libraries = {"OMP_NUM_THREADS": str(task.num_threads), "TOKENIZERS_PARALLELISM": "false"}
+    if isolation.preloaded:
+        folder = python.parent.parent / "lib"
+        libraries["LD_PRELOAD"] = ":".join(str(folder / name) for name in isolation.preloaded)
+    if isolation.gguf_kind is not None:
+        task = replace(task, path=str(_gguf_of(Path(task.path), isolation.gguf_kind)))
+    return replace(
+        worker,
+        module=isolation.module,
+        question=asdict(task),
+        python=str(python),
+        environment=dict(os.environ) | libraries,
+    )
+
+
+def python_of(isolation: Isolation) -> Path:
+    """The Python of its environment, which is made first where there is none; that can take minutes. Raises
+    MillraceError with what pip said."""
+    build = _build(isolation)
+    parts = (sys.version, *isolation.requirements, *isolation.unwanted, *build.values())
+    key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
+    folder = cache_root() / "peers" / f"{isolation.name}-{key}"
+    python, ready = folder / "bin" / "python", folder / ".ready"
+    if not ready.exists():
+        wanted = ", ".join(isolation.requirements)
+        log.warning("installing %s into %s: this is done once, and may compile", wanted, folder)
+        venv.create(folder, with_pip=True, clear=True)
+        # pip keeps what it has compiled by its version alone: it would take a build for another instruction set
+        _pip(python, isolation, "install", *(["--no-cache-dir"] if build else []), *isolation.requirements)
+        if isolation.unwanted:
+            _pip(python, isolation, "uninstall", "--yes", *isolation.unwanted)
+        ready.touch()
+    return python
+
+
+def _build(isolation: Isolation) -> dict[str, str]:
+    """What the environment says to a build for less than this processor; nothing where it is for all of it."""
+    isa = restriction()
+    if isa is None or not isolation.is_built_here:
+        return {}
+    return {"CMAKE_ARGS": " ".join(cmake_arguments(isa, cpu_flags()))}
+
+
+def _pip(python: Path, isolation: Isolation, *arguments: str) -> None:
+    command = [str(python), "-m", "pip", "--quiet", *arguments]
+    environment = {**os.environ, **_build(isolation)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        last = " / ".join(done.stderr.strip().splitlines()[-3:])
+        raise MillraceError(f"{', '.join(isolation.requirements)} cannot be installed: {last}")
+
+
+def _gguf_of(checkpoint: Path, kind: str) -> Path:
+    """The checkpoint as a GGUF file, written once, for as long as its own files stay as they are."""
+    from .peers.gguf_export import export_gguf  # torch, which few workers' parents need
+
+    target = gguf_path(checkpoint, kind)
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        export_gguf(checkpoint, target, kind)
+    return target
+
+
+def gguf_path(checkpoint: Path, kind: str) -> Path:
+    """Where it lies, as long as the checkpoint's files stay as they are."""
+    files = sorted(file for file in checkpoint.iterdir() if file.is_file())
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = hashlib.sha256(repr(state).encode()).hexdigest()[:12]
+    return cache_root() / "peers" / f"{checkpoint.name}-{digest}-{kind}.gguf"
+
+
+@contextmanager
+def _ended_after(limit: Limit | None, session: int) -> Iterator[Event]:
+    """Ends the session past the limit, and sets the event then."""
+    is_late = Event()
+
+    def end() -> None:
+        is_late.set()
+        _end_all(session)
+
+    timer = Timer(limit.seconds, end) if limit is not None else None
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield is_late
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """The worker has a session of its own, which a signal to ours does not reach: it must be ended on the way out."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end_all(session: int) -> None:
+    try:
+        os.killpg(session, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # all have ended by themselves
+
+
+def failure(exit_code: int, stderr: str) -> str:
+    """Why a worker failed, in one line: the refusal or the error that it said last."""
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    lines = stderr.strip().splitlines() or ["see above"]
+    if refused := [place for place, line in enumerate(lines) if line.startswith(REFUSED)]:
+        return f"cannot run: {'; '.join(map(str.strip, lines[refused[-1] :])).removeprefix(REFUSED)}"
+    error = next((line for line in reversed(lines) if ERROR.match(line)), lines[-1])
+    return f"ended with exit code {exit_code}: {error}"

@@ -1,0 +1,168 @@
+"""The table a person reads at the end of a run."""
+
+from runtime.plan.shape.loss import Loss
+from runtime.units import counted, format_bytes, format_seconds
+
+from ..record.passes import PhaseTimes
+from ..record.summary import MemoryUse, Rates, Summary, Utilisation
+
+NOTHING = format_seconds(0)
+Line = tuple[str, str, str]  # what it is, measured, and predicted or planned
+
+
+def format_table(summary: Summary) -> str:
+    """Measured, and what was predicted or planned in its own column. What is nothing in both is left out."""
+    claims = "predicted" if summary.predicted is not None else "planned" if summary.planned is not None else ""
+    head = ("", "measured" if claims else "", claims)
+    groups = (_counts(summary), _throughput(summary), _time(summary), _bytes(summary))
+    lines = [line for group in groups if group for line in (("", "", ""), *group)]
+    lines = [*lines[1 : 1 + len(groups[0])], ("", "", ""), head, *lines[2 + len(groups[0]) :]]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    aligned = (f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in lines)
+    return "\n".join(aligned)
+
+
+def _counts(summary: Summary) -> list[Line]:
+    prompt, padded = summary.prompt_tokens, summary.padded_prompt_tokens
+    issued, useful, spared = summary.issued_tokens, summary.useful_tokens, summary.spared_prompt_tokens
+    done = "generated tokens" if summary.totals is None else "scored tokens"
+    return [
+        *((f"rows {status}", f"{count:,}", "") for status, count in summary.rows.items() if count or status == "ok"),
+        *_elapsed(summary),
+        ("prompt tokens", f"{prompt:,}", ""),
+        *([("prompt tokens spared by sharing", f"{spared:,}", "")] if spared else _unshared(summary)),
+        *([("prompt tokens, padding included", f"{padded:,}", "")] if padded != prompt else []),
+        *_loss(summary),
+        (done, f"{useful:,}", ""),
+        *([(f"{done}, of ended rows too", f"{issued:,}", "")] if issued != useful else []),
+    ]
+
+
+def _unshared(summary: Summary) -> list[Line]:
+    why = summary.plan.why_unshared if summary.plan is not None else None
+    return [(f"prompt tokens spared by sharing, off: {why}", "0", "")] if why else []
+
+
+def _loss(summary: Summary) -> list[Line]:
+    """Says what weights, keys and values were kept in, where they are not what was published or computed."""
+    plan, exact = summary.plan, Loss.exact.value
+    if plan is None:
+        return []
+    weights: list[Line] = [("weights", plan.of_weights, "")] if plan.weight_loss != exact else []
+    return weights + ([("keys and values", plan.of_kv, "")] if plan.kv_loss != exact else [])
+
+
+def _elapsed(summary: Summary) -> list[Line]:
+    """The time on the wall, where passes say it, and rows per minute of passes."""
+    lines: list[Line] = []
+    elapsed, rate = summary.elapsed, summary.rows_per_minute
+    if elapsed is not None:
+        starts = f", in {counted(elapsed.num_starts, 'start')}" if elapsed.num_starts > 1 else ""
+        lines.append((f"elapsed{starts}", format_seconds(elapsed.seconds), ""))
+        lines.append(("until the first pass began", format_seconds(elapsed.before_passes_seconds), ""))
+        if elapsed.first_token_seconds is not None:
+            lines.append(("until the first token", format_seconds(elapsed.first_token_seconds), ""))
+    return [
+        *lines,
+        *([("rows per minute of passes", f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", "")] if rate else []),
+    ]
+
+
+def _throughput(summary: Summary) -> list[Line]:
+    measured, claimed = summary.measured, summary.predicted or Rates()
+    return [
+        ("prefill", _rate_text(measured.prefill) or "-", _rate_text(claimed.prefill)),
+        *_rates("decode", (measured.decode_issued, measured.decode_useful), claimed.decode_useful),
+        *_rates("total", (measured.total_issued, measured.total_useful), claimed.total_useful),
+    ]
+
+
+def _rates(name: str, rates: tuple[float | None, float | None], claim: float | None) -> list[Line]:
+    """One line, or, where some rows had ended while others of their micro-batch went on, one for each way to count."""
+    issued, useful = (_rate_text(rate) or "-" for rate in rates)
+    if issued == useful:
+        return [(name, useful, _rate_text(claim))]
+    return [(f"{name}, issued", issued, ""), (f"{name}, useful", useful, _rate_text(claim))]
+
+
+def _rate_text(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:,.1f} tok/s"
+
+
+def _time(summary: Summary) -> list[Line]:
+    rate, measured, claimed = summary.hit_rate, summary.measured_times, summary.predicted_times
+    used, use_claimed = summary.utilisation, summary.predicted_utilisation
+    return [
+        *_phase("prefill", measured.prefill, claimed.prefill if claimed else None),
+        *_phase("decode", measured.decode, claimed.decode if claimed else None),
+        *_busy(used, use_claimed),
+        *([("prefetched in time", f"{rate:.1%}", "")] if rate is not None else []),
+        *_optional("weights opened in", summary.weights_seconds),
+    ]
+
+
+def _phase(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[Line]:
+    """How long the phase took, and how long compute waited in it. Attention where the model computes is predicted as
+    part of that."""
+    parts = {
+        f"{name} time": "seconds",
+        f"{name}: attention": "attention_seconds",
+        f"{name}: stalled": "stall_seconds",
+    }
+    lines: list[Line] = []
+    for label, key in parts.items():
+        seconds, claim = getattr(measured, key), getattr(claimed, key) if claimed else None
+        is_part = key == "attention_seconds" and not claim
+        lines.append((label, format_seconds(seconds), "" if claim is None or is_part else format_seconds(claim)))
+    return [line for line in lines if set(line[1:]) - {NOTHING, ""}]
+
+
+def _busy(measured: Utilisation | None, claimed: Utilisation | None) -> list[Line]:
+    """How busy disk, link and compute were over all passes, and how much of that time compute had nothing to do."""
+    run, claim = measured.run if measured else None, claimed.run if claimed else None
+    if run is None:
+        return []
+    shares: list[Line] = [
+        (f"{name} busy", f"{getattr(run, name):.0%}", "" if claim is None else f"{getattr(claim, name):.0%}")
+        for name in ("disk", "link", "compute")
+        if getattr(run, name) or (claim is not None and getattr(claim, name))
+    ]
+    idle = ("compute idle", f"{1 - run.compute:.0%}", "" if claim is None else f"{1 - claim.compute:.0%}")
+    return [*shares, *([idle] if set(idle[1:]) - {"0%", "-0%", ""} else [])]
+
+
+def _optional(label: str, seconds: float | None) -> list[Line]:
+    return [] if seconds is None else [(label, format_seconds(seconds), "")]
+
+
+def _bytes(summary: Summary) -> list[Line]:
+    moved = {
+        "read from disk": summary.bytes_read_disk,
+        "copied to the device": summary.bytes_copied_device,
+        "copied to the host": summary.bytes_copied_host,
+        "written to disk": summary.bytes_written_disk,
+    }
+    return [
+        *((label, format_bytes(num_bytes), "") for label, num_bytes in moved.items() if num_bytes),
+        *_experts(summary),
+        *_memory("host", summary.peak, summary.mean, summary.planned),
+        *_memory("device", summary.peak, summary.mean, summary.planned),
+    ]
+
+
+def _memory(name: str, peak: MemoryUse, mean: MemoryUse | None, planned: MemoryUse | None) -> list[Line]:
+    def text(use: MemoryUse | None) -> str:
+        return format_bytes(getattr(use, f"{name}_bytes")) if use is not None else ""
+
+    if not getattr(peak, f"{name}_bytes") and not (planned and getattr(planned, f"{name}_bytes")):
+        return []
+    average: list[Line] = [(f"average {name} memory", text(mean), "")] if mean is not None else []
+    return [(f"peak {name} memory", text(peak), text(planned)), *average]
+
+
+def _experts(summary: Summary) -> list[Line]:
+    """Where they are read one by one, and of decode passes alone: prompts visit nearly all."""
+    use = summary.experts
+    if use is None:
+        return []
+    return [("experts hit, decode", f"{use.hit:.1%}", ""), ("experts read, decode", f"{use.read:.1%}", "")]

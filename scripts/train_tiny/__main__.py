@@ -1,0 +1,53 @@
+"""python -m scripts.train_tiny DIR: trains the bundled model anew, into a directory that is empty or does not exist.
+
+python -m scripts.train_tiny outputs/tiny                        # what runtime/data/tiny holds; minutes on two cores
+python -m scripts.train_tiny outputs/tiny --steps 20 --every 10  # a first look
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from .card import model_card
+from .training import Progress, Recipe, new_model, train
+from .vocabulary import train_tokenizer
+
+LOG = logging.getLogger(__name__)
+
+
+def make(directory: Path, recipe: Recipe, every: int) -> list[Progress]:
+    """Trains, then writes weights in bfloat16, config, tokenizer and the table of the training. Answers with the
+    table."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise FileExistsError(f"{directory} is not empty: give another directory")
+    tokenizer = train_tokenizer(recipe.vocab_size, recipe.seed)
+    model, table = new_model(recipe, tokenizer), list[Progress]()
+    for line in train(model, tokenizer, recipe, every):
+        LOG.info("step %d, loss %.3f, %.0f s of processor time, %s", *_told(line))
+        table.append(line)
+    model.bfloat16().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    card = model_card(recipe, table, sum(parameter.numel() for parameter in model.parameters()))
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    return table
+
+
+def _told(line: Progress) -> tuple[int, float, float, str]:
+    shares = ", ".join(f"{task} {share:.0%}" for task, share in line.accuracy.items())
+    return line.step, line.loss, line.processor_seconds, shares
+
+
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m scripts.train_tiny", description="Trains the bundled model anew.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--steps", type=int, default=Recipe.num_steps)
+    parser.add_argument("--every", type=int, default=500, help="steps from one line of the table to the next")
+    options = parser.parse_args(words)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    make(options.directory, Recipe(num_steps=options.steps), options.every)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
