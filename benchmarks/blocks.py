@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from runtime.config import OffloadConfig, Tier
+from runtime.config.settings import OffloadConfig, Tier
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.work import LayerWork
 from runtime.plan.search.ridge_points import OperatingPoint, operating_point

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jobs.config.settings import LogLevel
-from runtime.config import Gather, ModelConfig, require
+from runtime.config.settings import Gather, ModelConfig, require
 from runtime.plan.placement.defaults import MICRO_BATCH_SIZE
 
 from .contenders import CONTENDERS, PEERS, PREDICTED, SHARING, Contender, Ours, Peer

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.util import find_spec
 
-from runtime.config import Admission, Attention, DType, KVTier, Order, SharePrefixes, Tier
+from runtime.config.settings import Admission, Attention, DType, KVTier, Order, SharePrefixes, Tier
 
 BATCH_SIZES = (16, 32, 64, 128)
 LARGE_BATCH_SIZES = (64, 128)  # of those that read all weights for every batch anew: smaller ones only read more

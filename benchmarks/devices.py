@@ -15,12 +15,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Unpack
 
-from runtime.api import Runtime
-from runtime.config import DevicesConfig, Gather, OffloadConfig, RuntimeConfig, Tier, Way
+from runtime.config.settings import DevicesConfig, Gather, OffloadConfig, RuntimeConfig, Tier, Way
 from runtime.devices.told_plan import end_sessions
+from runtime.library.api import Runtime
+from runtime.library.keywords import Settings
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
-from runtime.settings import Settings
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming
 from runtime.trace import Trace

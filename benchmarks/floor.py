@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from runtime.api import Runtime
-from runtime.config import ModelConfig, RuntimeConfig
+from runtime.config.profiles import LinearBackend
+from runtime.config.settings import ModelConfig, RuntimeConfig
+from runtime.library.api import Runtime
 from runtime.linear.backends import BACKENDS, fitting
 from runtime.plan.shape.shapes import Stage, StageKind
-from runtime.profiles import LinearBackend
 from runtime.units import MIB
 
 from .predictions import Case

@@ -18,8 +18,8 @@ import torch
 
 from jobs.config.settings import GenerateConfig
 from jobs.record.passes import Start
-from runtime.api import Runtime
-from runtime.config import DType, MachineConfig, ModelConfig, OffloadConfig, PolicyConfig, SharePrefixes, Tier
+from runtime.config.settings import DType, MachineConfig, ModelConfig, OffloadConfig, PolicyConfig, SharePrefixes, Tier
+from runtime.library.api import Runtime
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak, resident_bytes
 from runtime.units import GIB
 

@@ -14,7 +14,7 @@ import torch
 
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
-from runtime.config import PolicyKind
+from runtime.config.settings import PolicyKind
 from runtime.errors import MillraceError
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.units import format_bytes

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from jobs.pictures.trace_file import tracing
-from runtime.api import Runtime
-from runtime.config import OffloadConfig, PolicyKind, Tier
-from runtime.engine.sequence import Request
+from runtime.config.settings import OffloadConfig, PolicyKind, Tier
+from runtime.library.api import Runtime
 from runtime.plan.placement.defaults import block_size
 from runtime.plan.planner import plan_run
+from runtime.sequences.sequence import Request
 from runtime.stream.host_memory import disk_read_bytes
 from runtime.trace import Trace
 from runtime.units import GIB, format_bytes

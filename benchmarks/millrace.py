@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from runtime.api import Runtime
-from runtime.config import (
+from runtime.config.settings import (
     Attention,
     DType,
     KVTier,
@@ -21,13 +20,14 @@ from runtime.config import (
     Tier,
 )
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Request
 from runtime.errors import MillraceError
+from runtime.library.api import Runtime
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.placement.placer import place
 from runtime.plan.placement.run_load import bare, run_load
 from runtime.plan.planner import plan_run
+from runtime.sequences.sequence import Request
 from runtime.stream.host_memory import peak_resident_bytes
 from runtime.trace import Trace
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from runtime.config import Attention, Order, PolicyKind
+from runtime.config.settings import Attention, Order, PolicyKind
 
 from .config import BenchConfig, task_of
 from .contenders import Contender

@@ -14,7 +14,7 @@ from statistics import median
 
 from transformers import AutoTokenizer
 
-from runtime.config import PolicyKind
+from runtime.config.settings import PolicyKind
 from runtime.errors import require
 from runtime.synthesize.tokenizer import tokenizer_from
 from runtime.units import format_bytes

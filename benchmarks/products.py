@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from runtime.config.profiles import LinearBackend
 from runtime.formats.module_tensors import ZEROS
 from runtime.formats.packing import escape_words, pack_window4
 from runtime.formats.registry import FORMATS as STORAGE_FORMATS
@@ -25,7 +26,6 @@ from runtime.linear.coded_rows import CodedRows
 from runtime.linear.panels import Block
 from runtime.linear.window4_rows import Window4Rows
 from runtime.plan.shape.shapes import Companion, TensorSlice
-from runtime.profiles import LinearBackend
 from runtime.units import MIB
 
 from .report import table

@@ -15,16 +15,16 @@ from threading import local
 
 import torch
 
-from runtime.api import Runtime
 from runtime.attention.host_attention import decode_attention
 from runtime.attention.plain_attention import decode_attention_torch
 from runtime.cache.pages import split_pages
-from runtime.config import DType, OffloadConfig
-from runtime.engine.sequence import Request
+from runtime.config.settings import DType, OffloadConfig
+from runtime.library.api import Runtime
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.schedule.actions import WEIGHT_OPS
 from runtime.plan.schedule.schedule import make_schedule
 from runtime.plan.shape.extents import Extent, slot_layout
+from runtime.sequences.sequence import Request
 from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import peak_resident_bytes, resident_bytes
 from runtime.stream.weights import WeightStream

@@ -13,7 +13,7 @@ from typing import Any
 
 from jobs.config.settings import GenerateConfig, run_directory
 from jobs.datasets.config import DatasetConfig, DatasetKind
-from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig
+from runtime.config.settings import OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from runtime.api import Runtime
-from runtime.config import (
+from runtime.config.settings import (
     MachineConfig,
     ModelConfig,
     OffloadConfig,
@@ -23,6 +22,7 @@ from runtime.config import (
     SamplingConfig,
     Tier,
 )
+from runtime.library.api import Runtime
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.units import MIB, round_up

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from runtime.config import Gather
+from runtime.config.settings import Gather
 from runtime.errors import MillraceError
 from runtime.kernels.compiler import has_compiler
 

@@ -11,7 +11,7 @@ from threading import Event, Thread
 
 import numpy as np
 
-from runtime.config import Attention, Order, PolicyKind
+from runtime.config.settings import Attention, Order, PolicyKind
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak
 
 from .contenders import CONTENDERS, Contender, Entry

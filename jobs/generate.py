@@ -20,8 +20,8 @@ from jobs.config.logs import log_start
 from jobs.config.settings import Composed, GenerateConfig, load, run_directory
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_there
+from runtime.config.urls import is_url
 from runtime.origin.place import local_place
-from runtime.urls import is_url
 
 if TYPE_CHECKING:
     from jobs.run.generation import Outcome

@@ -3,7 +3,7 @@ first use."""
 
 from typing import TYPE_CHECKING
 
-from .config import (
+from .config.settings import (
     Admission,
     Attention,
     Dequantize,
@@ -34,14 +34,14 @@ from .config import (
 )
 
 if TYPE_CHECKING:
-    from .api import Runtime
-    from .completions import CompletionStream, Result
-    from .encoding import Classified, Embedded, Filled
-    from .engine.requests import Rejected
-    from .engine.sequence import Completion, FinishReason, Request
-    from .prompt import Prompt, PromptLike
-    from .scoring import Scored, ScoredDocument, Targets
-    from .settings import Settings
+    from .library.api import Runtime
+    from .library.completions import CompletionStream, Result
+    from .library.encoding import Classified, Embedded, Filled
+    from .library.keywords import Settings
+    from .library.prompt import Prompt, PromptLike
+    from .library.scoring import Scored, ScoredDocument, Targets
+    from .requests.prompts import Rejected
+    from .sequences.sequence import Completion, FinishReason, Request
 
     __version__: str
 
@@ -55,22 +55,22 @@ __all__ = [
 ]  # fmt: skip
 
 LATER = {
-    "Classified": "encoding",
-    "Completion": "engine.sequence",
-    "CompletionStream": "completions",
-    "Embedded": "encoding",
-    "Filled": "encoding",
-    "FinishReason": "engine.sequence",
-    "Prompt": "prompt",
-    "PromptLike": "prompt",
-    "Rejected": "engine.requests",
-    "Request": "engine.sequence",
-    "Result": "completions",
-    "Runtime": "api",
-    "Scored": "scoring",
-    "ScoredDocument": "scoring",
-    "Settings": "settings",
-    "Targets": "scoring",
+    "Classified": "library.encoding",
+    "Completion": "sequences.sequence",
+    "CompletionStream": "library.completions",
+    "Embedded": "library.encoding",
+    "Filled": "library.encoding",
+    "FinishReason": "sequences.sequence",
+    "Prompt": "library.prompt",
+    "PromptLike": "library.prompt",
+    "Rejected": "requests.prompts",
+    "Request": "sequences.sequence",
+    "Result": "library.completions",
+    "Runtime": "library.api",
+    "Scored": "library.scoring",
+    "ScoredDocument": "library.scoring",
+    "Settings": "library.keywords",
+    "Targets": "library.scoring",
 }  # by the module that is imported when the name is first used
 
 

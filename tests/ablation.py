@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from runtime.config import (
+from runtime.config.settings import (
     Attention,
     OffloadConfig,
     Order,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from jobs.planning.config import PlanConfig, WorkloadConfig
 from jobs.planning.planning import Planned, plan_on
-from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, Tier
+from runtime.config.settings import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, Tier
 from runtime.errors import BudgetError
 from tests.published import machine
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from runtime import Runtime, RuntimeConfig, planning
-from runtime.config import ModelConfig
-from runtime.engine import chat, compiling
+from runtime import Runtime, RuntimeConfig
+from runtime.config.profiles import LinearBackend
+from runtime.config.settings import ModelConfig
+from runtime.engine import compiling
 from runtime.engine.compiling import Part
 from runtime.linear import backends, work_items
 from runtime.linear.window4_rows import WINDOW4
@@ -23,7 +24,8 @@ from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.typical_load import TypicalLoad
-from runtime.profiles import LinearBackend
+from runtime.planning import planner as planning
+from runtime.requests import chat
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from tests import unsynced  # noqa: F401 - at its import

@@ -23,7 +23,7 @@ from types import ModuleType
 
 from jobs.planning.config import PlanConfig, WorkloadConfig
 from jobs.planning.planning import Planned, plan_on
-from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, Tier
+from runtime.config.settings import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, Tier
 from runtime.errors import BudgetError
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import MachineRates

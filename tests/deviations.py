@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import combinations
 
-from runtime.config import Attention, Order
+from runtime.config.settings import Attention, Order
 from runtime.plan.cost.rates import UNLIMITED, MachineRates
 from runtime.plan.cost.work import LayerWork
 from runtime.plan.search.policy import Policy

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
-from runtime.engine import chat, chat_worker
+from runtime.requests import chat, chat_worker
 from tests.processes import PROCESSES
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runtime import Runtime, RuntimeConfig
-from runtime.config import KVConfig, KVDType
+from runtime.config.settings import KVConfig, KVDType
 from tests.losses import FAMILIES, LogitErrors, TrainedScores, drawn_tokens, perplexity
 from tests.quantized_cache import kept_logits
 from tests.support import synthesize, transformers_model

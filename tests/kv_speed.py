@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from runtime.config import KVDType
+from runtime.config.settings import KVDType
 from runtime.measure.attention import AttentionShape, decoding
 from runtime.stream.device import ComputeDevice
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.config import KVTier
+from runtime.config.settings import KVTier
 from runtime.plan.placement.kv import KVLayout
 from runtime.store.kv_file import KVFile
 from runtime.stream.device import ComputeDevice

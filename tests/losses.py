@@ -9,7 +9,7 @@ import torch
 
 from jobs.grading.intervals import Estimate, estimate, estimate_of_groups
 from runtime import Runtime
-from runtime.scoring import Scored
+from runtime.library.scoring import Scored
 from scripts.train_tiny.corpus import asked_examples
 from scripts.train_tiny.stories import STORY
 from scripts.train_tiny.tasks import TASKS

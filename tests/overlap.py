@@ -21,7 +21,7 @@ import runtime.store.transfer
 import runtime.stream.clock
 import runtime.stream.slots
 import runtime.stream.weights
-from runtime.config import (
+from runtime.config.settings import (
     Attention,
     ExpertPaging,
     OffloadConfig,

@@ -21,12 +21,12 @@ from typing import cast
 import torch
 
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import DType, MachineConfig, PolicyKind, Tier
+from runtime.config.settings import DType, MachineConfig, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.sequence import Completion, Request
 from runtime.formats.rounding import WAYS
 from runtime.linear.panels import Block
 from runtime.linear.vectors import multiply_in_vectors
+from runtime.sequences.sequence import Completion, Request
 from runtime.units import GIB
 from tests.packed import packed_rows, rounded_rows, tensor_of, words_of
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from jobs.planning.shapes import read_shape
 from runtime.batching.prefixes import shared_prefixes
-from runtime.config import Admission, DType, OffloadConfig, PolicyConfig, RuntimeConfig, Tier
+from runtime.config.settings import Admission, DType, OffloadConfig, PolicyConfig, RuntimeConfig, Tier
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import find_policy

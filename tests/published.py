@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from jobs.config.typed import build
-from runtime.config import (
+from runtime.config.settings import (
     Attention,
     DividedExperts,
     MachineConfig,

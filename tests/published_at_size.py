@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runtime import OffloadConfig, Runtime
-from runtime.config import Tier
+from runtime.config.settings import Tier
 from runtime.stream.host_memory import peak_resident_bytes
 from runtime.units import GIB, MIB
 from tests.processes import PROCESSES

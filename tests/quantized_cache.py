@@ -3,7 +3,7 @@
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from runtime.config import KVDType
+from runtime.config.settings import KVDType
 
 PAGE = 16
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime import Runtime, RuntimeConfig
-from runtime.config import DevicesConfig, DividedExperts, Tier, Way
-from runtime.engine.sequence import Completion
+from runtime.config.settings import DevicesConfig, DividedExperts, Tier, Way
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES, Family
 from runtime.ranks.ranks import Ranks
+from runtime.sequences.sequence import Completion
 from tests.rank_processes import in_ranks
 from tests.runtime.test_families import config_for
 from tests.runtime.uneven_pages import continuous

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from jobs.packing.config import Format
 from runtime import Runtime
-from runtime.config import KVConfig, KVDType
+from runtime.config.settings import KVConfig, KVDType
 from runtime.units import MIB
 from tests import real_model
 from tests.losses import nats_beyond, perplexity

@@ -19,8 +19,8 @@ from jobs.datasets.config import DatasetConfig, DatasetKind, read_rows
 from runtime import Runtime, Targets
 from runtime.batching.prefixes import num_spared
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Request
-from runtime.scoring import ask_scores
+from runtime.library.scoring import ask_scores
+from runtime.sequences.sequence import Request
 from runtime.synthesize.tokenizer import tokenizer_from
 
 TOKENIZER = "tokenizer/mixtral_tokenizer.model.v1"

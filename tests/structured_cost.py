@@ -10,9 +10,9 @@ from statistics import median
 
 from runtime import Prompt, Runtime
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.requests import make_request
-from runtime.engine.sampling.grammar import Grammars
-from runtime.engine.sequence import Request
+from runtime.requests.prompts import make_request
+from runtime.sequences.grammar import Grammars
+from runtime.sequences.sequence import Request
 from tests.api_schemas import SCHEMAS, Schema
 
 LONG: Schema = {"type": "array", "items": SCHEMAS["invoice"], "minItems": 1000}

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
-from runtime.engine.sequence import Request
+from runtime.config.profiles import BackendTable, LinearBackend
 from runtime.measure.backends import kinds
 from runtime.model.families import FAMILIES, Family
 from runtime.probing.meta import auto_class
-from runtime.profiles import BackendTable, LinearBackend
+from runtime.sequences.sequence import Request
 from runtime.store.checkpoint import NUM_SAMPLES, SAMPLE_BYTES
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.synthesize.tokenizer import byte_level_tokenizer

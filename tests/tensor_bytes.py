@@ -17,7 +17,7 @@ import torch
 
 from runtime import Runtime
 from runtime.cache.pages import KVPages
-from runtime.config import DevicesConfig, DividedExperts, Way
+from runtime.config.settings import DevicesConfig, DividedExperts, Way
 from runtime.ranks.ranks import Ranks
 from runtime.units import MIB
 from tests.rank_processes import in_ranks

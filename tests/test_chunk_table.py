@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.config import PolicyConfig, Tier
+from runtime.config.settings import PolicyConfig, Tier
 from tests.chunk_table import BEFORE, MACHINES, RESIDENT, planned
 
 

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
 from jobs.config.typed import build
 from jobs.datasets.config import DatasetConfig, DatasetKind
-from runtime.config import (
+from runtime.config.settings import (
     DevicesConfig,
     KVConfig,
     KVTier,

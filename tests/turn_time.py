@@ -27,7 +27,7 @@ import torch
 
 from runtime import KVConfig, ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.attention import flash_attention
-from runtime.config import DType, KVTier, PolicyKind, Tier
+from runtime.config.settings import DType, KVTier, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
 from tests.attention_doubles import install_flash
 from tests.device_operators import operators_of_a_device

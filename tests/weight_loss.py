@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime import Runtime, RuntimeConfig
-from runtime.config import DType, KVConfig, KVDType, ModelConfig
+from runtime.config.settings import DType, KVConfig, KVDType, ModelConfig
 from runtime.formats.own_store import METHOD
 from runtime.formats.registry import LOSSES, pair_companions
 from runtime.origin.location import BUNDLED

@@ -21,8 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from jobs.config.typed import build
-from runtime.api import Runtime
-from runtime.config import (
+from runtime.config.settings import (
     DType,
     KVConfig,
     KVTier,
@@ -35,10 +34,11 @@ from runtime.config import (
     SamplingConfig,
     Tier,
 )
-from runtime.engine.sequence import Request
 from runtime.errors import BudgetError, ConfigError
+from runtime.library.api import Runtime
 from runtime.measure.machine import device_name
 from runtime.plan.cost.rates import MachineRates
+from runtime.sequences.sequence import Request
 from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import available_bytes
 from runtime.units import GIB, format_bytes, gib_to_bytes

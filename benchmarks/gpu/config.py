@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from runtime.config import require
+from runtime.config.settings import require
 
 
 @dataclass(frozen=True, kw_only=True)

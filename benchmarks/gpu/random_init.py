@@ -21,11 +21,11 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from runtime.api import Runtime
-from runtime.config import RuntimeConfig
+from runtime.config.settings import RuntimeConfig
 from runtime.formats.own_store import METHOD, name_of
 from runtime.formats.rounding import Rounding
 from runtime.formats.scaled_rows import SCALES
+from runtime.library.api import Runtime
 from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.store.checkpoint import open_checkpoint
 from runtime.store.piece_sums import METADATA, PIECE_BYTES

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.integrations.moe import ExpertsInterface
 
-from runtime.config import Tier
+from runtime.config.settings import Tier
 from runtime.out_of_memory import is_out_of_memory
 from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import resident_bytes

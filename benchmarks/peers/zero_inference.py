@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-from runtime.config import Tier
+from runtime.config.settings import Tier
 from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import resident_bytes
 from runtime.units import MIB, round_up

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from textwrap import fill
 
+from runtime.config.text_field import did_you_mean
 from runtime.errors import ConfigError
-from runtime.text_field import did_you_mean
 
 from .listing import JobSettings, option_file, read
 

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 
-from runtime.config import Way
+from runtime.config.settings import Way
 from runtime.ranks.launch import Launch
 
 from .settings import GenerateConfig, LogLevel, doubtful_settings, run_directory, to_yaml

@@ -9,7 +9,8 @@ from typing import TypeAlias, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runtime.config import (
+from runtime.config.sampling import STRUCTURES
+from runtime.config.settings import (
     BUILT_IN,
     Admission,
     DevicesConfig,
@@ -29,9 +30,8 @@ from runtime.config import (
     require_beams_fit,
     require_groups_agree,
 )
+from runtime.config.urls import is_url, require_plain_url
 from runtime.errors import ConfigError
-from runtime.sampling_config import STRUCTURES
-from runtime.urls import is_url, require_plain_url
 
 from ..datasets.config import DatasetConfig
 from ..datasets.fields import ShardConfig

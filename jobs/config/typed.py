@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
+from runtime.config.text_field import TextField, closest, did_you_mean
 from runtime.errors import ConfigError
-from runtime.text_field import TextField, closest, did_you_mean
 
 from .gone_keys import GONE_KEYS
 

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from pkgutil import iter_modules
 
+from runtime.config.urls import is_url
 from runtime.errors import DatasetError, require
-from runtime.urls import is_url
 
 from . import kinds
 from .fields import MAX_ROWS, DatasetFields

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from runtime.config import require
+from runtime.config.settings import require
+from runtime.config.urls import require_plain_url
 from runtime.units import GIB, MIB
-from runtime.urls import require_plain_url
 
 MAX_ROWS = 50_000_000  # that are held at once, each in a few KiB
 WINDOW_ROWS = 200_000  # that are held at once of an input with more: below 1 GiB where rows are short

@@ -16,11 +16,11 @@ from typing import Any, cast
 import pyarrow as pa
 
 from runtime.cache_root import cache_root
+from runtime.config.urls import is_url
 from runtime.errors import DatasetError
 from runtime.remote.copies import local_copy
 from runtime.remote.object_store import ObjectStore
 from runtime.units import MIB
-from runtime.urls import is_url
 
 CHUNK_BYTES, HEAD_BYTES = MIB, MIB // 16
 PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}  # by magic bytes

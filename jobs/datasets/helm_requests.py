@@ -5,8 +5,8 @@ import json
 import sys
 from collections.abc import Mapping
 
-from runtime.config import SamplingOverrides
-from runtime.sampling_config import MAX_SAMPLES
+from runtime.config.sampling import MAX_SAMPLES
+from runtime.config.settings import SamplingOverrides
 
 from .records import BadRecord, Content, Fields, Json, check_messages, check_text, shorten
 

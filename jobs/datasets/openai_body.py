@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TypeAlias, TypedDict
 
-from runtime.config import SamplingOverrides
-from runtime.sampling_config import MAX_SAMPLES
+from runtime.config.sampling import MAX_SAMPLES
+from runtime.config.settings import SamplingOverrides
 
 from .fields import TEMPLATE_KEYWORDS
 from .records import BadRecord, Content, Fields, Json, Message, check_messages, check_objects, check_text, shorten

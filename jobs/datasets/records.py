@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from string import Formatter
 from typing import Any, TypeAlias
 
-from runtime.config import SamplingOverrides
+from runtime.config.settings import SamplingOverrides
 from runtime.errors import DatasetError
 
 from .fields import OVERRIDE_FIELDS, DatasetFields

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias
 
-from runtime.config import SamplingOverrides
+from runtime.config.settings import SamplingOverrides
 from runtime.errors import DatasetError
 from runtime.units import counted
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from runtime.config import SamplingOverrides
+from runtime.config.settings import SamplingOverrides
 from runtime.errors import DatasetError
 from runtime.units import counted
 

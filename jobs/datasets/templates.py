@@ -9,8 +9,8 @@ from pathlib import Path
 from string import Formatter
 from typing import TypeAlias
 
+from runtime.config.urls import is_url
 from runtime.errors import ConfigError, DatasetError
-from runtime.urls import is_url
 
 from .fields import DatasetFields
 from .records import (

@@ -9,13 +9,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from runtime.api import Runtime
-from runtime.config import SamplingOverrides
-from runtime.engine.requests import Rejected
-from runtime.engine.scoring_requests import join, make_scoring
-from runtime.engine.sequence import Request
+from runtime.config.settings import SamplingOverrides
 from runtime.errors import EvaluationError
+from runtime.library.api import Runtime
 from runtime.model.loading import LoadedModel
+from runtime.requests.prompts import Rejected
+from runtime.requests.scoring import join, make_scoring
+from runtime.sequences.sequence import Request
 
 from ..config.settings import GenerateConfig
 from ..datasets import Row

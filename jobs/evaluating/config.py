@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from runtime.config import Way
+from runtime.config.settings import Way
 from runtime.errors import require
 
 from ..config.settings import GenerateConfig

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from runtime import Prompt, Runtime
 from runtime.errors import ConfigError, EvaluationError
-from runtime.scoring import Scored
+from runtime.library.scoring import Scored
 
 VARIABLE = "MILLRACE"
 

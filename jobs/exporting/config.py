@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from runtime.config.urls import is_url, require_plain_url
 from runtime.errors import require
-from runtime.urls import is_url, require_plain_url
 
 
 class ExportFormat(Enum):

@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from runtime.config.urls import is_url
 from runtime.errors import ConfigError
 from runtime.units import MIB, format_bytes
-from runtime.urls import is_url
 
 from ..files.named import cannot_write, is_replaceable, publish_named
 from ..files.publishing import PARQUET_PROBLEMS, make_directory, sweep_temps

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 import pyarrow as pa
 
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError
 
 from ..datasets.openai_body import CHAT_URL

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from runtime.config import ModelConfig
-from runtime.engine.sampling.detokenizer import Detokenizer
+from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError
 from runtime.origin.location import find_tokenizer
+from runtime.sequences.detokenizer import Detokenizer
 
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 

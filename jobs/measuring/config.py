@@ -4,8 +4,8 @@ is loaded.
 
 from dataclasses import dataclass, field
 
-from runtime.config import MachineConfig, require
-from runtime.profiles import MeasureConfig
+from runtime.config.profiles import MeasureConfig
+from runtime.config.settings import MachineConfig, require
 
 from ..config.settings import LogLevel
 

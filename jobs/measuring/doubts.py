@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.config.profiles import DataSheet, MeasuredRates
 from runtime.measure.machine_cache import Host
-from runtime.profiles import DataSheet, MeasuredRates
 
 from ..config.settings import read_yaml
 from ..config.typed import build

@@ -14,19 +14,27 @@ from typing import Self
 import torch
 from tqdm import tqdm
 
-from runtime.api import Runtime
-from runtime.budgets import FREE_SHARE, usable_host_bytes
-from runtime.config import RANDOM, MachineConfig, ModelConfig, PolicyConfig, PolicyKind, RuntimeConfig, SamplingConfig
+from runtime.config.profiles import BackendTable, MeasureConfig, MeasuredRates
+from runtime.config.settings import (
+    RANDOM,
+    MachineConfig,
+    ModelConfig,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    SamplingConfig,
+)
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.requests import Request
+from runtime.engine.session import Session
+from runtime.library.api import Runtime
 from runtime.measure.backends import product_table
 from runtime.measure.disk import SUSTAINED
 from runtime.measure.machine import device_name, dtype_rates, machine_probes
 from runtime.measure.machine_cache import Host, this_host
 from runtime.measure.memory import DEVICE_COPY, HOST_COPY, LINK_IN, LINK_OUT
 from runtime.measure.timing import Figure, Measured, Probe, measure
-from runtime.profiles import BackendTable, MeasureConfig, MeasuredRates
-from runtime.session import Session
+from runtime.planning.budgets import FREE_SHARE, usable_host_bytes
+from runtime.requests.prompts import Request
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 
+from runtime.config.profiles import MeasuredRates
 from runtime.measure.machine_cache import Host
 from runtime.measure.timing import Figure
-from runtime.profiles import MeasuredRates
 
 SPREAD = "spread: how far a round was from the median of the rounds, at most"
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runtime.config import (
+from runtime.config.settings import (
     DevicesConfig,
     KVConfig,
     Lanes,
@@ -16,8 +16,8 @@ from runtime.config import (
     SamplingConfig,
     Way,
 )
+from runtime.config.text_field import did_you_mean
 from runtime.errors import require
-from runtime.text_field import did_you_mean
 
 from .published import PLAIN, PUBLISHED
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from runtime.config import DType, Lanes
+from runtime.config.settings import DType, Lanes
 from runtime.model import experts
 from runtime.model.sizes import shape_of
 from runtime.model.stages import stage_model

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, prod
 
-from runtime.config import Quantize
+from runtime.config.settings import Quantize
 from runtime.errors import ConfigError
 from runtime.formats.packing import why_raw
 from runtime.formats.registry import FORMATS

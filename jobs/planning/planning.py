@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from runtime.choices import plan_by_choice, policies_directory
-from runtime.config import DType, ExpertPaging, MachineConfig, OffloadConfig, PolicyKind, RuntimeConfig, Way
+from runtime.config.settings import DType, ExpertPaging, MachineConfig, OffloadConfig, PolicyKind, RuntimeConfig, Way
 from runtime.errors import ConfigError, require
 from runtime.measure.machine_cache import find_latest
 from runtime.plan.cost.machine import Machine
@@ -22,6 +21,7 @@ from runtime.plan.shape.kv_dtype import keeping_kv
 from runtime.plan.shape.loss import StoredNumbers
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.ways import RankView
+from runtime.planning.choices import plan_by_choice, policies_directory
 from runtime.units import gib_to_bytes
 
 from .config import PlanConfig

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import NotRequired, TypeAlias, TypedDict
 
-from runtime.config import DType
+from runtime.config.settings import DType
 from runtime.errors import ConfigError
 from runtime.plan.shape.delta_rule import DeltaRule
 from runtime.plan.shape.model import ModelShape

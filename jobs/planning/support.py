@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from runtime.config import Lanes
+from runtime.config.settings import Lanes
 from runtime.errors import ConfigError
 from runtime.foreign import deepseek_moe
 from runtime.formats.registry import FORMATS, METHODS

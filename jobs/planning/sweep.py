@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 
-from runtime.config import PolicyKind, Way
+from runtime.config.settings import PolicyKind, Way
 from runtime.errors import BudgetError, ConfigError, require
 from runtime.plan.cost.machine import Machine
 from runtime.plan.shape.loss import StoredNumbers

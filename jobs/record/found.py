@@ -18,8 +18,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from runtime.config.urls import is_url
 from runtime.errors import ConfigError, DamagedRunError
-from runtime.urls import is_url
 
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular
 from .fetched_runs import fetch_runs

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import pyarrow as pa
 
-from runtime.columns import BEAM_FIELD, LOGPROB_FIELDS, REASONING_FIELD, RESULT_FIELDS, clean_text
+from runtime.library.columns import BEAM_FIELD, LOGPROB_FIELDS, REASONING_FIELD, RESULT_FIELDS, clean_text
 
 from ..datasets.value_kinds import ColumnKinds, add_kinds
 from .passes import Status

@@ -12,9 +12,9 @@ from typing import BinaryIO, Literal, TypeAlias
 
 import pyarrow as pa
 
+from runtime.config.profiles import BackendTable
 from runtime.errors import DamagedRunError, RunMismatchError
 from runtime.measure.machine_cache import Host
-from runtime.profiles import BackendTable
 
 from ..files.publishing import (
     PARQUET_PROBLEMS,

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from runtime.columns import LOGPROB_FIELDS, clean_text
-from runtime.engine.sequence import TokenLogprobs, Unfinished
 from runtime.errors import OutputError
+from runtime.library.columns import LOGPROB_FIELDS, clean_text
+from runtime.sequences.sequence import TokenLogprobs, Unfinished
 
 from ..files.publishing import (
     PARQUET_PROBLEMS,

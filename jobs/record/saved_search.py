@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from runtime.engine.sampling.beams import BeamState, Hypothesis
-from runtime.engine.sequence import BeamWay, FinishReason, TokenLogprobs
+from runtime.sequences.beams import BeamState, Hypothesis
+from runtime.sequences.sequence import BeamWay, FinishReason, TokenLogprobs
 
 
 def written_search(state: BeamState[BeamWay] | None) -> bytes | None:

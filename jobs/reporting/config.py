@@ -4,8 +4,8 @@ stands alone because a door reads it before it loads what takes long."""
 from dataclasses import dataclass
 from enum import Enum
 
+from runtime.config.urls import require_plain_url
 from runtime.errors import require
-from runtime.urls import require_plain_url
 
 MAX_SAMPLES = 1000  # on one page
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from runtime.api import Runtime
-from runtime.config import Readout
-from runtime.engine.encoding_requests import Wanted, make_encoding
-from runtime.engine.requests import Rejected
-from runtime.engine.sequence import Request
-from runtime.engine.tokens import tokenize_each
+from runtime.config.settings import Readout
+from runtime.library.api import Runtime
 from runtime.model.loading import LoadedModel
 from runtime.origin.net import PASS_ON, reason_of
+from runtime.requests.encoding import Wanted, make_encoding
+from runtime.requests.prompts import Rejected
+from runtime.requests.tokens import tokenize_each
+from runtime.sequences.sequence import Request
 
 from ..datasets.rows import Inputs, Row
 from .requests import Prompt

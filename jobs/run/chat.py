@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from runtime.engine.chat import ChatRenderer, TemplateRefusal
 from runtime.errors import ConfigError
+from runtime.requests.chat import ChatRenderer, TemplateRefusal
 
 from ..datasets import DatasetConfig, Row
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from runtime.devices.told_plan import end_sessions
-from runtime.engine.sampling.detokenizer import Detokenizer
 from runtime.errors import ConfigError
 from runtime.origin.location import find_tokenizer
 from runtime.ranks.ranks import Ranks
+from runtime.sequences.detokenizer import Detokenizer
 
 from ..config.settings import GenerateConfig, run_directory
 from ..datasets import Row

@@ -6,14 +6,14 @@ from functools import partial
 
 import pyarrow as pa
 
-from runtime.api import Runtime
-from runtime.columns import clean_text
-from runtime.config import Readout
-from runtime.encoding import Classified, Embedded, encoded
-from runtime.engine.encoding_requests import Wanted, make_encoding, require_readable
-from runtime.engine.requests import Rejected
-from runtime.engine.sequence import Completion, Request
+from runtime.config.settings import Readout
 from runtime.errors import require
+from runtime.library.api import Runtime
+from runtime.library.columns import clean_text
+from runtime.library.encoding import Classified, Embedded, encoded
+from runtime.requests.encoding import Wanted, make_encoding, require_readable
+from runtime.requests.prompts import Rejected
+from runtime.sequences.sequence import Completion, Request
 
 from ..config.settings import EncodeConfig, EncodeSettings, run_directory
 from ..datasets import Row

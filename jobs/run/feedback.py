@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from runtime.api import Runtime
-from runtime.engine.sequence import Request
 from runtime.errors import DamagedRunError
+from runtime.library.api import Runtime
 from runtime.plan.cost.calibration import corrected
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.planner import RunPlan
 from runtime.plan.search.policy import Policy
 from runtime.resources import Resource
+from runtime.sequences.sequence import Request
 
 from ..files.publishing import JsonValue, read_json, write_json
 from ..record.passes import PassRow

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from runtime.batching.balance import Block
-from runtime.engine.sequence import Request
 from runtime.plan.cost.predict import Prediction
+from runtime.sequences.sequence import Request
 
 from ..record.passes import PassRow
 

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from runtime.api import Runtime
-from runtime.config import RuntimeConfig
+from runtime.config.settings import RuntimeConfig
 from runtime.errors import DatasetError, RunMismatchError
+from runtime.library.api import Runtime
 from runtime.plan.planner import RunPlan
 from runtime.ranks.ranks import Ranks
 from runtime.stream.device import ComputeDevice

@@ -15,8 +15,8 @@ import transformers
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime import __version__
-from runtime.api import Runtime
 from runtime.errors import CheckpointError, DamagedRunError
+from runtime.library.api import Runtime
 from runtime.model.loading import LoadedModel
 
 from ..config.gone_keys import gone_values

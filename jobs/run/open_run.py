@@ -12,12 +12,12 @@ from functools import partial
 from typing import Protocol
 
 from runtime.batching.balance import Block
-from runtime.config import Admission
+from runtime.config.settings import Admission
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Completion, Request, Unfinished
+from runtime.engine.session import ignore
 from runtime.errors import MillraceError
 from runtime.plan.cost.predict import Prediction
-from runtime.session import ignore
+from runtime.sequences.sequence import Completion, Request, Unfinished
 
 from ..record.output_rows import GenerationRow
 from ..record.parts import PartStore
@@ -34,7 +34,7 @@ Completions = Iterator[tuple[int, Completion]]
 
 
 class BlockSession(Protocol):
-    """What is asked of `runtime.session.Session`. Requests go by their positions in `requests`."""
+    """What is asked of `runtime.engine.session.Session`. Requests go by their positions in `requests`."""
 
     def wave(
         self,

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from runtime.batching.balance import Block
-from runtime.engine.sequence import Completion, Request
 from runtime.plan.cost.predict import Prediction
+from runtime.sequences.sequence import Completion, Request
 from runtime.units import counted
 
 from ..record.passes import PassRow

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runtime.config import DevicesConfig, Way
+from runtime.config.settings import DevicesConfig, Way
 from runtime.devices.told_plan import end_sessions
 from runtime.errors import ConfigError, Interrupted, PeerEnded, require
 from runtime.ranks.launch import Launch

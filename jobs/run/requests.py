@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
-from runtime.api import Runtime
 from runtime.batching.balance import Block
-from runtime.engine.beam_requests import whole_searches, with_beams
-from runtime.engine.chat import ChatRenderer, TemplateRefusal
-from runtime.engine.requests import Rejected
-from runtime.engine.scoring_requests import Joined, join, scores_of
-from runtime.engine.sequence import Completion, Request
-from runtime.engine.tokens import tokenize_each
 from runtime.errors import ConfigError, require
+from runtime.library.api import Runtime
+from runtime.requests.beam_requests import whole_searches, with_beams
+from runtime.requests.chat import ChatRenderer, TemplateRefusal
+from runtime.requests.prompts import Rejected
+from runtime.requests.scoring import Joined, join, scores_of
+from runtime.requests.tokens import tokenize_each
+from runtime.sequences.sequence import Completion, Request
 
 from ..datasets import Row
 from ..datasets.fields import MAX_ROWS

@@ -10,7 +10,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from runtime.cache_root import cache_root
-from runtime.config import Way
+from runtime.config.settings import Way
 from runtime.errors import CheckpointError, DamagedRunError, DatasetError, require
 from runtime.store.file_digests import digest_files
 

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import pyarrow.parquet as pq
 
-from runtime.api import Runtime
-from runtime.engine.requests import Rejected
-from runtime.engine.scoring_requests import make_scoring
-from runtime.engine.sequence import Request
-from runtime.engine.text_pairs import PairIds, TextPair, TextSize, document_windows, encode_pairs
+from runtime.library.api import Runtime
+from runtime.requests.prompts import Rejected
+from runtime.requests.scoring import make_scoring
+from runtime.requests.text_pairs import PairIds, TextPair, TextSize, document_windows, encode_pairs
+from runtime.sequences.sequence import Request
 
 from ..config.settings import ScoreConfig, ScoreSettings, run_directory
 from ..datasets import Row

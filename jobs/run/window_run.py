@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from runtime.api import Runtime
 from runtime.batching.balance import Block
-from runtime.config import Admission, PolicyKind
+from runtime.config.profiles import BackendTable
+from runtime.config.settings import Admission, PolicyKind
 from runtime.engine.records import PassRecord
+from runtime.engine.session import Session, ignore
 from runtime.errors import DamagedRunError
+from runtime.library.api import Runtime
 from runtime.plan.listing import schedule_text
 from runtime.plan.placement.defaults import chunk_tokens
 from runtime.plan.planner import RunPlan
-from runtime.profiles import BackendTable
-from runtime.session import Session, ignore
 from runtime.trace import Span
 
 from ..config.settings import GenerateConfig

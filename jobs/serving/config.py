@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runtime.config.urls import is_url
 from runtime.errors import require
 from runtime.units import GIB, MIB
-from runtime.urls import is_url
 
 from ..config.cli import quoted
 from ..config.settings import LogLevel

@@ -7,12 +7,12 @@ from typing import Protocol, TypeVar, Unpack
 
 import pyarrow as pa
 
-from runtime.columns import result_schema
-from runtime.config import RuntimeConfig
+from runtime.config.settings import RuntimeConfig
 from runtime.errors import require
-from runtime.prompt import Prompt
-from runtime.settings import Settings, changed
-from runtime.tables import TableColumns
+from runtime.library.columns import result_schema
+from runtime.library.keywords import Settings, changed
+from runtime.library.prompt import Prompt
+from runtime.library.tables import TableColumns
 
 from .opened import close, opened
 from .runs import kept_results

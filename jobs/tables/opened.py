@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
 
-from runtime.api import Runtime
-from runtime.config import RuntimeConfig
-from runtime.engine.sequence import Request
-from runtime.full_blocks import MANY_ROWS, few_rows
-from runtime.prompt import Prompt, make_requests
+from runtime.config.settings import RuntimeConfig
+from runtime.library.api import Runtime
+from runtime.library.full_blocks import MANY_ROWS, few_rows
+from runtime.library.prompt import Prompt, make_requests
+from runtime.sequences.sequence import Request
 
 log = logging.getLogger(__name__)
 

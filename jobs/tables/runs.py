@@ -7,11 +7,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runtime.api import Runtime
-from runtime.columns import result_schema
-from runtime.config import Admission, RuntimeConfig
-from runtime.prompt import Prompt, require_unique_ids
-from runtime.tables import Asked
+from runtime.config.settings import Admission, RuntimeConfig
+from runtime.library.api import Runtime
+from runtime.library.columns import result_schema
+from runtime.library.prompt import Prompt, require_unique_ids
+from runtime.library.tables import Asked
 
 from ..config.settings import GenerateConfig, Workers
 from ..datasets import Row, input_digest

@@ -18,8 +18,8 @@ from typing import IO, NamedTuple
 
 import torch
 
-from runtime.budgets import usable_host_bytes
 from runtime.errors import ConfigError, InternalError, Interrupted
+from runtime.planning.budgets import usable_host_bytes
 from runtime.stream.device_choice import choose_device
 from runtime.stream.shared_weights import SharedWeights, new_shared_memory
 from runtime.units import GIB, format_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import KVDType
+from ..config.settings import KVDType
 from ..plan.shape.kv_dtype import PAGE_TOKENS, page_parts
 
 FLOAT8, LARGEST_FLOAT8 = torch.float8_e4m3fn, 448.0

@@ -6,7 +6,7 @@ B rows, N pages, P positions of a page, n pages of a row, H KV heads, G query he
 import numpy as np
 import torch
 
-from ..config import KVDType
+from ..config.settings import KVDType
 from ..kernels.arguments import CHUNK_TOKENS, QuantizedPages, QuantizedScratch, WorkItems
 from ..kernels.compiler import has_compiler
 from ..plan.shape.kv_dtype import PAGE_TOKENS

@@ -25,7 +25,7 @@ from ..attention.page_codes import PageFormat, narrowed, stored_dtype, widened
 from ..attention.quantized import Pair, QuantizedKV
 from ..attention.upload import upload
 from ..attention.views import DecodeRows, Prompts, Segment
-from ..config import KVDType
+from ..config.settings import KVDType
 from ..plan.placement.memory import PAGE_TOKENS
 from .base import KVCache
 from .host_lane import CPU, HostLane, HostVisit

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from ..attention.page_codes import FLOAT8, PageFormat, stored_dtype
-from ..config import KVDType
+from ..config.settings import KVDType
 from ..plan.placement.kv import stretches
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice

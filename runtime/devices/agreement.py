@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from ..engine.records import PassCounts, Phase
-from ..engine.sequence import Request, Unfinished
-from ..engine.sequence import Sequence as Running
 from ..errors import Interrupted
 from ..ranks.ranks import STOPPED, Message, Ranks
+from ..sequences.sequence import Request, Unfinished
+from ..sequences.sequence import Sequence as Running
 from .messages import Finished, read_completions, read_states, written_completions, written_states
 
 KIND, LANES, STATES, ENDED, STOPPING = "kind", "lanes", "states", "ended", "stopping"

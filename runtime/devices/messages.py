@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..batching.balance import Block
-from ..config import KVConfig, PolicyConfig, PrefetchConfig
-from ..engine.sequence import Completion, FinishReason, Request, TokenLogprobs, TokenScore, Unfinished, Vector
+from ..config.settings import KVConfig, PolicyConfig, PrefetchConfig
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan
+from ..sequences.sequence import Completion, FinishReason, Request, TokenLogprobs, TokenScore, Unfinished, Vector
 
 Values: TypeAlias = Mapping[str, Any]
 Finished: TypeAlias = Sequence[tuple[int, Completion]]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from ..config import Way
+from ..config.settings import Way
 from ..errors import ConfigError, require
 from ..model.loading import LoadedModel
 from ..ranks.ranks import Ranks

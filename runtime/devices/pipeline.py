@@ -10,9 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..batching.balance import Block
-from ..budgets import budgets_of
-from ..config import OffloadConfig, PolicyConfig
-from ..engine.sequence import Request
+from ..config.settings import OffloadConfig, PolicyConfig
 from ..errors import BudgetError, require
 from ..model.loading import LoadedModel
 from ..model.part import keep_part
@@ -20,11 +18,13 @@ from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan
 from ..plan.shape.model import ModelShape
 from ..plan.shape.parts import divided, part_of
-from ..planning import Planner
+from ..planning.budgets import budgets_of
+from ..planning.planner import Planner
 from ..probing.layer_inputs import handed_on
 from ..probing.meta import build_meta_model
 from ..ranks.line import Line
 from ..ranks.ranks import Ranks
+from ..sequences.sequence import Request
 from ..stream.device import ComputeDevice
 from .messages import Values, written_plan
 from .told_plan import NOT_YET, plan_told

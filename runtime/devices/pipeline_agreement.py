@@ -5,10 +5,10 @@ the tokens, and all are told them. So all come to the same, and rank 0 alone nee
 from collections.abc import Callable
 
 from ..engine.records import Phase
-from ..engine.sequence import Unfinished
 from ..errors import Interrupted
 from ..ranks.line import Line
 from ..ranks.ranks import STOPPED, Message
+from ..sequences.sequence import Unfinished
 from .agreement import KIND, LANES, STATES, STOPPING
 from .messages import read_states
 from .same_rows import BetweenPasses

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ..batching.balance import Block
 from ..engine.records import PassCounts
-from ..engine.sequence import Request
-from ..engine.sequence import Sequence as Running
-from ..session import Seats, Session
+from ..engine.session import Seats, Session
+from ..sequences.sequence import Request
+from ..sequences.sequence import Sequence as Running
 from .agreement import KIND, Agreement
 from .messages import Finished
 from .sharded_session import RankSession

@@ -10,12 +10,12 @@ from ..batching.balance import Block
 from ..engine.batcher import Batcher
 from ..engine.engine import Engine
 from ..engine.records import PassCounts, PassRecord
-from ..engine.sampling.reasoning import Reasoning
-from ..engine.sequence import Completion, Request, Unfinished
+from ..engine.session import OnPass, Seats, Session, ignore
 from ..errors import Interrupted, PeerEnded
 from ..model.loading import LoadedModel
 from ..plan.planner import RunPlan
-from ..session import OnPass, Seats, Session, ignore
+from ..sequences.reasoning import Reasoning
+from ..sequences.sequence import Completion, Request, Unfinished
 from .agreement import KIND, Agreement
 from .messages import Finished, read_states, written_states
 from .told_plan import num_admitting

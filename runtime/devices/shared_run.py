@@ -5,20 +5,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..batching.balance import Block
-from ..budgets import budgets_of
-from ..config import OffloadConfig, RuntimeConfig, Way
-from ..engine.sequence import Request
+from ..config.profiles import BackendTable
+from ..config.settings import OffloadConfig, RuntimeConfig, Way
 from ..model.loading import LoadedModel
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan
 from ..plan.shape.model import ModelShape
-from ..planning import Planner
-from ..profiles import BackendTable
+from ..planning.budgets import budgets_of
+from ..planning.planner import Planner
 from ..ranks.collectives import Collectives
 from ..ranks.gathering import Gathering
 from ..ranks.line import Line
 from ..ranks.ranks import Message, Ranks
 from ..ranks.shared_memory import SharedMemory
+from ..sequences.sequence import Request
 from ..stream.device import ComputeDevice
 from ..stream.fillings import Together
 from .agreement import KIND, Agreement

@@ -5,9 +5,9 @@ part of every layer and some of the heads. So all come to the same tokens, and r
 import zlib
 
 from ..engine.records import Phase
-from ..engine.sequence import Unfinished
 from ..errors import ConfigError, Interrupted
 from ..ranks.ranks import STOPPED
+from ..sequences.sequence import Unfinished
 from .agreement import KIND, LANES, STOPPING
 from .same_rows import BetweenPasses
 

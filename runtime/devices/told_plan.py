@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..batching.admission import most_cached
-from ..config import Admission, ExpertPaging, PolicyKind, RuntimeConfig, SharePrefixes, Way
-from ..engine.sequence import Request
+from ..config.profiles import BackendTable
+from ..config.settings import Admission, ExpertPaging, PolicyKind, RuntimeConfig, SharePrefixes, Way
 from ..errors import BudgetError, ConfigError, require
 from ..plan.placement.memory import PAGE_TOKENS
 from ..plan.planner import RunPlan, plan_policy
 from ..plan.search.candidate import Problem
 from ..plan.shape.model import ModelShape
-from ..planning import Planner
-from ..profiles import BackendTable
+from ..planning.planner import Planner
 from ..ranks.ranks import Ranks
+from ..sequences.sequence import Request
 from .agreement import KIND
 from .messages import Values, digest_of, read_blocks, read_choices
 

@@ -13,11 +13,11 @@ from ..batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, 
 from ..batching.held import HeldPrefix, Place, places_of
 from ..batching.prefixes import SharedPrefix
 from ..closing import Closing
+from ..sequences.sequence import Sequence
 from .lanes.factory import LaneFactory
 from .lanes.lane import Lane
 from .lanes.packed import PackedLane
 from .records import Phase
-from .sequence import Sequence
 from .sharing import filling
 
 

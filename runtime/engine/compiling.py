@@ -58,7 +58,7 @@ def prepare(part: Part) -> None:
             prepare_decode_attention(dtype)
         case "quantized_attention":
             from ..attention.quantized_attention import prepare_decode_quantized
-            from ..config import KVDType
+            from ..config.settings import KVDType
 
             prepare_decode_quantized(KVDType(part.stored[0]), dtype)
         case "products":

@@ -9,7 +9,7 @@ from typing import TypeAlias, cast
 import torch
 
 from ..cache.pages import KVPages, NeighbourPool, PagePool
-from ..config import KVTier
+from ..config.settings import KVTier
 from ..events import Weights
 from ..model.experts import Experts, is_experts, matrix_names
 from ..model.loading import LoadedModel
@@ -22,6 +22,7 @@ from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
 from ..plan.shape.model import ModelShape
 from ..ranks.line import Line
+from ..sequences.sampler import Sampler
 from ..stream.host_memory import peak_resident_bytes, resident_bytes
 from .batcher import Batch, Batcher, nobody
 from .cpu_experts import CpuExperts
@@ -35,7 +36,6 @@ from .nonfinite import Inquiry
 from .player import PassContext, Player
 from .recorded import RecordedPasses
 from .records import PassCounts, PassRecord, Phase
-from .sampling.sampler import Sampler
 from .setup import Setup
 from .streams import Streams
 

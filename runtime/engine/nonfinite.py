@@ -14,11 +14,11 @@ from ..events import Weights
 from ..linear.stored import StoredWeight
 from ..model.loading import LoadedModel
 from ..model.stages import EMBEDDING, StreamedModule
+from ..sequences.sequence import Sequence
 from .batcher import Batcher, StaticBatcher
 from .lanes.factory import LaneFactory
 from .lanes.lane import Lane
 from .records import PassCounts
-from .sequence import Sequence
 
 MOST_EXPLAINED = 16  # passes of a session: a run of many broken rows shall not take twice its time
 

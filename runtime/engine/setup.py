@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attention.page_codes import stored_dtype
-from ..config import RuntimeConfig
+from ..config.settings import RuntimeConfig
 from ..model.host_ops import DTYPES
 from ..model.loading import LoadedModel
 from ..plan.placement.placement import Placement

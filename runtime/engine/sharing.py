@@ -6,7 +6,7 @@ from collections.abc import Sequence as Rows
 from ..batching.prefixes import SharedPrefix, Shares, SharingRule, shared_prefixes
 from ..cache.shared import SharedPages
 from ..plan.placement.memory import SequenceSize
-from .sequence import Request, Sequence
+from ..sequences.sequence import Request, Sequence
 
 
 def sizes_sharing(requests: Rows[Request]) -> list[SequenceSize]:

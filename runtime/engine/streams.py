@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from ..config import Attention, KVTier, RuntimeConfig
+from ..config.settings import Attention, KVTier, RuntimeConfig
 from ..plan.placement.feedforward import trip_size
 from ..plan.placement.kv import KVLayout
 from ..store.kv_file import KVFile

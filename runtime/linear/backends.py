@@ -10,10 +10,10 @@ from typing import cast
 
 import torch
 
+from ..config.profiles import BackendTable, LinearBackend
 from ..kernels.arguments import PAIR_ROWS
 from ..kernels.compiler import has_compiler, has_fast_pairs, has_matrix_unit, has_pairs
 from ..plan.placement.memory import PANEL_BYTES as MOST_PANEL_BYTES
-from ..profiles import BackendTable, LinearBackend
 from .panels import Block, panels
 from .rows import KernelRows
 from .tiles import fit_tiles, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..profiles import BackendTable
+from ..config.profiles import BackendTable
 from .backends import fused_linear, linear
 from .panels import Block
 

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from ..profiles import BackendTable
+from ..config.profiles import BackendTable
 from . import device_codes
 from .backends import linear
 from .codes import Codes, stacked

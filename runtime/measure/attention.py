@@ -8,7 +8,7 @@ import torch
 from ..attention.even_rows import EvenRows, Kept, attend_prompt
 from ..attention.page_codes import PageFormat, stored_dtype
 from ..cache.pages import KVPages, num_pages_for
-from ..config import KVDType
+from ..config.settings import KVDType
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 from .linear import DTYPES

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..config.profiles import FLOAT32, BackendTable, LinearBackend
 from ..linear.backends import BACKENDS, STORED, default_backend, fitting
-from ..profiles import FLOAT32, BackendTable, LinearBackend
 from ..stream.device import ComputeDevice
 from .linear import DTYPES, Matrices, ProbeSeries, multiplying, series_of
 from .timing import Figure, Probe, Timed

@@ -23,13 +23,13 @@ from statistics import median
 
 import torch
 
+from ..config.profiles import BY_RULE, FLOAT32, BackendTable, LinearBackend
 from ..linear.backends import BACKENDS, STORED, default_backend, fitting
 from ..model.loading import LoadedModel
 from ..plan.cost.typical_load import TypicalLoad
 from ..plan.cost.work import stage_works
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import StageKind
-from ..profiles import BY_RULE, FLOAT32, BackendTable, LinearBackend
 from ..stream.device import ComputeDevice
 from ..units import MIB
 from ..weights.stage_weights import TORCH_DTYPES

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from ..config import OffloadConfig
+from ..config.settings import OffloadConfig
 from ..errors import require
 from ..plan.shape.extents import Extent
 from ..store.reader import Reader

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..profiles import DTypeRates, MeasureConfig
+from ..config.profiles import DTypeRates, MeasureConfig
 from ..stream.device import ComputeDevice
 from ..units import MIB
 from .attention import attention_name, attention_probes, prefill_name

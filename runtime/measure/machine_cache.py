@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..cache_root import cache_root
+from ..config.profiles import BackendTable, DTypeRates, LinearBackend, MeasuredRates
 from ..errors import ConfigError
-from ..profiles import BackendTable, DTypeRates, LinearBackend, MeasuredRates
 
 log = logging.getLogger(__name__)
 

@@ -8,17 +8,17 @@ from statistics import fmean
 import torch
 
 from ..cache.pages import KVPages, num_pages_for
-from ..config import SamplingConfig
+from ..config.settings import SamplingConfig
 from ..engine.lanes.factory import LaneFactory
 from ..engine.lanes.lane import Lane, LaneContext
-from ..engine.sampling.sampler import Sampler
-from ..engine.sequence import Encoding, Request
-from ..engine.sequence import Sequence as Running
 from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..model.loading import LoadedModel
 from ..model.stages import hollow_weights
 from ..plan.cost.calibration import LayerSeconds
 from ..plan.cost.lane_work import Piece
+from ..sequences.sampler import Sampler
+from ..sequences.sequence import Encoding, Request
+from ..sequences.sequence import Sequence as Running
 from ..stream.device import ComputeDevice
 from .attention import ANYTHING
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from ..config import DividedExperts
+from ..config.settings import DividedExperts
 from ..plan.shape.expert_shares import runs_of, sends_less_whole, take_experts
 from ..plan.shape.row_shares import Share, cut
 from ..plan.shape.shapes import Parameter

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from transformers import GenerationConfig
 
-from ..config import RuntimeConfig
+from ..config.sampling import SamplingConfig
+from ..config.settings import RuntimeConfig
 from ..errors import CheckpointError, ConfigError
 from ..origin.generation_config import ModelGeneration
-from ..sampling_config import SamplingConfig
 from .loading import LoadedModel
 
 log = logging.getLogger(__name__)

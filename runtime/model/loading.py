@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..cache_root import cache_root
-from ..config import ANY, DType, Lanes, ModelConfig, Verify
+from ..config.profiles import BackendTable
+from ..config.settings import ANY, DType, Lanes, ModelConfig, Verify
 from ..errors import CheckpointError, ConfigError
 from ..formats.own_store import METHOD, relative_error
 from ..formats.registry import LOSSES, pair_companions
@@ -30,7 +31,6 @@ from ..probing.heads import Head, head_of, looks_ahead
 from ..probing.meta import build_meta_model
 from ..probing.padded_probe import PaddedHabits, padded_habits
 from ..probing.rewritten import zeroed_rows
-from ..profiles import BackendTable
 from ..ranks.gathering import Gathering
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files

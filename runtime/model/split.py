@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import DividedExperts
+from ..config.settings import DividedExperts
 from ..errors import ConfigError
 from ..plan.shape.row_shares import Share, cut
 from ..plan.shape.shapes import Parameter, distinct_bytes

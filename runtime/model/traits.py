@@ -10,7 +10,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
-from ..config import Lanes
+from ..config.settings import Lanes
 from ..errors import ConfigError
 from ..plan.shape.delta_rule import DeltaRule
 from ..probing.decoder_config import config_behind_encoder, decoder_config, head_size, largest, num_attention_heads

@@ -20,7 +20,8 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..cache_root import cache_root
-from ..config import RANDOM, TINY, ModelConfig
+from ..config.settings import RANDOM, TINY, ModelConfig
+from ..config.urls import is_url
 from ..errors import CheckpointError, ConfigError
 from ..foreign import deepseek_moe
 from ..remote.copies import local_copy
@@ -32,7 +33,6 @@ from ..store.json_object import JsonObject, read_json_object
 from ..store.weight_files import INDEX_SUFFIX, SINGLE, find_weights, is_index, names_below, shards_of, unreadable
 from ..synthesize.checkpoints import random_checkpoint
 from ..synthesize.tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
-from ..urls import is_url
 from .config_rules import code_keys, require_sound, without_code
 from .gguf_tokenizer import load_gguf_tokenizer
 from .net import one_line

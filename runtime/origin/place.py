@@ -3,10 +3,10 @@ job that has been given a wrong path says so before it loads what takes long."""
 
 from pathlib import Path
 
-from ..config import ANY, ModelConfig
+from ..config.settings import ANY, ModelConfig
+from ..config.urls import is_url
 from ..errors import CheckpointError
 from ..store.checkpoint import is_gguf
-from ..urls import is_url
 
 FILE_SUFFIXES = (".gguf", ".safetensors", ".bin")
 PARTS = (*FILE_SUFFIXES, ".pt", ".pth", ".json", ".model", ".jinja")  # of files in a model's directory

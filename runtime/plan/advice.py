@@ -6,7 +6,8 @@ known.
 
 from collections.abc import Iterator
 
-from ..config import (
+from ..config.orders import BATCHED, PLAIN
+from ..config.settings import (
     Admission,
     Attention,
     Dequantize,
@@ -19,7 +20,6 @@ from ..config import (
     RuntimeConfig,
     Tier,
 )
-from ..orders import BATCHED, PLAIN
 from .placement.dequantized import DequantizedSize
 from .placement.experts import pageable_stages
 from .placement.placement import Placement

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..batching.prefixes import SharingRule, num_spared
-from ..config import Admission, Attention, FeedForward, KVDType, KVTier, RuntimeConfig, SharePrefixes
+from ..config.settings import Admission, Attention, FeedForward, KVDType, KVTier, RuntimeConfig, SharePrefixes
 from ..units import counted
 from .placement.defaults import chunk_tokens
 from .placement.memory import PAGE_TOKENS

@@ -11,9 +11,18 @@ from dataclasses import dataclass, replace
 
 from ..batching.balance import Block
 from ..batching.prefixes import SharedPrefix
-from ..config import Attention, FeedForward, KVConfig, Order, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig
+from ..config.profiles import BackendTable
+from ..config.settings import (
+    Attention,
+    FeedForward,
+    KVConfig,
+    Order,
+    PolicyConfig,
+    PolicyKind,
+    PrefetchConfig,
+    RuntimeConfig,
+)
 from ..errors import BudgetError, require
-from ..profiles import BackendTable
 from .cost.predict import Prediction
 from .cost.rates import MachineRates
 from .placement.defaults import micro_batch_sizes, usual_orders

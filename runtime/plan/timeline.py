@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..batching.prefixes import SharingRule
-from ..config import Admission
+from ..config.settings import Admission
 from .cost.durations import durations
 from .cost.lane_work import LaneWork, block_prefills, decode_work
 from .cost.predict import Stretch, mixed_stretches

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..config import Admission, DividedExperts, Way
+from ..config.settings import Admission, DividedExperts, Way
 from ..errors import ConfigError, require
 from ..resources import Resource
 from .cost.machine import Machine

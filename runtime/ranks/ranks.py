@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..closing import Closing
-from ..config import DevicesConfig, Gather, Way
+from ..config.settings import DevicesConfig, Gather, Way
 from ..errors import Interrupted, PeerEnded
 from .launch import Launch
 from .watch import Watch

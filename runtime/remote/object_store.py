@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from ..config.urls import require_plain_url, url_child
 from ..errors import ConfigError
-from ..urls import require_plain_url, url_child
 from .patience import Patience, told
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # of ours, by scheme

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from ..config import ExpertPaging
+from ..config.settings import ExpertPaging
 from ..plan.placement.experts import ExpertPages
 from ..plan.placement.placement import Placement
 from ..plan.shape.extents import slot_layout

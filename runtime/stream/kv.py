@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-from ..config import KVTier
+from ..config.settings import KVTier
 from ..errors import KVFileError
 from ..plan.placement.kv import KVLayout
 from ..resources import Resource

@@ -20,7 +20,7 @@ from benchmarks.report import speed_table
 from benchmarks.runner import failure
 from benchmarks.task import Result, Task, prompts
 from benchmarks.worker import respond
-from runtime.config import DType, ModelConfig, OffloadConfig, Order
+from runtime.config.settings import DType, ModelConfig, OffloadConfig, Order
 from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint
 from runtime.units import MIB

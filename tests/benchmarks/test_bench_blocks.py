@@ -12,7 +12,7 @@ from benchmarks.contenders import Contender
 from benchmarks.measure import measure
 from benchmarks.suites import run_suite
 from benchmarks.task import Result
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint
 

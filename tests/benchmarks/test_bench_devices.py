@@ -9,7 +9,7 @@ from benchmarks.config import BenchConfig, RanksConfig, Suite
 from benchmarks.devices import RanksCase, ThrottledReader, devices_table
 from benchmarks.suites import run_suite
 from benchmarks.task import Result
-from runtime.config import Gather, ModelConfig
+from runtime.config.settings import Gather, ModelConfig
 from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint
 from runtime.plan.shape.extents import Extent

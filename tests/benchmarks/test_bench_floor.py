@@ -14,10 +14,10 @@ from benchmarks.predictions import Case
 from benchmarks.products import Product, Products, products_table
 from benchmarks.suites import run_suite
 from benchmarks.task import Result, prompts
-from runtime.api import Runtime
-from runtime.config import ModelConfig, RuntimeConfig
+from runtime.config.settings import ModelConfig, RuntimeConfig
 from runtime.errors import ConfigError
 from runtime.kernels.compiler import has_compiler
+from runtime.library.api import Runtime
 from runtime.origin.location import find_checkpoint
 from tests.jobs.forked_workers import ForkedWorker
 

@@ -26,7 +26,7 @@ from benchmarks.gpu.task import GpuTask, Machine, Measurement
 from benchmarks.peers.hugging_face import generate_batch, model_of, offloaded
 from benchmarks.task import Result
 from runtime import ModelConfig, RuntimeConfig
-from runtime.config import DType
+from runtime.config.settings import DType
 from runtime.errors import ConfigError, MillraceError
 from runtime.measure.memory import LINK_IN
 from runtime.plan.shape.extents import SlotLayout, slot_layout

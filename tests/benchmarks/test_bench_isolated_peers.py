@@ -19,7 +19,7 @@ from benchmarks.contenders import CONTENDERS, Contender, Isolation, Peer
 from benchmarks.measure import measure
 from benchmarks.runner import measured
 from benchmarks.task import Result, Task
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.errors import MillraceError
 from runtime.origin.location import find_checkpoint
 from runtime.units import MIB

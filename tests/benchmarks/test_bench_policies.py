@@ -10,7 +10,7 @@ from benchmarks.measure import measure
 from benchmarks.policies import NUM_AGAIN, attempts
 from benchmarks.suites import run_suite
 from benchmarks.task import Result, Task
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint

@@ -11,7 +11,7 @@ from benchmarks.measure import measure
 from benchmarks.prefixes import few_shot, prefixes_table
 from benchmarks.suites import run_suite
 from benchmarks.task import Result, Task, prompts_of
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError, MillraceError
 from runtime.origin.location import find_checkpoint
 

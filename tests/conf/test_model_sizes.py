@@ -10,7 +10,7 @@ import yaml
 from transformers import PreTrainedModel
 
 from jobs.planning.shapes import read_shape
-from runtime.config import DType
+from runtime.config.settings import DType
 from runtime.probing.meta import build_meta_model, untie_head
 from runtime.synthesize.checkpoints import config_for
 from runtime.units import GIB, MIB

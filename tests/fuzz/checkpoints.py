@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from runtime.cache_root import cache_root
-from runtime.config import ModelConfig
-from runtime.engine.chat import ChatRenderer, TemplateRefusal
-from runtime.engine.tokens import tokenize_each
+from runtime.config.settings import ModelConfig
 from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel, load_model
 from runtime.origin.location import load_tokenizer
+from runtime.requests.chat import ChatRenderer, TemplateRefusal
+from runtime.requests.tokens import tokenize_each
 from runtime.store.checkpoint import open_checkpoint
 from runtime.synthesize.checkpoints import random_checkpoint
 from tests.fuzz.headers import require_inside

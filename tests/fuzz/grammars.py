@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from runtime.config import SamplingConfig
-from runtime.engine.sampling.grammar import grammar_of, tokens_of
-from runtime.engine.sampling.guide import Guide, fill_masks
+from runtime.config.settings import SamplingConfig
 from runtime.errors import CheckpointError
+from runtime.sequences.grammar import grammar_of, tokens_of
+from runtime.sequences.guide import Guide, fill_masks
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.fuzz.mutate import mutated, mutated_json
 from tests.fuzz.target import Files, OutsideError, Target

@@ -13,7 +13,7 @@ from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate, run_directory
-from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
+from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from tests.fuzz.mutate import mutated, mutated_json
 from tests.fuzz.target import Files, OutsideError, Target
 from tests.generations import read_generations

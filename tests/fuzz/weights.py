@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
-from runtime.config import ModelConfig, Verify
+from runtime.config.settings import ModelConfig, Verify
 from runtime.formats.own_store import METHOD
 from runtime.formats.registry import pair_companions
 from runtime.linear.vectors import fit_vectors, multiply_in_vectors

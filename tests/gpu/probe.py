@@ -21,8 +21,7 @@ from greenlet import getcurrent, greenlet
 
 from benchmarks.gpu.device import measure_link
 from benchmarks.millrace import generated, requests_of
-from runtime.api import Runtime
-from runtime.config import (
+from runtime.config.settings import (
     DType,
     MachineConfig,
     ModelConfig,
@@ -36,6 +35,7 @@ from runtime.config import (
 from runtime.formats.registry import FORMATS
 from runtime.formats.rounding import WAYS, Rounding
 from runtime.formats.storage_format import Stored
+from runtime.library.api import Runtime
 from runtime.linear import device_codes
 from runtime.linear.coded_rows import CodedRows
 from runtime.linear.dequantizing import multiply

@@ -14,7 +14,8 @@ from jobs.record.run_dir import RunDirectory
 from jobs.run.encoding import encode
 from jobs.run.generation import Outcome, generate
 from jobs.run.scoring import score
-from runtime.config import (
+from runtime.config.sampling import SamplingConfig
+from runtime.config.settings import (
     Admission,
     DType,
     KVConfig,
@@ -25,7 +26,6 @@ from runtime.config import (
     PolicyKind,
     Tier,
 )
-from runtime.sampling_config import SamplingConfig
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.generations import read_generations
 from tests.support import synthesize

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from jobs.config.signals import StopFlag
 from jobs.record.run_dir import RunDirectory
-from runtime.config import Admission, KVTier
+from runtime.config.settings import Admission, KVTier
 from runtime.errors import Interrupted
 from tests.jobs.kill_case import Case
 from tests.processes import PROCESSES

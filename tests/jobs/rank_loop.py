@@ -21,7 +21,16 @@ from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from runtime.config import Admission, OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, SharePrefixes, Tier, Way
+from runtime.config.settings import (
+    Admission,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    SamplingConfig,
+    SharePrefixes,
+    Tier,
+    Way,
+)
 from tests.generations import read_generations
 from tests.jobs.killing import job_alone
 from tests.processes import PROCESSES

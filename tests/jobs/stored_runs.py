@@ -10,7 +10,7 @@ from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
+from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted
 from runtime.remote.object_store import ObjectStore
 from tests.generations import read_generations

@@ -17,10 +17,10 @@ from jobs.run.progress import Progress
 from jobs.run.requests import Asked, seat
 from runtime.batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
 from runtime.batching.balance import Block, plan_blocks
-from runtime.config import Admission
+from runtime.config.settings import Admission
 from runtime.engine.records import PassCounts, PassRecord, Phase, StageTimes
-from runtime.engine.sequence import Completion, FinishReason, Request, TokenLogprobs, Unfinished
 from runtime.errors import Interrupted
+from runtime.sequences.sequence import Completion, FinishReason, Request, TokenLogprobs, Unfinished
 
 MANIFEST = RunManifest(semantic={"model.name": "fake"}, operational={}, versions={})
 LIMITS = AdmissionLimits(num_lanes=2, lane_size=2, lane_tokens=8, page_tokens=4)

@@ -19,7 +19,7 @@ from jobs.run.conversation import converse
 from jobs.run.encoding import encode
 from jobs.run.generation import generate
 from jobs.run.scoring import score
-from runtime.config import MachineConfig, ModelConfig, OffloadConfig, SamplingConfig, Tier
+from runtime.config.settings import MachineConfig, ModelConfig, OffloadConfig, SamplingConfig, Tier
 from runtime.errors import BudgetError, CheckpointError, ConfigError, DatasetError, MillraceError
 from runtime.units import MIB
 from tests.generations import read_generations

@@ -10,7 +10,7 @@ from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, run_
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
+from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import ConfigError, Interrupted
 from tests.generations import read_generations
 from tests.jobs.killing import run_and_kill

@@ -14,9 +14,9 @@ from jobs.record.run_dir import RunDirectory
 from jobs.run.chat import require_template
 from jobs.run.generation import generate
 from runtime import Runtime, RuntimeConfig
-from runtime.config import ModelConfig, SamplingConfig
-from runtime.engine.chat import ChatRenderer, TemplateRefusal
+from runtime.config.settings import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError
+from runtime.requests.chat import ChatRenderer, TemplateRefusal
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.generations import read_generations
 from tests.support import Reference
@@ -172,7 +172,7 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_chat_is_rendered(rea
 
 
 def test_a_template_that_never_ends_is_refused_after_a_few_chats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.engine.chat.MOST_DEATHS", 1)
+    monkeypatch.setattr("runtime.requests.chat.MOST_DEATHS", 1)
     with pytest.raises(ConfigError, match="no text of the first 1 chats: it takes more than 1 s of processor time"):
         render(tokenizer_with(ENDLESS), chat("x"))
 

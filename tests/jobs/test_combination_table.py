@@ -20,12 +20,12 @@ from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, load
 from jobs.evaluating.config import EvaluateConfig
 from jobs.run.encoding import encoding
 from runtime import Runtime
-from runtime.config import DevicesConfig, Way
-from runtime.engine.requests import Rejected
+from runtime.config.settings import DevicesConfig, Way
 from runtime.errors import MillraceError
 from runtime.model.loading import LoadedModel
 from runtime.plan.planner import plan_run
 from runtime.ranks.ranks import Message, Ranks
+from runtime.requests.prompts import Rejected
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.support import synthesize
 
@@ -138,7 +138,7 @@ def _refusal(first: Feature, second: Feature, beside: Sequence[str]) -> str | No
         config = load(job, OmegaConf.from_dotlist(words))
         way = config.devices.way
         ranks = None if way is Way.one else _Alone(way)
-        with patch("runtime.api.kernels_of"):  # which takes longer than all else, and refuses nothing
+        with patch("runtime.library.api.kernels_of"):  # which takes longer than all else, and refuses nothing
             runtime = _Opened(config.runtime, ranks=ranks, encodes=isinstance(config, EncodeConfig))
         if isinstance(config, EncodeConfig):
             encoding(config)[0].check(runtime)

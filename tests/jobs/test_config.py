@@ -20,7 +20,7 @@ from jobs.config.settings import (
 )
 from jobs.config.typed import known_keys
 from jobs.datasets.config import DatasetKind
-from runtime.config import DType, Prefetch, Tier
+from runtime.config.settings import DType, Prefetch, Tier
 from runtime.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import Outcome, generate
-from runtime.config import Admission, PolicyConfig, PolicyKind, SamplingConfig
+from runtime.config.settings import Admission, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted
 from tests.generations import read_generations
 from tests.jobs.killing import run_and_kill, start_job

@@ -19,10 +19,10 @@ from jobs.datasets import DatasetConfig, DatasetKind, Row, read_rows
 from jobs.datasets.fields import MAX_ROWS
 from jobs.run.requests import ask, completions_of
 from runtime import Runtime, RuntimeConfig
-from runtime.config import SamplingConfig
-from runtime.engine import tokens
-from runtime.engine.sequence import Request
+from runtime.config.settings import SamplingConfig
 from runtime.errors import ConfigError, DatasetError
+from runtime.requests import tokens
+from runtime.sequences.sequence import Request
 
 MOST = 1000
 LONG = "x" * 5 * MOST

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.datasets import DatasetConfig, DatasetKind, Row, input_digest, read_rows
-from runtime.config import SamplingOverrides
+from runtime.config.settings import SamplingOverrides
 from runtime.errors import ConfigError, DatasetError
 
 FIELDS = {

@@ -13,7 +13,7 @@ from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
 from jobs.workers.elastic import Worker
 from runtime.batching.balance import Block
-from runtime.config import Admission, PolicyConfig, PolicyKind
+from runtime.config.settings import Admission, PolicyConfig, PolicyKind
 from runtime.errors import ConfigError, Interrupted, RunInUseError
 from tests.generations import read_generations
 from tests.jobs.worker_loop import Case, check

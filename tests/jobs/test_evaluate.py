@@ -22,11 +22,11 @@ from jobs.evaluating.harness import Evaluation, evaluate, evaluation_directory
 from jobs.record.output_rows import GenerationRow
 from jobs.record.passes import Start
 from jobs.run.open_run import OpenParts
-from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
-from runtime.engine.sampling.detokenizer import Detokenizer
-from runtime.engine.sampling.stopping import StopStrings
-from runtime.engine.sequence import Request
+from runtime.config.settings import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
 from runtime.errors import ConfigError, EvaluationError, Interrupted
+from runtime.sequences.detokenizer import Detokenizer
+from runtime.sequences.sequence import Request
+from runtime.sequences.stopping import StopStrings
 from tests.jobs.harness_tasks import TASKS, write_tasks
 from tests.jobs.kill_support import Kills
 from tests.support import short_bart, synthesize

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import runtime.planning
+import runtime.planning.planner
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
 from jobs.files.publishing import write_json
@@ -17,8 +17,7 @@ from jobs.record.passes import PassRow
 from jobs.record.run_dir import RunDirectory
 from jobs.run.feedback import Feedback, worked
 from jobs.run.generation import Outcome, generate
-from runtime.api import Runtime
-from runtime.config import (
+from runtime.config.settings import (
     KVConfig,
     KVTier,
     OffloadConfig,
@@ -29,14 +28,15 @@ from runtime.config import (
     SamplingConfig,
     Tier,
 )
-from runtime.engine.sequence import Request
+from runtime.engine.session import Session
 from runtime.errors import DamagedRunError, Interrupted
+from runtime.library.api import Runtime
 from runtime.plan import planner
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.search import grid as policy_grid
 from runtime.resources import Resource
-from runtime.session import Session
+from runtime.sequences.sequence import Request
 from tests.generations import read_generations
 
 NUM_ROWS = 12

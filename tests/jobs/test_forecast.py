@@ -10,8 +10,8 @@ from jobs.record.passes import PassRow
 from jobs.run.forecast import Forecast
 from jobs.run.progress import Progress, roughly, time_left
 from runtime.batching.balance import Block
-from runtime.engine.sequence import Completion, FinishReason, Request
 from runtime.plan.cost.predict import PhaseTime, Prediction
+from runtime.sequences.sequence import Completion, FinishReason, Request
 
 NUM_PROMPT, MOST = 10, 21
 REQUESTS = [Request(id=str(i), prompt_ids=(1,) * NUM_PROMPT, max_new_tokens=MOST) for i in range(8)]

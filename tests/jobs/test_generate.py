@@ -20,7 +20,7 @@ from jobs.packing.packing import pack
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import Outcome, generate
 from jobs.run.summary_table import format_table
-from runtime.config import (
+from runtime.config.settings import (
     KVConfig,
     KVDType,
     ModelConfig,

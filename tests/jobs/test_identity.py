@@ -18,7 +18,7 @@ from jobs.record.run_dir import RunDirectory
 from jobs.run import generation
 from jobs.run.generation import Outcome, generate
 from runtime import Runtime, RuntimeConfig
-from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig
+from runtime.config.settings import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import DamagedRunError, Interrupted, OutputError, RunMismatchError
 from tests.generations import read_generations
 

@@ -13,7 +13,7 @@ from jobs.exporting.export import export
 from jobs.grading.config import Metric, MetricsConfig
 from jobs.grading.judging import judged
 from jobs.run.generation import generate
-from runtime.config import SamplingConfig
+from runtime.config.settings import SamplingConfig
 from runtime.errors import ConfigError, DatasetError
 
 QUESTIONS: list[dict[str, object]] = [

@@ -17,7 +17,7 @@ from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
 from jobs.workers.local import VARIABLE, Led, is_leader, lead, shares
 from jobs.workers.processors import processors_by_node, split_processors
-from runtime.config import MachineConfig, OffloadConfig
+from runtime.config.settings import MachineConfig, OffloadConfig
 from runtime.errors import ConfigError
 from tests.generations import read_generations
 from tests.jobs.worker_loop import Case

@@ -13,10 +13,10 @@ from jobs.config.typed import build
 from jobs.measuring.config import MeasureJobConfig
 from jobs.measuring.doubts import doubts, names
 from jobs.measuring.report import Source, agreement, format_table, format_value, format_yaml
-from runtime.config import MachineConfig
+from runtime.config.profiles import DTypeRates, MeasuredRates
+from runtime.config.settings import MachineConfig
 from runtime.measure.machine_cache import find_latest, this_host
 from runtime.measure.timing import Figure
-from runtime.profiles import DTypeRates, MeasuredRates
 
 FIGURES = {
     "disk, sustained": Figure(value=0.9, low=0.81, high=0.95, unit="GB/s"),

@@ -16,7 +16,7 @@ from jobs.grading.grading import describe, grade, graded_tables
 from jobs.grading.intervals import estimate, wilson
 from jobs.grading.scores import bbh, exact_match, gsm8k, gsm8k_answer, scorers
 from jobs.run.generation import generate
-from runtime.config import SamplingConfig
+from runtime.config.settings import SamplingConfig
 from runtime.errors import ConfigError
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

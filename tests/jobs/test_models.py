@@ -12,7 +12,7 @@ from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import error_of, pack
 from jobs.planning.losses import read_losses
 from jobs.planning.support import FamilyTraits, families_named, format_table, support_table
-from runtime.config import Lanes
+from runtime.config.settings import Lanes
 from runtime.errors import ConfigError
 from runtime.formats.registry import LOSSES
 from runtime.formats.rounding import WAYS, Rounding

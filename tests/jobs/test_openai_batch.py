@@ -16,7 +16,7 @@ from jobs.exporting.export import export, write_batch_files
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
 from runtime import Runtime
-from runtime.config import PolicyConfig, PolicyKind, SamplingConfig, SamplingOverrides
+from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig, SamplingOverrides
 from runtime.errors import ConfigError
 from tests.generations import read_generations
 from tests.jobs.kill_support import Kills

@@ -20,7 +20,7 @@ from jobs.record.run_dir import RunDirectory
 from jobs.run.encoding import encode
 from jobs.run.generation import generate
 from runtime import Prompt, Runtime
-from runtime.config import DType, ModelConfig, PolicyConfig, PolicyKind, Pooling, Readout
+from runtime.config.settings import DType, ModelConfig, PolicyConfig, PolicyKind, Pooling, Readout
 from runtime.errors import ConfigError, DatasetError
 from tests.jobs.kill_support import Kills
 from tests.jobs.test_openai_batch import line, read, written

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from jobs.exporting.openai_tokens import LEAST_LOGPROB, Tokens
-from runtime.config import ModelConfig
-from runtime.engine.sampling.detokenizer import Detokenizer
-from runtime.engine.sequence import Request
+from runtime.config.settings import ModelConfig
+from runtime.sequences.detokenizer import Detokenizer
+from runtime.sequences.sequence import Request
 from tests.runtime.test_detokenizer import random_pairs
 from tests.tokenizer_kinds import EVEN, tokenizer_of
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from jobs.record.output_rows import GENERATION_SCHEMA, encode_columns, generation_schema, infer_column_schema
-from runtime.columns import LOGPROB_FIELDS
+from runtime.library.columns import LOGPROB_FIELDS
 
 
 def test_log_probabilities_have_columns_only_where_they_are_asked_for() -> None:

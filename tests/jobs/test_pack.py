@@ -21,7 +21,7 @@ from jobs.packing.config import PackConfig, SourceConfig
 from jobs.packing.packing import Packing, describe, pack
 from jobs.run.generation import generate
 from runtime import Runtime
-from runtime.config import ExpertPaging, ModelConfig, Tier, Verify
+from runtime.config.settings import ExpertPaging, ModelConfig, Tier, Verify
 from runtime.errors import BudgetError, CheckpointError, ConfigError, RunMismatchError
 from runtime.model.loading import load_model
 from runtime.store.header import read_header

@@ -13,7 +13,7 @@ from jobs.packing.comparing import compare
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import Packing, describe, pack
 from runtime import Runtime
-from runtime.config import ExpertPaging, Tier
+from runtime.config.settings import ExpertPaging, Tier
 from runtime.errors import CheckpointError, ConfigError
 from runtime.formats.own_store import METHOD
 from runtime.formats.registry import FORMATS, pair_companions

@@ -13,7 +13,7 @@ from jobs.planning.config import FORMATS, Packed
 from jobs.planning.packed_shapes import Publication, as_packed, as_published, in_format
 from jobs.planning.published import GGUF, PUBLISHED
 from jobs.planning.shapes import read_shape
-from runtime.config import DType, ModelConfig, Quantize
+from runtime.config.settings import DType, ModelConfig, Quantize
 from runtime.errors import ConfigError
 from runtime.formats import registry
 from runtime.linear.coded_rows import NAMES

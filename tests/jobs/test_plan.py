@@ -13,11 +13,11 @@ from jobs.config.settings import load
 from jobs.planning.config import FORMATS, PlanConfig
 from jobs.planning.planning import Planned, make_plan
 from jobs.planning.report import report
-from runtime.choices import KeptPolicy
-from runtime.config import Attention, DType, MachineConfig, Order
+from runtime.config.profiles import DTypeRates, MeasuredRates
+from runtime.config.settings import Attention, DType, MachineConfig, Order
 from runtime.errors import BudgetError, ConfigError
 from runtime.plan.search.policy import Policy
-from runtime.profiles import DTypeRates, MeasuredRates
+from runtime.planning.choices import KeptPolicy
 from runtime.resources import Resource
 
 ROOT = Path(__file__).resolve().parents[2]

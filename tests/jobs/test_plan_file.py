@@ -16,9 +16,9 @@ from jobs.record.plan_file import (
     plan_digest,
     read_plan,
 )
+from runtime.config.profiles import BY_RULE, BackendTable, LinearBackend
 from runtime.errors import DamagedRunError, MillraceError, RunMismatchError
 from runtime.measure.machine_cache import this_host
-from runtime.profiles import BY_RULE, BackendTable, LinearBackend
 from tests.jobs.part_support import PLAN
 
 

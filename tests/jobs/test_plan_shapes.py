@@ -9,7 +9,7 @@ import torch
 
 from jobs.planning.named import architecture_digest, architectures, make_row
 from jobs.planning.shapes import OF_HOST, OF_RUN, from_row, read_rows, read_shape
-from runtime.config import DType, KVDType, ModelConfig, OffloadConfig, RuntimeConfig, Tier
+from runtime.config.settings import DType, KVDType, ModelConfig, OffloadConfig, RuntimeConfig, Tier
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES
 from runtime.model.loading import load_model

@@ -10,7 +10,7 @@ import pytest
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
 from jobs.run.generation import generate
-from runtime.config import SamplingConfig
+from runtime.config.settings import SamplingConfig
 from runtime.store.unnamed_file import open_unnamed
 
 

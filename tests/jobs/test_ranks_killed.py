@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import DevicesConfig, Way
+from runtime.config.settings import DevicesConfig, Way
 from tests.jobs.rank_loop import MOMENTS, RESUMABLE, Case, end_of, kill_one, require_equal
 
 SHARDED = DevicesConfig(way=Way.sharded)

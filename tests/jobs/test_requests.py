@@ -8,8 +8,8 @@ from jobs.datasets import Row, asked_bytes
 from jobs.run import requests
 from jobs.run.requests import ask, completions_of
 from runtime import Runtime, RuntimeConfig
-from runtime.engine.requests import Rejected
-from runtime.engine.sequence import Request
+from runtime.requests.prompts import Rejected
+from runtime.sequences.sequence import Request
 
 PROMPTS = ["one", "two words", "déjà vu", None, "x" * 3000, "a last one that is longer than the others"]
 

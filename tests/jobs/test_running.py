@@ -11,7 +11,7 @@ from jobs.record import running
 from jobs.record.output_rows import GenerationRow
 from jobs.record.run_dir import RunDirectory
 from jobs.record.running import Running, RunningFile
-from runtime.engine.sequence import TokenLogprobs, Unfinished
+from runtime.sequences.sequence import TokenLogprobs, Unfinished
 from tests.jobs.part_support import MANIFEST, PASSES, PLAN
 
 FINISHED = [

@@ -12,7 +12,7 @@ from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import Outcome, generate
-from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
+from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted, RunMismatchError
 from tests.generations import read_generations
 

@@ -14,9 +14,9 @@ from jobs.config.settings import GenerateConfig, doubtful_settings, load
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from runtime.config import ModelConfig, SamplingConfig
+from runtime.config.sampling import AS_THE_MODEL_SAYS
+from runtime.config.settings import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, RunMismatchError
-from runtime.sampling_config import AS_THE_MODEL_SAYS
 from tests.generations import read_generations
 from tests.support import Reference
 

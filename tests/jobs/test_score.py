@@ -16,9 +16,9 @@ from jobs.run.generation import dataset_rows, perform
 from jobs.run.row_errors import told_outcome
 from jobs.run.scoring import score, scoring, sentence
 from runtime import Runtime
-from runtime.engine.scoring_requests import Joined
-from runtime.engine.sequence import Request
 from runtime.errors import ConfigError, Interrupted, RunMismatchError
+from runtime.requests.scoring import Joined
+from runtime.sequences.sequence import Request
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 ROWS: list[dict[str, object]] = [

@@ -16,7 +16,7 @@ from jobs.record.found import find_runs
 from jobs.reporting.config import ReportConfig, StatusConfig
 from jobs.reporting.status import status_of
 from jobs.run.generation import generate
-from runtime.config import ModelConfig, SamplingConfig
+from runtime.config.settings import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, Interrupted, RunInUseError, RunMismatchError, StorageError
 from runtime.remote.object_store import ObjectStore
 from tests.jobs.stored_runs import config, files, num_parts, parts, rows, run, stopped_after

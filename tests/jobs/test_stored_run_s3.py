@@ -14,7 +14,7 @@ import pytest
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.errors import CheckpointError, ConfigError, DatasetError, StorageError
 from runtime.origin.location import BUNDLED
 from runtime.remote.object_store import ObjectStore

@@ -15,9 +15,9 @@ import pytest
 from jobs.files import publishing
 from jobs.tables import TableGenerator, opened
 from runtime import PolicyConfig, Runtime
-from runtime.engine.sequence import Request
 from runtime.errors import ConfigError, RunMismatchError
-from runtime.full_blocks import FewRows, few_rows
+from runtime.library.full_blocks import FewRows, few_rows
+from runtime.sequences.sequence import Request
 
 NUM_ROWS = 12
 TABLE = pa.table(

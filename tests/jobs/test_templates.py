@@ -10,9 +10,9 @@ import pytest
 
 from jobs.datasets import DatasetConfig, DatasetKind, Row, ShardConfig, input_digest, read_rows, shard_rows
 from jobs.datasets.templates import read_template
-from runtime.config import SamplingOverrides
-from runtime.engine.chat import ChatRenderer
+from runtime.config.settings import SamplingOverrides
 from runtime.errors import ConfigError, DatasetError
+from runtime.requests.chat import ChatRenderer
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 
 ASKED = [{"question": f"{n} + 1?", "answer": n + 1} for n in range(4)]

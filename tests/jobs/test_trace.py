@@ -21,7 +21,15 @@ from jobs.pictures.trace_events import PREDICTED, RUN
 from jobs.pictures.trace_file import read_processes, read_trace
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, SamplingConfig, Tier
+from runtime.config.settings import (
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    Prefetch,
+    PrefetchConfig,
+    SamplingConfig,
+    Tier,
+)
 from runtime.resources import Resource
 from runtime.trace import Span
 

@@ -15,7 +15,7 @@ from jobs.files.publishing import json_digest
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import Outcome, generate
 from runtime import Runtime, RuntimeConfig
-from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig, Verify
+from runtime.config.settings import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig, Verify
 from runtime.errors import Interrupted, RunMismatchError
 from runtime.store.weight_files import SINGLE
 from tests.support import flip_outside_samples

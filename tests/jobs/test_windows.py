@@ -26,8 +26,8 @@ from jobs.reporting.status import as_text, status_of
 from jobs.run import run_input
 from jobs.run.generation import generate
 from jobs.run.scoring import score
-from runtime import api
-from runtime.config import Admission, DevicesConfig, PolicyConfig, PolicyKind, SamplingConfig, Way
+from runtime.config.profiles import BY_RULE, BackendTable, LinearBackend
+from runtime.config.settings import Admission, DevicesConfig, PolicyConfig, PolicyKind, SamplingConfig, Way
 from runtime.engine.engine import Engine
 from runtime.engine.setup import Setup
 from runtime.errors import (
@@ -38,8 +38,8 @@ from runtime.errors import (
     OutputError,
     RunMismatchError,
 )
+from runtime.library import api
 from runtime.measure.machine_cache import keep, this_host
-from runtime.profiles import BY_RULE, BackendTable, LinearBackend
 from tests.jobs.windowed_input import BAD_ROW, NUM_ROWS, WindowedInput, records
 from tests.runtime.test_machine_cache import RATES
 from tests.support import always

@@ -26,7 +26,7 @@ from jobs.files.lease import read_lease
 from jobs.record.leased import lease_name, leased_blocks
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
-from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
+from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations
 from tests.jobs.killing import start_job
 from tests.processes import PROCESSES

@@ -11,9 +11,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from runtime import Runtime, SamplingConfig
-from runtime.engine.beam_requests import with_beams
-from runtime.engine.scoring_requests import Joined, join
-from runtime.engine.sequence import Completion, Request
+from runtime.requests.beam_requests import with_beams
+from runtime.requests.scoring import Joined, join
+from runtime.sequences.sequence import Completion, Request
 from tests.support import Reference, made_once, transformers_model
 
 NUM_NEW, NUM_PROMPTS = 8, 2

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from runtime.config import (
+from runtime.config.settings import (
     Admission,
     Attention,
     DType,

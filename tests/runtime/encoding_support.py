@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from runtime import OffloadConfig, PolicyConfig
-from runtime.config import Attention, ModelConfig, PolicyKind, Pooling, RuntimeConfig, Tier
-from runtime.encoding import Classified, Embedded, Filled
+from runtime.config.orders import Order
+from runtime.config.settings import Attention, ModelConfig, PolicyKind, Pooling, RuntimeConfig, Tier
+from runtime.library.encoding import Classified, Embedded, Filled
 from runtime.model.families import ENCODERS, FAMILIES
-from runtime.orders import Order
 from tests.tiny_checkpoints import TEMPERS, randomize
 
 TOLERANCE = 1e-4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.config import (
+from runtime.config.settings import (
     ExpertPaging,
     Lanes,
     ModelConfig,

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig, planning
-from runtime.engine.sequence import Request
+from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.model.loading import LoadedModel
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.plan.shape.extents import Extent
+from runtime.planning import planner as planning
+from runtime.sequences.sequence import Request
 from runtime.store.reader import Reader
 from runtime.store.transfer import PendingTransfer
 from runtime.stream.device import ComputeDevice

@@ -6,9 +6,9 @@ from unittest import mock
 
 from runtime import Runtime, RuntimeConfig
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Completion, Request, Unfinished
 from runtime.errors import Interrupted, StorageError
 from runtime.ranks.ranks import Ranks
+from runtime.sequences.sequence import Completion, Request, Unfinished
 from runtime.store.reader import Reader
 
 

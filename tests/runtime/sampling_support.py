@@ -14,10 +14,10 @@ from runtime import (
     SamplingConfig,
     SamplingOverrides,
 )
-from runtime.config import DType, PolicyKind, Tier
-from runtime.engine.sampling.sampler import Sampler
-from runtime.engine.sequence import Completion, Request
-from runtime.engine.sequence import Sequence as Running
+from runtime.config.settings import DType, PolicyKind, Tier
+from runtime.sequences.sampler import Sampler
+from runtime.sequences.sequence import Completion, Request
+from runtime.sequences.sequence import Sequence as Running
 from tests.support import Reference
 
 References = Callable[[str], Reference]

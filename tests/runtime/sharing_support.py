@@ -8,14 +8,14 @@ from random import Random
 from runtime import Runtime, RuntimeConfig
 from runtime.batching.admission import AdmissionLimits
 from runtime.batching.prefixes import num_spared
-from runtime.config import Admission, SharePrefixes
+from runtime.config.settings import Admission, SharePrefixes
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Completion, Request
 from runtime.plan.cost.lane_work import block_prefills
 from runtime.plan.cost.mixed_passes import mixed_passes
 from runtime.plan.placement.defaults import chunk_tokens
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.planner import RunPlan
+from runtime.sequences.sequence import Completion, Request
 from tests.support import clear_tokens, made_once, transformers_model
 
 STEM, BRANCH = 21, 20  # tokens; neither ends at the end of a page

@@ -11,7 +11,7 @@ from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeCo
 from runtime.attention import device_attention
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
-from runtime.config import DType, Order, PolicyKind, Tier
+from runtime.config.settings import DType, Order, PolicyKind, Tier
 from runtime.model import expert_groups
 from runtime.model.attention_way import placed
 from runtime.plan.placement import experts as placement_of_experts

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.config import DType, MachineConfig, ModelConfig
+from runtime.config.settings import DType, MachineConfig, ModelConfig
 from runtime.model import loading
 from runtime.model.loading import load_model
 from runtime.plan.cost.profile import machine_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.config import ExpertPaging
+from runtime.config.settings import ExpertPaging
 from runtime.model.experts import is_experts
 from runtime.model.loading import LoadedModel
 from runtime.origin.location import GGUF_READER

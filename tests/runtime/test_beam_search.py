@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from jobs.record.saved_search import read_search, written_search
 from runtime import PolicyConfig, PrefetchConfig, Runtime, SamplingConfig
-from runtime.config import (
+from runtime.config.sampling import AS_THE_MODEL_SAYS
+from runtime.config.settings import (
     Admission,
     Attention,
     KVConfig,
@@ -27,11 +28,10 @@ from runtime.config import (
     Tier,
 )
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import FinishReason, Unfinished
 from runtime.errors import ConfigError
 from runtime.model.followed import effective_sampling
 from runtime.origin.generation_config import ModelGeneration
-from runtime.sampling_config import AS_THE_MODEL_SAYS
+from runtime.sequences.sequence import FinishReason, Unfinished
 from runtime.synthesize.checkpoints import config_for as tiny_config
 from tests.fake_device import FakeDevice
 from tests.runtime.beam_support import (

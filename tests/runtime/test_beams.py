@@ -6,10 +6,10 @@ from jobs.record.saved_search import read_search, written_search
 from runtime.batching.balance import plan_blocks
 from runtime.batching.prefixes import SharedPrefix
 from runtime.cache.rectangle import row_moves
-from runtime.engine.beam_requests import whole_searches, with_beams, with_whole_searches
-from runtime.engine.sampling.beams import NEVER, Advanced, BeamRules, BeamState, EarlyStopping, Hypothesis, advanced
-from runtime.engine.scoring_requests import join
-from runtime.engine.sequence import BeamWay, FinishReason, Request, TokenLogprobs
+from runtime.requests.beam_requests import whole_searches, with_beams, with_whole_searches
+from runtime.requests.scoring import join
+from runtime.sequences.beams import NEVER, Advanced, BeamRules, BeamState, EarlyStopping, Hypothesis, advanced
+from runtime.sequences.sequence import BeamWay, FinishReason, Request, TokenLogprobs
 
 SCORES = (-1.0, -2.0, -3.0, -4.0)  # of the candidates of two beams
 ENDED = "ended"

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from runtime import PolicyConfig, Runtime
-from runtime.config import Admission, Attention, KVConfig, KVTier, Order, PolicyKind, RuntimeConfig, Tier
-from runtime.engine.sequence import Completion, Request
+from runtime.config.settings import Admission, Attention, KVConfig, KVTier, Order, PolicyKind, RuntimeConfig, Tier
 from runtime.errors import BrokenModelError, ConfigError
 from runtime.plan.shape.extents import pinned_bytes
+from runtime.sequences.sequence import Completion, Request
 from runtime.stream.exchange import HostExchange, Trip
 from tests.fake_device import FakeDevice
 from tests.runtime.test_correct import RATES

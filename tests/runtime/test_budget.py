@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, budgets
-from runtime.config import PolicyKind, Tier
-from runtime.engine.sequence import Request
+from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig
+from runtime.config.settings import PolicyKind, Tier
 from runtime.errors import BudgetError
 from runtime.out_of_memory import out_of_memory
+from runtime.planning import budgets
+from runtime.sequences.sequence import Request
 from runtime.stream.host_memory import peak_resident_bytes
 from runtime.units import GIB, MIB
 

@@ -7,7 +7,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 from runtime import Runtime
-from runtime.config import DType, ModelConfig
+from runtime.config.settings import DType, ModelConfig
 from runtime.model.loading import LoadedModel, load_model
 from tests.runtime.test_families import config_for, tokens
 from tests.support import Reference, clear_answer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.measure import calibrate
 from runtime.measure.calibrate import RunProbes, measure_rates
 from runtime.measure.experts import HOST_ROWS

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 import torch
 
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.measure.calibrate import RunProbes, measure_rates
 from runtime.measure.timing import Timed
 from runtime.model.families import FAMILIES

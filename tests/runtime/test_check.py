@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from runtime.config import Order
+from runtime.config.settings import Order
 from runtime.plan.schedule.actions import parse_action
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import Schedule, make_schedule

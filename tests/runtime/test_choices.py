@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from runtime import choices
-from runtime.choices import plan_by_choice, question
-from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig, Tier
+from runtime.config.settings import OffloadConfig, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import BudgetError, ConfigError
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.search.candidate import Problem
+from runtime.planning import choices
+from runtime.planning.choices import plan_by_choice, question
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from runtime.config import Admission, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.config.settings import Admission, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.defaults import CHUNK_TOKENS
 from runtime.plan.placement.memory import pass_tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.errors import BudgetError, ConfigError
 from runtime.linear.panels import plain_rows
 from runtime.model import loading

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from runtime import Runtime
-from runtime.config import (
+from runtime.config.settings import (
     Admission,
     Attention,
     DType,
@@ -29,13 +29,13 @@ from runtime.config import (
     RuntimeConfig,
     SamplingOverrides,
 )
-from runtime.engine.sequence import Request
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES
 from runtime.plan.placement import placer
 from runtime.plan.placement.kv import travelling_layers
 from runtime.plan.planner import RunPlan
 from runtime.plan.search.grid import Choices
+from runtime.sequences.sequence import Request
 from tests.fake_device import FakeDevice
 from tests.late_reads import files_are_read
 from tests.runtime.combination_support import (

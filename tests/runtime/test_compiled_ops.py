@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama as llama
 
-from runtime.config import ModelConfig, Tier
+from runtime.config.settings import ModelConfig, Tier
 from runtime.errors import ConfigError
 from runtime.model import compiled_ops, loading
 from runtime.model.compiled_ops import _compiled, plain_gate, plain_norm

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runtime import Runtime, RuntimeConfig
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.engine import compiling
 from runtime.engine.compiling import CompiledKernels, Part, seconds_without
 from runtime.errors import Interrupted

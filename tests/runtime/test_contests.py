@@ -13,9 +13,9 @@ from typing import cast
 import pytest
 import torch
 
-from runtime import Runtime, planning
-from runtime.config import Tier
-from runtime.engine.requests import Request
+from runtime import Runtime
+from runtime.config.profiles import BY_RULE, BackendTable, LinearBackend
+from runtime.config.settings import Tier
 from runtime.linear.backends import BACKENDS
 from runtime.measure import backends, contests
 from runtime.measure.contests import FEWEST_ROUNDS, SECONDS, compare_backends, known_backends, main_products
@@ -31,7 +31,8 @@ from runtime.measure.machine_cache import (
 )
 from runtime.model.loading import LoadedModel
 from runtime.plan.cost.typical_load import TypicalLoad
-from runtime.profiles import BY_RULE, BackendTable, LinearBackend
+from runtime.planning import planner as planning
+from runtime.requests.prompts import Request
 from tests.fake_device import FakeDevice
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.runtime.test_machine_cache import RATES

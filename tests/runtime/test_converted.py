@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.config import ModelConfig, Verify
+from runtime.config.settings import ModelConfig, Verify
 from runtime.model.loading import LoadedModel, load_model
 from runtime.store.checkpoint import open_checkpoint
 from tests.support import Reference, flip_outside_samples

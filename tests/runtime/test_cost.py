@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.config import Order
+from runtime.config.settings import Order
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.script import Durations, ExpertReads, Links
 from runtime.plan.cost.simulator import SimulatedPasses, Span, play_passes, simulate

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
-from runtime.config import ExpertPaging, FeedForward, Order, PolicyConfig, PolicyKind, Tier
+from runtime.config.settings import ExpertPaging, FeedForward, Order, PolicyConfig, PolicyKind, Tier
 from runtime.engine.cpu_experts import CpuExperts, Errand
 from runtime.engine.experts import BatchedExperts
 from runtime.engine.monitor import PassMonitor

@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import DType, Tier
-from runtime.engine.sequence import Completion
+from runtime.config.settings import DType, Tier
 from runtime.foreign import deepseek_moe
 from runtime.model import experts
 from runtime.model.families import FAMILIES
 from runtime.model.traits import ExpertKind, expert_kind
 from runtime.probing.meta import build_meta_model
+from runtime.sequences.sequence import Completion
 from runtime.synthesize.checkpoints import config_for, synthesize_checkpoint
 from runtime.synthesize.random_weights import RandomWeights
 from tests.processes import alone

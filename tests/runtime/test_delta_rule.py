@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.model.loading import load_model
 from runtime.plan.placement.memory import lane_entries
 from runtime.plan.shape.delta_rule import DeltaRule

@@ -8,7 +8,7 @@ import torch
 
 from jobs.planning.packed_shapes import in_format
 from jobs.planning.shapes import read_shape
-from runtime.config import (
+from runtime.config.settings import (
     Attention,
     Dequantize,
     DType,

@@ -12,7 +12,7 @@ import torch
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime import Runtime
-from runtime.config import (
+from runtime.config.settings import (
     Attention,
     Dequantize,
     DType,
@@ -24,8 +24,8 @@ from runtime.config import (
     Tier,
 )
 from runtime.engine import dequantized_weights
-from runtime.engine.sequence import Request
 from runtime.formats.registry import pair_companions
+from runtime.sequences.sequence import Request
 from runtime.store.checkpoint import open_checkpoint
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.weights.stage_weights import load_tensor

@@ -10,8 +10,8 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime import Rejected, Runtime
-from runtime.engine.sampling.detokenizer import Detokenizer
-from runtime.engine.sequence import Request
+from runtime.sequences.detokenizer import Detokenizer
+from runtime.sequences.sequence import Request
 from tests.support import synthesize
 from tests.tokenizer_kinds import EVEN, KINDS, TEXT, tokenizer_of
 

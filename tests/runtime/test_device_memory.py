@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig, budgets
-from runtime.config import PolicyKind, Tier
-from runtime.engine.sequence import Request
+from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
+from runtime.config.settings import PolicyKind, Tier
+from runtime.engine.session import Session
 from runtime.errors import BudgetError
 from runtime.out_of_memory import is_out_of_memory
 from runtime.plan.cost.profile import machine_of
@@ -20,7 +20,8 @@ from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import ALLOCATOR_SLACK_BYTES
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.placement.placer import place
-from runtime.session import Session
+from runtime.planning import budgets
+from runtime.sequences.sequence import Request
 from runtime.stream.device import ALLOCATOR_VARIABLES, ComputeDevice
 from runtime.units import GIB, MIB, gib_to_bytes
 from tests.caching_device import CachingDevice

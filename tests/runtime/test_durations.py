@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.config import (
+from runtime.config.settings import (  # fmt: skip
     Attention,
     ExpertPaging,
     KVConfig,
@@ -15,7 +15,7 @@ from runtime.config import (
     PolicyConfig,
     RuntimeConfig,
     Tier,
-)  # fmt: skip
+)
 from runtime.plan.cost.durations import durations
 from runtime.plan.cost.lane_work import LaneWork
 from runtime.plan.cost.rates import MachineRates

@@ -15,10 +15,10 @@ from transformers import (
 )
 
 from runtime import Runtime
-from runtime.config import Lanes, Pooling
-from runtime.engine.sequence import Request
+from runtime.config.settings import Lanes, Pooling
 from runtime.errors import ConfigError
 from runtime.model.families import ENCODERS, FAMILIES
+from runtime.sequences.sequence import Request
 from tests.runtime.encoding_support import (
     MASK,
     PROMPTS,

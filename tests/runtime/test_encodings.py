@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from runtime import Runtime
-from runtime.config import Pooling, Tier
+from runtime.config.orders import Order
+from runtime.config.settings import Pooling, Tier
 from runtime.model.families import ENCODERS
-from runtime.orders import Order
 from tests.runtime.encoding_support import (
     MASKED,
     PROMPTS,

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from runtime.config import KVTier
+from runtime.config.settings import KVTier
 from runtime.plan.placement.exchange import STORES_IN_FLIGHT, ExchangeSize, device_entry
 from runtime.plan.placement.kv import kv_layout
 from runtime.plan.placement.load import Load

@@ -15,7 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from runtime.config import DType, ExpertPaging, Lanes, ModelConfig
+from runtime.config.settings import DType, ExpertPaging, Lanes, ModelConfig
 from runtime.linear import backends, work_items
 from runtime.linear.stacks import joined, joined_stacks
 from runtime.linear.stored import StoredWeight

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.config import ExpertPaging, OffloadConfig, RuntimeConfig, Tier
+from runtime.config.settings import ExpertPaging, OffloadConfig, RuntimeConfig, Tier
 from runtime.plan.cost.script import Durations, ExpertReads
 from runtime.plan.cost.simulator import simulate
 from runtime.plan.placement.load import Load

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import Admission, Attention, DType, ExpertPaging, MachineConfig, Order, PolicyKind, Tier
+from runtime.config.settings import Admission, Attention, DType, ExpertPaging, MachineConfig, Order, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.requests import Rejected
-from runtime.engine.sequence import Completion, Request
 from runtime.plan.placement.experts import ExpertPages, dense_shape, expected_hits
 from runtime.plan.placement.memory import GROUPED_BYTES
 from runtime.plan.planner import RunPlan
 from runtime.plan.shape.extents import slot_layout
 from runtime.plan.shape.shapes import Stage
+from runtime.requests.prompts import Rejected
+from runtime.sequences.sequence import Completion, Request
 from runtime.stream.experts import ExpertStream
 from runtime.units import GIB
 from tests.support import MANY_EXPERTS, Reference, clear_answer, transformers_model

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.config import (
+from runtime.config.settings import (
     Admission,
     ExpertPaging,
     OffloadConfig,

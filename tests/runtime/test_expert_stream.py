@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.config import ExpertPaging
+from runtime.config.settings import ExpertPaging
 from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel
 from runtime.plan.shape.extents import Extent, slot_layout

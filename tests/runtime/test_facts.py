@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from runtime.batching.prefixes import SharedPrefix
-from runtime.config import (
+from runtime.config.settings import (
     Admission,
     Attention,
     ExpertPaging,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime import OffloadConfig, PrefetchConfig, RuntimeConfig
-from runtime.config import Order, Prefetch, Tier
+from runtime.config.settings import Order, Prefetch, Tier
 from runtime.errors import BrokenModelError
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement

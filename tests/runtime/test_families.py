@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
 from runtime.cache.paged import PagedKV
-from runtime.config import DType, ModelConfig, PolicyKind, RuntimeConfig, Tier
-from runtime.engine.sampling.sampler import Sampler
-from runtime.engine.sequence import Completion, FinishReason
-from runtime.engine.sequence import Sequence as Running
+from runtime.config.profiles import LinearBackend
+from runtime.config.settings import DType, ModelConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.model.families import FAMILIES
-from runtime.profiles import LinearBackend
+from runtime.sequences.sampler import Sampler
+from runtime.sequences.sequence import Completion, FinishReason
+from runtime.sequences.sequence import Sequence as Running
 from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
 
 References = Callable[[str], Reference]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, PrefetchConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import DType, PolicyKind, Prefetch, Tier
-from runtime.engine.sequence import Completion
+from runtime.config.settings import DType, PolicyKind, Prefetch, Tier
+from runtime.sequences.sequence import Completion
 from runtime.stream.device import ComputeDevice
 from tests.support import NUM_NEW_TOKENS, Reference
 

@@ -13,11 +13,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from runtime import Runtime, SamplingConfig
-from runtime.engine.sequence import Completion, Request
+from runtime.config.sampling import AS_THE_MODEL_SAYS
 from runtime.errors import CheckpointError, ConfigError
 from runtime.model.followed import NEUTRAL, as_the_model_says, effective_sampling
 from runtime.origin.generation_config import ModelGeneration, read_generation
-from runtime.sampling_config import AS_THE_MODEL_SAYS
+from runtime.sequences.sequence import Completion, Request
 from tests.runtime.sampling_support import References, complete, request_of, runtime_for
 from tests.support import Reference, transformers_model
 

@@ -17,7 +17,7 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from runtime.config import DType, ModelConfig
+from runtime.config.settings import DType, ModelConfig
 from runtime.kernels.rowwise import RUN
 from runtime.model import host_ops
 from runtime.model.binding import Binding

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from runtime.config import Tier
+from runtime.config.profiles import LinearBackend
+from runtime.config.settings import Tier
 from runtime.linear import fused_projections as module
 from runtime.linear.fused_projections import FusedProjections
 from runtime.linear.panels import Block
-from runtime.profiles import LinearBackend
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 
 M, K = 5, 64

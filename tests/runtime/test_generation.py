@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime import SamplingConfig
-from runtime.engine.sequence import Completion, FinishReason
 from runtime.errors import CheckpointError
 from runtime.origin.generation_config import ModelGeneration, read_generation
+from runtime.sequences.sequence import Completion, FinishReason
 from tests.runtime.sampling_support import References, runtime_for
 from tests.support import Reference
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from runtime import Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import DType, MachineConfig, Quantize, Tier
-from runtime.engine.sequence import Completion
+from runtime.config.settings import DType, MachineConfig, Quantize, Tier
 from runtime.formats.rounding import WAYS, Rounding
 from runtime.linear.coded_rows import ROUNDED
+from runtime.sequences.sequence import Completion
 from tests.device_operators import operators_of_a_device
 from tests.fake_device import FakeDevice
 from tests.packed import write_packed

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from runtime import MachineConfig, ModelConfig, PolicyConfig, Runtime, RuntimeConfig
-from runtime.config import Admission, Attention, DType, Order, PolicyKind, Tier
-from runtime.engine.sequence import Completion
+from runtime.config.settings import Admission, Attention, DType, Order, PolicyKind, Tier
 from runtime.model.expert_groups import takes_groups, together
 from runtime.out_of_memory import is_out_of_memory
+from runtime.sequences.sequence import Completion
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
 from tests.runtime.combination_support import KINDS, Combination, combinations

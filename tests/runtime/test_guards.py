@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from runtime import Runtime
-from runtime.config import Lanes
+from runtime.config.settings import Lanes
 from runtime.errors import ConfigError
 from runtime.model import traits
 from runtime.model.families import FAMILIES, Family

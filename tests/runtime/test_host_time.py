@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from runtime import Runtime, SamplingConfig
-from runtime.config import KVConfig, KVTier, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.config.settings import KVConfig, KVTier, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.sampling import sampler as sampling_module
-from runtime.engine.sequence import Completion
+from runtime.sequences import sampler as sampling_module
+from runtime.sequences.sequence import Completion
 from tests.device_operators import operators_of_a_device
 from tests.host_counters import CountedDevice, counting
 from tests.host_counts import HostCounts

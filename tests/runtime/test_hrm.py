@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.batching.balance import Block
-from runtime.config import (
+from runtime.config.settings import (
     Attention,
     ExpertPaging,
     KVConfig,

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import OffloadConfig, Runtime, budgets, planning
-from runtime.config import Tier
-from runtime.engine.sequence import Request
+from runtime import OffloadConfig, Runtime
+from runtime.config.settings import Tier
 from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.shape.extents import group_layout
+from runtime.planning import budgets
+from runtime.planning import planner as planning
+from runtime.sequences.sequence import Request
 from runtime.stream.device import ComputeDevice
 from runtime.stream.kept_weights import KeptWeights, StageBytes
 from runtime.units import GIB

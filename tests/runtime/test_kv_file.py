@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.config import KVTier
+from runtime.config.settings import KVTier
 from runtime.errors import BudgetError, ConfigError, KVFileError
 from runtime.plan.placement.kv import KVLayout
 from runtime.store import kv_file, unnamed_file

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import KVTier
+from runtime.config.settings import KVTier
 from runtime.plan.placement.kv import SEGMENT_BYTES, KVCost, KVLayout, kv_cost, kv_layout, travelling_layers
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.shape.extents import ALIGNMENT_BYTES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import KVTier
+from runtime.config.settings import KVTier
 from tests.fake_device import Careless, FakeDevice
 from tests.kv_support import TIERS, Model, opened, play
 

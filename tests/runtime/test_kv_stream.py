@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.config import KVTier
+from runtime.config.settings import KVTier
 from runtime.errors import KVFileError
 from runtime.plan.placement import kv as kv_plan
 from runtime.resources import Resource

@@ -1,6 +1,6 @@
 """Copies of keys and values count for their stage, and each way has its row in the trace."""
 
-from runtime.config import KVTier
+from runtime.config.settings import KVTier
 from runtime.plan.placement.kv import KVLayout
 from runtime.resources import Resource
 from runtime.stream.device import ComputeDevice

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
-from runtime.config import SamplingConfig, Tier
-from runtime.engine.sampling.sampler import Sampler
-from runtime.engine.sequence import Sequence as Running
+from runtime.config.settings import SamplingConfig, Tier
 from runtime.events import LaneRun
 from runtime.model import stages
 from runtime.model.last_layer import forward_selected
+from runtime.sequences.sampler import Sampler
+from runtime.sequences.sequence import Sequence as Running
 from runtime.stream.device import ComputeDevice
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from runtime import api
-from runtime.config import DType, ModelConfig
+from runtime.config.settings import DType, ModelConfig
 from runtime.errors import CheckpointError
+from runtime.library import api
 from runtime.linear.stored import StoredWeight
 from runtime.model import loading
 from runtime.plan.shape.extents import slot_layout

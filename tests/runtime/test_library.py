@@ -8,9 +8,9 @@ from itertools import count
 import pytest
 
 from runtime import PolicyConfig, Runtime
-from runtime.config import Tier
-from runtime.engine.sequence import Request
+from runtime.config.settings import Tier
 from runtime.errors import BudgetError, ClosedError, ConfigError, Interrupted
+from runtime.sequences.sequence import Request
 from runtime.units import GIB
 from tests.runtime.library_support import (
     Reads,

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from runtime import Runtime
-from runtime.config import Tier
+from runtime.config.profiles import BackendTable, LinearBackend
+from runtime.config.settings import Tier
 from runtime.errors import ConfigError
 from runtime.formats.gguf_blocks import GgufRows
 from runtime.formats.rounding import WAYS
@@ -25,7 +26,6 @@ from runtime.measure.backends import ROWS, product_table
 from runtime.measure.machine_cache import keep
 from runtime.measure.timing import Figure
 from runtime.plan.shape.extents import slot_layout
-from runtime.profiles import BackendTable, LinearBackend
 from tests.packed import packed_rows, rounded_rows, words_of
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.runtime.test_machine_cache import RATES

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.config import Attention, OffloadConfig, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.config.settings import Attention, OffloadConfig, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.plan.listing import MAX_ACTIONS, schedule_text
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run

@@ -9,7 +9,7 @@ import huggingface_hub.constants
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.errors import CheckpointError
 from runtime.origin import location
 from runtime.origin.location import find_checkpoint

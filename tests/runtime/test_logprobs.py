@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import SamplingConfig
-from runtime.engine.sequence import Completion, Request, read_logprobs, written_logprobs
+from runtime.sequences.sequence import Completion, Request, read_logprobs, written_logprobs
 from tests.runtime.sampling_support import References, runtime_for
 
 NUM_TOP = 4

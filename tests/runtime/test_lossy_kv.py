@@ -11,7 +11,7 @@ import pytest
 
 from jobs.planning.shapes import read_shape
 from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import (
+from runtime.config.settings import (
     Admission,
     Attention,
     DType,
@@ -24,7 +24,6 @@ from runtime.config import (
     PolicyKind,
     Tier,
 )
-from runtime.engine.sequence import Completion, Request
 from runtime.errors import ConfigError
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.load import Load
@@ -34,6 +33,7 @@ from runtime.plan.placement.placer import place
 from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.search.candidate import Problem
 from runtime.plan.shape.kv_dtype import keeping_kv
+from runtime.sequences.sequence import Completion, Request
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB
 from tests.fake_device import FakeDevice

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from runtime.config.profiles import BackendTable, DTypeRates, LinearBackend, MeasuredRates
 from runtime.measure.machine_cache import Host, find_latest, find_products, keep, this_host
-from runtime.profiles import BackendTable, DTypeRates, LinearBackend, MeasuredRates
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = this_host("cpu", 2)

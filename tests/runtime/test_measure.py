@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.config import DType, MachineConfig
+from runtime.config.profiles import MeasureConfig
+from runtime.config.settings import DType, MachineConfig
 from runtime.errors import ConfigError
 from runtime.measure.attention import attention_name, prefill_name
 from runtime.measure.disk import SUSTAINED, disk_probes
@@ -25,7 +26,6 @@ from runtime.measure.linear import (
 from runtime.measure.machine import dtype_rates, machine_probes
 from runtime.measure.timing import LONG_SECONDS, READING_SECONDS, Figure, Probe, Timed, figure_of, measure
 from runtime.plan.cost.profile import machine_of
-from runtime.profiles import MeasureConfig
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig
-from runtime.config import SamplingConfig, Tier
+from runtime.config.settings import SamplingConfig, Tier
 from runtime.engine.engine import Engine
-from runtime.engine.sequence import Request
 from runtime.events import Weights
+from runtime.sequences.sequence import Request
 from tests.runtime.test_moves import shift
 from tests.support import synthesize
 

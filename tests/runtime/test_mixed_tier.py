@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
-from runtime.config import (
+from runtime.config.settings import (
     Attention,
     ExpertPaging,
     KVConfig,
@@ -20,7 +20,6 @@ from runtime.config import (
     Tier,
 )
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Request
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
@@ -28,6 +27,7 @@ from runtime.plan.placement.placer import place
 from runtime.plan.planner import plan_run
 from runtime.plan.shape.extents import pinned_bytes
 from runtime.plan.shape.model import ModelShape
+from runtime.sequences.sequence import Request
 from runtime.units import GIB, MIB
 from tests.fake_device import FakeDevice
 from tests.runtime.test_fidelity import config_for, tokens_of

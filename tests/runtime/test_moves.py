@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime.config import ExpertPaging, Tier
+from runtime.config.settings import ExpertPaging, Tier
 from runtime.linear.stored import StoredWeight
 from runtime.model.loading import LoadedModel
 from runtime.plan.shape.extents import ALIGNMENT_BYTES, device_layout, slot_layout

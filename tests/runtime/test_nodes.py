@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from runtime import Runtime, RuntimeConfig
-from runtime.config import DevicesConfig, Gather, Way
+from runtime.config.settings import DevicesConfig, Gather, Way
+from runtime.engine.session import Seats
 from runtime.errors import ConfigError
 from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, even_shares_of
 from runtime.ranks.ranks import Ranks
 from runtime.ranks.shared_memory import SharedMemory
-from runtime.session import Seats
 from tests.rank_processes import in_nodes
 from tests.runtime.rank_runs import completed, stopped_once
 from tests.runtime.test_families import config_for

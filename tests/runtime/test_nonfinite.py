@@ -7,9 +7,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from runtime import SamplingConfig
-from runtime.config import DType
-from runtime.engine.sequence import Completion, FinishReason
+from runtime.config.settings import DType
 from runtime.errors import BrokenModelError
+from runtime.sequences.sequence import Completion, FinishReason
 from tests.runtime.sampling_support import References, runtime_for
 from tests.support import Reference
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import BertConfig
 
-from runtime.config import Prefetch, PrefetchConfig
+from runtime.config.settings import Prefetch, PrefetchConfig
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.probing.meta import build_meta_model
 from runtime.weights.layout import map_weights

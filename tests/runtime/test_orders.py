@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.config import Order
+from runtime.config.settings import Order
 from runtime.plan.schedule.actions import Op
 from runtime.plan.schedule.schedule import Schedule, make_schedule
 from runtime.plan.schedule.walk import Walk

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.config import Order, Prefetch, Tier
+from runtime.config.settings import Order, Prefetch, Tier
 from tests.overlap import PREFETCHES, RATIOS, Case, Outcome, outcome
 
 MOST = 1 / 0.95  # of what the busiest of disk, link and compute takes alone

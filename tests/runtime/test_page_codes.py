@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runtime.attention.page_codes import PageFormat, narrowed, widened
-from runtime.config import KVDType
+from runtime.config.settings import KVDType
 from runtime.plan.shape.kv_dtype import PAGE_TOKENS, page_parts
 
 QUANTIZED = [KVDType.int8, KVDType.int4]

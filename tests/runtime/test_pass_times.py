@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jobs.planning.named import named_shapes
-from runtime.config import (
+from runtime.config.settings import (
     Attention,
     DType,
     FeedForward,

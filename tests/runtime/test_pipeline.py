@@ -11,7 +11,17 @@ from transformers import AutoConfig
 
 from runtime import Runtime, RuntimeConfig
 from runtime.cache.pages import KVPages
-from runtime.config import Attention, DevicesConfig, ExpertPaging, KVConfig, KVTier, Order, PolicyConfig, Tier, Way
+from runtime.config.settings import (
+    Attention,
+    DevicesConfig,
+    ExpertPaging,
+    KVConfig,
+    KVTier,
+    Order,
+    PolicyConfig,
+    Tier,
+    Way,
+)
 from runtime.errors import ConfigError
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import Schedule, make_schedule

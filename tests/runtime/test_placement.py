@@ -5,9 +5,18 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.config import ExpertPaging, KVConfig, KVTier, OffloadConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
+from runtime.config.orders import PLAIN
+from runtime.config.settings import (
+    ExpertPaging,
+    KVConfig,
+    KVTier,
+    OffloadConfig,
+    Prefetch,
+    PrefetchConfig,
+    RuntimeConfig,
+    Tier,
+)
 from runtime.errors import BudgetError
-from runtime.orders import PLAIN
 from runtime.plan.placement.kv import spread
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.config import (
+from runtime.config.settings import (
     KVConfig,
     KVTier,
     OffloadConfig,

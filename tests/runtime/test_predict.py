@@ -7,7 +7,7 @@ import pytest
 
 from runtime.batching.admission import AdmissionLimits
 from runtime.batching.balance import Block, plan_blocks
-from runtime.config import Admission, OffloadConfig, RuntimeConfig, Tier
+from runtime.config.settings import Admission, OffloadConfig, RuntimeConfig, Tier
 from runtime.plan.cost.mixed_passes import mixed_passes
 from runtime.plan.cost.predict import Prediction, predict
 from runtime.plan.cost.rates import MachineRates

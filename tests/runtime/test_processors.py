@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from runtime import SamplingConfig
-from runtime.engine.sampling.sampler import bad_word_ids
-from runtime.engine.sequence import Completion, Request
 from runtime.errors import ConfigError
+from runtime.sequences.sampler import bad_word_ids
+from runtime.sequences.sequence import Completion, Request
 from tests.runtime.sampling_support import References, runtime_for, transformers_answer
 from tests.support import NUM_NEW_TOKENS, Reference
 
@@ -94,7 +94,7 @@ def test_a_word_of_several_tokens_is_banned_only_as_a_whole(reference: Reference
     pair = ref.expected[3][4:6]
     runtime = runtime_for(ref, sampling)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.engine.sampling.sampler.bad_word_ids", lambda *_: [pair])
+        patch.setattr("runtime.sequences.sampler.bad_word_ids", lambda *_: [pair])
         got = [list(r.token_ids) for r in runtime.generate(ref.prompts) if isinstance(r, Completion)]
     expected = [transformers_answer(model, prompt, 0, sampling, bad_words_ids=[pair]) for prompt in ref.prompts]
     assert got == expected

@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from jobs.config.typed import build
-from runtime.config import DType, MachineConfig
+from runtime.config.profiles import LANES, DataSheet, DTypeRates, MeasuredRates
+from runtime.config.settings import DType, MachineConfig
 from runtime.errors import ConfigError
 from runtime.plan.cost.profile import COMPUTE_SHARE, MEMORY_SHARE, machine_of
-from runtime.profiles import LANES, DataSheet, DTypeRates, MeasuredRates
 from runtime.resources import Resource
 from runtime.units import GIB
 

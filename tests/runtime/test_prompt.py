@@ -8,10 +8,10 @@ import torch
 
 from jobs.config.typed import field_types
 from runtime import Completion, DType, Prompt, Runtime, RuntimeConfig, SamplingConfig, Settings
-from runtime.engine.sequence import Request
+from runtime.config.text_field import TextField
 from runtime.errors import ConfigError
-from runtime.settings import changed, key_places
-from runtime.text_field import TextField
+from runtime.library.keywords import changed, key_places
+from runtime.sequences.sequence import Request
 from tests.runtime.sampling_support import References, runtime_for, transformers_answer
 from tests.support import transformers_model
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from runtime import Runtime
-from runtime.config import Tier
+from runtime.config.settings import Tier
 from runtime.errors import CheckpointError
 from tests.fake_device import FakeDevice
 from tests.published_formats import PUBLISHED, write_published

@@ -13,7 +13,7 @@ import torch
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import DType, ExpertPaging, PolicyConfig, PolicyKind, Quantize, SelfCheck, Tier
+from runtime.config.settings import DType, ExpertPaging, PolicyConfig, PolicyKind, Quantize, SelfCheck, Tier
 from runtime.engine.self_check import check
 from runtime.errors import BudgetError, CheckpointError, ConfigError
 from runtime.formats.rounding import Rounding

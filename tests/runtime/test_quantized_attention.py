@@ -12,7 +12,7 @@ from runtime.attention.quantized import QuantizedKV
 from runtime.attention.quantized_attention import decode_quantized
 from runtime.attention.rule import Rule
 from runtime.attention.views import DecodeRows, Reach
-from runtime.config import KVDType
+from runtime.config.settings import KVDType
 from runtime.kernels.compiler import has_compiler
 
 CPU = torch.device("cpu")

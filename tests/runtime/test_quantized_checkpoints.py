@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import Runtime
-from runtime.config import ExpertPaging, ModelConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
-from runtime.engine.sequence import Request
+from runtime.config.settings import ExpertPaging, ModelConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import CheckpointError
 from runtime.linear.stored import StoredWeight
 from runtime.model.loading import load_model
 from runtime.plan.shape.model import ModelShape
+from runtime.sequences.sequence import Request
 from tests.quantized import Tensors, tensors_in, write_checkpoint, write_fp8, write_mxfp4
 from tests.runtime.test_fidelity import config_for, tokens, tokens_of
 from tests.support import NUM_NEW_TOKENS, Reference, greedy

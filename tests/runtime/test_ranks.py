@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import (
+from runtime.config.settings import (
     Admission,
     Attention,
     DevicesConfig,
@@ -27,10 +27,10 @@ from runtime.config import (
 )
 from runtime.devices.told_plan import end_sessions, for_ranks
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Request
 from runtime.errors import ConfigError
 from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, share_of
 from runtime.ranks.ranks import Ranks
+from runtime.sequences.sequence import Request
 from runtime.store.reader import Reader
 from tests.rank_processes import in_ranks
 from tests.runtime.rank_runs import completed, faulted_once, stopped_once

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
-from runtime.config import DevicesConfig, DividedExperts, Gather, Tier, Way
+from runtime.config.settings import DevicesConfig, DividedExperts, Gather, Tier, Way
 from runtime.devices.own_device import device_of, place_of, require_alike
 from runtime.errors import ConfigError
 from runtime.model.loading import LoadedModel

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import pytest
 
 from runtime import ModelConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import DevicesConfig, DType, PolicyKind, Quantize, Way
+from runtime.config.settings import DevicesConfig, DType, PolicyKind, Quantize, Way
 from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks
 from tests.support import synthesize

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import pytest
 
 from runtime import Runtime, RuntimeConfig
-from runtime.config import DevicesConfig, Way
+from runtime.config.settings import DevicesConfig, Way
 from runtime.errors import ConfigError
 from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime import Prompt, Runtime
-from runtime.engine.sequence import Completion, FinishReason
+from runtime.sequences.sequence import Completion, FinishReason
 from tests import real_model
 from tests.support import CLEAR_MARGIN
 

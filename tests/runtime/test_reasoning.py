@@ -11,11 +11,11 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from runtime import Completion, Runtime, SamplingConfig
-from runtime.engine.sampling.reasoning import Parts, Reasoning, reasoning_of
-from runtime.engine.sampling.sampler import Sampler
-from runtime.engine.sequence import FinishReason, Request
-from runtime.engine.sequence import Sequence as Running
 from runtime.errors import ConfigError
+from runtime.sequences.reasoning import Parts, Reasoning, reasoning_of
+from runtime.sequences.sampler import Sampler
+from runtime.sequences.sequence import FinishReason, Request
+from runtime.sequences.sequence import Sequence as Running
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.runtime.sampling_support import logits_for, step
 from tests.tokenizer_kinds import llama2

@@ -10,7 +10,7 @@ import torch
 
 from runtime import KVConfig, PolicyConfig, Runtime, RuntimeConfig
 from runtime.attention import fixed
-from runtime.config import Admission, KVDType, KVTier, PolicyKind, Tier
+from runtime.config.settings import Admission, KVDType, KVTier, PolicyKind, Tier
 from runtime.errors import ConfigError, Interrupted
 from runtime.model import expert_groups
 from runtime.stream.device import ComputeDevice, Recording

@@ -10,7 +10,7 @@ from runtime.batching.admission import AdmissionLimits, PassPlan, SeatState, Wai
 from runtime.engine import batcher
 from runtime.engine.batcher import ContinuousBatcher
 from runtime.engine.lanes.factory import LaneFactory
-from runtime.engine.sequence import FinishReason, Request, Sequence
+from runtime.sequences.sequence import FinishReason, Request, Sequence
 
 LIMITS = AdmissionLimits(num_lanes=1, lane_size=5, lane_tokens=8, page_tokens=4)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import (
+from runtime.config.settings import (
     Attention,
     KVConfig,
     KVTier,

@@ -10,10 +10,10 @@ import torch
 
 from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.batching.balance import Block
-from runtime.config import DType, KVConfig, KVTier, ModelConfig, PolicyKind, Tier
+from runtime.config.settings import DType, KVConfig, KVTier, ModelConfig, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.sequence import Request, Unfinished, resumed, resumed_lane
 from runtime.plan.planner import RunPlan
+from runtime.sequences.sequence import Request, Unfinished, resumed, resumed_lane
 from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
 
 References = Callable[[str], Reference]

@@ -11,7 +11,7 @@ from itertools import combinations, product
 import pytest
 
 from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
-from runtime.config import (
+from runtime.config.settings import (
     Admission,
     Attention,
     DType,
@@ -24,12 +24,12 @@ from runtime.config import (
     Tier,
 )
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.sequence import Completion, Request
 from runtime.errors import Interrupted
 from runtime.events import LaneRun
 from runtime.plan.schedule.actions import Op
 from runtime.plan.schedule.schedule import make_schedule
 from runtime.resources import Resource
+from runtime.sequences.sequence import Completion, Request
 from runtime.trace import Trace
 from tests.support import Reference
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.config import Attention, OffloadConfig, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.config.settings import Attention, OffloadConfig, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.planner import plan_run

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import Admission, Attention, DType, KVConfig, KVTier, Lanes, PolicyKind, Tier
+from runtime.config.settings import Admission, Attention, DType, KVConfig, KVTier, Lanes, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.sequence import Completion, Request, Unfinished
 from runtime.model.loading import load_model
 from runtime.plan.placement.memory import SequenceSize, pass_tokens
+from runtime.sequences.sequence import Completion, Request, Unfinished
 from tests.runtime.long_rope import LIMIT, LONG_SHAPES, NUM_NEW_TOKENS, long_rope_reference
 from tests.support import PROMPT_LENGTHS, Reference
 from tests.toy import toy_shape

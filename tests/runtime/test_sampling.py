@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from runtime import Rejected, SamplingConfig, SamplingOverrides
-from runtime.config import PolicyKind
-from runtime.engine.sampling import sampler as sampling_module
-from runtime.engine.sampling.sampler import Sampler
-from runtime.engine.sequence import Completion, FinishReason, Request
+from runtime.config.settings import PolicyKind
 from runtime.errors import ConfigError
+from runtime.sequences import sampler as sampling_module
+from runtime.sequences.sampler import Sampler
+from runtime.sequences.sequence import Completion, FinishReason, Request
 from tests.runtime.sampling_support import (
     References,
     complete,

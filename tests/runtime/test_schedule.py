@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from runtime.config import Order
+from runtime.config.settings import Order
 from runtime.errors import ConfigError
 from runtime.plan.schedule.actions import Action, Op, parse_action
 from runtime.plan.schedule.check import check_schedule

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
-from runtime.config import Admission, Attention, KVConfig, KVTier, ModelConfig, PolicyKind, RuntimeConfig, Tier
-from runtime.engine.scoring_requests import Joined
+from runtime.config.orders import Order
+from runtime.config.settings import Admission, Attention, KVConfig, KVTier, ModelConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.library.scoring import Scored, Targets
 from runtime.model.families import FAMILIES
-from runtime.orders import Order
-from runtime.scoring import Scored, Targets
+from runtime.requests.scoring import Joined
 from tests.fake_device import FakeDevice
 from tests.runtime.combination_support import RATES, TIERS
 from tests.runtime.long_rope import LIMIT, long_rope_reference
@@ -92,7 +92,7 @@ def require_equal(
 
 @pytest.fixture(autouse=True)
 def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.planning.measure_rates", lambda *_: RATES)
+    monkeypatch.setattr("runtime.planning.planner.measure_rates", lambda *_: RATES)
     cut(monkeypatch, HEAD_ROWS)
 
 
@@ -173,7 +173,8 @@ def test_targets_are_given_the_same_whether_they_share_a_pass_or_not(
     runtime, pairs = opened(config_for(reference("llama"), Tier.nvme)), pairs_of(reference("llama"))
     together = runtime.score(pairs)
     monkeypatch.setattr(
-        "runtime.scoring.join", lambda requests: [Joined(request=r, members=[i]) for i, r in enumerate(requests)]
+        "runtime.library.scoring.join",
+        lambda requests: [Joined(request=r, members=[i]) for i, r in enumerate(requests)],
     )
     for one, other in zip(runtime.score(pairs), together, strict=True):
         assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=TOLERANCE)

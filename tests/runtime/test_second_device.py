@@ -7,7 +7,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from runtime.config import Admission, Order, Tier
+from runtime.config.settings import Admission, Order, Tier
 from runtime.errors import ConfigError
 from runtime.stream.device import ComputeDevice, Part
 from tests.runtime.test_beside import beside

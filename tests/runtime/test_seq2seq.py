@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from runtime import ModelConfig, Runtime, SamplingConfig
-from runtime.config import DType, Prefetch, PrefetchConfig
+from runtime.config.settings import DType, Prefetch, PrefetchConfig
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.sequence import Request
 from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel, load_model
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import PAGE_TOKENS, lane_entries
 from runtime.plan.shape.extents import slot_layout
 from runtime.plan.shape.shapes import StageKind
+from runtime.sequences.sequence import Request
 from runtime.store.checkpoint import open_checkpoint
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import NUM_NEW_TOKENS, Reference, transformers_model

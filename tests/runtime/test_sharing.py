@@ -9,13 +9,13 @@ from random import Random
 import pytest
 
 from runtime import PolicyConfig, Runtime, RuntimeConfig, Targets
-from runtime.config import Admission, Attention, KVConfig, KVTier, Order, PolicyKind, SharePrefixes, Tier
+from runtime.config.settings import Admission, Attention, KVConfig, KVTier, Order, PolicyKind, SharePrefixes, Tier
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Request, Unfinished
 from runtime.errors import Interrupted
+from runtime.library.scoring import ask_scores
 from runtime.model.families import FAMILIES
 from runtime.plan.placement.memory import PAGE_TOKENS
-from runtime.scoring import ask_scores
+from runtime.sequences.sequence import Request, Unfinished
 from tests.fake_device import FakeDevice
 from tests.runtime.sharing_support import Alike, run_alike, unshared
 from tests.runtime.test_fidelity import config_for

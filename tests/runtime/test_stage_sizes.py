@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from runtime.config import OffloadConfig, RuntimeConfig, Tier
+from runtime.config.settings import OffloadConfig, RuntimeConfig, Tier
 from runtime.plan.placement import placer
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets

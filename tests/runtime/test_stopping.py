@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, StopStri
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime import SamplingConfig
-from runtime.engine.sampling.detokenizer import Detokenizer
-from runtime.engine.sampling.sampler import Sampler
-from runtime.engine.sampling.stopping import StopStrings
-from runtime.engine.sequence import Completion, FinishReason, Request
-from runtime.engine.sequence import Sequence as Running
+from runtime.sequences.detokenizer import Detokenizer
+from runtime.sequences.sampler import Sampler
+from runtime.sequences.sequence import Completion, FinishReason, Request
+from runtime.sequences.sequence import Sequence as Running
+from runtime.sequences.stopping import StopStrings
 from runtime.synthesize.tokenizer import BOS, byte_level_tokenizer
 from tests.runtime.sampling_support import (
     References,

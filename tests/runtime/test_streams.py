@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
-from runtime.config import KVConfig, KVTier, MachineConfig
+from runtime.config.settings import KVConfig, KVTier, MachineConfig
 from runtime.errors import KVFileError
 from runtime.units import MIB
 

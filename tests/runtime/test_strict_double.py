@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.config import Admission, KVConfig, KVTier, Order, Tier
+from runtime.config.settings import Admission, KVConfig, KVTier, Order, Tier
 from runtime.errors import BrokenModelError
 from runtime.stream.device import Part
 from runtime.stream.slots import LaterTransfer

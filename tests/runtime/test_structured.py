@@ -24,15 +24,15 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime import Completion, Prompt, Rejected, Runtime, SamplingConfig
-from runtime.engine.sampling import grammar
-from runtime.engine.sampling.detokenizer import Detokenizer
-from runtime.engine.sampling.grammar import Grammars, grammar_of, tokens_of
-from runtime.engine.sampling.guide import fill_masks
-from runtime.engine.sampling.reasoning import Parts
-from runtime.engine.sampling.sampler import Sampler
-from runtime.engine.sequence import FinishReason, Request
-from runtime.engine.sequence import Sequence as Running
 from runtime.errors import ConfigError, Interrupted
+from runtime.sequences import grammar
+from runtime.sequences.detokenizer import Detokenizer
+from runtime.sequences.grammar import Grammars, grammar_of, tokens_of
+from runtime.sequences.guide import fill_masks
+from runtime.sequences.reasoning import Parts
+from runtime.sequences.sampler import Sampler
+from runtime.sequences.sequence import FinishReason, Request
+from runtime.sequences.sequence import Sequence as Running
 from runtime.synthesize.tokenizer import byte_level_tokenizer, tokenizer_from
 from tests.api_schemas import MAX_NEW_TOKENS, SCHEMAS, invalid, prompts
 from tests.runtime.sampling_support import logits_for, step

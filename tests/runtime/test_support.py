@@ -4,7 +4,7 @@ import pytest
 import transformers
 
 from jobs.planning.support import FamilyTraits, describe
-from runtime.config import Lanes
+from runtime.config.settings import Lanes
 from runtime.model.families import FAMILIES, Family
 from runtime.model.traits import CacheKind, ExpertKind
 

@@ -4,9 +4,9 @@ import pyarrow as pa
 import pytest
 
 from runtime import Prompt, Runtime
-from runtime.columns import result_schema
 from runtime.errors import ConfigError
-from runtime.tables import TableColumns
+from runtime.library.columns import result_schema
+from runtime.library.tables import TableColumns
 
 CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())]))
 

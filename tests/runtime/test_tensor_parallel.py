@@ -11,7 +11,7 @@ import torch
 
 from jobs.packing.config import Format
 from runtime import Runtime, RuntimeConfig
-from runtime.config import DividedExperts, KVConfig, KVDType, KVTier, Order, Quantize, Tier
+from runtime.config.settings import DividedExperts, KVConfig, KVDType, KVTier, Order, Quantize, Tier
 from runtime.errors import ConfigError, PeerEnded
 from runtime.ranks.gathering import Gathering
 from runtime.ranks.launch import Launch

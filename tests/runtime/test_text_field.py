@@ -20,8 +20,8 @@ from runtime import (
     RuntimeConfig,
     Tier,
 )
+from runtime.config.text_field import TextField
 from runtime.errors import ConfigError
-from runtime.text_field import TextField
 
 GROUPS = [hint for hint in typing.get_type_hints(RuntimeConfig).values() if is_dataclass(hint)] + [
     typing.get_args(hint)[0]

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.config import Admission, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.config.settings import Admission, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.batching.balance import Block
 from runtime.batching.prefixes import SharedPrefix
-from runtime.config import PolicyConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.config.settings import PolicyConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.plan.cost.machine import Machine
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import plan_policy

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from runtime.cache_root import cache_root
-from runtime.config import ModelConfig
+from runtime.config.settings import ModelConfig
 from runtime.errors import CheckpointError, MillraceError
 from runtime.model import attention
 from runtime.model.loading import LoadedModel, load_model

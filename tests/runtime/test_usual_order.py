@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.config import OffloadConfig, Order, PolicyConfig, RuntimeConfig, Tier
+from runtime.config.settings import OffloadConfig, Order, PolicyConfig, RuntimeConfig, Tier
 from runtime.errors import BudgetError
 from runtime.plan.placement.defaults import MANY_EXPERTS
 from runtime.plan.placement.ledger import LIBRARY_BYTES

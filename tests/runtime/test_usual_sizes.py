@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.millrace import requests_of
-from runtime.api import Runtime
 from runtime.batching.balance import Block
-from runtime.config import (
+from runtime.config.settings import (
     Attention,
     MachineConfig,
     ModelConfig,
@@ -18,6 +17,7 @@ from runtime.config import (
     RuntimeConfig,
     Tier,
 )
+from runtime.library.api import Runtime
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.defaults import chunk_sizes, micro_batch_sizes
 from runtime.plan.placement.memory import SequenceSize

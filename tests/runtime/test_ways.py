@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.config import (
+from runtime.config.profiles import DeviceLink, LinksConfig
+from runtime.config.settings import (
     Attention,
     DividedExperts,
     KVConfig,
@@ -31,7 +32,6 @@ from runtime.plan.shape.cut import pipeline_share, tensor_share
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter
 from runtime.plan.ways import RankView
-from runtime.profiles import DeviceLink, LinksConfig
 from runtime.resources import Resource
 from runtime.units import GIB
 from tests.moe_shapes import DBRX, MIXTRAL_8X22B

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runtime.config import OffloadConfig, Order, PolicyConfig, PrefetchConfig, RuntimeConfig, Tier
+from runtime.config.settings import OffloadConfig, Order, PolicyConfig, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import CheckpointError
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import SequenceSize

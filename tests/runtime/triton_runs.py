@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.config import Dequantize, DType
+from runtime.config.settings import Dequantize, DType
 from runtime.engine.dequantized_weights import DequantizedWeights
 from runtime.linear import device_codes
 from runtime.linear.stored import StoredWeight

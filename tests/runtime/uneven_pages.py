@@ -7,7 +7,7 @@ from unittest import mock
 
 from runtime import Runtime, RuntimeConfig
 from runtime.batching.admission import plan_pass
-from runtime.config import Admission
+from runtime.config.settings import Admission
 from runtime.devices import told_plan
 from runtime.engine import batcher
 from runtime.plan.planner import RunPlan, plan_policy

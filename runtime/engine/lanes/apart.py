@@ -11,9 +11,9 @@ from greenlet import GreenletExit
 
 from ...cache.base import KVCache
 from ...events import Event, LaneRun, NeedStage, need_stage, need_tensor
+from ...sequences.beam_search import of_searches
+from ...sequences.sequence import Sequence
 from ..records import PassCounts
-from ..sampling.beam_search import of_searches
-from ..sequence import Sequence
 from .lane import Lane, LaneContext
 from .padded import PaddedLane
 

@@ -7,7 +7,7 @@ from ...batching.prefixes import IN_LANES, SharingRule
 from ...cache.paged import PagedKV
 from ...cache.pages import KVPages
 from ...model.loading import LoadedModel
-from ..sequence import Sequence
+from ...sequences.sequence import Sequence
 from .apart import ApartLane
 from .lane import Lane, LaneContext
 from .packed import PackedLane

@@ -8,10 +8,10 @@ from ...attention.upload import upload
 from ...cache.paged import PagedKV, PassView
 from ...cache.shared import SharedPages
 from ...model.head import HasLogits
+from ...sequences.pooling import Picked
+from ...sequences.scoring import Given
+from ...sequences.sequence import Sequence
 from ..records import PassCounts
-from ..sampling.pooling import Picked
-from ..sampling.scoring import Given
-from ..sequence import Sequence
 from .lane import Lane, LaneContext
 
 

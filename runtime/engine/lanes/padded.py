@@ -14,10 +14,10 @@ from ...cache.passed import pass_over
 from ...cache.rectangle import RectangleKV, rectangle_cache
 from ...plan.placement.memory import chunk_columns
 from ...probing.generating import PassInputs
+from ...sequences.pooling import Picked
+from ...sequences.scoring import Given
+from ...sequences.sequence import Sequence
 from ..records import PassCounts
-from ..sampling.pooling import Picked
-from ..sampling.scoring import Given
-from ..sequence import Sequence
 from .lane import LaneContext
 from .rectangle import RectangleLane
 

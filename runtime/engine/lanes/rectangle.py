@@ -9,7 +9,7 @@ from transformers import Cache
 
 from ...attention.upload import upload
 from ...cache.rectangle import RectangleKV
-from ..sequence import Sequence
+from ...sequences.sequence import Sequence
 from .lane import Lane, LaneContext
 
 

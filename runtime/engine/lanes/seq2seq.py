@@ -11,9 +11,9 @@ from ...attention.upload import upload
 from ...cache.rectangle import RectangleKV, cross_rectangle_cache
 from ...model.head import HasLogits
 from ...probing.decoder_config import config_behind_encoder
+from ...sequences.scoring import Given
+from ...sequences.sequence import Sequence
 from ..records import PassCounts
-from ..sampling.scoring import Given
-from ..sequence import Sequence
 from .lane import LaneContext
 from .rectangle import RectangleLane
 

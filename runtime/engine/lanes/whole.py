@@ -8,10 +8,10 @@ from ...attention.upload import upload
 from ...cache.base import KVCache
 from ...model.head import HasLogits
 from ...model.traits import accepted
+from ...sequences.pooling import Picked
+from ...sequences.scoring import Given
+from ...sequences.sequence import Sequence
 from ..records import PassCounts
-from ..sampling.pooling import Picked
-from ..sampling.scoring import Given
-from ..sequence import Sequence
 from .lane import Lane, LaneContext
 
 

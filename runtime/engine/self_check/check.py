@@ -15,7 +15,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...config import DType, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, SamplingConfig, SelfCheck, Tier
+from ...config.settings import (
+    DType,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    SamplingConfig,
+    SelfCheck,
+    Tier,
+)
 from ...errors import BudgetError, CheckpointError, ConfigError, MillraceError
 from ...model.excerpt import Excerpt, dense_bytes, num_telling_layers
 from ...model.families import FAMILIES
@@ -25,15 +34,15 @@ from ...origin.net import one_line, reason_of
 from ...plan.placement.placement import Budgets
 from ...plan.planner import RunPlan, plan_run
 from ...probing.heads import Head
+from ...requests.scoring import make_scoring
+from ...sequences.sampler import Sampler, sampler_for
+from ...sequences.sequence import Request
+from ...sequences.sequence import Sequence as Running
 from ...store.reader import Reader
 from ...stream.device import ComputeDevice
 from ...units import MIB, format_bytes
 from ..batcher import StaticBatcher
 from ..engine import Engine
-from ..sampling.sampler import Sampler, sampler_for
-from ..scoring_requests import make_scoring
-from ..sequence import Request
-from ..sequence import Sequence as Running
 from ..setup import Setup
 from ..streams import open_streams
 from .dictated import Dictated, Dictation, Heard, dictated, heard_from_generate

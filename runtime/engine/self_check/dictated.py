@@ -17,10 +17,10 @@ from ...model.unread import leave_unread
 from ...origin.location import read_config
 from ...probing.meta import build_meta_model
 from ...probing.rewritten import initialize_again
+from ...sequences.sampler import Sampler
+from ...sequences.sequence import FinishReason, Request, Sequence
 from ...weights.computed import keep_computed
 from ...weights.quantization import take_quantization
-from ..sampling.sampler import Sampler
-from ..sequence import FinishReason, Request, Sequence
 
 PROMPT_LENGTHS = (5, 14, 9, 3)  # shorter and longer than the windows and limits of excerpts, none a multiple of a chunk
 NUM_NEW_TOKENS, CHUNK_TOKENS = 8, 8

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...config import ExpertPaging, KVTier
+from ...config.settings import ExpertPaging, KVTier
 from ...resources import Resource
 from ..placement.experts import NUM_STAGING_SLOTS
 from ..placement.memory import FEW_ROWS, PAGE_TOKENS

@@ -6,8 +6,8 @@ in the end, each sends and receives (n - 1) / n.
 
 from dataclasses import dataclass
 
+from ...config.profiles import DeviceLink
 from ...errors import ConfigError
-from ...profiles import DeviceLink
 from .rates import UNLIMITED, between
 
 HOP_SECONDS = 10e-6  # of a ring of devices: a copy out, a flag, a copy in, and a launch

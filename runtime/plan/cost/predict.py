@@ -12,7 +12,7 @@ from itertools import pairwise
 from ...batching.admission import AdmissionLimits
 from ...batching.balance import Block
 from ...batching.prefixes import IN_LANES, SharingRule
-from ...config import Admission
+from ...config.settings import Admission
 from ...resources import Resource
 from ..placement.memory import PAGE_TOKENS, MicroBatch, SequenceSize
 from ..placement.placement import Placement

@@ -6,9 +6,9 @@ once, share by share; `jobs.measure` on the machine itself replaces all of it.
 
 from dataclasses import replace
 
-from ...config import DType, MachineConfig
+from ...config.profiles import DataSheet, LinksConfig, MeasuredRates
+from ...config.settings import DType, MachineConfig
 from ...errors import ConfigError
-from ...profiles import DataSheet, LinksConfig, MeasuredRates
 from ...units import gib_to_bytes
 from ..placement.ledger import LIBRARY_BYTES, PINNED_SHARE
 from ..shape.auto_dtype import auto_dtype, has_bfloat16_units

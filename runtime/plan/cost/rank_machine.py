@@ -4,8 +4,8 @@ bring it weights, or what they made of a layer.
 
 from dataclasses import replace
 
-from ...config import DividedExperts, Way
-from ...profiles import DeviceLink
+from ...config.profiles import DeviceLink
+from ...config.settings import DividedExperts, Way
 from ..shape.expert_shares import has_whole, inner_size
 from ..shape.model import ModelShape
 from ..shape.shapes import Stage

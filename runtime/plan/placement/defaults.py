@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...batching.balance import Block
-from ...config import PolicyConfig, RuntimeConfig
-from ...orders import BATCHED, PLAIN, Order
+from ...config.orders import BATCHED, PLAIN, Order
+from ...config.settings import PolicyConfig, RuntimeConfig
 from ..shape.model import ModelShape
 from .placement import Budgets, Placement
 from .walks import cpu_attends

@@ -7,7 +7,7 @@ expert each.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...config import ExpertPaging
+from ...config.settings import ExpertPaging
 from ..schedule.walk import Walk
 from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from ...config import ExpertPaging, FeedForward, RuntimeConfig, Tier, require
+from ...config.settings import ExpertPaging, FeedForward, RuntimeConfig, Tier, require
 from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape
 from .exchange import PART_ALIGNMENT_BYTES, ExchangeSize

@@ -6,7 +6,7 @@ A **page** is `PAGE_TOKENS` positions of one sequence in one layer; its number i
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...config import KVDType, KVTier
+from ...config.settings import KVDType, KVTier
 from ...units import MIB, round_up
 from ..shape.extents import ALIGNMENT_BYTES, pinned_bytes
 from ..shape.kv_dtype import why_exact

@@ -24,7 +24,7 @@ LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their pro
 GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/fused.py
 GROUPED_BYTES = 16 * MIB  # of what experts are given at once and make, on a CPU, see model/expert_groups.py
 LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
-# What choosing tokens makes of the few logits that it takes at a time, see engine/sampling/sampler.py.
+# What choosing tokens makes of the few logits that it takes at a time, see sequences/sampler.py.
 SAMPLING_BYTES = 24 * MIB
 SEARCH_FACTOR = 6  # times the logits of beams that are looked at together: their scores, and copies of them
 HEAD_SLICE_BYTES = 64 * MIB  # of float32 logits that are made at a time where many tokens are scored

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...batching.prefixes import SharingRule
-from ...config import ExpertPaging, KVTier, ModelConfig, RuntimeConfig
+from ...config.settings import ExpertPaging, KVTier, ModelConfig, RuntimeConfig
 from ...units import GIB
 from ..schedule.walk import Walk
 from .dequantized import DequantizedSize

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...config import Dequantize, ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier, require
-from ...orders import PLAIN
+from ...config.orders import PLAIN
+from ...config.settings import Dequantize, ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier, require
 from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape
 from ..shape.stage_sizes import spread

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...config import RuntimeConfig
+from ...config.settings import RuntimeConfig
 from ..shape.extents import LOADING_BYTES, pinned_bytes
 from ..shape.model import ModelShape
 from ..shape.stage_sizes import ExpertSizes

@@ -7,7 +7,7 @@ from heapq import nlargest
 
 from ...batching.balance import Block
 from ...batching.prefixes import SharedPrefix
-from ...config import Admission, Prefetch, PrefetchConfig, RuntimeConfig
+from ...config.settings import Admission, Prefetch, PrefetchConfig, RuntimeConfig
 from ..shape.model import ModelShape
 from .defaults import chunk_tokens
 from .load import Load

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...config import Attention, Prefetch, PrefetchConfig, RuntimeConfig
-from ...orders import PLAIN, Order
+from ...config.orders import PLAIN, Order
+from ...config.settings import Attention, Prefetch, PrefetchConfig, RuntimeConfig
 from ..schedule.walk import Walk
 from ..shape.model import ModelShape
 from .kv import KVLayout

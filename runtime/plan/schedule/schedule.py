@@ -66,9 +66,9 @@ def require_slots(walk: Walk, num_lanes: int) -> None:
 
 
 def lane_steps(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
-    """The steps of one pass, as many as it has turns; step t ends turn t, see `runtime/orders.py`. Lanes `run` a stage,
-    or where its attention is the CPU's `pre`, `attend` and `post` it, or where its experts serve all lanes `route`, and
-    `end` it behind `experts`."""
+    """The steps of one pass, as many as it has turns; step t ends turn t, see `runtime/config/orders.py`. Lanes `run` a
+    stage, or where its attention is the CPU's `pre`, `attend` and `post` it, or where its experts serve all lanes
+    `route`, and `end` it behind `experts`."""
     if walk.is_by_lane:
         yield from ([*_whole_turn(walk, *turn)] for turn in walk.turns(num_lanes))
         return

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...orders import PLAIN, Order
+from ...config.orders import PLAIN, Order
 
 
 @dataclass(frozen=True, kw_only=True)

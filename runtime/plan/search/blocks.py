@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...batching.balance import Block
-from ...config import PolicyKind, RuntimeConfig
+from ...config.settings import PolicyKind, RuntimeConfig
 from ..placement.defaults import block_size, chunk_sizes, in_chunks, is_whole
 from ..placement.placer import kv_tiers, place
 from ..placement.run_load import bare, run_load

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from ...batching.balance import Block, plan_blocks
 from ...batching.prefixes import SharedPrefix
-from ...config import Admission, Prefetch, PrefetchConfig, RuntimeConfig
+from ...config.settings import Admission, Prefetch, PrefetchConfig, RuntimeConfig
 from ..cost.cpu_share import with_share
 from ..cost.predict import Prediction, decode_pass_seconds, predict
 from ..cost.rates import MachineRates

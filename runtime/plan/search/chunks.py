@@ -10,7 +10,7 @@ time but that of their products, and products are as fast as they get.
 
 from dataclasses import replace
 
-from ...config import Admission
+from ...config.settings import Admission
 from ..cost.predict import MAX_BLOCKS, Prediction, evenly, predict_roughly
 from ..cost.rates import MachineRates
 from ..placement.defaults import in_chunks

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ...config import Attention, FeedForward, KVTier, PrefetchConfig, RuntimeConfig, Tier
-from ...orders import PLAIN, Order
+from ...config.orders import PLAIN, Order
+from ...config.settings import Attention, FeedForward, KVTier, PrefetchConfig, RuntimeConfig, Tier
 from ..placement.feedforward import why_not
 from ..placement.placer import KV_FRACTIONS
 from ..placement.walks import cpu_attends, num_slots_for

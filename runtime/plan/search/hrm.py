@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...batching.balance import Block
-from ...config import RuntimeConfig
+from ...config.settings import RuntimeConfig
 from ..cost.machine import Machine
 from ..cost.work import LayerWork
 from ..shape.model import ModelShape

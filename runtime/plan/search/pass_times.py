@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import Dequantize, ExpertPaging, KVTier, RuntimeConfig
+from ...config.settings import Dequantize, ExpertPaging, KVTier, RuntimeConfig
 from ...resources import Resource
 from ..cost.cpu_share import share_of
 from ..cost.rates import MachineRates

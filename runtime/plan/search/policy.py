@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 
-from ...config import Attention, FeedForward, KVConfig, KVTier, PolicyKind, RuntimeConfig
-from ...orders import Order
+from ...config.orders import Order
+from ...config.settings import Attention, FeedForward, KVConfig, KVTier, PolicyKind, RuntimeConfig
 from ...units import counted
 
 

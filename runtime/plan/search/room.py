@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import Dequantize, KVTier, RuntimeConfig, Tier
+from ...config.settings import Dequantize, KVTier, RuntimeConfig, Tier
 from ...units import round_up
 from ..cost.work import LayerWork
 from ..placement.defaults import chunk_tokens

@@ -1,7 +1,7 @@
 """Which precision `model.dtype=auto` is: one rule, for runs and for plans of machines that are not there."""
 
-from ...config import DType, MachineConfig
-from ...profiles import MeasuredRates
+from ...config.profiles import MeasuredRates
+from ...config.settings import DType, MachineConfig
 
 NATIVE_SHARE = 0.5  # of float16's FLOP/s: where products of bfloat16 reach no more, they are made of others
 

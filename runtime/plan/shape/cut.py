@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...config import DividedExperts
+from ...config.settings import DividedExperts
 from ...errors import require
 from .expert_shares import has_whole, runs_of, take_experts
 from .model import ModelShape

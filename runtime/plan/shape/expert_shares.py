@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from ...config import DividedExperts
+from ...config.settings import DividedExperts
 from .shapes import Parameter, Stage, TensorSlice
 
 

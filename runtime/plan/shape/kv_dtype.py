@@ -11,7 +11,7 @@ and beside each scale of int4 its zero, a byte. Of H heads with Dk and Dv number
 from dataclasses import replace
 from typing import NamedTuple
 
-from ...config import KVDType
+from ...config.settings import KVDType
 from ...errors import ConfigError
 from ...units import round_up
 from .model import ModelShape

@@ -5,7 +5,7 @@ these.
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ...config import KVDType
+from ...config.settings import KVDType
 from .attention import AttentionWay
 from .delta_rule import DeltaRule
 from .expert_shares import inner_size

@@ -1,0 +1,242 @@
+"""What is known of a machine without being there: a data sheet's peaks, or rates that `jobs.measure` found.
+
+Config like that of `config.py`. GB and TFLOP are powers of ten, as data sheets count; GiB are not.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from math import log2
+from typing import Any
+
+from ..errors import require
+from .text_field import TextField, enum_field
+
+SHEET_LANES = 16  # of PCIe, for which data sheets print the link
+LANES = (1, 2, 4, 8, SHEET_LANES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSheet:
+    """Peaks that vendors print: of one device, and of the host around `num_devices` of it. What a run attains of them
+    is for `runtime/plan/cost/profile.py` to say. `bfloat16_tflops` None: no units for it, float32's are used. Of the
+    two clocks the peaks are at the boost one, and a power limit under load holds no more than the base one for
+    certain. `link_lanes` is the fewer of the card's and the slot's: the link is as many sixteenths as fast."""
+
+    num_devices: int = 1
+    memory_gib: float
+    memory_gb_per_second: float
+    link_gb_per_second: float  # one direction, over sixteen lanes
+    link_lanes: int = SHEET_LANES
+    base_clock_mhz: float
+    boost_clock_mhz: float
+    float32_tflops: float
+    float16_tflops: float  # dense, summed in float32
+    bfloat16_tflops: float | None
+    host_memory_gib: float
+    host_memory_gb_per_second: float
+    host_num_cores: int
+    disk_gb_per_second: float
+
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            require(value is None or value > 0, f"machine.sheet.{field_.name} must be above 0, got {value}")
+        lanes = self.link_lanes
+        require(lanes in LANES, f"machine.sheet.link_lanes must be one of {', '.join(map(str, LANES))}, got {lanes}")
+
+    @property
+    def host_link_gb_per_second(self) -> float:
+        """One direction of the link to the host, over the lanes that there are."""
+        return self.link_gb_per_second * self.link_lanes / SHEET_LANES
+
+
+class DeviceLink(Enum):
+    """How devices of one host reach each other: `host` through its memory, to which each has a link; `pcie` directly
+    over those same links; `nvlink` over links of their own."""
+
+    host = "host"
+    pcie = "pcie"
+    nvlink = "nvlink"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinksConfig:
+    """The links between the devices of one host, and between `num_nodes` hosts like it: what is printed of one
+    direction of one device's link, and of one host's. Without `device_gb_per_second` it is the link to the host."""
+
+    num_nodes: int = 1
+    device: TextField[DeviceLink] = enum_field(DeviceLink.host)
+    device_gb_per_second: float | None = None
+    node_gb_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "device_gb_per_second", "node_gb_per_second"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"machine.links.{name} must be above 0, got {value}")
+        own = self.device is DeviceLink.nvlink
+        require(
+            not own or self.device_gb_per_second is not None,
+            "machine.links.device=nvlink is a link of its own: set machine.links.device_gb_per_second",
+        )
+        require(
+            self.num_nodes == 1 or self.node_gb_per_second is not None,
+            f"machine.links.num_nodes={self.num_nodes} are joined by a network: set machine.links.node_gb_per_second, "
+            "1.25 for 10 GbE",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DTypeRates:
+    """The rates of one compute dtype. `gemm_gflops` belongs to the first of `MeasuredRates.gemm_rows`; larger products
+    are as fast as the last. Attention by bytes of keys and values in this dtype: where the model computes, by the CPU's
+    workers."""
+
+    gemm_gflops: list[float]
+    attention_gb_per_second: float
+    cpu_attention_gb_per_second: float
+    prefill_attention_gflops: float
+
+    def __post_init__(self) -> None:
+        require(bool(self.gemm_gflops), "machine.rates: gemm_gflops is empty")
+        rates = (*self.gemm_gflops, *(value for value in vars(self).values() if isinstance(value, float)))
+        require(all(rate > 0 for rate in rates), f"machine.rates: every rate must be above 0, got {min(rates)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRates:
+    """What `jobs.measure` found. `device_memory_gib` and the links are None where compute is in host memory; a dtype is
+    None where it was not measured. Memories are what a run may use."""
+
+    host_memory_gib: float
+    device_memory_gib: float | None = None
+    disk_gb_per_second: float  # sustained
+    link_in_gb_per_second: float | None = None
+    link_out_gb_per_second: float | None = None
+    memory_gb_per_second: float  # of the compute device, read and written
+    turn_seconds: float
+    pass_seconds: float
+    gemm_rows: list[int] = field(default_factory=list)
+    float32: DTypeRates | None = None
+    bfloat16: DTypeRates | None = None
+    float16: DTypeRates | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float):
+                is_call = name in ("turn_seconds", "pass_seconds")  # too short to be seen, on some machines
+                require(value > 0 or is_call, f"machine.rates.{name} must be above 0, got {value}")
+                require(value >= 0, f"machine.rates.{name} must be 0 or more, got {value}")
+        rows = self.gemm_rows
+        _require_rising("machine.rates.gemm_rows", rows)
+        for name, found in self.dtypes.items():
+            require(
+                len(found.gemm_gflops) <= len(rows),
+                f"machine.rates.{name}.gemm_gflops has {len(found.gemm_gflops)} rates for {len(rows)} gemm_rows",
+            )
+
+    def missing_products(self, dtype: str) -> str | None:
+        """A sentence where fewer products than `gemm_rows` have a rate, as an older `jobs.measure` could leave it."""
+        found, rows = self.dtypes[dtype].gemm_gflops, self.gemm_rows
+        if len(found) == len(rows):
+            return None
+        last = rows[len(found) - 1]
+        return (
+            f"machine.rates.{dtype}.gemm_gflops has {len(found)} of {len(rows)} rates, up to M={last}: products of "
+            f"more rows, M={', '.join(map(str, rows[len(found) :]))}, count as no faster than its {found[-1]:.3g} "
+            "GFLOP/s, which can make a plan many times too slow. Measure the machine anew: python -m jobs.measure"
+        )
+
+    @property
+    def dtypes(self) -> dict[str, DTypeRates]:
+        found = {"float32": self.float32, "bfloat16": self.bfloat16, "float16": self.float16}
+        return {name: rates for name, rates in found.items() if rates is not None}
+
+
+FLOAT32 = "float32"
+
+
+class LinearBackend(Enum):
+    """A way to multiply with weights as they are stored. Float32: in the processor's matrix unit, in its vectors, or
+    widened panels as `w @ x.T` or `x @ w.T` by torch's own BLAS, or by oneDNN. 16 bits: as float32, of bfloat16 two
+    numbers at a time in vectors, or by torch's own BLAS."""
+
+    tiles = "tiles"
+    vectors = "vectors"
+    widened = "widened"
+    pairs = "pairs"
+    weights_first = "weights_first"
+    inputs_first = "inputs_first"
+    onednn = "onednn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendTable:
+    """The fastest backend by rows of inputs. `multipliers` holds for each `kind` one for each of `rows`."""
+
+    rows: list[int]
+    multipliers: dict[str, list[LinearBackend]]
+
+    def __post_init__(self) -> None:
+        _require_rising("rows of products", self.rows)
+        wrong = [kind for kind, found in self.multipliers.items() if len(found) != len(self.rows)]
+        require(not wrong, f"{', '.join(wrong)}: not one multiplier for each of {len(self.rows)} rows of products")
+
+    @staticmethod
+    def kind(stored: str, *, is_tall: bool, inputs: str = FLOAT32) -> str:
+        """The kind of product, by the dtypes that weights are stored in and inputs have; tall weights have more inputs
+        than outputs."""
+        weights = f"{stored}, {'tall' if is_tall else 'wide'}"
+        return weights if inputs == FLOAT32 else f"{inputs} by {weights}"
+
+    def fastest(self, stored: str, *, is_tall: bool, num_rows: int, inputs: str = FLOAT32) -> LinearBackend | None:
+        """That of the measured rows whose ratio to these is smallest; None where the kind was not measured."""
+        found = self.multipliers.get(self.kind(stored, is_tall=is_tall, inputs=inputs))
+        if found is None:
+            return None
+        nearest = min(range(len(self.rows)), key=lambda i: abs(log2(self.rows[i] / num_rows)))
+        return found[nearest]
+
+    def to_plain(self) -> dict[str, object]:
+        """What `from_plain` reads, as JSON can hold it."""
+        by_kind = {kind: [backend.value for backend in found] for kind, found in self.multipliers.items()}
+        return {"rows": self.rows, "multipliers": by_kind}
+
+    @staticmethod
+    def from_plain(values: Mapping[str, Any]) -> "BackendTable":
+        """Raises KeyError, TypeError, ValueError, AttributeError or ConfigError for what is no such thing."""
+        by_kind = {kind: [LinearBackend(name) for name in found] for kind, found in values["multipliers"].items()}
+        return BackendTable(rows=list(values["rows"]), multipliers=by_kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    """What `jobs.measure` measures, and for how long. `times`: 2 or more are held against each other."""
+
+    out: str | None = None
+    directory: str = "."
+    times: int = 1
+    seconds: float = 20.0
+    num_rounds: int = 5
+    disk_mib: int = 512
+    memory_mib: int = 512
+    matrix_width: int = 4096
+    gemm_rows: list[int] = field(default_factory=lambda: [1, 8, 16, 64, 128, 256, 512, 1024])
+
+    def __post_init__(self) -> None:
+        require(bool(self.directory.strip()), "measure.directory is empty: name one on the disk of your checkpoints")
+        require(self.out is None or self.out.endswith(".yaml"), f"measure.out must end in .yaml, got {self.out}")
+        for name in ("times", "num_rounds", "disk_mib", "memory_mib"):
+            require(getattr(self, name) >= 1, f"measure.{name} must be 1 or more, got {getattr(self, name)}")
+        require(self.seconds > 0, f"measure.seconds must be above 0 s, got {self.seconds}")
+        width = self.matrix_width
+        require(width >= 256 and width % 256 == 0, f"measure.matrix_width must be a multiple of 256, got {width}")
+        _require_rising("measure.gemm_rows", self.gemm_rows)
+
+
+def _require_rising(key: str, rows: list[int]) -> None:
+    is_rising = bool(rows) and rows[0] >= 1 and rows == sorted(set(rows))
+    require(is_rising, f"{key} must be whole numbers from 1 that rise, got {rows}")
+
+
+BY_RULE = BackendTable(rows=[1], multipliers={})  # knows no product: each goes by the rule

@@ -1,0 +1,200 @@
+"""How the next token is chosen: what `sampling.*` says for a run, and what one request may ask otherwise."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ..errors import require
+
+MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # beyond any context
+MAX_BEAMS = 1_000
+STRUCTURES = (
+    "json_schema",
+    "regex",
+    "choice",
+    "grammar",
+)  # of the whole completion, or of all behind its reasoning; one of them at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOverrides:
+    """What one request asks otherwise than the run does; None: as the run. `stop` replaces the run's, also with []. A
+    run keeps as many `logprobs` of each token as the request that asks for the most. One of `STRUCTURES` replaces the
+    run's, whichever that is; a `json_schema` is JSON."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    stop: list[str] | None = None
+    seed: int | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    @property
+    def given(self) -> dict[str, int | float | list[str]]:
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the next token is chosen, with transformers' own meaning of each key. `temperature: 0` is greedy.
+
+    None is off; with `follow_model` it is what the checkpoint's generation_config.json says, which `Runtime` looks up.
+    A `json_schema` is an object, its JSON, or a file with it; `Runtime` makes JSON of all three.
+    """
+
+    follow_model: bool = False
+    n: int = 1
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    max_new_tokens: int = 32
+    min_new_tokens: int | None = 0
+    min_length: int | None = None
+    temperature: float | None = 0.0
+    top_h: float | None = None
+    top_k: int | None = 0
+    top_p: float | None = 1.0
+    min_p: float | None = 0.0
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+    repetition_penalty: float | None = 1.0
+    no_repeat_ngram_size: int | None = 0
+    bad_words: list[str] = field(default_factory=list)
+    bad_words_ids: list[list[int]] | None = None
+    sequence_bias: list[list[list[int] | float]] | None = None
+    suppress_tokens: list[int] | None = None
+    begin_suppress_tokens: list[int] | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: list[int] | int | None = None
+    exponential_decay_length_penalty: list[float] | None = None
+    renormalize_logits: bool | None = None
+    seed: int = 0
+    ignore_eos: bool = False
+    stop: list[str] | None = field(default_factory=list)
+    logprobs: int = 0
+    json_schema: str | dict[str, object] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    reasoning: list[str] | str | None = None
+
+    def __post_init__(self) -> None:
+        least, most = self.min_new_tokens or 0, self.max_new_tokens
+        for key in ("max_new_tokens", "min_new_tokens", "min_length"):
+            self._require(key, f"0 to {MAX_NEW_TOKENS:,}", lambda value: 0 <= value <= MAX_NEW_TOKENS)
+        require(least <= most, f"sampling.min_new_tokens={least} is above sampling.max_new_tokens={most}")
+        self._require("temperature", "0 (greedy) or more", lambda value: value >= 0)
+        for key in ("top_k", "no_repeat_ngram_size", "logprobs"):
+            self._require(key, "0 (off) or more", lambda value: value >= 0)
+        for key in ("top_h", "top_p", "typical_p"):
+            self._require(key, "in (0, 1]", lambda value: 0 < value <= 1)
+        for key in ("min_p", "epsilon_cutoff", "eta_cutoff"):
+            self._require(key, "in [0, 1)", lambda value: 0 <= value < 1)
+        self._require("repetition_penalty", "above 0", lambda value: value > 0)
+        require(all(self.stop or []), "sampling.stop holds an empty string, which would stop every row at once")
+        require(all(self.bad_words), "sampling.bad_words holds an empty string")
+        self._require_token_lists()
+        self._require_one_structure()
+        require(1 <= self.n <= MAX_SAMPLES, f"sampling.n must be 1 to {MAX_SAMPLES:,} samples, got {self.n}")
+        self._require_beams()
+        require(
+            self.n == 1 or (self.num_beams or 1) > 1 or not self.is_greedy,
+            f"sampling.n={self.n} needs sampling.temperature above 0: greedy gives the same text {self.n} times",
+        )
+
+    def _require(self, key: str, what: str, is_good: Callable[[float], bool]) -> None:
+        value = getattr(self, key)
+        require(value is None or is_good(value), f"sampling.{key} must be {what}, got {value}")
+
+    def _require_token_lists(self) -> None:
+        words, decay = self.bad_words_ids, self.exponential_decay_length_penalty
+        require(words is None or all(words), "sampling.bad_words_ids holds an empty list: each is a word's token ids")
+        for pair in self.sequence_bias or []:
+            is_pair = len(pair) == 2 and isinstance(pair[0], list) and bool(pair[0]) and isinstance(pair[1], float)
+            require(is_pair, f"sampling.sequence_bias must hold pairs like [[5, 6], -2.0]: token ids, bias; got {pair}")
+        require(
+            decay is None or (len(decay) == 2 and decay[0] >= 0 and decay[0] == int(decay[0]) and decay[1] > 0),
+            f"sampling.exponential_decay_length_penalty must be like [20, 1.05]: new tokens, factor; got {decay}",
+        )
+
+    def _require_one_structure(self) -> None:
+        given = [key for key in STRUCTURES if getattr(self, key) is not None]
+        require(len(given) < 2, f"sampling.{' and sampling.'.join(given)}: a completion has one of them")
+        tags = self.reasoning
+        is_known = tags == "auto" or (isinstance(tags, list) and len(tags) == 2 and all(tags))
+        require(
+            tags is None or is_known,
+            f"sampling.reasoning must be auto, two tags like [<think>,</think>], or null, got {tags}",
+        )
+        for key in given:
+            require(bool(getattr(self, key)), f"sampling.{key} is empty: null leaves it unset")
+        require(all(self.choice or []), "sampling.choice holds an empty text")
+        require(
+            not given or not self.ignore_eos,
+            f"sampling.ignore_eos=true has no end, sampling.{''.join(given)} has one: set one of them",
+        )
+
+    def _require_beams(self) -> None:
+        """What a search takes no account of is refused, rather than left out."""
+        known = f"true, false or never, got {self.early_stopping}"
+        is_known = isinstance(self.early_stopping, bool | None) or self.early_stopping == "never"
+        require(is_known, f"sampling.early_stopping must be {known}")
+        self._require("num_beams", f"1 (off) to {MAX_BEAMS:,}", lambda value: 1 <= value <= MAX_BEAMS)
+        if not self.num_beams or self.num_beams == 1:
+            return
+        search = f"sampling.num_beams={self.num_beams}"
+        require(
+            self.n <= self.num_beams,
+            f"sampling.n={self.n} is above {search}: a beam search comes to {self.num_beams} completions",
+        )
+        require(
+            not self.temperature,
+            f"{search} keeps the likeliest ways, sampling.temperature={self.temperature} draws: set one of them, "
+            "num_beams=1 or temperature=0",
+        )
+        beside = [key for key in (*STRUCTURES, "reasoning") if getattr(self, key) is not None]
+        require(not beside, f"{search} does not follow sampling.{' and sampling.'.join(beside)}: set num_beams=1")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether tokens are greedy as far as these settings say: with `follow_model`, a temperature of None is the
+        model's to say."""
+        return not self.temperature and not (self.follow_model and self.temperature is None)
+
+    def overridden(self, by: SamplingOverrides) -> "SamplingConfig":
+        """Raises ConfigError when what results cannot go together."""
+        given = by.given
+        require(
+            not self.ignore_eos or by.ignore_eos in (None, True),
+            "sampling.ignore_eos=true is the run's: no request ends by what the run ignores",
+        )
+        is_search = (self.num_beams or 1) > 1
+        require(
+            not is_search or self.ignore_eos or not by.ignore_eos,
+            f"sampling.num_beams={self.num_beams} ends all searches alike: ignore_eos is the run's to say",
+        )
+        off = dict.fromkeys(STRUCTURES) if any(key in given for key in STRUCTURES) else {}
+        return replace(self, **{**off, **given}) if given else self
+
+
+AS_THE_MODEL_SAYS = SamplingConfig(
+    follow_model=True,
+    min_new_tokens=None,
+    temperature=None,
+    top_k=None,
+    top_p=None,
+    min_p=None,
+    repetition_penalty=None,
+    no_repeat_ngram_size=None,
+    stop=None,
+)  # what sampling=model is on the command line

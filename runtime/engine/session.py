@@ -1,0 +1,238 @@
+"""A model whose weights are held: blocks of requests go in, completions come out."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..batching.admission import AdmissionLimits
+from ..batching.balance import Block
+from ..batching.prefixes import IN_LANES
+from ..config.settings import Admission, PolicyConfig
+from ..model.loading import LoadedModel
+from ..plan.placement.defaults import chunk_tokens
+from ..plan.placement.memory import PAGE_TOKENS, resumed_chunks
+from ..plan.planner import RunPlan
+from ..requests.beam_requests import with_whole_searches
+from ..sequences.detokenizer import Detokenizer
+from ..sequences.reasoning import Parts, Reasoning
+from ..sequences.sequence import Completion, Request, Unfinished, begun, resumed, resumed_lane
+from ..sequences.sequence import Sequence as Running
+from .batcher import Batcher, ContinuousBatcher, StaticBatcher
+from .engine import Engine
+from .records import PassRecord
+from .sharing import with_prefixes
+
+OnPass = Callable[[PassRecord], None]
+
+
+class Seats(NamedTuple):
+    """`num_lanes` of `lane_size` sequences, each of which prefills at most `chunk_tokens` in a pass; `others_pages` of
+    keys and values are not for them."""
+
+    num_lanes: int
+    lane_size: int
+    chunk_tokens: int
+    others_pages: int = 0
+
+    def share(self, num_shares: int, num_pages: int) -> "Seats":
+        """Those of one of `num_shares` ranks, if there are `num_pages`: fewer in each lane, and where there are not as
+        many, fewer lanes."""
+        num_lanes = max(1, min(self.num_lanes, self.num_lanes * self.lane_size // num_shares))
+        return Seats(
+            num_lanes=num_lanes,
+            lane_size=max(1, self.lane_size // num_shares),
+            chunk_tokens=max(1, self.chunk_tokens // num_shares),
+            others_pages=num_pages - num_pages // num_shares,
+        )
+
+
+def ignore(record: PassRecord) -> None:
+    """What is done after a pass where nobody asks."""
+
+
+class Session:
+    """Valid inside `Runtime.session`; once it has raised, for `snapshot` alone. Not thread-safe.
+
+    Requests go by their positions in `requests`, which are those that the plan was made of. `on_pass` is called after
+    each pass, once all completions that ended in it have been taken. `opening_seconds`: what reading the resident
+    weights took, and making room for all else.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        engine: Engine,
+        plan: RunPlan,
+        policy: PolicyConfig,
+        *,
+        opening_seconds: float = 0.0,
+        reasoning: Reasoning | None = None,
+    ):
+        self.opening_seconds, self._reasoning = opening_seconds, reasoning
+        self._model, self._engine, self._plan, self._policy = model, engine, plan, policy
+        self._open: dict[int, Running] = {}
+        tokenizer = model.tokenizer
+        self._detokenizer = Detokenizer(tokenizer, model.start_token_id) if tokenizer is not None else None
+
+    def probe(self, requests: Sequence[Request]) -> None:
+        """Runs a first pass, that of the heaviest block, and forgets it."""
+        if self._policy.admission is Admission.continuous:
+            running = {i: begun(requests[i]) for block in self._plan.blocks for i in block.members}
+            batcher = self._continuous({i: s for i, s in running.items() if s.finish is None})
+        else:
+            heaviest = max(self._plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
+            running = {i: Running(request=requests[i]) for i in heaviest.members if requests[i].max_new_tokens}
+            lanes = [[running[i] for i in group if i in running] for group in heaviest.micro_batches]
+            lanes = self._sharing(heaviest, running, lanes)
+            batcher = StaticBatcher.of_block(self._engine.lanes, heaviest.index, lanes)
+        with batcher:
+            self._engine.step(batcher)
+
+    def generate(self, requests: Sequence[Request], on_pass: OnPass = ignore) -> Generator[tuple[int, Completion]]:
+        """Generates all blocks of the plan, as its policy admits them, and gives completions as they finish."""
+        if self._policy.admission is Admission.continuous:
+            order = [i for block in self._plan.blocks for i in block.members]
+            yield from self.stream(order, requests, {}, on_pass)
+        else:
+            for block in self._plan.blocks:
+                yield from self.wave(block, block.members, requests, {}, on_pass)
+
+    def run(self, block: Block, requests: Sequence[Request], on_pass: OnPass = ignore) -> list[Completion]:
+        """Generates one block. Completions are in the order of `block.members`."""
+        completions = dict(self.wave(block, block.members, requests, {}, on_pass))
+        return [completions[i] for i in block.members if requests[i].is_returned]
+
+    def wave(
+        self,
+        block: Block,
+        left: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: OnPass = ignore,
+    ) -> Generator[tuple[int, Completion]]:
+        """Generates one block, of whose members only those in `left`, and gives them as they finish.
+
+        `unfinished`: those that an earlier process has begun, from where they go on. With the same members left and
+        none of them begun, a block always comes to the same bits.
+        """
+        left = with_whole_searches(left, requests)
+        lanes = [
+            self._resumed_lane([i for i in group if i in left], requests, unfinished) for group in block.micro_batches
+        ]
+        self._open = {i: sequence for lane in lanes for i, sequence in lane.items()}
+        entering = [[sequence for sequence in lane.values() if sequence.finish is None] for lane in lanes]
+        chunks = self._chunks(block, requests, entering)
+        entering = self._sharing(block, {i: s for i, s in self._open.items() if s.finish is None}, entering)
+        return self._generate(StaticBatcher.of_block(self._engine.lanes, block.index, entering, chunks), on_pass)
+
+    def stream(
+        self,
+        order: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: OnPass = ignore,
+    ) -> Generator[tuple[int, Completion]]:
+        """Continuous admission: requests enter in `order` as others finish, and come out as they finish. `unfinished`
+        as in `wave`."""
+        self._open = {i: self._resumed(requests[i], unfinished.get(i)) for i in order}
+        entering = {i: sequence for i, sequence in self._open.items() if sequence.finish is None}
+        return self._generate(self._continuous(entering), on_pass)
+
+    def _generate(self, batcher: Batcher, on_pass: OnPass) -> Generator[tuple[int, Completion]]:
+        yield from self._take_finished()
+        with batcher:
+            while (record := self._engine.step(batcher)) is not None:
+                yield from self._take_finished()
+                on_pass(record)
+
+    def snapshot(self) -> dict[int, Unfinished]:
+        """The state of the sequences of `wave` or `stream` that have begun and not finished; also after it was
+        interrupted."""
+        return {i: s.snapshot() for i, s in self._open.items() if s.generated and s.finish is None}
+
+    def _resumed(self, request: Request, unfinished: Unfinished | None) -> Running:
+        """A sequence that goes on from where it was. In padded lanes it begins again: with its answer among others'
+        prompts a lane would be wider than planned, and behind an encoder answers of unequal lengths cannot be
+        prefilled."""
+        is_packed = self._model.shape.is_packed
+        return resumed(request, unfinished if is_packed else None, self._engine.torch_device)
+
+    def _resumed_lane(
+        self, members: Sequence[int], requests: Sequence[Request], unfinished: Mapping[int, Unfinished]
+    ) -> dict[int, Running]:
+        states = [unfinished.get(i) for i in members]
+        lane = [requests[i] for i in members]
+        is_packed = self._model.shape.is_packed
+        return dict(
+            zip(members, resumed_lane(lane, states, self._engine.torch_device, is_packed=is_packed), strict=True)
+        )
+
+    def _sharing(self, block: Block, running: Mapping[int, Running], lanes: list[list[Running]]) -> list[list[Running]]:
+        """`lanes`, or where the plan has prompts share what they begin with such lanes with those prefixes in them."""
+        rule = self._engine.lanes.sharing
+        if not self._plan.prefixes or rule is None:
+            return lanes
+        return with_prefixes(block.micro_batches, self._plan.prefixes, running, rule)
+
+    def _chunks(
+        self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
+    ) -> Sequence[int | None]:
+        """How many tokens each lane may prefill in a pass; None: as many as the policy says."""
+        if not any(sequence.generated for lane in lanes for sequence in lane):
+            return [None] * len(lanes)
+        compute = next((each for each in self._plan.placement.ledgers if each.memory == "device"), None)
+        compute = compute or next(each for each in self._plan.placement.ledgers if each.memory == "host")
+        return resumed_chunks(
+            self._model.shape,
+            planned=[[requests[i].size for i in group] for group in block.micro_batches],
+            resumed=[[sequence.known_size for sequence in lane] for lane in lanes],
+            chunk_tokens=chunk_tokens(self._policy),
+            spare_bytes=max(0, compute.left_bytes),
+        )
+
+    def _seats(self) -> Seats:
+        """Those of continuous admission."""
+        return Seats(self._plan.num_lanes, self._plan.lane_size, chunk_tokens(self._policy))
+
+    def _continuous(self, sequences: Mapping[int, Running]) -> Batcher:
+        num_lanes, lane_size, num_tokens, others_pages = self._seats()
+        if not self._model.shape.is_packed:
+            waiting = list(sequences.values())
+            return StaticBatcher.of_line(self._engine.lanes, waiting, num_lanes=num_lanes, lane_size=lane_size)
+        rule = self._engine.lanes.sharing
+        limits = AdmissionLimits.of(
+            rule or IN_LANES,
+            num_lanes=num_lanes,
+            lane_size=lane_size,
+            chunk_tokens=num_tokens,
+            page_tokens=PAGE_TOKENS,
+            others_pages=others_pages,
+        )
+        prefixes = self._plan.prefixes if rule is not None else ()
+        return ContinuousBatcher(self._engine.lanes, sequences, limits, prefixes)
+
+    def _take_finished(self) -> list[tuple[int, Completion]]:
+        finished = [(i, self._open.pop(i)) for i in [i for i, s in self._open.items() if s.finish is not None]]
+        return [(i, self._completion(sequence)) for i, sequence in finished if sequence.request.is_returned]
+
+    def _completion(self, sequence: Running) -> Completion:
+        assert sequence.finish is not None, "the block ended before its sequences"
+        parts = self._parts(sequence)
+        return Completion(
+            request=sequence.request,
+            token_ids=tuple(sequence.generated),
+            text=parts.text,
+            reasoning=parts.reasoning,
+            finish=sequence.finish,
+            error=sequence.error,
+            logprobs=tuple(sequence.logprobs),
+            beam_score=sequence.beam_score,
+            scores=tuple(sequence.scores),
+            vector=sequence.vector,
+        )
+
+    def _parts(self, sequence: Running) -> Parts:
+        if self._reasoning is not None:
+            return self._reasoning.parts(sequence)
+        texts = self._detokenizer
+        text = texts.completion(sequence.request, sequence.generated) if texts is not None else ""
+        return Parts(reasoning=None, text=text[: sequence.text_end])

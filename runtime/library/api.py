@@ -1,0 +1,724 @@
+"""The library's front door: `Runtime(model=...).generate(prompts)` is the same engine as the job, without Hydra."""
+
+import gc
+import logging
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
+
+import torch
+
+from ..batching.balance import Block
+from ..closing import Closing
+from ..config.profiles import BY_RULE, BackendTable
+from ..config.settings import (
+    Attention,
+    PolicyKind,
+    Pooling,
+    Readout,
+    RuntimeConfig,
+    SamplingOverrides,
+    require_beams_fit,
+)
+from ..devices.agreement import KIND
+from ..devices.own_device import device_of
+from ..devices.sharded_session import RankSession
+from ..devices.shared_run import SharedRun
+from ..devices.told_plan import SESSION, end_sessions
+from ..engine.compiling import COMPILING_SECONDS, LEAST_TOKENS, CompiledKernels, seconds_without
+from ..engine.engine import Engine, alone
+from ..engine.self_check.check import check_lanes, is_due
+from ..engine.session import Session
+from ..engine.setup import Setup, kernels_of, prepare_attention
+from ..engine.sharing import sizes_sharing
+from ..engine.streams import open_streams
+from ..errors import ClosedError, require
+from ..measure.contests import known_backends
+from ..measure.machine_cache import Host, find_products
+from ..model.attention_way import placed
+from ..model.followed import as_the_model_says
+from ..model.head import slice_head
+from ..model.loading import LoadedModel, load_model
+from ..plan.cost.rates import MachineRates
+from ..plan.facts import PlanFacts, why_unshared
+from ..plan.placement.memory import SequenceSize
+from ..plan.placement.placement import Budgets
+from ..plan.placement.placer import kv_tiers
+from ..plan.planner import RunPlan
+from ..plan.search.policy import Policy
+from ..plan.shape.kv_dtype import keeping_kv
+from ..plan.shape.model import ModelShape
+from ..planning.budgets import device_limited, require_within
+from ..planning.opening import Opening
+from ..planning.planner import Planner
+from ..probing.heads import Head
+from ..ranks.ranks import Ranks
+from ..requests.beam_requests import with_beams
+from ..requests.encoding import Wanted, require_readable, require_text
+from ..requests.prompts import Rejected, make_request
+from ..requests.scoring import join
+from ..requests.tokens import tokenize
+from ..sequences.grammar import with_schema
+from ..sequences.sampler import Sampler, sampler_for
+from ..sequences.sequence import Completion, Request
+from ..store.reader import Reader
+from ..stream.device import ComputeDevice
+from ..stream.fillings import Together
+from ..stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
+from ..trace import Trace
+from ..units import MIB, format_bytes
+from .completions import CompletionStream, Result, ResultStream
+from .encoding import Classified, Embedded, Encoded, Filled, ask_encodings, encoded, refused
+from .kept import Kept
+from .keywords import Settings, changed
+from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows_of
+from .scoring import Scored, ScoredDocument, Targets, TargetsLike, ask_scores, cut_documents
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+V = TypeVar("V")
+E = TypeVar("E", bound=Encoded)
+
+
+class Runtime(Closing):
+    """Opens a model without reading its weights. `with Runtime(...) as runtime:` keeps weights that a call has read,
+    its reader and what it measured for the calls that follow, until the end of the block; outside of one, or of `open`
+    and `close`, each call reads them anew. With `sampling.follow_model`, `config.sampling` has the model's settings
+    from then on.
+
+    Settings are keywords, by their names in `Settings`, and change `config`, or its defaults. They are one TypedDict
+    rather than parameters, so that a type checker sees each with its type, here and in a caller's own function that
+    passes them on, and a name that does not exist is refused with the nearest one that does.
+
+    `device`: None takes the one that `machine.device` names; a text is one such name. `trace` collects what ran when;
+    somebody must take it as the run goes on. `ranks`: those of which this process is one; all make the same calls, and
+    all are given all results. `encodes`: of an encoder-decoder its encoder alone is opened, to `embed`; any other model
+    is opened as without. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change.
+    """
+
+    def __init__(
+        self,
+        config: RuntimeConfig | None = None,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        trace: Trace | None = None,
+        device: ComputeDevice | str | None = None,
+        ranks: Ranks | None = None,
+        encodes: bool = False,
+        **settings: Unpack[Settings],
+    ):
+        self.config = changed(config, settings)
+        self.config = replace(self.config, sampling=with_schema(self.config.sampling))
+        self._should_stop, self.trace, self.ranks, self._encodes = should_stop, trace, ranks, encodes
+        self._shared = None if ranks is None else SharedRun.of(ranks)
+        if self._shared is not None:
+            self.config = self._shared.config(self.config)
+        self._kept: Kept | None = None
+        self._kernels: CompiledKernels | None = None
+        self._shape_with_kernels: ModelShape | None = None  # while a run computes without
+        self.baseline_bytes = 0
+        self._is_closed = False
+        self._latest: weakref.ref[ResultStream[Result] | ResultStream[Scored] | ResultStream[Encoded]] | None = None
+        name = device if isinstance(device, str) else self.config.machine.device
+        self.device = device if isinstance(device, ComputeDevice) else device_of(ranks, name)
+        if self.config.machine.num_threads is not None:
+            torch.set_num_threads(self.config.machine.num_threads)
+        if not self.device.is_accelerator:
+            set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
+        self.model: LoadedModel = self._loaded()
+        self.config = as_the_model_says(self.config, self.model)
+        self._refuse_early()
+        if self._shared is not None:
+            self.model = self._shared.joined(self.model, self.config.offload, self.device)
+        self._advised: set[str] = set()
+        self._may_compare = False  # linear backends
+        self._checked = set[bool]()  # runs without scores, and with
+        if not self.device.is_accelerator:
+            found = find_products(self.host)
+            if self._shared is not None:
+                found = self._shared.products(found)
+            elif found is None:
+                found, self._may_compare = known_backends(self.host), True
+            self.model = replace(self.model, backends=found)
+            self._kernels = kernels_of(self.model)
+            if self._shared is not None:
+                self.wait_for_kernels()  # ranks that compute the same come to the same bits
+            elif seconds_without(self.model.shape, [LEAST_TOKENS]) > COMPILING_SECONDS:
+                self._kernels.begin()
+        elif self.config.policy.attention is Attention.cpu:
+            prepare_attention(self.model)
+        if self._shared is not None:
+            self._shared.share_memory(self.config.offload, self.device)
+        self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
+        reset_peak()
+
+    def _loaded(self) -> LoadedModel:
+        loaded = load_model(
+            self.config.model,
+            self.device.torch_device,
+            self.config.offload.cache_dir,
+            should_stop=self._should_stop,
+            gathering=None if self._shared is None else self._shared.gathering,
+            encodes=self._encodes,
+        )
+        loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
+        return placed(loaded, self.device)
+
+    def open(self) -> Self:
+        """Keeps from now on what calls read and measure, until `close`: what `with` does at its begin."""
+        self._require_open()
+        if self._kept is None:
+            self._kept = Kept(self.reader)
+        return self
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def close(self) -> None:
+        """Ends a stream that goes on, and frees weights, threads and files. No call is possible afterwards; closing
+        again does nothing."""
+        self._end_latest("the end of its runtime")
+        self._is_closed = True
+        if self._kernels is not None:
+            self._kernels.close()
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+            self._reclaim()
+
+    def _reclaim(self) -> None:
+        """Frees what ended sessions held: an engine refers to itself."""
+        gc.collect()
+        self.device.give_back()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this runtime is closed: make another, or call it inside its `with` block")
+
+    def _end_latest(self, by: str) -> None:
+        stream = self._latest() if self._latest is not None else None
+        if stream is not None:
+            stream.end(by)
+
+    def _refuse_early(self) -> None:
+        """Refuses what cannot be by the settings and the model alone: before rows are read, not behind them."""
+        require_beams_fit(self.config.policy, self.config.sampling)
+        kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
+        self._sampler()
+
+    def _sampler(self) -> Sampler:
+        return sampler_for(self.model, self.config.sampling, self.device.torch_device)
+
+    def request(
+        self, id: str, prompt: str | Sequence[int], *, overrides: SamplingOverrides | None = None
+    ) -> Request | Rejected:
+        """Tokenises a prompt with the tokenizer's own special tokens and fits the answer into the context."""
+        return make_request(self.model, self.config.sampling, id, prompt, overrides or SamplingOverrides())
+
+    def samples(self, made: Request | Rejected, count: int | None = None) -> list[Request | Rejected]:
+        """`count` times the same, each with its `sample_index`; None is `sampling.n` times."""
+        count = self.config.sampling.n if count is None else count
+        return [made, *(replace(made, sample_index=index) for index in range(1, count))]
+
+    def tokenize(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
+        """Token ids of each text; many at once take half the time. `is_rendered`: they came out of a chat template,
+        which has put the special tokens in already."""
+        return tokenize(self.model, texts, is_rendered=is_rendered)
+
+    @property
+    def planner(self) -> Planner:
+        self._require_open()
+        return Planner(
+            model=self.model,
+            config=self.config,
+            device=self.device,
+            open_reader=self.reader,
+            kept=self._kept,
+            predicts=self.ranks is None,
+            given_budgets=None if self._shared is None else self._shared.budgets,
+            compares=self._may_compare,
+        )
+
+    @property
+    def host(self) -> Host:
+        """The machine that measured rates hold for."""
+        return self.planner.host
+
+    def budgets(self) -> Budgets:
+        return self.planner.budgets
+
+    def wait_for_kernels(self) -> None:
+        """Waits until the kernels of a model on the CPU are compiled, even for a run that would be done sooner without:
+        for whoever times one. Raises Interrupted."""
+        if self._kernels is None or self._kernels.are_ready:
+            return
+        before = resident_bytes()
+        self._kernels.wait(self._should_stop)
+        self.baseline_bytes += resident_bytes() - before
+        if self._shape_with_kernels is not None:
+            self.model = replace(self.model, shape=self._shape_with_kernels)
+            self._shape_with_kernels = None
+            self._checked.clear()  # what was compared with the class were plain operators, and so was what was measured
+            if self._kept is not None:
+                self._kept.forget_rates()
+
+    def _begins_without_kernels(self, requests: Sequence[Request]) -> bool:
+        """Whether the session of these requests computes in plain operators, which is then planned for."""
+        if self._kernels is None or self._kernels.are_ready:
+            return False
+        shape, tokens = self.model.shape, [request.size.capacity_tokens for request in requests]
+        if not self._kernels.does_without(seconds_without(shape, tokens)):
+            return False
+        self._shape_with_kernels = self._shape_with_kernels or shape
+        self.model = replace(self.model, shape=replace(shape, has_decode_kernel=False, has_fused_gates=False))
+        return True
+
+    def plan(
+        self,
+        requests: Sequence[Request],
+        *,
+        rates: MachineRates | None = None,
+        blocks: tuple[Block, ...] | None = None,
+        known: Policy | None = None,
+        chunk_tokens: int | None = None,
+        backends: BackendTable | None = None,
+        num_halvings: int = 0,
+    ) -> RunPlan:
+        """The plan of a run of these requests; see `Planner.plan`. `rates`: None measures them. Sessions multiply from
+        now on as the plan says."""
+        if self._shape_with_kernels is None:
+            self.wait_for_kernels()
+        plan = self.planner.plan(
+            self.sizes(requests),
+            rates=rates,
+            blocks=blocks,
+            known=known,
+            chunk_tokens=chunk_tokens,
+            backends=backends,
+            num_halvings=num_halvings,
+        )
+        if plan.backends is not None and plan.backends != (self.model.backends or BY_RULE):
+            self.model = replace(self.model, backends=plan.backends)
+            self._may_compare = False
+        return plan
+
+    def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
+        """`plan` as `rates` show it; see `Planner.revised`."""
+        return self.planner.revised(plan, self.sizes(requests), rates)
+
+    def sizes(self, requests: Sequence[Request]) -> list[SequenceSize]:
+        """What a plan asks of all requests of a run, with what they share where they may."""
+        has_lengths = self.model.rope_lengths is not None
+        if why_unshared(self.config, self.model.shape, has_rope_lengths=has_lengths) is None:
+            return sizes_sharing(requests)
+        return [request.size for request in requests]
+
+    def facts(self, plan: RunPlan) -> PlanFacts:
+        return self.planner.facts(plan)
+
+    def require_within_budget(self, plan: RunPlan) -> None:
+        """Raises MemoryError when this process has used more host memory than planned for, above its own baseline."""
+        require_within(plan.placement, self.baseline_bytes, self.device.num_sharers)
+
+    @contextmanager
+    def session(self, plan: RunPlan, together: Together | None = None) -> Iterator[Session]:
+        """Holds the weights, the slots and the reader threads; an open runtime keeps the first and the last.
+        `together`: what ranks have in common that read weights together, which keep nothing."""
+        self._require_open()
+        if self._shape_with_kernels is None:
+            self.wait_for_kernels()
+        kept = self._kept.weights if self._kept is not None and together is None else None
+        setup = Setup(
+            model=self.model,
+            config=replace(self.config, policy=plan.policy),
+            placement=plan.placement,
+            device=self.device,
+            trace=self.trace,
+            kept=kept,
+            together=together,
+        )
+        limit = device_limited(self.config.offload, self.device, kept)
+        num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)
+        where = ", where they are not there already" if kept is not None and kept.compute_bytes else ""
+        log.info("opening files, and reading %s of weights that stay in memory%s", format_bytes(num_bytes), where)
+        begin = time.monotonic()
+        common = nullcontext() if together is None else together
+        with limit, self._session_reader() as reader, common, open_streams(setup, reader) as streams:
+            sampler, shared = self._sampler(), self._shared
+            agreement = None if shared is None else shared.agreement(self._should_stop)
+            engine = Engine(
+                setup,
+                streams,
+                sampler,
+                self._should_stop if agreement is None else agreement.should_stop,
+                alone if agreement is None else agreement.lanes,
+                None if shared is None else shared.line,
+            )
+            seconds, reasoning = time.monotonic() - begin, sampler.reasoning
+            if self.model.rounded is not None:
+                log.info("weights were rounded while they were read: %s", self.model.numbers)
+            if shared is None or agreement is None:
+                yield Session(self.model, engine, plan, plan.policy, opening_seconds=seconds, reasoning=reasoning)
+            else:
+                yield shared.session_kind(
+                    self.model, engine, plan, opening_seconds=seconds, reasoning=reasoning, agreement=agreement
+                )
+
+    @contextmanager
+    def _session_reader(self) -> Iterator[Reader]:
+        """The reader that is kept, or one of its own. A session that fails may have left reads behind, and ends it."""
+        if self._kept is None:
+            with self.reader() as reader:
+                yield reader
+            return
+        try:
+            yield self._kept.reader()
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self._kept.close_reader()
+            raise
+
+    def confirmed_session(
+        self,
+        requests: Sequence[Request],
+        *,
+        rates: MachineRates | None = None,
+        blocks: tuple[Block, ...] | None = None,
+        known: Policy | None = None,
+        chunk_tokens: int | None = None,
+        backends: BackendTable | None = None,
+    ) -> AbstractContextManager[tuple[RunPlan, Session]]:
+        """Plans, as `plan` does, and opens a session. Unless the policy is fixed or there are `blocks` of an earlier
+        start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more
+        with blocks of half the size. Where kernels are yet to be compiled, it waits for them, or computes without if
+        that is done sooner.
+        """
+        self._prepare_for(requests)
+        if self._shared is not None:
+            return self._session_of_ranks(self._shared, requests, blocks, chunk_tokens)
+        if not self._begins_without_kernels(requests):
+            self.wait_for_kernels()
+        kind = self.config.policy.kind
+        may_back_off = blocks is None and kind is not PolicyKind.fixed
+
+        def plan(rates: MachineRates | None, num_halvings: int) -> RunPlan:
+            found = self.plan(
+                requests,
+                rates=rates,
+                blocks=blocks,
+                known=known,
+                chunk_tokens=chunk_tokens,
+                backends=backends,
+                num_halvings=num_halvings,
+            )
+            self.planner.announce(found, self._advised)
+            self._check_lanes(found, requests)
+            self._count_from_here()
+            return found
+
+        def confirm(plan: RunPlan, session: Session) -> None:
+            if may_back_off and plan.blocks:
+                log.info("trying the first pass, whether memory suffices")
+                session.probe(requests)
+                self.require_within_budget(plan)
+
+        opening = Opening(plan=plan, session=self.session, confirm=confirm, kind=kind, may_back_off=may_back_off)
+        return opening.confirmed(rates)
+
+    def _prepare_for(self, requests: Sequence[Request]) -> None:
+        """Mutates the model, where they ask for more than the next token. Raises ConfigError where it, or ranks, cannot
+        do so."""
+        if self._shared is not None:
+            self._shared.require_told(requests)
+        if any(request.encoding is None for request in requests):
+            require_text(self.model)
+        if any(request.scoring is not None for request in requests) or (
+            self.model.head is not Head.none and any(request.encoding is not None for request in requests)
+        ):
+            slice_head(self.model.staged)
+
+    @contextmanager
+    def _session_of_ranks(
+        self, shared: SharedRun, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
+    ) -> Iterator[tuple[RunPlan, Session]]:
+        """Rank 0's session, which the others follow."""
+        told = shared.plan(self.planner, requests, blocks, chunk_tokens)
+        plan = shared.plan_told(told, self.planner, requests)
+        self._check_lanes(plan, requests)
+        reset_peak()
+        together = shared.begin(told)
+        self.planner.announce(plan, self._advised)
+        with self.session(plan, together) as session:
+            assert isinstance(session, RankSession)
+            yield plan, session
+            session.tell_closed()
+
+    def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
+        """Takes part, as another rank than 0, in each session that rank 0 opens for these requests, until it says that
+        there will be no other; gives what all ranks come to, with places in `requests`. Raises Interrupted, PeerEnded,
+        ConfigError."""
+        shared = self._shared
+        assert shared is not None, "there is nobody to follow"
+        self._prepare_for(requests)
+        while (message := shared.ranks.heard())[KIND] == SESSION:
+            plan = shared.plan_told(message["plan"], self.planner, requests)
+            with self.session(plan, shared.join(message)) as session:
+                assert isinstance(session, RankSession)
+                yield from session.follow(requests)
+
+    def _check_lanes(self, plan: RunPlan, requests: Sequence[Request]) -> None:
+        """Compares lanes with the class itself where that is due: once, and once more at the first scores, while no
+        weights are held. Of a part of every matrix there is no other way to compute it."""
+        seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
+        whole = self.model.shape if self._shared is None else self._shared.whole(self.model.shape)
+        scores = any(request.scoring is not None for request in requests)
+        is_first = whole is not None and scores not in self._checked
+        if is_first and plan.blocks and is_due(self.model, self.config.model.self_check, seconds):
+            config, stop = self.config, self._should_stop
+            check_lanes(replace(self.model, shape=whole), config, self.budgets(), self.reader, stop, scores=scores)
+            gc.collect()  # a model refers to itself
+        self._checked |= {scores, False}
+
+    def _count_from_here(self) -> None:
+        """Counts the memory of the session that is about to be opened from what the process holds now: what measuring,
+        the self-check, compiled kernels and a first try left behind is not the run's. Kept weights are, and were
+        allocated behind an earlier beginning, which then stays."""
+        if self._kept is None or not (self._kept.weights.compute_bytes or self._kept.weights.pinned_bytes):
+            trim_heap()
+            self.baseline_bytes = resident_bytes()
+        reset_peak()
+
+    def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
+        """`sampling.n` results per prompt, in order of prompts and then of samples. `prompts` as for `stream`."""
+        with self.stream(prompts) as stream:
+            return sorted(stream, key=lambda result: (result.prompt_index, result.sample_index))
+
+    def stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> CompletionStream:
+        """Completions as they finish, `sampling.n` for each prompt; what cannot be generated from comes first, with its
+        `error`. A prompt is a text, token ids, messages of a chat, or a `Prompt`.
+
+        All prompts are read before the first is generated from, since they are planned together. With a `window` they
+        are read, planned and generated so many at a time, from an iterator that need not end; weights are kept from one
+        window to the next. Work begins with the first item that is asked for. One stream goes on at a time: the next
+        call ends it. Raises ConfigError at once where `prompts` is one text; later what `plan` and sessions raise, and
+        the runtime stays usable.
+        """
+        self._require_open()
+        require_prompts(prompts, window)
+        require_text(self.model)
+        self._end_latest("a later call")
+        ids: dict[str, int] = {}
+        stream = ResultStream(
+            self._by_window(windows_of(prompts, Prompt.of, window), partial(self._results_of, ids), window)
+        )
+        self._latest = weakref.ref(stream)
+        return stream
+
+    def generate_table(
+        self,
+        table: "pa.Table",
+        *,
+        prompt: str = "prompt",
+        id: str | None = None,
+        overrides: Mapping[str, str] | None = None,
+        prefix: str = "",
+    ) -> "pa.Table":
+        """`table` with what comes behind each row's prompt: its columns and rows as they are, and the columns of
+        `runtime.columns` behind them. A row without a usable prompt has `status` error, and says why in `error`.
+
+        `prompt` is a column of texts, of lists of token ids, or of lists of messages. `id`: of the ids that draws
+        follow from, each once; None: a row's place. `overrides`: columns by what a row asks for itself, as in `Prompt`.
+        `prefix` stands before the names of added columns. Raises ConfigError where the table has no such columns, or
+        has those of results; else as `stream`.
+        """
+        from .tables import TableColumns, results_table  # pyarrow, which nothing else of the library needs
+
+        columns = TableColumns(prompt=prompt, id=id, overrides=overrides or {}, prefix=prefix)
+        columns.schema(table.schema, self.config.sampling)
+        found: list[Prompt | Result] = [*columns.prompts(table)]
+        places = [place for place, each in enumerate(found) if isinstance(each, Prompt)]
+        for result in self.generate([each for each in found if isinstance(each, Prompt)]):
+            found[places[result.prompt_index]] = result
+        results = [each for each in found if not isinstance(each, Prompt)]
+        return columns.answered(table, results_table(results, self.config.sampling), self.config.sampling)
+
+    def score(self, pairs: Iterable[TargetsLike]) -> list[Scored]:
+        """The log-probability of each target behind its prompt, in order of pairs and then of targets. `pairs` as for
+        `score_stream`."""
+        with self.score_stream(pairs) as stream:
+            return sorted(stream, key=lambda scored: (scored.prompt_index, scored.target_index))
+
+    def score_stream(self, pairs: Iterable[TargetsLike], *, window: int | None = None) -> ResultStream[Scored]:
+        """Scores of targets as their prompts are done; what cannot be scored comes first, with its `error`. A pair is
+        `(prompt, target)`, `(prompt, [target, ...])` or `Targets`, a target a text or token ids. Nothing is generated.
+
+        Targets that differ in their last token alone share one pass over the tokens before it. `window`, and what is
+        raised, as for `stream`; ConfigError where the class's head is not apart from its layers.
+        """
+        self._require_open()
+        require_prompts(pairs, window)
+        require_text(self.model)
+        self._end_latest("a later call")
+        parts = windows_of(pairs, Targets.of, window)
+        stream = ResultStream(self._by_window(parts, self._scored_of, window))
+        self._latest = weakref.ref(stream)
+        return stream
+
+    def score_documents(
+        self, documents: Iterable[str | Sequence[int]], *, max_tokens: int | None = None
+    ) -> list[ScoredDocument]:
+        """The rolling log-likelihood of each document, a text or token ids, in windows of `max_tokens`; None: of the
+        model's context. Raises what `score` raises."""
+        require_prompts(documents, None)
+        cut = cut_documents(self.model, documents, max_tokens)
+        return cut.scored(self.score(cut.pairs) if cut.pairs else [])
+
+    def embed(
+        self, prompts: Iterable[PromptLike], *, pooling: str | Pooling | None = None, normalize: bool = False
+    ) -> list[Embedded]:
+        """A vector for each prompt, in their order; `embed_stream` says of what."""
+        with self.embed_stream(prompts, pooling=pooling, normalize=normalize) as stream:
+            return sorted(stream, key=lambda each: each.prompt_index)
+
+    def embed_stream(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        pooling: str | Pooling | None = None,
+        normalize: bool = False,
+        window: int | None = None,
+    ) -> ResultStream[Embedded]:
+        """Vectors as their prompts are done; what has none comes first, with its `error`. Each is made of the hidden
+        states behind the model's last norm: `last` that of the last token, `cls` of the first, `mean` of all; None: as
+        the checkpoint says, else `mean` of an encoder and `last` of a decoder. `normalize`: of length 1.
+
+        `prompts`, `window` and what is raised as for `stream`; texts get the tokenizer's special tokens.
+        """
+        names = [way.value for way in Pooling]
+        require(isinstance(pooling, Pooling | None) or pooling in names, f"pooling is one of {names}, got {pooling!r}")
+        wanted = Wanted(pooling=None if pooling is None else Pooling(pooling), normalize=normalize)
+        return self._encoded_stream(prompts, wanted, window, Embedded)
+
+    def classify(self, prompts: Iterable[PromptLike]) -> list[Classified]:
+        """What a `*ForSequenceClassification` checkpoint says of each prompt, in their order."""
+        with self.classify_stream(prompts) as stream:
+            return sorted(stream, key=lambda each: each.prompt_index)
+
+    def classify_stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> ResultStream[Classified]:
+        """Classes, or rewards, as their prompts are done; otherwise as `embed_stream`."""
+        return self._encoded_stream(prompts, Wanted(readout=Readout.classes), window, Classified)
+
+    def fill_masks(self, prompts: Iterable[PromptLike], *, num_top: int = 5) -> list[Filled]:
+        """What fits the masks of each prompt, in their order, of a `*ForMaskedLM` checkpoint."""
+        with self.fill_masks_stream(prompts, num_top=num_top) as stream:
+            return sorted(stream, key=lambda each: each.prompt_index)
+
+    def fill_masks_stream(
+        self, prompts: Iterable[PromptLike], *, num_top: int = 5, window: int | None = None
+    ) -> ResultStream[Filled]:
+        """The `num_top` likeliest tokens in place of each mask, as their prompts are done; otherwise as
+        `embed_stream`."""
+        most = self.model.shape.vocab_size
+        require(1 <= num_top <= most, f"num_top must be 1 to {most:,} tokens, got {num_top}")
+        return self._encoded_stream(prompts, Wanted(readout=Readout.masks, num_top=num_top), window, Filled)
+
+    def _encoded_stream(
+        self, prompts: Iterable[PromptLike], wanted: Wanted, window: int | None, kind: type[E]
+    ) -> ResultStream[E]:
+        self._require_open()
+        require_prompts(prompts, window)
+        require_readable(self.model, wanted)
+        self._end_latest("a later call")
+
+        def results_of(part: Sequence[tuple[int, Prompt]]) -> Generator[E]:
+            for each in self._encoded_of(wanted, part):
+                assert isinstance(each, kind)
+                yield each
+
+        stream = ResultStream(self._by_window(windows_of(prompts, Prompt.of, window), results_of, window))
+        self._latest = weakref.ref(stream)
+        return stream
+
+    def _encoded_of(self, wanted: Wanted, prompts: Sequence[tuple[int, Prompt]]) -> Generator[Encoded]:
+        asked = ask_encodings(self.model, wanted, prompts)
+        for why in asked.rejected:
+            yield refused(why, wanted.readout)
+        for place, completion in self._completions(asked.requests):
+            yield encoded(self.model, wanted, asked.places[place], completion)
+
+    def _by_window(
+        self,
+        parts: Iterable[list[tuple[int, V]]],
+        results_of: Callable[[list[tuple[int, V]]], Generator[T]],
+        window: int | None,
+    ) -> Generator[T]:
+        with self._kept_between_windows() if window is not None else nullcontext():
+            for part in parts:
+                try:
+                    yield from results_of(part)
+                finally:
+                    if self._kept is not None:
+                        self._reclaim()
+
+    def _scored_of(self, pairs: Sequence[tuple[int, Targets]]) -> Generator[Scored]:
+        asked = ask_scores(self.model, pairs)
+        yield from asked.rejected
+        for place, completion in self._completions(asked.requests):
+            yield from asked.scored(place, completion)
+
+    @contextmanager
+    def _kept_between_windows(self) -> Iterator[None]:
+        if self._kept is not None:
+            yield
+            return
+        with Kept(self.reader) as self._kept:
+            try:
+                yield
+            finally:
+                self._kept = None
+
+    def _results_of(self, ids: dict[str, int], prompts: Sequence[tuple[int, Prompt]]) -> Generator[Result]:
+        """The results of one window: rejected ones, then completions as they finish. `ids`: of earlier windows."""
+        require_unique_ids(prompts, ids)
+        asked = make_requests(self.model, self.config.sampling, prompts)
+        pairs = zip(prompts, asked, strict=True)
+        made = [(index, item) for (index, _), request in pairs for item in self.samples(request)]
+        for index, item in made:
+            if isinstance(item, Rejected):
+                yield replace(item, prompt_index=index)
+        places = [index for index, item in made if isinstance(item, Request)]
+        joined = list(with_beams(join([item for _, item in made if isinstance(item, Request)])))
+        for place, completion in self._completions([each.request for each in joined]):
+            for member in joined[place].members:
+                yield replace(completion, prompt_index=places[member])
+
+    def _completions(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
+        """What requests come to, as they finish, with their places."""
+        if not requests:
+            return
+        if self._kept is not None:
+            reset_peak()  # of earlier calls, whose budget may have been another
+        if self.ranks is not None and self.ranks.rank:
+            yield from self.follow(requests)
+            return
+        with self.confirmed_session(requests) as (_, session), closing(session.generate(requests)) as completions:
+            yield from completions
+        if self.ranks is not None:
+            end_sessions(self.ranks)
+
+    def reader(self) -> Reader:
+        offload = self.config.offload
+        return Reader(
+            num_threads=offload.reader_threads,
+            chunk_bytes=offload.read_chunk_mib * MIB,
+            direct=offload.direct_io,
+            made=self.model.made,
+        )

@@ -1,0 +1,58 @@
+"""The columns that a result has, wherever it is published: in the parts of a run, and in tables."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from ..config.settings import SamplingConfig
+
+if TYPE_CHECKING:
+    from .completions import Result
+
+RESULT_FIELDS = (
+    pa.field("status", pa.string(), nullable=False),  # ok or error
+    pa.field("completion", pa.string(), nullable=False),
+    pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("finish_reason", pa.string()),
+    pa.field("num_prompt_tokens", pa.int32(), nullable=False),
+    pa.field("num_completion_tokens", pa.int32(), nullable=False),
+    pa.field("error", pa.string()),
+)
+LOGPROB_FIELDS = (  # an entry per token of `token_ids`; of the raw distribution, see runtime/engine/logprobs.py
+    pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+    pa.field("top_token_ids", pa.list_(pa.list_(pa.int32())), nullable=False),
+    pa.field("top_logprobs", pa.list_(pa.list_(pa.float32())), nullable=False),
+)
+REASONING_FIELD = pa.field("reasoning", pa.string())
+BEAM_FIELD = pa.field("beam_score", pa.float64())
+
+
+def result_schema(sampling: SamplingConfig) -> pa.Schema:
+    """The columns of results that these settings ask for."""
+    reasoning = [REASONING_FIELD] if sampling.reasoning is not None else []
+    beams = [BEAM_FIELD] if (sampling.num_beams or 1) > 1 else []
+    return pa.schema([*RESULT_FIELDS, *(LOGPROB_FIELDS if sampling.logprobs else ()), *reasoning, *beams])
+
+
+def result_values(result: "Result") -> Mapping[str, object]:
+    """What a result has in each of these columns."""
+    return {
+        "status": "ok" if result.is_ok else "error",
+        "completion": clean_text(result.text),
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish.value if result.is_ok else None,
+        "num_prompt_tokens": result.num_prompt_tokens,
+        "num_completion_tokens": len(result.token_ids),
+        "error": None if result.error is None else clean_text(result.error),
+        "logprobs": [token.own for token in result.logprobs],
+        "top_token_ids": [token.top_ids for token in result.logprobs],
+        "top_logprobs": [token.top for token in result.logprobs],
+        "reasoning": None if result.reasoning is None else clean_text(result.reasoning),
+        "beam_score": getattr(result, "beam_score", None),
+    }
+
+
+def clean_text(text: str) -> str:
+    """A lone surrogate has no UTF-8 form: it is written as its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,161 @@
+"""Encoding in the library: prompts become requests that generate nothing, and what is read off them becomes an
+`Embedded`, a `Classified` or a `Filled`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from ..config.settings import Readout
+from ..model.loading import LoadedModel
+from ..requests.chat import TemplateRefusal
+from ..requests.encoding import Wanted, make_encoding, require_readable
+from ..requests.prompts import Rejected
+from ..requests.tokens import tokenize_each
+from ..sequences.sequence import Completion, Request, Vector
+from .prompt import Prompt, texts_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """Something read off the prompt at `prompt_index` of the input. Where `error` is set nothing was."""
+
+    prompt_index: int
+    id: str
+    num_prompt_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        return self.error is None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Embedded(_Read):
+    """A prompt's vector, float32; of no numbers where `error` is set."""
+
+    vector: Vector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classified(_Read):
+    """What a classifier says of a prompt: `logits` as they leave its head, one for each of `labels`, and
+    `probabilities`: by softmax, or by sigmoid where labels do not exclude one another. With a single label the logit is
+    a `reward`, as its loss was: regression has no probability, and its sigmoid is what rankers report."""
+
+    logits: tuple[float, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    labels: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str | None:
+        """The likeliest."""
+        return self.labels[self.logits.index(max(self.logits))] if len(self.logits) > 1 else None
+
+    @property
+    def reward(self) -> float | None:
+        return self.logits[0] if len(self.logits) == 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled(_Read):
+    """The likeliest tokens in place of each mask, likeliest first, and their log-probabilities. `text`: the prompt with
+    the likeliest in each place, special tokens left out."""
+
+    text: str = ""
+    token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: tuple[tuple[float, ...], ...] = ()
+
+
+Encoded: TypeAlias = Embedded | Classified | Filled
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedOfPrompts:
+    """`requests` and the place in the input of each, and `rejected`, of which nothing is asked."""
+
+    requests: Sequence[Request]
+    places: Sequence[int]
+    rejected: Sequence[Rejected]
+
+
+def ask_encodings(model: LoadedModel, wanted: Wanted, prompts: Sequence[tuple[int, Prompt]]) -> AskedOfPrompts:
+    """What is asked of the model. Raises ConfigError where it cannot be: texts without a tokenizer, classes of a model
+    that has none."""
+    require_readable(model, wanted)
+    texts = texts_of(model, [prompt for _, prompt in prompts])
+    requests, places, rejected = list[Request](), list[int](), list[Rejected]()
+    for (index, prompt), text in zip(prompts, texts, strict=True):
+        made = _made(model, wanted, prompt.id or str(index), prompt, text)
+        if isinstance(made, Rejected):
+            rejected.append(replace(made, prompt_index=index))
+        else:
+            requests.append(made)
+            places.append(index)
+    return AskedOfPrompts(requests=requests, places=places, rejected=rejected)
+
+
+def _made(
+    model: LoadedModel, wanted: Wanted, id: str, prompt: Prompt, text: str | Sequence[int] | TemplateRefusal
+) -> Request | Rejected:
+    if isinstance(text, TemplateRefusal):
+        return Rejected(id=id, error=f"the model's chat template refuses the messages: {text}")
+    if not isinstance(text, str):
+        return make_encoding(model, id, text, wanted)
+    is_chat = prompt.messages is not None
+    [ids] = tokenize_each(model, [text], is_rendered=is_chat, most_tokens=model.shape.context_tokens)
+    return Rejected(id=id, error=ids) if isinstance(ids, str) else make_encoding(model, id, ids, wanted)
+
+
+def refused(why: Rejected, readout: Readout) -> Encoded:
+    """What stands for a prompt of which nothing was asked, or nothing came."""
+    found = _Read(prompt_index=why.prompt_index, id=why.id, error=why.error, num_prompt_tokens=why.num_prompt_tokens)
+    if readout is Readout.embedding:
+        return Embedded(**vars(found), vector=np.zeros(0, np.float32))
+    return (Classified if readout is Readout.classes else Filled)(**vars(found))
+
+
+def encoded(model: LoadedModel, wanted: Wanted, index: int, completion: Completion) -> Encoded:
+    """What a request has come to, of the prompt at `index` of the input."""
+    if completion.error is not None:
+        why = Rejected(id=completion.id, error=completion.error, num_prompt_tokens=completion.num_prompt_tokens)
+        return refused(replace(why, prompt_index=index), wanted.readout)
+    found = _Read(prompt_index=index, id=completion.id, num_prompt_tokens=completion.num_prompt_tokens)
+    if wanted.readout is Readout.masks:
+        return Filled(
+            **vars(found),
+            text=filled_text(model, completion),
+            token_ids=tuple(score.top_ids for score in completion.scores),
+            logprobs=tuple(score.top for score in completion.scores),
+        )
+    assert completion.vector is not None, "its prompt was read"
+    if wanted.readout is Readout.embedding:
+        return Embedded(**vars(found), vector=completion.vector)
+    logits, names = tuple(completion.vector.tolist()), labels(model)
+    return Classified(**vars(found), logits=logits, probabilities=probabilities(model, completion.vector), labels=names)
+
+
+def labels(model: LoadedModel) -> tuple[str, ...]:
+    """The names of a classifier's classes, in the order of its logits."""
+    config = model.staged.model.config
+    names: Mapping[int, str] = config.id2label or {}  # pyright: ignore[reportAssignmentType] - of numbers since 5.0
+    return tuple(str(names.get(number, number)) for number in range(config.num_labels or 0))
+
+
+def probabilities(model: LoadedModel, logits: Vector) -> tuple[float, ...]:
+    values = logits.astype(np.float64)
+    if len(values) == 1 or model.staged.model.config.problem_type == "multi_label_classification":
+        return tuple((1 / (1 + np.exp(-values))).tolist())
+    powers = np.exp(values - values.max())
+    return tuple((powers / powers.sum()).tolist())
+
+
+def filled_text(model: LoadedModel, completion: Completion) -> str:
+    """The prompt with the likeliest token in place of each mask."""
+    encoding, ids = completion.request.encoding, list(completion.request.prompt_ids)
+    assert encoding is not None, "its masks are filled"
+    for place, score in zip(encoding.masked, completion.scores, strict=True):
+        ids[place] = score.greedy_id
+    return str(model.tokenizer.decode(ids, skip_special_tokens=True)) if model.tokenizer is not None else ""

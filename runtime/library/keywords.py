@@ -1,0 +1,153 @@
+"""The settings of a `Runtime` as keywords."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TypedDict
+
+from ..config.profiles import DataSheet, MeasuredRates
+from ..config.settings import (
+    Admission,
+    Attention,
+    Dequantize,
+    DType,
+    ExpertPaging,
+    FeedForward,
+    KVConfig,
+    Lanes,
+    LinksConfig,
+    MachineConfig,
+    ModelConfig,
+    OffloadConfig,
+    Order,
+    PolicyConfig,
+    PrefetchConfig,
+    Quantize,
+    RuntimeConfig,
+    SamplingConfig,
+    SelfCheck,
+    SharePrefixes,
+    Verify,
+)
+from ..config.text_field import did_you_mean
+from ..errors import require
+
+OWNERS = {"dtype": "model"}  # of keys that several groups have
+
+
+class Settings(TypedDict, total=False):
+    """A keyword is a group of the config, or the last part of a key (`host_memory_gib` of `offload.host_memory_gib`)
+    wherever no other group has a key of that name; `dtype` is the model's, and `machine.device` is `Runtime`'s own
+    parameter. A group may be a text, as in `RuntimeConfig`; keys change the group that is given beside them."""
+
+    model: ModelConfig | str
+    offload: OffloadConfig | str
+    kv: KVConfig | str
+    prefetch: PrefetchConfig | str
+    policy: PolicyConfig | str
+    sampling: SamplingConfig
+    machine: MachineConfig
+    path: str | None
+    revision: str | None
+    tokenizer: str | None
+    dtype: DType | str
+    quantize: Quantize | str | None
+    lanes: Lanes | str
+    self_check: SelfCheck | str
+    verify: Verify | str
+    compile: bool
+    graphs: bool
+    device_memory_gib: float | None
+    host_memory_gib: float | None
+    resident_layers: int | None
+    direct_io: bool
+    reader_threads: int
+    read_chunk_mib: int
+    expert_paging: ExpertPaging | str
+    dequantize: Dequantize | str
+    cache_dir: str | None
+    device_fraction: float | None
+    num_slots: int
+    directory: str | None
+    depth: int
+    block_layers: int
+    micro_batch_size: int | None
+    num_micro_batches: int | None
+    admission: Admission | str
+    schedule: Order | str | None
+    attention: Attention | str | None
+    feedforward: FeedForward | str | None
+    prefill_chunk_tokens: int | None
+    share_prefixes: SharePrefixes | str
+    pin: str | None
+    follow_model: bool
+    n: int
+    num_beams: int | None
+    length_penalty: float | None
+    early_stopping: bool | str | None
+    max_new_tokens: int
+    min_new_tokens: int | None
+    min_length: int | None
+    temperature: float | None
+    top_h: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    epsilon_cutoff: float | None
+    eta_cutoff: float | None
+    repetition_penalty: float | None
+    no_repeat_ngram_size: int | None
+    bad_words: list[str]
+    bad_words_ids: list[list[int]] | None
+    sequence_bias: list[list[list[int] | float]] | None
+    suppress_tokens: list[int] | None
+    begin_suppress_tokens: list[int] | None
+    forced_bos_token_id: int | None
+    forced_eos_token_id: list[int] | int | None
+    exponential_decay_length_penalty: list[float] | None
+    renormalize_logits: bool | None
+    seed: int
+    ignore_eos: bool
+    stop: list[str] | None
+    logprobs: int
+    json_schema: str | dict[str, object] | None
+    regex: str | None
+    choice: list[str] | None
+    grammar: str | None
+    reasoning: list[str] | str | None
+    num_threads: int | None
+    sheet: DataSheet | None
+    links: LinksConfig | None
+    rates: MeasuredRates | None
+
+
+def changed(config: RuntimeConfig | None, settings: Mapping[str, object]) -> RuntimeConfig:
+    """The config, None for the default one, with these settings. Raises ConfigError."""
+    is_config = config is None or isinstance(config, RuntimeConfig)
+    require(is_config, f"config must be a RuntimeConfig, got {config!r}: a model is given as model={config!r}")
+    found = config or RuntimeConfig()
+    groups = {field.name for field in fields(RuntimeConfig)}
+    places = key_places()
+    for name in settings:
+        require(name in groups or name in places, _unknown(name, [*groups, *places]))
+    if given := {name: settings[name] for name in settings if name in groups}:
+        found = replace(found, **given)
+    for group in sorted({places[name] for name in settings if name in places}):
+        own = {name: value for name, value in settings.items() if places.get(name) == group}
+        found = replace(found, **{group: replace(getattr(found, group), **own)})
+    return found
+
+
+def key_places() -> dict[str, str]:
+    """The group of each key that is known by its last part."""
+    default = RuntimeConfig()
+    keys = {group.name: [key.name for key in fields(getattr(default, group.name))] for group in fields(RuntimeConfig)}
+    num_groups = Counter(name for names in keys.values() for name in names)
+    found = {name: group for group, names in keys.items() for name in names if num_groups[name] == 1}
+    return {name: group for name, group in (found | OWNERS).items() if name != "device"}
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = did_you_mean(name, known)
+    return f"Runtime has no setting {name}{near or ': groups, and last parts of their keys, are settings'}"

@@ -1,0 +1,212 @@
+"""Scoring in the library: pairs of a prompt and its targets become requests that generate nothing, and what these come
+to becomes a `Scored` for each target.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeGuard
+
+from ..errors import ConfigError, require
+from ..model.loading import LoadedModel
+from ..requests.prompts import Rejected
+from ..requests.scoring import Joined, join, make_scoring, scores_of
+from ..requests.text_pairs import TextPair, TextSize, document_windows, encode_pairs
+from ..sequences.sequence import Completion, Request
+from .prompt import Prompt, PromptLike, texts_of
+
+Target: TypeAlias = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """A prompt, and what is scored behind it: each of `targets` a text or token ids. Of a `Prompt` the settings of
+    generating are not used. Raises ConfigError where there is no target."""
+
+    prompt: PromptLike
+    targets: Sequence[Target]
+
+    def __post_init__(self) -> None:
+        require(not isinstance(self.targets, str), f"targets must be a list, got the text {self.targets!r:.80}")
+        require(len(self.targets) > 0, "targets must hold one target at least")
+
+    @staticmethod
+    def of(value: "TargetsLike", index: int) -> "Targets":
+        """Targets of what stands for them. Raises ConfigError naming its place."""
+        if isinstance(value, Targets):
+            return value
+        if isinstance(value, tuple) and len(value) == 2:
+            prompt, given = value
+            targets = [given] if _is_target(given) else list(given) if isinstance(given, Sequence) else []
+            good = [target for target in targets if _is_target(target)]
+            if good and len(good) == len(targets):
+                return Targets(prompt, good)
+        raise ConfigError(
+            f"pair {index} must be (prompt, target), (prompt, [target, ...]) or Targets, and a target a text or a list "
+            f"of token ids; got {value!r:.80}"
+        )
+
+
+TargetsLike: TypeAlias = tuple[PromptLike, Target] | tuple[PromptLike, Sequence[Target]] | Targets
+
+
+def _is_target(value: object) -> TypeGuard[Target]:
+    """A text, or whole numbers of any library's kind."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, Sequence) and bool(value) and all(hasattr(token, "__index__") for token in value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Logprobs:
+    """Natural logarithms of probabilities, of what stands at `prompt_index` in the input. Where `error` is set there
+    are none."""
+
+    prompt_index: int
+    token_logprobs: tuple[float, ...] = ()
+    error: str | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def logprob(self) -> float:
+        return sum(self.token_logprobs) if self.is_ok else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored(_Logprobs):
+    """What a model gives one target behind its prompt.
+
+    `token_logprobs` are natural logarithms, by log-softmax in float32 of the logits as they leave the head, one for
+    each of `token_ids`; `logprob` is their sum. `is_greedy`: each token is the likeliest in its place, so greedy
+    decoding would write the target. `top_token_ids` and `top_logprobs`: the likeliest in place of each, likeliest
+    first, as many as `sampling.logprobs`. `prompt_index` is the place of the pair in the input, `target_index` that of
+    the target in its pair. Where `error` is set nothing was scored, and `logprob` is NaN.
+    """
+
+    target_index: int
+    id: str
+    token_ids: tuple[int, ...] = ()
+    is_greedy: bool = False
+    top_token_ids: tuple[tuple[int, ...], ...] = ()
+    top_logprobs: tuple[tuple[float, ...], ...] = ()
+    num_prompt_tokens: int = 0
+
+    @property
+    def num_target_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredDocument(_Logprobs):
+    """The rolling log-likelihood of a document: of each token behind those before it, in windows of the model's
+    context. Words are what white space parts, as lm-eval counts them, bytes are of UTF-8; both are 0 of a document that
+    is token ids. A perplexity is `exp(-logprob / n)`. Where `error` is set, `logprob` is NaN."""
+
+    num_words: int = 0
+    num_bytes: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_logprobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """`joined` bring the scores of `members`, each of which is for the target at the same place in `found`; `rejected`
+    are targets that cannot be scored."""
+
+    members: Sequence[Request]
+    found: Sequence[Scored]
+    joined: Sequence[Joined]
+    rejected: Sequence[Scored]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [each.request for each in self.joined]
+
+    def scored(self, place: int, completion: Completion) -> Iterator[Scored]:
+        """What the request at `place` has come to, for each of its targets."""
+        for i in self.joined[place].members:
+            if completion.error is not None:
+                yield replace(self.found[i], error=completion.error)
+                continue
+            scores, ids = scores_of(self.members[i], completion), self.found[i].token_ids
+            yield replace(
+                self.found[i],
+                token_logprobs=tuple(score.own for score in scores),
+                is_greedy=all(score.greedy_id == token for score, token in zip(scores, ids, strict=True)),
+                top_token_ids=tuple(score.top_ids for score in scores if score.top_ids),
+                top_logprobs=tuple(score.top for score in scores if score.top),
+            )
+
+
+def ask_scores(model: LoadedModel, pairs: Sequence[tuple[int, Targets]]) -> Asked:
+    """What the targets ask of the model. Raises ConfigError where texts are given and there is no tokenizer, or chats
+    and no template."""
+    prompts = [Prompt.of(pair.prompt, index) for index, pair in pairs]
+    texts = texts_of(model, prompts)
+    encoded = encode_pairs(
+        model,
+        [
+            TextPair(prompt=text, targets=pair.targets, is_rendered=prompt.messages is not None)
+            for text, prompt, (_, pair) in zip(texts, prompts, pairs, strict=True)
+        ],
+    )
+    members, found, rejected = list[Request](), list[Scored](), list[Scored]()
+    for (index, _), prompt, targets in zip(pairs, prompts, encoded, strict=True):
+        for number, ids in enumerate(targets):
+            scored = Scored(prompt_index=index, target_index=number, id=prompt.id or str(index))
+            if isinstance(ids, str):
+                rejected.append(replace(scored, error=ids))
+                continue
+            made = make_scoring(model, str(len(members)), ids.prompt, ids.target)
+            scored = replace(scored, num_prompt_tokens=len(ids.prompt))
+            if isinstance(made, Rejected):
+                rejected.append(replace(scored, error=made.error))
+            else:
+                members.append(made)
+                found.append(replace(scored, token_ids=tuple(ids.target)))
+    return Asked(members=members, found=found, joined=join(members), rejected=rejected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Documents as pairs of token ids. `documents` say what is known of each before it is scored, `pairs` are all of
+    their windows, in order, and `owners` the document of each."""
+
+    documents: Sequence[ScoredDocument]
+    pairs: Sequence[Targets]
+    owners: Sequence[int]
+
+    def scored(self, windows: Sequence[Scored]) -> list[ScoredDocument]:
+        """The documents, of whose windows these are the scores, in order."""
+        values: list[list[float]] = [[] for _ in self.documents]
+        errors = [document.error for document in self.documents]
+        for owner, window in zip(self.owners, windows, strict=True):
+            values[owner] += window.token_logprobs
+            errors[owner] = errors[owner] or window.error
+        return [
+            replace(document, token_logprobs=() if error else tuple(own), error=error)
+            for document, own, error in zip(self.documents, values, errors, strict=True)
+        ]
+
+
+def cut_documents(
+    model: LoadedModel, documents: Iterable[str | Sequence[int]], most_tokens: int | None = None
+) -> Windows:
+    """The windows of documents, of up to `most_tokens`; None: as many as the model's context has room for. Raises
+    ConfigError where nothing says what a document begins behind, or a window has no room."""
+    given = list(documents)
+    known, pairs, owners = list[ScoredDocument](), list[Targets](), list[int]()
+    for index, (document, windows) in enumerate(zip(given, document_windows(model, given, most_tokens), strict=True)):
+        size = TextSize.of(document if isinstance(document, str) else "")
+        error = windows if isinstance(windows, str) else None
+        known.append(
+            ScoredDocument(prompt_index=index, num_words=size.num_words, num_bytes=size.num_bytes, error=error)
+        )
+        for window in () if isinstance(windows, str) else windows:
+            pairs.append(Targets(Prompt(token_ids=list(window.prompt)), [list(window.target)]))
+            owners.append(index)
+    return Windows(documents=known, pairs=pairs, owners=owners)

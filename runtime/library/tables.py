@@ -1,0 +1,162 @@
+"""Tables of prompts: what a row of an Arrow table asks, and its result as columns behind the row's own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import pyarrow as pa
+import pyarrow.types as kinds
+
+from ..config.settings import SamplingConfig
+from ..config.text_field import did_you_mean
+from ..errors import ConfigError, require
+from ..requests.prompts import Rejected
+from .columns import result_schema, result_values
+from .completions import Result
+from .prompt import Prompt
+
+Asked: TypeAlias = Prompt | Rejected
+MAX_LISTED = 8  # columns, in a message
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if kinds.is_dictionary(kind) else kind
+    return kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind)
+
+
+def _is_list_of(kind: pa.DataType, of: Callable[[pa.DataType], bool]) -> bool:
+    is_list = kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
+    return (is_list or kinds.is_list_view(kind)) and of(kind.value_type)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return kinds.is_integer(kind) or kinds.is_floating(kind)
+
+
+def _are_texts(kind: pa.DataType) -> bool:
+    return _is_list_of(kind, _is_text)
+
+
+PROMPTS = (_is_text, lambda kind: _is_list_of(kind, kinds.is_integer), lambda kind: _is_list_of(kind, kinds.is_struct))
+# What a row may ask otherwise than the runtime: the fields of `Prompt`, what a column with them holds, and its test.
+OVERRIDES: Mapping[str, tuple[str, Callable[[pa.DataType], bool]]] = {
+    "max_new_tokens": ("whole numbers", kinds.is_integer),
+    "temperature": ("numbers", _is_number),
+    "stop": ("texts or lists of texts", lambda kind: _is_text(kind) or _are_texts(kind)),
+    "seed": ("whole numbers", kinds.is_integer),
+    "json_schema": ("texts", _is_text),
+    "regex": ("texts", _is_text),
+    "choice": ("lists of texts", _are_texts),
+    "grammar": ("texts", _is_text),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableColumns:
+    """Which columns of a table say what a row asks. `prompt` holds texts, lists of token ids, or lists of messages,
+    by its type. `id`: from where ids come, texts or whole numbers; None: a row's place. `overrides`: columns by the
+    field of `Prompt` that a row has its own value of; a null is as the runtime's settings say. `prefix` stands before
+    the name of each column that is added."""
+
+    prompt: str = "prompt"
+    id: str | None = None
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        for key in self.overrides:
+            near = did_you_mean(key, OVERRIDES)
+            require(key in OVERRIDES, f"overrides has {key!r}, which is none of {', '.join(OVERRIDES)}{near}")
+
+    @property
+    def read(self) -> list[str]:
+        """The columns that are read, each once."""
+        return list(dict.fromkeys([self.prompt, *([self.id] if self.id is not None else []), *self.overrides.values()]))
+
+    def schema(self, given: pa.Schema, sampling: SamplingConfig) -> pa.Schema:
+        """The columns of a table with results: the given ones, then those of results. Raises ConfigError where a
+        column that is read is missing or of another type, where a name is taken, and where a row has several
+        results."""
+        self._require_kinds(given)
+        require(sampling.n == 1, f"sampling.n={sampling.n}: a table has one row out for each row in; repeat its rows")
+        added = [each.with_name(f"{self.prefix}{each.name}") for each in result_schema(sampling)]
+        taken = [each.name for each in added if each.name in given.names]
+        require(
+            not taken,
+            f"the table has {', '.join(map(repr, taken))} already, which results are called: rename what is there, or "
+            "set prefix",
+        )
+        return pa.schema([*given, *added], metadata=given.metadata)
+
+    def _require_kinds(self, given: pa.Schema) -> None:
+        for name in self.read:
+            _require_column(given, name)
+        kind = given.field(self.prompt).type
+        is_prompt = kinds.is_null(kind) or any(test(kind) for test in PROMPTS)
+        what = "a prompt is a text, a list of token ids, or a list of messages"
+        require(is_prompt, f"the column {self.prompt!r} holds {kind}: {what}")
+        if self.id is not None:
+            kind = given.field(self.id).type
+            is_id = _is_text(kind) or kinds.is_integer(kind)
+            require(is_id, f"the column {self.id!r} holds {kind}: ids are texts or whole numbers")
+        for key, name in self.overrides.items():
+            (what, test), kind = OVERRIDES[key], given.field(name).type
+            is_own = kinds.is_null(kind) or test(kind)
+            require(is_own, f"the column {name!r} holds {kind}: a row's own {key} are {what}")
+
+    def prompts(self, table: pa.Table) -> list[Asked]:
+        """What each row asks, or why it cannot. Its id is its place where it has none of its own."""
+        chosen = table.select(self.read)
+        return [self._prompt(place, row) for place, row in enumerate(chosen.to_pylist())]
+
+    def _prompt(self, place: int, row: Mapping[str, object]) -> Asked:
+        id = str(place) if self.id is None else str(row[self.id])
+        try:
+            if self.id is not None and row[self.id] is None:
+                raise ConfigError(f"its {self.id!r}, which ids come from, is null")
+            own = {key: row[column] for key, column in self.overrides.items() if row[column] is not None}
+            return Prompt(id=id, **_content(row[self.prompt]), **own)  # pyright: ignore[reportArgumentType]
+        except ConfigError as error:
+            return Rejected(id=f"row {place}", error=str(error))
+
+    def answered(self, table: pa.Table, results: pa.Table, sampling: SamplingConfig) -> pa.Table:
+        """`table` with the columns of its rows' results, by RESULT_FIELDS, behind its own."""
+        schema = self.schema(table.schema, sampling)
+        added = [results.column(name) for name in result_schema(sampling).names]
+        return pa.Table.from_arrays([*table.columns, *added], schema=schema)
+
+
+def results_table(results: Sequence[Result], sampling: SamplingConfig) -> pa.Table:
+    """The columns of results, in their order."""
+    schema = result_schema(sampling)
+    rows = [result_values(result) for result in results]
+    return pa.Table.from_pylist([{name: row[name] for name in schema.names} for row in rows], schema=schema)
+
+
+def _require_column(given: pa.Schema, name: str) -> None:
+    num = given.names.count(name)
+    listed = ", ".join(map(repr, given.names[:MAX_LISTED])) or "none"
+    require(num > 0, f"the table has no column {name!r}; its columns: {listed}{did_you_mean(name, given.names)}")
+    require(num == 1, f"the table has {num} columns {name!r}: which one is meant cannot be told")
+
+
+def _content(value: object) -> dict[str, object]:
+    if value is None:
+        raise ConfigError("the prompt is null")
+    if isinstance(value, str):
+        return {"text": value}
+    assert isinstance(value, list), "the column's type was looked at"
+    if value and isinstance(value[0], Mapping):
+        return {"messages": [_message(number, message) for number, message in enumerate(value)]}
+    if None in value:
+        raise ConfigError(f"token id {value.index(None)} of the prompt is null")
+    return {"token_ids": value}
+
+
+def _message(number: int, message: object) -> dict[str, str]:
+    """A message, without the keys that it has only because others of the column have them."""
+    own = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
+    for key in ("role", "content"):
+        if not isinstance(own.get(key), str):
+            raise ConfigError(f"message {number} of the prompt has no text as its {key}")
+    return own

@@ -1,0 +1,156 @@
+"""Policies that a search has chosen, kept in the user's cache directory: found again by what was asked, or by name.
+
+A choice is a help: whether it still fits is checked each time, and what cannot be read is searched again.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..batching.balance import Block
+from ..cache_root import cache_root
+from ..config.settings import RuntimeConfig
+from ..errors import BudgetError, ConfigError
+from ..plan.placement.memory import SequenceSize
+from ..plan.placement.placement import Budgets
+from ..plan.planner import RunPlan, find_policy, plan_policy
+from ..plan.search.candidate import Problem
+from ..plan.search.choice import Choice
+from ..plan.search.policy import Policy
+from ..plan.search.workload import Workload
+from ..plan.shape.model import ModelShape
+
+log = logging.getLogger(__name__)
+
+NUM_LOGGED = 3  # sentences of why: the policy, the runner-up, and what binds
+EDITION = 4  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptPolicy:
+    """`why`: what the search said when it chose."""
+
+    policy: Policy
+    why: tuple[str, ...]
+
+    @staticmethod
+    def of(choice: Choice) -> "KeptPolicy":
+        return KeptPolicy(policy=choice.best.policy, why=choice.why)
+
+    def to_json(self) -> str:
+        return json.dumps({"policy": self.policy.to_plain(), "why": self.why}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "KeptPolicy":
+        """Raises KeyError, TypeError or ValueError where `text` holds none."""
+        values = json.loads(text)
+        return KeptPolicy(policy=Policy.from_plain(values["policy"]), why=tuple(map(str, values["why"])))
+
+
+def question(
+    machine: str, shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize]
+) -> str:
+    """A digest of what the best policy follows from: machine, model, workload, budgets to two digits, and the settings
+    that a search takes as given. Rates are not in it: measured twice they differ, and the question is the same."""
+    parts = [
+        f"edition {EDITION}",
+        machine,
+        f"{shape.name} {shape.weight_bytes} {len(shape.stages)} {shape.compute_dtype_bytes} {shape.is_packed}",
+        Workload.of(sizes).digest,
+        f"{budgets.host_bytes:.2g} {budgets.device_bytes or 0:.2g}",
+        f"{config.offload} {config.kv} {config.prefetch}",
+        str(replace(config.policy, pin=None)),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def policies_directory(cache_dir: str | None) -> Path:
+    """`offload.cache_dir`: None for the user's own."""
+    return cache_root(cache_dir) / "policies"
+
+
+def plan_by_choice(
+    directory: Path,
+    key: str | None,
+    problem: Problem,
+    *,
+    blocks: tuple[Block, ...] | None = None,
+    num_halvings: int = 0,
+    known: Policy | None = None,
+) -> RunPlan:
+    """The plan by the policy that `policy.pin` names, else by the `known` one that the run went by so far or the one
+    that was kept under `key`, if it still fits, else by a new search, whose choice is kept; with key None it is not.
+    `blocks` and `num_halvings` as for `find_policy`. Logs the choice, with why. Reads and writes files of `directory`.
+
+    Raises ConfigError for a pin that names nothing, BudgetError for a pinned policy that does not fit.
+    """
+    pin = problem.config.policy.pin
+    path = directory / f"{key}.json" if key is not None else None
+    if pin is not None:
+        kept, origin = _pinned(directory, pin), "pinned"
+    elif known is not None:
+        kept, origin = KeptPolicy(policy=known, why=(f"policy {known.digest}: {known}",)), "as before"
+    else:
+        kept, origin = _kept(path) if path is not None else None, "of an earlier search"
+    if kept is not None:
+        policy = kept.policy.halved(num_halvings)
+        try:
+            found = replace(plan_policy(problem.of(policy), blocks=blocks, num_halvings=num_halvings), searched=policy)
+        except BudgetError as error:
+            if pin is not None:
+                raise
+            log.warning("policy %s no longer fits and is searched again: %s", kept.policy.digest, error)
+        else:
+            _log_kept(kept, origin)
+            return found
+    found = find_policy(problem, blocks=blocks, num_halvings=num_halvings)
+    if found.choice is not None:
+        kept = KeptPolicy.of(found.choice)
+        if path is not None:
+            _keep(path, kept)
+        _log_kept(kept, "searched")
+    return found
+
+
+def _log_kept(kept: KeptPolicy, origin: str) -> None:
+    for sentence in kept.why[:NUM_LOGGED]:
+        log.info("policy (%s): %s", origin, sentence)
+
+
+def _pinned(directory: Path, pin: str) -> KeptPolicy:
+    """The kept policy whose digest, as logs show it, is or begins with this pin."""
+    every = [_kept(path) for path in sorted(directory.glob("*.json"))]
+    found = {each.policy: each for each in every if each is not None and each.policy.digest.startswith(pin)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    known = sorted({each.policy.digest for each in every if each is not None})
+    raise ConfigError(
+        f"policy.pin={pin} names {len(found) or 'none'} of the {len(known)} choices in {directory}"
+        + (f": {', '.join(known)}" if known else "; run once without a pin")
+    )
+
+
+def _kept(path: Path) -> KeptPolicy | None:
+    try:
+        return KeptPolicy.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s holds no policy and is not used: %s", path, error)
+        return None
+
+
+def _keep(path: Path, kept: KeptPolicy) -> None:
+    """All or nothing; a cache that cannot be written is no reason to stop."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            file.write(kept.to_json())
+        os.replace(file.name, path)  # noqa: PTH105
+    except OSError as error:
+        log.warning("the choice could not be kept in %s: %s", path, error)

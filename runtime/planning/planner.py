@@ -1,0 +1,195 @@
+"""Plans the run of some requests: rates are measured where nobody gave them, and where the policy is left open, one
+that a search has chosen before is found again, or a new one is searched.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..batching.balance import Block
+from ..config.profiles import BY_RULE, BackendTable
+from ..config.settings import PolicyKind, RuntimeConfig
+from ..errors import BudgetError
+from ..kernels.compiler import has_compiler
+from ..library.kept import Kept
+from ..measure.calibrate import measure_rates
+from ..measure.contests import compare_backends
+from ..measure.machine import device_name
+from ..measure.machine_cache import Host, this_host
+from ..model.loading import LoadedModel
+from ..plan.advice import advice
+from ..plan.cost.rates import MachineRates
+from ..plan.cost.typical_load import TypicalLoad
+from ..plan.facts import PlanFacts
+from ..plan.placement.defaults import chunk_tokens, in_chunks
+from ..plan.placement.memory import SequenceSize
+from ..plan.placement.placement import Budgets
+from ..plan.placement.run_load import micro_batches_of
+from ..plan.planner import RunPlan, find_policy, plan_policy, plan_run
+from ..plan.schedule.schedule import require_slots
+from ..plan.search.candidate import Problem
+from ..plan.search.policy import Policy
+from ..store.reader import Reader
+from ..stream.device import ComputeDevice
+from ..units import MIB
+from .budgets import budgets_of, reclaim
+from .choices import plan_by_choice, policies_directory, question
+
+log = logging.getLogger(__name__)
+
+MEASURED_LAYERS, MEASURING_BYTES = 4, 256 * MIB  # that measuring holds at most, beside weights that are kept
+COMPARED_SECONDS = 10.0  # of a run's products at the best rate: beside it a comparison of backends is little
+WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it predictions say nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """What every plan of one runtime follows from. `open_reader` opens a reader of the model's weights, for measuring.
+    `kept`: what an open runtime holds between its calls. `predicts`: whether rates are measured where there are none.
+    `given_budgets`: None is what this machine has. `compares`: whether linear backends are compared for a run of some
+    length, as nobody has called `jobs.measure`.
+
+    The methods raise ConfigError or BudgetError where what is asked for cannot be, before anything is read.
+    """
+
+    model: LoadedModel
+    config: RuntimeConfig
+    device: ComputeDevice
+    open_reader: Callable[[], Reader]
+    kept: Kept | None = None
+    predicts: bool = True
+    given_budgets: Budgets | None = None
+    compares: bool = False
+
+    @property
+    def host(self) -> Host:
+        """The machine that measured rates hold for."""
+        return this_host(device_name(self.device), torch.get_num_threads())
+
+    @property
+    def budgets(self) -> Budgets:
+        """The memory that a run may use, as much of it as is free now where the settings say none."""
+        if self.given_budgets is not None:
+            return self.given_budgets
+        return budgets_of(self.config.offload, self.device, self.kept.weights if self.kept is not None else None)
+
+    def plan(
+        self,
+        sizes: Sequence[SequenceSize],
+        *,
+        rates: MachineRates | None = None,
+        blocks: tuple[Block, ...] | None = None,
+        known: Policy | None = None,
+        chunk_tokens: int | None = None,
+        backends: BackendTable | None = None,
+        num_halvings: int = 0,
+    ) -> RunPlan:
+        """The plan of requests of these sizes. `rates` are measured where there are none. `blocks`, `chunk_tokens` of
+        its prompts and `backends`: of the run that is resumed, the chunks as long as they fit; otherwise the policy
+        chooses them, and the backends are those that are known here or turn out to be faster. `known`: what a search
+        came to before, which is gone by as long as it fits. `num_halvings` as for `plan_policy`."""
+        if backends is not None:
+            begun = replace(self, model=replace(self.model, backends=backends), compares=False)
+            return begun.plan(
+                sizes, rates=rates, blocks=blocks, known=known, chunk_tokens=chunk_tokens, num_halvings=num_halvings
+            )
+        if chunk_tokens is not None and self.config.policy.prefill_chunk_tokens is None:
+            begun = replace(self, config=in_chunks(self.config, chunk_tokens))
+            try:
+                return begun.plan(sizes, rates=rates, blocks=blocks, known=known, num_halvings=num_halvings)
+            except BudgetError:
+                log.warning(
+                    "prompts went by %d tokens at a time when the run was begun, which do not fit any more: last bits "
+                    "of what is left may differ from those of a run that was not stopped",
+                    chunk_tokens,
+                )
+        reclaim(self.device)
+        budgets = self.budgets
+        first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
+        for walk in (first.placement.walk, first.placement.decode_walk):
+            require_slots(walk, first.num_lanes)
+        given = rates
+        if rates is None and sizes and self.predicts:
+            rates = self.measured(first, sizes)
+        problem = Problem(shape=self.model.shape, config=self.config, budgets=budgets, sizes=sizes, rates=rates)
+        if self.compares and rates is not None and (table := self._compared(first, sizes, rates)) is not None:
+            return self.plan(sizes, rates=given, blocks=blocks, known=known, backends=table, num_halvings=num_halvings)
+        if self.config.policy.kind is PolicyKind.fixed or not sizes:
+            kept = blocks if budgets.has_device else first.blocks
+            plan = plan_policy(problem, blocks=kept, num_halvings=num_halvings)
+        else:
+            machine = f"{self.config.machine.name} {self.host}{'' if has_compiler() else ' in plain operators'}"
+            asked = question(machine, self.model.shape, self.config, budgets, sizes)
+            plan = plan_by_choice(
+                policies_directory(self.config.offload.cache_dir),
+                asked if blocks is None else None,
+                problem,
+                blocks=blocks,
+                num_halvings=num_halvings,
+                known=known,
+            )
+        return replace(plan, backends=None if self.device.is_accelerator else self._backends)
+
+    @property
+    def _backends(self) -> BackendTable:
+        return self.model.backends or BY_RULE
+
+    def _compared(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> BackendTable | None:
+        """Other linear backends than those known here, if a run of some length would be faster with them."""
+        num_tokens = sum(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
+        flops = num_tokens * sum(stage.flops_per_token for stage in self.model.shape.stages)
+        fastest = max([*rates.gemm_flops_per_second.values(), *rates.expert_flops_per_second.values()])
+        if flops < COMPARED_SECONDS * fastest or not has_compiler():
+            return None
+        usual = TypicalLoad.of(self.model.shape, micro_batches_of(plan.blocks[0], sizes), chunk_tokens(plan.policy))
+        found = compare_backends(self.model, self.host, usual)
+        return found if found != self._backends else None
+
+    def measured(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> MachineRates:
+        """The rates of this machine at the sizes that `plan`'s passes have, in about a second; where they are kept, of
+        a load that covers it."""
+        lanes = micro_batches_of(plan.blocks[0], sizes)
+        usual, paged = TypicalLoad.of(self.model.shape, lanes, chunk_tokens(plan.policy)), plan.placement.paged
+        if self.kept is not None:
+            if (known := self.kept.rates(usual, paged, self._backends)) is not None:
+                return known
+            layer_bytes = max(self.model.shape.sizes.slot_bytes(paged))
+            self.kept.weights.leave_room(MEASURED_LAYERS * layer_bytes + MEASURING_BYTES, plan.budgets)
+        log.info("measuring this machine, for the prediction")
+        with self.open_reader() as reader:
+            rates = measure_rates(self.model, reader, self.device, usual, paged)
+        if self.kept is not None:
+            self.kept.keep_rates(usual, paged, self._backends, rates)
+        return rates
+
+    def revised(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:
+        """`plan` as `rates` show it: the way that a new search would go, if that promises less time by `WORTHWHILE`, or
+        its own. Blocks stay what they are, and so do budgets: the memory that `plan`'s session holds is taken now."""
+        problem = Problem(shape=self.model.shape, config=self.config, budgets=plan.budgets, sizes=sizes, rates=rates)
+        kept = replace(problem, config=replace(self.config, policy=plan.policy, kv=plan.kv))
+        same, found = plan_policy(kept, blocks=plan.blocks), find_policy(problem, blocks=plan.blocks)
+        assert same.prediction is not None, "rates are given"
+        assert found.prediction is not None, "rates are given"
+        is_worth_it = found.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds
+        return found if is_worth_it and found.searched is not None else replace(same, searched=plan.searched)
+
+    def facts(self, plan: RunPlan) -> PlanFacts:
+        dtype = str(self.model.compute_dtype).removeprefix("torch.")
+        has_lengths = self.model.rope_lengths is not None
+        return PlanFacts.of(
+            self.config, self.model.shape, plan, dtype=dtype, stored=self.model.numbers, has_rope_lengths=has_lengths
+        )
+
+    def announce(self, plan: RunPlan, advised: set[str]) -> None:
+        """Logs what the plan is, its ledgers, and advice on it; of that only what is not in `advised`, to which it is
+        added."""
+        log.info("%s", self.facts(plan))
+        for ledger in plan.placement.ledgers:
+            log.info("%s", ledger)
+        found = advice(self.config, self.model.shape, plan, has_device=self.device.is_accelerator)
+        for sentence in found:
+            if sentence not in advised:
+                log.warning("%s", sentence)
+        advised.update(found)

@@ -1,0 +1,135 @@
+"""Requests that read something off their prompts, and what a model must have for that."""
+
+import json
+import logging
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+from ..config.settings import Pooling, Readout
+from ..errors import ConfigError, require
+from ..model.loading import LoadedModel
+from ..probing.heads import Head, encoder_class
+from ..sequences.sequence import Encoding, Request
+from .prompts import Rejected, outside_vocabulary
+
+log = logging.getLogger(__name__)
+
+POOLING_FILE = "1_Pooling/config.json"  # where sentence-transformers keeps how a checkpoint's embeddings were trained
+DENSE_FOLDER = "2_Dense"  # a product behind the pooling, of some
+POOLING_KEYS = {
+    "pooling_mode_cls_token": Pooling.cls,
+    "pooling_mode_mean_tokens": Pooling.mean,
+    "pooling_mode_lasttoken": Pooling.last,
+}
+CALLS = {  # by what a checkpoint has: what it can be asked
+    Head.classes: "Runtime.classify or Runtime.embed",
+    Head.masks: "Runtime.fill_masks or Runtime.embed",
+    Head.none: "Runtime.embed",
+}
+OUTPUTS = {Head.classes: Readout.classes, Head.masks: Readout.masks, Head.none: Readout.embedding}  # of millrace encode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is read off each prompt of a run. `pooling` None: as the checkpoint says, else the mean of an encoder's
+    tokens and the last of a decoder's. `num_top`: tokens in place of each mask."""
+
+    readout: Readout = Readout.embedding
+    pooling: Pooling | None = None
+    normalize: bool = False
+    num_top: int = 1
+
+
+def require_text(model: LoadedModel) -> None:
+    """Raises ConfigError where the checkpoint is of a class that generates none."""
+    if model.head is Head.text:
+        return
+    name = type(model.staged.model).__name__
+    output = OUTPUTS[model.head]
+    raise ConfigError(
+        f"model.path: {name} generates no text: in Python, ask {CALLS[model.head]}; "
+        f"for the rows of a data set, millrace encode encode.output={output.value}"
+    )
+
+
+def require_readable(model: LoadedModel, wanted: Wanted) -> None:
+    """Raises ConfigError where the checkpoint's class, or its tokenizer, has not what `wanted` is about."""
+    name = type(model.staged.model).__name__
+    encoder = encoder_class(model.staged.model.config)
+    way = (
+        "transformers has no class of this one's encoder alone" if encoder is None else "Runtime(encodes=True) opens it"
+    )
+    require(
+        model.start_token_id is None,
+        f"model.path: {name} is an encoder-decoder, and what is pooled is an encoder's: {way}",
+    )
+    if (model.checkpoint.path / DENSE_FOLDER).exists():
+        log.warning(
+            "%s: the layer that sentence-transformers applies to a vector, %s, is not applied",
+            model.checkpoint.path,
+            DENSE_FOLDER,
+        )
+    if wanted.readout is Readout.classes:
+        require(model.head is Head.classes, f"model.path: {name} has no classes; a *ForSequenceClassification has")
+    if wanted.readout is Readout.masks:
+        require(model.head is Head.masks, f"model.path: {name} fills no masks; a *ForMaskedLM does")
+        require(mask_id(model) is not None, "the tokenizer has no mask token: set model.tokenizer to one that has")
+
+
+def mask_id(model: LoadedModel) -> int | None:
+    return getattr(model.tokenizer, "mask_token_id", None)
+
+
+def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], wanted: Wanted) -> Request | Rejected:
+    """The request for what is `wanted` of a prompt."""
+    ids = tuple(prompt_ids)
+    error = _problem(model, ids)
+    if error is None and wanted.readout is Readout.masks and mask_id(model) not in ids:
+        error = f"the prompt has no mask: {getattr(model.tokenizer, 'mask_token', None)!r} stands for one"
+    if error is not None:
+        return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
+    if wanted.readout is Readout.classes and not model.looks_ahead:
+        ids = _without_padding(ids, getattr(model.staged.model.config, "pad_token_id", None))
+    return Request(id=id, prompt_ids=ids, max_new_tokens=1, encoding=_encoding(model, ids, wanted))
+
+
+def _encoding(model: LoadedModel, ids: tuple[int, ...], wanted: Wanted) -> Encoding:
+    if wanted.readout is Readout.masks:
+        masked = tuple(place for place, token in enumerate(ids) if token == mask_id(model))
+        return Encoding(num_read=len(masked), masked=masked, num_top=wanted.num_top)
+    if wanted.readout is Readout.classes:
+        return Encoding(num_read=1, has_classes=True)
+    pooling = wanted.pooling or own_pooling(model)
+    return Encoding(num_read=1 if pooling is Pooling.last else len(ids), pooling=pooling, normalize=wanted.normalize)
+
+
+def own_pooling(model: LoadedModel) -> Pooling:
+    """The checkpoint's own way, where it was made with sentence-transformers. Raises ConfigError for one that is none
+    of ours."""
+    path = model.checkpoint.path / POOLING_FILE
+    if not path.is_file():
+        return Pooling.mean if model.looks_ahead else Pooling.last
+    try:
+        said = json.loads(path.read_bytes())
+        modes = [key for key, value in said.items() if key.startswith("pooling_mode_") and value is True]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: {error}; set pooling") from error
+    require(len(modes) == 1 and modes[0] in POOLING_KEYS, f"{path} pools by {', '.join(modes)}: set pooling")
+    return POOLING_KEYS[modes[0]]
+
+
+def _without_padding(ids: tuple[int, ...], pad_id: int | None) -> tuple[int, ...]:
+    """transformers takes the last token that is none of padding, which sees none behind it."""
+    end = len(ids)
+    while end > 1 and ids[end - 1] == pad_id:
+        end -= 1
+    return ids[:end]
+
+
+def _problem(model: LoadedModel, ids: tuple[int, ...]) -> str | None:
+    if not ids:
+        return "the prompt has no tokens"
+    context = model.shape.context_tokens
+    if len(ids) > context:
+        return f"the prompt has {len(ids):,} tokens; the model's context has room for {context:,}"
+    return outside_vocabulary(model, ids)

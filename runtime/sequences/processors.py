@@ -1,0 +1,258 @@
+"""transformers' own logits processors, in the order of `GenerationMixin._get_logits_processor`, over rows of unequal
+history.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from ..attention.upload import upload
+from ..config.sampling import MAX_NEW_TOKENS
+from ..config.settings import SamplingConfig
+from .sequence import Request, Sequence
+
+NUM_PENALTIES = 256  # whose processors are kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthStep:
+    """A processor that looks at nothing of a row's history but its length. `length`: the one to show it for a row, None
+    where it would leave the row as it is."""
+
+    processor: LogitsProcessor
+    length: Callable[[Sequence], int | None]
+
+    def __call__(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
+        rows_of: dict[int, list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            if (length := self.length(sequence)) is not None:
+                rows_of.setdefault(length, []).append(row)
+        if not rows_of:
+            return scores_BV
+        made_BV = scores_BV.clone()
+        for length, rows in rows_of.items():
+            rows_R, processors = upload(rows, scores_BV.device), LogitsProcessorList([self.processor])
+            made_BV[rows_R] = process(processors, unread(len(rows), length), scores_BV[rows_R])
+        return made_BV
+
+
+class Processors:
+    """What transformers applies with and without sampling: penalties, bans, forced tokens. The run's, the same for
+    every row.
+
+    `bad_words` are lists of token ids, of the strings in `config.bad_words`; all ids are within the vocabulary.
+    """
+
+    def __init__(
+        self,
+        config: SamplingConfig,
+        eos_token_ids: frozenset[int],
+        bad_words: list[list[int]],
+        start_token_id: int | None,
+        device: torch.device,
+    ):
+        """`device`: of the logits; what a processor looks up lies there before the first pass."""
+        self._start_token_id = start_token_id
+        self._device: Any = device  # torch takes it where transformers asks for a str
+        eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
+        self._history_steps = lru_cache(NUM_PENALTIES)(lambda penalty: _history_steps(config, bad_words, eos, penalty))
+        self._run_penalty = config.repetition_penalty
+        ending = [] if eos is None else [*self._least_lengths(config, eos)]
+        growing = [] if eos is None else [*_growing_penalty(config, eos)]
+        self._by_length = [*ending, *self._forced_tokens(config), *growing, *self._suppressed_tokens(config)]
+
+    def __call__(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
+        """Scores, a tensor of their own where anything is applied: `logits_BV` is left as it is."""
+        scores_BV = self._by_history(sequences, logits_BV)
+        for step in self._by_length:
+            scores_BV = step(sequences, scores_BV)
+        return scores_BV
+
+    def _by_history(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
+        """Rows of one repetition penalty together."""
+        rows_of: dict[float | None, list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            own = sequence.request.repetition_penalty
+            rows_of.setdefault(self._run_penalty if own is None else own, []).append(row)
+        if len(rows_of) == 1:
+            [penalty] = rows_of
+            return self._penalised(sequences, logits_BV, penalty)
+        made_BV = logits_BV.clone()
+        for penalty, rows in rows_of.items():
+            rows_R = upload(rows, logits_BV.device)
+            made_BV[rows_R] = self._penalised([sequences[row] for row in rows], logits_BV[rows_R], penalty)
+        return made_BV
+
+    def _penalised(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, penalty: float | None) -> torch.Tensor:
+        steps = self._history_steps(penalty)
+        if not steps:
+            return logits_BV
+        ids_BT = upload(self._history(sequences, pad=logits_BV.shape[-1]), logits_BV.device)
+        return process(steps, ids_BT, F.pad(logits_BV, (0, 1)))[:, :-1]  # the pad has a column too
+
+    def _least_lengths(self, config: SamplingConfig, eos: torch.Tensor) -> Iterator[LengthStep]:
+        least, fewest = config.min_length or 0, config.min_new_tokens or 0
+        if least:
+            yield LengthStep(
+                processor=MinLengthLogitsProcessor(least, eos),
+                length=lambda row: self._num_seen(row) if self._num_seen(row) < least and _may_end(row) else None,
+            )
+        yield LengthStep(  # which bans the end wherever it is shown a length
+            processor=MinNewTokensLengthLogitsProcessor(0, MAX_NEW_TOKENS, eos),
+            length=lambda row: _num_new(row) if _num_new(row) < _fewest(row, fewest) and _may_end(row) else None,
+        )
+
+    def _forced_tokens(self, config: SamplingConfig) -> Iterator[LengthStep]:
+        if config.forced_bos_token_id is not None:
+            yield LengthStep(
+                processor=ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id),
+                length=lambda row: 1 if self._num_seen(row) == 1 else None,
+            )
+        if config.forced_eos_token_id is not None:
+            yield LengthStep(
+                processor=ForcedEOSTokenLogitsProcessor(1, config.forced_eos_token_id, self._device),
+                length=lambda row: 0 if _num_new(row) == row.request.max_new_tokens - 1 else None,
+            )
+
+    def _suppressed_tokens(self, config: SamplingConfig) -> Iterator[LengthStep]:
+        is_forced = config.forced_bos_token_id is not None
+        if config.suppress_tokens:
+            yield LengthStep(
+                processor=SuppressTokensLogitsProcessor(config.suppress_tokens, self._device), length=lambda _: 0
+            )
+        if config.begin_suppress_tokens:
+            yield LengthStep(
+                processor=SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, 0, self._device),
+                length=lambda row: 0 if _num_new(row) == self._num_before_begin(row, is_forced) else None,
+            )
+
+    def _num_before_begin(self, row: Sequence, is_forced: bool) -> int:
+        """New tokens in front of the one that counts as the first: that which `forced_bos_token_id` forces, if any."""
+        return int(is_forced and self._num_seen(row) - _num_new(row) == 1)
+
+    def _num_seen(self, row: Sequence) -> int:
+        """What generate calls the length: the prompt's tokens, or a decoder's one start token, and new ones."""
+        return row.num_known if self._start_token_id is None else 1 + _num_new(row)
+
+    def _history(self, sequences: Rows[Sequence], pad: int) -> list[list[int]]:
+        """What each row's decoder has seen and generated, padded on the left with `pad`, which no row contains. Behind
+        an encoder the prompt is not among it."""
+        start = self._start_token_id
+        rows = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
+        width = max(map(len, rows))
+        return [[pad] * (width - len(row)) + row for row in rows]
+
+
+def _num_new(row: Sequence) -> int:
+    return len(row.generated)
+
+
+def _may_end(row: Sequence) -> bool:
+    return not row.request.ignore_eos
+
+
+def _fewest(row: Sequence, of_run: int) -> int:
+    own = row.request.min_new_tokens
+    return of_run if own is None else own
+
+
+def _history_steps(
+    config: SamplingConfig, bad_words: list[list[int]], eos: torch.Tensor | None, penalty: float | None
+) -> LogitsProcessorList:
+    made = LogitsProcessorList()
+    if config.sequence_bias:
+        made.append(SequenceBiasLogitsProcessor(config.sequence_bias))
+    if penalty not in (None, 1):
+        made.append(RepetitionPenaltyLogitsProcessor(penalty=float(penalty)))
+    if config.no_repeat_ngram_size:
+        made.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+    if banned := [*bad_words, *(config.bad_words_ids or [])]:
+        made.append(NoBadWordsLogitsProcessor(banned, eos))
+    return made
+
+
+def _growing_penalty(config: SamplingConfig, eos: torch.Tensor) -> Iterator[LengthStep]:
+    """The processor of `exponential_decay_length_penalty` raises the end's score by more with each new token."""
+    if config.exponential_decay_length_penalty is not None:
+        begin, factor = int(config.exponential_decay_length_penalty[0]), config.exponential_decay_length_penalty[1]
+        yield LengthStep(
+            processor=ExponentialDecayLengthPenalty((begin, factor), eos, 0),
+            length=lambda row: _num_new(row) if _num_new(row) > begin and _may_end(row) else None,
+        )
+
+
+def warpers(config: SamplingConfig, asked: Request) -> LogitsProcessorList:
+    """What transformers applies last; to greedy rows nothing but the normalization. None of them looks at the
+    history."""
+    made = LogitsProcessorList()
+    if asked.temperature != 0:
+        made.extend(_narrowing(config, asked))
+    if config.renormalize_logits:
+        made.append(LogitNormalization())
+    return made
+
+
+def _narrowing(config: SamplingConfig, asked: Request) -> Iterator[LogitsProcessor]:
+    top_k = config.top_k if asked.top_k is None else asked.top_k
+    top_p = config.top_p if asked.top_p is None else asked.top_p
+    min_p = config.min_p if asked.min_p is None else asked.min_p
+    if asked.temperature != 1:
+        yield TemperatureLogitsWarper(float(asked.temperature))
+    if config.top_h is not None:
+        yield TopHLogitsWarper(top_h=config.top_h)
+    if top_k:
+        yield TopKLogitsWarper(top_k=top_k)
+    if top_p is not None and top_p < 1:
+        yield TopPLogitsWarper(top_p=float(top_p))
+    if min_p:
+        yield MinPLogitsWarper(min_p=float(min_p))
+    if config.typical_p is not None and config.typical_p < 1:
+        yield TypicalLogitsWarper(mass=config.typical_p)
+    if config.epsilon_cutoff:
+        yield EpsilonLogitsWarper(epsilon=config.epsilon_cutoff)
+    if config.eta_cutoff:
+        yield EtaLogitsWarper(epsilon=config.eta_cutoff)
+
+
+def no_history(scores_BV: torch.Tensor) -> torch.Tensor:
+    """A history for processors that do not look at it."""
+    return unread(len(scores_BV), 0)
+
+
+def unread(num_rows: int, length: int) -> torch.Tensor:
+    """A history for processors that look at nothing but its shape: a history of `length` tokens, whichever."""
+    return torch.zeros(1, 1, dtype=torch.long).expand(num_rows, length) if length else torch.zeros(num_rows, 0).long()
+
+
+def process(processors: LogitsProcessorList, ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+    """transformers names the legacy types torch.LongTensor and FloatTensor, which no tensor's static type is."""
+    return processors(ids_BT, scores_BV)  # pyright: ignore[reportArgumentType]

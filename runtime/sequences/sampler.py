@@ -1,0 +1,303 @@
+"""Chooses the next token of each sequence by its logits, with transformers' own processors and its own order of them.
+
+Every sequence draws from a generator of its own, seeded by its request: the same tokens as
+`generate(do_sample=True)` gives for that prompt alone under `torch.manual_seed` of the same seed.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
+
+import torch
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from ..attention.upload import upload
+from ..config.sampling import STRUCTURES
+from ..config.settings import SamplingConfig, require
+from ..model.loading import LoadedModel
+from ..units import MIB
+from .beam_search import BeamSearch
+from .beams import BeamRules
+from .detokenizer import Detokenizer
+from .grammar import Grammars, one_line, tokens_of
+from .guide import masked
+from .processors import Processors, no_history, process, warpers
+from .reasoning import reasoning_of
+from .sequence import FinishReason, Sequence, num_written, read_logprobs, written_logprobs
+from .stopping import StopStrings
+
+
+def require_known_tokens(config: SamplingConfig, vocab_size: int) -> None:
+    """Raises ConfigError where a setting names a token that the model does not have."""
+    for key, token in _named_tokens(config):
+        known = f"the model's vocabulary of {vocab_size:,} (0 to {vocab_size - 1:,})"
+        require(0 <= token < vocab_size, f"sampling.{key}: token id {token} is outside {known}")
+
+
+def _named_tokens(config: SamplingConfig) -> Iterator[tuple[str, int]]:
+    ends = config.forced_eos_token_id
+    lists: dict[str, Rows[int]] = {
+        "suppress_tokens": config.suppress_tokens or [],
+        "begin_suppress_tokens": config.begin_suppress_tokens or [],
+        "forced_bos_token_id": [] if config.forced_bos_token_id is None else [config.forced_bos_token_id],
+        "forced_eos_token_id": [] if ends is None else [ends] if isinstance(ends, int) else ends,
+        "bad_words_ids": [token for word in config.bad_words_ids or [] for token in word],
+        "sequence_bias": _biased(config.sequence_bias or []),
+    }
+    return ((key, token) for key, tokens in lists.items() for token in tokens)
+
+
+def _biased(pairs: Rows[Rows[list[int] | float]]) -> list[int]:
+    return [token for pair in pairs for part in pair if isinstance(part, list) for token in part]
+
+
+def bad_word_ids(
+    words: Rows[str], tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int], vocab_size: int
+) -> list[list[int]]:
+    """Each word as the tokenizer spells it at the beginning of a text and after a space, special tokens left out:
+    transformers' own advice for `bad_words_ids`. Another spelling of the same text in tokens is not banned.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, f" {word}"):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            require(bool(ids), f"sampling.bad_words: {word!r} has no tokens")
+            require(max(ids) < vocab_size, f"sampling.bad_words: {word!r} has tokens outside the model's vocabulary")
+            is_end = len(ids) == 1 and ids[0] in eos_token_ids
+            require(not is_end, f"sampling.bad_words: {word!r} ends a completion; use sampling.ignore_eos=true")
+            found[tuple(ids)] = None
+    return [list(ids) for ids in found]
+
+
+BANS = (
+    "bad_words", "bad_words_ids", "no_repeat_ngram_size", "sequence_bias", "min_length", "min_new_tokens",
+    "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
+NUM_OF_TOKEN = 3  # its number, whether the logits are finite, whether a token was left
+SLICE_BYTES = 4 * MIB  # of float32 logits processed at once: sorting and its like take several times as much
+
+
+class Sampler:
+    """One per run. Once per lane and pass `draw` is called with one row of logits per sequence, and `tell` with what it
+    gave, brought to the host: nothing here waits for a device.
+
+    `start_token_id`: what a decoder behind an encoder begins with, None without one.
+    Raises ConfigError where the settings ask for what this vocabulary or tokenizer cannot give.
+    """
+
+    def __init__(
+        self,
+        config: SamplingConfig,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        start_token_id: int | None = None,
+        device: torch.device | None = None,
+    ):
+        require(
+            not config.bad_words or tokenizer is not None, "sampling.bad_words needs a tokenizer; set model.tokenizer"
+        )
+        require(
+            config.logprobs <= vocab_size, f"sampling.logprobs={config.logprobs} is above the vocabulary's {vocab_size}"
+        )
+        require_known_tokens(config, vocab_size)
+        self._config = config
+        self._eos = frozenset() if config.ignore_eos else eos_token_ids
+        self._stops = StopStrings(Detokenizer(tokenizer, start_token_id)) if tokenizer is not None else None
+        self.reasoning = reasoning_of(config, tokenizer, start_token_id)
+        bad_words = bad_word_ids(config.bad_words, tokenizer, self._eos, vocab_size) if tokenizer is not None else []
+        self._bans = [f"sampling.{key}" for key in BANS if getattr(config, key)]
+        if any(getattr(config, key) is not None for key in STRUCTURES):
+            tokens_of(tokenizer, vocab_size, self._eos)
+        self._grammars = Grammars(tokenizer, vocab_size, self._eos, self.reasoning)
+        self._processors = Processors(config, self._eos, bad_words, start_token_id, device or torch.device("cpu"))
+        self._search = BeamSearch(
+            rules_of(config, self._eos),
+            scores=self._beam_scores,
+            ends=self._end_of,
+            vocab_size=vocab_size,
+            num_top=config.logprobs,
+            bans=self._bans,
+        )
+
+    def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
+        """Chooses a token for each sequence; what `tell` wants to know of it, int32 (B, numbers), where `logits_BV`
+        is. Advances the sequences' generators."""
+        if _is_search(sequences):
+            return self._search.draw(sequences, logits_BV, SLICE_BYTES)
+        num_rows = max(1, SLICE_BYTES // (4 * logits_BV.shape[-1]))
+        slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
+        masks_BW = self._grammars.masks(sequences)
+        if masks_BW is not None and logits_BV.device.type != "cpu":
+            masks_BW = masks_BW.pin_memory().to(logits_BV.device, non_blocking=True)
+        parts = [
+            self._drawn(sequences[rows], logits_BV[rows].float(), masks_BW[rows] if masks_BW is not None else None)
+            for rows in slices
+        ]
+        return torch.cat(parts) if parts else logits_BV.new_empty(0, self.num_numbers, dtype=torch.int32)
+
+    def expect(self, sequences: Rows[Sequence]) -> None:
+        """What `draw` does beside choosing tokens, where another process chooses them: guides of grammars begin."""
+        self._grammars.masks(sequences)
+
+    def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
+        """Appends a token to each sequence and marks those that are finished. Mutates the sequences. `drawn`, in host
+        memory: what `draw` gave for them.
+
+        A row that nothing can be chosen for becomes an error row: argmax would hide it.
+        """
+        if _is_search(sequences):
+            self._search.tell(sequences, drawn, step)
+            return
+        logprobs = read_logprobs(drawn[:, NUM_OF_TOKEN:]) if self._config.logprobs else None
+        for row, (token, is_finite, is_open) in enumerate(drawn[:, :NUM_OF_TOKEN].tolist()):
+            sequence = sequences[row]
+            place = f"at new token {len(sequence.generated)} (pass {step})"
+            guide_error = sequence.guide.error if sequence.guide is not None else None
+            if guide_error is not None:
+                sequence.fail(f"its grammar cannot be followed {place}: {one_line(guide_error)}")
+            elif not is_finite:
+                sequence.is_broken = True
+                sequence.fail(f"the model gave NaN or infinite logits {place}")
+            elif not is_open:
+                bans = [*self._bans, *(["its grammar"] if sequence.request.grammar is not None else [])]
+                sequence.fail(f"no token is left {place}: {', '.join(bans)} ban them all")
+            else:
+                sequence.generated.append(token)
+                sequence.logprobs += [logprobs[row]] if logprobs else []
+                self._mark_finished(sequence)
+        self._grammars.begin([sequence for sequence in sequences if sequence.finish is None])
+
+    def _beam_scores(self, sequences: Rows[Sequence], logprobs_BV: torch.Tensor) -> torch.Tensor:
+        """What the run's processors make of log-probabilities."""
+        scores_BV, last = self._processors(sequences, logprobs_BV), warpers(self._config, sequences[0].request)
+        return process(last, no_history(scores_BV), scores_BV) if last else scores_BV
+
+    def _end_of(self, beam: Sequence, token_ids: Rows[int]) -> tuple[FinishReason, int | None] | None:
+        if token_ids[-1] in self._eos:
+            return FinishReason.eos, None
+        if beam.request.stop:
+            assert self._stops is not None, "stop strings need a tokenizer"
+            if (text_end := self._stops.find(beam.request, token_ids)) is not None:
+                return FinishReason.stop, text_end
+        return (FinishReason.length, None) if len(token_ids) >= beam.request.max_new_tokens else None
+
+    @property
+    def num_top(self) -> int:
+        """How many of the likeliest tokens are wanted beside each."""
+        return self._config.logprobs
+
+    @property
+    def num_numbers(self) -> int:
+        """What `draw` gives of a row, as many."""
+        num_top = self._config.logprobs
+        return NUM_OF_TOKEN + (num_written(num_top) if num_top else 0)
+
+    def _drawn(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, masks_BW: torch.Tensor | None) -> torch.Tensor:
+        """The token of each row, whether its logits are finite, whether a token was left, and log-probabilities.
+        `masks_BW`: bits of the tokens that may come; None: any may. As in transformers, where a caller's own processor
+        comes behind the others and before the warpers."""
+        scores_BV = self._processors(sequences, logits_BV)
+        if masks_BW is not None:
+            scores_BV = masked(scores_BV, masks_BW)
+        is_finite_B = logits_BV.abs().amax(-1) < torch.inf  # NaN is below nothing; five times as fast as isfinite
+        is_open_B = is_finite_B if scores_BV is logits_BV else scores_BV.amax(-1) > -torch.inf
+        tokens_B = self._choose(sequences, scores_BV)
+        numbers_B3 = torch.stack([tokens_B.int(), is_finite_B.int(), is_open_B.int()], 1)
+        if not self._config.logprobs:
+            return numbers_B3
+        return torch.cat([numbers_B3, written_logprobs(logits_BV, tokens_B, self._config.logprobs)], 1)
+
+    def _choose(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
+        """Rows of one temperature and the same cuts together; each row gets what it would get alone."""
+        rows_of: dict[tuple[float | None, ...], list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            rows_of.setdefault(sequence.request.cuts, []).append(row)
+        if len(rows_of) == 1:
+            return self._chosen(sequences, scores_BV)
+        tokens_B = torch.zeros_like(scores_BV[:, 0], dtype=torch.int64)
+        for rows in rows_of.values():
+            rows_R = upload(rows, scores_BV.device)
+            tokens_B[rows_R] = self._chosen([sequences[row] for row in rows], scores_BV[rows_R])
+        return tokens_B
+
+    def _chosen(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
+        """The tokens of rows that are alike in what `_choose` goes by."""
+        asked = sequences[0].request
+        last = warpers(self._config, asked)
+        warped_BV = process(last, no_history(scores_BV), self._choosable(scores_BV)) if last else scores_BV
+        if asked.temperature == 0:
+            return warped_BV.argmax(-1)
+        probabilities_BV = torch.softmax(warped_BV, -1).nan_to_num_(1.0)  # error rows get any draw; it is discarded
+        return probabilities_BV.div_(self._noise(sequences, probabilities_BV)).argmax(-1)
+
+    def _noise(self, sequences: Rows[Sequence], like_BV: torch.Tensor) -> torch.Tensor:
+        """Numbers by which a token's probability is divided, so that the largest quotient is a draw: what
+        torch.multinomial does, bit by bit, once it has waited for the device to see whether the row is one of
+        probabilities."""
+        noise_BV = torch.empty_like(like_BV)
+        for sequence, row in zip(sequences, noise_BV, strict=True):
+            row.exponential_(1, generator=self._generator(sequence, row.device))
+        return noise_BV
+
+    def _choosable(self, scores_BV: torch.Tensor) -> torch.Tensor:
+        """Zeros in place of a row that has no largest score: it is an error row, and some warpers refuse all for
+        one. Those wait for a device anyway."""
+        if self._config.top_h is None and not self._config.eta_cutoff:
+            return scores_BV
+        return torch.where(scores_BV.amax(-1, keepdim=True).isfinite(), scores_BV, 0.0)
+
+    def _generator(self, sequence: Sequence, device: torch.device) -> torch.Generator:
+        """Kept by the sequence, so that a request that is started afresh draws afresh."""
+        if sequence.generator is None:
+            sequence.generator = torch.Generator(device).manual_seed(sequence.request.seed(self._config.seed))
+        return sequence.generator
+
+    def _mark_finished(self, sequence: Sequence) -> None:
+        if sequence.generated[-1] in self._eos and not sequence.request.ignore_eos:
+            sequence.finish = FinishReason.eos
+        elif self._hits_stop(sequence):
+            sequence.finish = FinishReason.stop
+        elif len(sequence.generated) >= sequence.request.max_new_tokens:
+            sequence.finish = FinishReason.length
+
+    def _hits_stop(self, sequence: Sequence) -> bool:
+        if not sequence.request.stop:
+            return False
+        assert self._stops is not None, "stop strings need a tokenizer"
+        ids, begin, num_new = sequence.generated, 0, 1
+        if self.reasoning is not None:
+            answer = self.reasoning.answer(sequence)
+            if answer is not None:
+                begin = answer.num_tokens
+            elif self.reasoning.is_thinking(sequence) is not False:
+                sequence.num_unstopped = len(ids)
+                return False
+            num_new += sequence.num_unstopped if answer is None else 0
+            sequence.num_unstopped = 0
+        sequence.text_end = self._stops.find(sequence.request, ids, begin=begin, num_new=num_new)
+        return sequence.text_end is not None
+
+
+def rules_of(config: SamplingConfig, eos_token_ids: frozenset[int]) -> BeamRules:
+    return BeamRules(
+        num_beams=config.num_beams or 1,
+        length_penalty=1.0 if config.length_penalty is None else config.length_penalty,
+        early_stopping=config.early_stopping or False,
+        num_ends=len(eos_token_ids),
+    )
+
+
+def _is_search(sequences: Rows[Sequence]) -> bool:
+    return bool(sequences) and sequences[0].request.num_beams > 1
+
+
+def sampler_for(model: LoadedModel, config: SamplingConfig, device: torch.device) -> Sampler:
+    return Sampler(
+        config,
+        vocab_size=model.shape.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer=model.tokenizer,
+        start_token_id=model.start_token_id,
+        device=device,
+    )
