@@ -1,11 +1,20 @@
-"""What HELM's scenarios share: items with one answer, and the choice of in-context examples."""
+"""What HELM's scenarios share: items with one answer, and the choice of in-context examples. A request as its dry run
+writes it: what it asks, and the digest by which its answer is found again."""
 
+import hashlib
+import json
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import TypeVar
+
+from runtime.config.sampling import MAX_SAMPLES
+from runtime.config.settings import SamplingOverrides
+
+from .records import BadRecord, Content, Fields, Json, check_messages, check_text, shorten
 
 HELM_KEYS = frozenset({"trial", "num_examples"})
 
@@ -49,3 +58,79 @@ def _order_answers(items_of: Mapping[str, Sequence[Item]], rng: random.Random) -
         rng.shuffle(answers_by_size[size])
         ordered += answers_by_size[size]
     return ordered
+
+
+DEFAULTS: Mapping[str, Json] = {  # of HELM's `Request`, which leaves out what is null; names of models are no part
+    "embedding": False,
+    "prompt": "",
+    "temperature": 1.0,
+    "num_completions": 1,
+    "top_k_per_token": 1,  # how many likeliest tokens are shown; HELM's own client of transformers draws from all too
+    "max_tokens": 100,
+    "stop_sequences": [],
+    "echo_prompt": False,
+    "top_p": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "random": None,
+    "messages": None,
+    "multimodal_prompt": None,
+    "image_generation_parameters": None,
+    "response_format": None,
+}
+WITHOUT_EFFECT: Mapping[str, str] = {  # unless it is the default, and why
+    "embedding": "asks for an embedding, and this run generates",
+    "echo_prompt": "asks for the scores of its prompt, and this run generates: millrace score scores texts",
+    "presence_penalty": "cannot be honoured",
+    "frequency_penalty": "cannot be honoured",
+    "multimodal_prompt": "is more than text",
+    "image_generation_parameters": "asks for a picture",
+    "response_format": "cannot be honoured for a single request: sampling.json_schema binds all of a run",
+}
+
+
+def request_digest(request: Mapping[str, Json]) -> str:
+    """What two requests have in common that ask the same, whatever model is named: 32 characters."""
+    asked = {key: request.get(key, default) for key, default in DEFAULTS.items()}
+    whole = {key: int(value) for key, value in asked.items() if isinstance(value, float) and value.is_integer()}
+    text = json.dumps({**asked, **whole}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def read_request(request: Fields, *, may_be_chat: bool) -> tuple[Content, SamplingOverrides]:
+    """What a request asks, and how. Raises BadRecord naming the field."""
+    given = {key: DEFAULTS[key] if request.get(key) is None else request[key] for key in DEFAULTS}
+    for key, why in WITHOUT_EFFECT.items():
+        if given[key] != DEFAULTS[key]:
+            raise BadRecord(f"request.{key}={shorten(str(given[key]))} {why}")
+    stops = given["stop_sequences"]
+    if not isinstance(stops, list):
+        raise BadRecord("request.stop_sequences is not a list of texts")
+    overrides = SamplingOverrides(
+        max_new_tokens=int(_number(given, "max_tokens", 1)),
+        temperature=_number(given, "temperature", 0),
+        top_p=_number(given, "top_p", 0),
+        n=int(_number(given, "num_completions", 1, MAX_SAMPLES)),
+        stop=[check_text(stop, "a stop string of request.stop_sequences") for stop in stops],
+        logprobs=1,
+    )
+    return _content(given, may_be_chat), overrides
+
+
+def _content(given: Fields, may_be_chat: bool) -> Content:
+    messages = given["messages"]
+    if messages is None:
+        return Content(prompt=check_text(given["prompt"], "request.prompt"))
+    if not may_be_chat:
+        raise BadRecord("request.messages is a chat: it needs dataset.chat_template=true")
+    if not isinstance(messages, list) or not messages:
+        raise BadRecord("request.messages is not a list of messages")
+    return Content(messages=check_messages(messages, "request.messages"))
+
+
+def _number(given: Fields, key: str, least: float, most: float = sys.float_info.max) -> float:
+    value = given[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        wanted = f"of {least} or more" if most == sys.float_info.max else f"from {least} to {most:,}"
+        raise BadRecord(f"request.{key}={shorten(str(value))} is not a number {wanted}")
+    return value

@@ -1,20 +1,213 @@
-"""Rows in windows: so many at a time, each read when its turn comes and as `read_rows` would have read it."""
+"""Rows in windows: so many at a time, each read when its turn comes and as `read_rows` would have read it. One walk in
+front of the run, the survey, keeps no row: it finds how many there are, which columns they bring along, ids that
+repeat, and places to read on from.
+"""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import logging
+import tempfile
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
-from runtime.errors import DatasetError
+from runtime.closing import Closing
+from runtime.errors import DatasetError, Interrupted
 
 from .config import KINDS, DatasetConfig
-from .fields import BadRowPolicy, ShardConfig
-from .records import Record
-from .row_rules import Windowed
-from .rows import Row, refuse_bad_rows
-from .sources import Mark
-from .survey import Survey, numbered_records
+from .fields import BadRowPolicy, DatasetFields, ShardConfig
+from .records import BadRecord, Fields, Record, read_id
+from .row_rules import Mark, NamedFields, Stretch, Windowed, bad_row_id, passed_through
+from .rows import NUM_DUPLICATES_LISTED, ColumnKinds, Row, add_kinds, bad_rows, refuse_bad_rows, refuse_repeated
+
+log = logging.getLogger(__name__)
+NUM_FILES = 64  # each is sorted in memory by itself, 24 bytes for each of its rows
+ENTRY = np.dtype([("high", np.int64), ("low", np.int64), ("row", np.int64)])
+
+
+class SeenIds(Closing):
+    """Ids of any number of rows, kept on disk as digests. A context manager; its files have no name, so that even a
+    kill leaves none. Ids are told apart by 128 bits of Python's own keyed hash, which two different ones share as good
+    as never. Raises OSError where the disk is full."""
+
+    def __init__(self, folder: Path):
+        """`folder`: on whose disk the files are."""
+        self._stack = ExitStack()
+        files = (tempfile.TemporaryFile(dir=folder) for _ in range(NUM_FILES))  # noqa: SIM115 - the stack closes them
+        self._files: list[BinaryIO] = [self._stack.enter_context(file) for file in files]
+
+    def close(self) -> None:
+        with suppress(OSError):  # a full disk takes what is still in buffers as little as what was written before
+            self._stack.close()
+
+    def add(self, ids: Sequence[str], first: int) -> None:
+        """The ids of rows that follow one another from number `first` on."""
+        entries = np.empty(len(ids), ENTRY)
+        entries["high"] = [hash(id) for id in ids]
+        entries["low"] = [hash("\0" + id) for id in ids]
+        entries["row"] = np.arange(first, first + len(ids))
+        numbers = entries["high"] % NUM_FILES
+        order = np.argsort(numbers, kind="stable")
+        begins = np.searchsorted(numbers[order], np.arange(NUM_FILES + 1))
+        for file, begin, end in zip(self._files, begins[:-1], begins[1:], strict=True):
+            file.write(entries[order[begin:end]].tobytes())
+
+    def repeated(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The number of each row whose id an earlier row has, in order, and beside it that of the first row with its
+        id."""
+        rows, firsts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for file in self._files:
+            file.seek(0)
+            entries = np.frombuffer(file.read(), ENTRY)
+            entries = entries[np.lexsort((entries["row"], entries["low"], entries["high"]))]
+            same = (np.diff(entries["high"]) == 0) & (np.diff(entries["low"]) == 0)
+            begins = np.concatenate([[True], ~same])[: len(entries)]
+            first_of = entries["row"][np.flatnonzero(begins)][np.cumsum(begins) - 1]
+            rows.append(entries["row"][~begins])
+            firsts.append(first_of[~begins])
+        found, first = np.concatenate(rows), np.concatenate(firsts)
+        order = np.argsort(found)
+        return found[order], first[order]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """`num_rows`: how many the run asks; `num_read`: with those that are dropped, whose numbers are `dropped`.
+    `kinds`: what kinds of values the columns have, which rows bring along. `marks`: of some rows their numbers, and
+    where they begin."""
+
+    num_rows: int
+    num_read: int
+    kinds: Mapping[str, frozenset[str]]
+    marks: Sequence[tuple[int, Mark]]
+    dropped: NDArray[np.int64]
+
+    def to_plain(self) -> dict[str, Any]:
+        """What `from_plain` reads, of values that JSON has."""
+        return {
+            "num_rows": self.num_rows,
+            "num_read": self.num_read,
+            "kinds": [[name, sorted(kinds)] for name, kinds in self.kinds.items()],
+            "marks": [[row, *asdict(mark).values()] for row, mark in self.marks],
+            "dropped": self.dropped.tolist(),
+        }
+
+    @staticmethod
+    def from_plain(values: Mapping[str, Any]) -> "Survey":
+        """Raises KeyError, TypeError or ValueError where it is none."""
+        return Survey(
+            num_rows=int(values["num_rows"]),
+            num_read=int(values["num_read"]),
+            kinds={str(name): frozenset(kinds) for name, kinds in values["kinds"]},
+            marks=[
+                (row, Mark(file=file, row=before, line=line, offset_bytes=offset))
+                for row, file, before, line, offset in values["marks"]
+            ],
+            dropped=np.array(values["dropped"], np.int64),
+        )
+
+
+def make_survey(config: DatasetFields, windowed: Windowed, folder: Path, should_stop: Callable[[], bool]) -> Survey:
+    """The survey of an input. `folder` is where ids lie meanwhile. Raises DatasetError for what `read_rows` raises it
+    for, and Interrupted."""
+    began, kinds, marks, num_rows = time.monotonic(), ColumnKinds(), list[tuple[int, Mark]](), 0
+    log.info("looking through the rows, which are more than dataset.window_rows, for columns and ids")
+    if config.on_bad_row is BadRowPolicy.fail:
+        _refuse_any_bad(config, windowed, should_stop)
+    named = NamedFields(config)
+    with SeenIds(folder) as ids:
+        for stretch in _limited(windowed.source.stretches(config), config.limit):
+            _heed(should_stop)
+            marks.append((num_rows, stretch.mark))
+            for row in stretch.rows:
+                named.note_fields(row, str(config.path))
+            add_kinds(kinds, (passed_through(row, config, config.id_field) for row in stretch.rows if row is not None))
+            if config.id_field is not None:
+                ids.add([_id_of(row, num_rows + i, config.id_field) for i, row in enumerate(stretch.rows)], num_rows)
+            num_rows += len(stretch.rows)
+        named.require_all()
+        dropped, first_rows = ids.repeated()
+    found = Survey(
+        num_rows=num_rows - len(dropped),
+        num_read=num_rows,
+        kinds={name: frozenset(each) for name, each in kinds.items()},
+        marks=marks,
+        dropped=dropped,
+    )
+    if len(dropped):
+        _refuse_repeated(config, windowed, found, first_rows)
+    log.info("found %s rows in %.1f s", f"{found.num_rows:,}", time.monotonic() - began)
+    return found
+
+
+def numbered_records(
+    config: DatasetFields, windowed: Windowed, survey: Survey, first: int
+) -> Iterator[tuple[int, Record]]:
+    """The records of the input with their numbers, from a mark at or before the row `first` on."""
+    at = bisect_right([number for number, _ in survey.marks], first) - 1
+    number, mark = survey.marks[at]
+    yield from enumerate(windowed.source.records_from(config, mark), start=number)
+
+
+def _heed(should_stop: Callable[[], bool]) -> None:
+    if should_stop():
+        raise Interrupted("stopped while the rows were looked through; the same command begins that again")
+
+
+def _limited(stretches: Iterator[Stretch], limit: int | None) -> Iterator[Stretch]:
+    for stretch in stretches:
+        if limit is not None:
+            stretch = Stretch(mark=stretch.mark, rows=stretch.rows[:limit])
+            limit -= len(stretch.rows)
+        if stretch.rows:
+            yield stretch
+        if limit == 0:
+            return
+
+
+def _id_of(row: Fields | None, number: int, id_field: str) -> str:
+    try:
+        return bad_row_id(number) if row is None else read_id(row, id_field)
+    except BadRecord:
+        return bad_row_id(number)
+
+
+def _refuse_any_bad(config: DatasetFields, windowed: Windowed, should_stop: Callable[[], bool]) -> None:
+    """Reads every row as a run reads it."""
+    num_bad, num_rows, first = 0, 0, ""
+    records = enumerate(windowed.source.records_from(config, Mark(file=0, row=0)))
+    for row in windowed.rows(records, config):
+        if num_rows == config.limit:
+            break
+        if num_rows % 1024 == 0:
+            _heed(should_stop)
+        num_rows += 1
+        if row.error is not None:
+            num_bad, first = num_bad + 1, first or row.error
+    if num_bad:
+        raise bad_rows(num_bad, num_rows, first)
+
+
+def _refuse_repeated(config: DatasetFields, windowed: Windowed, survey: Survey, first_rows: NDArray[np.int64]) -> None:
+    counts = Counter(first_rows.tolist())
+    places = sorted(counts)[:NUM_DUPLICATES_LISTED]
+    listed = [(_read_id(config, windowed, survey, place), 1 + counts[place]) for place in places]
+    refuse_repeated(config.dedupe, len(survey.dropped), len(counts), listed)
+
+
+def _read_id(config: DatasetFields, windowed: Windowed, survey: Survey, place: int) -> str:
+    """The id of one row, read once more."""
+    for number, record in numbered_records(config, windowed, survey, place):
+        if number == place:
+            return next(windowed.rows([(number, record)], config)).id
+    raise DatasetError(f"dataset.path={config.path} was changed while it was read: row {place} is gone")
 
 
 def windowed_kind(config: DatasetConfig) -> Windowed | None:

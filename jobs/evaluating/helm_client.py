@@ -18,7 +18,7 @@ from helm.common.request import (  # pyright: ignore[reportMissingImports]
     Token,
 )
 
-from ..datasets.helm_requests import request_digest
+from ..datasets.helm import request_digest
 
 COLUMNS = ("id", "sample_index", "completion", "token_ids", "logprobs", "finish_reason", "error")
 FATAL = ErrorFlags(is_retriable=False, is_fatal=True)

@@ -17,8 +17,7 @@ import pyarrow as pa
 from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError
 
-from ..datasets.openai_body import CHAT_URL
-from ..datasets.openai_inputs import EMBEDDINGS_URL, SCORE_URLS, endpoint_of
+from ..datasets.openai_body import CHAT_URL, EMBEDDINGS_URL, SCORE_URLS, endpoint_of
 from ..record.found import FoundRun
 from .columns import from_json, is_json
 from .config import ErrorRows

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..datasets.openai_inputs import num_texts
+from ..datasets.openai_body import num_texts
 
 RowValues: TypeAlias = Mapping[str, Any]  # one of an Arrow table: a text, or a pair, of a request
 JsonObject: TypeAlias = dict[str, Any]

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from runtime.library.columns import BEAM_FIELD, LOGPROB_FIELDS, REASONING_FIELD, RESULT_FIELDS, clean_text
 
-from ..datasets.value_kinds import ColumnKinds, add_kinds
+from ..datasets.rows import ColumnKinds, add_kinds
 from .passes import Status
 from .plan_file import PlannedRequest
 

@@ -17,9 +17,8 @@ from runtime.store.file_digests import digest_files
 from ..config.settings import GenerateConfig, ScoreConfig
 from ..datasets import Row, shard_rows, with_former_ids
 from ..datasets.fields import WINDOW_ROWS
-from ..datasets.survey import Survey, make_survey
 from ..datasets.templates import as_examples
-from ..datasets.windows import RowWindows, has_more_than, windowed_kind
+from ..datasets.windows import RowWindows, Survey, has_more_than, make_survey, windowed_kind
 from ..files.publishing import JsonValue, json_digest, read_json, write_json
 from ..record.input_digests import InputDigests, digest_files_of_input, digest_input, keep_rows
 from ..record.manifest import FORMAT_WITHOUT_FACTS

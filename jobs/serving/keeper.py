@@ -21,7 +21,7 @@ from runtime.errors import ConfigError, DamagedRunError, MillraceError
 from runtime.units import KIB
 
 from ..config.cli import quoted
-from ..datasets.openai_inputs import ENCODED
+from ..datasets.openai_body import ENCODED
 from ..exporting.export import write_batch_files
 from ..files.publishing import JsonValue, read_json
 from ..record.found import is_locked

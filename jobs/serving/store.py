@@ -18,8 +18,7 @@ from typing import BinaryIO
 from runtime.errors import DamagedRunError
 from runtime.units import KIB
 
-from ..datasets.openai_body import ENDPOINTS
-from ..datasets.openai_inputs import ENCODED
+from ..datasets.openai_body import ENCODED, ENDPOINTS
 from ..files.publishing import (
     PRIVATE_FOLDER_MODE,
     JsonValue,

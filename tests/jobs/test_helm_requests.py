@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.datasets import DatasetConfig, DatasetKind, Row, read_rows
-from jobs.datasets.helm_requests import request_digest
+from jobs.datasets.helm import request_digest
 from runtime.errors import DatasetError
 
 ASKED = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from runtime.errors import DatasetError
 
 from ..fields import DatasetFields
-from ..helm_requests import read_request, request_digest
+from ..helm import read_request, request_digest
 from ..records import BadRecord, Fields, Json, Record, value_at
 from ..row_rules import CountTokens, Kind, make_row
 from ..rows import Row

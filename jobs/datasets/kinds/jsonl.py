@@ -29,8 +29,7 @@ from ..files import (
     unpacked_name,
 )
 from ..records import Fields, Record, too_long
-from ..row_rules import CHAT_KEYS, prompts
-from ..sources import STRETCH_ROWS, Mark, Numbered, Source, Stretch, stretched
+from ..row_rules import CHAT_KEYS, STRETCH_ROWS, Mark, Numbered, Source, Stretch, prompts, stretched
 from ..strict_json import DECODER, Json, parse_json, shorten
 
 ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once

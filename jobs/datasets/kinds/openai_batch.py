@@ -9,8 +9,7 @@ from itertools import islice
 from runtime.errors import DatasetError
 
 from ..fields import DatasetFields
-from ..openai_body import ENDPOINTS
-from ..openai_inputs import ENCODED, endpoint_of, kept_body
+from ..openai_body import ENCODED, ENDPOINTS, endpoint_of, kept_body
 from ..records import BadRecord, Fields, Record, as_chat, check_text, shorten
 from ..row_rules import CountTokens, Kind
 from ..rows import Row

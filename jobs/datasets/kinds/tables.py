@@ -26,8 +26,7 @@ from runtime.units import MIB
 from ..fields import DatasetFields
 from ..files import CHUNK_BYTES, list_files, open_bytes, other_kind, packed_too, reading, unpacked_name
 from ..records import Fields, Json, Record, check_columns, named_fields, num_text_bytes, too_long
-from ..row_rules import CHAT_KEYS, prompts
-from ..sources import STRETCH_ROWS, Mark, Numbered, Source, Stretch
+from ..row_rules import CHAT_KEYS, STRETCH_ROWS, Mark, Numbered, Source, Stretch, prompts
 
 NUM_ROWS_PER_BATCH, BATCH_BYTES = 1024, 64 * MIB
 _MAX_CSV_BLOCK_BYTES = 2**31 - 1
