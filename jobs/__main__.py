@@ -28,7 +28,7 @@ def main() -> None:
             sys.argv[1:] = words
             runpy.run_module(f"jobs.{job}", run_name="__main__", alter_sys=True)
         case ["completion", *words]:
-            from jobs.config.completion import script_or_answer
+            from jobs.config.help import script_or_answer
 
             text = script_or_answer(words, COMMANDS)
             print(refuse("completion takes the name of a shell: bash, zsh or fish") if text is None else text, end="")

@@ -20,7 +20,7 @@ def main(composed: Composed) -> None:
     from jobs.record.found import find_runs
     from jobs.record.lacking import lacking
     from jobs.reporting.figures import RunFigures
-    from jobs.reporting.overview import overview
+    from jobs.reporting.overview import overview, write_overview
 
     runs = [RunFigures(run=run) for run in find_runs(config.names, "runs")]
     table = overview(runs)
@@ -29,8 +29,6 @@ def main(composed: Composed) -> None:
         say("\n" + "\n".join(unfinished))
     directory = Path(config.directory) if config.directory is not None else None
     if directory is not None:
-        from jobs.reporting.files import write_overview  # matplotlib
-
         say(f"\nin {directory}: {', '.join(path.name for path in write_overview(table, directory))}")
     if len(runs) == 1:
         from jobs.reporting.page import write_page

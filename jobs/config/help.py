@@ -1,20 +1,201 @@
-"""What `--help` prints of a job: its page of `jobs/data/help`, with settings and options as `conf/` has them, and all
-that is to be said of a group or a key for who asks for one: `millrace help policy`."""
+"""What may be set of a job, as the files of `conf/` list it: keys, defaults, choices, and the comments that say what
+each means. Of this are made the help text (`millrace help policy`) and what a shell's TAB completes; composing the
+settings, or importing what the jobs import, would take longer than a user waits for these.
+"""
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from itertools import takewhile
 from textwrap import fill
+from typing import TypeAlias
+
+import yaml
 
 from runtime.config.text_field import did_you_mean
 from runtime.errors import ConfigError
 
-from .listing import JobSettings, option_file, read
+Settings: TypeAlias = Mapping[str, object]
 
+OF_HYDRA = ("hydra", "defaults")
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LISTED = re.compile(r"[\w-]+(?: \| [\w-]+)+")  # at the beginning of a comment: what there is to choose
 WIDTH, COLUMN = 120, 40  # of a line, and where what a key means begins
 ALL = "all"
-PLACEHOLDER = re.compile(r"\{(settings|options):? ?([^}]*)\}")
+PLACEHOLDER = re.compile(r"\{(settings|options):? ?([^}]*)\}")  # in a page of `jobs/data/help`
+SHELLS = ("bash", "zsh", "fish")
+FLAGS = ("--help", "--version", "--multirun", "--cfg")  # two of ours, and of Hydra's those of which a user has a use
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsFile:
+    """One file of `conf/`. `comments` has what stands before and behind each dotted key; `about` is what stands above
+    them all."""
+
+    values: Settings
+    comments: Mapping[str, str]
+    about: Sequence[str]
+
+
+class JobSettings:
+    """The settings of one job, with the options that are chosen on its command line."""
+
+    def __init__(self, job: str, words: Sequence[str]):
+        self._primary = read(job_file(job))
+        defaults = self._primary.values.get("defaults", [])
+        assert isinstance(defaults, list)
+        for entry in defaults:
+            if isinstance(entry, str) and entry != "_self_":  # the job whose settings it begins with
+                base, own = read(job_file(entry)), self._primary
+                values = {**_merged(base.values, own.values), "defaults": (defaults := base.values["defaults"])}
+                self._primary = SettingsFile(values=values, comments={**base.comments, **own.comments}, about=own.about)
+        assert isinstance(defaults, list)
+        pairs = [pair for entry in defaults if isinstance(entry, dict) for pair in entry.items()]
+        # each group with its option, in the order of the defaults list; Hydra's own are left out
+        options = {group.removeprefix("optional "): name for group, name in pairs if not group.startswith("override ")}
+        chosen = (word.partition("=") for word in words)
+        self._options: dict[str, str] = options | {key: value for key, _, value in chosen}
+        self.groups = list(options)
+        self._tree: Settings = {}
+        for settings in (self._primary.values, *({group: self._option(group).values} for group in self.groups)):
+            self._tree = _merged(self._tree, settings)
+
+    def at(self, key: str) -> object:
+        """The value of a key, a mapping for a group, or None where there is no such key; the empty key is all."""
+        found: object = self._tree
+        for name in filter(None, key.split(".")):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
+
+    def below(self, key: str) -> list[str]:
+        """The names of what stands right below a group, none where it is a value."""
+        found = self.at(key)
+        return [name for name in found if key or name not in OF_HYDRA] if isinstance(found, Mapping) else []
+
+    def all_keys(self, key: str = "") -> list[str]:
+        """All keys below a group that have a value, dotted."""
+        names = self.below(key)
+        paths = [f"{key}.{name}" if key else name for name in names]
+        return [found for path in paths for found in (self.all_keys(path) if self.below(path) else [path])]
+
+    def chosen(self, group: str) -> str:
+        """The name of the option that a group stands at, or of that of the group that it follows."""
+        option = self._options[group]
+        return self._options.get(option[2:-1], "") if option.startswith("${") else option
+
+    def about(self, group: str) -> Sequence[str]:
+        """The lines at the top of the file of the option that a group stands at."""
+        return self._option(group).about
+
+    def meaning(self, key: str) -> str:
+        """The comment that explains a key: that of the chosen option, else of the job's own file, else of any other
+        option that has one. A key that chooses the option has what stands at the top of that option's file."""
+        group, _, name = key.partition(".")
+        if group not in self.groups:
+            return self._primary.comments.get(key, "")
+        option = self._option(group)
+        if self.selects(key):
+            return " ".join(takewhile(lambda line: line[:1].strip(), option.about))
+        others = (read(option_file(group, other)) for other in options_of(group))
+        found = [option.comments.get(name), self._primary.comments.get(key), *(o.comments.get(name) for o in others)]
+        return next((comment for comment in found if comment), "")
+
+    def choices(self, key: str) -> list[str]:
+        """What a key may be, as far as that can be listed."""
+        group, _, name = key.partition(".")
+        if key in self.groups or self.selects(key):
+            return options_of(group)
+        value, comments = self.at(key), [self.meaning(key)]
+        if isinstance(value, bool):
+            return ["true", "false"]
+        if group in self.groups:
+            comments += [read(option_file(group, other)).comments.get(name, "") for other in options_of(group)]
+        for comment in comments:
+            if listed := LISTED.match(comment):
+                return [*listed[0].split(" | "), *(["null"] if value is None else [])]
+        return []
+
+    def selects(self, key: str) -> bool:
+        """True for a key whose value names the option that it is in, such as `offload.tier`."""
+        group, _, name = key.partition(".")
+        return group in self.groups and all(
+            read(option_file(group, option)).values.get(name) == option for option in options_of(group)
+        )
+
+    def _option(self, group: str) -> SettingsFile:
+        file = option_file(group, self.chosen(group))
+        return read(file) if file.is_file() else SettingsFile(values={}, comments={}, about=())
+
+
+def job_file(job: str) -> Traversable:
+    return files("conf").joinpath(f"{job}.yaml")
+
+
+def option_file(group: str, option: str) -> Traversable:
+    return files("conf").joinpath(group, f"{option}.yaml")
+
+
+@cache
+def options_of(group: str) -> list[str]:
+    """The names of what a group has to choose from, sorted; those of a `--config-dir` are not among them."""
+    names = (file.name for file in files("conf").joinpath(group).iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+@cache
+def read(file: Traversable) -> SettingsFile:
+    """The result is what a file holds, its comments included."""
+    text = file.read_text(encoding="utf-8")
+    values = yaml.load(text, Loader=LOADER)
+    assert isinstance(values, dict), f"{file} holds no mapping"
+    comments, about = _comments(text)
+    return SettingsFile(values=values, comments=comments, about=about)
+
+
+def _merged(settings: Settings, others: Settings) -> Settings:
+    merged = dict(settings)
+    for key, value in others.items():
+        before = merged.get(key)
+        merged[key] = _merged(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _comments(text: str) -> tuple[dict[str, str], list[str]]:
+    """The comments of each dotted key, behind it first, then above it; and the lines above the first key.
+
+    A line that is nothing but a comment goes on with the one behind the last key if it begins as far to the right."""
+    lines, found = text.splitlines(), dict[str, str]()
+    about, done = list[str](), 0
+    behind, at, column = list[str](), "", 0
+    for key, begin, end in _places(yaml.compose(text, Loader=LOADER), ""):
+        above = [line.partition("#") for line in lines[done : begin[0]] if line.lstrip().startswith("#")]
+        goes_on = [comment for indent, _, comment in above if behind and len(indent) > column + 1]
+        before = [comment for indent, _, comment in above if not (behind and len(indent) > column + 1)]
+        found[at] = " ".join(filter(None, [found.get(at, ""), *map(str.strip, goes_on)]))
+        if not about and not found.get("", "") and at == "":
+            about, before = [line.removeprefix(" ") for line in before], []
+        behind = [lines[end[0]][end[1] :].partition("#")[2].strip()] if "#" in lines[end[0]][end[1] :] else []
+        found[key] = ". ".join(filter(None, [*behind, " ".join(map(str.strip, before))]))
+        at, column, done = key, begin[1], end[0] + 1
+    rest = [line.partition("#") for line in lines[done:] if line.lstrip().startswith("#")]
+    last = [comment.strip() for indent, _, comment in rest if len(indent) > column + 1]
+    found[at] = " ".join([found.get(at, ""), *last]).strip()
+    return {key: comment for key, comment in found.items() if key and comment}, about
+
+
+def _places(node: yaml.Node | None, parent: str) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
+    """Each dotted key comes with the line and column where it begins, and where its value or a group's name ends."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = f"{parent}.{key.value}" if parent else key.value
+        is_open = isinstance(value, yaml.CollectionNode) and not value.flow_style
+        end = key.end_mark if is_open else value.end_mark
+        yield name, (key.start_mark.line, key.start_mark.column), (end.line, end.column)
+        if is_open:
+            yield from _places(value, name)
 
 
 def help_text(job: str, words: Sequence[str]) -> str:
@@ -27,16 +208,17 @@ def help_text(job: str, words: Sequence[str]) -> str:
     if topics:
         return "\n\n".join(part for topic in topics for part in _about(settings, topic))
     page = files("jobs").joinpath("data", "help", f"{job}.txt").read_text(encoding="utf-8")
-    return PLACEHOLDER.sub(lambda place: _filled(settings, place[1], place[2]), page).rstrip("\n")
 
+    def filled(place: re.Match[str]) -> str:
+        """`{settings}` or `{settings: KEYS}`, and `{options: GROUP}`, the default first."""
+        what, names = place[1], place[2]
+        if what == "settings":
+            return "\n".join(_entry(settings, key) for key in names.split() or settings.all_keys())
+        default = settings.chosen(names)
+        text = ", ".join([default, *(option for option in options_of(names) if option != default)])
+        return fill(text, WIDTH - 20, subsequent_indent=" " * 13, break_on_hyphens=False)
 
-def _filled(settings: JobSettings, what: str, names: str) -> str:
-    """The text for a place in a page: `{settings}` or `{settings: KEYS}`, and `{options: GROUP}`, the default first."""
-    if what == "settings":
-        return "\n".join(_entry(settings, key) for key in names.split() or settings.all_keys())
-    default = settings.chosen(names)
-    text = ", ".join([default, *(option for option in settings.options(names) if option != default)])
-    return fill(text, WIDTH - 20, subsequent_indent=" " * 13, break_on_hyphens=False)
+    return PLACEHOLDER.sub(filled, page).rstrip("\n")
 
 
 def _about(settings: JobSettings, topic: str) -> Iterator[str]:
@@ -60,7 +242,7 @@ def _about(settings: JobSettings, topic: str) -> Iterator[str]:
 def _options(settings: JobSettings, group: str) -> Iterator[str]:
     """A line for each option, and all that the chosen one's file begins with."""
     chosen = settings.chosen(group)
-    for option in settings.options(group):
+    for option in options_of(group):
         about = " ".join(read(option_file(group, option)).about)
         first = re.split(r"(?<=\.) ", about, maxsplit=1)[0]
         yield _columns(f"  {option}{' (chosen)' if option == chosen else ''}", first, 24)
@@ -87,3 +269,46 @@ def _columns(left: str, right: str, column: int) -> str:
     if not right:
         return left
     return f"{left}\n{text}" if len(left) >= column else left + text[len(left) :]
+
+
+def script_or_answer(words: Sequence[str], commands: Iterable[str]) -> str | None:
+    """The name of one of `SHELLS` gives the script that it sources; `answer WORD ...`, which that script asks at each
+    TAB, gives the `completions` of these words, one a line. The result is None for any other words."""
+    match words:
+        case [shell] if shell in SHELLS:
+            return files("jobs").joinpath("data", f"completion.{shell}").read_text(encoding="utf-8")
+        case ["answer", *typed]:
+            return "".join(f"{word}\n" for word in completions(typed, commands))
+        case _:
+            return None
+
+
+def completions(words: Sequence[str], commands: Iterable[str]) -> list[str]:
+    """The result is what the last of `words` can become, as whole words; those that end in `=` or `.` want more.
+
+    `words` stand behind the name of the program, and the last of them, which may be empty, is at the cursor; `commands`
+    may come first. The result is empty for a job that is not known and for values that no one can list."""
+    *before, word = words or [""]
+    if not before:
+        return _those_that_begin(word, (*commands, "--help", "--version"))
+    if before == ["completion"]:
+        return _those_that_begin(word, SHELLS)
+    if before == ["help"]:
+        return _those_that_begin(word, commands)
+    if not job_file(before[0]).is_file():
+        return []
+    settings = JobSettings(before[0], before[1:])
+    if "=" in word:
+        key = word.partition("=")[0]
+        return _those_that_begin(word, [*FLAGS, *(f"{key}={value}" for value in settings.choices(key))])
+    parent, keys = word.rpartition(".")[0], list[str]()
+    for name in settings.below(parent):  # a group takes an option too, behind `=`
+        key = f"{parent}.{name}" if parent else name
+        is_group = isinstance(settings.at(key), Mapping)
+        keys += [f"{key}="] if not is_group or key in settings.groups else []
+        keys += [f"{key}."] if is_group else []
+    return _those_that_begin(word, [*FLAGS, *keys])
+
+
+def _those_that_begin(word: str, candidates: Iterable[str]) -> list[str]:
+    return [candidate for candidate in candidates if candidate.startswith(word)]

@@ -15,7 +15,7 @@ from runtime.resources import Resource
 from runtime.trace import Span
 
 from .figure import WIDTH_PIXELS, figure
-from .trace_events import Tracks
+from .trace_file import Tracks
 
 LEFT, RIGHT = 120, 60  # pixels: of the rows' names, of how busy they were
 TRACK, GAP, HEAD, FOOT = 20, 8, 64, 44

@@ -15,8 +15,7 @@ from runtime.trace import Span
 
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import write_all
-from ..pictures.trace_events import PREDICTED
-from ..pictures.trace_file import publish_trace
+from ..pictures.trace_file import PREDICTED, publish_trace
 from ..pictures.trace_picture import Window, draw
 from .config import PlanConfig, Sweep
 from .pictures import draw_roofline, draw_sweep

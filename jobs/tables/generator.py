@@ -1,24 +1,120 @@
 """One adapter for engines of data: it is called with a table, and each engine has a thin face of its own in front of
-that."""
+that. Engines make, copy and drop their functions as they like: the model that this process holds open for tables stays.
+A table that is kept is a run, whose directory is named after what it asks, so that one that is given again goes on."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from itertools import islice
+from pathlib import Path
+from threading import RLock
 from typing import Protocol, TypeVar, Unpack
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from runtime.config.settings import RuntimeConfig
+from runtime.config.settings import Admission, RuntimeConfig
 from runtime.errors import require
+from runtime.library.api import Runtime
 from runtime.library.columns import result_schema
+from runtime.library.full_blocks import MANY_ROWS, few_rows
 from runtime.library.keywords import Settings, changed
-from runtime.library.prompt import Prompt
-from runtime.library.tables import TableColumns
+from runtime.library.prompt import Prompt, make_requests, require_unique_ids
+from runtime.library.tables import Asked, TableColumns
+from runtime.sequences.sequence import Request
 
-from .opened import close, opened
-from .runs import kept_results
+from ..config.settings import GenerateConfig, Workers
+from ..datasets import Row, input_digest
+from ..record.run_dir import RunDirectory
+from ..run.generation import generation, perform
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
 WINDOW = 16_384  # rows
+
+
+_one_at_a_time = RLock()  # an engine may call from several threads, and a model is asked by one
+
+
+@dataclass(kw_only=True)
+class Opened:
+    """An open runtime, the settings and the process that it is of, and whether it was looked how full its blocks
+    are."""
+
+    config: RuntimeConfig
+    process: int
+    runtime: Runtime
+    has_looked: bool = False
+
+    def warn_of_few(self, prompts: Sequence[Prompt]) -> None:
+        """Warns, once, where these rows are far fewer than a block takes, and that costs speed."""
+        if self.has_looked or not prompts:
+            return
+        self.has_looked = True
+        if len(prompts) >= MANY_ROWS:
+            return
+        asked = make_requests(self.runtime.model, self.runtime.config.sampling, list(enumerate(prompts)))
+        found = few_rows(self.runtime.planner, [each.size for each in asked if isinstance(each, Request)])
+        if found is not None:
+            log.warning("%s", found)
+
+
+_latest: Opened | None = None
+
+
+@contextmanager
+def opened(config: RuntimeConfig) -> Iterator[Opened]:
+    """The open runtime of these settings; for as long as the block lasts it is nobody else's. One of other settings is
+    closed first, and one that a parent process has left behind is not touched. Raises what `Runtime` raises."""
+    global _latest
+    with _one_at_a_time:
+        if _latest is None or (_latest.process, _latest.config) != (os.getpid(), config):
+            close()
+            _latest = Opened(config=config, process=os.getpid(), runtime=Runtime(config).open())
+        yield _latest
+
+
+def close() -> None:
+    """Frees the weights that this process holds for tables; the next table reads them again."""
+    global _latest
+    with _one_at_a_time:
+        if _latest is not None and _latest.process == os.getpid():
+            _latest.runtime.close()
+        _latest = None
+
+
+def kept_results(asked: Sequence[Asked], config: RuntimeConfig, runtime: Runtime, output_root: str) -> pa.Table:
+    """The results of a table's rows, in their order, from a run below `output_root`: what of it is committed is read,
+    the rest is generated. Several processes that are given the same table share the run's blocks out, but for
+    continuous admission, which has none. Raises the errors of runtime.errors."""
+    require_unique_ids([(place, each) for place, each in enumerate(asked) if isinstance(each, Prompt)], {})
+    rows = [_row_of(place, each) for place, each in enumerate(asked)]
+    groups = {group.name: getattr(config, group.name) for group in fields(RuntimeConfig)}
+    is_wave = config.policy.admission is Admission.wave
+    settings = replace(
+        GenerateConfig(), **groups, output_root=output_root, workers=Workers.elastic if is_wave else Workers.one
+    )
+    directory = Path(output_root) / f"table-{input_digest(rows)[:16]}"
+    task = replace(generation(settings), directory=directory, rows=lambda *_: rows)
+    perform(task, settings, lambda: False, runtime=runtime)  # an engine that wants it to stop ends the process
+    names = result_schema(config.sampling).names
+    parts = pq.read_table(RunDirectory(path=directory).generations, columns=["row_index", *names])
+    return parts.sort_by("row_index").select(names)
+
+
+def _row_of(place: int, asked: Asked) -> Row:
+    """What a row of a table asks, as a row of a data set."""
+    row = Row(index=place, id=asked.id or str(place), prompt="", messages=None, columns={}, error=None)
+    if not isinstance(asked, Prompt):
+        return replace(row, error=asked.error)
+    return replace(
+        row,
+        prompt=asked.text or "",
+        messages=None if asked.messages is None else [dict(message) for message in asked.messages],
+        prompt_ids=None if asked.token_ids is None else tuple(asked.token_ids),
+        overrides=asked.overrides,
+    )
 
 
 class Document(Protocol):
@@ -120,14 +216,11 @@ class TableGenerator:
         pipelines. Columns are a document's `text` and `id`, and what is in its `metadata`."""
         waiting = iter(data or ())
         while some := list(islice(waiting, self._window)):
-            table = pa.Table.from_pylist([self._row(document) for document in some])
+            known = ({**each.metadata, "text": each.text, "id": each.id} for each in some)
+            table = pa.Table.from_pylist([{name: row.get(name) for name in self._columns.read} for row in known])
             for document, results in zip(some, self.structs(table).to_pylist(), strict=True):
                 document.metadata.update(results)
                 yield document
-
-    def _row(self, document: Document) -> dict[str, object]:
-        known: dict[str, object] = {**document.metadata, "text": document.text, "id": document.id}
-        return {name: known.get(name) for name in self._columns.read}
 
     @property
     def _results(self) -> list[pa.Field]:

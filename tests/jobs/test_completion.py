@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from jobs.config.completion import completions
+from jobs.config.help import completions
 from jobs.config.typed import flatten
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,7 @@ import pytest
 
 import runtime
 from benchmarks.config import BenchConfig
-from jobs.config.help import help_text
-from jobs.config.listing import JobSettings, read
+from jobs.config.help import JobSettings, help_text, options_of, read
 from jobs.config.settings import EncodeConfig, GenerateConfig, ModelsConfig, ScoreConfig, SynthesizeConfig, TraceConfig
 from jobs.config.typed import enum_members, field_types, known_keys
 from jobs.evaluating.config import EvaluateConfig
@@ -69,7 +68,7 @@ def test_every_key_has_a_comment_that_says_what_it_means(job: str) -> None:
 
 def test_a_key_without_a_comment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "trace.yaml").write_text("defaults:\n  - _self_\npath: null # a file\nbegin:\n  at: 0.0\nend: 1 # s\n")
-    monkeypatch.setattr("jobs.config.listing.job_file", lambda job: tmp_path / f"{job}.yaml")
+    monkeypatch.setattr("jobs.config.help.job_file", lambda job: tmp_path / f"{job}.yaml")
     assert without_meaning(JobSettings("trace", [])) == ["begin.at"]
 
 
@@ -99,7 +98,7 @@ def test_a_page_lists_every_option_of_a_group_the_default_first(group: str) -> N
     settings, text = JobSettings("generate", []), help_text("generate", ["--help"])
     entry = text[text.index(f"\n  {group} ") :].split(None, 1)[1].partition(":")[0]
     listed = [name.strip() for name in entry.split(",")]
-    assert (listed[0], sorted(listed)) == (settings.chosen(group), settings.options(group))
+    assert (listed[0], sorted(listed)) == (settings.chosen(group), options_of(group))
 
 
 @pytest.mark.parametrize("job", SCHEMAS)

@@ -15,8 +15,7 @@ from jobs.planning.config import PlanConfig, ShownConfig, Sweep, WorkloadConfig
 from jobs.planning.plan_files import run_sweep, write_timeline
 from jobs.record.found import find_runs
 from jobs.reporting.figures import RunFigures
-from jobs.reporting.files import write_overview
-from jobs.reporting.overview import overview
+from jobs.reporting.overview import overview, write_overview
 from jobs.reporting.page import write_page
 from runtime.errors import ConfigError
 from tests.jobs.sharded_run import ShardedRun

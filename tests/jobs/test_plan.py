@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from jobs.config.listing import JobSettings
+from jobs.config.help import JobSettings
 from jobs.config.settings import load
 from jobs.planning.config import FORMATS, PlanConfig
 from jobs.planning.planning import Planned, make_plan

@@ -13,8 +13,7 @@ from jobs.files.lock import RunLock
 from jobs.record.found import find_runs
 from jobs.reporting.config import ReportConfig
 from jobs.reporting.figures import RunFigures
-from jobs.reporting.files import write_overview
-from jobs.reporting.overview import differing, overview
+from jobs.reporting.overview import differing, overview, write_overview
 from runtime.errors import ConfigError
 from tests.jobs.part_support import PASSES
 from tests.jobs.sharded_run import NUM_SHARDS, ShardedRun

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from jobs.files.publishing import JsonValue, write_json
-from jobs.pictures.trace_events import RUN
-from jobs.pictures.trace_file import publish_trace
+from jobs.pictures.trace_file import RUN, publish_trace
 from jobs.record.found import find_runs
 from jobs.record.output_rows import GenerationRow, infer_column_schema
 from jobs.record.parts import PartStore

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pytest
 
 from jobs.files import publishing
-from jobs.tables import TableGenerator, opened
+from jobs.tables import TableGenerator
+from jobs.tables import generator as tables
 from runtime import PolicyConfig, Runtime
 from runtime.errors import ConfigError, RunMismatchError
 from runtime.library.full_blocks import FewRows, few_rows
@@ -29,7 +30,7 @@ SMALL = PolicyConfig(kind="fixed", micro_batch_size=4, num_micro_batches=1)
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
-    opened.close()
+    tables.close()
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,7 @@ def test_it_is_sent_to_other_processes_before_and_after_it_has_opened_a_model(ge
 
 def test_a_process_holds_one_model_open_for_all_its_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Runtime] = []
-    monkeypatch.setattr(opened, "Runtime", lambda config: made.append(Runtime(config)) or made[-1])
+    monkeypatch.setattr(tables, "Runtime", lambda config: made.append(Runtime(config)) or made[-1])
     for most in (2, 2, 3):
         TableGenerator(model="tiny", max_new_tokens=most)(TABLE)
     assert len(made) == 2
@@ -166,7 +167,7 @@ def test_a_table_far_from_filling_a_block_is_warned_of_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = FewRows(num_rows=NUM_ROWS, block_rows=512, rate=1.5, block_rate=40.0)
-    monkeypatch.setattr(opened, "few_rows", lambda planner, sizes: found if len(sizes) == NUM_ROWS - 1 else None)
+    monkeypatch.setattr(tables, "few_rows", lambda planner, sizes: found if len(sizes) == NUM_ROWS - 1 else None)
     generator = TableGenerator(model="tiny", max_new_tokens=2)
     with caplog.at_level(logging.WARNING):
         generator(TABLE)

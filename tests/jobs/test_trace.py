@@ -17,8 +17,7 @@ from jobs import trace
 from jobs.config.cli import run_job
 from jobs.config.settings import GenerateConfig, TraceConfig, Workers
 from jobs.datasets import DatasetConfig
-from jobs.pictures.trace_events import PREDICTED, RUN
-from jobs.pictures.trace_file import read_processes, read_trace
+from jobs.pictures.trace_file import PREDICTED, RUN, read_processes, read_trace
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate
 from runtime.config.settings import (

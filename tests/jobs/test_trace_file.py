@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.pictures import trace_file
-from jobs.pictures.trace_events import Tracks
-from jobs.pictures.trace_file import TraceFile, read_trace, tracing
+from jobs.pictures.trace_file import TraceFile, Tracks, read_trace, tracing
 from runtime.errors import ConfigError
 from runtime.resources import Resource
 from runtime.trace import Span, Trace
