@@ -36,7 +36,7 @@ from runtime.engine.experts import BatchedExperts
 from runtime.engine.lanes.lane import Lane
 from runtime.engine.monitor import PassMonitor
 from runtime.engine.player import PassContext, Player
-from runtime.engine.workers import AttentionWorkers
+from runtime.engine.setup import AttentionWorkers
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.script import Durations, Script
 from runtime.plan.cost.simulator import simulate_each

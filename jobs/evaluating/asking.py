@@ -13,8 +13,9 @@ from runtime.config.settings import SamplingOverrides
 from runtime.errors import EvaluationError
 from runtime.library.api import Runtime
 from runtime.model.loading import LoadedModel
+from runtime.requests.joining import join
 from runtime.requests.prompts import Rejected
-from runtime.requests.scoring import join, make_scoring
+from runtime.requests.scoring import make_scoring
 from runtime.sequences.sequence import Request
 
 from ..config.settings import GenerateConfig

@@ -8,8 +8,7 @@ from runtime.library.api import Runtime
 from runtime.model.loading import LoadedModel
 from runtime.origin.net import PASS_ON, reason_of
 from runtime.requests.encoding import Wanted, make_encoding
-from runtime.requests.prompts import Rejected
-from runtime.requests.tokens import tokenize_each
+from runtime.requests.prompts import Rejected, tokenize_each
 from runtime.sequences.sequence import Request
 
 from ..datasets.rows import Inputs, Row

@@ -9,11 +9,9 @@ from typing import TypeAlias
 from runtime.batching.balance import Block
 from runtime.errors import ConfigError, require
 from runtime.library.api import Runtime
-from runtime.requests.beam_requests import whole_searches, with_beams
 from runtime.requests.chat import ChatRenderer, TemplateRefusal
-from runtime.requests.prompts import Rejected
-from runtime.requests.scoring import Joined, join, scores_of
-from runtime.requests.tokens import tokenize_each
+from runtime.requests.joining import Joined, join, scores_of, whole_searches, with_beams
+from runtime.requests.prompts import Rejected, tokenize_each
 from runtime.sequences.sequence import Completion, Request
 
 from ..datasets import Row

@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 
 from runtime.library.api import Runtime
 from runtime.requests.prompts import Rejected
-from runtime.requests.scoring import make_scoring
-from runtime.requests.text_pairs import PairIds, TextPair, TextSize, document_windows, encode_pairs
+from runtime.requests.scoring import PairIds, TextPair, TextSize, document_windows, encode_pairs, make_scoring
 from runtime.sequences.sequence import Request
 
 from ..config.settings import ScoreConfig, ScoreSettings, run_directory

@@ -25,19 +25,16 @@ from ..ranks.line import Line
 from ..sequences.sampler import Sampler
 from ..stream.host_memory import peak_resident_bytes, resident_bytes
 from .batcher import Batch, Batcher, nobody
-from .cpu_experts import CpuExperts
 from .dequantized_weights import DequantizedWeights
-from .experts import BatchedExperts
+from .experts import BatchedExperts, CpuExperts
 from .lanes.factory import LaneFactory
 from .lanes.lane import LaneContext
 from .monitor import PassMonitor
-from .neighbours import Neighbours
 from .nonfinite import Inquiry
-from .player import PassContext, Player
+from .player import PassContext, PipelinePeers, Player
 from .recorded import RecordedPasses
 from .records import PassCounts, PassRecord, Phase
-from .setup import Setup
-from .streams import Streams
+from .setup import Setup, Streams
 
 Agree: TypeAlias = Callable[[int, Phase], tuple[int, Phase]]
 
@@ -65,7 +62,7 @@ class Engine:
         line: Line | None = None,
     ):
         self._agree = agree
-        self._neighbours = Neighbours(line, sampler.num_numbers, setup.device) if line is not None else None
+        self._peers = PipelinePeers(line, sampler.num_numbers, setup.device) if line is not None else None
         loaded, placement, device = setup.model, setup.placement, setup.device
         self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
         self._monitor = PassMonitor(len(loaded.shape.stages), device, setup.trace)
@@ -104,7 +101,7 @@ class Engine:
                 workers=streams.workers,
                 kv=streams.kv,
                 first_layer=loaded.shape.layers[0].index,
-                neighbours=self._neighbours,
+                peers=self._peers,
             )
         )
 
@@ -149,8 +146,8 @@ class Engine:
     def _postprocess(self, batch: Batch, begin: float) -> PassRecord:
         """Draws the next tokens of all lanes, hands them out, and sums the pass up; sequences that have finished leave
         their lanes. The one place where a decode pass waits for the device."""
-        if self._neighbours is not None:
-            drawn = self._neighbours.drawn(batch.lanes)
+        if self._peers is not None:
+            drawn = self._peers.drawn(batch.lanes)
         else:
             drawn = self._device.brought([lane.draw() for lane in batch.lanes])
         counts = PassCounts.total([lane.end_pass(part) for lane, part in zip(batch.lanes, drawn, strict=True)])

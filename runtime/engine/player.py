@@ -1,6 +1,6 @@
 """Plays the actions of passes on real lanes: the one interpreter of schedules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,13 +14,65 @@ from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..plan.schedule.actions import Action, Op
 from ..plan.schedule.schedule import Schedule
 from ..plan.schedule.walk import Walk
+from ..ranks.line import Line
+from ..stream.device import ComputeDevice
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
 from .experts import BatchedExperts
 from .lanes.lane import Lane
 from .monitor import PassMonitor
-from .neighbours import Neighbours
-from .workers import AttentionWorkers
+from .setup import AttentionWorkers
+
+
+class PipelinePeers:
+    """The ranks beside this one in a session whose ranks divide the layers: hidden states come from the rank before and
+    go to the one behind, and the last rank draws the tokens of all. `num_numbers`: what is told of each token that is
+    drawn. What an accelerator computes goes by way of host memory."""
+
+    def __init__(self, line: Line, num_numbers: int, device: ComputeDevice):
+        self._line, self._num_numbers, self._device = line, num_numbers, device
+        self._lanes: Sequence[Lane] = ()
+        self._come: Sequence[torch.Tensor | None] = ()  # what each lane is sent, in host memory
+
+    def begin(self, lanes: Sequence[Lane]) -> None:
+        """A pass of these lanes, which have come to the first stage of this rank."""
+        self._lanes = lanes
+        self._come = [self._beside(lane.entering) for lane in lanes]
+        self._line.begin(self._come)
+
+    def receive(self, lane: int) -> None:
+        """Returns when the lane's hidden states are there."""
+        self._line.receive(lane)
+        come, entering = self._come[lane], self._lanes[lane].entering
+        if come is not None and entering is not None and come is not entering:
+            entering.copy_(come, non_blocking=True)
+
+    def send(self, lane: int) -> None:
+        """Begins to send what the lane has come to."""
+        leaving = self._lanes[lane].leaving
+        assert leaving is not None, f"lane {lane} has not left this rank's layers"
+        self._line.send(lane, *self._device.brought([leaving]))
+
+    def drawn(self, lanes: Sequence[Lane]) -> Sequence[torch.Tensor]:
+        """What the last rank has drawn for each lane, in host memory."""
+        self._lanes = ()
+        if self._line.is_last:
+            drawn = self._device.brought([lane.draw() for lane in lanes])
+            self._line.tell(torch.cat([each.reshape(-1) for each in drawn]))
+            return drawn
+        counts = [lane.expect() for lane in lanes]
+        whole = torch.empty(sum(counts) * self._num_numbers, dtype=torch.int32)
+        self._line.heard(whole)
+        self._device.finish()  # what was sent here has left host memory
+        self._come = ()
+        return whole.view(-1, self._num_numbers).split(counts)
+
+    def _beside(self, target: torch.Tensor | None) -> torch.Tensor | None:
+        """Host memory for what is to come into `target`: that itself, unless an accelerator has it."""
+        if target is None or not self._device.is_accelerator:
+            return target
+        return self._device.host_pages(target.nbytes)[: target.nbytes].view(target.dtype).view(target.shape)
+
 
 GO_ON = "start the same command again to go on"
 Answer: TypeAlias = Weights | torch.Tensor
@@ -43,7 +95,7 @@ class PassContext:
     workers: AttentionWorkers | None
     kv: KVStream | None
     first_layer: int  # the stage of decoder layer 0
-    neighbours: Neighbours | None = None  # where ranks divide the layers
+    peers: PipelinePeers | None = None  # where ranks divide the layers
 
 
 class Player:
@@ -68,8 +120,8 @@ class Player:
             Op.experts: self._run_experts,
             Op.fetch: self._fetch,
             Op.store: self._store,
-            Op.recv: lambda action: self._neighbours.receive(action.turn[1]),
-            Op.send: lambda action: self._neighbours.send(action.turn[1]),
+            Op.recv: lambda action: self._peers.receive(action.turn[1]),
+            Op.send: lambda action: self._peers.send(action.turn[1]),
             Op.sync: self._sync,
             Op.run: partial(self._advance, self._whole_stage, ()),
             Op.pre: partial(self._advance, self._stage, (NeedAttention,)),
@@ -93,8 +145,8 @@ class Player:
             self._events = [
                 lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)
             ]
-            if self._context.neighbours is not None:
-                self._neighbours.begin(lanes)
+            if self._context.peers is not None:
+                self._peers.begin(lanes)
             for action in self._actions(schedule):
                 if action.lane is None or action.lane < len(lanes):
                     self._do[action.op](action)
@@ -218,9 +270,9 @@ class Player:
         return self._context.kv
 
     @property
-    def _neighbours(self) -> Neighbours:
-        assert self._context.neighbours is not None, "hidden states travel where ranks divide the layers"
-        return self._context.neighbours
+    def _peers(self) -> PipelinePeers:
+        assert self._context.peers is not None, "hidden states travel where ranks divide the layers"
+        return self._context.peers
 
     def _layer(self, stage: int) -> int:
         return stage - self._context.first_layer

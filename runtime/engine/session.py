@@ -11,15 +11,14 @@ from ..model.loading import LoadedModel
 from ..plan.placement.defaults import chunk_tokens
 from ..plan.placement.memory import PAGE_TOKENS, resumed_chunks
 from ..plan.planner import RunPlan
-from ..requests.beam_requests import with_whole_searches
+from ..requests.joining import with_whole_searches
 from ..sequences.detokenizer import Detokenizer
 from ..sequences.reasoning import Parts, Reasoning
 from ..sequences.sequence import Completion, Request, Unfinished, begun, resumed, resumed_lane
 from ..sequences.sequence import Sequence as Running
-from .batcher import Batcher, ContinuousBatcher, StaticBatcher
+from .batcher import Batcher, ContinuousBatcher, StaticBatcher, with_prefixes
 from .engine import Engine
 from .records import PassRecord
-from .sharing import with_prefixes
 
 OnPass = Callable[[PassRecord], None]
 

@@ -1,20 +1,34 @@
-"""What the engine and its streams have in common."""
+"""What an engine works with, opened and closed together: all that moves bytes beside it, and threads that attend."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import Barrier, BoundedSemaphore
 
 import torch
 
 from ..attention.page_codes import stored_dtype
-from ..config.settings import RuntimeConfig
+from ..closing import Closing
+from ..config.settings import Attention, KVTier, RuntimeConfig
 from ..model.host_ops import DTYPES
 from ..model.loading import LoadedModel
+from ..plan.placement.feedforward import trip_size
+from ..plan.placement.kv import KVLayout
 from ..plan.placement.placement import Placement
 from ..plan.shape.shapes import Parameter
+from ..store.kv_file import KVFile
+from ..store.reader import Reader
+from ..stream.counters import StreamCounters
 from ..stream.device import ComputeDevice
+from ..stream.exchange import HostExchange
+from ..stream.experts import ExpertStream
 from ..stream.fillings import Together
 from ..stream.kept_weights import KeptWeights
+from ..stream.kv import KVStream
+from ..stream.weights import WeightStream
 from ..trace import Trace
+from ..units import MIB
 from ..weights.stage_weights import TORCH_DTYPES
 from .compiling import HOST_OPS, CompiledKernels, Part, prepare
 
@@ -73,3 +87,134 @@ def products_of(parameters: Iterable[Parameter], inputs: torch.dtype) -> Part:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+class AttentionWorkers(Closing):
+    """Owns the threads; computes begin in the order in which they were submitted. Closing waits for those that run and
+    drops those that do not yet.
+
+    One worker by default: `decode_attention` divides each lane over threads, so that the lane which the engine needs
+    first is done first. On 2 cores, 6 lanes of attention beside products on both cores took 149 ms so, 189 ms with a
+    thread each in two workers, and 180 ms one after the other (the best of 25 turns, cores shared; attention then had
+    threads of its own, now those of `shared_work`, which serve a product beside it once they are free). A
+    worker's own torch operators are small and stay in its thread, as OpenMP would start a team of threads for each
+    worker beside the engine's.
+    """
+
+    def __init__(self, *, num_workers: int = 1, max_pending: int = 8):
+        self._room = BoundedSemaphore(max_pending)
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="attend")
+        self._limit_torch_threads(num_workers)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, compute: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
+        """Returns at once, unless `max_pending` computes are under way: then when the first of them has ended."""
+        self._room.acquire()
+        try:
+            future = self._pool.submit(_attend, compute)
+        except RuntimeError:  # closed
+            self._room.release()
+            raise
+        future.add_done_callback(lambda _: self._room.release())
+        return future
+
+    def _limit_torch_threads(self, num_workers: int) -> None:
+        """The limit is each thread's own, but torch also keeps the last number set, and gives it to a thread that first
+        asks: so a worker asks before it sets its own, and afterwards the number is put back for threads to come."""
+        num_threads = torch.get_num_threads()
+        all_started = Barrier(num_workers)
+
+        def limit() -> None:
+            torch.get_num_threads()
+            torch.set_num_threads(1)
+            all_started.wait()
+
+        for started in [self._pool.submit(limit) for _ in range(num_workers)]:
+            started.result()
+        torch.set_num_threads(num_threads)
+
+
+@torch.inference_mode()
+def _attend(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return compute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """`experts` are there where experts are paged, `kv` where keys and values travel, `workers` where the CPU attends,
+    `exchange` where it does so for an accelerator, `trips` where it multiplies experts for one."""
+
+    weights: WeightStream
+    experts: ExpertStream | None
+    kv: KVStream | None
+    exchange: HostExchange | None
+    trips: HostExchange | None
+    workers: AttentionWorkers | None
+
+    @property
+    def counters(self) -> list[Callable[[], StreamCounters]]:
+        found = [self.weights, self.experts, self.kv, self.exchange, self.trips]
+        return [stream.take_counters for stream in found if stream is not None]
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Nobody will ask for what these KV pages held."""
+        if self.kv is not None and pages:
+            self.kv.forget(pages)
+
+
+@contextmanager
+def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
+    """Reads the resident weights, of which those that are kept stay where they are. Raises CheckpointError,
+    KVFileError."""
+    shape, placement, device, trace = setup.model.shape, setup.placement, setup.device, setup.trace
+    kept = setup.kept or KeptWeights()
+    kept.fit(shape, placement)
+    first = shape.layers[0].index
+    if placement.host_layers:
+        prepare_attention(setup.model)  # a search may have come to it
+    with ExitStack() as stack:
+        stack.callback(device.settle)  # last, while the streams' memory is still theirs
+        experts = None
+        if placement.paged:
+            slots = placement.num_expert_slots
+            paging = placement.paging
+            experts = ExpertStream(
+                shape, placement, device, reader, paging=paging, num_slots=slots, trace=trace, held=kept.experts
+            )
+        exchange = None
+        if placement.host_layers:
+            exchange = stack.enter_context(HostExchange(placement.exchange, device, first_stage=first, trace=trace))
+        trips = None
+        if placement.cpu_share is not None:
+            prepare_experts(setup.model)
+            size = trip_size(shape, placement.cpu_share)
+            trips = stack.enter_context(
+                HostExchange(size, device, first_stage=first, trace=trace, what="tokens of experts")
+            )
+        layout, pages = placement.kv, None
+        if layout.page_bytes and not placement.host_layers:
+            file = stack.enter_context(_kv_file(layout, setup.config)) if layout.tier is KVTier.nvme else None
+            pages = stack.enter_context(KVStream(layout, device, file, first_stage=first, trace=trace))
+        weights = WeightStream(shape, placement, device, reader, trace, held=kept.stages, together=setup.together)
+        yield Streams(
+            weights=stack.enter_context(weights),
+            experts=None if experts is None else stack.enter_context(experts),
+            kv=pages,
+            exchange=exchange,
+            trips=trips,
+            workers=stack.enter_context(AttentionWorkers()) if setup.config.policy.attention is Attention.cpu else None,
+        )
+
+
+def _kv_file(layout: KVLayout, config: RuntimeConfig) -> KVFile:
+    """Read and written as weights are read."""
+    offload = config.offload
+    return KVFile(
+        layout,
+        directory=config.kv.directory,
+        num_threads=offload.reader_threads,
+        chunk_bytes=offload.read_chunk_mib * MIB,
+        direct=offload.direct_io,
+    )

@@ -29,13 +29,12 @@ from ..devices.own_device import device_of
 from ..devices.sharded_session import RankSession
 from ..devices.shared_run import SharedRun
 from ..devices.told_plan import SESSION, end_sessions
+from ..engine.batcher import sizes_sharing
 from ..engine.compiling import COMPILING_SECONDS, LEAST_TOKENS, CompiledKernels, seconds_without
 from ..engine.engine import Engine, alone
-from ..engine.self_check.check import check_lanes, is_due
+from ..engine.self_check import check_lanes, is_due
 from ..engine.session import Session
-from ..engine.setup import Setup, kernels_of, prepare_attention
-from ..engine.sharing import sizes_sharing
-from ..engine.streams import open_streams
+from ..engine.setup import Setup, kernels_of, open_streams, prepare_attention
 from ..errors import ClosedError, require
 from ..measure.contests import known_backends
 from ..measure.machine_cache import Host, find_products
@@ -57,11 +56,9 @@ from ..planning.opening import Opening
 from ..planning.planner import Planner
 from ..probing.heads import Head
 from ..ranks.ranks import Ranks
-from ..requests.beam_requests import with_beams
 from ..requests.encoding import Wanted, require_readable, require_text
-from ..requests.prompts import Rejected, make_request
-from ..requests.scoring import join
-from ..requests.tokens import tokenize
+from ..requests.joining import join, with_beams
+from ..requests.prompts import Rejected, make_request, tokenize
 from ..sequences.grammar import with_schema
 from ..sequences.sampler import Sampler, sampler_for
 from ..sequences.sequence import Completion, Request

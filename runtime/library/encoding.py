@@ -12,8 +12,7 @@ from ..config.settings import Readout
 from ..model.loading import LoadedModel
 from ..requests.chat import TemplateRefusal
 from ..requests.encoding import Wanted, make_encoding, require_readable
-from ..requests.prompts import Rejected
-from ..requests.tokens import tokenize_each
+from ..requests.prompts import Rejected, tokenize_each
 from ..sequences.sequence import Completion, Request, Vector
 from .prompt import Prompt, texts_of
 

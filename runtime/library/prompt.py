@@ -11,8 +11,7 @@ from ..config.settings import SamplingConfig, SamplingOverrides
 from ..errors import ConfigError, require
 from ..model.loading import LoadedModel
 from ..requests.chat import ChatRenderer, TemplateRefusal
-from ..requests.prompts import Rejected, make_request
-from ..requests.tokens import tokenize_each
+from ..requests.prompts import Rejected, make_request, tokenize_each
 from ..sequences.sequence import Request
 
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from typing import TypeAlias, TypeGuard
 
 from ..errors import ConfigError, require
 from ..model.loading import LoadedModel
+from ..requests.joining import Joined, join, scores_of
 from ..requests.prompts import Rejected
-from ..requests.scoring import Joined, join, make_scoring, scores_of
-from ..requests.text_pairs import TextPair, TextSize, document_windows, encode_pairs
+from ..requests.scoring import TextPair, TextSize, document_windows, encode_pairs, make_scoring
 from ..sequences.sequence import Completion, Request
 from .prompt import Prompt, PromptLike, texts_of
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.cpu_experts import host_matrices
-from ..engine.experts import BatchedExperts
+from ..engine.experts import BatchedExperts, host_matrices
 from ..events import NeedExperts, Weights
 from ..model.experts import Visits, bound_matrices, is_experts, mixed, multiplied_bare
 from ..model.loading import LoadedModel

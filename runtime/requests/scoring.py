@@ -1,13 +1,18 @@
-"""Requests for scores of given tokens: made of a prompt and a target, joined where one forward pass serves several, and
-their scores taken apart again.
+"""Requests for scores of given tokens. Where a prompt ends and its target begins in tokens, and how long documents are
+cut into windows, is as lm-eval defines both, so that numbers made here and there are comparable.
 """
 
+import re
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
+from ..errors import require
 from ..model.loading import LoadedModel
-from ..sequences.sequence import Completion, Request, Scoring, TokenScore
-from .prompts import Rejected, outside_vocabulary
+from ..sequences.sequence import Request, Scoring
+from .chat import TemplateRefusal
+from .prompts import Rejected, outside_vocabulary, tokenize_each
 
 
 def make_scoring(
@@ -45,39 +50,159 @@ def _problem(model: LoadedModel, prompt_ids: Rows[int], target_ids: Rows[int], *
     return outside_vocabulary(model, (*prompt_ids, *target_ids))
 
 
+Target: TypeAlias = str | Rows[int]
+
+
+class Text(NamedTuple):
+    """`is_rendered`: its special tokens are in it already, or it shall have none."""
+
+    text: str
+    is_rendered: bool
+
+
 @dataclass(frozen=True, kw_only=True)
-class Joined:
-    """A request that brings the scores of several: those at `members` of the list that was joined."""
+class TextPair:
+    """A prompt and its targets. `is_rendered`: the prompt came out of a chat template, which has put the special tokens
+    in already."""
 
-    request: Request
-    members: Rows[int]
-
-
-def join(requests: Rows[Request], seats: Rows[object] | None = None) -> list[Joined]:
-    """Requests that ask for scores behind the same tokens become one, under the first one's name: what they compute is
-    the same, and their last tokens are read off the same logits. One that generates stays by itself. `seats`: one of
-    each, where only those with the same may become one."""
-    groups: dict[object, list[int]] = {}
-    for i, (request, seat) in enumerate(zip(requests, seats or [None] * len(requests), strict=True)):
-        scoring = request.scoring
-        computed = request.key if scoring is None else (request.prompt_ids, scoring.decoder_ids, seat)
-        groups.setdefault(computed, []).append(i)
-    return [Joined(request=_joined([requests[i] for i in group]), members=group) for group in groups.values()]
+    prompt: str | Rows[int] | TemplateRefusal
+    targets: Rows[Target]
+    is_rendered: bool = False
 
 
-def _joined(requests: Rows[Request]) -> Request:
-    if len(requests) == 1:
-        return requests[0]
-    scorings = [request.scoring for request in requests if request.scoring is not None]
-    last_ids = dict.fromkeys(token for scoring in scorings for token in scoring.last_ids)
-    num_positions = max(scoring.num_positions for scoring in scorings)
-    scoring = replace(scorings[0], num_positions=num_positions, last_ids=tuple(last_ids))
-    return replace(requests[0], scoring=scoring)
+@dataclass(frozen=True, kw_only=True)
+class PairIds:
+    prompt: Rows[int]
+    target: Rows[int]
 
 
-def scores_of(member: Request, completion: Completion) -> tuple[TokenScore, ...]:
-    """The scores of one of the requests whose joined request has come to `completion`: none where it failed."""
-    own, whole = member.scoring, completion.request.scoring
-    assert own is not None, "its tokens are scored"
-    assert whole is not None, "it was joined of scored ones"
-    return tuple(completion.scores[place] for place in whole.places_of(own)) if completion.is_ok else ()
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What a target's ids are made of. `whole`: prompt and target in one text, whose ids are parted where the prompt's
+    end; None: the target's own."""
+
+    prompt: Text | Rows[int]
+    target: Text | Rows[int] = ()
+    whole: Text | None = None
+
+    @property
+    def texts(self) -> list[Text]:
+        return [part for part in (self.prompt, self.target, self.whole) if isinstance(part, Text)]
+
+
+def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds | str]]:
+    """The ids of each pair's targets and of the prompt in front of each, or what is wrong.
+
+    Trailing white space of a prompt belongs to the target. The two are tokenised as one text, and what lies behind as
+    many tokens as the prompt has alone is the target; behind an encoder, and with ids on one side, each is tokenised by
+    itself. An empty prompt is the token that texts begin with. Raises CheckpointError where there is no tokenizer.
+    """
+    wanted = [[_wanted(model, pair, target) for target in pair.targets] for pair in pairs]
+    found = _tokenised(
+        model, [text for each in wanted for one in each if not isinstance(one, str) for text in one.texts]
+    )
+    return [[one if isinstance(one, str) else _ids(one, found) for one in each] for each in wanted]
+
+
+def _wanted(model: LoadedModel, pair: TextPair, target: Target) -> _Wanted | str:
+    prompt, is_rendered = pair.prompt, pair.is_rendered
+    if isinstance(prompt, TemplateRefusal):
+        return f"the model's chat template refuses the messages: {prompt}"
+    own = Text(target, True) if isinstance(target, str) else target
+    if not isinstance(prompt, str) or not isinstance(target, str):
+        return _Wanted(prompt=Text(prompt, is_rendered) if isinstance(prompt, str) else prompt, target=own)
+    num_kept = len(prompt.rstrip())
+    kept, moved = prompt[:num_kept], prompt[num_kept:] + target
+    if model.start_token_id is not None:
+        return _Wanted(prompt=Text(kept, is_rendered), target=Text(moved, True))
+    if kept:
+        return _Wanted(prompt=Text(kept, is_rendered), whole=Text(kept + moved, is_rendered))
+    start = text_start(model)
+    if start is None:
+        return "the prompt is empty, and the tokenizer has no token that texts begin with"
+    return _Wanted(prompt=(start,), target=Text(moved, True))
+
+
+def _ids(wanted: _Wanted, found: Mapping[Text, tuple[int, ...] | str]) -> PairIds | str:
+    failed = [ids for ids in map(found.__getitem__, wanted.texts) if isinstance(ids, str)]
+    if failed:
+        return failed[0]
+    prompt, target, whole = (_found(part, found) for part in (wanted.prompt, wanted.target, wanted.whole or ()))
+    return PairIds(prompt=prompt, target=whole[len(prompt) :] if whole else target)
+
+
+def _found(part: Text | Rows[int], found: Mapping[Text, tuple[int, ...] | str]) -> Rows[int]:
+    ids = found[part] if isinstance(part, Text) else part
+    return () if isinstance(ids, str) else ids
+
+
+def _tokenised(model: LoadedModel, texts: Rows[Text]) -> dict[Text, tuple[int, ...] | str]:
+    """The ids of each text once, or what is wrong with it."""
+    found: dict[Text, tuple[int, ...] | str] = {}
+    for is_rendered in (False, True):
+        each = [text for text, how in dict.fromkeys(texts) if how == is_rendered]
+        ids = tokenize_each(model, each, is_rendered=is_rendered, most_tokens=None) if each else []
+        found |= {Text(text, is_rendered): one for text, one in zip(each, ids, strict=True)}
+    return found
+
+
+def text_start(model: LoadedModel) -> int | None:
+    """The token that texts begin with, or where there is none that which they end with."""
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        return None
+    known = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return next((token for token in known if isinstance(token, int)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSize:
+    """What perplexities are by, as lm-eval counts: pieces between white space, of which one is empty where the text
+    begins or ends with some, and bytes of UTF-8. Both are 0 of no text."""
+
+    num_words: int
+    num_bytes: int
+
+    @staticmethod
+    def of(text: str) -> "TextSize":
+        """The size of a text."""
+        num_words = len(re.split(r"\s+", text)) if text else 0
+        return TextSize(num_words=num_words, num_bytes=len(text.encode("utf-8", "surrogatepass")))
+
+    @staticmethod
+    def total(sizes: Iterable["TextSize"]) -> "TextSize":
+        """The size of several together."""
+        every = list(sizes)
+        return TextSize(num_words=sum(each.num_words for each in every), num_bytes=sum(e.num_bytes for e in every))
+
+
+def document_windows(
+    model: LoadedModel, documents: Rows[str | Rows[int]], most_tokens: int | None
+) -> list[list[PairIds] | str]:
+    """The windows of each document, whose text gets no special tokens, or what is wrong with it. `most_tokens`: see
+    `rolling_windows`; None, or more than that: as many as the model's context has room for. Raises ConfigError where
+    nothing says what a document begins behind."""
+    require(model.start_token_id is None, "an encoder-decoder reads a source: documents have none, score pairs instead")
+    start = text_start(model)
+    require(start is not None, "documents need a tokenizer with a token that texts begin or end with")
+    assert start is not None
+    room = min(most_tokens or model.shape.context_tokens, model.shape.context_tokens)
+    found = _tokenised(model, [Text(document, True) for document in documents if isinstance(document, str)])
+    every = [found[Text(document, True)] if isinstance(document, str) else document for document in documents]
+    return [
+        ids if isinstance(ids, str) else rolling_windows(ids, start, room) or "the document has no tokens"
+        for ids in every
+    ]
+
+
+def rolling_windows(tokens: Rows[int], start: int, most_tokens: int) -> list[PairIds]:
+    """Windows in which each token of a document is scored once, behind as many of those before it as fit: up to
+    `most_tokens` are computed of a window, the first of which begins with `start`. They are what lm-eval's
+    `get_rolling_token_windows` with a context of 1 and `make_disjoint_window` give."""
+    require(most_tokens >= 1, f"a window must have room for 1 token or more, got {most_tokens}")
+    known, windows = [start, *tokens], list[PairIds]()
+    for begin in range(0, len(tokens), most_tokens):
+        end = min(begin + most_tokens, len(tokens))
+        first = max(0, end - most_tokens)  # in `known`, of which each token has moved up by one
+        windows.append(PairIds(prompt=known[first : begin + 1], target=tokens[begin:end]))
+    return windows

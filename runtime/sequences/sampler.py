@@ -17,13 +17,12 @@ from ..model.loading import LoadedModel
 from ..units import MIB
 from .beam_search import BeamSearch
 from .beams import BeamRules
-from .detokenizer import Detokenizer
+from .detokenizer import Detokenizer, StopStrings
 from .grammar import Grammars, one_line, tokens_of
 from .guide import masked
 from .processors import Processors, no_history, process, warpers
 from .reasoning import reasoning_of
 from .sequence import FinishReason, Sequence, num_written, read_logprobs, written_logprobs
-from .stopping import StopStrings
 
 
 def require_known_tokens(config: SamplingConfig, vocab_size: int) -> None:

@@ -14,7 +14,7 @@ from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel, load_model
 from runtime.origin.location import load_tokenizer
 from runtime.requests.chat import ChatRenderer, TemplateRefusal
-from runtime.requests.tokens import tokenize_each
+from runtime.requests.prompts import tokenize_each
 from runtime.store.checkpoint import open_checkpoint
 from runtime.synthesize.checkpoints import random_checkpoint
 from tests.fuzz.headers import require_inside

@@ -21,7 +21,7 @@ from jobs.run.requests import ask, completions_of
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import SamplingConfig
 from runtime.errors import ConfigError, DatasetError
-from runtime.requests import tokens
+from runtime.requests import prompts as tokens
 from runtime.sequences.sequence import Request
 
 MOST = 1000

@@ -24,9 +24,8 @@ from jobs.record.passes import Start
 from jobs.run.open_run import OpenParts
 from runtime.config.settings import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
 from runtime.errors import ConfigError, EvaluationError, Interrupted
-from runtime.sequences.detokenizer import Detokenizer
+from runtime.sequences.detokenizer import Detokenizer, StopStrings
 from runtime.sequences.sequence import Request
-from runtime.sequences.stopping import StopStrings
 from tests.jobs.harness_tasks import TASKS, write_tasks
 from tests.jobs.kill_support import Kills
 from tests.support import short_bart, synthesize

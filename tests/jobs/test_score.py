@@ -17,7 +17,7 @@ from jobs.run.row_errors import told_outcome
 from jobs.run.scoring import score, scoring, sentence
 from runtime import Runtime
 from runtime.errors import ConfigError, Interrupted, RunMismatchError
-from runtime.requests.scoring import Joined
+from runtime.requests.joining import Joined
 from runtime.sequences.sequence import Request
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

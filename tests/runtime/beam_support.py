@@ -11,8 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from runtime import Runtime, SamplingConfig
-from runtime.requests.beam_requests import with_beams
-from runtime.requests.scoring import Joined, join
+from runtime.requests.joining import Joined, join, with_beams
 from runtime.sequences.sequence import Completion, Request
 from tests.support import Reference, made_once, transformers_model
 

@@ -6,8 +6,7 @@ from jobs.record.saved_search import read_search, written_search
 from runtime.batching.balance import plan_blocks
 from runtime.batching.prefixes import SharedPrefix
 from runtime.cache.rectangle import row_moves
-from runtime.requests.beam_requests import whole_searches, with_beams, with_whole_searches
-from runtime.requests.scoring import join
+from runtime.requests.joining import join, whole_searches, with_beams, with_whole_searches
 from runtime.sequences.beams import NEVER, Advanced, BeamRules, BeamState, EarlyStopping, Hypothesis, advanced
 from runtime.sequences.sequence import BeamWay, FinishReason, Request, TokenLogprobs
 

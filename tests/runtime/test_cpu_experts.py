@@ -10,8 +10,7 @@ import torch
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
 from runtime.config.settings import ExpertPaging, FeedForward, Order, PolicyConfig, PolicyKind, Tier
-from runtime.engine.cpu_experts import CpuExperts, Errand
-from runtime.engine.experts import BatchedExperts
+from runtime.engine.experts import BatchedExperts, CpuExperts, Errand
 from runtime.engine.monitor import PassMonitor
 from runtime.engine.records import PassRecord, Phase
 from runtime.errors import ConfigError

@@ -14,7 +14,7 @@ from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import DType, ExpertPaging, PolicyConfig, PolicyKind, Quantize, SelfCheck, Tier
-from runtime.engine.self_check import check
+from runtime.engine import self_check as check
 from runtime.errors import BudgetError, CheckpointError, ConfigError
 from runtime.formats.rounding import Rounding
 from runtime.plan.shape.loss import Loss

@@ -14,7 +14,7 @@ from runtime.config.orders import Order
 from runtime.config.settings import Admission, Attention, KVConfig, KVTier, ModelConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.library.scoring import Scored, Targets
 from runtime.model.families import FAMILIES
-from runtime.requests.scoring import Joined
+from runtime.requests.joining import Joined
 from tests.fake_device import FakeDevice
 from tests.runtime.combination_support import RATES, TIERS
 from tests.runtime.long_rope import LIMIT, long_rope_reference

@@ -11,9 +11,8 @@ from gguf import GGMLQuantizationType
 
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import DType, PolicyKind, SelfCheck
-from runtime.engine.self_check import check as self_check
-from runtime.engine.self_check.check import LONG_SECONDS, check_lanes, is_due
-from runtime.engine.self_check.dictated import Dictated
+from runtime.engine import self_check
+from runtime.engine.self_check import LONG_SECONDS, Dictated, check_lanes, is_due
 from runtime.errors import ConfigError
 from runtime.model import loading, traits
 from runtime.model.excerpt import num_telling_layers
@@ -21,7 +20,7 @@ from runtime.model.families import FAMILIES, Family
 from runtime.probing import guards
 from runtime.probing.meta import auto_class
 from runtime.probing.padded_probe import PaddedHabits
-from runtime.sequences import scoring
+from runtime.sequences import reading as scoring
 from runtime.stream.device import ComputeDevice
 from runtime.synthesize.checkpoints import config_for
 from tests.fake_device import FakeDevice

@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, StopStri
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime import SamplingConfig
-from runtime.sequences.detokenizer import Detokenizer
+from runtime.sequences.detokenizer import Detokenizer, StopStrings
 from runtime.sequences.sampler import Sampler
 from runtime.sequences.sequence import Completion, FinishReason, Request
 from runtime.sequences.sequence import Sequence as Running
-from runtime.sequences.stopping import StopStrings
 from runtime.synthesize.tokenizer import BOS, byte_level_tokenizer
 from tests.runtime.sampling_support import (
     References,

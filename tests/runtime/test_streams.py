@@ -17,7 +17,7 @@ def test_the_file_of_keys_and_values_is_read_as_weights_are(monkeypatch: pytest.
         opened.update(settings)
         raise KVFileError("seen")
 
-    monkeypatch.setattr("runtime.engine.streams.KVFile", open_file)
+    monkeypatch.setattr("runtime.engine.setup.KVFile", open_file)
     config = RuntimeConfig(
         offload=OffloadConfig(reader_threads=3, read_chunk_mib=2, direct_io=False),
         kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0, directory=str(tmp_path)),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.requests.text_pairs import TextSize, rolling_windows
+from runtime.requests.scoring import TextSize, rolling_windows
 
 lm_eval_utils = pytest.importorskip("lm_eval.utils", reason="the extra `eval` is not installed")
 START = 9999

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from runtime.engine.workers import AttentionWorkers
+from runtime.engine.setup import AttentionWorkers
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

@@ -8,12 +8,10 @@ from ...cache.paged import PagedKV
 from ...cache.pages import KVPages
 from ...model.loading import LoadedModel
 from ...sequences.sequence import Sequence
-from .apart import ApartLane
+from .encoder import Seq2SeqLane, WholeLane
 from .lane import Lane, LaneContext
 from .packed import PackedLane
-from .padded import PaddedLane
-from .seq2seq import Seq2SeqLane
-from .whole import WholeLane
+from .padded import ApartLane, PaddedLane
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,8 @@ from ...events import Event, LaneRun, NeedStage, Weights, need_stage
 from ...model.head import HasLogits, sliced_logits
 from ...model.part import until_it_leaves
 from ...model.rope_lengths import RopeLengths
-from ...sequences.pooling import Picked, read_vectors
-from ...sequences.pooling import tell as tell_vectors
+from ...sequences.reading import Given, Picked, Scores, read_vectors, tell_scores, tell_vectors
 from ...sequences.sampler import Sampler
-from ...sequences.scoring import Given, Scores
-from ...sequences.scoring import tell as tell_scores
 from ...sequences.sequence import FinishReason, Sequence
 from ...stream.device import ComputeDevice
 from ..records import PassCounts

@@ -8,8 +8,7 @@ from ...attention.upload import upload
 from ...cache.paged import PagedKV, PassView
 from ...cache.shared import SharedPages
 from ...model.head import HasLogits
-from ...sequences.pooling import Picked
-from ...sequences.scoring import Given
+from ...sequences.reading import Given, Picked
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
 from .lane import Lane, LaneContext

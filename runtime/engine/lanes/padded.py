@@ -1,25 +1,98 @@
-"""Lanes with padding: a left-padded rectangle for which the model keeps its own masks.
+"""Lanes with padding: a rectangle of prompts, left-padded, for which the model keeps its own masks.
 
 For classes that will not take a foreign attention function, or that keep recurrent state, whose boundaries no class
-but a CUDA kernel's knows in a packed row.
+but a CUDA kernel's knows in a packed row. Classes that give a row other tokens beside padding get each row as a
+rectangle by itself.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence as Rows
 
 import torch
+from greenlet import GreenletExit
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from ...attention.upload import upload
+from ...cache.base import KVCache
 from ...cache.passed import pass_over
 from ...cache.rectangle import RectangleKV, rectangle_cache
+from ...events import Event, LaneRun, NeedStage, need_stage, need_tensor
 from ...plan.placement.memory import chunk_columns
 from ...probing.generating import PassInputs
-from ...sequences.pooling import Picked
-from ...sequences.scoring import Given
+from ...sequences.beam_search import of_searches
+from ...sequences.reading import Given, Picked
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
-from .lane import LaneContext
-from .rectangle import RectangleLane
+from .lane import Lane, LaneContext
+
+
+class RectangleLane(Lane):
+    """`kv`: the layers of `cache` that travel. Rows of finished sequences leave the rectangle."""
+
+    def __init__(
+        self, context: LaneContext, sequences: Rows[Sequence], cache: Cache, kv: RectangleKV, *, padding_side: str
+    ):
+        super().__init__(context, sequences)
+        self._padding_side = padding_side
+        self._fill(cache, kv)
+
+    def _fill(self, cache: Cache, kv: RectangleKV) -> None:
+        """Begins with all that is known of the sequences, of which an empty cache holds nothing yet."""
+        self._cache, self._kv = cache, kv
+        prompts = [torch.tensor(self._prompt(s), device=self._device) for s in self.sequences]
+        masks = [torch.ones_like(prompt) for prompt in prompts]
+        self._prompts_BS, self._mask_BS = (
+            pad_sequence(rows, batch_first=True, padding_side=self._padding_side) for rows in (prompts, masks)
+        )
+
+    def _prompt(self, sequence: Sequence) -> Rows[int]:
+        """What the row begins with."""
+        return sequence.known_ids
+
+    @property
+    def cache(self) -> Cache:
+        return self._cache
+
+    @property
+    def kv(self) -> RectangleKV:
+        return self._kv
+
+    def close(self) -> None:
+        self._kv.close()
+
+    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+        """Padding may be whatever it is."""
+        if (sliced := self._sliced_rows(marks)) is not None:
+            return sliced
+        real = self._real_tokens(marks.shape[1])
+        return (marks if real is None else marks & real.bool()).any(-1).tolist()
+
+    @abstractmethod
+    def _real_tokens(self, width: int) -> torch.Tensor | None:
+        """The mask of a hidden state of the pass that is `width` tokens wide; None: all are real."""
+
+    def _move_beams(self) -> None:
+        """What each row has cached becomes that of the beam which it goes on from. Nothing else of a row differs from
+        that of its neighbours: their prompts are the same."""
+        if (sources := self._take_sources()) is not None:
+            self._own_cache.reorder_cache(upload(sources, self._device))  # pyright: ignore[reportArgumentType]
+
+    @property
+    def _own_cache(self) -> Cache:
+        """What is cached of the tokens that a model has generated behind."""
+        return self._cache
+
+    def _drop_finished_rows(self) -> None:
+        kept = [row for row, s in enumerate(self.sequences) if s.finish is None]
+        if kept and len(kept) < len(self.sequences):
+            self._keep(upload(kept, self._device))
+        self.sequences = [self.sequences[row] for row in kept]
+
+    def _keep(self, rows_B: torch.Tensor) -> None:
+        """Lets go of all rows but these, which ascend."""
+        self._cache.reorder_cache(rows_B)  # pyright: ignore[reportArgumentType] - a legacy type, as in processors.py
+        self._mask_BS = self._mask_BS[rows_B]
 
 
 class PaddedLane(RectangleLane):
@@ -123,3 +196,110 @@ class PaddedLane(RectangleLane):
         for sequence in self.sequences:
             sequence.num_cached = 0
         self._fill(*self._empty(self.sequences))
+
+
+class ApartLane(Lane):
+    """A padded lane of which each row is a rectangle by itself: for classes that give a row other tokens beside
+    padding. Beams of one request are equally long and share one, which has none. All rows pass a stage while its
+    weights are there, one behind the other; to the engine they are one lane. Rows of finished sequences leave it."""
+
+    def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
+        super().__init__(context, sequences)
+        self._rows = [PaddedLane(context, beams) for beams in of_searches(sequences)]
+        self._runs: list[LaneRun] = []
+        self._at = 0  # the row that runs
+
+    @property
+    def cache(self) -> None:
+        """Each row has its own."""
+
+    @property
+    def kv(self) -> KVCache:
+        return _TogetherKV([row.kv for row in self._rows])
+
+    @property
+    def is_filling(self) -> bool:
+        return any(row.is_filling for row in self._rows)
+
+    def close(self) -> None:
+        for row in self._rows:
+            row.close()
+
+    def is_running(self, run: object) -> bool:
+        return run in self._runs or super().is_running(run)
+
+    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+        """The tokens are those of the row that runs."""
+        return [row == self._at and bool(marks.any()) for row, lane in enumerate(self._rows) for _ in lane.sequences]
+
+    def _prepare(self) -> None:
+        for row in self._rows:
+            row._prepare()
+
+    def _forward(self) -> None:
+        runs = self._runs = [row.make_run() for row in self._rows]
+        try:
+            events = [run.switch() for run in runs]
+            while any(event is not None for event in events):
+                for self._at, run in enumerate(runs):
+                    events[self._at] = _through_stage(run, events[self._at])
+        finally:
+            for run in runs:
+                run.throw(GreenletExit)
+            self._runs = []
+
+    def draw(self) -> torch.Tensor:
+        return torch.cat([row.draw() for row in self._rows])
+
+    def _sampled_sequences(self) -> list[Sequence]:
+        """Each row draws by itself."""
+        return []
+
+    def _finish(self, drawn: torch.Tensor) -> PassCounts:
+        parts = drawn.split([row.num_drawn for row in self._rows])
+        counts = PassCounts.total([row.end_pass(part) for row, part in zip(self._rows, parts, strict=True)])
+        for row in self._rows:
+            if row.is_done:
+                row.close()
+        self._rows = [row for row in self._rows if not row.is_done]
+        self.sequences = [sequence for row in self._rows for sequence in row.sequences]
+        return counts
+
+
+def _through_stage(run: LaneRun, event: Event | None) -> Event | None:
+    """Asks for a row what it asks for, until it wants the next stage; None when its forward has ended."""
+    assert isinstance(event, NeedStage), f"a row waits for {event!r} before a stage"
+    stage = event.stage
+    while event is not None and not (isinstance(event, NeedStage) and event.stage != stage):
+        answer = need_stage(stage) if isinstance(event, NeedStage) else need_tensor(event)
+        event = run.switch(answer)
+        if run.dead:
+            return None
+    return event
+
+
+class _TogetherKV(KVCache):
+    """The travelling layers of rows, one behind the other."""
+
+    def __init__(self, parts: Rows[KVCache]):
+        self._parts = parts
+
+    @property
+    def pages(self) -> list[int]:
+        return [page for part in self._parts for page in part.pages]
+
+    @property
+    def changed(self) -> range:
+        return range(len(self.pages))
+
+    def bind(self, layer: int, pages: torch.Tensor) -> None:
+        for part, own in zip(self._parts, pages.split([len(part.pages) for part in self._parts]), strict=True):
+            part.bind(layer, own)
+
+    def unbind(self, layer: int) -> None:
+        for part in self._parts:
+            part.unbind(layer)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()

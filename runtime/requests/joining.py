@@ -1,0 +1,84 @@
+"""Requests that are computed together: those that ask for scores behind the same tokens become one, and those that are
+searched stand beside the beams of theirs that nobody asked for.
+"""
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+
+from ..sequences.sequence import Completion, Request, TokenScore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A request that brings the scores of several: those at `members` of the list that was joined."""
+
+    request: Request
+    members: Rows[int]
+
+
+def join(requests: Rows[Request], seats: Rows[object] | None = None) -> list[Joined]:
+    """Requests that ask for scores behind the same tokens become one, under the first one's name: what they compute is
+    the same, and their last tokens are read off the same logits. One that generates stays by itself. `seats`: one of
+    each, where only those with the same may become one."""
+    groups: dict[object, list[int]] = {}
+    for i, (request, seat) in enumerate(zip(requests, seats or [None] * len(requests), strict=True)):
+        scoring = request.scoring
+        computed = request.key if scoring is None else (request.prompt_ids, scoring.decoder_ids, seat)
+        groups.setdefault(computed, []).append(i)
+    return [Joined(request=_joined([requests[i] for i in group]), members=group) for group in groups.values()]
+
+
+def _joined(requests: Rows[Request]) -> Request:
+    if len(requests) == 1:
+        return requests[0]
+    scorings = [request.scoring for request in requests if request.scoring is not None]
+    last_ids = dict.fromkeys(token for scoring in scorings for token in scoring.last_ids)
+    num_positions = max(scoring.num_positions for scoring in scorings)
+    scoring = replace(scorings[0], num_positions=num_positions, last_ids=tuple(last_ids))
+    return replace(requests[0], scoring=scoring)
+
+
+def scores_of(member: Request, completion: Completion) -> tuple[TokenScore, ...]:
+    """The scores of one of the requests whose joined request has come to `completion`: none where it failed."""
+    own, whole = member.scoring, completion.request.scoring
+    assert own is not None, "its tokens are scored"
+    assert whole is not None, "it was joined of scored ones"
+    return tuple(completion.scores[place] for place in whole.places_of(own)) if completion.is_ok else ()
+
+
+def with_beams(joined: Iterable[Joined]) -> Iterator[Joined]:
+    """All of them, and behind the last sample of each prompt the beams that nobody asked for, which serve no member.
+    The samples of a prompt are neighbours."""
+    last: Joined | None = None
+    for each in joined:
+        if last is not None and last.request.id != each.request.id:
+            yield from _unasked(last.request)
+        yield each
+        last = each
+    if last is not None:
+        yield from _unasked(last.request)
+
+
+def _unasked(last: Request) -> Iterator[Joined]:
+    """The beams behind the last sample."""
+    for index in range(last.sample_index + 1, last.num_beams):
+        yield Joined(request=replace(last, sample_index=index, is_returned=False), members=())
+
+
+def with_whole_searches(left: Iterable[int], requests: Rows[Request]) -> list[int]:
+    """Those of `left` that are to be computed: beams that nobody asked for only beside those that somebody did."""
+    known = list(left)
+    asked = {requests[i].id for i in known if requests[i].is_returned}
+    return [i for i in known if requests[i].id in asked]
+
+
+def whole_searches(places: Iterable[int], requests: Rows[Request]) -> dict[int, None]:
+    """`places` in their order, each followed by the beams that nobody asked for behind it."""
+    found = dict[int, None]()
+    for place in places:
+        found[place] = None
+        while place + 1 < len(requests) and not requests[place + 1].is_returned:
+            place += 1
+            found[place] = None
+    return found
