@@ -20,7 +20,7 @@ from jobs.config.logs import log_start
 from jobs.config.settings import Composed, GenerateConfig, load, run_directory
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_there
-from runtime.config.urls import is_url
+from runtime.config.texts import is_url
 from runtime.origin.place import local_place
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from runtime.config.settings import DType, KVConfig, KVDType, ModelConfig
 from runtime.formats.own_store import METHOD
 from runtime.formats.registry import LOSSES, pair_companions
 from runtime.origin.location import BUNDLED
-from runtime.plan.shape.loss import Loss, StoredNumbers
+from runtime.plan.shape.dtypes import Loss, StoredNumbers
 from runtime.store.checkpoint import open_checkpoint
 from runtime.weights.stage_weights import load_tensor
 from tests.losses import FAMILIES, LogitErrors, TrainedScores, drawn_tokens, perplexity

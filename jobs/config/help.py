@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import yaml
 
-from runtime.config.text_field import did_you_mean
+from runtime.config.texts import did_you_mean
 from runtime.errors import ConfigError
 
 Settings: TypeAlias = Mapping[str, object]

@@ -30,7 +30,7 @@ from runtime.config.settings import (
     require_beams_fit,
     require_groups_agree,
 )
-from runtime.config.urls import is_url, require_plain_url
+from runtime.config.texts import is_url, require_plain_url
 from runtime.errors import ConfigError
 
 from ..datasets.config import DatasetConfig

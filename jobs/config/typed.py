@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
-from runtime.config.text_field import TextField, closest, did_you_mean
+from runtime.config.texts import TextField, closest, did_you_mean
 from runtime.errors import ConfigError
 
 from .gone_keys import GONE_KEYS

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from pkgutil import iter_modules
 
-from runtime.config.urls import is_url
+from runtime.config.texts import is_url
 from runtime.errors import DatasetError, require
 
 from . import kinds

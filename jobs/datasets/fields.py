@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from runtime.config.settings import require
-from runtime.config.urls import require_plain_url
+from runtime.config.texts import require_plain_url
 from runtime.units import GIB, MIB
 
 MAX_ROWS = 50_000_000  # that are held at once, each in a few KiB

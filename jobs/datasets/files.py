@@ -16,7 +16,7 @@ from typing import Any, cast
 import pyarrow as pa
 
 from runtime.cache_root import cache_root
-from runtime.config.urls import is_url
+from runtime.config.texts import is_url
 from runtime.errors import DatasetError
 from runtime.remote.copies import local_copy
 from runtime.remote.object_store import ObjectStore

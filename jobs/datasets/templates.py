@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Formatter
 from typing import TypeAlias
 
-from runtime.config.urls import is_url
+from runtime.config.texts import is_url
 from runtime.errors import ConfigError, DatasetError
 
 from .fields import DatasetFields

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from runtime.config.urls import is_url, require_plain_url
+from runtime.config.texts import is_url, require_plain_url
 from runtime.errors import require
 
 

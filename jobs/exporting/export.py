@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runtime.config.urls import is_url
+from runtime.config.texts import is_url
 from runtime.errors import ConfigError
 from runtime.units import MIB, format_bytes
 

@@ -16,7 +16,7 @@ from runtime.config.settings import (
     SamplingConfig,
     Way,
 )
-from runtime.config.text_field import did_you_mean
+from runtime.config.texts import did_you_mean
 from runtime.errors import require
 
 from .published import PLAIN, PUBLISHED

@@ -16,9 +16,7 @@ from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.attention import AttentionWay
-from runtime.plan.shape.auto_dtype import auto_dtype
-from runtime.plan.shape.kv_dtype import keeping_kv
-from runtime.plan.shape.loss import StoredNumbers
+from runtime.plan.shape.dtypes import StoredNumbers, auto_dtype, keeping_kv
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.ways import RankView
 from runtime.planning.choices import plan_by_choice, policies_directory

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from runtime.plan.advice import advice
 from runtime.plan.cost.predict import PhaseTime, Prediction
-from runtime.plan.listing import schedule_text
 from runtime.plan.shape.model import ModelShape
+from runtime.plan.timeline import schedule_text
 from runtime.resources import Resource
 from runtime.units import counted, format_bytes, format_seconds
 

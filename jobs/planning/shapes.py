@@ -17,7 +17,7 @@ from typing import NotRequired, TypeAlias, TypedDict
 
 from runtime.config.settings import DType
 from runtime.errors import ConfigError
-from runtime.plan.shape.delta_rule import DeltaRule
+from runtime.plan.shape.attention import DeltaRule
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 

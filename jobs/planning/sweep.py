@@ -8,7 +8,7 @@ from math import ceil, inf
 from runtime.config.settings import PolicyKind, Way
 from runtime.errors import BudgetError, ConfigError, require
 from runtime.plan.cost.machine import Machine
-from runtime.plan.shape.loss import StoredNumbers
+from runtime.plan.shape.dtypes import StoredNumbers
 from runtime.plan.shape.model import ModelShape
 from runtime.resources import Resource
 from runtime.units import GIB

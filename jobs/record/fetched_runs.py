@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from runtime.cache_root import cache_root
-from runtime.config.urls import url_child
+from runtime.config.texts import url_child
 from runtime.errors import ConfigError, DamagedRunError
 from runtime.remote.object_store import ObjectStore, Stored
 from runtime.remote.patience import Patience

@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runtime.config.urls import is_url
+from runtime.config.texts import is_url
 from runtime.errors import ConfigError, DamagedRunError
 
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular

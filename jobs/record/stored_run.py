@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 
-from runtime.config.urls import url_child
+from runtime.config.texts import url_child
 from runtime.errors import DamagedRunError, MillraceError, RunInUseError, StorageError
 from runtime.remote.object_store import ObjectStore, Stored
 from runtime.remote.patience import Patience, never

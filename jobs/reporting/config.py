@@ -4,7 +4,7 @@ stands alone because a door reads it before it loads what takes long."""
 from dataclasses import dataclass
 from enum import Enum
 
-from runtime.config.urls import require_plain_url
+from runtime.config.texts import require_plain_url
 from runtime.errors import require
 
 MAX_SAMPLES = 1000  # on one page

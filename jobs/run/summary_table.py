@@ -1,6 +1,6 @@
 """The table a person reads at the end of a run."""
 
-from runtime.plan.shape.loss import Loss
+from runtime.plan.shape.dtypes import Loss
 from runtime.units import counted, format_bytes, format_seconds
 
 from ..record.passes import PhaseTimes

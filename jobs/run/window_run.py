@@ -15,9 +15,9 @@ from runtime.engine.records import PassRecord
 from runtime.engine.session import Session, ignore
 from runtime.errors import DamagedRunError
 from runtime.library.api import Runtime
-from runtime.plan.listing import schedule_text
 from runtime.plan.placement.defaults import chunk_tokens
 from runtime.plan.planner import RunPlan
+from runtime.plan.timeline import schedule_text
 from runtime.trace import Span
 
 from ..config.settings import GenerateConfig

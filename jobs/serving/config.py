@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.config.urls import is_url
+from runtime.config.texts import is_url
 from runtime.errors import require
 from runtime.units import GIB, MIB
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config.settings import KVDType
-from ..plan.shape.kv_dtype import PAGE_TOKENS, page_parts
+from ..plan.shape.dtypes import PAGE_TOKENS, page_parts
 
 FLOAT8, LARGEST_FLOAT8 = torch.float8_e4m3fn, 448.0
 LARGEST_CODE = {KVDType.int8: 127, KVDType.int4: 15}

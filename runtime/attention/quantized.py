@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..plan.shape.kv_dtype import PAGE_TOKENS
+from ..plan.shape.dtypes import PAGE_TOKENS
 from .layout import PassLayout
 from .page_codes import PageFormat
 from .stretches import Stretches

@@ -9,7 +9,7 @@ import torch
 from ..config.settings import KVDType
 from ..kernels.arguments import CHUNK_TOKENS, QuantizedPages, QuantizedScratch, WorkItems
 from ..kernels.compiler import has_compiler
-from ..plan.shape.kv_dtype import PAGE_TOKENS
+from ..plan.shape.dtypes import PAGE_TOKENS
 from ..shared_work import parallel_for
 from .device_attention import decode_on_device
 from .host_attention import work_items

@@ -13,8 +13,7 @@ What several begin with is computed by a row of its own, which takes no seat, an
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .held import HeldPrefix, Kept, Place
-from .prefixes import IN_LANES, SharedPrefix, SharingRule
+from .prefixes import IN_LANES, HeldPrefix, Place, RetainedPrefixes, SharedPrefix, SharingRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +118,7 @@ def plan_pass(
     free all the same, prefixes that nobody seated needs and then the youngest give way until they are, and nobody
     enters.
     """
-    kept, staying, preempted = Kept(held, limits.rule, limits.page_tokens), list(seats), list[SeatState]()
+    kept, staying, preempted = RetainedPrefixes(held, limits.rule, limits.page_tokens), list(seats), list[SeatState]()
     free = free_pages + (kept.drop_unwanted(_seated(staying), _line(waiting)) if kept else 0)
     shares = _share_budgets(staying, kept, limits)
     while (needed := _needed_pages(staying, kept, limits, *shares)) > free:
@@ -158,7 +157,7 @@ def _own_pages(seat: SeatState, limits: AdmissionLimits) -> int:
 
 def _needed_pages(
     seats: Sequence[SeatState],
-    kept: Kept,
+    kept: RetainedPrefixes,
     limits: AdmissionLimits,
     new_tokens: Mapping[int, int],
     filled: Mapping[Place, int],
@@ -174,7 +173,7 @@ def _needed_pages(
 
 
 def _share_budgets(
-    seats: Iterable[SeatState], kept: Kept, limits: AdmissionLimits
+    seats: Iterable[SeatState], kept: RetainedPrefixes, limits: AdmissionLimits
 ) -> tuple[dict[int, int], dict[Place, int]]:
     """Shares out each lane's tokens: what is decoded comes first, then what others wait for, lane by lane, as a lane
     goes on from those before it; then pieces of prompts, the oldest first."""
@@ -211,7 +210,11 @@ def _share_budgets(
 
 
 def _enter(
-    waiting: Sequence[Waiting], seats: Sequence[SeatState], kept: Kept, free_pages: int, limits: AdmissionLimits
+    waiting: Sequence[Waiting],
+    seats: Sequence[SeatState],
+    kept: RetainedPrefixes,
+    free_pages: int,
+    limits: AdmissionLimits,
 ) -> list[SeatState]:
     """Each into the lane with the fewest tokens that has a free seat, counting what it has computed for it there."""
     if not waiting or len(seats) == limits.num_lanes * limits.lane_size:

@@ -10,7 +10,7 @@ from math import log2
 from typing import Any
 
 from ..errors import require
-from .text_field import TextField, enum_field
+from .texts import TextField, enum_field
 
 SHEET_LANES = 16  # of PCIe, for which data sheets print the link
 LANES = (1, 2, 4, 8, SHEET_LANES)

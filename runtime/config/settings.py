@@ -13,8 +13,7 @@ from .orders import Order as Order
 from .profiles import DataSheet, LinksConfig, MeasuredRates
 from .sampling import SamplingConfig
 from .sampling import SamplingOverrides as SamplingOverrides
-from .text_field import TextField, enum_field, group_field, optional_enum_field
-from .urls import require_plain_url
+from .texts import TextField, enum_field, group_field, optional_enum_field, require_plain_url
 
 
 class Tier(Enum):

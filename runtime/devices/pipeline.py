@@ -1,33 +1,89 @@
 """A model that ranks have divided among them: which layers are whose, what this rank computes, and one plan for all.
 
 Rank 0 plans for each rank with its own shape and budget; the blocks are those of the one whose memory holds fewest
-sequences.
+sequences. All play the same passes of the same rows, the last rank draws the tokens, and all are told them: so all come
+to the same, and rank 0 alone need write it.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from ..batching.balance import Block
 from ..config.settings import OffloadConfig, PolicyConfig
-from ..errors import BudgetError, require
+from ..engine.records import Phase
+from ..errors import BudgetError, Interrupted, require
 from ..model.loading import LoadedModel
 from ..model.part import keep_part
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan
 from ..plan.shape.model import ModelShape
-from ..plan.shape.parts import divided, part_of
+from ..plan.shape.rank_shares import divided, part_of
 from ..planning.budgets import budgets_of
 from ..planning.planner import Planner
 from ..probing.layer_inputs import handed_on
 from ..probing.meta import build_meta_model
-from ..ranks.line import Line
-from ..ranks.ranks import Ranks
-from ..sequences.sequence import Request
+from ..ranks.collectives import PipelineLink
+from ..ranks.ranks import STOPPED, Message, Ranks
+from ..sequences.sequence import Request, Unfinished
 from ..stream.device import ComputeDevice
-from .messages import Values, written_plan
+from .agreement import KIND, LANES, STATES, STOPPING
+from .messages import Values, read_states, written_plan
+from .same_rows import BetweenPasses
 from .told_plan import NOT_YET, plan_told
+
+
+class PipelineAgreement(BetweenPasses):
+    """Whether one of them is to stop. How far rows have come the last rank says, which has the generators that draw
+    their tokens."""
+
+    def __init__(self, line: PipelineLink, asked_to_stop: Callable[[], bool]):
+        super().__init__(line.ranks, asked_to_stop)
+        self._line = line
+
+    def lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
+        """What was asked for. Raises Interrupted where a rank was asked to stop, and PeerEnded."""
+        if self._has_stopped:
+            raise Interrupted(STOPPED)
+        while self._met({KIND: LANES, STOPPING: self._asked_to_stop()})[0][KIND] == STATES:
+            self._keep(self.ranks.exchange(self._own_states()))
+        return num_lanes, phase
+
+    def all_states(self) -> dict[int, Unfinished]:
+        """What the last rank says; of rank 0 alone, between two passes or behind the last one. Where it cannot be asked
+        any more, what it said last counts."""
+        try:
+            if not self._has_stopped:
+                self._met({KIND: STATES})
+                self._keep(self.ranks.exchange(self._own_states()))
+        except Interrupted:
+            self._has_stopped = True
+        return {place: self._known[place] for place in self.states() if place in self._known}
+
+    def stop(self) -> None:
+        """Has the others stop before their next pass, unless all are about to."""
+        try:
+            if not self._has_stopped:
+                self._met({KIND: LANES, STOPPING: True})
+        except Interrupted:
+            self._has_stopped = True
+
+    def _met(self, message: Message) -> list[Message]:
+        """Raises Interrupted where a rank stops, and has then heard the last one; and PeerEnded."""
+        met = self.ranks.exchange(message)
+        if any(each.get(STOPPING) for each in met):
+            self._has_stopped = True
+            self._keep(self.ranks.exchange(self._own_states()))
+            raise Interrupted(STOPPED)
+        return met
+
+    def _own_states(self) -> Message:
+        return super()._own_states() if self._line.is_last else {KIND: STATES}
+
+    def _keep(self, met: list[Message]) -> None:
+        self._known = read_states(met[-1]["states"])
+
 
 LANES_PER_RANK = 4  # so that a rank waits for lanes of others in a fifth of a pass at most
 MOST_ROWS = 64  # of a lane, where the policy leaves that open
@@ -50,7 +106,7 @@ class Pipeline:
         self.budgets = tuple(Budgets(**each["budgets"]) for each in met)
         self.whole = model.shape
         self.parts = _parts(model.shape, self.budgets)
-        self.line, self._device = Line(ranks), device.torch_device
+        self.line, self._device = PipelineLink(ranks), device.torch_device
 
     def part_of(self, model: LoadedModel) -> LoadedModel:
         """The model with this rank's stages alone. Mutates its modules."""

@@ -1,15 +1,19 @@
-"""What sessions have in common whose ranks all play the same passes of the same rows. It stands alone as two ways of
-dividing a model are made of it.
+"""Sessions whose ranks all play the same passes of the same rows: what two ways of dividing a model have in common, and
+what ranks agree on that compute each token together, of which each has a part of every layer and some of the heads.
+Those come to the same tokens, so rank 0 alone need tell of them.
 """
 
+import zlib
 from collections.abc import Sequence
 
 from ..batching.balance import Block
-from ..engine.records import PassCounts
+from ..engine.records import PassCounts, Phase
 from ..engine.session import Seats, Session
-from ..sequences.sequence import Request
+from ..errors import ConfigError, Interrupted
+from ..ranks.ranks import STOPPED
+from ..sequences.sequence import Request, Unfinished
 from ..sequences.sequence import Sequence as Running
-from .agreement import KIND, Agreement
+from .agreement import KIND, LANES, STOPPING, Agreement
 from .messages import Finished
 from .sharded_session import RankSession
 
@@ -59,3 +63,39 @@ class SameRowsSession(RankSession):
 
     def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
         return counts or PassCounts.total([]), self._take_finished()
+
+
+class PassAgreement(BetweenPasses):
+    """That the next pass is the same one, and that none of them is to stop."""
+
+    def lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
+        """What was asked for. Raises Interrupted where a rank was asked to stop, PeerEnded where one has ended, and
+        ConfigError where one has drawn other tokens."""
+        own = {KIND: LANES, "lanes": num_lanes, "phase": phase.value, "drawn": self._drawn()}
+        met = self.ranks.exchange({**own, STOPPING: self._asked_to_stop()})
+        if any(each[STOPPING] for each in met):
+            self._has_stopped = True
+            raise Interrupted(STOPPED)
+        odd = [rank for rank, each in enumerate(met) if {**each, STOPPING: False} != {**met[0], STOPPING: False}]
+        if odd:
+            self._has_stopped = True
+            raise ConfigError(
+                f"devices=tensor: rank {odd[0]} has come to other tokens than rank 0: all ranks need processors of "
+                "one kind, and as many threads"
+            )
+        return num_lanes, phase
+
+    def stop(self) -> None:
+        """Has the others stop before their next pass, unless all are about to."""
+        if not self._has_stopped:
+            self._has_stopped = True
+            self.ranks.exchange({KIND: LANES, STOPPING: True})
+
+    def all_states(self) -> dict[int, Unfinished]:
+        """What this rank's rows have come to, as all others' have."""
+        return dict(self.states())
+
+    def _drawn(self) -> int:
+        """A sum over the tokens of rows that go on."""
+        last = [(i, len(each.generated), each.generated[-1]) for i, each in self.rows().items() if each.generated]
+        return zlib.crc32(repr(last).encode())

@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ..batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
-from ..batching.held import HeldPrefix, Place, places_of
-from ..batching.prefixes import SharedPrefix, Shares, SharingRule, shared_prefixes
+from ..batching.prefixes import (
+    HeldPrefix,
+    Place,
+    SharedPrefix,
+    Shares,
+    SharingRule,
+    places_of,
+    shared_prefixes,
+)
 from ..cache.shared import SharedPages
 from ..closing import Closing
 from ..plan.placement.memory import SequenceSize

@@ -21,7 +21,7 @@ from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
 from ..plan.shape.model import ModelShape
-from ..ranks.line import Line
+from ..ranks.collectives import PipelineLink
 from ..sequences.sampler import Sampler
 from ..stream.host_memory import peak_resident_bytes, resident_bytes
 from .batcher import Batch, Batcher, nobody
@@ -59,7 +59,7 @@ class Engine:
         sampler: Sampler,
         should_stop: Callable[[], bool],
         agree: Agree = alone,
-        line: Line | None = None,
+        line: PipelineLink | None = None,
     ):
         self._agree = agree
         self._peers = PipelinePeers(line, sampler.num_numbers, setup.device) if line is not None else None

@@ -14,7 +14,7 @@ from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..plan.schedule.actions import Action, Op
 from ..plan.schedule.schedule import Schedule
 from ..plan.schedule.walk import Walk
-from ..ranks.line import Line
+from ..ranks.collectives import PipelineLink
 from ..stream.device import ComputeDevice
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
@@ -29,7 +29,7 @@ class PipelinePeers:
     go to the one behind, and the last rank draws the tokens of all. `num_numbers`: what is told of each token that is
     drawn. What an accelerator computes goes by way of host memory."""
 
-    def __init__(self, line: Line, num_numbers: int, device: ComputeDevice):
+    def __init__(self, line: PipelineLink, num_numbers: int, device: ComputeDevice):
         self._line, self._num_numbers, self._device = line, num_numbers, device
         self._lanes: Sequence[Lane] = ()
         self._come: Sequence[torch.Tensor | None] = ()  # what each lane is sent, in host memory

@@ -18,7 +18,7 @@ from ..attention.views import Reach
 from ..cache.paged import PassView
 from ..errors import ConfigError, Interrupted
 from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
-from ..plan.placement.recordings import NUM_RECORDINGS
+from ..plan.placement.memory import NUM_RECORDINGS
 from ..stream.device import ComputeDevice, Recording
 from .experts import BatchedExperts
 from .lanes.lane import Lane

@@ -11,7 +11,7 @@ import torch
 
 from ..linear.rows import Rows
 from ..linear.stacks import WORDS, below
-from ..plan.shape.loss import Loss as Loss
+from ..plan.shape.dtypes import Loss as Loss
 from ..plan.shape.shapes import Companion, TensorSlice
 
 ROWS_OF_WORD = 8  # rows whose zero points are in one word, at most

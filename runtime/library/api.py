@@ -25,9 +25,8 @@ from ..config.settings import (
     require_beams_fit,
 )
 from ..devices.agreement import KIND
-from ..devices.own_device import device_of
 from ..devices.sharded_session import RankSession
-from ..devices.shared_run import SharedRun
+from ..devices.shared_run import SharedRun, device_of
 from ..devices.told_plan import SESSION, end_sessions
 from ..engine.batcher import sizes_sharing
 from ..engine.compiling import COMPILING_SECONDS, LEAST_TOKENS, CompiledKernels, seconds_without
@@ -49,7 +48,7 @@ from ..plan.placement.placement import Budgets
 from ..plan.placement.placer import kv_tiers
 from ..plan.planner import RunPlan
 from ..plan.search.policy import Policy
-from ..plan.shape.kv_dtype import keeping_kv
+from ..plan.shape.dtypes import keeping_kv
 from ..plan.shape.model import ModelShape
 from ..planning.budgets import device_limited, require_within
 from ..planning.opening import Opening

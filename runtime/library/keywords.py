@@ -29,7 +29,7 @@ from ..config.settings import (
     SharePrefixes,
     Verify,
 )
-from ..config.text_field import did_you_mean
+from ..config.texts import did_you_mean
 from ..errors import require
 
 OWNERS = {"dtype": "model"}  # of keys that several groups have

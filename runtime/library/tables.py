@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from ..config.settings import SamplingConfig
-from ..config.text_field import did_you_mean
+from ..config.texts import did_you_mean
 from ..errors import ConfigError, require
 from ..requests.prompts import Rejected
 from .columns import result_schema, result_values

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from ..config.settings import DividedExperts
-from ..plan.shape.expert_shares import runs_of, sends_less_whole, take_experts
-from ..plan.shape.row_shares import Share, cut
+from ..plan.shape.rank_shares import RowShare, cut, runs_of, sends_less_whole, take_experts
 from ..plan.shape.shapes import Parameter
-from ..ranks.gathering import Gathering
+from ..ranks.collectives import Gathering
 from .experts import Experts, matrix_names
 from .split_experts import GATHERING, num_runs
 from .whole_experts import OWN
@@ -30,7 +29,7 @@ class Division(NamedTuple):
 
 def divide_experts(module: nn.Module, stacks: Stacks, gathering: Gathering, asked: DividedExperts) -> Division:
     """Leaves the module this rank's part of its stacks. Mutates the module, unless there is none."""
-    share = Share(index=gathering.index, count=gathering.count)
+    share = RowShare(index=gathering.index, count=gathering.count)
     ways = {DividedExperts.rows: _by_rows(module, stacks, share), DividedExperts.whole: _by_expert(stacks, share)}
     found = _chosen(module, stacks, share, asked, ways)
     if found.stacks:
@@ -48,7 +47,7 @@ def divide_experts(module: nn.Module, stacks: Stacks, gathering: Gathering, aske
 def _chosen(
     module: nn.Module,
     stacks: Stacks,
-    share: Share,
+    share: RowShare,
     asked: DividedExperts,
     ways: Mapping[DividedExperts, Division],
 ) -> Division:
@@ -74,7 +73,7 @@ def not_apart(parameter: Parameter) -> str:
     return f"rows of {piece.format or piece.dtype} of shape {piece.shape} do not lie apart in so many equal parts"
 
 
-def _by_rows(module: nn.Module, stacks: Stacks, share: Share) -> Division:
+def _by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> Division:
     if cast("Experts", module).is_transposed:
         return Division({}, why_not="its experts' matrices lie as (inputs, outputs)")
     first, second = matrix_names(module)
@@ -86,7 +85,7 @@ def _by_rows(module: nn.Module, stacks: Stacks, share: Share) -> Division:
     return Division({name: part for name, part in parts.items() if part is not None})
 
 
-def _by_expert(stacks: Stacks, share: Share) -> Division:
+def _by_expert(stacks: Stacks, share: RowShare) -> Division:
     num_experts = min(stack.shape[0] for stack in stacks.values())
     if num_experts < share.count:
         return Division({}, why_not=f"it has {num_experts} experts")

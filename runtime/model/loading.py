@@ -22,8 +22,7 @@ from ..kernels.compiler import can_compile
 from ..origin.generation_config import ModelGeneration, read_generation
 from ..origin.location import find_checkpoint, load_tokenizer, read_config
 from ..origin.net import class_refused, one_line
-from ..plan.shape.auto_dtype import auto_dtype
-from ..plan.shape.loss import StoredNumbers
+from ..plan.shape.dtypes import StoredNumbers, auto_dtype
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage
 from ..probing.guards import NO_DECODER
@@ -31,7 +30,7 @@ from ..probing.heads import Head, head_of, looks_ahead
 from ..probing.meta import build_meta_model
 from ..probing.padded_probe import PaddedHabits, padded_habits
 from ..probing.rewritten import zeroed_rows
-from ..ranks.gathering import Gathering
+from ..ranks.collectives import Gathering
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
 from ..store.piece_sums import check_packed

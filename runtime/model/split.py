@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from ..config.settings import DividedExperts
 from ..errors import ConfigError
-from ..plan.shape.row_shares import Share, cut
+from ..plan.shape.rank_shares import RowShare, cut
 from ..plan.shape.shapes import Parameter, distinct_bytes
 from ..probing.hollow import without_values
 from ..probing.layer_lists import layer_lists
 from ..probing.packed_probe import UNKNOWING
-from ..ranks.gathering import Gathering
+from ..ranks.collectives import Gathering
 from ..units import format_bytes
 from .divided_experts import divide_experts, not_apart
 from .experts import is_experts, matrix_names
@@ -64,7 +64,7 @@ class SplitHeads:
         return self.part(states, 1) if self.cuts(layer, states) else states
 
     def part(self, states: torch.Tensor, dim: int) -> torch.Tensor:
-        share = Share(index=self.gathering.index, count=self.gathering.count).of(states.shape[dim])
+        share = RowShare(index=self.gathering.index, count=self.gathering.count).of(states.shape[dim])
         return states.narrow(dim, share.start, len(share))
 
     def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ class _Splitting:
 
     def __init__(self, model: PreTrainedModel, parameters: Mapping[str, Parameter], gathering: Gathering):
         self._model, self._parameters, self._gathering = model, parameters, gathering
-        self._share = Share(index=gathering.index, count=gathering.count)
+        self._share = RowShare(index=gathering.index, count=gathering.count)
         self._names = defaultdict[int, list[str]](list)
         for name, tensor in model.named_parameters(remove_duplicate=False):
             self._names[id(tensor)].append(name)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from ..ranks.gathering import Gathering
+from ..ranks.collectives import Gathering
 from .experts import Experts, Matrices, Visits, activated, bias_of, has_norm, matrix_names
 from .fused import is_code_of
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..ranks.gathering import Gathering
+from ..ranks.collectives import Gathering
 
 
 def shorten(module: nn.Module, height: int) -> None:

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
 from ..config.settings import Lanes
 from ..errors import ConfigError
-from ..plan.shape.delta_rule import DeltaRule
+from ..plan.shape.attention import DeltaRule
 from ..probing.decoder_config import config_behind_encoder, decoder_config, head_size, largest, num_attention_heads
 from ..probing.generating import cache_argument
 from ..probing.guards import NO_DECODER

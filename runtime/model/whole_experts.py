@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from ..plan.shape.expert_shares import runs_of
+from ..plan.shape.rank_shares import runs_of
 from .experts import Experts, Matrices, Visits, output_of
 from .split_experts import gathering_of
 

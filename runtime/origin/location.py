@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..cache_root import cache_root
 from ..config.settings import RANDOM, TINY, ModelConfig
-from ..config.urls import is_url
+from ..config.texts import is_url
 from ..errors import CheckpointError, ConfigError
 from ..foreign import deepseek_moe
 from ..remote.copies import local_copy

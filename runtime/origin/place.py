@@ -4,7 +4,7 @@ job that has been given a wrong path says so before it loads what takes long."""
 from pathlib import Path
 
 from ..config.settings import ANY, ModelConfig
-from ..config.urls import is_url
+from ..config.texts import is_url
 from ..errors import CheckpointError
 from ..store.checkpoint import is_gguf
 

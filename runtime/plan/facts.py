@@ -9,7 +9,7 @@ from ..units import counted
 from .placement.defaults import chunk_tokens
 from .placement.memory import PAGE_TOKENS
 from .planner import RunPlan
-from .shape.loss import Loss, StoredNumbers
+from .shape.dtypes import Loss, StoredNumbers
 from .shape.model import ModelShape
 
 

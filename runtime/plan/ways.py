@@ -15,8 +15,8 @@ from .placement.defaults import chunk_tokens
 from .placement.memory import SequenceSize
 from .planner import RunPlan
 from .search.candidate import Problem
-from .shape.cut import pipeline_share, tensor_share
 from .shape.model import ModelShape
+from .shape.rank_shares import pipeline_share, tensor_share
 
 LANES_PER_RANK = (1, 2, 4)  # of a pipeline, that are tried
 

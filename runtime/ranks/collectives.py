@@ -1,11 +1,14 @@
-"""Pieces of weights that ranks send one another: where they see no memory in common, or are asked to do without.
-
-The collectives of a session have a process group of their own, so that their order is none of the messages'. All ranks
-come to each in one order, that of the schedule.
+"""Tensors that ranks send one another: pieces of weights, where they see no memory in common or are asked to do
+without; parts of a token's numbers, made whole within a pass; and hidden states from each rank in a line to the next.
 """
 
 import time
-from threading import Event
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,9 @@ POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks whether a piece is there
 
 
 class Collectives(Closing):
-    """The collectives of one session, of one thread at a time but for `abandon`."""
+    """The gathering of pieces of weights in one session, of one thread at a time but for `abandon`. It has a process
+    group of its own, so that its order is none of the messages'. All ranks come to each piece in one order, that of
+    the schedule."""
 
     def __init__(self, ranks: Ranks):
         """Made by all ranks at once. Raises PeerEnded."""
@@ -68,3 +73,167 @@ class Collectives(Closing):
                 self.ranks.require_going()
             time.sleep(POLL_SECONDS)
         work.wait()
+
+
+class Gathering:
+    """All ranks make the same calls in the same order, of equal shapes. Outside of its `with` block each is alone, and
+    takes its own part for that of all others: shapes are right then, and numbers are not. What an accelerator has
+    goes by way of host memory. `received_bytes`: from all others, so far. Raises PeerEnded where one has ended."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks, self.received_bytes = ranks, 0
+        self.index, self.count = ranks.rank, ranks.size
+        self._is_going = False
+
+    def __deepcopy__(self, memo: object) -> "Gathering":
+        """Copies of a model ask the same ranks."""
+        return self
+
+    def __enter__(self) -> Self:
+        """The others make the same calls from now on."""
+        self._is_going = True
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._is_going = False
+
+    def whole(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The parts of all ranks behind one another along `dim`."""
+        if not self._is_going or part.is_meta:
+            return torch.cat([part] * self.count, dim)
+        device, part = part.device, part.contiguous().cpu()
+        found = torch.empty(self.count, *part.shape, dtype=part.dtype)
+        raw, raws = part.view(-1).view(torch.uint8), found.view(self.count, -1).view(torch.uint8)
+        self.ranks.run(lambda: dist.all_gather([*raws.unbind()], raw, group=self.ranks.group, async_op=True))
+        self.received_bytes += (self.count - 1) * part.nbytes
+        at = dim % part.ndim
+        return found.movedim(0, at).flatten(at, at + 1).to(device)
+
+    def exchanged(self, rows: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
+        """Hands the first `given[0]` rows (n, D) to rank 0, the next ones to rank 1 and so on, and gives what each rank
+        hands to this one, of which all know how many rows these are: `taken[0]` of rank 0 first."""
+        if not self._is_going or rows.is_meta:
+            return rows.new_zeros(sum(taken), rows.shape[1])
+        device, rows = rows.device, rows.contiguous().cpu()
+        found = torch.empty(sum(taken), rows.shape[1], dtype=rows.dtype)
+        raw, raws = rows.view(torch.uint8), found.view(torch.uint8)
+        group = self.ranks.group
+        self.ranks.run(lambda: dist.all_to_all_single(raws, raw, [*taken], [*given], group=group, async_op=True))
+        self.received_bytes += (sum(taken) - taken[self.index]) * rows.shape[1] * rows.itemsize
+        return found.to(device)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, of which each number is zero in all but one: in any order it is that number."""
+        if not self._is_going or part.is_meta:
+            return part
+        device, part = part.device, part.contiguous().cpu()
+        self.ranks.run(lambda: dist.all_reduce(part, group=self.ranks.group, async_op=True))
+        self.received_bytes += 2 * (self.count - 1) * part.nbytes // self.count
+        return part.to(device)
+
+
+class PipelineLink:
+    """Tensors of one pass at a time: `begin`, `receive` and `send` of each item, and `tell` of the last rank beside
+    `heard` of the others. Transfers go on beside whatever else is done. Raises PeerEnded where another rank has ended.
+    Not thread-safe."""
+
+    def __init__(self, ranks: Ranks):
+        """All ranks make theirs at the same time."""
+        self.ranks = ranks
+        self._group = ranks.new_group()
+        self._waiter = Waiter()
+        self._coming: list[dist.Work] = []
+        self._going: list[tuple[dist.Work, torch.Tensor]] = []
+        self._num_items = 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.ranks.rank == self.ranks.size - 1
+
+    def begin(self, targets: Sequence[torch.Tensor | None]) -> None:
+        """A pass of as many items. Each of `targets` is filled by the rank before, unless there is none."""
+        self._num_items, before = len(targets), self.ranks.rank - 1
+        self._coming = [self._expect(before, item, each) for item, each in enumerate(targets) if each is not None]
+
+    def receive(self, item: int) -> None:
+        """Returns when the item's target is filled."""
+        self._wait(self._coming[item])
+
+    def send(self, item: int, tensor: torch.Tensor) -> None:
+        """Begins to send; the tensor must stay as it is until the pass is over."""
+        self._send(self.ranks.rank + 1, item, tensor)
+
+    def tell(self, tensor: torch.Tensor) -> None:
+        """Tells all others, who call `heard`, and ends the pass; of the last rank alone."""
+        for other in range(self.ranks.size - 1):
+            self._send(other, self._num_items, tensor)
+        self._finish()
+
+    def heard(self, target: torch.Tensor) -> None:
+        """Fills it with what the last rank tells, and ends the pass."""
+        self._wait(self._expect(self.ranks.size - 1, self._num_items, target))
+        self._finish()
+
+    def _finish(self) -> None:
+        """Waits until others have what was sent to them."""
+        for work, _ in self._going:
+            self._wait(work)
+        self._going, self._coming = [], []
+
+    def _expect(self, source: int, item: int, target: torch.Tensor) -> dist.Work:
+        try:
+            work = dist.irecv(target, group_src=source, group=self._group, tag=item)
+        except RuntimeError as error:
+            raise self.ranks.ending(error) from error
+        assert work is not None, "every rank is of the group"
+        return work
+
+    def _send(self, target: int, item: int, tensor: torch.Tensor) -> None:
+        try:
+            work = dist.isend(tensor, group_dst=target, group=self._group, tag=item)
+        except RuntimeError as error:
+            raise self.ranks.ending(error) from error
+        assert work is not None, "every rank is of the group"
+        self._going.append((work, tensor))
+
+    def _wait(self, work: dist.Work) -> None:
+        self._waiter.begin(work)
+        try:
+            self.ranks.wait(self._waiter.is_done)
+        except RuntimeError as error:
+            raise self.ranks.ending(error) from error
+
+
+class Waiter:
+    """Waits for one transfer at a time on a thread of its own, which ends with the process at the latest. Gloo's own
+    wait for a transfer has no end while its connection holds, and one of limited time breaks that."""
+
+    def __init__(self) -> None:
+        self._asked = SimpleQueue[dist.Work | None]()
+        self._ended = SimpleQueue[RuntimeError | None]()
+        Thread(target=_serve, args=(self._asked, self._ended), name="ranks-line", daemon=True).start()
+        weakref.finalize(self, self._asked.put, None)
+
+    def begin(self, work: dist.Work) -> None:
+        self._asked.put(work)
+
+    def is_done(self, seconds: timedelta) -> bool:
+        """Whether the transfer has ended in that time. Raises RuntimeError where it has failed."""
+        try:
+            error = self._ended.get(timeout=seconds.total_seconds())
+        except Empty:
+            return False
+        if error is not None:
+            raise error
+        return True
+
+
+def _serve(asked: "SimpleQueue[dist.Work | None]", ended: "SimpleQueue[RuntimeError | None]") -> None:
+    while (work := asked.get()) is not None:
+        failed = None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            failed = error.with_traceback(None)
+        del work  # let go of at the end of the process, which wakes this thread, it would abort it
+        ended.put(failed)

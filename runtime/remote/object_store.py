@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from ..config.urls import require_plain_url, url_child
+from ..config.texts import require_plain_url, url_child
 from ..errors import ConfigError
 from .patience import Patience, told
 

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from ..plan.placement.exchange import PART_ALIGNMENT_BYTES, STORES_IN_FLIGHT, ExchangeSize
+from ..plan.placement.kv import PART_ALIGNMENT_BYTES, STORES_IN_FLIGHT, ExchangeSize
 from ..resources import Resource
 from ..trace import Trace
 from ..units import round_up

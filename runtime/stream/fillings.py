@@ -4,8 +4,7 @@ that knows nothing of the others.
 
 from typing import TypeAlias
 
-from ..ranks.collectives import Collectives
-from ..ranks.gathering import Gathering
+from ..ranks.collectives import Collectives, Gathering
 from ..ranks.shared_memory import SharedMemory
 from ..store.reader import Reader
 from .device import ComputeDevice

@@ -18,6 +18,8 @@ from ..plan.placement.placement import Placement
 from ..plan.shape.extents import (
     HOST_PIECE_BYTES,
     LOADING_BYTES,
+    DeviceLayout,
+    Move,
     SlotLayout,
     device_layout,
     group_layout,
@@ -25,7 +27,6 @@ from ..plan.shape.extents import (
     slot_layout,
 )
 from ..plan.shape.model import ModelShape
-from ..plan.shape.moves import DeviceLayout, Move
 from ..resources import Resource
 from ..store.reader import Reader
 from ..trace import Trace

@@ -19,7 +19,7 @@ from runtime.formats.rounding import WAYS, Rounding
 from runtime.model.families import FAMILIES
 from runtime.model.traits import CacheKind, ExpertKind
 from runtime.origin.location import BUNDLED
-from runtime.plan.shape.loss import Loss
+from runtime.plan.shape.dtypes import Loss
 
 ROWS = [
     FamilyTraits(

@@ -19,8 +19,8 @@ from runtime.formats import registry
 from runtime.linear.coded_rows import NAMES
 from runtime.linear.window4_rows import WINDOW4
 from runtime.model.loading import load_model
-from runtime.plan.shape.cut import tensor_share
 from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.rank_shares import tensor_share
 from runtime.store.gguf import BLOCKS
 from tests import published_formats
 from tests.published_formats import write_published

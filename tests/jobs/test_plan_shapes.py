@@ -15,8 +15,8 @@ from runtime.model.families import FAMILIES
 from runtime.model.loading import load_model
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
+from runtime.plan.shape.dtypes import keeping_kv
 from runtime.plan.shape.extents import ALIGNMENT_BYTES
-from runtime.plan.shape.kv_dtype import keeping_kv
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import StageKind
 from runtime.units import GIB

@@ -10,7 +10,7 @@ from runtime.config.settings import DType, MachineConfig, ModelConfig
 from runtime.model import loading
 from runtime.model.loading import load_model
 from runtime.plan.cost.profile import machine_of
-from runtime.plan.shape.auto_dtype import auto_dtype
+from runtime.plan.shape.dtypes import auto_dtype
 from runtime.stream.device_choice import has_bfloat16_units
 from tests.runtime.test_profile import RATES
 from tests.support import Reference

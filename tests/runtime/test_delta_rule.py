@@ -11,7 +11,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from runtime.config.settings import ModelConfig
 from runtime.model.loading import load_model
 from runtime.plan.placement.memory import lane_entries
-from runtime.plan.shape.delta_rule import DeltaRule
+from runtime.plan.shape.attention import DeltaRule
 from tests.live_bytes import LiveBytes
 from tests.support import synthesize
 from tests.toy import sizes_of, toy_shape

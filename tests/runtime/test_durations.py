@@ -24,7 +24,7 @@ from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
 from runtime.plan.placement.placer import place
 from runtime.plan.schedule.actions import Action, Op
-from runtime.plan.shape.kv_dtype import keeping_kv
+from runtime.plan.shape.dtypes import keeping_kv
 from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
 from tests.toy import HIDDEN, LAYER_ROWS, sizes_of, toy_mixture, toy_shape

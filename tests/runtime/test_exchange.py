@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from runtime.config.settings import KVTier
-from runtime.plan.placement.exchange import STORES_IN_FLIGHT, ExchangeSize, device_entry
-from runtime.plan.placement.kv import kv_layout
+from runtime.plan.placement.kv import STORES_IN_FLIGHT, ExchangeSize, device_entry, kv_layout
 from runtime.plan.placement.load import Load
 from runtime.resources import Resource
 from runtime.stream.device import Part

@@ -27,8 +27,7 @@ from runtime.plan.facts import PlanFacts
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
-from runtime.plan.shape.kv_dtype import keeping_kv
-from runtime.plan.shape.loss import Loss, StoredNumbers
+from runtime.plan.shape.dtypes import Loss, StoredNumbers, keeping_kv
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Stage
 from runtime.units import GIB

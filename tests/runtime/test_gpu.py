@@ -11,7 +11,7 @@ from runtime import PrefetchConfig
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
 from runtime.config.settings import Admission, ExpertPaging, Order, Prefetch, Tier
-from runtime.plan.placement.exchange import ExchangeSize
+from runtime.plan.placement.kv import ExchangeSize
 from runtime.plan.shape.extents import ALIGNMENT_BYTES
 from runtime.stream.device import ComputeDevice, Part
 from runtime.stream.exchange import HostExchange

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.batching.balance import Block, plan_blocks
-from runtime.batching.grouping import grouped
+from runtime.batching.balance import Block, grouped, plan_blocks
 from runtime.batching.prefixes import SharedPrefix, shared_prefixes
 from runtime.plan.placement.memory import SequenceSize, computed_tokens
 from tests.runtime.test_prefixes import drawn_prompts, limits

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from runtime.batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
-from runtime.batching.held import HeldPrefix, Place, places_of
-from runtime.batching.prefixes import SharedPrefix, SharingRule, shared_prefixes
+from runtime.batching.prefixes import HeldPrefix, Place, SharedPrefix, SharingRule, places_of, shared_prefixes
 from tests.runtime.test_prefixes import drawn_prompts, limits
 
 PAGE = 16

@@ -10,7 +10,7 @@ import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from runtime.ranks.line import Waiter
+from runtime.ranks.collectives import Waiter
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 waiters = [Waiter() for _ in range(300)]
 for waiter in waiters:

@@ -3,11 +3,11 @@
 import pytest
 
 from runtime.config.settings import Attention, OffloadConfig, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
-from runtime.plan.listing import MAX_ACTIONS, schedule_text
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.schedule.actions import Action, parse_action
 from runtime.plan.schedule.schedule import make_schedule
+from runtime.plan.timeline import MAX_ACTIONS, schedule_text
 from runtime.units import GIB
 from tests.toy import sizes_of, toy_shape
 

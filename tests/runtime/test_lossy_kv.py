@@ -32,7 +32,7 @@ from runtime.plan.placement.placement import Budgets
 from runtime.plan.placement.placer import place
 from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.search.candidate import Problem
-from runtime.plan.shape.kv_dtype import keeping_kv
+from runtime.plan.shape.dtypes import keeping_kv
 from runtime.sequences.sequence import Completion, Request
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB

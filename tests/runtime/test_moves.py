@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from runtime.config.settings import ExpertPaging, Tier
 from runtime.linear.stored import StoredWeight
 from runtime.model.loading import LoadedModel
-from runtime.plan.shape.extents import ALIGNMENT_BYTES, device_layout, slot_layout
-from runtime.plan.shape.moves import VECTOR_BYTES
+from runtime.plan.shape.extents import ALIGNMENT_BYTES, VECTOR_BYTES, device_layout, slot_layout
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice

@@ -5,7 +5,7 @@ import torch
 
 from runtime.attention.page_codes import PageFormat, narrowed, widened
 from runtime.config.settings import KVDType
-from runtime.plan.shape.kv_dtype import PAGE_TOKENS, page_parts
+from runtime.plan.shape.dtypes import PAGE_TOKENS, page_parts
 
 QUANTIZED = [KVDType.int8, KVDType.int4]
 STEPS = {KVDType.int8: 127, KVDType.int4: 7.5}  # levels on each side of a channel's middle

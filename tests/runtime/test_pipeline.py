@@ -26,7 +26,7 @@ from runtime.errors import ConfigError
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import Schedule, make_schedule
 from runtime.plan.schedule.walk import Walk
-from runtime.plan.shape.parts import divided
+from runtime.plan.shape.rank_shares import divided
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.probing.layer_inputs import handed_on
 from runtime.probing.meta import build_meta_model

@@ -8,7 +8,7 @@ import torch
 
 from jobs.config.typed import field_types
 from runtime import Completion, DType, Prompt, Runtime, RuntimeConfig, SamplingConfig, Settings
-from runtime.config.text_field import TextField
+from runtime.config.texts import TextField
 from runtime.errors import ConfigError
 from runtime.library.keywords import changed, key_places
 from runtime.sequences.sequence import Request

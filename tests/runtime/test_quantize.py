@@ -17,7 +17,7 @@ from runtime.config.settings import DType, ExpertPaging, PolicyConfig, PolicyKin
 from runtime.engine import self_check as check
 from runtime.errors import BudgetError, CheckpointError, ConfigError
 from runtime.formats.rounding import Rounding
-from runtime.plan.shape.loss import Loss
+from runtime.plan.shape.dtypes import Loss
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.stream.device import ComputeDevice

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from runtime.plan.shape.expert_shares import runs_of, take_experts
-from runtime.plan.shape.row_shares import Share, cut
+from runtime.plan.shape.rank_shares import RowShare, cut, runs_of, take_experts
 from runtime.plan.shape.shapes import Companion, Parameter, TensorSlice
 
 
@@ -20,7 +19,7 @@ def test_the_shares_of_a_matrix_are_its_rows_with_what_belongs_to_them() -> None
     shared = Companion(role="table", tensor=replace(piece_of((16,)), name="t"))
     whole = Parameter(name="w", shape=(8, 6), pieces=((piece_of((8, 6), scales, shared),),))
     for index in range(2):
-        part = cut(whole, Share(index=index, count=2))
+        part = cut(whole, RowShare(index=index, count=2))
         assert part is not None
         [[piece]] = part.pieces
         assert (part.shape, piece.offset, piece.num_bytes) == ((4, 6), 1000 + index * 48, 48)
@@ -28,15 +27,15 @@ def test_the_shares_of_a_matrix_are_its_rows_with_what_belongs_to_them() -> None
             (index * 12, (2, 3)),
             (1000, (16,)),
         ]
-    assert cut(whole, Share(index=0, count=8)) is None, "a share would end inside a block with one scale"
-    assert cut(whole, Share(index=0, count=3)) is None
+    assert cut(whole, RowShare(index=0, count=8)) is None, "a share would end inside a block with one scale"
+    assert cut(whole, RowShare(index=0, count=3)) is None
     flipped = replace(whole, pieces=((piece_of((8, 6), is_transposed=True),),))
-    assert cut(flipped, Share(index=0, count=2)) is None
+    assert cut(flipped, RowShare(index=0, count=2)) is None
 
 
 def test_gates_and_what_they_let_through_are_cut_each_by_itself_in_every_expert() -> None:
     stack = Parameter(name="w", shape=(2, 8, 3), pieces=((piece_of((2, 8, 3)),),))
-    part = cut(stack, Share(index=1, count=2), num_runs=2)
+    part = cut(stack, RowShare(index=1, count=2), num_runs=2)
     assert part is not None
     assert (part.shape, part.is_stacked) == ((2, 4, 3), True)
     rows = [[(piece.offset - 1000) // 6 for piece in entry] for entry in part.pieces]
@@ -66,7 +65,7 @@ def test_rows_in_another_order_are_cut_where_the_order_stays_within() -> None:
     ordered = Parameter(
         name="w", shape=(8, 3), pieces=((piece_of((8, 3), row_order=(range(3, -1, -1), range(4, 8))),),)
     )
-    part = cut(ordered, Share(index=0, count=2))
+    part = cut(ordered, RowShare(index=0, count=2))
     assert part is not None
     assert [row for run in part.pieces[0][0].row_order for row in run] == [3, 2, 1, 0]
-    assert cut(ordered, Share(index=0, count=4)) is None
+    assert cut(ordered, RowShare(index=0, count=4)) is None

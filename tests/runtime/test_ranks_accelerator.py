@@ -10,7 +10,7 @@ import torch
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
 from runtime.config.settings import DevicesConfig, DividedExperts, Gather, Tier, Way
-from runtime.devices.own_device import device_of, place_of, require_alike
+from runtime.devices.shared_run import device_of, place_of, require_alike
 from runtime.errors import ConfigError
 from runtime.model.loading import LoadedModel
 from runtime.plan.placement.load import Load

@@ -13,7 +13,7 @@ from jobs.packing.config import Format
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import DividedExperts, KVConfig, KVDType, KVTier, Order, Quantize, Tier
 from runtime.errors import ConfigError, PeerEnded
-from runtime.ranks.gathering import Gathering
+from runtime.ranks.collectives import Gathering
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
 from tests.processes import PROCESSES

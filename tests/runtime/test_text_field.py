@@ -20,7 +20,7 @@ from runtime import (
     RuntimeConfig,
     Tier,
 )
-from runtime.config.text_field import TextField
+from runtime.config.texts import TextField
 from runtime.errors import ConfigError
 
 GROUPS = [hint for hint in typing.get_type_hints(RuntimeConfig).values() if is_dataclass(hint)] + [

@@ -28,8 +28,8 @@ from runtime.plan.planner import find_policy, plan_run
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.grid import Choices
 from runtime.plan.search.hrm import fitting, roofline_of
-from runtime.plan.shape.cut import pipeline_share, tensor_share
 from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.rank_shares import pipeline_share, tensor_share
 from runtime.plan.shape.shapes import Parameter
 from runtime.plan.ways import RankView
 from runtime.resources import Resource

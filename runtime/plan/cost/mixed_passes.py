@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, islice
 
 from ...batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
-from ...batching.held import HeldPrefix, Place, places_of, places_of_all
-from ...batching.prefixes import SharedPrefix
+from ...batching.prefixes import HeldPrefix, Place, SharedPrefix, places_of, places_of_all
 from ..placement.memory import SequenceSize
 from .lane_work import LaneWork, Piece, packed_work
 

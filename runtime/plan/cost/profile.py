@@ -11,7 +11,7 @@ from ...config.settings import DType, MachineConfig
 from ...errors import ConfigError
 from ...units import gib_to_bytes
 from ..placement.ledger import LIBRARY_BYTES, PINNED_SHARE
-from ..shape.auto_dtype import auto_dtype, has_bfloat16_units
+from ..shape.dtypes import auto_dtype, has_bfloat16_units
 from .links import Fabric
 from .machine import Machine
 from .rates import UNLIMITED, MachineRates

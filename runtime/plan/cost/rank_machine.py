@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ...config.profiles import DeviceLink
 from ...config.settings import DividedExperts, Way
-from ..shape.expert_shares import has_whole, inner_size
 from ..shape.model import ModelShape
-from ..shape.shapes import Stage
+from ..shape.rank_shares import has_whole
+from ..shape.shapes import Stage, inner_size
 from .links import Fabric
 from .machine import Machine
 from .rates import UNLIMITED, MachineRates

@@ -33,7 +33,7 @@ def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: Numb
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class ExpertPhase:
     """Passes that are alike: in each, a layer's experts are asked for `num_requests` times, for `num_tokens` each time.
     Module batching asks once, for all lanes."""
 
@@ -43,7 +43,7 @@ class Phase:
 
 
 def choose_paging(
-    *, num_experts: int, num_experts_per_token: int, phases: Sequence[Phase], layer_fits: bool
+    *, num_experts: int, num_experts_per_token: int, phases: Sequence[ExpertPhase], layer_fits: bool
 ) -> ExpertPaging:
     """What `offload.expert_paging=auto` means for a layer, from what all passes of a run read of it.
 

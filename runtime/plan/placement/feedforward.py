@@ -13,7 +13,7 @@ from math import ceil
 from ...config.settings import ExpertPaging, FeedForward, RuntimeConfig, Tier, require
 from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape
-from .exchange import PART_ALIGNMENT_BYTES, ExchangeSize
+from .kv import PART_ALIGNMENT_BYTES, ExchangeSize
 from .ledger import Entry
 from .memory import KERNEL_SCRATCH_BYTES, LAID_OUT_BYTES
 

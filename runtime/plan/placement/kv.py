@@ -1,6 +1,9 @@
 """Where keys and values live: which layers' travel, in pages of which size, and what that takes of each memory.
 
 A **page** is `PAGE_TOKENS` positions of one sequence in one layer; its number is the same in every layer.
+
+Between compute memory and keys and values that stay in host memory go queries and new keys and values down, and the
+CPU's answers up. A **trip** is one lane's in one layer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,11 +11,13 @@ from dataclasses import dataclass
 
 from ...config.settings import KVDType, KVTier
 from ...units import MIB, round_up
+from ..schedule.walk import Walk
+from ..shape.dtypes import why_exact
 from ..shape.extents import ALIGNMENT_BYTES, pinned_bytes
-from ..shape.kv_dtype import why_exact
 from ..shape.model import ModelShape
 from ..shape.stage_sizes import spread
 from .ledger import Entry
+from .load import Load
 from .memory import PAGE_TOKENS
 
 SEGMENT_BYTES = 16 * MIB  # of pinned memory: attention reads the pages of a lane from few pieces
@@ -171,4 +176,56 @@ def _pinned(layout: KVLayout) -> Entry:
         num_bytes=sum(pinned_bytes(pages * size, is_aligned=False) for pages, size in segments),
         equation=f"{layout.num_pages:,} pages x {sum(layout.page_bytes.values()):,} B of {len(layout.page_bytes)} "
         "layers, pinned",
+    )
+
+
+TRIP_PARTS = 5  # queries, keys, values, sinks; the answer
+PART_ALIGNMENT_BYTES = 64  # of each part of a trip, for vector loads
+STORES_IN_FLIGHT = 2  # prompts' keys and values on their way down
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeSize:
+    """`num_trips` side by side, each through `trip_bytes` of pinned memory."""
+
+    num_trips: int
+    trip_bytes: int
+
+
+def exchange_size(shape: ModelShape, kv: KVLayout, walk: Walk, load: Load) -> ExchangeSize:
+    """`walk` is the decode passes'. Nothing where no keys and values stay in host memory."""
+    if not kv.stays_in_host:
+        return ExchangeSize(num_trips=0, trip_bytes=0)
+    sinks = shape.num_heads * 4 + TRIP_PARTS * PART_ALIGNMENT_BYTES
+    return ExchangeSize(
+        num_trips=walk.order.style.num_ahead + 1, trip_bytes=load.most_rows * _row_bytes(shape, kv) + sinks
+    )
+
+
+def _row_bytes(shape: ModelShape, kv: KVLayout) -> int:
+    """The bytes of one new token: its key and value, and for each of their heads a group of queries and answers."""
+    group = -(-shape.num_heads // max(1, shape.num_kv_heads))
+    return (1 + group) * _position_bytes(shape, kv)
+
+
+def _position_bytes(shape: ModelShape, kv: KVLayout) -> int:
+    return max(shape.kv_layer_bytes[layer] for layer in kv.page_bytes)
+
+
+def pinned_entry(size: ExchangeSize) -> Entry:
+    pinned = pinned_bytes(size.trip_bytes, is_aligned=False)
+    return Entry(
+        name="KV exchange", num_bytes=size.num_trips * pinned, equation=f"{size.num_trips} x {pinned:,} B, pinned"
+    )
+
+
+def device_entry(shape: ModelShape, kv: KVLayout, size: ExchangeSize, load: Load) -> Entry:
+    """Trips' own ends; prompts' keys and values that have not left yet, beside those that are made meanwhile; and what
+    the longest row has cached, which is brought up where a prompt goes on."""
+    per_position = _position_bytes(shape, kv)
+    positions = (STORES_IN_FLIGHT + 1) * load.most_tokens + load.most_positions
+    return Entry(
+        name="KV exchange",
+        num_bytes=size.num_trips * size.trip_bytes + positions * per_position,
+        equation=f"{size.num_trips} x {size.trip_bytes:,} B + {positions:,} positions x {per_position:,} B",
     )

@@ -10,9 +10,8 @@ from functools import cached_property, lru_cache
 
 from ...batching.prefixes import SharedPrefix, Shares
 from ...units import MIB, round_up
-from ..shape.attention import GATHERED_BYTES, AttentionSizes, AttentionWay, device_attention_bytes
-from ..shape.delta_rule import CHUNK_COLUMNS
-from ..shape.kv_dtype import PAGE_TOKENS as PAGE_TOKENS
+from ..shape.attention import CHUNK_COLUMNS, GATHERED_BYTES, AttentionSizes, AttentionWay, device_attention_bytes
+from ..shape.dtypes import PAGE_TOKENS as PAGE_TOKENS
 from ..shape.model import ModelShape
 from .ledger import Entry
 
@@ -454,3 +453,20 @@ def room_of_encoder(shape: ModelShape, lane: MicroBatch) -> int:
 
 def _num_bytes(entries: Sequence[Entry]) -> int:
     return sum(entry.num_bytes for entry in entries)
+
+
+NUM_RECORDINGS = 16  # that are kept: the latest
+RECORDING_BYTES = 32 * MIB  # of the driver, for the launches of a pass: an estimate
+ROOM = 1.5  # times the positions that a pass looks at, at most
+OF_A_PASS = frozenset({"hidden states", "activations", "logits"})
+
+
+def recordings_entry(shape: ModelShape, lanes: Sequence[MicroBatch]) -> Entry:
+    """All compute in the same memory, which nothing else uses; what they start from and give lies beside it."""
+    entries = lane_entries(shape, lanes, prefill_chunk_tokens=1, slack_bytes=0)
+    of_a_pass = round(ROOM * sum(entry.num_bytes for entry in entries if entry.name in OF_A_PASS))
+    return Entry(
+        name="recordings",
+        num_bytes=of_a_pass + NUM_RECORDINGS * RECORDING_BYTES,
+        equation=f"a decode pass {of_a_pass:,} B + {NUM_RECORDINGS} x {RECORDING_BYTES // MIB} MiB",
+    )

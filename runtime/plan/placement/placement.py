@@ -11,9 +11,8 @@ from ...config.settings import ExpertPaging, KVTier, ModelConfig, RuntimeConfig
 from ...units import GIB
 from ..schedule.walk import Walk
 from .dequantized import DequantizedSize
-from .exchange import ExchangeSize
 from .feedforward import CpuShare
-from .kv import KVLayout
+from .kv import ExchangeSize, KVLayout
 from .ledger import PINNED_SHARE, Entry, Ledger
 from .memory import PAGE_TOKENS
 

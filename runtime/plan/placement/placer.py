@@ -1,22 +1,134 @@
-"""Searches for the placement that keeps most in compute memory: keys and values before layers."""
+"""What a placement needs of each memory, term by term, and the search for the placement that keeps most in compute
+memory: keys and values before layers.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...config.orders import PLAIN
 from ...config.settings import Dequantize, ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier, require
-from ..shape.extents import pinned_bytes
+from ..shape.extents import LOADING_BYTES, pinned_bytes
 from ..shape.model import ModelShape
-from ..shape.stage_sizes import spread
+from ..shape.stage_sizes import ExpertSizes, spread
+from . import feedforward
 from .dequantized import DequantizedSize
-from .exchange import exchange_size
-from .experts import Phase, choose_paging, pageable_stages
-from .feedforward import CpuShare, cpu_multiplies, host_entries, require_possible
-from .kv import KVLayout, kv_layout, travelling_layers
+from .experts import ExpertPhase, batch_entries, choose_paging, host_entries, pageable_stages, slot_entry, visit_entries
+from .feedforward import CpuShare, cpu_multiplies, require_possible
+from .kv import KVCost, KVLayout, device_entry, exchange_size, kv_cost, kv_layout, pinned_entry, travelling_layers
+from .ledger import Entry, Ledger, library_entry
 from .load import Load
+from .memory import lane_entries, recordings_entry
 from .placement import Budgets, Placement
-from .requirements import Requirements
 from .walks import cpu_attends, make_walks
+
+HOST_KEY, DEVICE_KEY = "offload.host_memory_gib", "offload.device_memory_gib"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """The needs of every placement with the keys and values of `kv`."""
+
+    shape: ModelShape
+    config: RuntimeConfig
+    budgets: Budgets
+    load: Load
+    kv: KVLayout
+
+    def may_hold(self, resident_bytes: int) -> bool:
+        """False where compute memory has no room for these weights, even if no other passed through a slot."""
+        compute, host = self.budgets.device_bytes, self.budgets.host_bytes
+        fixed = sum(entry.num_bytes for entry in self._fixed)
+        if compute is None:
+            return self.budgets.shared_bytes(resident_bytes) + fixed <= host
+        return resident_bytes * self.budgets.num_devices + fixed <= compute
+
+    def ledgers(self, placement: Placement) -> tuple[Ledger, ...]:
+        compute, budgets = self._compute_entries(placement), self.budgets
+        if budgets.device_bytes is None:
+            return (Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=HOST_KEY, entries=compute),)
+        host = self._host_entries(placement)
+        return (
+            Ledger(memory="device", budget_bytes=budgets.device_bytes, budget_key=DEVICE_KEY, entries=compute),
+            Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=HOST_KEY, entries=host),
+        )
+
+    @cached_property
+    def _fixed(self) -> tuple[Entry, ...]:
+        """What compute memory holds, whichever weights stay there."""
+        lanes, chunk, libraries = self.load.lanes, self.load.chunk_tokens, self.budgets.library_bytes
+        if not libraries:
+            return (*self._kv_cost.compute, *lane_entries(self.shape, lanes, chunk))
+        entries = lane_entries(self.shape, lanes, chunk, slack_bytes=0)
+        return (*self._kv_cost.compute, *entries, self.budgets.computed(library_entry(libraries)))
+
+    @cached_property
+    def _kv_cost(self) -> KVCost:
+        return kv_cost(self.shape, self.kv, has_device=self.budgets.has_device)
+
+    def _compute_entries(self, placement: Placement) -> tuple[Entry, ...]:
+        resident, slots, size = placement.resident, placement.walk.num_slots, placement.slot_bytes
+        staying = Entry(
+            name="resident weights",
+            num_bytes=self.shape.sizes.resident_bytes(resident),
+            equation=f"{len(resident)} of {len(self.shape.stages)} stages",
+        )
+        entries = [
+            self.budgets.computed(staying) if self.budgets.has_device else self.budgets.share(staying),
+            self.budgets.computed(Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B")),
+        ]
+        if placement.paged:
+            entries.append(slot_entry(self._expert_sizes(placement), placement.num_expert_slots))
+        if placement.dequantized is not None:
+            entries.append(self.budgets.computed(placement.dequantized.entry))
+        entries += self._fixed
+        if self.config.model.graphs and self.budgets.has_device:
+            entries.append(self.budgets.computed(recordings_entry(self.shape, self.load.lanes)))
+        copied = 0 if self.budgets.has_device else max(self.shape.sizes.misaligned_bytes)
+        if copied:
+            entry = Entry(name="aligned copy", num_bytes=copied, equation="of the stage that is computed")
+            entries.append(self.budgets.copied(entry))
+        if placement.host_layers:
+            entries.append(device_entry(self.shape, self.kv, placement.exchange, self.load))
+        entries += feedforward.device_entries(self.shape, placement.cpu_share)
+        is_batched = bool(placement.walk.routing)
+        if is_batched:
+            entries += batch_entries(self.shape, self.load.all_tokens)
+        if self.budgets.has_device:
+            num_tokens = self.load.all_tokens if is_batched else self.load.most_tokens
+            entries += visit_entries(self.shape, num_tokens, is_batched=is_batched)
+        return tuple(entries)
+
+    def _host_entries(self, placement: Placement) -> tuple[Entry, ...]:
+        """What host memory holds in front of an accelerator."""
+        walk, pinned = placement.walk, pinned_bytes(placement.slot_bytes)
+        staging = walk.num_staging_slots
+        entries = [
+            self.budgets.copied(
+                Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")
+            )
+        ]
+        if placement.resident:
+            loading = pinned_bytes(min(self.shape.sizes.resident_bytes(placement.resident), LOADING_BYTES))
+            entry = Entry(name="loading", num_bytes=loading, equation="what stays passes through it, pinned")
+            entries.append(self.budgets.copied(entry))
+        if walk.in_host:
+            sizes = self.shape.sizes.slot_bytes(placement.paged)
+            num_bytes = sum(pinned_bytes(sizes[stage]) for stage in walk.in_host)
+            entry = Entry(name="weights", num_bytes=num_bytes, equation=f"{len(walk.in_host)} stages, pinned")
+            entries.append(self.budgets.share(entry))
+        if placement.paged:
+            experts = {stage: self.shape.sizes.experts[stage] for stage in placement.paged}
+            entries += host_entries(experts, walk, self.budgets.share)
+        entries += feedforward.host_entries(self.shape, placement.cpu_share)
+        entries += self._kv_cost.host
+        if placement.host_layers:
+            entries.append(pinned_entry(placement.exchange))
+        return tuple(entries)
+
+    def _expert_sizes(self, placement: Placement) -> Sequence[ExpertSizes]:
+        return [self.shape.sizes.experts[stage] for stage in sorted(placement.paged)]
+
 
 KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried where kv.device_fraction is left open
 
@@ -66,7 +178,7 @@ def place(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Candidate:
+class _KVCandidate:
     """`resident` stages beside these keys and values, and what they take together with tied ones once."""
 
     needs: Requirements
@@ -88,7 +200,7 @@ class _Placer:
     budgets: Budgets
     load: Load
 
-    def candidates(self) -> Iterator[_Candidate]:
+    def candidates(self) -> Iterator[_KVCandidate]:
         """More resident layers do not always take more: they free slots and, in front of an accelerator, host memory,
         and spread over the depth they are others. So all numbers of them are tried."""
         residents = list(self._residents())
@@ -97,7 +209,7 @@ class _Placer:
                 needs = Requirements(shape=self.shape, config=self.config, budgets=self.budgets, load=self.load, kv=kv)
                 for paging in self._pagings():
                     for resident, num_bytes in residents:
-                        yield _Candidate(
+                        yield _KVCandidate(
                             needs=needs, paging=paging, resident=resident, resident_bytes=num_bytes, has_area=has_area
                         )
 
@@ -153,15 +265,15 @@ class _Placer:
         )
 
     @property
-    def _phases(self) -> tuple[Phase, Phase]:
+    def _phases(self) -> tuple[ExpertPhase, ExpertPhase]:
         """One choice serves both: prompts visit nearly all experts, but passes that decode are mostly many more."""
         load, is_batched = self.load, (self.config.policy.schedule or PLAIN).style.batches_experts
         prefill, decode = load.lane_tokens, [len(lane) for lane in load.lanes]
         tokens = [sum(each) if is_batched else max(each, default=0) for each in (prefill, decode)]
         num_requests = 1 if is_batched else len(load.lanes)
         return (
-            Phase(num_passes=load.num_prefill_passes, num_requests=num_requests, num_tokens=tokens[0]),
-            Phase(num_passes=load.num_decode_passes, num_requests=num_requests, num_tokens=tokens[1]),
+            ExpertPhase(num_passes=load.num_prefill_passes, num_requests=num_requests, num_tokens=tokens[0]),
+            ExpertPhase(num_passes=load.num_decode_passes, num_requests=num_requests, num_tokens=tokens[1]),
         )
 
     @property
@@ -181,7 +293,7 @@ class _Placer:
             for num_resident in counts:
                 yield sizes.kept(num_resident, has_outer=has_outer)
 
-    def placement(self, candidate: _Candidate) -> Placement:
+    def placement(self, candidate: _KVCandidate) -> Placement:
         """The placement of the candidate, with as many of its streamed stages in host memory as the tier says."""
         having = [stage.index for stage in self.shape.stages if stage.parameters]
         streamed = [stage for stage in having if stage not in candidate.resident]
@@ -201,7 +313,7 @@ class _Placer:
         """The streamed stages, as many as host memory has room for beside what `placement`, which holds none, takes of
         it; evenly over the depth, so that the disk has their turns to bring the next one."""
         ledger = placement.ledgers[-1]
-        beside = host_entries(self.shape, self._cpu_share) if placement.paged else ()
+        beside = feedforward.host_entries(self.shape, self._cpu_share) if placement.paged else ()
         spare = ledger.budget_bytes - ledger.total_bytes - sum(entry.num_bytes for entry in beside)
         sizes = self.shape.sizes.slot_bytes(placement.paged)
         experts = self.shape.sizes.experts
@@ -225,7 +337,7 @@ class _Placer:
         is_batched = (self.config.policy.schedule or PLAIN).style.batches_experts
         return CpuShare(most_tokens=self.load.all_rows if is_batched else self.load.most_rows)
 
-    def _placed(self, candidate: _Candidate, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
+    def _placed(self, candidate: _KVCandidate, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
         resident, paging, kv = candidate.resident, candidate.paging, candidate.needs.kv
         paged = pageable_stages(self.shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()
         has_device = self.budgets.has_device

@@ -4,15 +4,195 @@ by the engine.
 A walk runs `Schedule.prologue` once, then one `Schedule.cycle` per pass. Reads at the end of a cycle are for the
 stages of the next one: the walk over the stages is cyclic and the disk never waits for the turn of a pass. Only where
 decode passes leave out an encoder do they walk another way than prefill passes; at such a turn slots begin anew.
+
+The weights of streamed stages are brought in ahead of the lanes, whole or in pages, as early as slots are free; keys
+and values of travelling stages are fetched ahead and stored. **Visit** v is to `streamed[v % n]` in pass `v // n`.
+Times are **gaps**: gap g lies before step g of a pass; gaps from 0 down lie in the pass before it, whose last reads are
+for the next one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ...errors import ConfigError
 from .actions import Action, Op
-from .feeds import kv_feed, require_kv_slots, weight_feed
 from .walk import Walk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feed:
+    """What is begun before the first pass, and at each gap of every pass, from 0 to its number of steps."""
+
+    prologue: list[Action]
+    gaps: dict[int, list[Action]]
+
+
+def weight_feed(walk: Walk, num_lanes: int) -> Feed:
+    if not walk.streamed:
+        return Feed(prologue=[], gaps={})
+    if walk.num_slots == 1:
+        return _sequential_feed(walk, num_lanes)
+    num_steps = len(walk.stages) * num_lanes
+    if walk.block > 1 and walk.num_slots > walk.block and not walk.order.style.spreads_pages:
+        return _cyclic([], _block_deliveries(walk, num_lanes), num_steps)
+    return _cyclic(_stock(walk), _ring_deliveries(walk, num_lanes), num_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """`gap` is of pass 0; in pass p the same is begun p passes later."""
+
+    gap: int
+    actions: list[Action]
+
+
+def _cyclic(stock: list[Action], deliveries: Iterable[_Delivery], num_steps: int) -> Feed:
+    """The feed of passes that repeat; at one gap, what is for the pass at hand comes before what is for the next
+    one."""
+    ordered = sorted(deliveries, key=lambda delivery: delivery.gap)
+    ahead = [delivery for delivery in ordered if delivery.gap <= 0]
+    gaps: dict[int, list[Action]] = {}
+    for delivery in [*ordered[len(ahead) :], *ahead]:
+        gap = delivery.gap if delivery.gap > 0 else delivery.gap + num_steps
+        gaps.setdefault(gap, []).extend(delivery.actions)
+    return Feed(prologue=[*stock, *(action for each in ahead for action in each.actions)], gaps=gaps)
+
+
+class _Timetable:
+    """When lanes enter and leave what is visited."""
+
+    def __init__(self, walk: Walk, num_lanes: int):
+        self._streamed, self._first_stage, self._num_lanes = walk.streamed, walk.first_stage, num_lanes
+        self._num_steps = len(walk.stages) * num_lanes
+        self._steps_early = 1 if walk.order.style.crosses_stages else 0
+
+    def enters(self, visit: int) -> int:
+        """The last gap before any lane enters."""
+        return self._first_step(visit) - self._steps_early
+
+    def leaves(self, visit: int) -> int:
+        """The gap behind the last lane."""
+        return self._first_step(visit) + self._num_lanes
+
+    def _first_step(self, visit: int) -> int:
+        pass_index, place = divmod(visit, len(self._streamed))
+        return pass_index * self._num_steps + (self._streamed[place] - self._first_stage) * self._num_lanes
+
+
+def _sequential_feed(walk: Walk, num_lanes: int) -> Feed:
+    """One slot: nothing overlaps. The plain version that every other feed is measured and tested against."""
+    times = _Timetable(walk, num_lanes)
+    gaps: dict[int, list[Action]] = {}
+    for visit, stage in enumerate(walk.streamed):
+        actions = [action for op in _hops(walk) for action in _bring(walk, op, stage)]
+        gaps.setdefault(max(0, times.enters(visit)), []).extend(actions)
+    return Feed(prologue=[], gaps=gaps)
+
+
+def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
+    """Look-ahead: with k+1 slots, weights run k stages ahead.
+
+    Where the order spreads pages, those of a stage come evenly over the turns until those of the next one do, so that
+    what is small and urgent (hidden states, KV) never waits behind a whole stage, and a barrier behind each turn waits
+    for its share alone. With two slots the last page is begun right before cgopipe needs it; a third one hides it.
+    """
+    times, num_pages = _Timetable(walk, num_lanes), walk.num_pages
+    is_spread = walk.order.style.spreads_pages
+    for visit, stage in enumerate(walk.streamed):
+        begin, limit = times.leaves(visit - walk.num_slots), times.enters(visit)
+        num_turns = times.leaves(visit + 1 - walk.num_slots) - begin
+        for page in range(num_pages):
+            gap = min(begin + page * num_turns // num_pages, limit) if is_spread else begin
+            yield _Delivery(gap, _ring_unit(walk, stage, page))
+
+
+def _ring_unit(walk: Walk, stage: int, page: int) -> list[Action]:
+    """One page into a compute slot, and into staging what then has room there."""
+    if not walk.copies:
+        return [_paged(walk, Op.read, stage, page)]
+    copy = [_paged(walk, Op.copy, stage, page)]
+    if stage in walk.in_host:
+        return copy
+    if _reads_by_page(walk):
+        return [*copy, _paged(walk, Op.read, _read_behind(walk, stage, walk.num_staging_slots - 1), page)]
+    is_last = page + 1 == walk.num_pages
+    behind = _read_behind(walk, stage, walk.num_staging_slots)
+    return copy + (_bring(walk, Op.read, behind) if is_last else [])
+
+
+def _read_behind(walk: Walk, stage: int, num_reads: int) -> int:
+    """The stage that is read so many reads behind `stage`, in this pass or the next: what host memory holds is passed
+    over."""
+    return walk.from_disk[(walk.from_disk.index(stage) + num_reads) % len(walk.from_disk)]
+
+
+def _stock(walk: Walk) -> list[Action]:
+    """What lies in staging before the first copy."""
+    num_ahead = walk.num_staging_slots - _reads_by_page(walk) if walk.copies and walk.reads else 0
+    return [action for stage in walk.from_disk[:num_ahead] for action in _bring(walk, Op.read, stage)]
+
+
+def _reads_by_page(walk: Walk) -> bool:
+    """While one staging slot empties page by page, another fills."""
+    return walk.order.style.spreads_pages and walk.num_pages > 1 and walk.num_staging_slots > 1
+
+
+def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
+    """Groups of `walk.block` streamed stages; a group is brought in while the one before it is computed. Not where the
+    order spreads pages: there as many slots serve to look ahead."""
+    times, num_streamed = _Timetable(walk, num_lanes), len(walk.streamed)
+    starts = range(0, num_streamed, walk.block)
+    for group, start in enumerate(starts):
+        stages = walk.streamed[start : start + walk.block]
+        freed = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)  # the last visit of the group before that
+        yield _Delivery(
+            times.leaves(freed),
+            [action for op in _hops(walk) for stage in stages for action in _bring(walk, op, stage)],
+        )
+
+
+def _hops(walk: Walk) -> list[Op]:
+    return [Op.read] * walk.reads + [Op.copy] * walk.copies
+
+
+def _bring(walk: Walk, op: Op, stage: int) -> list[Action]:
+    if op is Op.read and stage in walk.in_host:
+        return []
+    return [_paged(walk, op, stage, page) for page in range(walk.num_pages)]
+
+
+def _paged(walk: Walk, op: Op, stage: int, page: int) -> Action:
+    return Action(op, stage, page=page if walk.num_pages > 1 else None)
+
+
+def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
+    """The actions by gap: fetches fill the slots as a pass begins; behind each turn its slot is stored and fetched into
+    again."""
+    if not walk.travelling:
+        return {}
+    turns = [
+        (step, Action(Op.fetch, stage, lane), Action(Op.store, stage, lane))
+        for step, (stage, lane) in enumerate(walk.turns(num_lanes))
+        if stage in walk.travelling
+    ]
+    gaps = {0: [fetch for _, fetch, _ in turns[: walk.num_kv_slots]]}
+    for place, (step, _, store) in enumerate(turns):
+        next_turn = place + walk.num_kv_slots
+        gaps[step + 1] = [store, *(fetch for _, fetch, _ in turns[next_turn : next_turn + 1])]
+    return gaps
+
+
+def require_kv_slots(walk: Walk, num_lanes: int) -> None:
+    """Raises ConfigError when the slots are fewer than the turns that the order has open at once."""
+    if not walk.travelling:
+        return
+    overlaps = walk.order.style.num_ahead if set(walk.travelling) & set(walk.attending) else 0
+    needed = min(1 + overlaps, num_lanes)
+    if walk.num_kv_slots < needed:
+        raise ConfigError(
+            f"{walk.num_kv_slots} KV slots, but policy.schedule={walk.order.value} has {needed} lanes at the attention "
+            f"of one stage at once: raise kv.num_slots to {needed}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

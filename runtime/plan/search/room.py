@@ -14,9 +14,8 @@ from ...units import round_up
 from ..cost.work import LayerWork
 from ..placement.defaults import chunk_tokens
 from ..placement.dequantized import DequantizedSize
-from ..placement.exchange import STORES_IN_FLIGHT, TRIP_PARTS
 from ..placement.experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
-from ..placement.kv import SEGMENT_BYTES
+from ..placement.kv import SEGMENT_BYTES, STORES_IN_FLIGHT, TRIP_PARTS
 from ..placement.memory import ALLOCATOR_SLACK_BYTES, PAGE_TOKENS, SequenceSize, lane_entries, pass_tokens
 from ..placement.placement import Budgets
 from ..shape.extents import (

@@ -1,4 +1,5 @@
-"""The ways in which a layer attends, by what they take beside a lane's tokens and its cache.
+"""The ways in which a layer attends, or a gated delta net recurs, by what they take beside a lane's tokens and
+its cache.
 
 Letters as in cache/paged.py.
 """
@@ -6,7 +7,7 @@ Letters as in cache/paged.py.
 from dataclasses import dataclass
 from enum import Enum
 
-from ...units import MIB
+from ...units import MIB, round_up
 
 GATHERED_BYTES = 128 * MIB  # of keys and values that an accelerator gathers at a time; the longest row may take more
 SCORED_BYTES = 16 * MIB  # of those whose scores no kernel makes
@@ -97,3 +98,28 @@ def _masked_prefill(way: AttentionWay, sizes: AttentionSizes) -> int:
     group = sizes.num_heads // sizes.num_kv_heads  # the heads whose scores lie in memory at a time
     scores = most * sizes.longest * group * (4 + 2 * max(4, sizes.item_bytes))
     return row + masks + out + scores + (group * most + 2 * sizes.longest) * sizes.head_dim * sizes.item_bytes
+
+
+CHUNK_COLUMNS = 64  # transformers' torch_chunk_gated_delta_rule pads each row to whole chunks
+FLOAT_BYTES = 4  # it computes in float32, whatever the model computes in
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaRule:
+    """`num_heads` have a state of `key_dim` x `value_dim` each; keys and queries of `num_key_heads` are repeated for
+    them."""
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    def num_bytes(self, num_rows: int, num_columns: int, dtype_bytes: int) -> int:
+        """The bytes at the peak, where the chunks' systems have been solved: queries, keys and values, scaled and
+        decayed, each in a tensor of its own, and matrices of a chunk's pairs of positions; of the rows' states the
+        cached one, those before and after a chunk and two products."""
+        padded = num_rows * round_up(num_columns, CHUNK_COLUMNS) * self.num_heads
+        per_position = 7 * self.key_dim + 4 * self.value_dim + 4 * CHUNK_COLUMNS + 8
+        projected = 4 * self.num_key_heads * self.key_dim + 3 * self.num_heads * self.value_dim
+        states = num_rows * self.num_heads * self.key_dim * self.value_dim
+        return (padded * per_position + 5 * states) * FLOAT_BYTES + num_rows * num_columns * projected * dtype_bytes

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...config.settings import KVDType
-from .attention import AttentionWay
-from .delta_rule import DeltaRule
-from .expert_shares import inner_size
-from .shapes import Stage, StageKind
+from .attention import AttentionWay, DeltaRule
+from .shapes import Stage, StageKind, inner_size
 from .stage_sizes import StageSizes
 
 
@@ -43,10 +41,10 @@ class ModelShape:
     has_whole_prompts: bool = False  # padded lanes of which no prompt is prefilled in chunks
     has_bare_experts: bool = False  # that run through our function, and have matrices alone
     delta_rule: DeltaRule | None = None  # of layers with a gated delta net
-    kv_dtype: KVDType = KVDType.auto  # how keys and values are kept, see kv_dtype.py
+    kv_dtype: KVDType = KVDType.auto  # how keys and values are kept, see dtypes.py
     kv_heads: tuple[tuple[int, int, int], ...] = ()  # of each decoder layer: KV heads, sizes of a key and of a value
     kv_tail_bytes_per_sequence: int = 0  # the newest page of all layers, as computed, beside quantised ones
-    own: range | None = None  # the stages that this process computes, see parts.py; None: all
+    own: range | None = None  # the stages that this process computes, see rank_shares.py; None: all
     compute_dtype: str = ""  # as safetensors calls it; "": not known
     num_parts: int = 1  # ranks that compute each token together, of which this is one's part
     weight_bytes: int = field(init=False, default=0)

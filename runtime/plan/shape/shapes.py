@@ -255,3 +255,9 @@ class Stage:
         experts = sum(p.num_elements for p in self.stacks)
         share = self.num_experts_per_token / self.num_experts if self.num_experts else 1.0
         return 2.0 * (self.num_dense_weights + share * experts)
+
+
+def inner_size(stage: Stage, hidden_size: int) -> int:
+    """The numbers between the matrices of one expert; 0 where none runs through our function."""
+    sizes = [stack.num_elements // (stack.shape[0] * hidden_size) for stack in stage.stacks if stack.is_experts]
+    return min(sizes, default=0)

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...units import round_down
-from .extents import ALIGNMENT_BYTES, MERGE_GAP_BYTES, group_layout, pinned_bytes, resident_groups, slot_layout
-from .moves import misaligned_bytes
+from .extents import (
+    ALIGNMENT_BYTES,
+    MERGE_GAP_BYTES,
+    group_layout,
+    misaligned_bytes,
+    pinned_bytes,
+    resident_groups,
+    slot_layout,
+)
 from .shapes import Stage, StageKind
 
 

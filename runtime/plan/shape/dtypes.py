@@ -8,13 +8,17 @@ and beside each scale of int4 its zero, a byte. Of H heads with Dk and Dv number
     int4: P H (Dk + Dv) / 2 + 3 (H Dk + P H)
 """
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple
 
-from ...config.settings import KVDType
+from ...config.profiles import MeasuredRates
+from ...config.settings import DType, KVDType, MachineConfig
 from ...errors import ConfigError
 from ...units import round_up
 from .model import ModelShape
+from .shapes import TensorSlice
 
 PAGE_TOKENS = 16  # P, positions of a KV page, see cache/pages.py
 PAGE_ALIGNMENT_BYTES = 16  # of quantised pages, so that a position takes whole bytes
@@ -87,3 +91,89 @@ def _position_bytes(shape: ModelShape, dtype: KVDType, layer: int) -> int:
     if dtype.is_quantized:
         return page_parts(dtype, *_heads(shape, layer)).page_bytes // PAGE_TOKENS
     return shape.kv_layer_bytes[layer] // shape.compute_dtype_bytes * NUMBER_BYTES[dtype]
+
+
+class Loss(Enum):
+    """What a format does to numbers. `exact`: they are what its definition makes of the published bytes. `lossless`:
+    they are the original's, bit by bit. `lossy`: they are the original's, rounded."""
+
+    exact = "exact"
+    lossless = "lossless"
+    lossy = "lossy"
+
+
+ORDER = (Loss.exact, Loss.lossless, Loss.lossy)
+MEANING = {
+    Loss.exact: "exact to the published numbers",
+    Loss.lossless: "lossless, bit by bit the published numbers",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredNumbers:
+    """How the matrices of a model are stored. `formats`: storage formats, and dtypes of plain ones, by their bytes, the
+    most first; `loss` is the worst of theirs. `relative_error`: the root of the squares of what weights are off by, of
+    those that were rounded, as a share of their own; None where nobody measured it, or nothing is off."""
+
+    formats: tuple[str, ...]
+    loss: Loss
+    relative_error: float | None = None
+
+    @staticmethod
+    def of(shape: ModelShape, losses: Mapping[str, Loss], relative_error: float | None = None) -> "StoredNumbers":
+        """`losses`: the class of each format that is no dtype."""
+        num_bytes = dict[str, int]()
+        for piece in {piece.name: piece for piece in _matrices(shape)}.values():
+            name = piece.format or piece.dtype
+            num_bytes[name] = num_bytes.get(name, 0) + piece.num_bytes
+        formats = sorted(num_bytes, key=lambda name: -num_bytes[name])
+        found = [losses.get(name, Loss.exact) for name in formats]
+        loss = max(found, key=ORDER.index, default=Loss.exact)
+        return StoredNumbers(
+            formats=tuple(formats), loss=loss, relative_error=relative_error if loss is Loss.lossy else None
+        )
+
+    def __str__(self) -> str:
+        return f"{self.names}: {self.meaning}"
+
+    @property
+    def names(self) -> str:
+        return ", ".join(self.formats)
+
+    @property
+    def meaning(self) -> str:
+        if self.loss is not Loss.lossy:
+            return MEANING[self.loss]
+        error = "not measured" if self.relative_error is None else f"{self.relative_error:.2%}"
+        return f"lossy, relative RMS error {error}"
+
+
+def _matrices(shape: ModelShape) -> Iterator[TensorSlice]:
+    for parameter in (p for stage in shape.stages for p in stage.parameters):
+        for piece in (piece for entry in parameter.pieces for piece in entry):
+            if len(piece.shape) > 1:
+                yield piece
+
+
+NATIVE_SHARE = 0.5  # of float16's FLOP/s: where products of bfloat16 reach no more, they are made of others
+
+
+def auto_dtype(stored: DType, *, has_device: bool, has_bfloat16: bool = True) -> DType:
+    """The dtype that `auto` means. On a CPU float32: the exact answer, and on most CPUs the faster one. On a device the
+    checkpoint's own, but float16 for bfloat16 where that has no units. Both have 16 bits; float16 has more digits, and
+    ends at 65,504."""
+    if not has_device:
+        return DType.float32
+    return DType.float16 if stored is DType.bfloat16 and not has_bfloat16 else stored
+
+
+def has_bfloat16_units(machine: MachineConfig) -> bool:
+    """Whether the machine has units for bfloat16, by its data sheet or by its measured rates."""
+    if machine.sheet is not None:
+        return machine.sheet.bfloat16_tflops is not None
+    return machine.rates is None or _is_native(machine.rates)
+
+
+def _is_native(rates: MeasuredRates) -> bool:
+    wide, narrow = rates.bfloat16, rates.float16
+    return wide is None or narrow is None or max(wide.gemm_gflops) > NATIVE_SHARE * max(narrow.gemm_gflops)

@@ -1,0 +1,302 @@
+"""The model as one of several ranks has it, as the bytes of files that these are: an equal share of the rows of each
+matrix, some of the experts whole, or some of the layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from ...config.settings import DividedExperts
+from ...errors import require
+from .model import ModelShape
+from .shapes import Companion, Parameter, Stage, StageKind, TensorSlice, inner_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowShare:
+    """One of `count` equal runs of rows."""
+
+    index: int
+    count: int
+
+    def divides(self, num_rows: int) -> bool:
+        return num_rows % self.count == 0
+
+    def of(self, num_rows: int) -> range:
+        """Its rows of so many."""
+        height = num_rows // self.count
+        return range(self.index * height, (self.index + 1) * height)
+
+
+def cut(parameter: Parameter, share: RowShare, *, num_runs: int = 1) -> Parameter | None:
+    """The parameter with a share of the rows of each of `num_runs` equal runs, one below the other; of a stack, of each
+    of its matrices. None where a tensor's rows are not bytes to themselves, or a run would end inside a block with one
+    scale."""
+    is_stack = parameter.is_stacked or len(parameter.shape) == 3
+    entries = parameter.pieces
+    if is_stack and not parameter.is_stacked:
+        [[whole]] = entries
+        entries = tuple((whole.expert(index),) for index in range(whole.shape[0]))
+    height = sum(piece.shape[0] for piece in entries[0])
+    if parameter.is_transposed or not share.divides(height // num_runs) or height % num_runs:
+        return None
+    run = height // num_runs
+    own = [range(turn * run + share.of(run).start, turn * run + share.of(run).stop) for turn in range(num_runs)]
+    parts = [_entry(entry, own) for entry in entries]
+    pieces = tuple(part for part in parts if part is not None)
+    if len(pieces) < len(parts):
+        return None
+    rows_at = 1 if is_stack else 0
+    shape = (*parameter.shape[:rows_at], height // share.count, *parameter.shape[rows_at + 1 :])
+    return replace(parameter, shape=shape, pieces=pieces, is_stacked=is_stack)
+
+
+def _entry(pieces: Sequence[TensorSlice], runs: Sequence[range]) -> tuple[TensorSlice, ...] | None:
+    """Those rows of a matrix that is put together from `pieces`."""
+    found = list[TensorSlice]()
+    for run in runs:
+        begin = 0
+        for piece in pieces:
+            first, last = max(run.start, begin), min(run.stop, begin + piece.shape[0])
+            if first < last:
+                part = rows_between(piece, first - begin, last - begin)
+                if part is None:
+                    return None
+                found.append(part)
+            begin += piece.shape[0]
+    return tuple(found)
+
+
+def rows_between(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
+    """Rows [first, last) of a tensor; None where they cannot be told apart."""
+    height, tail = piece.shape[0], piece.shape[1:]
+    if piece.is_interleaved:
+        return replace(piece, shape=(last - first, *tail), first_row=piece.first_row + first)
+    row_bytes, rest = divmod(piece.num_bytes, height)
+    order = _order_between(piece.row_order, first, last)
+    companions = [_companion_between(each, first, last, height) for each in piece.companions]
+    if rest or piece.is_transposed or order is None or None in companions:
+        return None
+    return replace(
+        piece,
+        name=f"{piece.name}[{first}:{last}]",
+        offset=piece.offset + first * row_bytes,
+        num_bytes=(last - first) * row_bytes,
+        shape=(last - first, *tail),
+        companions=tuple(each for each in companions if each is not None),
+        row_order=order,
+        first_row=piece.first_row + first,
+    )
+
+
+def _companion_between(companion: Companion, first: int, last: int, height: int) -> Companion | None:
+    if companion.is_shared:
+        return companion
+    block = companion.block_rows
+    if first % block or (last % block and last != height):
+        return None
+    rows = rows_between(companion.tensor, first // block, -(-last // block))
+    return None if rows is None else replace(companion, tensor=rows)
+
+
+def _order_between(order: Sequence[range], first: int, last: int) -> tuple[range, ...] | None:
+    """The order of rows [first, last), which must be those of the file between the same places."""
+    if not order:
+        return ()
+    rows = [row for run in order for row in run][first:last]
+    if sorted(rows) != list(range(first, last)):
+        return None
+    return tuple(range(row - first, row - first + 1) for row in rows)
+
+
+def runs_of(count: int, num_parts: int) -> Sequence[range]:
+    """So many things in runs of equal length, or with one more in each of the first."""
+    least, more = divmod(count, num_parts)
+    begins = [part * least + min(part, more) for part in range(num_parts + 1)]
+    return [range(begin, end) for begin, end in pairwise(begins)]
+
+
+def sends_less_whole(hidden_size: int, inner_size: int, num_ranks: int) -> bool:
+    """Whether ranks that hold experts whole send one another less than those that hold rows of each. Of a visit it is
+    its output, to the rank that adds up the token's, instead of what lies between the matrices, to all. Either way all
+    are sent the sum."""
+    return hidden_size <= inner_size * num_ranks
+
+
+def has_whole(stage: Stage, hidden_size: int, num_ranks: int, asked: DividedExperts) -> bool:
+    """Whether ranks hold a stage's experts whole."""
+    inner = inner_size(stage, hidden_size)
+    if not inner or asked is DividedExperts.rows or stage.num_experts < num_ranks:
+        return False
+    stacks = [stack for stack in stage.stacks if stack.is_experts]
+    is_mixed_up = any(piece.is_interleaved for stack in stacks for piece in stack.slices)  # of rows all would be read
+    return asked is DividedExperts.whole or is_mixed_up or sends_less_whole(hidden_size, inner, num_ranks)
+
+
+def take_experts(stack: Parameter, own: range) -> Parameter | None:
+    """The stack of these of its experts; None where an expert's bytes cannot be told apart."""
+    if len(stack.shape) != 3:
+        return None
+    entries, num_experts = stack.pieces, stack.shape[0]
+    shape = (len(own), *stack.shape[1:])
+    if not stack.is_stacked:
+        if len(entries) != 1 or len(entries[0]) != 1 or entries[0][0].shape[:1] != (num_experts,):
+            return None
+        [[whole]] = entries
+        if not (whole.format or whole.companions or whole.is_transposed):
+            return replace(stack, shape=shape, pieces=((_between(whole, own),),), num_experts=num_experts)
+        entries = tuple((whole.expert(index),) for index in range(num_experts))
+    pieces = tuple(entries[index] for index in own)
+    return replace(stack, shape=shape, pieces=pieces, is_stacked=True, num_experts=num_experts)
+
+
+def _between(stack: TensorSlice, own: range) -> TensorSlice:
+    """Neighbouring matrices of a stack of plain numbers."""
+    each = stack.num_bytes // stack.shape[0]
+    return replace(
+        stack,
+        name=f"{stack.name}[{own.start}:{own.stop}]",
+        offset=stack.offset + own.start * each,
+        num_bytes=len(own) * each,
+        shape=(len(own), *stack.shape[1:]),
+    )
+
+
+def tensor_share(shape: ModelShape, num_ranks: int, experts: DividedExperts = DividedExperts.auto) -> ModelShape:
+    """The shape that the first rank has of a model whose matrices are cut by rows, which are outputs, and whose KV
+    heads are shared out. Of a layer's experts it has rows of each, or some whole, as `experts` says. Whole on every
+    rank are hidden states, what lies around the layers, vectors, routers, and matrices whose rows are no multiple of
+    the ranks. Raises ConfigError where keys and values cannot be shared out, as a run
+    would."""
+    heads, other = shape.num_kv_heads, "take devices=sharded or pipeline"
+    is_equal = heads % num_ranks == 0 and shape.num_heads % num_ranks == 0
+    whole = "latents, which are of all heads" if shape.expanded_kv_width else "padded lanes, which keep all heads"
+    require(shape.is_packed and not shape.expanded_kv_width, f"devices=tensor: model={shape.name} has {whole}: {other}")
+    require(
+        is_equal,
+        f"devices=tensor: model={shape.name} has {heads} KV heads, which {num_ranks} ranks cannot share equally: set "
+        f"plan.num_ranks, or {other}",
+    )
+    with_whole = {s.index for s in shape.layers if has_whole(s, shape.hidden_size, num_ranks, experts)}
+    stages = tuple(
+        _cut_stage(stage, num_ranks, is_whole=stage.index in with_whole) if stage.kind.is_layer else stage
+        for stage in shape.stages
+    )
+    return replace(
+        shape,
+        stages=stages,
+        num_heads=shape.num_heads // num_ranks,
+        num_kv_heads=heads // num_ranks,
+        intermediate_size=shape.intermediate_size if with_whole else -(-shape.intermediate_size // num_ranks),
+        score_heads=-(-shape.score_heads // num_ranks),
+        kv_layer_bytes=tuple(-(-size // num_ranks) for size in shape.kv_layer_bytes),
+        kv_heads=tuple((-(-count // num_ranks), key, value) for count, key, value in shape.kv_heads),
+        kv_tail_bytes_per_sequence=-(-shape.kv_tail_bytes_per_sequence // num_ranks),
+    )
+
+
+def pipeline_share(shape: ModelShape, num_ranks: int) -> ModelShape:
+    """The shape of the rank that has most: its share of the layers, and what lies around them. Raises ConfigError where
+    there are fewer layers than ranks."""
+    layers = shape.layers
+    require(
+        len(layers) >= num_ranks,
+        f"devices=pipeline: model={shape.name} has {len(layers)} layers for {num_ranks} ranks: lower plan.num_ranks",
+    )
+    count = -(-len(layers) // num_ranks)
+    first = layers[0].index
+    kept = [stage for stage in shape.stages if not stage.kind.is_layer or first <= stage.index < first + count]
+    return replace(
+        shape,
+        stages=tuple(replace(stage, index=index) for index, stage in enumerate(kept)),
+        kv_layer_bytes=shape.kv_layer_bytes[:count],
+        kv_heads=shape.kv_heads[:count],
+        bounded_layers=frozenset(layer for layer in shape.bounded_layers if layer < count),
+        state_bytes_per_sequence=-(-shape.state_bytes_per_sequence * count // len(layers)),
+        kv_tail_bytes_per_sequence=-(-shape.kv_tail_bytes_per_sequence * count // len(layers)),
+    )
+
+
+def _cut_stage(stage: Stage, num_parts: int, *, is_whole: bool) -> Stage:
+    first = runs_of(stage.num_experts, num_parts)[0]
+    parts = [take_experts(p, first) if is_whole and p.is_experts else None for p in stage.parameters]
+    pairs = zip(stage.parameters, parts, strict=True)
+    return replace(
+        stage, parameters=tuple(part or _cut_parameter(p, stage.num_experts, num_parts) for p, part in pairs)
+    )
+
+
+def _cut_parameter(parameter: Parameter, num_experts: int, num_parts: int) -> Parameter:
+    shape = parameter.shape
+    if len(shape) < 2 or shape[-2] % num_parts or shape == (num_experts, shape[-1]):
+        return parameter
+    pieces = tuple(tuple(_cut_slice(piece, num_parts) for piece in entry) for entry in parameter.pieces)
+    return replace(parameter, shape=(*shape[:-2], shape[-2] // num_parts, shape[-1]), pieces=pieces)
+
+
+def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
+    """A slice of as many bytes as a rank's rows have, which are all where rows do not lie apart; of a stack, those of
+    all experts in one piece."""
+    shape = piece.shape
+    rows = (*shape[:-2], -(-shape[-2] // num_parts), shape[-1]) if len(shape) > 1 else shape
+    companions = tuple(
+        Companion(
+            role=each.role,
+            tensor=_cut_slice(each.tensor, num_parts),
+            block_rows=each.block_rows,
+            block_columns=each.block_columns,
+        )
+        for each in piece.companions
+    )
+    num_bytes = piece.num_bytes if piece.is_interleaved else -(-piece.num_bytes // num_parts)
+    return replace(piece, num_bytes=num_bytes, shape=rows, companions=companions)
+
+
+def divided(stages: Sequence[Stage], count: int, *, with_tables: bool = False) -> tuple[range, ...]:
+    """The stages of each of `count` ranks: whole layers, such that the heaviest rank has as few bytes as can be. The
+    embeddings go with the first layer, norm and head with the last. Tables of embeddings, of which a token takes a row,
+    weigh nothing in time, and with `with_tables` what they are in memory. Raises ConfigError where there are fewer
+    layers than ranks."""
+    layers = [stage.index for stage in stages if stage.kind is StageKind.layer]
+    require(
+        len(layers) >= count,
+        f"devices=pipeline: {count} ranks cannot divide {len(layers)} layers: start {len(layers)} at most",
+    )
+    weights = [stages[index].num_bytes for index in layers]
+    weights[0] += stages[0].num_bytes if with_tables else 0
+    weights[-1] += stages[-1].num_bytes
+    firsts = _firsts(weights, count)
+    begins = [0, *(layers[first] for first in firsts[1:])]
+    return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], len(stages)], strict=True))
+
+
+def _firsts(weights: Sequence[int], count: int) -> list[int]:
+    """The first of each of `count` groups of neighbours, none of them empty, of which the heaviest is lightest."""
+    ends = [0, *accumulate(weights)]
+    best = [(float(end), [0]) for end in ends]  # of one group, by how many it holds
+    for size in range(2, count + 1):
+        found = best[:size]
+        for end in range(size, len(ends)):
+            pairs = ((max(best[cut][0], ends[end] - ends[cut]), cut) for cut in range(size - 1, end))
+            heaviest, cut = min(pairs)
+            found.append((heaviest, [*best[cut][1], cut]))
+        best = found
+    return best[-1][1]
+
+
+def part_of(shape: ModelShape, part: range) -> ModelShape:
+    """The model as a rank sees it that has the stages of `part` alone: others have no weights there, and keep no keys
+    and values, nor states."""
+    first = shape.layers[0].index
+    own = [first + layer in part for layer in range(len(shape.kv_layer_bytes))]
+    kv = tuple(size if is_own else 0 for size, is_own in zip(shape.kv_layer_bytes, own, strict=True))
+    states = shape.state_layer_bytes or (shape.state_bytes_per_sequence,) * len(own)
+    return replace(
+        shape,
+        stages=tuple(s if s.index in part else replace(s, parameters=(), num_experts=0) for s in shape.stages),
+        kv_layer_bytes=kv,
+        state_bytes_per_sequence=sum(size for size, is_own in zip(states, own, strict=True) if is_own),
+        state_layer_bytes=tuple(size if is_own else 0 for size, is_own in zip(states, own, strict=True)),
+        kv_tail_bytes_per_sequence=-(-shape.kv_tail_bytes_per_sequence * sum(kv) // max(1, sum(shape.kv_layer_bytes))),
+        own=part,
+    )
