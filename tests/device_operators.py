@@ -9,7 +9,7 @@ import torch
 
 from runtime.attention.plain_attention import decode_attention_torch
 from runtime.linear import backends, packed_rows
-from runtime.model import attention, host_ops, loading
+from runtime.model import attention, fused_ops, loading
 from runtime.plan.shape.shapes import Parameter
 from runtime.weights import stage_weights as weights
 
@@ -29,8 +29,8 @@ def operators_of_a_device() -> Iterator[None]:
     plain_argument = weights._plain_argument
     with ExitStack() as stack:
         for module, name, value in (
-            (host_ops, "has_compiler", lambda: False),
-            (host_ops, "can_compile", lambda: False),
+            (fused_ops, "has_compiler", lambda: False),
+            (fused_ops, "can_compile", lambda: False),
             (loading, "can_compile", lambda: False),
             (backends, "has_compiler", lambda: False),
             (packed_rows, "has_compiler", lambda: False),

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
 from runtime.config.settings import MachineConfig, ModelConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.errors import ConfigError, MillraceError
-from runtime.probing.decoder_config import decoder_config
+from runtime.probing.layer_lists import decoder_config
 from runtime.probing.meta import auto_class
 from runtime.sequences.sequence import Completion
 from tests.tiny_checkpoints import MOST_PARAMETERS, NUM_NEW_TOKENS, TEMPERS, Answers, Silent, answers, save_tiny

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runtime.errors import CheckpointError, ConfigError
 from runtime.formats.own_store import METHOD
-from runtime.origin.vetted_files import TEMPLATES
+from runtime.origin.config_rules import TEMPLATES
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.checkpoint import is_gguf, listed_in
 from runtime.store.header import read_header

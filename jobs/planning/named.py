@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from runtime.config.settings import DType, Lanes
 from runtime.model import experts
-from runtime.model.sizes import shape_of
 from runtime.model.stages import stage_model
-from runtime.model.traits import choose_lanes, measure_cache
+from runtime.model.traits import choose_lanes, measure_cache, shape_of
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.probing.meta import build_meta_model, untie_head

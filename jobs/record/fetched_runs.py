@@ -13,8 +13,7 @@ from pathlib import Path, PurePosixPath
 from runtime.cache_root import cache_root
 from runtime.config.texts import url_child
 from runtime.errors import ConfigError, DamagedRunError
-from runtime.remote.object_store import ObjectStore, Stored
-from runtime.remote.patience import Patience
+from runtime.remote.object_store import ObjectStore, Patience, Stored
 
 from ..files.publishing import PRIVATE_FOLDER_MODE, make_directory, publish, read_json, write_all, write_json
 from .stored_run import NUM_FETCHES, OWN, RUN

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from runtime.config.texts import url_child
 from runtime.errors import DamagedRunError, MillraceError, RunInUseError, StorageError
-from runtime.remote.object_store import ObjectStore, Stored
-from runtime.remote.patience import Patience, never
+from runtime.remote.object_store import ObjectStore, Patience, Stored, never
 from runtime.units import counted
 
 from ..config.settings import GenerateConfig

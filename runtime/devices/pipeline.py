@@ -15,14 +15,13 @@ from ..config.settings import OffloadConfig, PolicyConfig
 from ..engine.records import Phase
 from ..errors import BudgetError, Interrupted, require
 from ..model.loading import LoadedModel
-from ..model.part import keep_part
+from ..model.part import handed_on, keep_part
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan
 from ..plan.shape.model import ModelShape
 from ..plan.shape.rank_shares import divided, part_of
 from ..planning.budgets import budgets_of
 from ..planning.planner import Planner
-from ..probing.layer_inputs import handed_on
 from ..probing.meta import build_meta_model
 from ..ranks.collectives import PipelineLink
 from ..ranks.ranks import STOPPED, Message, Ranks

@@ -66,7 +66,7 @@ def prepare(part: Part) -> None:
 
             prepare_products([getattr(torch, name) for name in part.stored], set(part.formats), dtype)
         case _:
-            from ..model.host_ops import prepare_host_ops
+            from ..model.fused_ops import prepare_host_ops
 
             prepare_host_ops(dtype)
 

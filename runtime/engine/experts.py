@@ -24,8 +24,7 @@ from ..model.experts import (
     output_of,
 )
 from ..model.loading import LoadedModel
-from ..model.split_experts import gathering_of, split_mixed
-from ..model.whole_experts import mixed_among, own_experts
+from ..model.split_experts import gathering_of, mixed_among, own_experts, split_mixed
 from ..plan.placement.feedforward import CpuShare
 from ..plan.shape.shapes import Stage
 from ..stream.exchange import HostExchange, Trip

@@ -30,18 +30,16 @@ from ..config.settings import (
     Tier,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError, MillraceError
-from ..model.excerpt import Excerpt, dense_bytes, fill, num_telling_layers
+from ..model.excerpt import Excerpt, dense_bytes, fill, leave_unread, num_telling_layers
 from ..model.families import FAMILIES
 from ..model.head import slice_head
 from ..model.loading import LoadedModel, load_model
-from ..model.unread import leave_unread
 from ..origin.location import read_config
 from ..origin.net import one_line, reason_of
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan, plan_run
 from ..probing.heads import Head
-from ..probing.meta import build_meta_model
-from ..probing.rewritten import initialize_again
+from ..probing.meta import build_meta_model, initialize_again
 from ..requests.scoring import make_scoring
 from ..sequences.sampler import Sampler, sampler_for
 from ..sequences.sequence import FinishReason, Request, Sequence

@@ -11,7 +11,7 @@ import torch
 from ..attention.page_codes import stored_dtype
 from ..closing import Closing
 from ..config.settings import Attention, KVTier, RuntimeConfig
-from ..model.host_ops import DTYPES
+from ..model.fused_ops import DTYPES
 from ..model.loading import LoadedModel
 from ..plan.placement.feedforward import trip_size
 from ..plan.placement.kv import KVLayout

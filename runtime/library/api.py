@@ -37,10 +37,9 @@ from ..engine.setup import Setup, kernels_of, open_streams, prepare_attention
 from ..errors import ClosedError, require
 from ..measure.contests import known_backends
 from ..measure.machine_cache import Host, find_products
-from ..model.attention_way import placed
-from ..model.followed import as_the_model_says
 from ..model.head import slice_head
 from ..model.loading import LoadedModel, load_model
+from ..origin.generation_config import as_the_model_says
 from ..plan.cost.rates import MachineRates
 from ..plan.facts import PlanFacts, why_unshared
 from ..plan.placement.memory import SequenceSize
@@ -129,7 +128,7 @@ class Runtime(Closing):
         if not self.device.is_accelerator:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
         self.model: LoadedModel = self._loaded()
-        self.config = as_the_model_says(self.config, self.model)
+        self.config = as_the_model_says(self.config, self.model.generation, self.model.shape.vocab_size)
         self._refuse_early()
         if self._shared is not None:
             self.model = self._shared.joined(self.model, self.config.offload, self.device)
@@ -164,8 +163,7 @@ class Runtime(Closing):
             gathering=None if self._shared is None else self._shared.gathering,
             encodes=self._encodes,
         )
-        loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
-        return placed(loaded, self.device)
+        return replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype)).placed(self.device)
 
     def open(self) -> Self:
         """Keeps from now on what calls read and measure, until `close`: what `with` does at its begin."""

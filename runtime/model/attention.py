@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from greenlet import getcurrent
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from ..attention.device_attention import attend_fused, decode_on_device, fused_applies, prefill_fused, prefill_in_flash
+from ..attention.flash_attention import flash_applies
 from ..attention.host_attention import decode_attention
 from ..attention.layout import LayerKV
 from ..attention.quantized import QuantizedKV
@@ -26,8 +27,12 @@ from ..cache.host_lane import HostVisit
 from ..cache.paged import PagedKV
 from ..errors import ConfigError
 from ..events import LaneRun, NeedAttention, need_tensor
+from ..plan.shape.attention import AttentionWay
+from ..plan.shape.model import ModelShape
 from ..probing import guards
 from ..probing.guards import chunk_of, layer_of
+from ..probing.layer_lists import decoder_config
+from ..stream.device import ComputeDevice
 
 NAME = "millrace_ragged"
 
@@ -286,3 +291,15 @@ def _prefill_by_head(
 
 def register() -> None:
     AttentionInterface.register(NAME, ragged_attention)
+
+
+def attention_way(model: PreTrainedModel, shape: ModelShape, device: ComputeDevice) -> AttentionWay:
+    """Says how a loaded model's ordinary layers attend."""
+    if not (device.is_accelerator and shape.is_packed):
+        return AttentionWay.host
+    softcap = getattr(decoder_config(model.config), "attn_logit_softcapping", None)
+    like = torch.empty(0, shape.head_dim, dtype=model.dtype, device=device.torch_device)
+    if flash_applies(like, like, like, Rule(1.0, softcap)) and not shape.kv_dtype.is_quantized:
+        return AttentionWay.flash
+    is_fused = not shape.score_heads and fused_applies(like, like, Rule(1.0))
+    return AttentionWay.fused if is_fused else AttentionWay.scored

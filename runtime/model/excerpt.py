@@ -2,6 +2,9 @@
 memory and time. Names and shapes of what is left are the checkpoint's own.
 
 Windows, chunks and LongRoPE's limit become so short that a few tokens pass them.
+
+And of a composite model, whole or cut down, what it has beside its text decoder: towers that see or hear, and what fits
+their output to it. When text alone is asked, nothing of it is read.
 """
 
 import logging
@@ -13,9 +16,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from ..errors import ConfigError
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage, StageKind
-from ..probing.layer_lists import layer_lists
+from ..probing.layer_lists import decoder_config, layer_lists
 from ..store.checkpoint import Checkpoint
 from ..store.reader import Fill
 from ..weights.layout import match
@@ -138,3 +142,46 @@ def dense(parameter: Parameter, like: torch.Tensor, made: Mapping[str, Fill]) ->
     entries = [torch.cat([load_tensor(piece, made) for piece in blocks]) for blocks in parameter.pieces]
     whole = torch.stack(entries) if parameter.is_stacked else entries[0]
     return whole.to(like.dtype).reshape(like.shape)
+
+
+class UnreadModule(nn.Module):
+    """Stands in a module's place, without its weights. Whoever wants to run it must do without."""
+
+    def __init__(self, inner: nn.Module, name: str):
+        super().__init__()
+        self._inner = (inner,)  # no child: its parameters are none of the model's any more
+        self._name = name
+
+    def __getattr__(self, name: str):  # model code reads attributes of its modules
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_inner"][0], name)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        raise ConfigError(
+            f"model.path: {self._name} ({type(self._inner[0]).__name__}) is asked although all prompts are text, and "
+            "of a model that also sees or hears the text decoder alone is run"
+        )
+
+
+def leave_unread(model: PreTrainedModel) -> None:
+    """Mutates `model`: of a composite one, whatever lies beside the decoder and the head has no weights any more."""
+    decoder = model.get_decoder()
+    if model.config.is_encoder_decoder or decoder_config(model.config) is model.config or decoder is model:
+        return
+    kept = set(decoder.modules())
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        kept |= set(module.modules()) if module is not None else set()
+    _leave(model, "", kept)
+
+
+def _leave(module: nn.Module, path: str, kept: set[nn.Module]) -> None:
+    for name, _ in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, None)
+    for name, child in list(module.named_children()):
+        child_path = f"{path}.{name}" if path else name
+        if child not in kept and not kept.isdisjoint(child.modules()):
+            _leave(child, child_path, kept)
+        elif child not in kept and any(True for _ in child.parameters()):
+            setattr(module, name, UnreadModule(child, child_path))

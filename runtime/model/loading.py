@@ -27,14 +27,14 @@ from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage
 from ..probing.guards import NO_DECODER
 from ..probing.heads import Head, head_of, looks_ahead
-from ..probing.meta import build_meta_model
+from ..probing.meta import build_meta_model, zeroed_rows
 from ..probing.padded_probe import PaddedHabits, padded_habits
-from ..probing.rewritten import zeroed_rows
 from ..ranks.collectives import Gathering
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
 from ..store.piece_sums import check_packed
 from ..store.reader import Fill
+from ..stream.device import ComputeDevice
 from ..stream.device_choice import has_bfloat16_units
 from ..weights.computed import keep_computed
 from ..weights.conversions import Conversion, ZeroedRows, convert_once
@@ -44,16 +44,13 @@ from ..weights.quantization import take_quantization
 from ..weights.rounding_files import RoundedTensors
 from ..weights.stage_weights import load_tensor, stage_weights
 from . import attention, experts
-from .compiled_ops import compiled_ops, require_accelerator
-from .excerpt import Excerpt
+from .excerpt import Excerpt, leave_unread
 from .fused import fuse
-from .host_ops import DTYPES, host_ops
+from .fused_ops import DTYPES, compiled_ops, host_ops, require_accelerator
 from .rope_lengths import RopeLengths, follow_lengths
-from .sizes import shape_of
 from .split import SplitHeads, split_model
 from .stages import StagedModel, stage_model
-from .traits import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache, without_cache
-from .unread import leave_unread
+from .traits import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache, shape_of, without_cache
 
 
 def fill_buffers(staged: StagedModel, parameters: Mapping[str, Parameter]) -> None:
@@ -113,6 +110,11 @@ class LoadedModel:
         """The files of weights that lie nowhere, for a reader."""
         return {} if self.rounded is None else self.rounded.fills
 
+    def placed(self, device: ComputeDevice) -> "LoadedModel":
+        """The model with what its layers take of memory on this device."""
+        way = attention.attention_way(self.staged.model, self.shape, device)
+        return replace(self, shape=replace(self.shape, attention_way=way))
+
     def weights_of(
         self, stage: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int], *, on_device: bool = False
     ) -> dict[str, torch.Tensor]:
@@ -131,7 +133,7 @@ class _Hollow:
     described: Mapping[str, object]
     quantization: Mapping[str, object]
     generation: ModelGeneration
-    zeroed_rows: Mapping[str, Sequence[int]]  # see `runtime.probing.rewritten`
+    zeroed_rows: Mapping[str, Sequence[int]]  # see `runtime.probing.meta`
 
     @property
     def class_name(self) -> str:

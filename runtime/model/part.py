@@ -3,22 +3,159 @@
 The class's own forward runs in every rank. In front of the rank's stages embeddings are zeros of the right shape, and
 layers hand on what they are given; at the first of its layers hidden states take their place that the rank before has
 sent; and where the next rank's layers begin, the forward ends.
+
+That takes a class whose layers are handed one tensor by the layers before them. Which it is, is found by following, in
+a run without weights, what each tensor was made of.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from greenlet import getcurrent
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import ConfigError
 from ..events import LaneRun, Weights
-from ..probing.layer_inputs import HandedOn
+from ..probing.hollow import with_values, without_values
+from ..probing.layer_lists import layer_lists
+from ..probing.padded_probe import cache_argument
 from .stages import EMBEDDING, StagedModel, StreamedModule, hollow_weights
 
+NUM_TOKENS = 2
+WEIGHTS = -1  # where a number comes from: a weight outside of all layers, or the layer of that index
 OTHER_WAYS = "only the first rank of devices=pipeline has it: take devices=sharded, or devices=one"
+_ONLY_SHAPES = ("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full", "rand", "randn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandedOn:
+    """How a layer is called and what it returns: `place` of the hidden states among its arguments, a number or a name,
+    and how many things it gives, the hidden states first; 0: them alone, in no tuple."""
+
+    place: int | str
+    num_given: int
+
+    def taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """The hidden states among the arguments of a call."""
+        return args[self.place] if isinstance(self.place, int) else kwargs[self.place]
+
+    def replaced(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: torch.Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other hidden states."""
+        if isinstance(self.place, int):
+            return (*args[: self.place], hidden, *args[self.place + 1 :]), dict(kwargs)
+        return tuple(args), {**kwargs, self.place: hidden}
+
+    def given(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """What a layer returns that leaves its hidden states as they are."""
+        return (hidden, *[None] * (self.num_given - 1)) if self.num_given else hidden
+
+
+def handed_on(model: PreTrainedModel) -> tuple[HandedOn, ...]:
+    """How hidden states come into each decoder layer. `model` must be whole, with parameters on the meta device,
+    and is not changed. Raises ConfigError where a layer needs more of those before it, by name."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise _refusal(model, "some of its layers attend to keys and values of others (num_kv_shared_layers)")
+    try:
+        return _probed(model, without_values(model), "meta")
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, IndexError):
+        return _probed(model, with_values(model, num_layers=None), "cpu")
+
+
+def _probed(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple[HandedOn, ...]:
+    origins = _Origins(copy.parameters())
+    [found] = layer_lists(copy)
+    calls = [_Call(origins, index) for index in range(len(found.layers))]
+    for layer, call in zip(found.layers, calls, strict=True):
+        layer.register_forward_pre_hook(call.enter, with_kwargs=True)
+        layer.register_forward_hook(call.leave)
+    ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=device)
+    cache = {cache_argument(copy): DynamicCache(config=copy.config)}
+    with torch.inference_mode(), origins:
+        copy(input_ids=ids, use_cache=True, **cache)
+    return tuple(_handed(model, call) for call in calls)
+
+
+class _Origins(TorchDispatchMode):
+    """Says of tensors where their numbers come from; `of` gives nothing where they are the same in every process."""
+
+    def __init__(self, weights: Iterator[torch.nn.Parameter]):
+        super().__init__()
+        self._known: dict[int, tuple[torch.Tensor, frozenset[int]]] = {}
+        for weight in weights:
+            self.mark(weight, frozenset({WEIGHTS}))
+
+    def mark(self, tensor: torch.Tensor, origins: frozenset[int]) -> None:
+        self._known[id(tensor)] = tensor, origins  # held, so that no other gets its id
+
+    def of(self, tensor: torch.Tensor) -> frozenset[int]:
+        return self._known[id(tensor)][1] if id(tensor) in self._known else frozenset()
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.removesuffix("_like") in _ONLY_SHAPES:
+            return out
+        origins = frozenset[int]().union(*(self.of(each) for each in _tensors((args, kwargs))))
+        if origins:
+            for each in _tensors(out):
+                self.mark(each, origins | self.of(each))
+        return out
+
+
+def _tensors(values: object) -> Iterator[torch.Tensor]:
+    return (each for each in tree_iter(values) if isinstance(each, torch.Tensor))
+
+
+@dataclass
+class _Call:
+    """One layer in the run: from where came what no other process has, by its place, and what it gave."""
+
+    origins: _Origins
+    index: int
+    entered: dict[int | str, frozenset[int]] = field(default_factory=dict)
+    is_tensor: bool = False
+    num_given: int = 0
+
+    def enter(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for place, value in [*enumerate(args), *kwargs.items()]:
+            origins = frozenset[int]().union(*map(self.origins.of, _tensors(value)))
+            if origins:
+                self.entered[place] = origins
+                self.is_tensor = isinstance(value, torch.Tensor)
+
+    def leave(self, layer: torch.nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        for each in _tensors(out):
+            self.origins.mark(each, frozenset({self.index}))
+        self.num_given = len(out) if isinstance(out, tuple) else 0
+
+
+def _handed(model: PreTrainedModel, call: _Call) -> HandedOn:
+    before = call.index - 1 if call.index else WEIGHTS
+    if list(call.entered.values()) != [frozenset({before})] or not call.is_tensor:
+        what = ", ".join(f"{place} of {sorted(origins)}" for place, origins in call.entered.items())
+        raise _refusal(model, f"layer {call.index} is handed more than the hidden states of the one before: {what}")
+    return HandedOn(place=next(iter(call.entered)), num_given=call.num_given)
+
+
+def _refusal(model: PreTrainedModel, why: str) -> ConfigError:
+    return ConfigError(
+        f"devices=pipeline: the layers of {type(model).__name__} cannot be divided among ranks: {why}; take "
+        "devices=sharded, or devices=one"
+    )
 
 
 class _LeftRank(Exception):

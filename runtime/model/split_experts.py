@@ -1,23 +1,34 @@
-"""Experts whose matrices are cut by their rows, as all others are: each rank makes some numbers of every visit.
+"""What a rank has of the experts of a layer: rows of the matrices of each, or some of them whole.
+
+Where matrices are cut by their rows, as all others are, each rank makes some numbers of every visit. Where each expert
+belongs to one rank, that one alone has its matrices. All ranks know who visits whom. Each multiplies the tokens that
+visit its experts, and hands each output to the rank that adds up that token's; what it adds up it tells all. Products
+and the order of sums are those of one process, so that sums are, to the bit.
 
 Letters as in experts.py; N and M are a rank's part of what lies between an expert's matrices, and of D.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from ..config.settings import DividedExperts
+from ..plan.shape.rank_shares import RowShare, cut, runs_of, sends_less_whole, take_experts
+from ..plan.shape.shapes import Parameter
 from ..ranks.collectives import Gathering
-from .experts import Experts, Matrices, Visits, activated, bias_of, has_norm, matrix_names
+from .experts import Experts, Matrices, Visits, activated, bias_of, has_norm, matrix_names, output_of
 from .fused import is_code_of
 
 GATHERING = "gathering"  # the attribute of an experts module that is split
+OWN = "own_experts"  # the attribute of an experts module that has some of them
 GATED: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
 LEAST_VISITS = 512  # whose numbers are made whole together
+
+Stacks = Mapping[str, Parameter]  # by their names in an experts module
 
 
 def gathering_of(module: nn.Module) -> Gathering | None:
@@ -100,3 +111,134 @@ def _outputs(
 def _biased(experts: Experts, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
     bias = bias_of(experts, name)
     return x if bias is None else x + bias[expert]
+
+
+def own_experts(module: nn.Module) -> range | None:
+    """Those whose matrices the module has, where other ranks have others."""
+    return getattr(module, OWN, None)
+
+
+def mixed_among(
+    module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
+) -> torch.Tensor:
+    """What `experts.mixed` gives, (T, D). `hit` yields this rank's experts alone, ascending."""
+    gathering, num_experts = gathering_of(module), cast("Experts", module).num_experts
+    assert gathering is not None, "asked of experts that no other rank has"
+    experts, tokens = runs_of(num_experts, gathering.count), runs_of(len(hidden_TD), gathering.count)
+    own, mine = experts[gathering.index], tokens[gathering.index]
+    given, sizes_given = _given(module, hidden_TD, visits, hit, own, tokens)
+    summed = visits.of_tokens(mine)
+    taken = gathering.exchanged(given, sizes_given, [_num_visits(summed, each) for each in experts])
+    out_tD = hidden_TD.new_zeros(len(mine), hidden_TD.shape[1])
+    for expert in summed.hit:
+        rows = summed.of(expert)
+        out_tD.index_add_(0, summed.tokens_V[rows] - mine.start, taken[rows])
+    return gathering.exchanged(
+        out_tD.repeat(gathering.count, 1), [len(mine)] * gathering.count, [len(each) for each in tokens]
+    )
+
+
+def _given(
+    module: nn.Module,
+    hidden_TD: torch.Tensor,
+    visits: Visits,
+    hit: Iterable[tuple[int, Matrices]],
+    own: range,
+    tokens: Sequence[range],
+) -> tuple[torch.Tensor, list[int]]:
+    """The weighted outputs of this rank's experts, (V, D), by the rank that adds up the token's, and how many each
+    gets."""
+    begin, end = visits.of(own.start).start, visits.of(own[-1]).stop
+    ends = torch.tensor([each.stop for each in tokens], device=visits.tokens_V.device)
+    to_V = torch.bucketize(visits.tokens_V[begin:end], ends, right=True)
+    places_V = torch.empty_like(to_V)
+    places_V[to_V.argsort(stable=True)] = torch.arange(end - begin, device=to_V.device)
+    out_VD = hidden_TD.new_empty(end - begin, hidden_TD.shape[1])
+    for expert, matrices in hit:
+        rows = visits.of(expert)
+        found = output_of(module, matrices, expert, hidden_TD, visits) * visits.weights_V[rows, None]
+        out_VD[places_V[rows.start - begin : rows.stop - begin]] = found.to(out_VD.dtype)
+    return out_VD, to_V.bincount(minlength=len(tokens)).tolist()
+
+
+def _num_visits(visits: Visits, experts: range) -> int:
+    return visits.of(experts[-1]).stop - visits.of(experts.start).start
+
+
+class Division(NamedTuple):
+    """This rank's part of an experts module, or why there is none. `own`: the experts that it has whole; `instead`: the
+    setting by which there would be one."""
+
+    stacks: Stacks
+    own: range | None = None
+    why_not: str = ""
+    instead: str = ""
+
+
+def divide_experts(module: nn.Module, stacks: Stacks, gathering: Gathering, asked: DividedExperts) -> Division:
+    """Leaves the module this rank's part of its stacks. Mutates the module, unless there is none."""
+    share = RowShare(index=gathering.index, count=gathering.count)
+    ways = {DividedExperts.rows: _by_rows(module, stacks, share), DividedExperts.whole: _by_expert(stacks, share)}
+    found = _chosen(module, stacks, share, asked, ways)
+    if found.stacks:
+        for name, part in found.stacks.items():
+            before = module._parameters[name]
+            assert before is not None
+            module._parameters[name] = nn.Parameter(
+                torch.empty(part.shape, device="meta", dtype=before.dtype), requires_grad=False
+            )
+        setattr(module, GATHERING, gathering)
+        setattr(module, OWN, found.own)
+    return found
+
+
+def _chosen(
+    module: nn.Module,
+    stacks: Stacks,
+    share: RowShare,
+    asked: DividedExperts,
+    ways: Mapping[DividedExperts, Division],
+) -> Division:
+    rows, whole = ways[DividedExperts.rows], ways[DividedExperts.whole]
+    if asked is DividedExperts.auto:
+        inputs = stacks[matrix_names(module)[1]].shape[1:]
+        hidden, inner = reversed(inputs) if cast("Experts", module).is_transposed else inputs
+        is_mixed_up = any(piece.is_interleaved for stack in stacks.values() for piece in stack.slices)  # all is read
+        is_whole = is_mixed_up or sends_less_whole(hidden, inner, share.count)
+        first, second = (whole, rows) if is_whole else (rows, whole)
+        both = f"{rows.why_not}, and {whole.why_not}"
+        return first if first.stacks else second if second.stacks else Division({}, why_not=both)
+    found, other = ways[asked], whole if asked is DividedExperts.rows else rows
+    if found.stacks or not other.stacks:
+        return found
+    key = DividedExperts.whole if asked is DividedExperts.rows else DividedExperts.rows
+    return Division({}, why_not=found.why_not, instead=f"devices.experts={key.value}")
+
+
+def not_apart(parameter: Parameter) -> str:
+    """Why its rows cannot be shared out."""
+    piece = parameter.pieces[0][0]
+    return f"rows of {piece.format or piece.dtype} of shape {piece.shape} do not lie apart in so many equal parts"
+
+
+def _by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> Division:
+    if cast("Experts", module).is_transposed:
+        return Division({}, why_not="its experts' matrices lie as (inputs, outputs)")
+    first, second = matrix_names(module)
+    counts = {first: num_runs(module), second: 1}
+    parts = {name: cut(stacks[name], share, num_runs=count) for name, count in counts.items()}
+    for name, part in parts.items():
+        if part is None:
+            return Division({}, why_not=not_apart(stacks[name]))
+    return Division({name: part for name, part in parts.items() if part is not None})
+
+
+def _by_expert(stacks: Stacks, share: RowShare) -> Division:
+    num_experts = min(stack.shape[0] for stack in stacks.values())
+    if num_experts < share.count:
+        return Division({}, why_not=f"it has {num_experts} experts")
+    own = runs_of(num_experts, share.count)[share.index]
+    parts = {name: take_experts(stack, own) for name, stack in stacks.items()}
+    if None in parts.values():
+        return Division({}, why_not="its experts' bytes do not lie apart")
+    return Division({name: part for name, part in parts.items() if part is not None}, own)

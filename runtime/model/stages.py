@@ -1,31 +1,36 @@
 """Cuts a model into stages without touching its code: finds its layers, puts a `StreamedModule` in the place of each
 module that owns weights, and learns by dry runs which of the others come before the layers.
+
+In the last decoder layer of a pass with prompts all tokens leave keys and values, but only the last one of a prompt
+that ends, and those that are decoded, go on to the head. The others stop where they are cached. Of a model of L layers
+that leaves out nearly 1/L of a prefill. It needs no knowledge of the class: what a packed lane runs treats tokens one
+by one but in attention, so a layer gives a token the same whichever others are beside it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
-from greenlet import GreenletExit, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet
 from transformers import PreTrainedModel
 
+from ..cache.paged import PagedKV, StoredAlone
 from ..errors import ConfigError
-from ..events import NeedStage, Weights, need_stage
+from ..events import LaneRun, NeedStage, Weights, need_stage
 from ..linear.fused_projections import FusedProjections
 from ..linear.panels import Block
 from ..linear.stored import StoredWeight
+from ..plan.cost.lane_work import is_narrow
 from ..plan.shape.shapes import StageKind
-from ..probing.decoder_config import encoder_config
-from ..probing.layer_lists import layer_lists, stage_kinds
-from .binding import Binding
-from .last_layer import forward_selected
-from .traits import accepted
+from ..probing.layer_lists import encoder_config, layer_lists, stage_kinds
 
 EMBEDDING = 0
 NOTHING_GATHERED = nullcontext()
 Instead: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], object]
+_Tensors: TypeAlias = dict[str, torch.Tensor | None]  # of a module, by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +110,62 @@ class StreamedModule(torch.nn.Module):
         return blocks
 
 
+class Binding:
+    """Puts a stage's weights in the places of a module's absent parameters, for as long as any lane is inside the
+    module. `names` are those of parameters and buffers inside `module`, which weights have behind `prefix`. Not
+    thread-safe: lanes share one thread.
+
+    `torch.func.functional_call` undoes each call's swap when that call returns, so calls must return last in, first
+    out. Lanes that park inside a layer leave it in the order in which they came: the first to leave would take the
+    weights away from the others.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Sequence[str], prefix: str = ""):
+        self._places = [(prefix + name, *_place(module, name)) for name in names]
+        self._num_inside = 0
+        self._absent: list[torch.Tensor | None] = []  # what stands in these places while nobody is inside
+        self._stored: dict[str, StoredWeight] = {}
+
+    def enter(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, StoredWeight]:
+        """Mutates the module, until as many lanes have left it. Those that are inside at the same time must bring the
+        same weights, of which some may be missing: the first one's are used. Returns those that stay as stored."""
+        self._num_inside += 1
+        if self._num_inside > 1:
+            return self._stored
+        if not self._absent:
+            self._absent = [tensors.get(leaf) for _, tensors, leaf in self._places]
+        for name, tensors, leaf in self._places:
+            if name in weights:
+                weight = tensors[leaf] = weights[name]
+                if weight.__class__ is not torch.Tensor and isinstance(weight, StoredWeight):
+                    self._stored[name] = weight
+        return self._stored
+
+    def leave(self) -> None:
+        self._num_inside -= 1
+        if not self._num_inside:
+            for (_, tensors, leaf), absent in zip(self._places, self._absent, strict=True):
+                tensors[leaf] = absent
+            self._stored.clear()
+
+    @contextmanager
+    def bound(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Mutates the module: a lane is inside."""
+        self.enter(weights)
+        try:
+            yield
+        finally:
+            self.leave()
+
+
+def _place(module: torch.nn.Module, name: str) -> tuple[_Tensors, str]:
+    """Returns the tensors of the module that owns it, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    places = owner._parameters if leaf in owner._parameters else owner._buffers
+    return cast("_Tensors", places), leaf  # plain tensors stand in for parameters
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagedModel:
     """A model whose weights are asked for. `stage_of` maps full parameter names to stages; `kinds` is what each is."""
@@ -182,6 +243,13 @@ def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], ki
         module.stage = stage
 
 
+def accepted(forward: Callable[..., object], arguments: Mapping[str, object]) -> dict[str, object]:
+    """Those of them that a class's `forward` takes."""
+    parameters = inspect.signature(forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
+
+
 def _bridge(
     model: PreTrainedModel, encoder: torch.nn.Module, ids: torch.Tensor, outer: list[StreamedModule]
 ) -> list[StreamedModule]:
@@ -224,3 +292,64 @@ def _hollow(module: StreamedModule, device: torch.device | None = None) -> dict[
         for name, tensor in state.items()
         if tensor.is_meta
     }
+
+
+def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `layer(*args, **kwargs)` returns; zeros for tokens that nobody asks for."""
+    run = getcurrent()
+    cache = run.cache if isinstance(run, LaneRun) else None
+    if not isinstance(cache, PagedKV) or not is_narrow(cache.num_tokens, cache.num_selected):
+        return layer(*args, **kwargs)
+    index = _index(layer)
+    if index is None:
+        return layer(*args, **kwargs)
+    selected_B, num_tokens = cache.selected_B, cache.num_tokens
+    try:
+        few, few_named = (_narrowed(arguments, selected_B, num_tokens) for arguments in (args, kwargs))
+    except _NotByTokenError:
+        return layer(*args, **kwargs)
+    try:
+        with cache.storing_alone(index):
+            return layer(*args, **kwargs)  # it stores nothing, or not here, and has gone on
+    except StoredAlone:
+        pass
+    with cache.selected_alone():
+        out = layer(*few, **few_named)
+    if isinstance(out, tuple):
+        return (_widened(out[0], selected_B, num_tokens), *out[1:])
+    return _widened(out, selected_B, num_tokens)
+
+
+def _index(layer: torch.nn.Module) -> int | None:
+    """Returns the index of its cache. None where it attends twice, as LongCat-Flash does: all tokens must go on then
+    from the first attention."""
+    found = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
+    return found.pop() if len(found) == 1 else None
+
+
+class _NotByTokenError(Exception):
+    """A tensor has as many numbers as there are tokens along a dimension where classes have no tokens."""
+
+
+def _narrowed(value: Any, selected_B: torch.Tensor, num_tokens: int) -> Any:
+    """Takes of tensors (1, T, ...) or (T), in whatever holds them, the selected tokens."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() > 1 and value.shape[:2] == (1, num_tokens):
+            return value[:, selected_B]
+        if value.shape == (num_tokens,):
+            return value[selected_B]
+        if num_tokens in value.shape:
+            raise _NotByTokenError
+        return value
+    if isinstance(value, dict):
+        return {key: _narrowed(each, selected_B, num_tokens) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_narrowed(each, selected_B, num_tokens) for each in value)
+    return value
+
+
+def _widened(out: torch.Tensor, selected_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """(1, B, ...) to (1, T, ...)."""
+    whole = out.new_zeros(1, num_tokens, *out.shape[2:])
+    whole[:, selected_B] = out
+    return whole

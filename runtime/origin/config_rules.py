@@ -1,15 +1,21 @@
-"""What a stranger's config.json may say: no code, and numbers that a model can have. Values in, values out."""
+"""What a stranger's config.json may say: no code, and numbers that a model can have. And what transformers may see of
+the directory: a folder with vetted JSON and links to vocabularies. No code lies in it, no pickle and no weights, and no
+setting in it names any."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from ..errors import CheckpointError
-from ..store.json_object import JsonObject, JsonValue, type_name
+from ..store.json_object import JsonObject, JsonValue, read_json_object, require_regular, type_name
+from ..units import MIB
 
 # Names of code, and where to get it: transformers would load it from the hub or the directory. Only what comes with the
 # installed packages runs, whichever of it our own settings choose.
@@ -21,6 +27,12 @@ _CODE = re.compile(
 _ANSWERS = re.compile(r"return_dict|use_return_dict|output_(?:attentions|hidden_states)|torchscript")
 _LABELS = re.compile(r"num_labels|id2label|label2id|problem_type")
 _CLASSIFIER = "ForSequenceClassification"
+
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+VETTED = (CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "processor_config.json")
+VOCABULARIES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe"}
+TEMPLATES = "additional_chat_templates"
+MAX_SETTINGS_BYTES = 8 * MIB
 
 LARGEST = 2**31 - 1
 MOST_LABELS = 1_000_000  # transformers names each of them
@@ -176,3 +188,28 @@ def _leaves(values: JsonObject, prefix: str) -> Iterator[tuple[str, str, JsonVal
         for nested in value if isinstance(value, list) else [value]:
             if isinstance(nested, Mapping):
                 yield from _leaves(nested, f"{dotted}.")
+
+
+@contextmanager
+def vetted_directory(directory: Path) -> Iterator[Path]:
+    """Raises CheckpointError naming file and key; what it yields is gone behind the `with`. A CheckpointError inside is
+    made one about a broken tokenizer.json where there is such a file."""
+    with TemporaryDirectory(prefix="millrace-") as home:
+        view = Path(home)
+        for file in directory.iterdir():
+            if file.name in VETTED:
+                values = without_code(read_json_object(file, max_bytes=MAX_SETTINGS_BYTES))
+                if file.name == CONFIG:
+                    require_sound(values, file)
+                (view / file.name).write_text(json.dumps(values), encoding="utf-8")
+            elif file.suffix in VOCABULARIES and file.exists() and not file.is_dir():
+                require_regular(file)
+                (view / file.name).symlink_to(file.absolute())
+            elif file.name == TEMPLATES:
+                (view / file.name).symlink_to(file.absolute())
+        try:
+            yield view
+        except CheckpointError as error:
+            if (directory / TOKENIZER).exists():
+                read_json_object(directory / TOKENIZER)  # at times it is this simple, and then the file has a name
+            raise CheckpointError(str(error).replace(str(view), str(directory))) from error

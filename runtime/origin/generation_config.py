@@ -1,25 +1,42 @@
 """What a checkpoint says of generating, found where transformers' generate finds it: in generation_config.json or, if
-there is none, in config.json."""
+there is none, in config.json; and `sampling=model`: the settings that `generate` takes from there, in the keys of
+`sampling`."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..errors import CheckpointError
+from ..config.sampling import SamplingConfig
+from ..config.settings import RuntimeConfig
+from ..errors import CheckpointError, ConfigError
 from ..store.checkpoint import is_gguf
 from ..store.gguf import read_gguf
 from ..store.json_object import read_json_object
-from .config_rules import require_sound, without_code
+from .config_rules import CONFIG, MAX_SETTINGS_BYTES, require_sound, without_code
 from .net import one_line
-from .vetted_files import CONFIG, MAX_SETTINGS_BYTES
 
 log = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
 GGUF_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")  # of a turn, of a message
+SAMPLING_KEYS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+SEARCH_KEYS = ("num_beams", "length_penalty", "early_stopping")
+NEUTRAL: Mapping[str, tuple[object, ...]] = {  # what asks for another way to generate, and where it asks for nothing
+    "num_beam_groups": (1,), "diversity_penalty": (0,), "constraints": (), "force_words_ids": (),
+    "penalty_alpha": (0,), "dola_layers": (), "guidance_scale": (1,), "watermarking_config": (),
+    "token_healing": (False,), "encoder_repetition_penalty": (1,), "encoder_no_repeat_ngram_size": (0,),
+    "remove_invalid_values": (False,), "max_time": (), "num_return_sequences": (1,), "prompt_lookup_num_tokens": (),
+    "assistant_early_exit": (), "use_mtp": (False,), "is_assistant": (False,),
+}  # fmt: skip
+OFF: Mapping[str, object] = {
+    "num_beams": 1, "length_penalty": 1.0, "early_stopping": False,
+    "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0,
+    "renormalize_logits": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +106,181 @@ def _of_config(file: Path) -> ModelGeneration:
 def _taken(source: Path, config: GenerationConfig) -> ModelGeneration:
     given = {key: value for key, value in vars(config).items() if value is not None and not key.startswith("_")}
     return ModelGeneration(source=source, given=given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effective:
+    """`sampling` has no setting left open. `sentence` says what came from the model, or what of it is not followed."""
+
+    sampling: SamplingConfig
+    sentence: str | None
+    is_warning: bool = False
+
+
+def as_the_model_says(config: RuntimeConfig, model: ModelGeneration, vocab_size: int) -> RuntimeConfig:
+    """The settings with `sampling` as it holds for this model; says what came from there, or was left there."""
+    found = effective_sampling(config.sampling, model, vocab_size)
+    if found.sentence is not None:
+        log.log(logging.WARNING if found.is_warning else logging.INFO, "%s", found.sentence)
+    return replace(config, sampling=found.sampling)
+
+
+def effective_sampling(sampling: SamplingConfig, model: ModelGeneration, vocab_size: int) -> Effective:
+    """What holds for a run. Raises ConfigError where `sampling.follow_model` asks for what cannot be followed, and
+    CheckpointError where the model's settings cannot be read."""
+    said = _said(model, vocab_size, is_strict=sampling.follow_model)
+    beyond = [f"{key}={model.given[key]}" for key in NEUTRAL if _asks(model, key)]
+    if model.given.get("cache_implementation") == "quantized":
+        beyond.append("cache_implementation=quantized")
+    if not sampling.follow_model:
+        return _unfollowed(sampling, model, said, beyond)
+    if beyond:
+        raise ConfigError(
+            f"sampling=model: {model.source} asks for {', '.join(beyond)}, which cannot be followed: "
+            "choose sampling=greedy or sampling=sample, which say what they leave out"
+        )
+    return _followed(sampling, model, said)
+
+
+def _followed(sampling: SamplingConfig, model: ModelGeneration, said: Mapping[str, object]) -> Effective:
+    """Merges as `generate` does: what the caller sets, then the model's, then generate's own defaults."""
+    defaults = GenerationConfig._get_default_generation_params()
+    found = {key: said.get(key, defaults.get(key)) for key in CONVERTERS if getattr(sampling, key) is None}
+    if "temperature" in found and not model.given.get("do_sample"):
+        found["temperature"] = 0.0
+    elif found.get("temperature") == 0:
+        raise ConfigError(f"sampling=model: {model.source} asks for do_sample with temperature=0, which is neither")
+    if sampling.min_new_tokens is not None or found.get("min_new_tokens") is not None:
+        found.pop("min_length", None)
+    if "stop" in found:
+        found["stop"] = found["stop"] or []
+    try:
+        made = replace(sampling, **found)  # pyright: ignore[reportArgumentType] - converted to the types of the fields
+    except ConfigError as error:
+        raise ConfigError(f"sampling=model, with the settings of {model.source}: {error}") from error
+    shown = [f"{key}={found[key]}" for key in found if _is_on(key, found[key]) and _matters(key, made)]
+    return Effective(
+        sampling=made, sentence=f"sampling=model: {', '.join(shown) or 'greedy'}; from {model.source} and its defaults"
+    )
+
+
+def _unfollowed(
+    sampling: SamplingConfig, model: ModelGeneration, said: Mapping[str, object], beyond: list[str]
+) -> Effective:
+    is_sampled = bool(model.given.get("do_sample"))
+    left = ["do_sample=True"] if is_sampled and sampling.is_greedy else []
+    is_search = _is_on("num_beams", said.get("num_beams"))
+    for key, value in said.items():
+        has_effect = _is_on(key, value) and (is_sampled or key not in SAMPLING_KEYS)
+        has_effect = has_effect and (is_search or key not in SEARCH_KEYS)
+        if has_effect and value != getattr(sampling, key):
+            left.append(f"{key}={value}")
+    if not left and not beyond:
+        return Effective(sampling=sampling, sentence=None)
+    way = "sampling=model would" if not beyond else f"nor can sampling=model ({', '.join(beyond)})"
+    named = ", ".join([*left, *(item for item in beyond)])
+    sentence = f"{model.source} says {named}: sampling does not follow it, {way}"
+    return Effective(sampling=sampling, sentence=sentence, is_warning=True)
+
+
+def _said(model: ModelGeneration, vocab_size: int, *, is_strict: bool) -> dict[str, object]:
+    """The model's settings by our keys. Suppressed tokens outside the vocabulary have no effect on anything. Raises
+    CheckpointError for a value of the wrong kind; unless `is_strict`, it is as it stands there."""
+    found: dict[str, object] = {}
+    for key, convert in CONVERTERS.items():
+        theirs = "stop_strings" if key == "stop" else key
+        if theirs not in model.given:
+            continue
+        value = model.given[theirs]
+        try:
+            found[key] = convert(value)
+        except (TypeError, ValueError, IndexError) as error:
+            if is_strict:
+                where = f"{model.source}: {theirs}={value!r}"
+                raise CheckpointError(f"{where} is not what generate takes: {error}") from error
+            found[key] = value
+    for key in found.keys() & {"suppress_tokens", "begin_suppress_tokens"}:
+        found[key] = [token for token in _list(found[key]) if isinstance(token, int) and 0 <= token < vocab_size]
+    return found
+
+
+def _asks(model: ModelGeneration, key: str) -> bool:
+    value = model.given.get(key)
+    return value is not None and value not in NEUTRAL[key]
+
+
+def _is_on(key: str, value: object) -> bool:
+    return value not in (None, [], OFF.get(key))
+
+
+def _matters(key: str, sampling: SamplingConfig) -> bool:
+    is_search = (sampling.num_beams or 1) > 1
+    return not (sampling.is_greedy and key in SAMPLING_KEYS) and (is_search or key not in SEARCH_KEYS)
+
+
+def _float(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError("a number is needed")
+    return float(value)
+
+
+def _int(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise TypeError("a whole number is needed")
+    return int(value)
+
+
+def _bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("true or false is needed")
+    return value
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list | tuple):
+        raise TypeError("a list is needed")
+    return list(value)
+
+
+def _ids(value: object) -> list[int]:
+    return [_int(token) for token in _list(value)]
+
+
+def _words(value: object) -> list[list[int]]:
+    return [_ids(word) for word in _list(value)]
+
+
+def _biases(value: object) -> list[list[list[int] | float]]:
+    pairs = [_list(pair) for pair in _list(value)]
+    return [[_ids(pair[0]), _float(pair[1])] for pair in pairs]
+
+
+def _decay(value: object) -> list[float]:
+    return [_float(number) for number in _list(value)]
+
+
+def _ends(value: object) -> list[int] | int:
+    return _ids(value) if isinstance(value, list) else _int(value)
+
+
+def _texts(value: object) -> list[str]:
+    texts = [value] if isinstance(value, str) else _list(value)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a text or a list of texts is needed")
+    return [str(text) for text in texts]
+
+
+def _early(value: object) -> bool | str:
+    if not isinstance(value, bool) and value != "never":
+        raise TypeError("true, false or never is needed")
+    return value if isinstance(value, bool) else "never"
+
+
+CONVERTERS: Mapping[str, Callable[[object], object]] = {
+    "num_beams": _int, "length_penalty": _float, "early_stopping": _early,
+    "temperature": _float, "top_h": _float, "top_k": _int, "top_p": _float, "min_p": _float, "typical_p": _float,
+    "epsilon_cutoff": _float, "eta_cutoff": _float, "repetition_penalty": _float, "no_repeat_ngram_size": _int,
+    "min_length": _int, "min_new_tokens": _int, "bad_words_ids": _words, "sequence_bias": _biases,
+    "suppress_tokens": _ids, "begin_suppress_tokens": _ids, "forced_bos_token_id": _int, "forced_eos_token_id": _ends,
+    "exponential_decay_length_penalty": _decay, "renormalize_logits": _bool, "stop": _texts,
+}  # fmt: skip

@@ -25,19 +25,26 @@ from ..config.texts import is_url
 from ..errors import CheckpointError, ConfigError
 from ..foreign import deepseek_moe
 from ..remote.copies import local_copy
-from ..remote.object_store import ObjectStore
-from ..remote.patience import Patience, never
+from ..remote.object_store import ObjectStore, Patience, never
 from ..store.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from ..store.gguf import read_gguf
 from ..store.json_object import JsonObject, read_json_object
 from ..store.weight_files import INDEX_SUFFIX, SINGLE, find_weights, is_index, names_below, shards_of, unreadable
 from ..synthesize.checkpoints import random_checkpoint
 from ..synthesize.tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
-from .config_rules import code_keys, require_sound, without_code
+from .config_rules import (
+    CONFIG,
+    MAX_SETTINGS_BYTES,
+    TEMPLATES,
+    TOKENIZER_CONFIG,
+    code_keys,
+    require_sound,
+    vetted_directory,
+    without_code,
+)
 from .gguf_tokenizer import load_gguf_tokenizer
 from .net import one_line
 from .place import local_place, no_weights
-from .vetted_files import CONFIG, MAX_SETTINGS_BYTES, TEMPLATES, TOKENIZER_CONFIG, vetted_directory
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .decoder_config import decoder_config
 from .hollow import Reached, with_values
-from .layer_lists import layer_lists
+from .layer_lists import decoder_config, layer_lists
 from .packed_probe import UNKNOWING
 
 PooledClass = (

@@ -13,7 +13,6 @@ from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
 from runtime.config.settings import DType, Order, PolicyKind, Tier
 from runtime.model import expert_groups
-from runtime.model.attention_way import placed
 from runtime.plan.placement import experts as placement_of_experts
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.shape import attention
@@ -107,8 +106,8 @@ def test_a_runtime_counts_the_way_that_its_layers_take(
     loaded = Runtime(config, device=FakeDevice()).model
     assert loaded.shape.attention_way is fused
     install_flash(monkeypatch, (torch.float32,))
-    assert placed(loaded, FakeDevice()).shape.attention_way is flash
-    assert placed(loaded, ComputeDevice("cpu")).shape.attention_way is AttentionWay.host
+    assert loaded.placed(FakeDevice()).shape.attention_way is flash
+    assert loaded.placed(ComputeDevice("cpu")).shape.attention_way is AttentionWay.host
 
 
 @pytest.mark.parametrize("most_visits", [256, 1 << 20], ids=["one by one", "in groups"])

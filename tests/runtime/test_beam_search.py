@@ -29,8 +29,7 @@ from runtime.config.settings import (
 )
 from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError
-from runtime.model.followed import effective_sampling
-from runtime.origin.generation_config import ModelGeneration
+from runtime.origin.generation_config import ModelGeneration, effective_sampling
 from runtime.sequences.sequence import FinishReason, Unfinished
 from runtime.synthesize.checkpoints import config_for as tiny_config
 from tests.fake_device import FakeDevice

@@ -4,7 +4,7 @@ import pytest
 import torch
 from greenlet import getcurrent, greenlet
 
-from runtime.model.binding import Binding
+from runtime.model.stages import Binding
 
 
 class Parking(torch.nn.Module):

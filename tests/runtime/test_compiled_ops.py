@@ -11,10 +11,10 @@ from transformers.models.llama import modeling_llama as llama
 
 from runtime.config.settings import ModelConfig, Tier
 from runtime.errors import ConfigError
-from runtime.model import compiled_ops, loading
-from runtime.model.compiled_ops import _compiled, plain_gate, plain_norm
-from runtime.model.compiled_ops import compiled_ops as ops_of_a_device
+from runtime.model import fused_ops, loading
 from runtime.model.fused import FusedRMSNorm, fuse
+from runtime.model.fused_ops import _compiled, plain_gate, plain_norm
+from runtime.model.fused_ops import compiled_ops as ops_of_a_device
 from tests.fake_device import FakeDevice
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import Reference
@@ -23,7 +23,7 @@ from tests.support import Reference
 @pytest.fixture(autouse=True)
 def _traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Through all of torch.compile but the compiler, which is a device's."""
-    monkeypatch.setattr(compiled_ops, "BACKEND", "aot_eager")
+    monkeypatch.setattr(fused_ops, "BACKEND", "aot_eager")
     _compiled.cache_clear()
     with torch.inference_mode():
         yield
@@ -72,6 +72,6 @@ def test_a_cpu_refuses_it(reference: Callable[[str], Reference]) -> None:
 
 
 def test_without_the_compilers_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_ops, "find_spec", lambda name: None)
+    monkeypatch.setattr(fused_ops, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model\.compile=true needs the package triton"):
-        compiled_ops.require_accelerator(torch.device("cuda"))
+        fused_ops.require_accelerator(torch.device("cuda"))

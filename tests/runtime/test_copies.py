@@ -8,8 +8,7 @@ import pytest
 from runtime.errors import CheckpointError, Interrupted, StorageError
 from runtime.remote import copies
 from runtime.remote.copies import local_copy
-from runtime.remote.object_store import ObjectStore
-from runtime.remote.patience import Patience
+from runtime.remote.object_store import ObjectStore, Patience
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(250)) * 40, "notes.md": b"not wanted"}
 PATTERNS = ["*.json", "*.safetensors"]

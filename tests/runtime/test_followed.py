@@ -15,8 +15,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from runtime import Runtime, SamplingConfig
 from runtime.config.sampling import AS_THE_MODEL_SAYS
 from runtime.errors import CheckpointError, ConfigError
-from runtime.model.followed import NEUTRAL, as_the_model_says, effective_sampling
-from runtime.origin.generation_config import ModelGeneration, read_generation
+from runtime.origin.generation_config import (
+    NEUTRAL,
+    ModelGeneration,
+    as_the_model_says,
+    effective_sampling,
+    read_generation,
+)
 from runtime.sequences.sequence import Completion, Request
 from tests.runtime.sampling_support import References, complete, request_of, runtime_for
 from tests.support import Reference, transformers_model
@@ -104,7 +109,8 @@ def follow(runtime: Runtime, ref: Reference, sampling: SamplingConfig) -> Runtim
     generation = read_generation(ref.directory, runtime.model.staged.model.config)
     object.__setattr__(runtime.model, "generation", generation)
     object.__setattr__(runtime.model, "eos_token_ids", generation.eos_token_ids)
-    runtime.config = as_the_model_says(replace(runtime.config, sampling=sampling), runtime.model)
+    config, model = replace(runtime.config, sampling=sampling), runtime.model
+    runtime.config = as_the_model_says(config, model.generation, model.shape.vocab_size)
     return runtime
 
 

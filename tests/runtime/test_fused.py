@@ -19,13 +19,13 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from runtime.config.settings import DType, ModelConfig
 from runtime.kernels.rowwise import RUN
-from runtime.model import host_ops
-from runtime.model.binding import Binding
+from runtime.model import fused_ops
 from runtime.model.experts import activated
 from runtime.model.fused import FusedGate, FusedOps, fuse, is_code_of
-from runtime.model.host_ops import host_ops as ops_of_this_host
+from runtime.model.fused_ops import host_ops as ops_of_this_host
 from runtime.model.loading import load_model
-from runtime.model.sizes import has_fused_gate
+from runtime.model.stages import Binding
+from runtime.model.traits import has_fused_gate
 from runtime.probing.meta import build_meta_model
 from runtime.synthesize.checkpoints import config_for
 from tests.support import Reference
@@ -90,7 +90,7 @@ def test_norms_are_as_precise_as_the_plain_ones(num_rows: int) -> None:
 def test_gates_keep_their_ends() -> None:
     """As far as float32 goes, and with what is no number."""
     numbers = torch.tensor([-1e30, -200.0, -88.0, -87.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 87.0, 89.0, 1e30, torch.nan])
-    out = host_ops._gated(numbers[None], torch.ones(1, 13), 0, torch.empty(1, 13))[0]
+    out = fused_ops._gated(numbers[None], torch.ones(1, 13), 0, torch.empty(1, 13))[0]
     right = F.silu(numbers.double())
     torch.testing.assert_close(out.double(), right, rtol=5e-7, atol=1e-7, equal_nan=True)
 
@@ -123,7 +123,7 @@ def test_experts_share_a_row_of_gates_and_what_they_let_through() -> None:
 def test_queries_and_keys_turn_as_in_the_plain_code(num_sequences: int) -> None:
     angles = [random(num_sequences, 9, 16, seed=seed) for seed in (2, 3)]
     q, k = (random(num_sequences, 9, heads, 16, seed=heads).transpose(1, 2) for heads in (4, 2))
-    rotated = host_ops.rotate(q, k, *angles)
+    rotated = fused_ops.rotate(q, k, *angles)
     assert rotated is not None
     for ours, plain in zip(rotated, llama.apply_rotary_pos_emb(q, k, *angles), strict=True):
         assert ours.stride() == plain.stride()
@@ -148,10 +148,10 @@ def test_bfloat16_is_rounded_where_the_plain_code_rounds_it() -> None:
         *llama.apply_rotary_pos_emb(q, k, *angles),
     ]
     ours = [
-        host_ops.norm(x, norm.weight, norm.variance_epsilon),
-        host_ops.gate(gate.clone(), up),
-        host_ops.gate_halves(rows),
-        *(host_ops.rotate(q, k, *angles) or ()),
+        fused_ops.norm(x, norm.weight, norm.variance_epsilon),
+        fused_ops.gate(gate.clone(), up),
+        fused_ops.gate_halves(rows),
+        *(fused_ops.rotate(q, k, *angles) or ()),
     ]
     for found, expected in zip(ours, plain, strict=True):
         assert found is not None
@@ -163,13 +163,13 @@ def test_bfloat16_is_rounded_where_the_plain_code_rounds_it() -> None:
 
 def test_no_number_of_bfloat16_stays_none() -> None:
     x = torch.tensor([[torch.nan, torch.inf, 1.0, -1e30]]).bfloat16()
-    out = host_ops.gate(x.clone(), torch.ones_like(x))
+    out = fused_ops.gate(x.clone(), torch.ones_like(x))
     assert out is not None
     torch.testing.assert_close(out, F.silu(x), equal_nan=True)
 
 
 def test_angles_of_all_sequences_alike_turn_in_the_plain_code() -> None:
-    assert host_ops.rotate(random(2, 4, 9, 16), random(2, 2, 9, 16), random(1, 9, 16), random(1, 9, 16)) is None
+    assert fused_ops.rotate(random(2, 4, 9, 16), random(2, 2, 9, 16), random(1, 9, 16), random(1, 9, 16)) is None
 
 
 def test_a_feed_forward_may_end_wider_than_it_began() -> None:
@@ -184,7 +184,7 @@ def test_a_feed_forward_may_end_wider_than_it_began() -> None:
 def test_a_part_of_each_head_turns_in_the_plain_code() -> None:
     """As Phi's does: what it gets is not in one piece."""
     q, k = random(1, 4, 9, 16)[..., :8], random(1, 2, 9, 16)[..., :8]
-    assert host_ops.rotate(q, k, random(1, 9, 8), random(1, 9, 8)) is None
+    assert fused_ops.rotate(q, k, random(1, 9, 8), random(1, 9, 8)) is None
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
@@ -236,7 +236,7 @@ def test_attention_of_many_families_turns_by_ours_or_by_the_plain_code(
 )
 def test_whatever_kernels_cannot_read_goes_the_plain_way(tensor: torch.Tensor) -> None:
     norm = small(llama, "LlamaRMSNorm")
-    assert host_ops.norm(tensor, norm.weight, 1e-5) is None
+    assert fused_ops.norm(tensor, norm.weight, 1e-5) is None
     assert torch.equal(in_its_place(norm)(tensor), norm(tensor))
 
 

@@ -13,7 +13,7 @@ from runtime.cache.pages import KVPages
 from runtime.config.settings import SamplingConfig, Tier
 from runtime.events import LaneRun
 from runtime.model import stages
-from runtime.model.last_layer import forward_selected
+from runtime.model.stages import forward_selected
 from runtime.sequences.sampler import Sampler
 from runtime.sequences.sequence import Sequence as Running
 from runtime.stream.device import ComputeDevice

@@ -23,12 +23,12 @@ from runtime.config.settings import (
     Way,
 )
 from runtime.errors import ConfigError
+from runtime.model.part import handed_on
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import Schedule, make_schedule
 from runtime.plan.schedule.walk import Walk
 from runtime.plan.shape.rank_shares import divided
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
-from runtime.probing.layer_inputs import handed_on
 from runtime.probing.meta import build_meta_model
 from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks

@@ -6,8 +6,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from runtime.errors import ConfigError
-from runtime.probing.meta import build_meta_model
-from runtime.probing.rewritten import zeroed_rows
+from runtime.probing.meta import build_meta_model, zeroed_rows
 from tests.tiny_configs import tiny_config
 
 

@@ -12,8 +12,8 @@ from ...attention.upload import upload
 from ...cache.base import KVCache
 from ...cache.rectangle import RectangleKV, cross_rectangle_cache
 from ...model.head import HasLogits
-from ...model.traits import accepted
-from ...probing.decoder_config import config_behind_encoder
+from ...model.stages import accepted
+from ...probing.layer_lists import config_behind_encoder
 from ...sequences.reading import Given, Picked
 from ...sequences.sequence import Sequence
 from ..records import PassCounts

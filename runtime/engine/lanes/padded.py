@@ -19,7 +19,7 @@ from ...cache.passed import pass_over
 from ...cache.rectangle import RectangleKV, rectangle_cache
 from ...events import Event, LaneRun, NeedStage, need_stage, need_tensor
 from ...plan.placement.memory import chunk_columns
-from ...probing.generating import PassInputs
+from ...probing.padded_probe import PassInputs
 from ...sequences.beam_search import of_searches
 from ...sequences.reading import Given, Picked
 from ...sequences.sequence import Sequence

@@ -40,7 +40,7 @@ class StageWork:
     visit_bytes: float  # and those of one of its experts, in the mean of all of which this rank has some
     is_paged: bool  # its experts are read one by one
     is_shared: bool  # the CPU may multiply some of them
-    is_narrow: bool  # behind keys and values it has only tokens that are asked for (`model/last_layer.py`)
+    is_narrow: bool  # behind keys and values it has only tokens that are asked for (`model/stages.py`)
     stored: StoredWork = NOTHING_STORED  # what is dequantized to be multiplied, without experts
     stored_experts: StoredWork = NOTHING_STORED  # the same of all experts, or of a paged stage of one
 

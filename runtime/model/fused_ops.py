@@ -1,18 +1,27 @@
-"""Fused operations on a CPU, by compiled kernels that read and write each number once: RMS norms, SiLU gates, rotary
-embeddings. They take float32 or bfloat16 in a processor's memory, rows one behind the other, and leave everything else
-to others.
+"""Fused operations: RMS norms, SiLU gates, rotary embeddings.
+
+On a CPU compiled kernels read and write each number once. They take float32 or bfloat16 in a processor's memory, rows
+one behind the other, and leave everything else to others. On an accelerator each operation is one kernel that
+`torch.compile` makes of its plain code. A norm is seven launches there, a gate two and a rotary embedding twelve;
+compiled, each is one. Results differ in the last bits of what lies between: kernels keep it in float32, where plain
+code rounds to the dtype of the tensors.
 
 T rows (tokens), H numbers of each; B sequences of T positions, h heads of D.
 """
 
+from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers.models.llama import modeling_llama as llama
 
 from ..attention.host_work import BITS
+from ..errors import ConfigError
 from ..kernels.compiler import can_compile, has_compiler
 from ..linear.work_items import parallel_for_groups
 from ..plan.placement.memory import GATED_ROWS
@@ -120,3 +129,49 @@ def _rotated(x_BThD: torch.Tensor, cos_TD: np.ndarray, sin_TD: np.ndarray) -> to
     x_ThD, out_ThD = (_numbers(each).reshape(-1, *each.shape[2:]) for each in (x_BThD, out))
     parallel_for_groups(x_ThD, 1, lambda rows: rotate_rows(x_ThD, cos_TD, sin_TD, out_ThD, *rows))
     return out
+
+
+BACKEND = "inductor"
+
+
+def require_accelerator(device: torch.device) -> None:
+    """Raises ConfigError on a CPU, which has steps of its own, and where the compiler's package is missing."""
+    if device.type == "cpu":
+        raise ConfigError(
+            "model.compile=true is for an accelerator, and this is a CPU, whose steps are compiled anyway: "
+            "model.compile=false"
+        )
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise ConfigError(
+            "model.compile=true needs the package triton, which torch's builds for CUDA bring along and which is not "
+            "installed here: install it, or model.compile=false"
+        )
+
+
+def compiled_ops() -> FusedOps:
+    """Returns operations of which each is one kernel. The first pass compiles: some seconds for each kind of
+    operation, again where a pass has one token alone."""
+    return FusedOps(
+        norm=lambda x, weight, eps: _compiled(plain_norm)(x, weight, eps),
+        gate=lambda gate, up: _compiled(plain_gate)(gate, up),
+        gate_halves=lambda gate_up: _compiled(plain_gate)(*gate_up.chunk(2, dim=-1)),
+        rotate=lambda q, k, cos, sin: _compiled(llama.apply_rotary_pos_emb)(q, k, cos, sin),
+        mlp_rows=None,
+    )
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, fullgraph=True, backend=BACKEND)
+
+
+def plain_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divides (..., H) by the root of its mean square and `eps`, in float32, and multiplies it by the weight."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight_H * scaled.to(x.dtype)
+
+
+def plain_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Returns silu(gate) * up, of equal shapes."""
+    return nn.functional.silu(gate) * up
