@@ -1,12 +1,16 @@
-"""One run as one page that needs nothing beside it: no script, no font, no request."""
+"""One run as one page that needs nothing beside it: no script, no font, no request. A run's rows are anybody's text:
+the template escapes all that is not its own."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 
+from jinja2 import Environment, StrictUndefined
+
 from runtime.errors import ConfigError
+from runtime.resources import Resource
 from runtime.trace import Span
 from runtime.units import counted, format_bytes, format_seconds
 
@@ -15,98 +19,33 @@ from ..config.typed import flatten
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import JsonValue, make_directory, write_all
 from ..pictures.trace_file import read_trace
-from ..record.found import Condition
-from .charts import stacked, throughput, utilisation
-from .comparison import comparison
+from .charts import NUM_BINS, PHASES, binned, busy_shares, compared, nice_top
 from .figures import RunFigures
-from .html import Child, Html, element, joined, table
 from .overview import NO_SETTINGS, shown
-from .samples import Sample, failed_rows, good_rows
+from .samples import failed_rows, good_rows
 
 log = logging.getLogger(__name__)
 NUM_FAILED = 50
 CAME_TO = {"model.dtype"}  # recorded as what `auto` came to: whether anybody has set it is not known
-# Whatever should come into the page some day: a browser loads nothing for it, and runs nothing.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """What one page shows. `spans`: of the trace of the last start, empty where there is none."""
+def visible(value: object) -> object:
+    """Control characters of a text as their escapes: browsers drop some, and the marks that turn the direction of a
+    line around would make it say something else than it does."""
+    if not isinstance(value, str) or hasattr(value, "__html__"):
+        return value
+    return "".join(char if char.isprintable() or char in "\n\t " else ascii(char)[1:-1] for char in value)
 
-    figures: RunFigures
-    spans: Sequence[Span]
-    num_samples: int
 
-    def html(self) -> str:
-        style = Html(files("jobs").joinpath("data", "report.css").read_text(encoding="utf-8"))
-        head = [
-            element("meta", charset="utf-8"),
-            element("meta", http_equiv="Content-Security-Policy", content=POLICY),
-            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            element("meta", name="color-scheme", content="light dark"),
-            element("title", f"{self.figures.name} - Millrace"),
-            element("style", style),
-        ]
-        body = [self._header(), element("main", list(self._sections())), self._footer()]
-        return f"<!doctype html>\n{element('html', element('head', head), element('body', body), lang='en')}\n"
-
-    def _header(self) -> Html:
-        figures, settings = self.figures, self.figures.settings
-        condition = figures.run.condition
-        what = [shown(settings[key]) for key in ("model.name", "dataset.kind", "offload.tier") if key in settings]
-        model = settings.get("model.path")
-        if isinstance(model, str):
-            what[:1] = [model.rstrip("/").rpartition("/")[2]]
-        return element(
-            "header",
-            element("p", "Millrace run", class_="kicker"),
-            element("h1", figures.name, " ", element("span", condition.value, class_=f"state {condition.value}")),
-            element("p", " · ".join(what), class_="quiet"),
-            element("p", figures.state, class_="problem") if condition is Condition.damaged else None,
-            element("dl", [element("div", element("dt", name), element("dd", value)) for name, value in self._tiles()]),
-        )
-
-    def _tiles(self) -> Iterator[tuple[str, Child]]:
-        figures, summary = self.figures, self.figures.summary
-        of = "" if figures.num_rows in (None, figures.num_done) else f" of {figures.num_rows:,}"
-        yield "rows", [f"{figures.num_done:,}", element("small", of)]
-        yield "failed", element("span", f"{figures.num_errors:,}", class_="bad" if figures.num_errors else None)
-        if summary.elapsed is not None:
-            starts = f" in {counted(summary.elapsed.num_starts, 'start')}" if summary.elapsed.num_starts > 1 else ""
-            yield "elapsed", [format_seconds(summary.elapsed.seconds), element("small", starts)]
-        yield "time in passes", format_seconds(figures.seconds)
-        if summary.elapsed is not None and summary.elapsed.first_token_seconds is not None:
-            yield "first token after", format_seconds(summary.elapsed.first_token_seconds)
-        yield "rows per minute", _figure(figures.rows_per_minute)
-        yield "prefill", [_figure(summary.measured.prefill), element("small", " tokens/s")]
-        yield "decode", [_figure(summary.measured.decode_useful), element("small", " tokens/s")]
-        yield "generated", [f"{summary.useful_tokens:,}", element("small", " tokens")]
-        yield "peak host memory", format_bytes(summary.peak.host_bytes)
-        if summary.peak.device_bytes:
-            yield "peak device memory", format_bytes(summary.peak.device_bytes)
-
-    def _sections(self) -> Iterator[Html]:
-        figures = self.figures
-        yield section("Settings", _settings(figures.settings), _bound(figures))
-        if figures.passes:
-            yield section("Predicted beside measured", comparison(figures))
-            yield section("Throughput over time", throughput(figures.passes), note=THROUGHPUT_NOTE)
-        if self.spans:
-            yield section("What was busy", utilisation(self.spans), note=TRACE_NOTE)
-        if ledgers := [each for each in _list(figures.noted.get("ledgers")) if isinstance(each, dict)]:
-            yield section("Memory as planned", [_ledger(each) for each in ledgers], note=LEDGER_NOTE)
-        if failed := failed_rows(figures, NUM_FAILED):
-            first = "" if figures.num_errors <= NUM_FAILED else f", the first {NUM_FAILED}"
-            yield section(f"Rows that failed{first}", _failed(failed))
-        if self.num_samples and (samples := good_rows(figures, self.num_samples)):
-            yield section("Samples", [_sample(each) for each in samples], note="Rows from all over the run.")
-
-    def _footer(self) -> Html:
-        versions = self.figures.run.manifest.get("versions")
-        named = versions if isinstance(versions, dict) else {}
-        begun = ", ".join(f"{name} {version}" for name, version in named.items())
-        return element("footer", element("p", f"{self.figures.run.place} · begun with {begun or 'unknown versions'}"))
+ENVIRONMENT = Environment(autoescape=True, finalize=visible, undefined=StrictUndefined)
+ENVIRONMENT.filters |= {
+    "bytes": format_bytes,
+    "counted": counted,
+    "rate": lambda value: "-" if value is None else f"{value:,.1f}",
+    "seconds": format_seconds,
+    "shown": shown,
+}
+ENVIRONMENT.globals |= {"binned": binned, "nice_top": nice_top, "num_bins": NUM_BINS, "phases": PHASES}
 
 
 def write_page(figures: RunFigures, num_samples: int, directory: Path | None) -> Path:
@@ -116,9 +55,49 @@ def write_page(figures: RunFigures, num_samples: int, directory: Path | None) ->
     path = folder / "report.html"
     if directory is not None or figures.run.url:
         require_replaceable([path], f"directory={folder}")
-    text = Page(figures=figures, spans=_spans(figures), num_samples=num_samples).html()
+    text = _html(figures, num_samples) + "\n"
     publish_named(path, lambda file: write_all(file, text.encode()))
     return path
+
+
+def _html(figures: RunFigures, num_samples: int) -> str:
+    data = files("jobs").joinpath("data")
+    # without what indents it: spaces between elements would be seen
+    template = "".join(map(str.strip, data.joinpath("report.html").read_text(encoding="utf-8").splitlines()))
+    settings, defaults, plan = figures.settings, flatten(GenerateConfig()), figures.noted.get("plan")
+    known = {key: settings[key] for key in defaults if key in settings and key not in CAME_TO}
+    changed = {key: value for key, value in known.items() if value != defaults[key]}
+    hidden = {*defaults, *NO_SETTINGS} - CAME_TO
+    subject = [shown(settings[key]) for key in ("model.name", "dataset.kind", "offload.tier") if key in settings]
+    if isinstance(model := settings.get("model.path"), str):
+        subject[:1] = [model.rstrip("/").rpartition("/")[2]]
+    versions, pairs, spans = figures.run.manifest.get("versions"), list(compared(figures)), _spans(figures)
+    traced_seconds = max((span.end for span in spans), default=0.0)
+    by_resource = {each: [span for span in spans if span.resource is each] for each in Resource}
+    return ENVIRONMENT.from_string(template).render(
+        figures=figures,
+        style=data.joinpath("report.css").read_text(encoding="utf-8"),
+        condition=figures.run.condition.value,
+        subject=" · ".join(subject),
+        defaults=defaults,
+        changed=changed,
+        rest={key: value for key, value in known.items() if key not in changed},
+        bound={
+            "What each auto came to": plan if isinstance(plan, dict) else {},
+            "What the run is bound to": {
+                key: value for key, value in figures.run.semantic.items() if key not in hidden
+            },
+        },
+        pairs=pairs,
+        has_claims=any(pair.predicted is not None for pair in pairs),
+        strips={each.value: busy_shares(own, traced_seconds) for each, own in by_resource.items() if own},
+        traced_seconds=traced_seconds,
+        ledgers=[_ledger(each) for each in _objects(figures.noted.get("ledgers"))],
+        failed=failed_rows(figures, NUM_FAILED),
+        num_failed=NUM_FAILED,
+        samples=good_rows(figures, num_samples) if num_samples else [],
+        versions=", ".join(f"{name} {text}" for name, text in (versions if isinstance(versions, dict) else {}).items()),
+    )
 
 
 def _spans(figures: RunFigures) -> Sequence[Span]:
@@ -132,98 +111,29 @@ def _spans(figures: RunFigures) -> Sequence[Span]:
     return []
 
 
-THROUGHPUT_NOTE = "Over the time spent in passes; what lies between two starts does not count."
-TRACE_NOTE = "Of the last start that was traced, darker where more of the time was work. millrace trace draws a window."
-LEDGER_NOTE = "Above what the process holds before a model is loaded, which the peak includes."
+def _objects(value: JsonValue) -> list[Mapping[str, JsonValue]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
-def section(title: str, *children: Child, note: str | None = None) -> Html:
-    return element("section", element("h2", title), element("p", note, class_="quiet") if note else None, children)
+def _ledger(ledger: Mapping[str, JsonValue]) -> dict[str, object]:
+    """What a memory was planned to hold: of each entry also where its part of the bar begins, and how wide it is."""
 
+    def size_of(value: JsonValue) -> float:
+        return float(value) if isinstance(value, int | float) else 0.0
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"
-
-
-def _list(value: JsonValue) -> Sequence[JsonValue]:
-    return value if isinstance(value, list) else []
-
-
-def _ledger(ledger: Mapping[str, JsonValue]) -> Html:
-    entries = [each for each in _list(ledger.get("entries")) if isinstance(each, dict)]
-    sizes = [(str(each.get("name")), _bytes(each.get("num_bytes"))) for each in entries]
-    total, budget = sum(size for _, size in sizes), _bytes(ledger.get("budget_bytes"))
-    rows = [
-        [
-            element("i", class_=f"part{number % 8}"),
-            name,
-            format_bytes(size),
-            element("span", str(each.get("equation", "")), class_="quiet"),
-        ]
-        for number, (each, (name, size)) in enumerate(zip(entries, sizes, strict=True))
-    ]
-    share = f"{format_bytes(total)} of {format_bytes(budget)}"
-    return element(
-        "article",
-        element("h3", f"{ledger.get('memory')} memory ", element("small", f"{share} ({ledger.get('budget_key')})")),
-        stacked(sizes, max(total, 1.0)),
-        table(["", "for", "size", "which is"], rows, class_="ledger"),
-    )
-
-
-def _bytes(value: JsonValue) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _failed(rows: Sequence[Sample]) -> Html:
-    lines = [[_place(row), row.id, row.error or row.status] for row in rows]
-    return table(["row", "id", "why"], lines, class_="failed")
-
-
-def _place(row: Sample) -> str:
-    return "" if row.row_index is None else f"{row.row_index:,}"
-
-
-def _sample(row: Sample) -> Html:
-    counts = f"{counted(row.num_prompt_tokens, 'token')} → {row.num_completion_tokens:,}, {row.finish_reason or '-'}"
-    lost = element("p", "The run kept no column of its input: dataset.keep_columns=true does.", class_="quiet")
-    prompt = element("pre", row.prompt) if row.prompt is not None else lost
-    return element(
-        "article",
-        element("h3", row.id, " ", element("small", counts)),
-        prompt,
-        element("pre", row.completion, class_="completion"),
-        class_="sample",
-    )
-
-
-def _settings(settings: Mapping[str, JsonValue]) -> Html:
-    defaults = flatten(GenerateConfig())
-    known = {key: settings[key] for key in defaults if key in settings and key not in CAME_TO}
-    changed = {key: value for key, value in known.items() if value != defaults[key]}
-    rest = [[key, shown(value)] for key, value in known.items() if key not in changed]
-    own = [[key, shown(value), element("span", shown(defaults[key]), class_="quiet")] for key, value in changed.items()]
-    return joined(
-        [
-            table(["changed", "to", "default"], own, class_="settings"),
-            element(
-                "details",
-                element("summary", f"{counted(len(rest), 'setting')} as by default"),
-                table(["setting", "value"], rest, class_="settings"),
-            ),
-        ]
-    )
-
-
-def _bound(figures: RunFigures) -> Html:
-    """What the run is bound to, and what each `auto` came to."""
-    defaults, semantic = flatten(GenerateConfig()), figures.run.semantic
-    hidden = {*defaults, *NO_SETTINGS} - CAME_TO
-    bound = [[key, shown(value)] for key, value in semantic.items() if key not in hidden]
-    plan = figures.noted.get("plan")
-    came = [[key, shown(value)] for key, value in plan.items()] if isinstance(plan, dict) else []
-    return joined(
-        element("details", element("summary", name), table(["", ""], rows, class_="settings"))
-        for name, rows in (("What each auto came to", came), ("What the run is bound to", bound))
-        if rows
-    )
+    entries = _objects(ledger.get("entries"))
+    names, sizes = [str(each.get("name")) for each in entries], [size_of(each.get("num_bytes")) for each in entries]
+    whole = max(sum(sizes), 1.0)
+    begins = accumulate((1000 * size / whole for size in sizes), initial=0.0)
+    equations = [str(each.get("equation", "")) for each in entries]
+    return {
+        "memory": ledger.get("memory"),
+        "key": ledger.get("budget_key"),
+        "budget": size_of(ledger.get("budget_bytes")),
+        "total": sum(sizes),
+        "label": ", ".join(f"{name} {format_bytes(size)}" for name, size in zip(names, sizes, strict=True)),
+        "entries": [
+            {"name": name, "size": size, "equation": equation, "at": at, "width": 1000 * size / whole}
+            for name, size, equation, at in zip(names, sizes, equations, begins, strict=False)
+        ],
+    }

@@ -4,15 +4,17 @@ import pytest
 
 from jobs.record.passes import PassRow
 from jobs.reporting.charts import NUM_BINS, PHASES, binned, busy_shares, nice_top
-from jobs.reporting.html import Html, element
+from jobs.reporting.page import ENVIRONMENT
 from runtime.resources import Resource
 from runtime.trace import Span
 from tests.jobs.parsed_html import Parsed, outside
 
 
 def test_text_is_escaped_and_markup_of_ours_is_not() -> None:
-    made = element("p", "<a>", Html("<br>"), None, ["&", element("b", "x")], class_="q", aria_label='"<')
-    assert made == '<p class="q" aria-label="&quot;&lt;">&lt;a&gt;<br>&amp;<b>x</b></p>'
+    ours = "{% macro b(text) %}<b>{{ text }}</b>{% endmacro %}"
+    template = ENVIRONMENT.from_string(ours + '<p aria-label="{{ a }}">{{ c }}<br>&amp;{{ b(d) }}</p>')
+    made = template.render(a='"<', c="<a>", d="x\u202e")
+    assert made == '<p aria-label="&#34;&lt;">&lt;a&gt;<br>&amp;<b>x\\u202e</b></p>'
 
 
 def test_bins_share_out_tokens_and_time_as_passes_lasted() -> None:
