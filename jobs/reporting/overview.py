@@ -28,31 +28,11 @@ MEASURED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """A line of the table: a run, a shard, or, with `shards`, what they come to together."""
-
-    name: str
-    settings: Mapping[str, str]
-    cells: Sequence[str]  # by MEASURED
-
-
-@dataclass(frozen=True, kw_only=True)
 class Overview:
     """`keys`: the settings that differ."""
 
     runs: Sequence[RunFigures]
     keys: Sequence[str]
-
-    @property
-    def lines(self) -> list[Line]:
-        lines: list[Line] = []
-        for name, shards in _by_run(self.runs):
-            if len(shards) > 1 or shards[0].run.shard[1] > 1:
-                lines.append(Line(name=name, settings={}, cells=_together(shards)))
-            lines += [
-                Line(name=_own_name(run, name), settings=self._settings(run), cells=_cells(run)) for run in shards
-            ]
-        return lines
 
     def text(self) -> str:
         """The table in columns."""
@@ -79,11 +59,20 @@ class Overview:
         return pa.Table.from_pylist([self._values(run) for run in self.runs])
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        state, *figures = MEASURED
-        head = ["run", *(_short(key, self.keys) for key in self.keys), state, *figures]
-        return head, [
-            [line.name, *(_cut(line.settings.get(key, "")) for key in self.keys), *line.cells] for line in self.lines
-        ]
+        """The head, and a row for each run, each shard, and for what the shards of a run come to together."""
+        last = [key.rpartition(".")[2] for key in self.keys]  # which stands for a key where no other ends in it
+        names = [word if last.count(word) == 1 else key for key, word in zip(self.keys, last, strict=True)]
+        rows: list[list[str]] = []
+        for name, shards in _by_run(self.runs):
+            count = shards[0].run.shard[1]
+            if len(shards) > 1 or count > 1:
+                rows.append([name, *[""] * len(self.keys), *_together(shards)])
+            for run in shards:
+                texts = self._settings(run).values()
+                cut = [text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 3]}..." for text in texts]
+                own = f"  shard {run.run.shard[0]} of {count}" if count > 1 else name
+                rows.append([own, *cut, *_cells(run)])
+        return ["run", *names, *MEASURED], rows
 
     def _settings(self, run: RunFigures) -> dict[str, str]:
         return {key: shown(run.settings[key]) if key in run.settings else "" for key in self.keys}
@@ -131,16 +120,6 @@ def shown(value: JsonValue) -> str:
     return value if isinstance(value, str) and value.isprintable() else canonical_json(value)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 3]}..."
-
-
-def _short(key: str, keys: Sequence[str]) -> str:
-    """The last word of a key where no other ends in it."""
-    last = key.rpartition(".")[2]
-    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
-
-
 def _by_run(runs: Sequence[RunFigures]) -> list[tuple[str, list[RunFigures]]]:
     """Shards of a run together, under its name; where another run has that name, under its path."""
     groups: dict[Path, list[RunFigures]] = {}
@@ -149,27 +128,20 @@ def _by_run(runs: Sequence[RunFigures]) -> list[tuple[str, list[RunFigures]]]:
         if run.run.shard[1] > 1:
             named = Path(*(SHARD_NAME.sub("", part) for part in named.parts))
         groups.setdefault(named, []).append(run)
-    names = [_shown_name(path, runs[0]) for path, runs in groups.items()]
+    names = [
+        f"{path.parent.name}/{path.name}" if runs[0].run.num_turns > 1 else path.name for path, runs in groups.items()
+    ]
     return [
         (name if names.count(name) == 1 else str(path), sorted(shards, key=lambda run: run.run.shard))
         for name, (path, shards) in zip(names, groups.items(), strict=True)
     ]
 
 
-def _shown_name(path: Path, run: RunFigures) -> str:
-    return f"{path.parent.name}/{path.name}" if run.run.num_turns > 1 else path.name
-
-
-def _own_name(run: RunFigures, name: str) -> str:
-    index, count = run.run.shard
-    return f"  shard {index} of {count}" if count > 1 else name
-
-
 def _cells(run: RunFigures) -> list[str]:
-    summary = run.summary
+    summary, done = run.summary, run.num_done
     return [
         run.state,
-        _counted(run.num_done, run.num_rows),
+        f"{done:,}" if run.num_rows in (None, done) else f"{done:,} of {run.num_rows:,}",
         f"{run.num_errors:,}",
         "-" if run.elapsed_seconds is None else format_seconds(run.elapsed_seconds),
         format_seconds(run.seconds),
@@ -187,7 +159,7 @@ def _together(shards: Sequence[RunFigures]) -> list[str]:
     peak = [run.summary.peak for run in shards]
     return [
         shard_states(shards, count),
-        _counted(sum(run.num_done for run in shards), None),
+        f"{sum(run.num_done for run in shards):,}",
         f"{sum(run.num_errors for run in shards):,}",
         *[""] * 5,
         f"{sum(run.summary.useful_tokens for run in shards):,}",
@@ -206,10 +178,6 @@ def shard_states(shards: Sequence[RunFigures], count: int) -> str:
     } | {"not there": [str(index) for index in range(count) if index not in of]}
     named = [f"{', '.join(indexes)} {name}" for name, indexes in others.items() if indexes]
     return "; ".join([f"{done} of {count} shards done", *named])
-
-
-def _counted(done: int, rows: int | None) -> str:
-    return f"{done:,}" if rows in (None, done) else f"{done:,} of {rows:,}"
 
 
 def _rate(rate: float | None) -> str:

@@ -110,7 +110,10 @@ class _Prompts:
     def of(self, row: Mapping[str, Any]) -> str | None:
         """The prompt of a row of the part; None where the part has nothing of the input."""
         if self.template is not None:
-            fields = {name: _value(row[each], is_json) for each, (name, is_json) in self.columns.items()}
+            fields = {
+                name: json.loads(str(row[each])) if is_json and row[each] is not None else row[each]
+                for each, (name, is_json) in self.columns.items()
+            }
             with suppress(BadRecord):
                 return self.front + self.template.fill(fields)
             return None
@@ -124,10 +127,6 @@ class _Prompts:
 def _leads(name: str, wanted: str) -> bool:
     """Whether a field of a template is this column, or lies in it."""
     return wanted == name or wanted.startswith(f"{name}.")
-
-
-def _value(value: object, is_json: bool) -> Any:
-    return json.loads(str(value)) if is_json and value is not None else value
 
 
 def _text(value: object, is_json: bool) -> str:

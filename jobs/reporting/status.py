@@ -3,11 +3,10 @@ the last parts. No rows are read: it is quick for many rows."""
 
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,18 +20,18 @@ from ..record.leased import LeasedBlock, leased_blocks, told_slurm
 from ..run.progress import roughly
 
 log = logging.getLogger(__name__)
-NUM_PARTS = 100  # the last ones, so that many are read quickly
+NUM_PARTS, NUM_PARTS_OF_PACE = 100, 20  # the last ones, so that many are read quickly
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class WorkerRate:
     """What one process did of the last parts: `num_rows` is its share of their rows, by the seconds of its passes."""
 
     holder: Mapping[str, JsonValue]
-    num_parts: int
-    num_rows: float
-    num_tokens: int
-    seconds: float
+    num_parts: int = 0
+    num_rows: float = 0.0
+    num_tokens: int = 0
+    seconds: float = 0.0
 
     @property
     def rows_per_second(self) -> float:
@@ -47,37 +46,22 @@ class WorkerRate:
         return bool(self.holder) and all(holder.get(key) == value for key, value in self.holder.items())
 
 
-class _Pass(NamedTuple):
-    worker: str
-    seconds: float
-    useful_tokens: int
-
-
-@dataclass(kw_only=True)
-class _Share:
-    num_parts: int = 0
-    num_rows: float = 0.0
-    num_tokens: int = 0
-    seconds: float = 0.0
-
-
 def worker_rates(run: FoundRun, rows_by_block: Mapping[int, int]) -> list[WorkerRate]:
     """Those who had a part in the last parts, the fastest first. Parts of earlier versions do not say whose they are;
     what cannot be read is left out, with a warning."""
     last = sorted((path.stat().st_mtime, block) for block, path in run.parts.items() if block in rows_by_block)
-    shares: defaultdict[str, _Share] = defaultdict(_Share)
+    rates: dict[str, WorkerRate] = {}
     for _, block in last[-NUM_PARTS:]:
         passes = _passes(run.directory.throughput_part(block))
-        seconds = sum(each.seconds for each in passes)
-        for name in {each.worker for each in passes}:
-            own = [each for each in passes if each.worker == name]
-            share, own_seconds = shares[name], sum(each.seconds for each in own)
-            share.num_parts += 1
-            share.num_rows += rows_by_block[block] * own_seconds / seconds if seconds else 0.0
-            share.num_tokens += sum(each.useful_tokens for each in own)
-            share.seconds += own_seconds
-    rates = [WorkerRate(holder=_holder(name), **vars(share)) for name, share in shares.items()]
-    return sorted(rates, key=lambda rate: -rate.rows_per_second)
+        seconds = sum(each["seconds"] for each in passes)
+        for name in {each["worker"] for each in passes}:
+            own = [each for each in passes if each["worker"] == name]
+            rate, own_seconds = rates.setdefault(name, WorkerRate(holder=_holder(name))), sum(x["seconds"] for x in own)
+            rate.num_parts += 1
+            rate.num_rows += rows_by_block[block] * own_seconds / seconds if seconds else 0.0
+            rate.num_tokens += sum(each["useful_tokens"] for each in own)
+            rate.seconds += own_seconds
+    return sorted(rates.values(), key=lambda rate: -rate.rows_per_second)
 
 
 def _holder(text: str) -> Mapping[str, JsonValue]:
@@ -89,20 +73,16 @@ def _holder(text: str) -> Mapping[str, JsonValue]:
     return value if isinstance(value, dict) else {}
 
 
-def _passes(path: Path) -> Sequence[_Pass]:
+def _passes(path: Path) -> list[dict[str, Any]]:
     """Its passes, as far as they say who ran them."""
+    fields = ["worker", "seconds", "useful_tokens"]
     try:
         with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
-            if not {*_Pass._fields} <= {*file.schema_arrow.names}:
-                return []
-            passes = [_Pass(**row) for row in file.read(list(_Pass._fields)).to_pylist()]
+            passes = file.read(fields).to_pylist() if {*fields} <= {*file.schema_arrow.names} else []
     except PARQUET_PROBLEMS as error:
         log.warning("the rates lack %s: %s", path, error)
         return []
-    return [each for each in passes if each.worker is not None]
-
-
-NUM_PARTS_OF_PACE = 20
+    return [each for each in passes if each["worker"] is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +132,20 @@ def status_of(run: FoundRun) -> RunStatus:
     is_done = run.directory.success.exists() and len(done) == len(rows) and num_planned == run.num_windows
     leased = leased_blocks(run.directory.leases) if is_running else []
     rates = worker_rates(run, rows)
-    pace = _pace([(path.stat().st_mtime, rows[block]) for block, path in done.items()])
+    at_work = [
+        WorkerStatus(
+            holder=each.holder, rate=next((rate for rate in rates if rate.is_holder(each.holder)), None), leased=each
+        )
+        for each in leased
+    ]
+    known = [each.rate for each in at_work if each.rate is not None]
+    ended = [WorkerStatus(holder=rate.holder, rate=rate, leased=None) for rate in rates if rate not in known]
+    # One at work that has no part yet counts as the mean of those that have.
+    own = [rate.rows_per_second for rate in known or rates]
+    last = sorted((path.stat().st_mtime, rows[block]) for block, path in done.items())[-NUM_PARTS_OF_PACE:]
+    pace = None
+    if len(last) > 1 and last[-1][0] > last[0][0]:
+        pace = sum(num_rows for _, num_rows in last[1:]) / (last[-1][0] - last[0][0])
     return RunStatus(
         run=run.place,
         state="running" if is_running else "done" if is_done else "interrupted" if here else "unfinished",
@@ -160,30 +153,12 @@ def status_of(run: FoundRun) -> RunStatus:
         num_blocks_done=len(done),
         num_rows=sum(rows.values()) or None,
         num_rows_done=sum(rows[block] for block in done),
-        rows_per_second=(_present_rate(leased, rates) or pace) if here else None,
+        rows_per_second=((len(leased) * sum(own) / len(own) if own else None) or pace) if here else None,
         leased=leased,
-        workers=_workers(leased, rates),
+        workers=at_work + ended,
         num_windows=run.num_windows,
         num_windows_planned=num_planned,
     )
-
-
-def _workers(leased: Sequence[LeasedBlock], rates: Sequence[WorkerRate]) -> list[WorkerStatus]:
-    """Those at work first."""
-    present = [WorkerStatus(holder=each.holder, rate=_rate_of(each, rates), leased=each) for each in leased]
-    known = [each.rate for each in present]
-    return present + [WorkerStatus(holder=r.holder, rate=r, leased=None) for r in rates if r not in known]
-
-
-def _rate_of(leased: LeasedBlock, rates: Sequence[WorkerRate]) -> WorkerRate | None:
-    return next((rate for rate in rates if rate.is_holder(leased.holder)), None)
-
-
-def _present_rate(leased: Sequence[LeasedBlock], rates: Sequence[WorkerRate]) -> float | None:
-    """Rows a second of those at work together. One that has no part yet counts as the others' mean."""
-    own = [rate.rows_per_second for each in leased if (rate := _rate_of(each, rates)) is not None]
-    known = own or [rate.rows_per_second for rate in rates]
-    return len(leased) * sum(known) / len(known) if known else None
 
 
 def as_text(statuses: Sequence[RunStatus]) -> str:
@@ -245,11 +220,3 @@ def _line(worker: WorkerStatus) -> str:
         age, sign = roughly(leased.since_seconds), roughly(leased.heartbeat_seconds)
         texts.append(f"at work on block {leased.block} for {age}, last sign {sign} ago")
     return f"  {name}: {', '.join(texts)}"
-
-
-def _pace(parts: Sequence[tuple[float, int]]) -> float | None:
-    """Rows a second of the last parts, by when each was written."""
-    last = sorted(parts)[-NUM_PARTS_OF_PACE:]
-    if len(last) < 2 or last[-1][0] <= last[0][0]:
-        return None
-    return sum(num_rows for _, num_rows in last[1:]) / (last[-1][0] - last[0][0])
