@@ -17,7 +17,7 @@ def main(composed: Composed) -> None:
 
     from jobs.files.named import require_replaceable
     from jobs.pictures.trace_file import read_all, trace_files
-    from jobs.pictures.trace_picture import Window, draw_panels
+    from jobs.pictures.trace_picture import TimeWindow, draw_panels
 
     assert config.path is not None, "the config class has checked it"
     path = Path(config.path)
@@ -31,7 +31,7 @@ def main(composed: Composed) -> None:
     beside = folder / "all.svg" if path.is_dir() else path.with_suffix(".svg")
     out = Path(config.out) if config.out is not None else beside
     require_replaceable([out], f"out={out}")
-    draw_panels(out, [(spans, Window(begin=config.begin, end=end, title=title)) for title, spans in drawn.items()])
+    draw_panels(out, [(spans, TimeWindow(begin=config.begin, end=end, title=title)) for title, spans in drawn.items()])
     say(f"{out}: {config.begin:g} s to {end:g} s of {last:g} s")
 
 

@@ -16,11 +16,11 @@ from runtime.errors import DatasetError, require
 from . import kinds
 from .fields import MAX_ROWS, DatasetFields
 from .files import ending_kind, other_kind
-from .row_rules import CountTokens, Kind
+from .row_rules import CountTokens, InputKind
 from .rows import Row, number_rows, refuse_bad_rows, repeat_rows, resolve_duplicates, warn_of_empty_fields
 
 
-def _found() -> Mapping[str, Kind]:
+def _found() -> Mapping[str, InputKind]:
     modules = [import_module(f"{kinds.__name__}.{module.name}") for module in iter_modules(kinds.__path__)]
     return {name: kind for module in modules for name, kind in module.KINDS.items()}
 

@@ -46,7 +46,7 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class RowRange:
     """Rows that follow one another from `mark` on, in one file: the fields of each, None where they cannot be read."""
 
     mark: Mark
@@ -57,7 +57,7 @@ Numbered: TypeAlias = tuple[int, Path]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class RowSource:
     """How one kind of input that need not be held is read: its rows are looked at one after another, and read again
     from any of them on (`windows.py`). `count` parses nothing and stops behind the number that is asked for. `look` is
     for a file and `records` for one from a mark on; both give the rows that the kind's own reader gives. All raise
@@ -65,7 +65,7 @@ class Source:
 
     files: Callable[[DatasetFields], list[Path]]
     count: Callable[[DatasetFields, Path, int], int]
-    look: Callable[[DatasetFields, Numbered], Iterator[Stretch]]
+    look: Callable[[DatasetFields, Numbered], Iterator[RowRange]]
     records: Callable[[DatasetFields, Path, Mark], Iterator[Record]]
 
     def has_more_than(self, config: DatasetFields, num_rows: int) -> bool:
@@ -77,7 +77,7 @@ class Source:
                 return True
         return False
 
-    def stretches(self, config: DatasetFields) -> Iterator[Stretch]:
+    def stretches(self, config: DatasetFields) -> Iterator[RowRange]:
         """All rows of the input, in order."""
         for numbered in enumerate(self.files(config)):
             yield from self.look(config, numbered)
@@ -88,11 +88,11 @@ class Source:
             yield from self.records(config, path, mark if number == mark.file else Mark(file=number, row=0))
 
 
-def stretched(rows: Iterable[Fields | None], file: int) -> Iterator[Stretch]:
+def stretched(rows: Iterable[Fields | None], file: int) -> Iterator[RowRange]:
     """Stretches of the rows of a file whose places are their numbers."""
     rows, first = iter(rows), 0
     while found := list(islice(rows, STRETCH_ROWS)):
-        yield Stretch(mark=Mark(file=file, row=first), rows=found)
+        yield RowRange(mark=Mark(file=file, row=first), rows=found)
         first += len(found)
 
 
@@ -108,7 +108,7 @@ CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # of ta
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class InputKind:
     """How one kind of data set becomes rows. `keys` are those that it knows of the keys which not every kind knows;
     `has_chats`: its rows say themselves whether they are chats, whatever `chat_template` says. `for_job`: the rows with
     an error in place of each that is for another job, where the second argument says whether this one encodes."""
@@ -126,7 +126,7 @@ class Windowed:
     """What a kind needs to be read in windows: its source, and the rows of some of its records, each with the number
     that it has in the input."""
 
-    source: Source
+    source: RowSource
     rows: Callable[[Iterable[tuple[int, Record]], DatasetFields], Iterator[Row]]
 
 
@@ -165,9 +165,9 @@ class NamedFields:
 def prompts(
     read: ReadRecords,
     keys: frozenset[str] = frozenset(),
-    needs: str = Kind.needs,
-    source: Source | None = None,
-) -> Kind:
+    needs: str = InputKind.needs,
+    source: RowSource | None = None,
+) -> InputKind:
     """A kind with a row for each record that `read` yields: the prompt or the messages, and what the row asks for
     itself, in the fields that the config names. `keys`: what it knows beside `TABLE_KEYS`. With `source` its rows can
     be read in windows."""
@@ -181,9 +181,9 @@ def prompts(
         named.require_all()
 
     if source is None:
-        return Kind(rows=rows, keys=TABLE_KEYS | keys, needs=needs)
+        return InputKind(rows=rows, keys=TABLE_KEYS | keys, needs=needs)
     keys = TABLE_KEYS | keys | {"window_rows"}
-    return Kind(rows=rows, keys=keys, needs=needs, windowed=Windowed(source=source, rows=some))
+    return InputKind(rows=rows, keys=keys, needs=needs, windowed=Windowed(source=source, rows=some))
 
 
 def make_rows(

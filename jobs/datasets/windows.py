@@ -24,7 +24,7 @@ from runtime.errors import DatasetError, Interrupted
 from .config import KINDS, DatasetConfig
 from .fields import BadRowPolicy, DatasetFields, ShardConfig
 from .records import BadRecord, Fields, Record, read_id
-from .row_rules import Mark, NamedFields, Stretch, Windowed, bad_row_id, passed_through
+from .row_rules import Mark, NamedFields, RowRange, Windowed, bad_row_id, passed_through
 from .rows import NUM_DUPLICATES_LISTED, ColumnKinds, Row, add_kinds, bad_rows, refuse_bad_rows, refuse_repeated
 
 log = logging.getLogger(__name__)
@@ -161,10 +161,10 @@ def _heed(should_stop: Callable[[], bool]) -> None:
         raise Interrupted("stopped while the rows were looked through; the same command begins that again")
 
 
-def _limited(stretches: Iterator[Stretch], limit: int | None) -> Iterator[Stretch]:
+def _limited(stretches: Iterator[RowRange], limit: int | None) -> Iterator[RowRange]:
     for stretch in stretches:
         if limit is not None:
-            stretch = Stretch(mark=stretch.mark, rows=stretch.rows[:limit])
+            stretch = RowRange(mark=stretch.mark, rows=stretch.rows[:limit])
             limit -= len(stretch.rows)
         if stretch.rows:
             yield stretch

@@ -46,7 +46,7 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class TargetTokens:
     """Tokens whose log-probability behind a context is asked. Neither is empty."""
 
     context_ids: tuple[int, ...]
@@ -54,7 +54,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
+class TargetScore:
     """`logprob` of the whole target; `is_greedy`: each of its tokens is the likeliest."""
 
     logprob: float
@@ -72,13 +72,13 @@ def _row(request: Request, index: int) -> Row:
     return replace(_ROW, index=index, id=name, prompt_ids=request.prompt_ids)
 
 
-def _scored(request: Request, joined: Request, answer: Mapping[str, Any]) -> Scored:
+def _scored(request: Request, joined: Request, answer: Mapping[str, Any]) -> TargetScore:
     """The score of one target, of what the row of the request that it was joined in has come to."""
     assert request.scoring is not None, "its tokens are scored"
     assert joined.scoring is not None, "it was joined of scored ones"
     places = joined.scoring.places_of(request.scoring)
     likeliest = [answer["top_token_ids"][place][0] for place in places]
-    return Scored(
+    return TargetScore(
         logprob=math.fsum(answer["token_logprobs"][place] for place in places),
         is_greedy=likeliest == list(request.target_ids),
     )
@@ -108,7 +108,7 @@ class Answerer:
         answers = dict(zip(distinct, self._answers(task, config, ["token_ids"]), strict=True))
         return [tuple(answers[_key(request, index)]["token_ids"]) for index, request in enumerate(requests)]
 
-    def scored(self, kind: str, targets: Sequence[Target]) -> list[Scored]:
+    def scored(self, kind: str, targets: Sequence[TargetTokens]) -> list[TargetScore]:
         """The score of each target, in the order of `targets`. Those that end behind the same tokens, such as all
         choices of one token, are one forward."""
         asked = [self._request(target) for target in targets]
@@ -123,12 +123,12 @@ class Answerer:
         )
         columns = ["token_logprobs", "top_token_ids"]
         answers = self._answers(task, replace(self._config, sampling=sampling), columns)
-        found: dict[int, Scored] = {}
+        found: dict[int, TargetScore] = {}
         for each, answer in zip(joined, answers, strict=True):
             found |= {member: _scored(asked[member], each.request, answer) for member in each.members}
         return [found[member] for member in range(len(targets))]
 
-    def _request(self, target: Target) -> Request:
+    def _request(self, target: TargetTokens) -> Request:
         made = make_scoring(self.model, "", target.context_ids, target.target_ids)
         if isinstance(made, Rejected):
             raise EvaluationError(f"a target of {len(target.target_ids):,} tokens cannot be scored: {made.error}")

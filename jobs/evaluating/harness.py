@@ -25,7 +25,7 @@ from runtime.errors import ConfigError, EvaluationError, MillraceError, require
 from ..config.settings import GenerateConfig, semantic
 from ..files.publishing import json_digest, publish, write_all
 from ..record.passes import Start
-from .asking import Answerer, Generation, Target
+from .asking import Answerer, Generation, TargetTokens
 from .config import EvaluateConfig
 
 KNOWN = frozenset({"do_sample", "temperature", "max_gen_toks", "until"})
@@ -120,13 +120,13 @@ class HarnessModel(TemplateLM):
         text = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
         return postprocess_generated_text(text, list(stop), None)
 
-    def _target(self, context: Sequence[int], target: Sequence[int]) -> Target:
+    def _target(self, context: Sequence[int], target: Sequence[int]) -> TargetTokens:
         if self.backend == "seq2seq":  # the target is the decoder's, whose context is its own
-            return Target(context_ids=tuple(context[-self.max_length :]), target_ids=tuple(target))
+            return TargetTokens(context_ids=tuple(context[-self.max_length :]), target_ids=tuple(target))
         ids = [*context, *target][-(self.max_length + 1) :]
-        return Target(context_ids=tuple(ids[: len(ids) - len(target)]), target_ids=tuple(target))
+        return TargetTokens(context_ids=tuple(ids[: len(ids) - len(target)]), target_ids=tuple(target))
 
-    def _windows(self, text: str) -> Iterator[Target]:
+    def _windows(self, text: str) -> Iterator[TargetTokens]:
         windows = get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,

@@ -42,7 +42,7 @@ OTHER = "#bab0ac"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class TimeWindow:
     """Seconds of a trace. `marks`: named moments."""
 
     begin: float
@@ -74,7 +74,7 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
+class ResourceLane:
     """A resource's bars. `busy`: the share of the window in which at least one of them ran."""
 
     row: Resource
@@ -84,13 +84,13 @@ class Lane:
     busy: float
 
 
-def draw(path: Path, spans: Sequence[Span], windows: Sequence[Window]) -> None:
+def draw(path: Path, spans: Sequence[Span], windows: Sequence[TimeWindow]) -> None:
     """Publishes the picture, a panel for each window, as svg or png by the suffix of `path`; raises OutputError. Rows
     on which nothing ever ran are left out."""
     draw_panels(path, [(spans, window) for window in windows])
 
 
-def draw_panels(path: Path, shown: Sequence[tuple[Sequence[Span], Window]]) -> None:
+def draw_panels(path: Path, shown: Sequence[tuple[Sequence[Span], TimeWindow]]) -> None:
     """Draws what `draw` does, of spans and a window for each panel."""
     panels, windows = [lay_out(spans, window) for spans, window in shown], [window for _, window in shown]
     heights = [TRACK * _num_tracks(lanes) for lanes in panels]
@@ -104,9 +104,9 @@ def draw_panels(path: Path, shown: Sequence[tuple[Sequence[Span], Window]]) -> N
             top += HEAD + height + FOOT
 
 
-def lay_out(spans: Sequence[Span], window: Window) -> list[Lane]:
+def lay_out(spans: Sequence[Span], window: TimeWindow) -> list[ResourceLane]:
     """Spans of a row that overlap lie beneath each other, those that follow one another side by side."""
-    lanes, top = list[Lane](), 0.0
+    lanes, top = list[ResourceLane](), 0.0
     for row in (row for row in Resource if any(span.resource is row for span in spans)):
         mine, tracks = [span for span in window.seen(spans) if span.resource is row], Tracks()
         bars = [
@@ -119,12 +119,12 @@ def lay_out(spans: Sequence[Span], window: Window) -> list[Lane]:
             for span in mine
         ]
         num_tracks = max([round(bar.top - top) + 1 for bar in bars], default=1)
-        lanes.append(Lane(row=row, top=top, num_tracks=num_tracks, bars=bars, busy=_busy(mine, window)))
+        lanes.append(ResourceLane(row=row, top=top, num_tracks=num_tracks, bars=bars, busy=_busy(mine, window)))
         top += num_tracks + GAP / TRACK
     return lanes
 
 
-def _busy(spans: Sequence[Span], window: Window) -> float:
+def _busy(spans: Sequence[Span], window: TimeWindow) -> float:
     busy, until = 0.0, window.begin
     for span in spans:
         busy += max(0.0, min(span.end, window.end) - max(span.begin, until))
@@ -132,11 +132,11 @@ def _busy(spans: Sequence[Span], window: Window) -> float:
     return busy / window.seconds
 
 
-def _num_tracks(lanes: Sequence[Lane]) -> float:
+def _num_tracks(lanes: Sequence[ResourceLane]) -> float:
     return max(1.0, sum(lane.num_tracks for lane in lanes) + (len(lanes) - 1) * GAP / TRACK)
 
 
-def _panel(axes: Axes, window: Window, lanes: Sequence[Lane]) -> None:
+def _panel(axes: Axes, window: TimeWindow, lanes: Sequence[ResourceLane]) -> None:
     unit, factor = ("s", 1.0) if window.seconds >= 1 else ("ms", 1e3)
     axes.set_xlim(window.begin * factor, window.end * factor)
     axes.set_ylim(_num_tracks(lanes), 0)
@@ -178,13 +178,13 @@ def _label(bar: Bar, pixels: float) -> str:
     return next((text for text in (name, target) if text and len(text) * PIXELS_PER_LETTER + LABEL_MARGIN < pixels), "")
 
 
-def _marks(axes: Axes, window: Window, factor: float) -> None:
+def _marks(axes: Axes, window: TimeWindow, factor: float) -> None:
     for second, name in window.marks:
         axes.axvline(second * factor, color="#333", linewidth=0.8, linestyle=":")
         axes.annotate(name, (second * factor, 1), (2, 3), ("data", "axes fraction"), "offset points", color="#333")
 
 
-def _legend(axes: Axes, lanes: Sequence[Lane]) -> None:
+def _legend(axes: Axes, lanes: Sequence[ResourceLane]) -> None:
     found = {bar.op for lane in lanes for bar in lane.bars}
     ops = [op for op in COLOURS if op in found] + sorted(found - COLOURS.keys())
     if ops:

@@ -16,7 +16,7 @@ from runtime.trace import Span
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import write_all
 from ..pictures.trace_file import PREDICTED, publish_trace
-from ..pictures.trace_picture import Window, draw
+from ..pictures.trace_picture import TimeWindow, draw
 from .config import PlanConfig, Sweep
 from .pictures import draw_roofline, draw_sweep
 from .planning import Planned
@@ -179,16 +179,16 @@ def write_timeline(planned: Planned, directory: Path) -> str:
     return timeline.which
 
 
-def _windows(planned: Planned, timeline: Timeline) -> list[Window]:
+def _windows(planned: Planned, timeline: Timeline) -> list[TimeWindow]:
     """All of it, and some layers in the middle of the last pass."""
     passes = timeline.passes
     title = f"{planned.shape.name} on {planned.machine.name}, predicted: {timeline.which}"
     marks = [(each.begin, name) for each, name in zip(passes, timeline.names, strict=True)]
-    every = Window(begin=0.0, end=passes[-1].end, title=title, marks=marks)
+    every = TimeWindow(begin=0.0, end=passes[-1].end, title=title, marks=marks)
     last = passes[-1]
     half = (last.end - last.begin) * NUM_LAYERS_SHOWN / (2 * len(planned.shape.stages))
     middle = (last.begin + last.end) / 2
-    closer = Window(
+    closer = TimeWindow(
         begin=max(last.begin, middle - half),
         end=min(last.end, middle + half),
         title=f"about {NUM_LAYERS_SHOWN} layers in the middle of the last pass",

@@ -22,7 +22,7 @@ FIELDS_OF_PROMPTS = ("dataset.messages_field", "dataset.prompt_field", "dataset.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class SampleRow:
     """`prompt`: as it was asked, as the input has it, or the columns of the input by name; None where the run did not
     keep any."""
 
@@ -37,11 +37,11 @@ class Sample:
     num_completion_tokens: int
 
 
-def good_rows(figures: RunFigures, count: int) -> list[Sample]:
+def good_rows(figures: RunFigures, count: int) -> list[SampleRow]:
     """Rows that are ok, from all over the run: blocks hold rows of like length."""
     paths = list(figures.run.parts.values())
     chosen = [paths[i * len(paths) // min(count, len(paths))] for i in range(min(count, len(paths)))]
-    found: list[Sample] = []
+    found: list[SampleRow] = []
     for i, path in enumerate(chosen):
         rows = [row for row in _rows(figures, path) if row.status == "ok"]
         wanted = (count * (i + 1)) // len(chosen) - len(found)
@@ -49,7 +49,7 @@ def good_rows(figures: RunFigures, count: int) -> list[Sample]:
     return sorted(found, key=_place)
 
 
-def failed_rows(figures: RunFigures, count: int) -> list[Sample]:
+def failed_rows(figures: RunFigures, count: int) -> list[SampleRow]:
     """The first of the rows that are not ok, by their places in the input."""
     if not figures.num_errors:
         return []
@@ -57,11 +57,11 @@ def failed_rows(figures: RunFigures, count: int) -> list[Sample]:
     return nsmallest(count, rows, key=_place)
 
 
-def _place(row: Sample) -> int:
+def _place(row: SampleRow) -> int:
     return -1 if row.row_index is None else row.row_index
 
 
-def _rows(figures: RunFigures, path: Path) -> Iterator[Sample]:
+def _rows(figures: RunFigures, path: Path) -> Iterator[SampleRow]:
     try:
         with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
             prompts = _Prompts.kept_in(file, figures.settings)
@@ -72,7 +72,7 @@ def _rows(figures: RunFigures, path: Path) -> Iterator[Sample]:
         return
     for row in rows:
         place = row["row_index"] if places else None
-        yield Sample(prompt=prompts.of(row), row_index=place, **{name: row[name] for name in OURS})
+        yield SampleRow(prompt=prompts.of(row), row_index=place, **{name: row[name] for name in OURS})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jobs.pictures.trace_picture import COLOURS, Bar, Window, draw, lay_out
+from jobs.pictures.trace_picture import COLOURS, Bar, TimeWindow, draw, lay_out
 from runtime.plan.schedule.schedule import Op
 from runtime.resources import Resource
 from runtime.trace import Span
@@ -17,10 +17,10 @@ SPANS = [
     Span(Resource.compute, "run 1.1", 2.0, 3.0),
     Span(Resource.cpu_attention, "attend <1> & 2", 1.0, 2.5),
 ]
-ALL = Window(begin=0.0, end=3.0)
+ALL = TimeWindow(begin=0.0, end=3.0)
 
 
-def bars(window: Window) -> dict[str, Bar]:
+def bars(window: TimeWindow) -> dict[str, Bar]:
     return {bar.span.name: bar for lane in lay_out(SPANS, window) for bar in lane.bars}
 
 
@@ -35,7 +35,7 @@ def test_spans_that_overlap_lie_beneath_each_other_and_those_in_turn_side_by_sid
 
 
 def test_a_window_cuts_what_reaches_out_of_it() -> None:
-    found = bars(Window(begin=1.2, end=1.8))
+    found = bars(TimeWindow(begin=1.2, end=1.8))
     assert set(found) == {"read 2", "run 1.0", "attend <1> & 2"}
     assert all(1.2 <= bar.begin < bar.end <= 1.8 for bar in found.values())
 
@@ -46,12 +46,12 @@ def test_rows_say_what_they_are_and_how_busy_they_were() -> None:
 
 
 def test_a_row_without_a_span_in_the_window_stays() -> None:
-    assert [lane.busy for lane in lay_out(SPANS, Window(begin=2.6, end=3.0))] == [0, 1, 0]
+    assert [lane.busy for lane in lay_out(SPANS, TimeWindow(begin=2.6, end=3.0))] == [0, 1, 0]
 
 
 def test_an_svg_has_the_words_of_the_picture_as_text(tmp_path: Path) -> None:
     path = tmp_path / "trace.svg"
-    draw(path, SPANS, [ALL, Window(begin=1.0, end=1.5, title="closer", marks=[(1.2, "a mark")])])
+    draw(path, SPANS, [ALL, TimeWindow(begin=1.0, end=1.5, title="closer", marks=[(1.2, "a mark")])])
     texts = {text.text for text in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")}
     assert {"disk", "compute", "CPU attention", "50%", "67%", "time [s]", "time [ms]", "closer", "a mark"} <= texts
     assert {"read 1", "attend <1> & 2", "read", "run", "attend"} <= texts

@@ -12,7 +12,7 @@ from runtime.errors import DatasetError
 from ..fields import DatasetFields
 from ..helm import read_request, request_digest
 from ..records import BadRecord, Fields, Json, Record, value_at
-from ..row_rules import CountTokens, Kind, make_row
+from ..row_rules import CountTokens, InputKind, make_row
 from ..rows import Row
 from .jsonl import read_jsonl
 
@@ -36,7 +36,7 @@ def read_requests(config: DatasetFields, count_tokens: CountTokens | None) -> It
                 yield replace(row, source_file=record.source)
 
 
-KINDS = {"helm": Kind(rows=read_requests, keys=frozenset({"path"}), needs=NEEDS)}
+KINDS = {"helm": InputKind(rows=read_requests, keys=frozenset({"path"}), needs=NEEDS)}
 
 
 def _row(record: Record, index: int, run: str, config: DatasetFields) -> Row:

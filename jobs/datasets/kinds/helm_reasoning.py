@@ -12,7 +12,7 @@ import numpy as np
 from ..fields import DatasetFields, EvaluationSplit, ReasoningMode
 from ..helm import HELM_KEYS, Item, choose_examples
 from ..records import Content
-from ..row_rules import CountTokens, Kind, make_row
+from ..row_rules import CountTokens, InputKind, make_row
 from ..rows import Row
 
 SEED = 42
@@ -36,7 +36,7 @@ def read_reasoning(config: DatasetFields, count_tokens: CountTokens | None) -> I
         yield make_row(index, f"{name}-{index}", content, {}, config)
 
 
-KINDS = {"helm_synthetic_reasoning": Kind(rows=read_reasoning, keys=HELM_KEYS | {"mode", "split"})}
+KINDS = {"helm_synthetic_reasoning": InputKind(rows=read_reasoning, keys=HELM_KEYS | {"mode", "split"})}
 
 
 def build_prompts(

@@ -12,7 +12,7 @@ from runtime.errors import ConfigError
 from ..fields import DatasetFields
 from ..helm import HELM_KEYS, Item, choose_examples
 from ..records import BadRecord, Content, Fields, Json, Record, check_text, read_field
-from ..row_rules import CountTokens, Kind, make_rows
+from ..row_rules import CountTokens, InputKind, make_rows
 from ..rows import Row
 from .jsonl import read_jsonl
 
@@ -44,7 +44,7 @@ def read_summarization(config: DatasetFields, count_tokens: CountTokens | None) 
 
 
 KINDS = {
-    "helm_summarization": Kind(
+    "helm_summarization": InputKind(
         rows=read_summarization,
         keys=HELM_KEYS
         | {"path", "id_field", "json_field", "examples_path", "article_field", "summary_field"}
@@ -66,14 +66,14 @@ def select_examples(records: Sequence[Record], config: DatasetFields) -> dict[in
 
     Candidates are records with an article of 50 to 150 words; records that cannot be read are no candidates.
     """
-    candidates: list[_Candidate] = []
+    candidates: list[_Example] = []
     for position, record in enumerate(records):
         try:
             item = read_item(record.fields or {}, config)
         except BadRecord:
             continue
         if MIN_EXAMPLE_WORDS <= len(item.input.split()) <= MAX_EXAMPLE_WORDS:
-            candidates.append(_Candidate(input=item.input, answer=item.answer, position=position))
+            candidates.append(_Example(input=item.input, answer=item.answer, position=position))
     chosen = choose_examples(candidates, config.num_examples, config.trial)
     return {candidate.position: candidate for candidate in chosen}
 
@@ -106,7 +106,7 @@ def build_content(item: Item, examples: Sequence[Item], config: DatasetFields, c
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Candidate(Item):
+class _Example(Item):
     position: int
 
 

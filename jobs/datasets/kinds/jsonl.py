@@ -29,7 +29,7 @@ from ..files import (
     unpacked_name,
 )
 from ..records import Fields, Record, too_long
-from ..row_rules import CHAT_KEYS, STRETCH_ROWS, Mark, Numbered, Source, Stretch, prompts, stretched
+from ..row_rules import CHAT_KEYS, STRETCH_ROWS, Mark, Numbered, RowRange, RowSource, prompts, stretched
 from ..strict_json import DECODER, Json, parse_json, shorten
 
 ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once
@@ -137,7 +137,7 @@ def _count(config: DatasetFields, file: Path, most: int) -> int:
         return sum(1 for _ in islice(_read_document(file, config.json_field, config.max_row_bytes), most))
 
 
-def _look(config: DatasetFields, numbered: Numbered) -> Iterator[Stretch]:
+def _look(config: DatasetFields, numbered: Numbered) -> Iterator[RowRange]:
     number, file = numbered
     with reading(file):
         form = _form_of(file, config.json_field, config.max_row_bytes)
@@ -148,17 +148,17 @@ def _look(config: DatasetFields, numbered: Numbered) -> Iterator[Stretch]:
             yield from _look_at_rows(file, form, number, config.max_row_bytes)
 
 
-def _look_at_rows(file: Path, form: _Form, number: int, max_row_bytes: int) -> Iterator[Stretch]:
+def _look_at_rows(file: Path, form: _Form, number: int, max_row_bytes: int) -> Iterator[RowRange]:
     rows: list[Fields | None] = []
     mark, begin_bytes = Mark(file=number, row=0), 0
     for row, (line, offset_bytes, text, _) in enumerate(_rows(file, form, max_row_bytes)):
         if len(rows) == STRETCH_ROWS or offset_bytes - begin_bytes > STRETCH_BYTES:
-            yield Stretch(mark=mark, rows=rows)
+            yield RowRange(mark=mark, rows=rows)
             mark = Mark(file=number, row=row, line=line - 1, offset_bytes=offset_bytes)
             rows, begin_bytes = [], offset_bytes
         rows.append(_fields(text))
     if rows:
-        yield Stretch(mark=mark, rows=rows)
+        yield RowRange(mark=mark, rows=rows)
 
 
 def _fields(text: bytes | None) -> Fields | None:
@@ -181,7 +181,7 @@ def _records(config: DatasetFields, file: Path, mark: Mark) -> Iterator[Record]:
             yield from _read_rows(file, form, config.max_row_bytes, mark)
 
 
-SOURCE = Source(files=_files, count=_count, look=_look, records=_records)
+SOURCE = RowSource(files=_files, count=_count, look=_look, records=_records)
 KINDS = {"jsonl": prompts(read_jsonl_path, CHAT_KEYS | {"json_field"}, source=SOURCE)}
 
 

@@ -16,7 +16,7 @@ from runtime.errors import DatasetError
 from ..fields import DatasetFields
 from ..files import list_files, require_there
 from ..records import BadRecord, Content, Fields, Json, Message, Record, check_text, shorten
-from ..row_rules import CountTokens, Kind, make_row
+from ..row_rules import CountTokens, InputKind, make_row
 from ..rows import Row
 from .jsonl import read_jsonl
 
@@ -181,7 +181,7 @@ def read_judged(config: DatasetFields, count_tokens: CountTokens | None) -> Iter
                 index += 1
 
 
-KINDS = {"mtbench_judge": Kind(rows=read_judged, keys=KEYS, needs=NEEDS)}
+KINDS = {"mtbench_judge": InputKind(rows=read_judged, keys=KEYS, needs=NEEDS)}
 
 
 @dataclass(frozen=True, kw_only=True)

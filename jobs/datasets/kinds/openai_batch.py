@@ -11,7 +11,7 @@ from runtime.errors import DatasetError
 from ..fields import DatasetFields
 from ..openai_body import ENCODED, ENDPOINTS, endpoint_of, kept_body
 from ..records import BadRecord, Fields, Record, as_chat, check_text, shorten
-from ..row_rules import CountTokens, Kind
+from ..row_rules import CountTokens, InputKind
 from ..rows import Row
 from .jsonl import read_jsonl
 
@@ -114,7 +114,7 @@ def for_job(rows: Sequence[Row], encodes: bool) -> list[Row]:
 
 
 KINDS = {
-    "openai_batch": Kind(
+    "openai_batch": InputKind(
         rows=read_batch,
         keys=frozenset({"path"}),
         needs="dataset.path=requests.jsonl (a file for OpenAI's Batch API)",

@@ -8,7 +8,7 @@ from runtime.errors import DatasetError
 
 from ..fields import DatasetFields, Turns
 from ..records import BadRecord, Content, check_text, read_first_turn, read_prompt, read_question
-from ..row_rules import CountTokens, Kind, ReadRecords, make_row, make_rows
+from ..row_rules import CountTokens, InputKind, ReadRecords, make_row, make_rows
 from ..rows import Row
 from .jsonl import read_jsonl, read_jsonl_path
 
@@ -46,10 +46,10 @@ def _prompt(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator
 
 
 KINDS = {
-    "prompt": Kind(rows=_prompt, keys=frozenset({"prompt"})),
-    "sample": Kind(rows=_sample),
-    "tasks": Kind(rows=_tasks),
-    "mtbench": Kind(
+    "prompt": InputKind(rows=_prompt, keys=frozenset({"prompt"})),
+    "sample": InputKind(rows=_sample),
+    "tasks": InputKind(rows=_tasks),
+    "mtbench": InputKind(
         rows=_mt_bench,
         keys=frozenset({"path", "turns"}),
         needs="dataset.path=question.jsonl (MT-Bench's questions; they are not bundled)",

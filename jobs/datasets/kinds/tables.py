@@ -26,7 +26,7 @@ from runtime.units import MIB
 from ..fields import DatasetFields
 from ..files import CHUNK_BYTES, list_files, open_bytes, other_kind, packed_too, reading, unpacked_name
 from ..records import Fields, Json, Record, check_columns, named_fields, num_text_bytes, too_long
-from ..row_rules import CHAT_KEYS, STRETCH_ROWS, Mark, Numbered, Source, Stretch, prompts
+from ..row_rules import CHAT_KEYS, STRETCH_ROWS, Mark, Numbered, RowRange, RowSource, prompts
 
 NUM_ROWS_PER_BATCH, BATCH_BYTES = 1024, 64 * MIB
 _MAX_CSV_BLOCK_BYTES = 2**31 - 1
@@ -69,13 +69,13 @@ def _count_parquet(config: DatasetFields, path: Path, most: int) -> int:
         return pq.read_metadata(path).num_rows
 
 
-def _look_at_parquet(config: DatasetFields, numbered: Numbered) -> Iterator[Stretch]:
+def _look_at_parquet(config: DatasetFields, numbered: Numbered) -> Iterator[RowRange]:
     number, path = numbered
     with _arrow_reading(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
         rows = _parquet_rows(config, file, path, 0, STRETCH_ROWS)
         first, at_once = 0, _rows_at_once(file, STRETCH_ROWS)
         while found := list(islice(rows, at_once)):
-            yield Stretch(mark=Mark(file=number, row=first), rows=[_seen(row, config.max_row_bytes) for row in found])
+            yield RowRange(mark=Mark(file=number, row=first), rows=[_seen(row, config.max_row_bytes) for row in found])
             first += len(found)
 
 
@@ -122,7 +122,7 @@ KINDS = {
     "parquet": prompts(
         read_parquet,
         CHAT_KEYS,
-        source=Source(files=_parquet_files, count=_count_parquet, look=_look_at_parquet, records=_parquet_records),
+        source=RowSource(files=_parquet_files, count=_count_parquet, look=_look_at_parquet, records=_parquet_records),
     ),
     "csv": prompts(read_csv, frozenset({"csv_delimiter"})),
     "hub": prompts(
