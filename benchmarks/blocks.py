@@ -10,8 +10,8 @@ from typing import Any
 
 from runtime.config.settings import OffloadConfig, Tier
 from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.roofline import OperatingPoint, operating_point
 from runtime.plan.cost.work import LayerWork
-from runtime.plan.search.ridge_points import OperatingPoint, operating_point
 
 from .millrace import opened
 from .report import table

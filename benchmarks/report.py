@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from runtime.measure.memory import LINK_IN
+from runtime.measure.bandwidth import LINK_IN
 from runtime.units import GIB, format_bytes
 
 from .contenders import CONTENDERS, Act, Contender, Peer, Sweep

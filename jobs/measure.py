@@ -25,9 +25,8 @@ def main(composed: Composed) -> None:
 
     from jobs.files.named import publish_named, require_replaceable
     from jobs.files.publishing import make_directory, write_all
-    from jobs.measuring.doubts import doubts
     from jobs.measuring.measurement import Steps, measure_machine
-    from jobs.measuring.report import Source, agreement, format_table, format_yaml
+    from jobs.measuring.report import Source, agreement, doubts, format_table, format_yaml
     from runtime.measure.machine_cache import find_latest, keep
 
     if config.measure.out is not None:

@@ -22,8 +22,7 @@ from runtime.config.settings import (
     Tier,
 )
 from runtime.plan.cost.machine import Machine
-from runtime.plan.cost.script import Durations
-from runtime.plan.cost.simulator import simulate
+from runtime.plan.cost.simulator import Durations, simulate
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.schedule.schedule import make_schedule
 from runtime.plan.search.grid import Choices, PolicyGrid

@@ -22,8 +22,8 @@ from runtime.linear.window4_rows import WINDOW4
 from runtime.model import loading, traits
 from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel
+from runtime.plan.cost.calibration import TypicalLoad
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.planning import planner as planning
 from runtime.requests import chat
 from runtime.store.reader import Reader

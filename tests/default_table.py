@@ -28,7 +28,7 @@ from runtime.errors import BudgetError
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.planner import SEARCH_PAYS_SECONDS
-from runtime.plan.search import finalists, trials
+from runtime.plan.search import hrm, trials
 from runtime.units import GIB
 from tests.published import machine
 
@@ -37,7 +37,7 @@ NEW_TOKENS = (32, 128, 512)
 MODELS = sorted(path.stem for path in Path("conf/model").glob("*.yaml") if path.stem not in ("hf", "tiny", "random"))
 WORKLOAD = WorkloadConfig(num_requests=256, mean_prompt_tokens=100, max_prompt_tokens=300)
 WIDER = {
-    finalists: {"NUM_WAYS": 12, "NUM_BLOCKS": 12},
+    hrm: {"NUM_WAYS": 12, "NUM_BLOCKS": 12},
     trials: {
         "HOPELESS": 1.5,
         "WAITING": 0.0,

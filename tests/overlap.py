@@ -38,8 +38,7 @@ from runtime.engine.monitor import PassMonitor
 from runtime.engine.player import PassContext, Player
 from runtime.engine.setup import AttentionWorkers
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.script import Durations, Script
-from runtime.plan.cost.simulator import simulate_each
+from runtime.plan.cost.simulator import Durations, Script, simulate_each
 from runtime.plan.placement.placement import Budgets, Placement
 from runtime.plan.planner import plan_run
 from runtime.plan.schedule.schedule import Schedule, make_schedule

@@ -23,15 +23,13 @@ from runtime.config.settings import (
     Tier,
     Way,
 )
-from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.machine import Machine, machine_of
 from runtime.plan.cost.predict import Prediction
-from runtime.plan.cost.profile import machine_of
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.ledger import PINNED_SHARE
 from runtime.plan.planner import plan_run
 from runtime.plan.search.candidate import Problem
-from runtime.plan.search.choice import Choice
-from runtime.plan.search.hrm import search
+from runtime.plan.search.hrm import Choice, search
 from runtime.plan.search.policy import Policy
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from runtime.events import Event, NeedAttention, NeedExperts, NeedStage
-from runtime.plan.cost.script import Durations
+from runtime.plan.cost.simulator import Durations
 from runtime.plan.schedule.walk import Walk
 from runtime.stream.weights import WeightStream
 from tests.timed_device import TimedDevice

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 from runtime.config.profiles import BackendTable, LinearBackend
-from runtime.measure.backends import kinds
+from runtime.measure.linear import kinds
 from runtime.model.families import FAMILIES, Family
 from runtime.probing.meta import auto_class
 from runtime.sequences.sequence import Request

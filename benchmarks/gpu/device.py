@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from runtime.measure.memory import DEVICE_COPY, HOST_COPY, HOST_READ, memory_probes
+from runtime.measure.bandwidth import DEVICE_COPY, HOST_COPY, HOST_READ, memory_probes
 from runtime.stream.device import ComputeDevice, limit_memory
 from runtime.units import MIB
 

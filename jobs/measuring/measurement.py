@@ -27,11 +27,10 @@ from runtime.config.settings import (
 from runtime.engine.records import PassRecord, Phase
 from runtime.engine.session import Session
 from runtime.library.api import Runtime
-from runtime.measure.backends import product_table
-from runtime.measure.disk import SUSTAINED
+from runtime.measure.bandwidth import DEVICE_COPY, HOST_COPY, LINK_IN, LINK_OUT, SUSTAINED
+from runtime.measure.linear import product_table
 from runtime.measure.machine import device_name, dtype_rates, machine_probes
 from runtime.measure.machine_cache import Host, this_host
-from runtime.measure.memory import DEVICE_COPY, HOST_COPY, LINK_IN, LINK_OUT
 from runtime.measure.timing import Figure, Measured, Probe, measure
 from runtime.planning.budgets import FREE_SHARE, usable_host_bytes
 from runtime.requests.prompts import Request

@@ -1,26 +1,207 @@
-"""The files that `jobs.plan` writes beside its text: the table and pictures of a sweep, and the trace of the simulated
-passes with its picture, like a run's.
+"""The files that `jobs.plan` writes beside its text: the table of a sweep and its picture, predicted throughput against
+what is varied, coloured by what binds; the hierarchical roofline of one plan; and the trace of the simulated passes
+with its picture, like a run's.
 """
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf, isfinite
 from pathlib import Path
 
-from runtime.plan.roofs import roofs_of
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from runtime.plan.roofs import Operation, Roof, Roofs, roofs_of
 from runtime.plan.timeline import Timeline, make_timeline
 from runtime.resources import Resource
 from runtime.trace import Span
 
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import write_all
+from ..pictures.figure import figure
 from ..pictures.trace_file import PREDICTED, publish_trace
 from ..pictures.trace_picture import TimeWindow, draw
 from .config import PlanConfig, Sweep
-from .pictures import draw_roofline, draw_sweep
 from .planning import Planned
-from .sweep import RANKS, Outcome, sweep, sweep_axes
+from .sweep import RANKS, Axis, Outcome, sweep, sweep_axes
+
+HEIGHT_PIXELS = 560
+COLOURS = {
+    Resource.disk: "#b279a2",
+    Resource.host_to_device: "#4c78a8",
+    Resource.device_to_host: "#72b7b2",
+    Resource.compute: "#f58518",
+    Resource.cpu_attention: "#54a24b",
+    Resource.host_memory: "#9d755d",
+}
+NUMBERS = "{x:,.6g}"
+LINE, REFUSED = "#444444", "#f3dddd"
+MARGIN = 2**0.25  # beside the first and the last value
+
+
+def draw_sweep(path: Path, outcomes: Sequence[Outcome], title: str, marks: Mapping[str, float]) -> None:
+    """Publishes it, as svg or png by the suffix; raises OutputError. `marks`: named values of the only axis."""
+    axes_seen = list({id(each.axis): each.axis for each in outcomes}.values())
+    top = 1.12 * max((*_decode(outcomes), *_total(outcomes)), default=0.0)
+    with figure(path, HEIGHT_PIXELS) as made:
+        panels = made.subplots(1, len(axes_seen), squeeze=False, sharey=True)[0]
+        for panel, axis in zip(panels, axes_seen, strict=True):
+            mine = [each for each in outcomes if each.axis is axis]
+            _panel(panel, axis, mine)
+            panel.set_ylim(0, top or 1.0)
+            for name, value in marks.items():
+                _mark(panel, value, name, "#e45756", height=1.0)
+        panels[0].yaxis.set_major_formatter(NUMBERS)
+        panels[0].set_ylabel("predicted [tokens/s]")
+        made.suptitle(title, x=0.065, ha="left", fontsize=10)
+        made.legend(handles=_handles(outcomes), loc="lower center", ncols=8, frameon=False)
+        made.subplots_adjust(left=0.065, right=0.985, top=0.92, bottom=0.19, wspace=0.06)
+
+
+def _panel(axes: Axes, axis: Axis, outcomes: Sequence[Outcome]) -> None:
+    values = [each.value for each in outcomes]
+    axes.set_xscale("log")
+    axes.set_xlim(min(values) / MARGIN, max(values) * MARGIN)
+    axes.set_xlabel(f"{axis.name} [{axis.unit}]")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(NUMBERS)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(True, color="#ddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for value in (each.value for each in outcomes if each.planned is None):
+        axes.axvspan(value / MARGIN, value * MARGIN, color=REFUSED, linewidth=0)
+    fitting = [(each.value, each.planned) for each in outcomes if each.planned is not None]
+    where = [value for value, _ in fitting]
+    for rates, style in ((_decode(outcomes), "--"), (_total(outcomes), "-")):
+        axes.plot(where, rates, color=LINE, linewidth=1.4, linestyle=style, zorder=2)
+    for resource, colour in COLOURS.items():
+        bound = [at for at, (_, plan) in enumerate(fitting) if plan.prediction.decode.binding is resource]
+        for rates in (_decode(outcomes), _total(outcomes)):
+            axes.scatter([where[at] for at in bound], [rates[at] for at in bound], color=colour, s=34, zorder=3)
+    _mark(axes, axis.here, "the plan", "#888888")
+
+
+def _decode(outcomes: Sequence[Outcome]) -> list[float]:
+    return [each.planned.throughput.decode or 0.0 for each in outcomes if each.planned is not None]
+
+
+def _total(outcomes: Sequence[Outcome]) -> list[float]:
+    return [each.planned.throughput.total or 0.0 for each in outcomes if each.planned is not None]
+
+
+def _mark(axes: Axes, value: float, name: str, colour: str, height: float = 0.03) -> None:
+    """A line where the axis has that value, and beside it, at that height, its name."""
+    low, high = axes.get_xlim()
+    if low <= value <= high:
+        axes.axvline(value, color=colour, linewidth=1, linestyle=":")
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right"}
+        axes.annotate(name, (value, height), (-3, 3), color=colour, **place)
+
+
+def _handles(outcomes: Sequence[Outcome]) -> list[Line2D | Patch]:
+    bound = {each.planned.prediction.decode.binding for each in outcomes if each.planned is not None}
+    return [
+        Line2D([], [], color=LINE, linestyle="-", label="total, generated"),
+        Line2D([], [], color=LINE, linestyle="--", label="decode"),
+        *(
+            Line2D([], [], color=colour, marker="o", linestyle="", label=f"{resource.value} binds decode")
+            for resource, colour in COLOURS.items()
+            if resource in bound
+        ),
+        *([Patch(color=REFUSED, label="does not fit")] if any(each.planned is None for each in outcomes) else []),
+    ]
+
+
+ROOFS_HEIGHT_PIXELS = 720
+ROOF_COLOURS = {"device memory": "#f58518", "host memory": "#54a24b", "link": "#4c78a8", "disk": "#b279a2"}
+MARKS = (("o", "#e45756"), ("s", "#333333"))
+POINT_COLOUR = "#666666"
+LEFT_OCTAVES, RIGHT_OCTAVES = 2, 2  # of the intensities that matter
+GIGA, TERA = 1e9, 1e12
+
+
+def draw_roofline(path: Path, roofs: Roofs, title: str) -> None:
+    """Publishes it, as svg or png by the suffix; raises OutputError."""
+    with figure(path, ROOFS_HEIGHT_PIXELS) as made:
+        axes = made.add_axes((0.075, 0.1, 0.9, 0.8))
+        begin, end = _range(roofs)
+        axes.set(xscale="log", yscale="log", xlim=(begin, end), ylim=_heights(roofs, begin))
+        axes.set_xlabel("intensity [FLOPs per byte over the link]")
+        axes.set_ylabel("attainable [FLOP/s]")
+        axes.grid(True, which="major", color="#ddd", linewidth=0.6)
+        axes.set_title(title, loc="left", fontsize=10)
+        for roof in roofs.roofs:
+            _roof(axes, roof, begin, end)
+        _peaks(axes, roofs, end)
+        _turning_points(axes, roofs)
+        for operation, (marker, colour) in zip(roofs.operations, MARKS, strict=True):
+            _operation(axes, operation, marker, colour)
+        axes.legend(loc="lower right", frameon=True, framealpha=0.9)
+
+
+def _range(roofs: Roofs) -> tuple[float, float]:
+    """The range of intensities that holds all points and turning points, and where every roof becomes flat."""
+    turning = [each.intensity for each in roofs.turning_points]
+    ridges = [roof.level.flops_per_second / roof.level.bytes_per_second for roof in roofs.roofs]
+    asked = [value for each in roofs.operations for value in (each.intensity, each.own_intensity)]
+    found = [value for value in (*ridges, *asked, *turning) if 0 < value < inf]
+    return min(found) / 2**LEFT_OCTAVES, max(found) * 2**RIGHT_OCTAVES
+
+
+def _heights(roofs: Roofs, begin: float) -> tuple[float, float]:
+    rates = [each.flops_per_second for each in roofs.operations]
+    peaks = [roof.level.flops_per_second for roof in roofs.roofs if isfinite(roof.level.flops_per_second)]
+    return min([*rates, *(float(roof.level.attainable(begin)) for roof in roofs.roofs)]) / 2, 4 * max(peaks)
+
+
+def _roof(axes: Axes, roof: Roof, begin: float, end: float) -> None:
+    level, colour = roof.level, ROOF_COLOURS[roof.link]
+    ridge = min(level.flops_per_second / level.bytes_per_second, end)
+    intensities = np.array([begin, ridge, end])
+    label = f"{roof.link}, {level.bytes_per_second / GIGA:,.4g} GB/s"
+    axes.plot(intensities, np.asarray(level.attainable(intensities)), color=colour, linewidth=2, label=label)
+
+
+def _peaks(axes: Axes, roofs: Roofs, end: float) -> None:
+    peaks = {roof.level.name: roof.level.flops_per_second for roof in roofs.roofs}
+    for name, flops in peaks.items():
+        if isfinite(flops):
+            text = f"{name}: {flops / TERA:,.3g} TFLOP/s"
+            axes.annotate(text, (end, flops), (-4, 4), textcoords="offset points", ha="right", va="bottom")
+
+
+def _turning_points(axes: Axes, roofs: Roofs) -> None:
+    bottom = axes.get_ylim()[0]
+    for point in roofs.turning_points:
+        at, height = point.intensity, point.flops_per_second
+        axes.plot([at, at], [bottom, height], color=POINT_COLOUR, linewidth=1, linestyle=":")
+        axes.plot([at], [height], marker="D", color=POINT_COLOUR, markersize=6, linestyle="", zorder=5)
+        axes.annotate(
+            f"{point.name} = {_number(at)}", (at, height), (6, -14), textcoords="offset points", color=POINT_COLOUR
+        )
+
+
+def _operation(axes: Axes, operation: Operation, marker: str, colour: str) -> None:
+    """Marks an operation at its intensity over the link; a hollow mark stands where its own memory sees it."""
+    rate = operation.flops_per_second
+    style = {"marker": marker, "color": colour, "markersize": 9, "linestyle": "", "zorder": 5}
+    label = f"{operation.name}: {_number(operation.intensity)} FLOPs per byte, {rate / TERA:,.3g} TFLOP/s"
+    axes.plot([operation.intensity], [rate], label=label, **style)
+    if operation.own_intensity != operation.intensity:
+        own = operation.own_intensity
+        axes.plot([operation.intensity, own], [rate, rate], color=colour, linewidth=1, linestyle="--", zorder=4)
+        label = f"the same: {_number(own)} FLOPs per byte of its own memory"
+        axes.plot([own], [rate], label=label, fillstyle="none", **style)
+
+
+def _number(intensity: float) -> str:
+    return f"{intensity:,.0f}" if intensity >= 100 else f"{intensity:.3g}"
+
 
 HEAD = (
     f"{'':<34}  {'N':>6} {'mu':>5}  {'attention':<9} {'schedule':<14} {'resident':>8}  "

@@ -7,9 +7,8 @@ from functools import cached_property, partial
 from runtime.config.settings import DType, ExpertPaging, MachineConfig, OffloadConfig, PolicyKind, RuntimeConfig, Way
 from runtime.errors import ConfigError, require
 from runtime.measure.machine_cache import find_latest
-from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.machine import Machine, machine_of
 from runtime.plan.cost.predict import Prediction
-from runtime.plan.cost.profile import machine_of
 from runtime.plan.facts import PlanFacts
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import RunPlan, find_policy

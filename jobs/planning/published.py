@@ -1,8 +1,12 @@
-"""The storage formats that others publish models in, by the names that `plan.format` takes. It stands alone since a
-plan of a model as it is published must not load torch, as the table of formats does.
+"""The storage formats that others publish models in, by the names that `plan.format` takes, and what was measured of
+rounding the bundled model's weights. It stands alone since a plan of a model as it is published must not load torch,
+nor a sweep transformers, as the table of formats does.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import TypedDict
 
 from runtime.store.gguf import BLOCKS
 
@@ -24,3 +28,20 @@ PUBLISHED: Mapping[str, str] = {
     **{name: name for name in GGUF},
 }  # fmt: skip
 INTERLEAVED = ("gptq-int4", "gptq-int8", "awq-int4")  # words hold numbers of several rows
+
+
+LOSSES = Path(__file__).resolve().parents[1] / "data" / "weight_losses.jsonl"
+
+
+class LossRow(TypedDict):
+    """What rounding to a storage format does to the bundled model: the relative RMS error of its weights, the
+    perplexity of stories as a multiple of the exact one, and the share of answers that are right."""
+
+    format: str
+    weight_error: float
+    perplexity_ratio: float
+    right: float
+
+
+def read_losses() -> list[LossRow]:
+    return [json.loads(line) for line in LOSSES.read_text(encoding="utf-8").splitlines()]

@@ -19,7 +19,7 @@ from runtime.probing.meta import build_meta_model
 from runtime.synthesize.checkpoints import config_for
 
 from ..config.settings import TableFormat
-from .losses import LossRow, read_losses
+from .published import LossRow, read_losses
 
 
 @dataclass(frozen=True, kw_only=True)

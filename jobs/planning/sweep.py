@@ -14,9 +14,8 @@ from runtime.resources import Resource
 from runtime.units import GIB
 
 from .config import Packed, PlanConfig, Sweep
-from .losses import read_losses
 from .planning import Planned, plan_on
-from .published import PLAIN
+from .published import PLAIN, read_losses
 from .shapes import read_shape
 
 GIGA = 1e9

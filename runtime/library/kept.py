@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from ..closing import Closing
 from ..config.profiles import BackendTable
+from ..plan.cost.calibration import TypicalLoad
 from ..plan.cost.rates import MachineRates
-from ..plan.cost.typical_load import TypicalLoad
 from ..store.reader import Reader
 from ..stream.kept_weights import KeptWeights
 

@@ -14,10 +14,9 @@ from ..engine.dequantized_weights import dequantized, room_for
 from ..events import Weights
 from ..model.loading import LoadedModel
 from ..origin.net import class_refused
-from ..plan.cost.calibration import anchored, with_overheads
+from ..plan.cost.calibration import TypicalLoad, anchored, with_overheads
 from ..plan.cost.lane_work import packed_work
 from ..plan.cost.rates import UNLIMITED, MachineRates, StoredWork
-from ..plan.cost.typical_load import TypicalLoad
 from ..plan.cost.work import stage_works
 from ..plan.placement.experts import pageable_stages
 from ..plan.placement.memory import GATED_ROWS, PAGE_TOKENS
@@ -28,11 +27,9 @@ from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..units import MIB
 from .attention import AttentionShape, decoding, prefilling
-from .disk import reading
-from .experts import ExpertProbes, on_cpu
+from .bandwidth import copying, gating, reading
+from .layers import ExpertProbes, ProfilingPass, on_cpu
 from .linear import multiplying
-from .memory import copying, gating
-from .profiling_pass import ProfilingPass
 from .timing import Timed
 
 NUM_READS = 3  # layers, one behind the other

@@ -26,15 +26,14 @@ import torch
 from ..config.profiles import BY_RULE, FLOAT32, BackendTable, LinearBackend
 from ..linear.backends import BACKENDS, STORED, default_backend, fitting
 from ..model.loading import LoadedModel
-from ..plan.cost.typical_load import TypicalLoad
+from ..plan.cost.calibration import TypicalLoad
 from ..plan.cost.work import stage_works
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import StageKind
 from ..stream.device import ComputeDevice
 from ..units import MIB
 from ..weights.stage_weights import TORCH_DTYPES
-from .backends import ROWS, WORTHWHILE, Kind, kinds
-from .linear import DTYPES, multiplying
+from .linear import DTYPES, ROWS, WORTHWHILE, Kind, kinds, multiplying
 from .machine_cache import Contest, Host, find_contests, keep_contests
 from .timing import Clock, Timed
 

@@ -10,19 +10,18 @@ from ..config.profiles import DTypeRates, MeasureConfig
 from ..stream.device import ComputeDevice
 from ..units import MIB
 from .attention import attention_name, attention_probes, prefill_name
-from .backends import multiplier_rows
-from .disk import disk_probes
+from .bandwidth import disk_probes, memory_probes
 from .linear import (
     DTYPES,
     MOST_ROWS_BESIDE,
     Matrices,
     ProbeSeries,
+    multiplier_rows,
     product_kinds,
     product_probes,
     upcast_probes,
     usual_kind,
 )
-from .memory import memory_probes
 from .timing import Figure, Probe
 
 LONGEST_SHARE, LEAST_LONGEST_SECONDS = 0.02, 0.05  # of `seconds`: a product that takes longer ends its row

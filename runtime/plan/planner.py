@@ -28,11 +28,8 @@ from .cost.rates import MachineRates
 from .placement.defaults import micro_batch_sizes, usual_orders
 from .placement.memory import SequenceSize
 from .placement.placement import Budgets, Placement
-from .search.blocks import choose_blocks, of_blocks
-from .search.candidate import PlacedRun, Problem
-from .search.choice import Choice
-from .search.chunks import balanced
-from .search.hrm import search
+from .search.candidate import PlacedRun, Problem, balanced, choose_blocks, of_blocks
+from .search.hrm import Choice, search
 from .search.policy import Policy
 from .shape.model import ModelShape
 

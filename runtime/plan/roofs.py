@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from math import inf
 
 from .cost.machine import Machine
-from .cost.roofline import Level
-from .cost.work import LayerWork
-from .planner import RunPlan
-from .search.ridge_points import (
+from .cost.roofline import (
+    Level,
     OperatingPoint,
     compute_level,
     hit_share,
@@ -16,6 +14,8 @@ from .search.ridge_points import (
     link_bytes_per_second,
     operating_point,
 )
+from .cost.work import LayerWork
+from .planner import RunPlan
 from .shape.model import ModelShape
 
 

@@ -9,8 +9,7 @@ from .cost.durations import durations
 from .cost.lane_work import LaneWork, block_prefills, decode_work
 from .cost.predict import Stretch, mixed_stretches
 from .cost.rates import MachineRates
-from .cost.script import Durations
-from .cost.simulator import PlayedPass, Span, play_passes
+from .cost.simulator import Durations, PlayedPass, Span, play_passes
 from .placement.defaults import chunk_tokens
 from .placement.memory import MicroBatch, SequenceSize
 from .placement.placement import Placement

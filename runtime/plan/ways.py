@@ -7,9 +7,8 @@ from functools import partial
 from ..config.settings import Admission, DividedExperts, Way
 from ..errors import ConfigError, require
 from ..resources import Resource
-from .cost.machine import Machine
+from .cost.machine import Machine, rank_machine
 from .cost.predict import PhaseTime, Prediction, predict
-from .cost.rank_machine import rank_machine
 from .cost.rates import UNLIMITED
 from .placement.defaults import chunk_tokens
 from .placement.memory import SequenceSize

@@ -20,7 +20,7 @@ from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan, find_policy, plan_policy
 from ..plan.search.candidate import Problem
-from ..plan.search.choice import Choice
+from ..plan.search.hrm import Choice
 from ..plan.search.policy import Policy
 from ..plan.search.workload import Workload
 from ..plan.shape.model import ModelShape

@@ -20,8 +20,8 @@ from ..measure.machine import device_name
 from ..measure.machine_cache import Host, this_host
 from ..model.loading import LoadedModel
 from ..plan.advice import advice
+from ..plan.cost.calibration import TypicalLoad
 from ..plan.cost.rates import MachineRates
-from ..plan.cost.typical_load import TypicalLoad
 from ..plan.facts import PlanFacts
 from ..plan.placement.defaults import chunk_tokens, in_chunks
 from ..plan.placement.memory import SequenceSize

@@ -28,7 +28,7 @@ from benchmarks.task import Result
 from runtime import ModelConfig, RuntimeConfig
 from runtime.config.settings import DType
 from runtime.errors import ConfigError, MillraceError
-from runtime.measure.memory import LINK_IN
+from runtime.measure.bandwidth import LINK_IN
 from runtime.plan.shape.extents import SlotLayout, slot_layout
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.checkpoint import open_checkpoint

@@ -11,8 +11,7 @@ from jobs import measure
 from jobs.config.cli import run_job
 from jobs.config.typed import build
 from jobs.measuring.config import MeasureJobConfig
-from jobs.measuring.doubts import doubts, names
-from jobs.measuring.report import Source, agreement, format_table, format_value, format_yaml
+from jobs.measuring.report import Source, agreement, doubts, format_table, format_value, format_yaml, names
 from runtime.config.profiles import DTypeRates, MeasuredRates
 from runtime.config.settings import MachineConfig
 from runtime.measure.machine_cache import find_latest, this_host

@@ -10,7 +10,7 @@ from jobs.config.cli import run_job
 from jobs.config.settings import ModelsConfig, TableFormat
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import error_of, pack
-from jobs.planning.losses import read_losses
+from jobs.planning.published import read_losses
 from jobs.planning.support import FamilyTraits, families_named, format_table, support_table
 from runtime.config.settings import Lanes
 from runtime.errors import ConfigError

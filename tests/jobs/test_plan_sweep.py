@@ -7,8 +7,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from jobs.pictures.trace_file import read_trace
-from jobs.planning.pictures import draw_sweep
-from jobs.planning.plan_files import HEAD, SweepRow, run_sweep, write_timeline
+from jobs.planning.plan_files import HEAD, SweepRow, draw_sweep, run_sweep, write_timeline
 from jobs.planning.planning import make_plan
 from jobs.planning.sweep import Axis, Outcome, sweep, sweep_axes
 from runtime.errors import ConfigError

@@ -9,8 +9,8 @@ import torch
 
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.model.loading import LoadedModel
+from runtime.plan.cost.calibration import TypicalLoad
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.plan.shape.extents import Extent
 from runtime.planning import planner as planning
 from runtime.sequences.sequence import Request

@@ -9,7 +9,7 @@ import torch
 from runtime.config.settings import DType, MachineConfig, ModelConfig
 from runtime.model import loading
 from runtime.model.loading import load_model
-from runtime.plan.cost.profile import machine_of
+from runtime.plan.cost.machine import machine_of
 from runtime.plan.shape.dtypes import auto_dtype
 from runtime.stream.device_choice import has_bfloat16_units
 from tests.runtime.test_profile import RATES

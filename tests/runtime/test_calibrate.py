@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from runtime.config.settings import ModelConfig
 from runtime.measure import calibrate
 from runtime.measure.calibrate import RunProbes, measure_rates
-from runtime.measure.experts import HOST_ROWS
+from runtime.measure.layers import HOST_ROWS
 from runtime.measure.timing import Timed
 from runtime.model.loading import load_model
+from runtime.plan.cost.calibration import TypicalLoad
 from runtime.plan.cost.rates import UNLIMITED
-from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.plan.placement.experts import pageable_stages
 from runtime.plan.shape.extents import slot_layout
 from runtime.store.reader import Reader

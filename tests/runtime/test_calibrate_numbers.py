@@ -11,8 +11,8 @@ from runtime.measure.calibrate import RunProbes, measure_rates
 from runtime.measure.timing import Timed
 from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel, load_model
+from runtime.plan.cost.calibration import TypicalLoad
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.plan.shape.extents import slot_layout
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice

@@ -17,7 +17,7 @@ from runtime import Runtime
 from runtime.config.profiles import BY_RULE, BackendTable, LinearBackend
 from runtime.config.settings import Tier
 from runtime.linear.backends import BACKENDS
-from runtime.measure import backends, contests
+from runtime.measure import contests, linear
 from runtime.measure.contests import FEWEST_ROUNDS, SECONDS, compare_backends, known_backends, main_products
 from runtime.measure.machine_cache import (
     Contest,
@@ -30,7 +30,7 @@ from runtime.measure.machine_cache import (
     this_host,
 )
 from runtime.model.loading import LoadedModel
-from runtime.plan.cost.typical_load import TypicalLoad
+from runtime.plan.cost.calibration import TypicalLoad
 from runtime.planning import planner as planning
 from runtime.requests.prompts import Request
 from tests.fake_device import FakeDevice
@@ -77,7 +77,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     for way in found.seconds:
         monkeypatch.setitem(cast("dict[LinearBackend, object]", BACKENDS), way, by(way))
-    for module in (contests, backends):
+    for module in (contests, linear):
         monkeypatch.setattr(module, "fitting", lambda x, blocks: [RULE, OTHER, SLOW])
     monkeypatch.setattr(contests.os, "cpu_count", lambda: 2)
     monkeypatch.setattr("runtime.measure.machine_cache.cache_root", lambda: tmp_path / "cache")

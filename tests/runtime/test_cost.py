@@ -8,8 +8,7 @@ import pytest
 
 from runtime.config.settings import Order
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.script import Durations, ExpertReads, Links
-from runtime.plan.cost.simulator import SimulatedPasses, Span, play_passes, simulate
+from runtime.plan.cost.simulator import Durations, ExpertReads, Links, SimulatedPasses, Span, play_passes, simulate
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import make_schedule
 from runtime.plan.schedule.walk import Walk

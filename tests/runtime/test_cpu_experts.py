@@ -17,8 +17,7 @@ from runtime.errors import ConfigError
 from runtime.events import NeedExperts
 from runtime.model.loading import LoadedModel
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.script import Durations, ExpertReads
-from runtime.plan.cost.simulator import simulate
+from runtime.plan.cost.simulator import Durations, ExpertReads, simulate
 from runtime.plan.placement.feedforward import CpuShare, trip_size
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement

@@ -14,7 +14,7 @@ from runtime.config.settings import PolicyKind, Tier
 from runtime.engine.session import Session
 from runtime.errors import BudgetError
 from runtime.out_of_memory import is_out_of_memory
-from runtime.plan.cost.profile import machine_of
+from runtime.plan.cost.machine import machine_of
 from runtime.plan.placement.ledger import LIBRARY_BYTES
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import ALLOCATOR_SLACK_BYTES

@@ -19,7 +19,7 @@ from runtime.config.settings import (  # fmt: skip
 from runtime.plan.cost.durations import durations
 from runtime.plan.cost.lane_work import LaneWork
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.script import Durations
+from runtime.plan.cost.simulator import Durations
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
 from runtime.plan.placement.placer import place

@@ -3,8 +3,7 @@
 import pytest
 
 from runtime.config.settings import ExpertPaging, OffloadConfig, RuntimeConfig, Tier
-from runtime.plan.cost.script import Durations, ExpertReads
-from runtime.plan.cost.simulator import simulate
+from runtime.plan.cost.simulator import Durations, ExpertReads, simulate
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.placement.placer import place

@@ -28,12 +28,10 @@ from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.defaults import in_chunks
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import SEARCH_PAYS_SECONDS, find_policy, plan_policy, plan_run
-from runtime.plan.search import finalists
-from runtime.plan.search.blocks import of_blocks
-from runtime.plan.search.candidate import PlacedRun, Problem
-from runtime.plan.search.choice import Choice
+from runtime.plan.search import hrm
+from runtime.plan.search.candidate import PlacedRun, Problem, of_blocks
 from runtime.plan.search.grid import Choices
-from runtime.plan.search.hrm import fitting, roofline_of, search
+from runtime.plan.search.hrm import Choice, fitting, roofline_of, search
 from runtime.plan.search.policy import Policy
 from runtime.plan.search.room import room
 from runtime.plan.search.workload import Workload
@@ -229,7 +227,7 @@ def test_where_the_grid_lets_through_too_much_the_block_shrinks_until_it_fits(mo
             raise BudgetError("more than the grid knows of")
         return of_blocks(asked, blocks)
 
-    monkeypatch.setattr(finalists, "of_blocks", strict)
+    monkeypatch.setattr(hrm, "of_blocks", strict)
     best = choose(SHAPES["dense"], WITH_DEVICE, config()).best.policy
     assert 10 <= best.num_sequences <= 20
 
@@ -335,7 +333,7 @@ def test_the_usual_policy_stays_where_another_is_faster_by_a_hair_alone(monkeypa
     table = usual_choice().table
     usual = next(each.policy for each in table[1:] if each.policy != table[0].policy)
     for share, expected in ((1.0, usual), (0.0, table[0].policy)):
-        monkeypatch.setattr(finalists, "NOTABLE", share)
+        monkeypatch.setattr(hrm, "NOTABLE", share)
         assert search(asked, usual=replace(usual, prefill_chunk_tokens=None)).choice.best.policy == expected
 
 

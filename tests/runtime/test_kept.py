@@ -10,7 +10,7 @@ import torch
 
 from runtime import OffloadConfig, Runtime
 from runtime.config.settings import Tier
-from runtime.plan.cost.typical_load import TypicalLoad
+from runtime.plan.cost.calibration import TypicalLoad
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.shape.extents import group_layout
 from runtime.planning import budgets

@@ -22,7 +22,7 @@ from runtime.linear.backends import BACKENDS, STORED, backend_of, fused_linear, 
 from runtime.linear.panels import plain_rows
 from runtime.linear.rows import Rows
 from runtime.linear.stored import StoredWeight
-from runtime.measure.backends import ROWS, product_table
+from runtime.measure.linear import ROWS, product_table
 from runtime.measure.machine_cache import keep
 from runtime.measure.timing import Figure
 from runtime.plan.shape.extents import slot_layout

@@ -11,7 +11,7 @@ from runtime.config.profiles import MeasureConfig
 from runtime.config.settings import DType, MachineConfig
 from runtime.errors import ConfigError
 from runtime.measure.attention import attention_name, prefill_name
-from runtime.measure.disk import SUSTAINED, disk_probes
+from runtime.measure.bandwidth import SUSTAINED, disk_probes
 from runtime.measure.linear import (
     DTYPES,
     Matrices,
@@ -25,7 +25,7 @@ from runtime.measure.linear import (
 )
 from runtime.measure.machine import dtype_rates, machine_probes
 from runtime.measure.timing import LONG_SECONDS, READING_SECONDS, Figure, Probe, Timed, figure_of, measure
-from runtime.plan.cost.profile import machine_of
+from runtime.plan.cost.machine import machine_of
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
 

@@ -10,7 +10,7 @@ from jobs.config.typed import build
 from runtime.config.profiles import LANES, DataSheet, DTypeRates, MeasuredRates
 from runtime.config.settings import DType, MachineConfig
 from runtime.errors import ConfigError
-from runtime.plan.cost.profile import COMPUTE_SHARE, MEMORY_SHARE, machine_of
+from runtime.plan.cost.machine import COMPUTE_SHARE, MEMORY_SHARE, machine_of
 from runtime.resources import Resource
 from runtime.units import GIB
 

@@ -18,8 +18,7 @@ from runtime.config.settings import (
     Way,
 )
 from runtime.errors import ConfigError
-from runtime.plan.cost.links import GLOO_BYTES_PER_SECOND, HOP_SECONDS, NODE_HOP_SECONDS, Fabric
-from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.machine import GLOO_BYTES_PER_SECOND, HOP_SECONDS, NODE_HOP_SECONDS, Fabric, Machine
 from runtime.plan.cost.predict import decode_pass_seconds
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.defaults import CHUNK_TOKENS

@@ -16,11 +16,10 @@ from ..schedule.actions import Action, Op
 from ..schedule.walk import Walk
 from ..shape.model import ModelShape
 from ..shape.shapes import StageKind
-from .cpu_share import num_of_cpu
 from .lane_work import LaneWork
 from .rates import MachineRates, StoredWork
-from .script import Durations, ExpertReads, Links
-from .work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
+from .simulator import Durations, ExpertReads, Links
+from .work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, num_of_cpu, stage_works
 
 LOGIT_BYTES = 4
 LINKS = (Resource.disk, Resource.host_to_device, Resource.device_to_host)

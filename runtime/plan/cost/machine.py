@@ -1,10 +1,95 @@
-"""The machine that a plan is made for: memories and rates, measured or from a data sheet."""
+"""The machine that a plan is made for: memories, rates and the links between ranks, from a profile of the `machine`
+group; and the machine as one of several ranks sees it.
 
-from dataclasses import dataclass, field
+A data sheet prints peaks. What a run attains of them is an assumption, the same for every device and stated here
+once, share by share; `jobs.measure` on the machine itself replaces all of it.
+"""
 
+from dataclasses import dataclass, field, replace
+
+from ...config.profiles import DataSheet, DeviceLink, LinksConfig, MeasuredRates
+from ...config.settings import DividedExperts, DType, MachineConfig, Way
+from ...errors import ConfigError
+from ...units import gib_to_bytes
+from ..placement.ledger import LIBRARY_BYTES, PINNED_SHARE
 from ..placement.placement import Budgets
-from .links import Fabric
-from .rates import MachineRates
+from ..shape.dtypes import auto_dtype, has_bfloat16_units
+from ..shape.model import ModelShape
+from ..shape.rank_shares import has_whole
+from ..shape.shapes import Stage, inner_size
+from .rates import UNLIMITED, MachineRates, between
+
+HOP_SECONDS = 10e-6  # of a ring of devices: a copy out, a flag, a copy in, and a launch
+NODE_HOP_SECONDS = 50e-6  # between hosts, by TCP; an estimate until one is measured
+# Layer bytes that gloo gathers between processes of one host in a second, by their number: measured in pieces of 64
+# MiB, with two cores for all of them. With more than four each has its share of what four have.
+GLOO_BYTES_PER_SECOND = [(2, 1.23e9), (4, 0.64e9)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """The links of `num_devices` devices in each of `num_nodes` hosts. Rates are what is attained in one direction: of
+    one device's link to the others, of a host's memory, of one host's link to the others. `device` None: ranks compute
+    in host memory, and gloo carries what they exchange."""
+
+    num_devices: int = 1
+    num_nodes: int = 1
+    device: DeviceLink | None = None
+    device_bytes_per_second: float = UNLIMITED
+    host_bytes_per_second: float = UNLIMITED
+    node_bytes_per_second: float = UNLIMITED
+
+    def num_per_node(self, num_ranks: int) -> int:
+        """Ranks of each host; as few hosts as can be take part. Raises ConfigError where the machine has no such
+        number."""
+        if num_ranks <= self.num_devices or (self.device is None and self.num_nodes == 1):
+            return num_ranks
+        most = self.num_devices * self.num_nodes
+        if num_ranks > most or num_ranks % self.num_devices:
+            hosts = f"{self.num_nodes} hosts of {self.num_devices}" if self.num_nodes > 1 else "one host"
+            raise ConfigError(
+                f"plan.num_ranks={num_ranks} does not go onto {hosts}: up to {self.num_devices}"
+                + (f", or a multiple of it up to {most}" if self.num_nodes > 1 else " of its devices")
+            )
+        return self.num_devices
+
+    def gather_bytes_per_second(self, num_ranks: int) -> float:
+        """The rate at which each rank gets what all have, its own part included."""
+        if num_ranks == 1:
+            return UNLIMITED
+        per_node, sent = self.num_per_node(num_ranks), (num_ranks - 1) / num_ranks
+        rates = [self._within(per_node, sent)] if per_node > 1 else []
+        if per_node < num_ranks:
+            rates.append(self.node_bytes_per_second / sent)
+        return min(rates)
+
+    def gather_seconds(self, num_ranks: int) -> float:
+        """What a gather takes beside its bytes."""
+        per_node = self.num_per_node(num_ranks)
+        across = num_ranks // per_node if per_node < num_ranks else 0
+        return (num_ranks - 1 - across) * HOP_SECONDS + across * NODE_HOP_SECONDS
+
+    def send_seconds(self, num_bytes: float, num_ranks: int) -> float:
+        """The seconds in which one rank hands bytes to the next one; the slowest of them."""
+        per_node, twofold = self.num_per_node(num_ranks), 2 if self.device is DeviceLink.host else 1
+        within = num_bytes * twofold / self._pair if per_node > 1 else 0.0
+        across = num_bytes / self.node_bytes_per_second + NODE_HOP_SECONDS if per_node < num_ranks else 0.0
+        return max(within + HOP_SECONDS, across)
+
+    @property
+    def _pair(self) -> float:
+        return GLOO_BYTES_PER_SECOND[0][1] if self.device is None else self.device_bytes_per_second
+
+    def _within(self, num_ranks: int, sent: float) -> float:
+        """The rate of a gather within a host, of which each rank sends a share. What has no other way is written to the
+        host's memory once and read once."""
+        if self.device is None:
+            last, rate = GLOO_BYTES_PER_SECOND[-1]
+            return between(GLOO_BYTES_PER_SECOND, num_ranks) if num_ranks <= last else rate * last / num_ranks
+        seconds = sent / self.device_bytes_per_second
+        if self.device is DeviceLink.host:
+            seconds = max(seconds, 2 * num_ranks * sent / self.host_bytes_per_second)
+        return 1 / seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +115,255 @@ class Machine:
             library_bytes=self.library_bytes,
             num_sharers=self.num_sharers,
         )
+
+
+GIGA, TERA = 1e9, 1e12
+USABLE_SHARE = 0.9  # of a device's memory: the rest is the driver's and the libraries'; of the host's `PINNED_SHARE`
+COMPUTE_SHARE = 0.8  # of dense FLOP/s at the base clock, in products of many rows: tiles do not fit
+MEMORY_SHARE = 0.75  # of a memory's bandwidth, the device's (its ECC takes a part) and the host's
+LINK_SHARE = 0.8  # of one direction, of links to the host from pinned memory, and between devices: packets have headers
+NODE_LINK_SHARE = 0.9  # of one direction of a network, by TCP
+DISK_SHARE = 0.9  # of sequential reads
+PREFILL_ATTENTION_SHARE = 0.4  # of dense FLOP/s at the base clock: prompts attend one by one
+DECODE_ATTENTION_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
+CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX-512, float32
+CORE_FLOPS_PER_SECOND = 40e9  # products of many rows on a core, float32, AVX2: two thirds of what we measured
+LAUNCH_SECONDS = 10e-6  # of the host for one operator, as measured beside an H100: docs/first-gpu-run.md
+TURN_SECONDS = 1e-3  # of one decoder layer, 84 launches of a dense one and Python around them; 2.4 ms and more there
+HIT_SECONDS = 12 * LAUNCH_SECONDS  # of an expert that is read by itself, as counted on a double
+PASS_SECONDS = 5e-3
+DEQUANTIZE_SHARE = 0.5  # of a device's bandwidth, of kernels that dequantize weights: an assumption, no card has said
+ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
+
+
+def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
+    """The machine that the profile describes, for one compute dtype. `auto` as in a run of a checkpoint in bfloat16.
+    Raises ConfigError where the config holds no profile, or not this dtype."""
+    if dtype is DType.auto:
+        has_device = config.rates is None or config.rates.device_memory_gib is not None
+        dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=has_bfloat16_units(config))
+    links = config.links or LinksConfig()
+    if config.sheet is not None:
+        return _of_sheet(config.name, config.sheet, links, dtype)
+    if config.rates is not None:
+        found = _of_measured(config.name, config.rates, dtype, has_bfloat16=has_bfloat16_units(config))
+        return replace(found, fabric=_measured_fabric(found, links))
+    raise ConfigError(
+        f"machine={config.name} says nothing of how fast it is: choose a profile such as machine=l4, "
+        "or measure this one: python -m jobs.measure"
+    )
+
+
+def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> Machine:
+    """One device beside the whole host, as far as the host's memory feeds it."""
+    flops = _tflops(sheet, dtype) * TERA * min(1.0, sheet.base_clock_mhz / sheet.boost_clock_mhz)
+    memory = sheet.memory_gb_per_second * GIGA * MEMORY_SHARE
+    host = sheet.host_memory_gb_per_second * GIGA * MEMORY_SHARE
+    link = min(sheet.host_link_gb_per_second * GIGA * LINK_SHARE, host)
+    own = links.device_gb_per_second or sheet.host_link_gb_per_second
+    return Machine(
+        name=name,
+        fabric=Fabric(
+            num_devices=sheet.num_devices,
+            num_nodes=links.num_nodes,
+            device=links.device,
+            device_bytes_per_second=own * GIGA * LINK_SHARE,
+            host_bytes_per_second=host,
+            node_bytes_per_second=_network(links),
+        ),
+        has_bfloat16=sheet.bfloat16_tflops is not None,
+        host_bytes=int(gib_to_bytes(sheet.host_memory_gib) * PINNED_SHARE),
+        device_bytes=int(gib_to_bytes(sheet.memory_gib) * USABLE_SHARE),
+        library_bytes=LIBRARY_BYTES,
+        rates=MachineRates(
+            disk_bytes_per_second=sheet.disk_gb_per_second * GIGA * DISK_SHARE,
+            gemm_flops_per_second=_roofline(flops * COMPUTE_SHARE, memory, ITEM_BYTES[dtype]),
+            link_in_bytes_per_second=link,
+            link_out_bytes_per_second=link,
+            memory_bytes_per_second=memory,
+            attention_bytes_per_second=memory / DECODE_ATTENTION_TRIPS,
+            cpu_attention_bytes_per_second=min(host, sheet.host_num_cores * CORE_ATTENTION_BYTES_PER_SECOND),
+            cpu_flops_per_second=sheet.host_num_cores * CORE_FLOPS_PER_SECOND,
+            host_memory_bytes_per_second=host,
+            prefill_attention_flops_per_second=flops * PREFILL_ATTENTION_SHARE,
+            dequantize_bytes_per_second=sheet.memory_gb_per_second * GIGA * DEQUANTIZE_SHARE,
+            launch_seconds=LAUNCH_SECONDS,
+            turn_seconds=TURN_SECONDS,
+            hit_seconds=HIT_SECONDS,
+            pass_seconds=PASS_SECONDS,
+        ),
+    )
+
+
+def _network(links: LinksConfig) -> float:
+    return UNLIMITED if links.node_gb_per_second is None else links.node_gb_per_second * GIGA * NODE_LINK_SHARE
+
+
+def _tflops(sheet: DataSheet, dtype: DType) -> float:
+    if dtype is DType.float16:
+        return sheet.float16_tflops
+    is_narrow = dtype is DType.bfloat16 and sheet.bfloat16_tflops is not None
+    return sheet.bfloat16_tflops if is_narrow and sheet.bfloat16_tflops is not None else sheet.float32_tflops
+
+
+def _roofline(flops: float, memory_bytes: float, item_bytes: int) -> dict[int, float]:
+    """A product of M rows takes the longer of its FLOPs and its weights' bytes, 2 M FLOPs for each number. So one point
+    says it all: below the M where both take as long, rates are proportional to M (see `MachineRates.gemm_rate`)."""
+    return {max(1, round(flops * item_bytes / (2 * memory_bytes))): flops}
+
+
+def _of_measured(name: str, rates: MeasuredRates, dtype: DType, *, has_bfloat16: bool) -> Machine:
+    found = rates.dtypes.get(dtype.value)
+    if found is None:
+        known = ", ".join(rates.dtypes) or "none"
+        raise ConfigError(f"machine={name} was not measured for {dtype.value}, only for: {known}; set model.dtype")
+    device = rates.device_memory_gib
+    memory = rates.memory_gb_per_second * GIGA
+    gemm = zip(rates.gemm_rows, found.gemm_gflops, strict=False)  # the largest may be missing
+    return Machine(
+        name=name,
+        has_bfloat16=has_bfloat16,
+        host_bytes=gib_to_bytes(rates.host_memory_gib),
+        device_bytes=None if device is None else gib_to_bytes(device),
+        library_bytes=0 if device is None else LIBRARY_BYTES,
+        rates=MachineRates(
+            disk_bytes_per_second=rates.disk_gb_per_second * GIGA,
+            gemm_flops_per_second={num_rows: gflops * GIGA for num_rows, gflops in gemm},
+            link_in_bytes_per_second=_link(rates.link_in_gb_per_second),
+            link_out_bytes_per_second=_link(rates.link_out_gb_per_second),
+            memory_bytes_per_second=memory,
+            attention_bytes_per_second=found.attention_gb_per_second * GIGA,
+            cpu_attention_bytes_per_second=found.cpu_attention_gb_per_second * GIGA,
+            prefill_attention_flops_per_second=found.prefill_attention_gflops * GIGA,
+            dequantize_bytes_per_second=UNLIMITED if device is None else memory * DEQUANTIZE_SHARE,
+            launch_seconds=0.0 if device is None else LAUNCH_SECONDS,
+            turn_seconds=rates.turn_seconds,
+            hit_seconds=0.0 if device is None else HIT_SECONDS,
+            pass_seconds=rates.pass_seconds,
+        ),
+    )
+
+
+def _measured_fabric(machine: Machine, links: LinksConfig) -> Fabric:
+    """The links around what was measured: of one device, or of a host that computes itself."""
+    own, has_device = links.device_gb_per_second, machine.device_bytes is not None
+    return Fabric(
+        num_nodes=links.num_nodes,
+        device=links.device if has_device else None,
+        device_bytes_per_second=own * GIGA * LINK_SHARE if own else machine.rates.link_in_bytes_per_second,
+        node_bytes_per_second=_network(links),
+    )
+
+
+def _link(gb_per_second: float | None) -> float:
+    return UNLIMITED if gb_per_second is None else gb_per_second * GIGA
+
+
+NUM_GATHERS = (
+    4  # of a layer whose matrices are cut by rows: what attends, its projection, the activations, their product
+)
+
+
+def rank_machine(
+    machine: Machine, shape: ModelShape, way: Way, num_ranks: int, experts: DividedExperts = DividedExperts.auto
+) -> Machine:
+    """The share of each of `num_ranks` ranks of a `machine` as `machine_of` describes it. `shape` is the whole model.
+    Raises ConfigError where so many do not go onto the machine."""
+    if way is Way.one:
+        return machine
+    per_node = machine.fabric.num_per_node(num_ranks)
+    rates = _share(machine, per_node)
+    if way is Way.tensor:
+        rates = _exchanging(rates, machine.fabric, shape, num_ranks, experts)
+    elif way is Way.sharded:
+        rates = _sharing(rates, machine, num_ranks, num_ranks // per_node)
+    return replace(
+        machine,
+        host_bytes=machine.host_bytes // per_node,
+        num_sharers=_num_sharers(machine, num_ranks, per_node) if way is Way.sharded else 1,
+        rates=rates,
+    )
+
+
+def _num_sharers(machine: Machine, num_ranks: int, per_node: int) -> int:
+    """Ranks that have the weights of a host's memory between them. Devices hand each other what their hosts lack; in
+    front of none, ranks of several hosts hold all weights each."""
+    return num_ranks if machine.device_bytes is not None or per_node == num_ranks else 1
+
+
+def _share(machine: Machine, count: int) -> MachineRates:
+    """The rates that each of `count` ranks of a host has, if all work at once."""
+    rates = machine.rates
+    found = replace(
+        rates,
+        disk_bytes_per_second=rates.disk_bytes_per_second / count,
+        host_memory_bytes_per_second=rates.host_memory_bytes_per_second / count,
+        cpu_attention_bytes_per_second=rates.cpu_attention_bytes_per_second / count,
+        cpu_flops_per_second=None if rates.cpu_flops_per_second is None else rates.cpu_flops_per_second / count,
+    )
+    if machine.device_bytes is not None:
+        fed = machine.fabric.host_bytes_per_second / count
+        return replace(
+            found,
+            link_in_bytes_per_second=min(rates.link_in_bytes_per_second, fed),
+            link_out_bytes_per_second=min(rates.link_out_bytes_per_second, fed),
+        )
+    return replace(
+        found,
+        gemm_flops_per_second={rows: rate / count for rows, rate in rates.gemm_flops_per_second.items()},
+        expert_flops_per_second={rows: rate / count for rows, rate in rates.expert_flops_per_second.items()},
+        memory_bytes_per_second=rates.memory_bytes_per_second / count,
+        attention_bytes_per_second=rates.attention_bytes_per_second / count,
+        prefill_attention_flops_per_second=rates.prefill_attention_flops_per_second / count,
+    )
+
+
+def _sharing(rates: MachineRates, machine: Machine, num_ranks: int, num_nodes: int) -> MachineRates:
+    disk = num_ranks * rates.disk_bytes_per_second  # of all hosts: each byte is read once
+    if machine.device_bytes is None:
+        gathered = UNLIMITED if num_nodes == 1 else machine.fabric.gather_bytes_per_second(num_ranks)
+        return replace(rates, disk_bytes_per_second=_in_turn(disk, gathered))
+    own = rates.link_in_bytes_per_second
+    if machine.fabric.device is DeviceLink.host:
+        shards = _in_turn(own, _beyond(num_nodes, machine.fabric))
+    else:
+        shards = _in_turn(num_ranks * own, machine.fabric.gather_bytes_per_second(num_ranks))
+    return replace(
+        rates,
+        disk_bytes_per_second=disk,
+        shard_bytes_per_second=shards,
+        host_memory_bytes_per_second=UNLIMITED,  # these rates are of all ranks' bytes, of which a host sees a part
+    )
+
+
+def _exchanging(
+    rates: MachineRates, fabric: Fabric, shape: ModelShape, num_ranks: int, experts: DividedExperts
+) -> MachineRates:
+    """What a layer of cut matrices gathers of a token, beside its hidden vector: queries' answers and their projection,
+    the activations of its feed-forward, or outputs of whole experts, and their product or sum."""
+    inner = [_inner_numbers(stage, shape, num_ranks, experts) for stage in shape.layers]
+    width = shape.num_heads * shape.head_dim + sum(inner) / max(1, len(inner)) + 2 * shape.hidden_size
+    gathered = fabric.gather_bytes_per_second(num_ranks)
+    return replace(
+        rates,
+        exchange_bytes_per_second=gathered * shape.hidden_size / width,
+        exchange_seconds=NUM_GATHERS * fabric.gather_seconds(num_ranks),
+    )
+
+
+def _inner_numbers(stage: Stage, shape: ModelShape, num_ranks: int, experts: DividedExperts) -> float:
+    """What ranks send one another between the matrices of a feed-forward, or of all experts that a token visits; or
+    what each of those makes, where it is whole, to the rank that adds it up."""
+    if has_whole(stage, shape.hidden_size, num_ranks, experts):
+        return stage.num_experts_per_token * shape.hidden_size / num_ranks
+    return stage.num_experts_per_token * inner_size(stage, shape.hidden_size) or shape.intermediate_size
+
+
+def _beyond(num_nodes: int, fabric: Fabric) -> float:
+    """How fast a host gets whole pages of which the others have all but its share."""
+    return UNLIMITED if num_nodes == 1 else fabric.node_bytes_per_second * num_nodes / (num_nodes - 1)
+
+
+def _in_turn(*rates: float) -> float:
+    """The rate of bytes that go over one link after another; a slot has a page on one of them at a time."""
+    return 1 / sum(1 / rate for rate in rates)

@@ -23,8 +23,7 @@ from .durations import PricedStages, durations
 from .lane_work import LaneWork, block_prefills, decode_work
 from .mixed_passes import MixedPass, outlined_passes
 from .rates import MachineRates
-from .script import Links, Script
-from .simulator import simulate_each
+from .simulator import Links, Script, simulate_each
 
 MANY_PREFILLS = 8  # passes, of which the last one is no longer worth one of its own
 MAX_BLOCKS = 3  # that stand for all: blocks of a plan are alike

@@ -1,14 +1,17 @@
 """What stages and layers of a model ask of a machine: weights to multiply tokens with, and bytes that operators read
-and write. Simulator and roofline read the same text: what a token asks of each stage, and of the average layer.
+and write. Simulator and roofline read the same text: what a token asks of each stage, and of the average layer. And how
+fast a CPU multiplies experts beside an accelerator, which says the share of a layer's experts that becomes its own.
 """
 
 from dataclasses import dataclass, replace
 
 from ..placement.experts import expected_hits, pageable_stages
+from ..placement.feedforward import CpuShare
+from ..placement.placement import Placement
 from ..shape.model import ModelShape
 from ..shape.numbers import Numbers
 from ..shape.shapes import Stage, StageKind, distinct_bytes
-from .rates import NOTHING_STORED, StoredWork
+from .rates import NOTHING_STORED, MachineRates, StoredWork
 
 # How often the operators of transformers' decoder layers go over a token's vectors, each read or write counted; nothing
 # is fused; what a CPU's joined steps spare shows in a profiling pass. Two norms at 7 and two sums at 3, and what
@@ -171,3 +174,34 @@ class LayerWork:
     @property
     def ffn_flops_per_token(self) -> float:
         return 2 * (self.ffn_weights + self.num_experts_per_token * self.expert_weights)
+
+
+LEAST_SHARE = 0.5  # of the rate at which the CPU reads host memory, while the link reads there too
+
+
+def with_share(shape: ModelShape, placement: Placement, rates: MachineRates | None) -> Placement:
+    """`placement` with a share of the CPU that follows from the rates, as far as these are known."""
+    share = placement.cpu_share
+    if share is None or rates is None:
+        return placement
+    first = stage_works(shape, placement.paged)[min(placement.shared)]
+    return replace(placement, cpu_share=share_of(first.expert_bytes, first.expert_weights, rates, share.most_tokens))
+
+
+def share_of(expert_bytes: float, expert_weights: float, rates: MachineRates, most_tokens: int) -> CpuShare:
+    """The CPU reads an expert, and launches what it takes, or multiplies it: whichever takes longer. What the link
+    reads from host memory meanwhile is missing to the CPU."""
+    link, memory = rates.link_in_bytes_per_second, rates.cpu_attention_bytes_per_second
+    left = max(memory - link, LEAST_SHARE * memory)
+    share = CpuShare(most_tokens=most_tokens, reading=link / left + rates.hit_seconds * link / expert_bytes)
+    if rates.cpu_flops_per_second is None:
+        return share
+    return replace(share, multiplying=2 * expert_weights / rates.cpu_flops_per_second * link / expert_bytes)
+
+
+def num_of_cpu(share: CpuShare | None, work: StageWork, num_tokens: float) -> int:
+    """How many of a stage's experts the CPU multiplies for so many tokens, which visit them evenly."""
+    if share is None or not work.is_shared or not 0 < num_tokens <= share.most_tokens:
+        return 0
+    num_hit = max(1, round(work.hits(num_tokens)))
+    return share.num_even(num_hit, num_tokens * work.num_experts_per_token / num_hit)

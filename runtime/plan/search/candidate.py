@@ -1,4 +1,12 @@
-"""What is to be planned, and one run that it could come to: its blocks, prompts in chunks of so many tokens, placed."""
+"""What is to be planned, and one run that it could come to: its blocks, as many and as large as memory has room for,
+with prompts in chunks of so many tokens, placed.
+
+A prefill pass brings the weights once for the chunks of all its lanes. While bytes are on their way for longer than
+compute works, chunks of twice the size halve what is brought for the same prompts; once compute is busy for longer they
+only take memory, which layers could stay in, unless products of twice the rows are faster by the row: an expert sees a
+few of a chunk's tokens. So each doubling is placed and timed, decode passes with it, until prefill passes take hardly
+any time but that of their products, and products are as fast as they get.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,15 +14,15 @@ from functools import cached_property
 
 from ...batching.balance import Block, plan_blocks
 from ...batching.prefixes import SharedPrefix
-from ...config.settings import Admission, Prefetch, PrefetchConfig, RuntimeConfig
-from ..cost.cpu_share import with_share
-from ..cost.predict import Prediction, decode_pass_seconds, predict
+from ...config.settings import Admission, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from ..cost.predict import MAX_BLOCKS, Prediction, decode_pass_seconds, evenly, predict, predict_roughly
 from ..cost.rates import MachineRates
-from ..placement.defaults import chunk_tokens, in_chunks
+from ..cost.work import with_share
+from ..placement.defaults import block_size, chunk_sizes, chunk_tokens, in_chunks, is_whole
 from ..placement.load import Load
-from ..placement.memory import SequenceSize
+from ..placement.memory import SequenceSize, pass_tokens
 from ..placement.placement import Budgets, Placement
-from ..placement.placer import place
+from ..placement.placer import kv_tiers, place
 from ..placement.run_load import bare, run_load
 from ..shape.model import ModelShape
 from .policy import Policy
@@ -125,3 +133,140 @@ class Problem:
                 best = (seconds, prefetch, placement)
         assert best is not None
         return best[1], best[2]
+
+
+def of_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
+    """The run of blocks that are given, in the best of the usual chunks with which they fit."""
+    *better, chunk = chunk_sizes(problem.shape, problem.config.policy, blocks)
+    if better:
+        chunk = _fitting_chunk(problem, bare(problem.config), blocks, wholly=True) or chunk
+    return problem.placed(blocks, chunk)
+
+
+def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) -> tuple[int, tuple[Block, ...]]:
+    """Tokens of their chunks, and the blocks. `fixed`: as configured. `auto`: the most sequences, up to what is
+    configured, whose block fits with no more resident layers than `offload.resident_layers` asks for. Of the `widths`
+    of micro-batches the first that costs no room which something else needs, or the last."""
+    shape, config = problem.shape, problem.config
+
+    def counts(num_sequences: int) -> list[int]:
+        return list(dict.fromkeys(-(-num_sequences // width) for width in widths))
+
+    def divided(num_sequences: int, count: int) -> tuple[Block, ...]:
+        return problem.blocks(-(-num_sequences // count), count)
+
+    most = block_size(config.policy)
+    if config.policy.kind is PolicyKind.fixed:
+        *large, usual = counts(most)
+        for blocks in (divided(most, count) for count in large):
+            if chunk := _fitting_chunk(problem, bare(config), blocks, wholly=True):
+                return chunk, blocks
+        blocks = divided(most, usual)
+        return chunk_sizes(shape, config.policy, blocks)[-1], blocks
+    blocks: tuple[Block, ...] = ()
+    for tier in kv_tiers(shape, config, has_device=problem.budgets.has_device):
+        in_tier = replace(bare(config), kv=replace(config.kv, tier=tier))
+        for num_sequences in _ladder(max(1, min(most, len(problem.sizes)) >> num_halvings)):
+            *large, usual = counts(num_sequences)
+            for count in (*large, usual):
+                blocks = divided(num_sequences, count)
+                if chunk := _fitting_chunk(problem, in_tier, blocks, wholly=count != usual):
+                    return chunk, blocks
+    return chunk_sizes(shape, config.policy, blocks)[-1], blocks
+
+
+def _fitting_chunk(problem: Problem, config: RuntimeConfig, blocks: tuple[Block, ...], *, wholly: bool) -> int | None:
+    """Tokens of the best chunks with which these blocks fit as `config` says."""
+    shape, budgets = problem.shape, problem.budgets
+    for chunk in chunk_sizes(shape, config.policy, blocks):
+        chunked = in_chunks(config, chunk)
+        load = run_load(shape, chunked, budgets, blocks, problem.sizes)
+        placement = place(shape, chunked, budgets, load) if load.is_roomy else None
+        if placement is not None and placement.fits and (not wholly or is_whole(placement)):
+            return chunk
+    return None
+
+
+def _ladder(most: int) -> list[int]:
+    """most, 3/4, 1/2, 3/8 ... 1 of it."""
+    steps = {most >> turn for turn in range(most.bit_length())} | {
+        3 * most >> turn + 2 for turn in range(most.bit_length())
+    }
+    return sorted(steps - {0}, reverse=True)
+
+
+NOTABLE = 0.05  # share of prefill passes, or of what a row of a product takes
+WORTHWHILE = 0.02  # of the prefill's time, to be won by a chunk that takes more memory
+ALL_TOKENS = 1 << 40
+
+
+def balanced(problem: Problem, first: PlacedRun) -> PlacedRun:
+    """`first`, whose chunks are as small as they should be, or the same blocks in larger chunks that take less time in
+    all. It stays without rates to tell by, and where the settings say the chunks."""
+    if problem.rates is None or problem.config.policy.prefill_chunk_tokens is not None:
+        return first
+    chosen = _chosen(problem, first, problem.rates)
+    while chosen > first.chunk_tokens:
+        run = problem.placed(first.blocks, chosen)
+        if run.placement.fits:
+            return run
+        chosen //= 2
+    return first
+
+
+def _chosen(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
+    """Tokens of the best chunk, by rough times of the block that takes most memory, or of a few blocks whose sequences
+    come and go."""
+    best = last = first.chunk_tokens
+    most = max((pass_tokens(problem.shape, lane, ALL_TOKENS) for lane in first.load.lanes), default=0)
+    if last >= most:
+        return best
+    found = shortest = _timed(problem, first, last, rates)
+    while found is not None and shortest is not None and last < most:
+        if not (_beside_products(first, found, rates) or _speeds_up(problem.shape, last, rates)):
+            break
+        last *= 2
+        found = _timed(problem, first, last, rates)
+        if found is not None and found.seconds < shortest.seconds - WORTHWHILE * shortest.prefill_seconds:
+            best, shortest = last, found
+    return best
+
+
+def _beside_products(run: PlacedRun, prediction: Prediction, rates: MachineRates) -> bool:
+    """Whether prefill passes take notable time that does not follow from their tokens: waiting for bytes, and what
+    passing stages takes beside products."""
+    passing = len(run.load.lanes) * len(run.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
+    prefill = prediction.prefill
+    return prefill.stall_seconds + prefill.num_passes * passing > NOTABLE * prefill.seconds
+
+
+def _speeds_up(shape: ModelShape, num_tokens: int, rates: MachineRates) -> bool:
+    """Whether products of twice so many tokens are notably faster by the token, or an expert's of its share of them."""
+    shares = {stage.num_experts_per_token / stage.num_experts for stage in shape.layers if stage.num_experts}
+    ways = [(rates.gemm_rate, 1.0), *((rates.expert_rate, share) for share in shares)]
+    return any(rate(2 * share * num_tokens) > (1 + NOTABLE) * rate(share * num_tokens) for rate, share in ways)
+
+
+def _timed(problem: Problem, first: PlacedRun, num_tokens: int, rates: MachineRates) -> Prediction | None:
+    """The prediction for chunks of so many tokens; None where there is no room."""
+    if problem.config.policy.admission is Admission.continuous:
+        run = problem.placed(evenly(first.blocks, MAX_BLOCKS), num_tokens)
+        return problem.predicted(run) if run.placement.fits else None
+    placement = _placement(problem, first, num_tokens)
+    if not placement.fits:
+        return None
+    return predict_roughly(problem.shape, placement, first.load.lanes, num_tokens, rates)
+
+
+def _placement(problem: Problem, first: PlacedRun, num_tokens: int) -> Placement:
+    """The placement of the block that takes most memory in the chunks of `first`."""
+    load = Load.of(problem.shape, first.load.lanes, num_tokens)
+    load = replace(
+        first.load,
+        chunk_tokens=num_tokens,
+        most_tokens=load.most_tokens,
+        all_tokens=load.all_tokens,
+        num_prefill_passes=load.num_prefill_passes,
+    )
+    config = replace(in_chunks(problem.config, num_tokens), prefetch=first.prefetch)
+    return problem.place(config, load)

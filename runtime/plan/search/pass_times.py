@@ -12,9 +12,8 @@ import numpy as np
 
 from ...config.settings import Dequantize, ExpertPaging, KVTier, RuntimeConfig
 from ...resources import Resource
-from ..cost.cpu_share import share_of
 from ..cost.rates import MachineRates
-from ..cost.work import LayerWork
+from ..cost.work import LayerWork, share_of
 from ..placement.memory import FEW_ROWS
 from .grid import Floats, PolicyGrid
 from .workload import Workload

@@ -1,0 +1,220 @@
+"""How long a lane such as a run's takes to pass a layer, with the lane's and the model's own code; and how fast the
+experts of a layer run, through the function that runs them in a pass.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from statistics import fmean
+
+import torch
+
+from ..cache.pages import KVPages, num_pages_for
+from ..config.settings import SamplingConfig
+from ..engine.experts import BatchedExperts, host_matrices
+from ..engine.lanes.factory import LaneFactory
+from ..engine.lanes.lane import Lane, LaneContext
+from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
+from ..model.experts import Visits, bound_matrices, is_experts, mixed, multiplied_bare
+from ..model.loading import LoadedModel
+from ..model.stages import StreamedModule, hollow_weights
+from ..plan.cost.calibration import LayerSeconds
+from ..plan.cost.lane_work import Piece
+from ..plan.cost.work import StageWork, stage_works
+from ..plan.shape.extents import slot_layout
+from ..plan.shape.shapes import Stage
+from ..sequences.sampler import Sampler
+from ..sequences.sequence import Encoding, Request
+from ..sequences.sequence import Sequence as Running
+from ..stream.device import ComputeDevice
+from .attention import ANYTHING
+from .timing import Timed
+
+NUM_SINGLE = 9
+MOST_TIMES, ENOUGH_SECONDS = 10, 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilingPass:
+    """Passes of a lane through one layer. `weights` are those of `stage`, the first layer that the forward enters.
+    `forget` is called before each time: it pushes them out of the processor's caches."""
+
+    loaded: LoadedModel
+    device: ComputeDevice
+    stage: int
+    weights: Weights
+    forget: Callable[[], object]
+
+    def packed(self, pieces: Sequence[Piece]) -> LayerSeconds:
+        """The seconds of a pass of these, all in one lane; positions that are past are taken for cached. The mean, as
+        what a run adds up has its slow turns among them.
+
+        Allocates the pages of a layer for all positions.
+        """
+        lanes = self._lanes(sum(num_pages_for(piece.past + piece.new) for piece in pieces))
+        lane = lanes.packed([])
+
+        def once() -> LayerSeconds:
+            self.forget()
+            for index, piece in enumerate(pieces):
+                ids = (0,) * (piece.past + piece.new)
+                lane.enter(Running(request=Request(id=str(index), prompt_ids=ids, max_new_tokens=1)), past=piece.past)
+            return self._once(lane, [piece.new for piece in pieces])
+
+        once()
+        lanes.pages.fill(ANYTHING)
+        times = [once()]
+        while len(times) < MOST_TIMES and sum(each.inside for each in times) < ENOUGH_SECONDS:
+            times.append(once())
+        before, inside, attention = (fmean(part) for part in zip(*map(astuple, times), strict=True))
+        return LayerSeconds(before=before, inside=inside, attention=attention)
+
+    def single(self) -> LayerSeconds:
+        """The seconds of a first pass of one token, in a lane of the kind that the model's class allows. The median;
+        weights may come from the processor's caches."""
+        encoding = Encoding(num_read=1) if self.loaded.looks_ahead else None
+        request = Request(id="", prompt_ids=(0,), max_new_tokens=1, encoding=encoding)
+        lanes = self._lanes(1)
+        times = [self._once(lanes.lane([Running(request=request)])) for _ in range(NUM_SINGLE + 1)][1:]
+        return sorted(times, key=lambda each: each.inside)[NUM_SINGLE // 2]
+
+    def _once(self, lane: Lane, new_tokens: Sequence[int] | None = None) -> LayerSeconds:
+        """The seconds of one pass, behind which the lane's sequences leave it."""
+        attention = 0.0
+        try:
+            start = time.perf_counter()
+            event: Event | None = lane.begin_pass(new_tokens)
+            while isinstance(event, NeedStage) and event.stage != self.stage:
+                event = lane.advance(hollow_weights(self.loaded.staged, event.stage, self.device.torch_device))
+            self.device.finish()
+            begin = time.perf_counter()
+            while event is not None and not (isinstance(event, NeedStage) and event.stage != self.stage):
+                answer, seconds = self._answer(event)
+                attention += seconds
+                event = lane.advance(answer)
+            self.device.finish()
+            inside = time.perf_counter() - begin - attention
+            return LayerSeconds(before=begin - start, inside=inside, attention=attention)
+        finally:
+            lane.abandon()
+            lane.close()
+
+    def _answer(self, event: Event) -> tuple[Weights | torch.Tensor, float]:
+        """The answer, and the seconds of attention."""
+        if isinstance(event, NeedStage):
+            return self.weights, 0.0
+        if isinstance(event, NeedExperts):
+            return torch.zeros_like(event.hidden_TD), 0.0
+        assert isinstance(event, NeedAttention), f"a lane asked for {event!r}"
+        self.device.finish()
+        begin = time.perf_counter()
+        answer = event.compute()
+        self.device.finish()
+        return answer, time.perf_counter() - begin
+
+    def _lanes(self, num_pages: int) -> LaneFactory:
+        vocab_size, place = self.loaded.shape.vocab_size, self.device.torch_device
+        pages = KVPages(num_pages, self.device, dtype=self.loaded.shape.kv_dtype)
+        context = LaneContext(
+            model=self.loaded.staged.model,
+            sampler=Sampler(SamplingConfig(), vocab_size=vocab_size, device=place),
+            device=self.device,
+            pool=pages.pool,
+            travels=frozenset(),
+            prefill_chunk_tokens=1,
+        )
+        return LaneFactory(model=self.loaded, context=context, pages=pages)
+
+
+HOST_ROWS = 64  # of an expert on the CPU: its weights are read once for all of them, and reading has a rate of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertProbes:
+    """The experts of `stage`, whose `weights` are in compute memory, or of paged ones expert 0 as `paged`."""
+
+    loaded: LoadedModel
+    device: ComputeDevice
+    stage: Stage
+    streamed: StreamedModule
+    module: torch.nn.Module
+    weights: Weights
+    paged: Weights
+    work: StageWork
+
+    @staticmethod
+    def of(
+        loaded: LoadedModel, device: ComputeDevice, stage: Stage, weights: Weights, expert: Weights
+    ) -> "ExpertProbes | None":
+        """The probes of a layer, or None where no module of it hands its experts out. `weights` and `expert` go by
+        whole names."""
+        streamed = next(module for module in loaded.staged.modules if module.stage == stage.index)
+        found = ((path, module) for path, module in streamed.inner.named_modules() if is_experts(module))
+        path, module = next(found, (None, None))
+        if module is None:
+            return None
+        prefix = f"{streamed.name}.{path}."
+        return ExpertProbes(
+            loaded=loaded,
+            device=device,
+            stage=stage,
+            streamed=streamed,
+            module=module,
+            weights=weights,
+            paged={name.removeprefix(prefix): weight[0] for name, weight in expert.items()},
+            work=stage_works(loaded.shape, frozenset())[stage.index],
+        )
+
+    def rates(self, pass_tokens: Sequence[int]) -> dict[int, float]:
+        """FLOPs per second by the rows of one expert, in passes of so many tokens."""
+        found: dict[int, float] = {}
+        with self.streamed.binding.bound(self.weights):
+            for num_tokens in pass_tokens:
+                num_visits = num_tokens * self.work.num_experts_per_token
+                num_rows = max(1, round(num_visits / self.work.hits(num_tokens)))
+                found[num_rows] = (self._alone(num_rows) if self.paged else self._routed(num_tokens)).rate()
+        return found
+
+    def _flops(self, num_visits: int) -> float:
+        return 2.0 * num_visits * self.work.expert_weights
+
+    def _hidden(self, num_tokens: int) -> torch.Tensor:
+        shape = num_tokens, self.loaded.shape.hidden_size
+        return torch.ones(shape, dtype=self.loaded.compute_dtype, device=self.device.torch_device)
+
+    def _routed(self, num_tokens: int) -> Timed:
+        """Tokens that choose among all experts of the layer at random, and so unevenly."""
+        stage, place, hidden_TD = self.stage, self.device.torch_device, self._hidden(num_tokens)
+        order = torch.rand(num_tokens, stage.num_experts, generator=torch.Generator().manual_seed(num_tokens))
+        weights_TK, experts_TK = order.topk(stage.num_experts_per_token)
+        event = NeedExperts(self.module, hidden_TD, experts_TK.to(place), weights_TK.to(hidden_TD))
+        batched = BatchedExperts(self.loaded, frozenset(), None, is_together=self.device.is_accelerator)
+        flops = self._flops(num_tokens * stage.num_experts_per_token)
+        return Timed(flops, lambda: batched.run(stage.index, [event]), self.device.finish)
+
+    def _alone(self, num_rows: int) -> Timed:
+        """Expert 0, which all tokens visit."""
+        place, hidden_TD = self.device.torch_device, self._hidden(num_rows)
+        visits = Visits(
+            tokens_V=torch.arange(num_rows, device=place),
+            experts_V=torch.zeros(num_rows, dtype=torch.int64, device=place),
+            weights_V=torch.ones(num_rows, dtype=hidden_TD.dtype, device=place),
+            ends=[num_rows],
+        )
+
+        def act() -> torch.Tensor:
+            return mixed(self.module, hidden_TD, visits, [(0, bound_matrices(self.module, 0, self.paged))])
+
+        return Timed(self._flops(num_rows), act, self.device.finish)
+
+
+def on_cpu(loaded: LoadedModel, stage: Stage, host: torch.Tensor) -> Timed:
+    """FLOPs of expert 0 of `stage`, whose bytes alone lie in `host`, as the CPU multiplies it beside an accelerator."""
+    streamed = next(module for module in loaded.staged.modules if module.stage == stage.index)
+    path, module = next((path, each) for path, each in streamed.inner.named_modules() if is_experts(each))
+    expert = stage.expert(0)
+    offsets = slot_layout(expert).tensor_offsets
+    matrices = host_matrices(loaded, expert, host, offsets, prefix=f"{streamed.name}.{path}.")
+    x_VD = torch.ones(HOST_ROWS, loaded.shape.hidden_size)
+    work = stage_works(loaded.shape, frozenset())[stage.index]
+    return Timed(2.0 * HOST_ROWS * work.expert_weights, lambda: multiplied_bare(module, matrices, 0, x_VD))
