@@ -36,7 +36,6 @@ from runtime.errors import ConfigError
 from ..datasets.config import DatasetConfig
 from ..datasets.fields import ShardConfig
 from ..files.publishing import JsonValue, json_digest
-from .gone_keys import gone_values
 from .typed import build, flatten, plain
 
 T = TypeVar("T")
@@ -60,20 +59,6 @@ FREE_KEYS = frozenset(
         "model.verify",
     }
 )
-LATER_KEYS = frozenset(
-    {
-        "model.compile",
-        "model.graphs",
-        "dataset.prompt",
-        "dataset.template",
-        "dataset.few_shot_path",
-        "dataset.few_shot_template",
-    }
-    | {"dataset.tools_field", "dataset.chat_template_kwargs", "dataset.turns_field", "dataset.turns"}
-    | {"dataset.answers_path", "dataset.baseline_path", "dataset.references_path", "dataset.judge_prompts_path"}
-    | {"dataset.split", "kv.dtype", "model.quantize"}
-    | {"dataset.json_schema_field", "dataset.regex_field", "dataset.choice_field"}
-)  # of those, too: came after the first names were given, see `run_name`
 
 
 class LogLevel(Enum):
@@ -399,18 +384,17 @@ def _is_unset(key: str, value: JsonValue) -> bool:
 
 
 def run_name(config: GenerateConfig) -> str:
-    """The directory name of this run below `<output_root>/generate`: `run`, or a name derived from `semantic`.
+    """The directory name of this run below `<output_root>/generate`: `run`, or a name derived from what `semantic` says
+    otherwise than by default, so that a key that is added, or goes, changes no name.
 
-    A shard of several is a run of its own, so the name ends in `-00001-of-00004`, with `run` given or not. A key of
-    `LATER_KEYS` is in the name only where it is set, and one that is gone with the value that it had, so that the
-    command of a run that was begun by an earlier version still finds that run.
+    A shard of several is a run of its own, so the name ends in `-00001-of-00004`, with `run` given or not.
     """
-    defaults = semantic(GenerateConfig())
+    defaults = semantic(type(config)())
     keys = {
         key: value
         for key, value in semantic(config).items()
-        if not key.startswith("shard.") and not (key in LATER_KEYS and value == defaults[key])
-    } | gone_values()
+        if not key.startswith("shard.") and (key not in defaults or value != defaults[key])
+    }
     model = PurePath(config.model.path or "hf").name if config.model.name == "hf" else config.model.name
     readable = re.sub(r"[^A-Za-z0-9._]+", "-", f"{model}-{config.dataset.kind.value}")[:80].lstrip(".-")
     name = config.run or f"{readable}-{json_digest(keys)[:10]}"

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 from runtime.config.texts import TextField, closest, did_you_mean
 from runtime.errors import ConfigError
 
-from .gone_keys import GONE_KEYS
-
 if TYPE_CHECKING:  # it needs pyarrow, and measuring on a plain image does not
     from ..files.publishing import JsonValue
 
@@ -41,8 +39,6 @@ def unknown_key(key: str, known: list[str]) -> str:
     """The message for a key that a job does not take: the closest of `known`, or else its neighbours.
 
     A key that is among them, in a group that other jobs have too, is one that this job makes no use of."""
-    if gone := GONE_KEYS.get(key):
-        return f"{key} does not exist any more: {gone.now}, as with {key}={gone.value}. Leave it out"
     if key in known:
         alone = f"; {key}.path alone says which" if f"{key}.path" in known else ""
         return f"{key} has no effect in this job: leave it out{alone}"

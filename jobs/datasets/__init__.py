@@ -4,7 +4,7 @@ belongs what all kinds of input share; a new kind is a module in `kinds/` (docs/
 
 from .config import DatasetConfig, DatasetKind, read_rows
 from .fields import BadRowPolicy, DuplicatePolicy, ReasoningMode, ShardConfig, Turns
-from .rows import Row, asked_bytes, input_digest, shard_rows, with_former_ids
+from .rows import Row, asked_bytes, input_digest, shard_rows
 
 __all__ = [
     "BadRowPolicy",
@@ -19,5 +19,4 @@ __all__ = [
     "input_digest",
     "read_rows",
     "shard_rows",
-    "with_former_ids",
 ]

@@ -45,8 +45,7 @@ class BadRecord(ValueError):
 class Record:
     """One item of an input: its fields, or the error that kept them from being read.
 
-    `name` (`file:line`) stood in for an id that cannot be read in older versions; `place` is the start of every error
-    about the record.
+    `name` is `file:line`, `place` the start of every error about the record.
     """
 
     name: str

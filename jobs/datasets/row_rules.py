@@ -223,18 +223,18 @@ def make_row(
 
 def _row_of(record: Record, index: int, config: DatasetFields, content_of: ReadContent, id_field: str | None) -> Row:
     """A record's row; whatever is wrong with the record, the row has the best id there is."""
-    row_id, former_id = (str(index), None) if id_field is None else (bad_row_id(index), record.name)
+    row_id = str(index) if id_field is None else bad_row_id(index)
     fields = record.fields
     if fields is None:
         error = record.error or f"{record.place}: not readable"
-        return _error_row(index, row_id, former_id, {}, error, record.source)
+        return _error_row(index, row_id, {}, error, record.source)
     passed = passed_through(fields, config, id_field)
     try:
-        row_id, former_id = (row_id if id_field is None else read_id(fields, id_field)), None
+        row_id = row_id if id_field is None else read_id(fields, id_field)
         content, overrides = content_of(fields), read_overrides(fields, config)
         return make_row(index, row_id, content, passed, config, overrides, record.source)
     except BadRecord as error:
-        return _error_row(index, row_id, former_id, passed, f"{record.place}: {error}", record.source)
+        return _error_row(index, row_id, passed, f"{record.place}: {error}", record.source)
 
 
 def bad_row_id(index: int) -> str:
@@ -247,16 +247,5 @@ def passed_through(fields: Fields, config: DatasetFields, id_field: str | None) 
     return {key: value for key, value in fields.items() if key != id_field} if config.keep_columns else {}
 
 
-def _error_row(
-    index: int, row_id: str, former_id: str | None, columns: Fields, error: str, source_file: str | None
-) -> Row:
-    return Row(
-        index=index,
-        id=row_id,
-        prompt="",
-        messages=None,
-        columns=columns,
-        error=error,
-        former_id=former_id,
-        source_file=source_file,
-    )
+def _error_row(index: int, row_id: str, columns: Fields, error: str, source_file: str | None) -> Row:
+    return Row(index=index, id=row_id, prompt="", messages=None, columns=columns, error=error, source_file=source_file)

@@ -43,9 +43,8 @@ class Row:
     `error` says why nothing can be generated, and where in the input the row lies; `prompt` is then "".
     `template_kwargs` are what the template gets beside them.
     `source_file`: the name of the file that it was read from, or of a data set of the hub; None where no input is read.
-    `former_id`: what older versions called a row whose id cannot be read, after its file and line. `prompt_ids`: the
-    prompt as tokens, in place of a text. `later_turns`: what the user says behind the answer, and behind those that
-    follow; runs of their own ask it. `inputs`: what is encoded in place of a prompt.
+    `prompt_ids`: the prompt as tokens, in place of a text. `later_turns`: what the user says behind the answer, and
+    behind those that follow; runs of their own ask it. `inputs`: what is encoded in place of a prompt.
     """
 
     index: int
@@ -55,7 +54,6 @@ class Row:
     columns: dict[str, Json]
     error: str | None
     overrides: SamplingOverrides = field(default_factory=SamplingOverrides)
-    former_id: str | None = None
     source_file: str | None = None
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
     prompt_ids: tuple[int, ...] | None = None
@@ -92,16 +90,7 @@ def warn_of_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
 
 def repeat_rows(rows: Sequence[Row], times: int) -> list[Row]:
     """The whole list `times` times over; replica r of id `a` is `a#r`, replica 0 keeps `a`."""
-    return [*rows, *(_replica(row, replica) for replica in range(1, times) for row in rows)]
-
-
-def _replica(row: Row, replica: int) -> Row:
-    former_id = None if row.former_id is None else f"{row.former_id}#{replica}"
-    return replace(row, id=f"{row.id}#{replica}", former_id=former_id)
-
-
-def with_former_ids(rows: Sequence[Row]) -> list[Row]:
-    return [row if row.former_id is None else replace(row, id=row.former_id) for row in rows]
+    return [*rows, *(replace(row, id=f"{row.id}#{replica}") for replica in range(1, times) for row in rows)]
 
 
 def resolve_duplicates(rows: Sequence[Row], policy: DuplicatePolicy) -> list[Row]:

@@ -86,28 +86,10 @@ def read_parts(run: FoundRun, *, partial: bool) -> Iterator[tuple[pa.Table, "np.
     for block in sorted(run.parts):
         try:
             table = run.read_part(block)
-            places = _places(run, block, table)
+            places = table["row_index"].to_numpy()
         except DamagedRunError as error:
             if not partial:
                 raise
             log.warning("left out: %s", error)
             continue
         yield table, places
-
-
-def _places(run: FoundRun, block: int, table: pa.Table) -> "np.ndarray":
-    """Runs that were begun before parts said so have them in their plan; without that, ids that are numbers are."""
-    if "row_index" in table.column_names and not table.schema.field("row_index").nullable:
-        return table["row_index"].to_numpy()
-    for plan in run.plans():
-        planned = plan.filter(pa.array(plan["block"].to_numpy() == block))
-        if planned["row_id"].to_pylist() != table["id"].to_pylist():
-            raise DamagedRunError(f"{run.parts[block]} has not the rows that {run.directory.plan} seats in its block")
-        return planned["row_index"].to_numpy()
-    ids = table["id"].to_pylist()
-    if all(id.isdecimal() for id in ids):
-        return np.array([int(id) for id in ids], dtype=np.int64)
-    raise ConfigError(
-        f"{run.place} was begun by a version of Millrace whose parts do not say where in the input a row lies, and its "
-        f"plan.parquet, which does, is gone; its ids are no numbers ({ids[0]!r}): put that file back"
-    )

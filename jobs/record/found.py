@@ -97,7 +97,7 @@ class FoundRun:
         """The rows of the plan, or of that of one window after another. Raises DamagedRunError."""
         for path in self.directory.plans:
             with suppress(FileNotFoundError):
-                yield read_plan_table(path, may_lack_digest=True)
+                yield read_plan_table(path)
 
     @property
     def num_windows(self) -> int:

@@ -15,8 +15,6 @@ from ..files.publishing import JsonValue, canonical_json, json_digest
 
 LOG = logging.getLogger(__name__)
 FORMAT = 3
-FORMAT_WITHOUT_SOURCES = 2
-FORMAT_WITHOUT_FACTS = 1
 MAX_DIFF_LINES = 20
 MAX_VALUE_CHARS = 80
 ABSENT = "(absent)"
@@ -33,8 +31,7 @@ class RunManifest:
 
     `operational`: how the work is done; may change and is recorded in each throughput part. `versions`: of Millrace
     and the libraries; a change is logged. `defaults`: of `semantic`; a key that a run was begun without had its default
-    then. `gone`: of keys that runs were begun with and that no longer exist, the value that meant what is done now.
-    `sources`: where the values of a key, or of all that begin with its first word, lie now; for messages.
+    then. `sources`: where the values of a key, or of all that begin with its first word, lie now; for messages.
     """
 
     semantic: Values
@@ -42,14 +39,7 @@ class RunManifest:
     versions: Mapping[str, str]
     facts: Values = field(default_factory=dict)
     defaults: Values = field(default_factory=dict)
-    gone: Values = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
-    format: int = FORMAT
-
-    @property
-    def is_old(self) -> bool:
-        """Whether a version began the run that recorded no facts, and no digests of rows."""
-        return self.format == FORMAT_WITHOUT_FACTS
 
     @property
     def identity(self) -> Values:
@@ -65,7 +55,7 @@ class RunManifest:
 
     def to_json(self) -> dict[str, JsonValue]:
         return {
-            "format": self.format,
+            "format": FORMAT,
             "name": self.name,
             "semantic": self.semantic,
             "facts": self.facts,
@@ -77,18 +67,17 @@ class RunManifest:
     def as_begun(self, stored: Values, path: Path) -> "RunManifest":
         """This manifest with the identity that `stored`, the run.json at `path`, gives the run: the footers of parts
         follow from that one. Raises RunMismatchError with a diff when they are two runs', DamagedRunError when `stored`
-        was edited. Logs what an earlier version of Millrace has not recorded, and what another one of a library says
-        otherwise."""
+        was edited. Logs what another version of a library says otherwise."""
         semantic, facts, versions = (_mapping(stored.get(key)) for key in ("semantic", "facts", "versions"))
         number = stored.get("format")
-        if not isinstance(number, int) or not FORMAT_WITHOUT_FACTS <= number <= FORMAT:
+        if number != FORMAT:
             raise RunMismatchError(
-                f"{path} has format {json.dumps(number)}, this version of Millrace reads up to {FORMAT}. "
+                f"{path} has format {json.dumps(number)}, this version of Millrace reads {FORMAT}. "
                 f"Finish the run with the version that began it, or choose another directory with run="
             )
         if not semantic or stored.get("semantic_digest") != json_digest({**semantic, **facts}):
             raise DamagedRunError(f"{path} was changed after it was written: its digest does not fit its settings")
-        begun = replace(self, semantic=semantic, facts=facts, format=number)
+        begun = replace(self, semantic=semantic, facts=facts)
         recorded = {name: version for name, version in self.versions.items() if name in versions}
         _compare(path.parent, begun, self, _diff(versions, recorded))
         return begun
@@ -113,33 +102,15 @@ def _slug(text: str) -> str:
 def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: list[str]) -> None:
     for line in version_lines:
         LOG.warning("%s was begun with other library versions; rounding may differ: %s", run, line)
-    was, values = _without_gone(run, begun.identity, now.gone), now.semantic if begun.is_old else now.identity
+    was, values = begun.identity, now.identity
     by_default = {key for key in now.semantic if key not in was and _same(now.defaults, now.semantic, key)}
-    unrecorded = set() if begun.is_old else _unrecorded_digests(run, was, values)
+    unrecorded = _unrecorded_digests(run, was, values)
     compared = {key: value for key, value in values.items() if key not in by_default | unrecorded}
     lines = _diff(was, compared, now.sources)
     if any(line.startswith("transformers:") for line in version_lines):
         lines = _without_what_is_said_newly(run, lines)
     if lines:
         raise RunMismatchError(_mismatch(run, lines))
-    if begun.is_old and now.facts:
-        LOG.warning(
-            "%s was begun by a version of Millrace that did not record %s: whether these are still as the run was "
-            "begun with cannot be checked",
-            run,
-            ", ".join(dict.fromkeys(_subject(key) for key in now.facts)),
-        )
-
-
-def _without_gone(run: Path, was: Values, gone: Values) -> Values:
-    """Raises RunMismatchError where a key that no longer exists meant something else than what is done now."""
-    for key in was.keys() & gone.keys():
-        if not _same(was, gone, key):
-            raise RunMismatchError(
-                f"{run} was begun with {key}={was[key]}, which does not exist any more. Finish it with the version of "
-                f"Millrace that began it, or choose another directory with run="
-            )
-    return {key: value for key, value in was.items() if key not in gone}
 
 
 def _unrecorded_digests(run: Path, was: Values, now: Values) -> set[str]:

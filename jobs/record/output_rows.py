@@ -24,7 +24,7 @@ COMPLETION_FIELDS = (
     pa.field("sample_index", pa.int32(), nullable=False),
     *RESULT_FIELDS[:3],
 )
-SOURCE_FIELDS = (  # which runs lack that earlier versions began
+SOURCE_FIELDS = (
     pa.field("row_index", pa.int64(), nullable=False),  # in the whole input, as in `plan.parquet`
     pa.field("source_file", pa.string()),
 )
@@ -60,25 +60,19 @@ SCORE_SCHEMA = pa.schema(
 )
 
 
-def score_schema(
-    *, has_top: bool, has_source: bool = True, has_logprobs: bool = True, has_beams: bool = False
-) -> pa.Schema:
+def score_schema(*, has_top: bool, has_logprobs: bool = True, has_beams: bool = False) -> pa.Schema:
     """`generation_schema`, of a run that scores, which is nothing but log-probabilities. `has_top`: with the likeliest
     tokens in place of each."""
     del has_beams
     assert has_logprobs, "scores are asked for by them"
-    common = [column for column in SCORE_SCHEMA if has_source or column not in SOURCE_FIELDS]
-    return pa.schema([*common, *(LOGPROB_FIELDS[1:] if has_top else ())])
+    return pa.schema([*SCORE_SCHEMA, *(LOGPROB_FIELDS[1:] if has_top else ())])
 
 
-def generation_schema(
-    *, has_logprobs: bool, has_source: bool = True, has_reasoning: bool = False, has_beams: bool = False
-) -> pa.Schema:
-    """The columns that every row has, whatever it brought along. `has_source`: with SOURCE_FIELDS."""
-    common = [column for column in GENERATION_SCHEMA if has_source or column not in SOURCE_FIELDS]
+def generation_schema(*, has_logprobs: bool, has_reasoning: bool = False, has_beams: bool = False) -> pa.Schema:
+    """The columns that every row has, whatever it brought along."""
     reasoning = [REASONING_FIELD] if has_reasoning else []
     beams = [BEAM_FIELD] if has_beams else []
-    return pa.schema([*common, *(LOGPROB_FIELDS if has_logprobs else ()), *reasoning, *beams])
+    return pa.schema([*GENERATION_SCHEMA, *(LOGPROB_FIELDS if has_logprobs else ()), *reasoning, *beams])
 
 
 @dataclass(frozen=True, kw_only=True)

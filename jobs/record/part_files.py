@@ -12,8 +12,7 @@ PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 
 
 def parse_part(data: bytes) -> pa.Table:
-    """The whole table, with its footer. Raises one of PARQUET_PROBLEMS. Of parts of older versions, without a digest
-    of their rows, only Parquet's own checksums are looked at."""
+    """The whole table, with its footer. Raises one of PARQUET_PROBLEMS."""
     table = parse_parquet(data)
     require_intact(table)
     return table

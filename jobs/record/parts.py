@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from runtime.errors import DamagedRunError, OutputError, RunMismatchError
+from runtime.errors import DamagedRunError, OutputError
 
 from ..files.publishing import (
     PARQUET_PROBLEMS,
@@ -32,7 +32,7 @@ from ..files.row_digest import is_signed, sign
 from .manifest import RunManifest
 from .output_rows import GENERATION_SCHEMA, GenerationRow
 from .part_files import PART_NAME, parse_part, visible
-from .passes import THROUGHPUT_SCHEMA, PassRow, Status, with_later_fields
+from .passes import THROUGHPUT_SCHEMA, PassRow, Status
 from .plan_file import PlannedRequest
 from .run_dir import RunDirectory
 from .stored_run import RunCopy
@@ -47,10 +47,6 @@ class _Checked:
     block: int
     table: pa.Table
     sha256: str
-
-
-class OtherColumns(ValueError):
-    """A part is whole and this run's, but for the columns that its rows brought along."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +113,8 @@ class PartStore:
         """The blocks that need no work. Every part is read whole; one that is not right moves to `quarantine/`, and so
         does one that is not the one that `_SUCCESS.json` records.
 
-        Sweeps the temps of killed writers. Raises OutputError when a file cannot be read
-        or moved at all, and RunMismatchError, with nothing moved, where an older version's parts have other columns
-        than the input has; what `RunCopy` raises where parts are not there yet.
+        Sweeps the temps of killed writers. Raises OutputError when a file cannot be read or moved at all; what
+        `RunCopy` raises where parts are not there yet.
         """
         try:
             run = self.directory
@@ -127,7 +122,6 @@ class PartStore:
                 sweep_temps(folder, is_alone=not self.is_shared)
             recorded = recorded_parts(self.directory) or {}
             verdicts = {path: self._verdict(path, recorded) for path in self._own(self.directory.generations)}
-            self._refuse_other_columns(list(verdicts.values()))
             caches = {path: self._checked(path, THROUGHPUT_SCHEMA) for path in self._own(self.directory.throughput)}
             for path, verdict in (verdicts | caches).items():
                 if isinstance(verdict, Exception):
@@ -273,12 +267,11 @@ class PartStore:
         wrong = [key.decode() for key, value in self._footer(block).items() if footer.get(key) != value]
         if wrong:
             raise ValueError(f"it belongs to another run or block: {', '.join(wrong)} differ")
-        if not is_signed(table) and not self.manifest.is_old:
+        if not is_signed(table):
             raise ValueError("it lacks the digest of its rows")
-        table = with_later_fields(table) if schema is THROUGHPUT_SCHEMA else table
         if not table.schema.equals(schema):
             names = sorted({str(field) for field in table.schema} ^ {str(field) for field in schema})
-            raise OtherColumns(f"its columns are not those of the run: {', '.join(names) or 'their order'}")
+            raise ValueError(f"its columns are not those of the run: {', '.join(names) or 'their order'}")
         if schema.equals(self._schema):
             keys = list(zip(table["id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
             if keys != [request.key for request in self.blocks[block]]:
@@ -310,14 +303,3 @@ class PartStore:
         if isinstance(part, Exception):
             return part
         return PartInfo(block=part.block, rows=Counter(part.table["status"].to_pylist()), sha256=part.sha256)
-
-    def _refuse_other_columns(self, verdicts: Sequence[PartInfo | Exception]) -> None:
-        """Refuses to go on where the manifest does not hold the columns of the input and no part agrees with those of
-        now: the input was changed."""
-        others = [verdict for verdict in verdicts if isinstance(verdict, OtherColumns)]
-        if self.manifest.is_old and others and not any(isinstance(verdict, PartInfo) for verdict in verdicts):
-            raise RunMismatchError(
-                f"{self.directory.path} was begun with another input: of {len(others)} committed parts each says that "
-                f"{others[0]}. Nothing was moved; put the columns of the data set back, or choose another directory "
-                f"with run="
-            )

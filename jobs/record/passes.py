@@ -30,7 +30,7 @@ class PassRow:
     `host_bytes`, `device_bytes`: memory in use at its end. `started_at`: when the process was started that ran it, in
     Unix seconds, and `since_start_seconds` how long after that it ended. `spared_tokens` of prompts need not be
     computed because others begin alike; those that were computed for several count against it. `worker`: the
-    process that ran it, as a lease's holder is written, in JSON. The last six are None in runs of earlier versions.
+    process that ran it, as a lease's holder is written, in JSON.
     """
 
     pass_index: int
@@ -104,14 +104,6 @@ PASS_BYTES = (
 )
 PREDICTED_SECONDS = tuple(f"predicted_{name}" for name in PASS_SECONDS)
 STAGE_SECONDS = tuple(f"stage_{name}_seconds" for name in ("read", "copy", "compute", "attention", "stall"))
-LATER_FIELDS = (  # which parts lack that earlier versions wrote
-    pa.field("host_bytes", pa.int64()),
-    pa.field("device_bytes", pa.int64()),
-    pa.field("started_at", pa.float64()),
-    pa.field("since_start_seconds", pa.float64()),
-    pa.field("spared_tokens", pa.int64()),
-    pa.field("worker", pa.string()),
-)
 THROUGHPUT_SCHEMA = pa.schema(
     [
         pa.field("block", pa.int32(), nullable=False),
@@ -123,7 +115,12 @@ THROUGHPUT_SCHEMA = pa.schema(
         *(pa.field(name, pa.list_(pa.float64()), nullable=False) for name in STAGE_SECONDS),
         *(pa.field(name, pa.float64(), nullable=True) for name in PREDICTED_SECONDS),
         pa.field("operational", pa.string(), nullable=False),
-        *LATER_FIELDS,
+        pa.field("host_bytes", pa.int64()),
+        pa.field("device_bytes", pa.int64()),
+        pa.field("started_at", pa.float64()),
+        pa.field("since_start_seconds", pa.float64()),
+        pa.field("spared_tokens", pa.int64()),
+        pa.field("worker", pa.string()),
     ]
 )
 
@@ -131,14 +128,6 @@ THROUGHPUT_SCHEMA = pa.schema(
 def without_stages(row: PassRow) -> PassRow:
     """The pass without its lists by stage, which no sum asks for."""
     return replace(row, **{name: [] for name in STAGE_SECONDS})
-
-
-def with_later_fields(table: pa.Table) -> pa.Table:
-    """A table of passes with the columns that earlier versions did not write, empty."""
-    for each in LATER_FIELDS:
-        if each.name not in table.column_names:
-            table = table.append_column(each, pa.nulls(table.num_rows, each.type))
-    return table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,24 +84,22 @@ def fix_plan(
     *,
     chunk_tokens: int | None = None,
     backends: Chosen | None = None,
-    may_lack_digest: bool = False,
 ) -> None:
     """Publish the plan at `path`, or check that the one already there is the same. `chunk_tokens`, how many tokens of a
     prompt are to be computed at a time, and on the same host `backends` are what a run that goes on keeps to.
-    `may_lack_digest`: as older versions wrote it.
 
     Raises RunMismatchError when it is another plan, DamagedRunError when it cannot be read or was edited, OutputError.
     """
     if path.exists() or not publish(path, lambda file: _write(requests, chunk_tokens, backends, file), exclusive=True):
-        _compare(path, read_plan(path, may_lack_digest=may_lack_digest), requests)
+        _compare(path, read_plan(path), requests)
 
 
-def read_plan(path: Path, *, may_lack_digest: bool = False) -> list[PlannedRequest]:
+def read_plan(path: Path) -> list[PlannedRequest]:
     """The stored plan in its order. Raises what `read_plan_table` raises."""
-    return [PlannedRequest(**row) for row in read_plan_table(path, may_lack_digest=may_lack_digest).to_pylist()]
+    return [PlannedRequest(**row) for row in read_plan_table(path).to_pylist()]
 
 
-def read_plan_table(path: Path, *, may_lack_digest: bool = False) -> pa.Table:
+def read_plan_table(path: Path) -> pa.Table:
     """The stored plan by PLAN_SCHEMA. Raises DamagedRunError when the file is not one, or not as it was written,
     OSError when it cannot be read."""
     try:
@@ -111,7 +109,7 @@ def read_plan_table(path: Path, *, may_lack_digest: bool = False) -> pa.Table:
     try:
         table = parse_parquet(data)
         require_intact(table)
-        if not is_signed(table) and not may_lack_digest:
+        if not is_signed(table):
             raise ValueError("it lacks the digest that it was written with, as when another program has saved it")
         return table.cast(PLAN_SCHEMA.with_metadata(table.schema.metadata))
     except PARQUET_PROBLEMS as error:
@@ -123,21 +121,21 @@ def read_plan_table(path: Path, *, may_lack_digest: bool = False) -> pa.Table:
 
 def chunk_tokens_of(path: Path) -> int | None:
     """How many tokens of a lane's prompts the run whose plan is at `path` computes at a time; None where no plan says.
-    Raises what `read_plan_table` raises, but for a plan without a digest."""
+    Raises what `read_plan_table` raises."""
     found = _footer(path).get(CHUNK_TOKENS)
     return int(found) if found is not None else None
 
 
 def backends_of(path: Path, host: Host) -> BackendTable | None:
     """The linear backends that the run whose plan is at `path` goes by, if they were chosen on this host; None where no
-    plan says. Raises what `chunk_tokens_of` raises."""
+    plan says. Raises what `read_plan_table` raises."""
     found = _footer(path).get(BACKENDS)
     values = json.loads(found) if found is not None else {}
     return BackendTable.from_plain(values["table"]) if values.get("host") == asdict(host) else None
 
 
 def _footer(path: Path) -> Mapping[bytes, bytes]:
-    return (read_plan_table(path, may_lack_digest=True).schema.metadata or {}) if path.exists() else {}
+    return (read_plan_table(path).schema.metadata or {}) if path.exists() else {}
 
 
 def _write(

@@ -11,7 +11,7 @@ from runtime.errors import ConfigError, DamagedRunError, MillraceError, RunMisma
 
 from ..files.lock import RunLock
 from ..files.publishing import LASTING_ERRNOS, JsonValue, fsync_directory, output_error, read_json, write_json
-from .manifest import FORMAT, RunManifest
+from .manifest import RunManifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,18 +162,6 @@ def open_run(
         lock.release()
         raise
     return RunState(directory=run, manifest=bound or manifest, is_resumed=bound is not None, lock=lock)
-
-
-def format_begun_with(path: Path, begun: Mapping[str, JsonValue] | None = None) -> int:
-    """The format of the run.json at `path`, or of that of the run's copy, from which follow the names of rows that
-    cannot be read, and the columns of parts; that of now where there is none."""
-    try:
-        number = read_json(RunDirectory(path=path).manifest).get("format")
-    except FileNotFoundError:
-        number = (begun or {}).get("format")
-    except (OSError, DamagedRunError):  # `open_run` says so
-        return FORMAT
-    return number if isinstance(number, int) else FORMAT
 
 
 def _bound(run: RunDirectory, manifest: RunManifest, begun: Mapping[str, JsonValue] | None) -> RunManifest | None:

@@ -54,8 +54,6 @@ RUNNING_SCHEMA = pa.schema(
         pa.field("search", pa.binary()),
     ]
 )
-ADDED = ("beam_score", "search")  # since earlier versions of Millrace
-EARLIER_SCHEMA = pa.schema([each for each in RUNNING_SCHEMA if each.name not in ADDED])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +122,10 @@ class RunningFile:
     def _parse(self, data: bytes) -> Running:
         table = parse_parquet(data)
         values = self._read_footer(table.schema.metadata or {})
-        if not any(table.schema.equals(known) for known in (RUNNING_SCHEMA, EARLIER_SCHEMA)):
+        if not table.schema.equals(RUNNING_SCHEMA):
             raise ValueError("its columns are not those of a checkpoint")
         if not is_signed(table):
-            raise ValueError("it has no digest, as an earlier version of Millrace wrote it")
+            raise ValueError("it lacks the digest of its rows")
         require_intact(table)
         rows: list[RunningRow] = table.to_pylist()
         return Running(

@@ -38,7 +38,7 @@ def _listed(path: Path) -> Mapping[str, str] | None:
         LOG.warning("%s", error)
         return None
     digest, parts = value.pop("digest", None), value.get("parts")
-    if not isinstance(parts, list) or digest not in (None, json_digest(value)):  # older versions wrote no digest
+    if not isinstance(parts, list) or digest != json_digest(value):
         LOG.warning("%s was changed after it was written: what it records of parts is not believed", path)
         return None
     return {str(part.get("file")): str(part.get("sha256")) for part in parts if isinstance(part, dict)}

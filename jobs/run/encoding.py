@@ -51,10 +51,9 @@ LAST_FIELDS = (
 )
 
 
-def encode_schema(readout: Readout, *, has_source: bool, has_logprobs: bool, has_beams: bool = False) -> pa.Schema:
+def encode_schema(readout: Readout, *, has_logprobs: bool, has_beams: bool = False) -> pa.Schema:
     """`generation_schema`, of a run that encodes, where log-probabilities of generated tokens have no place."""
     del has_logprobs, has_beams
-    assert has_source, "no earlier version began such runs"
     return pa.schema([*FIRST_FIELDS, *READ_FIELDS[readout], *LAST_FIELDS])
 
 

@@ -27,11 +27,11 @@ from ..datasets.config import looks_otherwise
 from ..datasets.files import COPIES
 from ..files.publishing import PRIVATE_FOLDER_MODE, JsonValue, files_made_private
 from ..record.input_digests import InputDigests, first_changed
-from ..record.manifest import FORMAT_WITHOUT_SOURCES, RunManifest
+from ..record.manifest import RunManifest
 from ..record.output_rows import generation_schema
 from ..record.parts import PartStore
 from ..record.passes import Start
-from ..record.run_dir import RunDirectory, RunState, format_begun_with, open_run
+from ..record.run_dir import RunDirectory, RunState, open_run
 from ..record.stored_run import RunCopy, copy_of
 from ..record.success import is_finished
 from ..record.summary import MemoryUse, Summary, summarize, write_summary
@@ -60,7 +60,7 @@ class Outcome:
 
 
 class Columns(Protocol):
-    def __call__(self, *, has_source: bool, has_logprobs: bool, has_beams: bool) -> pa.Schema: ...
+    def __call__(self, *, has_logprobs: bool, has_beams: bool) -> pa.Schema: ...
 
 
 def dataset_rows(config: GenerateConfig, runtime: Runtime | None) -> list[Row]:
@@ -123,13 +123,11 @@ def perform(
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The model of a run, and its rows. `begun_with`: the format that the run's directory, or its copy, was begun
-    with."""
+    """The model of a run, and its rows."""
 
     runtime: Runtime
     asked: RunInput
     copy: RunCopy
-    begun_with: int
 
 
 def prepared(
@@ -147,11 +145,10 @@ def prepared(
     COPIES.set(config.offload.cache_dir)
     asked: RunInput | None = None
     copy, is_read = copy_of(config, task.directory, should_stop), task.rows is dataset_rows
-    begun_with = format_begun_with(task.directory, copy.begun)
     if is_read:
         asked = rows_in_windows(config, task.directory, should_stop, copy.begun)
     if asked is None and config.dataset.window_tokens is None:
-        asked = HeldRows(task.rows(config, None), config, begun_with)
+        asked = HeldRows(task.rows(config, None), config)
     if asked is not None and is_read:
         require_usable(task, config, asked.every_row())
     if runtime is None:
@@ -167,11 +164,11 @@ def prepared(
     task.check(runtime)
     require_template(runtime.model.tokenizer, config.dataset)
     if asked is None:
-        asked = HeldRows(task.rows(config, runtime), config, begun_with)
+        asked = HeldRows(task.rows(config, runtime), config)
         if is_read:
             require_usable(task, config, asked.every_row())
     require_template(runtime.model.tokenizer, config.dataset, asked.first_rows())
-    return Prepared(runtime=runtime, asked=asked, copy=copy, begun_with=begun_with)
+    return Prepared(runtime=runtime, asked=asked, copy=copy)
 
 
 def require_usable(task: Task, config: GenerateConfig, rows: Iterable[Row]) -> None:
@@ -205,7 +202,6 @@ def _opened(
     ready = prepared(task, config, should_stop, Trace() if config.trace else None, ranks, device, runtime)
     runtime, asked, copy, sampling = ready.runtime, ready.asked, ready.copy, ready.runtime.config.sampling
     fixed = task.columns(
-        has_source=ready.begun_with > FORMAT_WITHOUT_SOURCES,
         has_logprobs=sampling.logprobs > 0,
         has_beams=(sampling.num_beams or 1) > 1,
     )

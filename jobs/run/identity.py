@@ -19,7 +19,6 @@ from runtime.errors import CheckpointError, DamagedRunError
 from runtime.library.api import Runtime
 from runtime.model.loading import LoadedModel
 
-from ..config.gone_keys import gone_values
 from ..config.settings import GenerateConfig, operational, semantic
 from ..files.publishing import JsonValue, canonical_json, read_json
 from ..record.input_digests import InputDigests
@@ -55,7 +54,6 @@ def manifest_of(config: GenerateConfig, runtime: Runtime, digests: InputDigests)
         versions={"millrace": __version__, **versions},
         facts={**model_facts(model), **digests.facts},
         defaults=semantic(GenerateConfig()),
-        gone=gone_values(),
         sources={**_sources(config, model.checkpoint.path), **_weight_sources(model)},
     )
 

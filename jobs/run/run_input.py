@@ -15,13 +15,12 @@ from runtime.errors import CheckpointError, DamagedRunError, DatasetError, requi
 from runtime.store.file_digests import digest_files
 
 from ..config.settings import GenerateConfig, ScoreConfig
-from ..datasets import Row, shard_rows, with_former_ids
+from ..datasets import Row, shard_rows
 from ..datasets.fields import WINDOW_ROWS
 from ..datasets.templates import as_examples
 from ..datasets.windows import RowWindows, Survey, has_more_than, make_survey, windowed_kind
 from ..files.publishing import JsonValue, json_digest, read_json, write_json
 from ..record.input_digests import InputDigests, digest_files_of_input, digest_input, keep_rows
-from ..record.manifest import FORMAT_WITHOUT_FACTS
 from ..record.output_rows import column_schema, infer_column_schema
 from ..record.run_dir import RunDirectory, unusable
 
@@ -77,9 +76,8 @@ class RunInput(Protocol):
 class HeldRows:
     """All rows of an input, in memory."""
 
-    def __init__(self, rows: Sequence[Row], config: GenerateConfig, begun_with: int):
-        self._all, own = rows, shard_rows(rows, config.shard)
-        self._rows = with_former_ids(own) if begun_with == FORMAT_WITHOUT_FACTS else own
+    def __init__(self, rows: Sequence[Row], config: GenerateConfig):
+        self._all, self._rows = rows, shard_rows(rows, config.shard)
         self.identity: Mapping[str, JsonValue] = {}
         self.windows = [Window(number=0, count=1, read=lambda: self._rows)]
 

@@ -55,7 +55,7 @@ class Around:
     def known_plan(self, window: Window) -> list[PlannedRequest] | None:
         """The plan that is fixed; None where there is none, and it is to be computed. Raises DamagedRunError."""
         path = window.plan_in(self.state.directory)
-        return read_plan(path, may_lack_digest=self.state.manifest.is_old) if path.exists() else None
+        return read_plan(path) if path.exists() else None
 
     def store_of_known(self, window: Window) -> PartStore | None:
         """The store of a window's parts, where its plan is fixed."""
@@ -217,13 +217,11 @@ class WindowRun:
         store = self._around.store_of(planned)
         if not self._plan_path.exists():
             store.require_seats()
-        is_old = self._state.manifest.is_old
         fix_plan(
             self._plan_path,
             planned,
             chunk_tokens=None if plan is None else chunk_tokens(plan.policy),
             backends=None if plan is None or plan.backends is None else (self._runtime.host, plan.backends),
-            may_lack_digest=is_old,
         )
         store.copy.keep(self._plan_path)
         return store

@@ -29,7 +29,6 @@ from tests.jobs.sharded_run import COLUMNS, NUM_SHARDS, ShardedRun
 from tests.odd_files import limited_file_size
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGUN = ROOT / "tests" / "begun_before" / "generate"
 
 
 def exported(case: ShardedRun, name: str, **settings: object) -> Exported:

@@ -259,39 +259,3 @@ def test_a_bad_row_of_an_older_run_keeps_the_id_it_had(place: Place) -> None:
 def test_a_model_that_only_moved_goes_on(place: Place, begun: Place) -> None:
     assert place.model != begun.model
     assert place.start().summary.rows["ok"] == NUM_ROWS
-
-
-def test_a_run_begun_with_a_setting_that_is_gone_goes_on_or_is_refused_by_its_name(place: Place) -> None:
-    stored = json.loads(place.run.manifest.read_text())
-    shutil.rmtree(place.run.path)
-    place.run.path.mkdir()
-
-    def start_as_begun_with(value: str) -> Outcome:
-        stored["semantic"]["model.products"] = value
-        stored["semantic_digest"] = json_digest({**stored["semantic"], **stored["facts"]})
-        place.run.manifest.write_text(json.dumps(stored))
-        return place.start()
-
-    with pytest.raises(RunMismatchError, match=r"begun with model\.products=int8, which does not exist"):
-        start_as_begun_with("int8")
-    assert start_as_begun_with("exact").summary.rows["ok"] == NUM_ROWS
-    assert place.start().was_finished
-
-
-def test_a_run_begun_before_facts_were_recorded_goes_on_with_a_warning(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
-    stored = json.loads(place.run.manifest.read_text())
-    stored |= {"format": 1, "semantic_digest": json_digest(stored["semantic"])}
-    assert len(stored.pop("facts")) > 20
-    shutil.rmtree(place.run.path)
-    place.run.path.mkdir()
-    place.run.manifest.write_text(json.dumps(stored))
-    part = place.run.generations_part(0)
-    with pytest.raises(Interrupted):
-        place.start(part.exists)
-    before = part.read_bytes()
-    assert "did not record config.json" in caplog.text
-    assert place.start().exit_code == 0
-    assert part.read_bytes() == before
-    assert place.start().was_finished

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.files.publishing import JsonValue, json_digest
+from jobs.files.publishing import JsonValue
 from jobs.record.manifest import RunManifest, run_name
 from jobs.record.run_dir import RunDirectory, open_run
 from runtime.errors import DamagedRunError, RunMismatchError
@@ -25,16 +25,6 @@ def with_facts(**facts: JsonValue) -> RunManifest:
     return replace(MANIFEST, facts={**MANIFEST.facts, **{f"config.json {key}": value for key, value in facts.items()}})
 
 
-def write_as_format_1(path: Path) -> None:
-    """As versions did that recorded no facts."""
-    stored = {
-        "format": 1, "name": "x", "semantic": MANIFEST.semantic, "semantic_digest": json_digest(MANIFEST.semantic),
-        "operational": {}, "versions": MANIFEST.versions,
-    }  # fmt: skip
-    path.mkdir(parents=True, exist_ok=True)
-    RunDirectory(path=path).manifest.write_text(json.dumps(stored))
-
-
 def test_a_changed_fact_is_refused_naming_file_key_and_place(tmp_path: Path) -> None:
     open_run(tmp_path, MANIFEST).close()
     with pytest.raises(RunMismatchError) as refused:
@@ -42,6 +32,15 @@ def test_a_changed_fact_is_refused_naming_file_key_and_place(tmp_path: Path) -> 
     assert "config.json rms_norm_eps: 1e-05 -> 0.5  (from /models/a)" in str(refused.value)
     with pytest.raises(RunMismatchError, match=r"chat_template: \"{{ x }}\" -> \(absent\)"):
         open_run(tmp_path, replace(MANIFEST, facts={k: v for k, v in MANIFEST.facts.items() if "chat" not in k}))
+
+
+@pytest.mark.parametrize("number", [2, 4, None])
+def test_a_run_of_another_format_is_refused(number: int | None, tmp_path: Path) -> None:
+    open_run(tmp_path, MANIFEST).close()
+    path = RunDirectory(path=tmp_path).manifest
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": number}))
+    with pytest.raises(RunMismatchError, match="this version of Millrace reads 3. Finish the run with the version"):
+        open_run(tmp_path, MANIFEST)
 
 
 def test_an_edited_fact_in_run_json_is_damage(tmp_path: Path) -> None:
@@ -52,41 +51,12 @@ def test_an_edited_fact_in_run_json_is_damage(tmp_path: Path) -> None:
         open_run(tmp_path, with_facts(hidden_act="relu"))
 
 
-def test_a_run_begun_without_facts_goes_on_under_its_own_digest_and_says_what_was_not_checked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_as_format_1(tmp_path)
-    with open_run(tmp_path, MANIFEST) as state:
-        assert state.is_resumed
-        assert state.manifest.digest == json_digest(MANIFEST.semantic)
-        assert state.manifest.operational == MANIFEST.operational
-    assert "did not record config.json, chat_template" in caplog.text
-    other = replace(MANIFEST, semantic={**MANIFEST.semantic, "sampling.temperature": 0.7})
-    with pytest.raises(RunMismatchError, match=r"sampling\.temperature: 0\.0 -> 0\.7"):
-        open_run(tmp_path, other)
-
-
 def test_a_setting_that_is_newer_than_the_run_must_have_its_default(tmp_path: Path) -> None:
     open_run(tmp_path, MANIFEST).close()
     with open_run(tmp_path, replace(MANIFEST, semantic={**MANIFEST.semantic, "sampling.new": None})) as state:
         assert state.manifest.digest == MANIFEST.digest
     with pytest.raises(RunMismatchError, match=r"sampling\.new: \(absent\) -> 3"):
         open_run(tmp_path, replace(MANIFEST, semantic={**MANIFEST.semantic, "sampling.new": 3}))
-
-
-def test_a_run_of_a_setting_that_is_gone_goes_on_where_it_meant_what_is_done_now(tmp_path: Path) -> None:
-    begun = replace(MANIFEST, semantic={**MANIFEST.semantic, "model.products": "exact"})
-    open_run(tmp_path / "exact", begun).close()
-    with open_run(tmp_path / "exact", replace(MANIFEST, gone={"model.products": "exact"})) as state:
-        assert state.is_resumed
-        assert state.manifest.digest == begun.digest
-    open_run(tmp_path / "other", replace(begun, semantic={**begun.semantic, "model.products": "int8"})).close()
-    with pytest.raises(RunMismatchError) as refused:
-        open_run(tmp_path / "other", replace(MANIFEST, gone={"model.products": "exact"}))
-    assert "was begun with model.products=int8, which does not exist any more" in str(refused.value)
-    assert "choose another directory with run=" in str(refused.value)
-    assert "\n" not in str(refused.value)
-    assert refused.value.exit_code == 2
 
 
 def test_keys_that_another_version_of_transformers_knows_newly_are_logged_and_changed_ones_refused(

@@ -18,14 +18,6 @@ def test_log_probabilities_have_columns_only_where_they_are_asked_for() -> None:
     assert infer_column_schema([row], asked).names == ["row_logprobs"]
 
 
-def test_runs_begun_before_rows_had_a_source_keep_their_columns_and_the_names_of_the_input() -> None:
-    before = generation_schema(has_logprobs=True, has_source=False)
-    assert before.names == [*(name for name in GENERATION_SCHEMA.names if name not in ("row_index", "source_file")),
-                            *(field.name for field in LOGPROB_FIELDS)]  # fmt: skip
-    assert infer_column_schema([{"row_index": 1}], before).names == ["row_index"]
-    assert infer_column_schema([{"row_index": 1}], GENERATION_SCHEMA).names == ["row_row_index"]
-
-
 @pytest.mark.parametrize(
     ("values", "column_type", "stored"),
     [

@@ -19,7 +19,6 @@ from tests.jobs.part_support import PASSES
 from tests.jobs.sharded_run import NUM_SHARDS, ShardedRun
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGUN = ROOT / "tests" / "begun_before" / "generate"
 
 
 @pytest.fixture
@@ -122,12 +121,6 @@ def test_elapsed_is_the_time_on_the_wall_where_passes_say_when_they_were(tmp_pat
     assert cells(overview(figures(case.directory(0).path)).text())["shard 0 of 3"][3:5] == ["4 s", "4 s"]
     [row] = overview(figures(case.directory(0).path)).table().to_pylist()
     assert row["elapsed_seconds"] == 4.0
-
-
-@pytest.mark.parametrize(("run", "done"), [("waves", "4 of 12"), ("continuous", "6 of 10")])
-def test_a_run_begun_before_is_told_as_far_as_it_is(run: str, done: str) -> None:
-    line = cells(overview(figures(BEGUN / run)).text())[run]
-    assert line[:2] == [f"interrupted, {done} rows", done]
 
 
 @pytest.mark.parametrize(

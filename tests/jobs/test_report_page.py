@@ -22,7 +22,6 @@ from runtime.trace import Span
 from tests.jobs.parsed_html import Parsed, outside
 from tests.jobs.part_support import MANIFEST, PASSES
 from tests.jobs.sharded_run import ShardedRun
-from tests.jobs.test_report import BEGUN
 
 EVIL = '<script>alert(1)</script><img src=https://example.org/x onerror=y> </style> & "q" \u202e\x1b[31m'
 
@@ -171,14 +170,6 @@ def test_samples_are_spread_over_the_run_and_as_many_as_asked(tmp_path: Path) ->
         rows = good_rows(figures, count)
         assert len({(row.row_index, row.completion, id(row)) for row in rows}) == min(count, 16)
     assert len({row.row_index for row in good_rows(figures, 4)}) > 1
-
-
-@pytest.mark.parametrize("name", ["waves", "continuous"])
-def test_a_run_begun_before_that_is_not_finished_has_a_page(name: str, tmp_path: Path) -> None:
-    parsed = page(BEGUN / name, tmp_path)
-    assert "interrupted" in parsed.text
-    assert "Samples" in parsed.text
-    assert list(outside(parsed)) == []
 
 
 def test_a_damaged_run_and_one_without_a_row_have_a_page(tmp_path: Path) -> None:

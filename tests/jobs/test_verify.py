@@ -11,7 +11,6 @@ import pytest
 
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
-from jobs.files.publishing import json_digest
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import Outcome, generate
 from runtime import Runtime, RuntimeConfig
@@ -95,19 +94,11 @@ def test_a_run_that_was_begun_with_all_bytes_is_not_gone_on_with_by_samples(plac
     assert place.start(Verify.full).exit_code == 0
 
 
-@pytest.mark.parametrize("is_old", [False, True])
 def test_what_was_not_recorded_cannot_be_checked_and_that_is_said(
-    place: Place, is_old: bool, caplog: pytest.LogCaptureFixture
+    place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     place.begin(Verify.sampled)
-    if is_old:  # begun before facts were recorded
-        stored = json.loads(place.run.manifest.read_text())
-        del stored["facts"]
-        stored |= {"format": 1, "semantic_digest": json_digest(stored["semantic"])}
-        shutil.rmtree(place.run.path)
-        place.run.path.mkdir()
-        place.run.manifest.write_text(json.dumps(stored))
     assert place.start(Verify.full).exit_code == 0
-    said = "did not record .*SHA-256 of weights, .*cannot be checked" if is_old else "model.verify=sampled: .*cannot be"
+    said = "model.verify=sampled: .*cannot be"
     assert [record for record in caplog.records if re.search(said, record.getMessage())]
     assert place.start(Verify.sampled).was_finished
