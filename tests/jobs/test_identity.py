@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.config.settings import GenerateConfig
-from jobs.datasets import DatasetConfig, DatasetKind, input_digest, read_rows
-from jobs.files.publishing import json_digest
+from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
 from jobs.run import generation
 from jobs.run.generation import Outcome, generate
@@ -238,22 +237,6 @@ def test_a_bad_row_keeps_its_id_in_a_renamed_file_with_blank_lines(place: Place)
     renamed = replace(place, file="renamed.jsonl")
     renamed.data.write_text("\n" + place.data.read_text())
     assert renamed.start().was_finished
-
-
-def test_a_bad_row_of_an_older_run_keeps_the_id_it_had(place: Place) -> None:
-    shutil.rmtree(place.run.path)
-    _spoil_a_row(place, "{broken")
-    place.start()
-    stored = json.loads(place.run.manifest.read_text())
-    rows = read_rows(place.config.dataset)
-    stored["semantic"]["input"] = input_digest([replace(row, id=row.former_id or row.id) for row in rows])
-    stored |= {"format": 1, "semantic_digest": json_digest(stored["semantic"])}
-    del stored["facts"]
-    shutil.rmtree(place.run.path)
-    place.run.path.mkdir()
-    place.run.manifest.write_text(json.dumps(stored))
-    place.start()
-    assert "in.jsonl:5" in read_generations(place.run)["id"].to_pylist()
 
 
 def test_a_model_that_only_moved_goes_on(place: Place, begun: Place) -> None:

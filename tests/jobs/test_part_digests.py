@@ -1,7 +1,6 @@
 """A part is the one that was written, by a digest of its rows, and the one that was recorded, by its SHA-256."""
 
 import io
-import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -155,17 +154,6 @@ def test_what_a_damaged_success_records_is_not_believed(tmp_path: Path, caplog: 
     assert "is not believed" in caplog.text
     store.finish()
     assert store.directory.success.read_text() == good
-
-
-def test_a_success_of_an_older_version_is_believed(tmp_path: Path) -> None:
-    store = committed_store(tmp_path)
-    store.finish()
-    values = json.loads(store.directory.success.read_text())
-    del values["digest"]
-    store.directory.success.write_text(json.dumps(values))
-    assert is_finished(store.directory)
-    _flip(store.directory.generations_part(1), _harmless_flip(store))
-    assert list(store.committed()) == [0, 2]
 
 
 def test_a_link_in_the_place_of_a_part_is_put_aside_and_what_it_leads_to_is_left(tmp_path: Path) -> None:
