@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import runtime.planning.planner
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
 from jobs.files.publishing import write_json
@@ -35,6 +34,7 @@ from runtime.plan import planner
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.search import grid as policy_grid
+from runtime.planning import planner as planning
 from runtime.resources import Resource
 from runtime.sequences.sequence import Request
 from tests.generations import read_generations
@@ -108,7 +108,7 @@ def has_learned(root: Path) -> bool:
 
 
 def refuse_to_measure_and_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.planning, "measure_rates", lambda *_: pytest.fail("rates are known"))
+    monkeypatch.setattr(planning, "measure_rates", lambda *_: pytest.fail("rates are known"))
     monkeypatch.setattr(planner, "search", lambda *_, **__: pytest.fail("the policy is known"))
 
 
@@ -168,7 +168,7 @@ def test_however_it_came_to_its_policy_a_run_that_goes_on_keeps_it(
     plans: list[RunPlan],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runtime.planning, "WORTHWHILE", 1.0)  # the same way, by what is learned
+    monkeypatch.setattr(planning, "WORTHWHILE", 1.0)  # the same way, by what is learned
     start(tmp_path, monkeypatch)
     plans.clear()
     with pytest.raises(Interrupted):
@@ -176,7 +176,7 @@ def test_however_it_came_to_its_policy_a_run_that_goes_on_keeps_it(
     first = plans[-1]
     assert recorded(tmp_path)["policy"] == (first.searched and first.searched.to_plain())
     shutil.rmtree(tmp_path / "cache" / "policies")
-    monkeypatch.setattr(runtime.planning, "measure_rates", lambda *_: pytest.fail("rates are known"))
+    monkeypatch.setattr(planning, "measure_rates", lambda *_: pytest.fail("rates are known"))
     run(tmp_path)
     last = plans[-1]
     assert (last.searched, last.policy, last.kv, last.blocks) == (first.searched, first.policy, first.kv, first.blocks)
@@ -188,7 +188,7 @@ def test_however_it_came_to_its_policy_a_run_that_goes_on_keeps_it(
 def test_a_way_that_promises_too_little_is_not_taken(
     tmp_path: Path, plans: list[RunPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime.planning, "WORTHWHILE", 1.0)
+    monkeypatch.setattr(planning, "WORTHWHILE", 1.0)
     run(tmp_path)
     assert len(plans) == 1
     assert has_learned(tmp_path)
