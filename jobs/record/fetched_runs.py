@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from runtime.cache_root import cache_root
 from runtime.config.texts import url_child
 from runtime.errors import ConfigError, DamagedRunError
-from runtime.remote.object_store import ObjectStore, Patience, Stored
+from runtime.remote.object_store import ObjectStore, Patience, StoredFile
 
 from ..files.publishing import PRIVATE_FOLDER_MODE, make_directory, publish, read_json, write_all, write_json
 from .stored_run import NUM_FETCHES, OWN, RUN
@@ -67,7 +67,7 @@ def _order(name: str) -> tuple[str, int]:
     return (name, 0) if turn is None else (str(PurePosixPath(name).parent), int(turn[1]))
 
 
-def _fetched(store: ObjectStore, name: str, files: Mapping[str, Stored], path: Path) -> FetchedRun:
+def _fetched(store: ObjectStore, name: str, files: Mapping[str, StoredFile], path: Path) -> FetchedRun:
     """Fetches what is not here as it is there, and drops what is not there any more."""
     prefix = f"{name}/" if name else ""
     there = {each.removeprefix(prefix): file for each, file in files.items() if each.startswith(prefix)}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from runtime.config.texts import url_child
 from runtime.errors import DamagedRunError, MillraceError, RunInUseError, StorageError
-from runtime.remote.object_store import ObjectStore, Patience, Stored, never
+from runtime.remote.object_store import ObjectStore, Patience, StoredFile, never
 from runtime.units import counted
 
 from ..config.settings import GenerateConfig
@@ -80,7 +80,7 @@ class StoredRun(RunCopy):
     def __init__(self, store: ObjectStore, directory: RunDirectory):
         self._store, self._directory = store, directory
         self._hasty = ObjectStore(store.url, store.key, Patience(seconds=0))
-        self._files: dict[str, Stored] = {**store.listed(is_deep=True)}
+        self._files: dict[str, StoredFile] = {**store.listed(is_deep=True)}
         self._begun = self._read_json(RUN) if RUN in self._files else None
 
     @property
@@ -142,7 +142,7 @@ class StoredRun(RunCopy):
         name = self._name(path)
         try:
             self._hasty.write(name, path.read_bytes())
-            self._files[name] = Stored(num_bytes=0, tag="")
+            self._files[name] = StoredFile(num_bytes=0, tag="")
         except (MillraceError, OSError) as error:
             log.warning("what is generated and not finished was saved here alone: %s", error)
 
@@ -216,12 +216,12 @@ class StoredRun(RunCopy):
             theirs = self._store.read(name)
             if theirs != data:
                 self._replace(path, theirs)
-        self._files[name] = Stored(num_bytes=len(data), tag="")
+        self._files[name] = StoredFile(num_bytes=len(data), tag="")
 
     def _put(self, path: Path) -> None:
         data = path.read_bytes()
         self._store.write(self._name(path), data)
-        self._files[self._name(path)] = Stored(num_bytes=len(data), tag="")
+        self._files[self._name(path)] = StoredFile(num_bytes=len(data), tag="")
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._directory.path).as_posix()

@@ -166,23 +166,6 @@ def _decoded(
         return decode_on_device(q_BHD, kv, rows, reach, rule)
     if isinstance(kv, QuantizedKV):
         return decode_quantized(q_BHD, kv, rows, reach, rule, num_threads)
-    return _decode(q_BHD, kv, rows, reach, rule, num_threads)
-
-
-def _seen_by(
-    segment: Segment, kv: LayerKV | None, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (H, S, D) of all positions of the segment's row."""
-    if kv is not None and segment.past:
-        return kv.row_of(segment)
-    start = segment.start if kv is not None else segment.kv_start
-    return key[0, :, start : start + segment.end], value[0, :, start : start + segment.end]
-
-
-def _decode(
-    q_BHD: torch.Tensor, kv: LayerKV, rows: DecodeRows, reach: Reach, rule: Rule, num_threads: int
-) -> torch.Tensor:
-    """One new token per row, over pages."""
     return decode_attention(
         q_BHD,
         kv.k_NPHD,
@@ -221,7 +204,12 @@ def _prefill(
     if isinstance(seen.kv, QuantizedKV):
         for segment in seen.segments:
             tokens = slice(segment.start, segment.start + segment.new)
-            yield tokens, _prefill_quantized(query[0, :, tokens], seen.kv, segment, reach, rule)
+            k, v, hidden_TS = seen.kv.seen_by(segment, reach)
+            q = query[0, :, tokens]
+            if rule.is_plain and (q.device.type == "cpu" or fused_applies(q, v, rule)):
+                yield tokens, attend_fused(q, k, v, ~hidden_TS, rule.scale)
+            else:
+                yield tokens, _prefill_by_head(q, k, v, hidden_TS, rule)
         return
     if seen.is_on_accelerator and seen.segments:
         found = prefill_in_flash(qkv, seen.kv, seen.prompts, reach, rule)
@@ -230,7 +218,11 @@ def _prefill(
             return
     for segment in seen.segments:
         tokens = slice(segment.start, segment.start + segment.new)
-        k, v = _seen_by(segment, seen.kv, key, value)
+        if seen.kv is not None and segment.past:
+            k, v = seen.kv.row_of(segment)
+        else:
+            start = segment.start if seen.kv is not None else segment.kv_start
+            k, v = (each[0, :, start : start + segment.end] for each in (key, value))
         view = segment.view(reach)
         places = slice(0, segment.end) if view is None else slice(view.first, view.end)
         qkv_HSD = query[0, :, tokens], k[:, places], v[:, places]
@@ -241,15 +233,6 @@ def _prefill(
             yield tokens, prefill_fused(*qkv_HSD, segment, reach, rule.scale)
         else:
             yield tokens, _prefill_on_host(*qkv_HSD, segment, view, rule.scale)
-
-
-def _prefill_quantized(
-    q_HTD: torch.Tensor, kv: QuantizedKV, segment: Segment, reach: Reach, rule: Rule
-) -> torch.Tensor:
-    k_HSD, v_HSD, hidden_TS = kv.seen_by(segment, reach)
-    if rule.is_plain and (q_HTD.device.type == "cpu" or fused_applies(q_HTD, v_HSD, rule)):
-        return attend_fused(q_HTD, k_HSD, v_HSD, ~hidden_TS, rule.scale)
-    return _prefill_by_head(q_HTD, k_HSD, v_HSD, hidden_TS, rule)
 
 
 def _prefill_on_host(

@@ -8,7 +8,7 @@ their output to it. When text alone is asked, nothing of it is read.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,39 +42,27 @@ class Excerpt:
 
     def shorten(self, config: PreTrainedConfig) -> None:
         """Mutates `config`, and those in it."""
-        for part in _parts(config):
-            _shorten_windows(part)
+        nested = (value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
+        for part in [config, *nested]:
+            context = getattr(part, "max_position_embeddings", None) or NO_CONTEXT
+            for name in WINDOWS:
+                window = getattr(part, name, None)
+                if isinstance(window, int) and SHORT_WINDOW < window < context:  # none that classes need not heed
+                    setattr(part, name, SHORT_WINDOW)
             _shorten_rope(part)
-            self._shorten_depth(part)
+            depths = {name: getattr(part, name, None) for name in LAYER_COUNTS}
+            lengths = {depth for depth in depths.values() if isinstance(depth, int) and depth > self.num_layers}
+            for name, value in list(vars(part).items()):
+                if isinstance(value, list | tuple) and len(value) in lengths:  # something of each layer
+                    setattr(part, name, value[: self.num_layers])
+            for name, depth in depths.items():
+                if isinstance(depth, int) and depth > self.num_layers:
+                    setattr(part, name, self.num_layers)
 
     def cut(self, model: PreTrainedModel) -> None:
         """Mutates `model`: what its config did not leave out already."""
         for found in layer_lists(model):
             del found.layers[self.num_layers :]
-
-    def _shorten_depth(self, config: PreTrainedConfig) -> None:
-        depths = {name: getattr(config, name, None) for name in LAYER_COUNTS}
-        lengths = {depth for depth in depths.values() if isinstance(depth, int) and depth > self.num_layers}
-        for name, value in list(vars(config).items()):
-            if isinstance(value, list | tuple) and len(value) in lengths:  # something of each layer
-                setattr(config, name, value[: self.num_layers])
-        for name, depth in depths.items():
-            if isinstance(depth, int) and depth > self.num_layers:
-                setattr(config, name, self.num_layers)
-
-
-def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    yield config
-    yield from (value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
-
-
-def _shorten_windows(config: PreTrainedConfig) -> None:
-    """But for one that no context outgrows, which classes need not heed."""
-    context = getattr(config, "max_position_embeddings", None) or NO_CONTEXT
-    for name in WINDOWS:
-        window = getattr(config, name, None)
-        if isinstance(window, int) and SHORT_WINDOW < window < context:
-            setattr(config, name, SHORT_WINDOW)
 
 
 def _shorten_rope(config: PreTrainedConfig) -> None:
@@ -127,7 +115,11 @@ def fill(
         if isinstance(tensor, nn.Parameter) and tensor.is_meta:
             bytes_of = tuple(f"{piece.file} {piece.name}" for piece in parameters[name].slices)
             if bytes_of not in known or known[bytes_of].shape != tensor.shape:
-                known[bytes_of] = nn.Parameter(dense(parameters[name], tensor, made), requires_grad=False)
+                found = parameters[name]
+                entries = [torch.cat([load_tensor(piece, made) for piece in blocks]) for blocks in found.pieces]
+                whole = torch.stack(entries) if found.is_stacked else entries[0]
+                whole = whole.to(tensor.dtype).reshape(tensor.shape)
+                known[bytes_of] = nn.Parameter(whole, requires_grad=False)
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._parameters[leaf] = known[bytes_of]
     if checkpoint.gguf is None:
@@ -135,13 +127,6 @@ def fill(
         for name, buffer in model.named_buffers():
             if name in state and name in plain:
                 buffer.copy_(load_tensor(plain[name]).view(buffer.shape))
-
-
-def dense(parameter: Parameter, like: torch.Tensor, made: Mapping[str, Fill]) -> torch.Tensor:
-    """Read whole, in the shape and precision of `like`."""
-    entries = [torch.cat([load_tensor(piece, made) for piece in blocks]) for blocks in parameter.pieces]
-    whole = torch.stack(entries) if parameter.is_stacked else entries[0]
-    return whole.to(like.dtype).reshape(like.shape)
 
 
 class UnreadModule(nn.Module):

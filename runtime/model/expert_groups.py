@@ -55,7 +55,11 @@ def together(
     if stacks.are_codes:
         most = max(1, GROUPED_VISITS // top_k_index_TK.shape[1])
         runs = zip(*(each.split(most) for each in routed), strict=True)
-        return torch.cat([_in_groups(module, stacks, x, index, weights, _of_codes) for x, index, weights in runs])
+
+        def products(x_VK: torch.Tensor, codes: Codes, *, offs: torch.Tensor) -> torch.Tensor:
+            return device_codes.multiply_groups(x_VK, codes, len(offs), offs)
+
+        return torch.cat([_in_groups(module, stacks, x, index, weights, products) for x, index, weights in runs])
     if top_k_index_TK.numel() <= GROUPED_VISITS and takes_groups(parts):
         return _in_groups(module, stacks, *routed, F.grouped_mm)
     is_narrow = hidden_TD.dtype.itemsize == 2  # float32 is faster in torch's products, one by one
@@ -73,7 +77,8 @@ def in_host_memory(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Vis
     of experts, in float32, and rounded once."""
     up, down = (getattr(module, name) for name in matrix_names(module))
     is_worth_it = suits_groups(len(visits.tokens_V), len(visits.hit))
-    if not is_worth_it or not all(map(_is_alike, (up, down))) or cast("Experts", module).is_transposed:
+    are_alike = all(isinstance(weight, StoredWeight) and weight.is_alike for weight in (up, down))
+    if not is_worth_it or not are_alike or cast("Experts", module).is_transposed:
         return None
     numbers, out_TD = visit_numbers(hidden_TD.shape[1], down.shape[2]), torch.zeros(hidden_TD.shape)
     for run in _runs(visits, GROUPED_BYTES // (hidden_TD.itemsize * numbers)):
@@ -91,10 +96,6 @@ def in_host_memory(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Vis
     return out_TD.to(hidden_TD.dtype)
 
 
-def _is_alike(weight: torch.Tensor) -> bool:
-    return isinstance(weight, StoredWeight) and weight.is_alike
-
-
 def takes_groups(stacks: Sequence[torch.Tensor]) -> bool:
     """Whether torch multiplies with these (E, inputs, N) in one launch without a word to the host: bfloat16, from
     Hopper on. On a CPU it has the same operator, as a loop."""
@@ -105,12 +106,13 @@ def takes_groups(stacks: Sequence[torch.Tensor]) -> bool:
             return False
     elif not first.is_cpu:
         return False
-    return first.dtype == torch.bfloat16 and len(first) <= MOST_GROUPS and all(map(_is_aligned, stacks))
-
-
-def _is_aligned(stack: torch.Tensor) -> bool:
-    strides = [stride * stack.element_size() for stride in stack.stride() if stride != 1]
-    return stack.data_ptr() % VECTOR_BYTES == 0 and all(stride % VECTOR_BYTES == 0 for stride in strides)
+    if first.dtype != torch.bfloat16 or len(first) > MOST_GROUPS:
+        return False
+    for stack in stacks:
+        strides = [stride * stack.element_size() for stride in stack.stride() if stride != 1]
+        if stack.data_ptr() % VECTOR_BYTES or any(stride % VECTOR_BYTES for stride in strides):
+            return False
+    return True
 
 
 def _stacks(module: torch.nn.Module, dtype: torch.dtype) -> _Stacks | None:
@@ -183,10 +185,6 @@ def _by_all(
     tokens_T = torch.arange(num_tokens, device=index_TK.device)
     each_TKD = out_VD[ascending_TK * num_tokens + tokens_T[:, None]]
     return _summed((each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
-
-
-def _of_codes(x_VK: torch.Tensor, codes: Codes, *, offs: torch.Tensor) -> torch.Tensor:
-    return device_codes.multiply_groups(x_VK, codes, len(offs), offs)
 
 
 def _summed(each_TKD: torch.Tensor) -> torch.Tensor:

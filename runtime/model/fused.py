@@ -27,6 +27,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 EXPERTS: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
+SILU = nn.SiLU | SiLUActivation
 Rotated = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -183,9 +184,9 @@ def _stand_in(parent: nn.Module, name: str, child: nn.Module, ops: FusedOps) -> 
     forward = type(child).forward
     if is_code_of(forward, llama.LlamaRMSNorm.forward):
         return FusedRMSNorm(child, ops)
-    if is_code_of(forward, llama.LlamaMLP.forward) and _is_silu(getattr(child, "act_fn", None)):
+    if is_code_of(forward, llama.LlamaMLP.forward) and isinstance(getattr(child, "act_fn", None), SILU):
         return FusedGatedMLP(child, ops)
-    if name == "act_fn" and _is_silu(child):
+    if name == "act_fn" and isinstance(child, SILU):
         is_known = is_code_of(getattr(type(parent), "_apply_gate", None), EXPERTS._apply_gate)
         return FusedGate(child, ops) if is_known else None
     code = next((each for each in _ATTENTION_CODES if is_code_of(forward, each.forward)), None)
@@ -211,14 +212,11 @@ def _globals_of(function: object) -> dict[str, object]:
 def is_code_of(function: object, known: object) -> bool:
     """Whether a function has the same instructions on the same names and constants as another; what they are called
     with and say of themselves may differ."""
-    own, other = (getattr(each, "__code__", None) for each in (function, known))
-    return isinstance(own, CodeType) and isinstance(other, CodeType) and _body(own, function) == _body(other, known)
-
-
-def _body(code: CodeType, function: object) -> tuple[object, ...]:
-    constants = [each for each in code.co_consts if each is not None and each != function.__doc__]
-    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
-
-
-def _is_silu(module: object) -> bool:
-    return isinstance(module, nn.SiLU | SiLUActivation)
+    bodies = list[tuple[object, ...]]()
+    for each in (function, known):
+        code = getattr(each, "__code__", None)
+        if not isinstance(code, CodeType):
+            return False
+        constants = [value for value in code.co_consts if value is not None and value != each.__doc__]
+        bodies.append((code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants))
+    return bodies[0] == bodies[1]

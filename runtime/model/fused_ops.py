@@ -112,23 +112,20 @@ def _gated(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_TH: to
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Rotated | None:
-    """Turns queries and keys (B, h, T, D) by angles (B, T, D)."""
+    """Turns queries and keys (B, h, T, D) by angles (B, T, D): pairs of numbers that lie half a head apart."""
     B, _, T, D = q.shape
     rows = [each.transpose(1, 2) for each in (q, k)]  # as products leave them
     is_each_token = cos.shape == sin.shape == (k.shape[0], *k.shape[2:]) == (B, T, D)
     if not is_each_token or not _fits(*rows, cos, sin):
         return None
     cos_TD, sin_TD = _rows_of(cos), _rows_of(sin)
-    q_BThD, k_BThD = (_rotated(x_BThD, cos_TD, sin_TD) for x_BThD in rows)
-    return q_BThD.transpose(1, 2), k_BThD.transpose(1, 2)
-
-
-def _rotated(x_BThD: torch.Tensor, cos_TD: np.ndarray, sin_TD: np.ndarray) -> torch.Tensor:
-    """Turns pairs of numbers that lie half a head apart."""
-    out, rotate_rows = torch.empty_like(x_BThD), _kernel().rotate_rows
-    x_ThD, out_ThD = (_numbers(each).reshape(-1, *each.shape[2:]) for each in (x_BThD, out))
-    parallel_for_groups(x_ThD, 1, lambda rows: rotate_rows(x_ThD, cos_TD, sin_TD, out_ThD, *rows))
-    return out
+    rotate_rows, rotated = _kernel().rotate_rows, list[torch.Tensor]()
+    for x_BThD in rows:
+        rotated.append(torch.empty_like(x_BThD))
+        x_ThD, out_ThD = (_numbers(each).reshape(-1, *each.shape[2:]) for each in (x_BThD, rotated[-1]))
+        arrays = (x_ThD, cos_TD, sin_TD, out_ThD)
+        parallel_for_groups(x_ThD, 1, lambda rows, arrays=arrays: rotate_rows(*arrays, *rows))
+    return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
 
 
 BACKEND = "inductor"

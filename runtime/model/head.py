@@ -115,27 +115,23 @@ def slice_head(staged: StagedModel) -> None:
     class's head is not apart from what lies below it."""
     if any(isinstance(module, BelowHead) for module in staged.model.modules()):
         return
-    places = _below_head(staged)
-    if not places:
-        name = type(staged.model).__name__
-        raise ConfigError(f"model.path: {name} has its layers and its head in one module, so it can score no tokens")
-    for parent, name in places:
-        setattr(parent, name, BelowHead(getattr(parent, name)))
-
-
-def _below_head(staged: StagedModel) -> list[tuple[torch.nn.Module, str]]:
-    """The places of modules that hold the decoder's layers and not the head, outer ones first: which of them a class
-    calls is its own affair."""
+    # The places of modules that hold the decoder's layers and not the head, outer ones first: which of them a class
+    # calls is its own affair.
     last_layer = next(module for module in staged.modules if module.is_last_layer)
     head = staged.model.get_output_embeddings()
     parent, places = staged.model, list[tuple[torch.nn.Module, str]]()
     while True:
         name, child = next((name, child) for name, child in parent.named_children() if _holds(child, last_layer))
         if isinstance(child, torch.nn.ModuleList):
-            return places
+            break
         if head is None or not _holds(child, head):
             places.append((parent, name))
         parent = child
+    if not places:
+        name = type(staged.model).__name__
+        raise ConfigError(f"model.path: {name} has its layers and its head in one module, so it can score no tokens")
+    for parent, name in places:
+        setattr(parent, name, BelowHead(getattr(parent, name)))
 
 
 def _holds(module: torch.nn.Module, other: torch.nn.Module) -> bool:

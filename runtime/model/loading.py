@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -37,7 +38,7 @@ from ..store.reader import Fill
 from ..stream.device import ComputeDevice
 from ..stream.device_choice import has_bfloat16_units
 from ..weights.computed import keep_computed
-from ..weights.conversions import Conversion, ZeroedRows, convert_once
+from ..weights.conversions import ZeroedRows, convert_once
 from ..weights.gguf_layout import map_gguf
 from ..weights.layout import map_weights
 from ..weights.quantization import take_quantization
@@ -48,24 +49,9 @@ from .excerpt import Excerpt, leave_unread
 from .fused import fuse
 from .fused_ops import DTYPES, compiled_ops, host_ops, require_accelerator
 from .rope_lengths import RopeLengths, follow_lengths
-from .split import SplitHeads, split_model
+from .split import SplitHeads, share_heads, split_model
 from .stages import StagedModel, stage_model
-from .traits import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache, shape_of, without_cache
-
-
-def fill_buffers(staged: StagedModel, parameters: Mapping[str, Parameter]) -> None:
-    """Gives persistent buffers outside all stages what the checkpoint holds of them; those that it lacks keep what the
-    class has computed. Mutates the model. Raises OSError where a file cannot be read."""
-    for name, buffer in staged.model.state_dict(keep_vars=True).items():
-        if name in parameters and name not in staged.stage_of:
-            path, _, leaf = name.rpartition(".")
-            staged.model.get_submodule(path)._buffers[leaf] = _read(parameters[name], buffer)
-
-
-def _read(parameter: Parameter, like: torch.Tensor) -> torch.Tensor:
-    pieces = [load_tensor(piece) for blocks in parameter.pieces for piece in blocks]
-    return torch.cat([piece.reshape(-1) for piece in pieces]).to(like.dtype).reshape(like.shape)
-
+from .traits import ExpertKind, choose_lanes, expert_kind, measure_cache, shape_of, without_cache
 
 log = logging.getLogger(__name__)
 
@@ -122,48 +108,6 @@ class LoadedModel:
         return stage_weights(stage, buffer, tensor_offsets, self.dtypes, self.backends, on_device=on_device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Hollow:
-    """A checkpoint, and the model that its config describes: its parameters are on the meta device. `described` is the
-    config as published, `quantization` what it says of stored weights."""
-
-    checkpoint: Checkpoint
-    model: PreTrainedModel
-    dtype: torch.dtype
-    described: Mapping[str, object]
-    quantization: Mapping[str, object]
-    generation: ModelGeneration
-    zeroed_rows: Mapping[str, Sequence[int]]  # see `runtime.probing.meta`
-
-    @property
-    def class_name(self) -> str:
-        return type(self.model).__name__
-
-    @property
-    def is_seq2seq(self) -> bool:
-        return self.model.config.is_encoder_decoder
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Lanes:
-    """How lanes run a model: packed or padded, and what its class does in them."""
-
-    is_packed: bool
-    habits: PaddedHabits
-    cache: CacheShape
-    looks_ahead: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Bytes:
-    """Where the bytes of all parameters lie, by full name, and of which files they are."""
-
-    parameters: Mapping[str, Parameter]
-    fingerprint: str
-    digests: Mapping[str, str]
-    rounded: RoundedTensors | None
-
-
 def load_model(
     config: ModelConfig,
     device: torch.device,
@@ -182,62 +126,98 @@ def load_model(
     CheckpointError or ConfigError, with what to do.
     """
     hollow = _open(config, device, cache_dir, excerpt, should_stop, encodes=encodes)
-    lanes = _choose_lanes(hollow, config, excerpt)
-    weights = _map_bytes(hollow, config, cache_dir, express=express, should_stop=should_stop)
-    weights, heads = _part_of(hollow, weights, lanes, gathering)
-    dtypes = {name: tensor.dtype for name, tensor in hollow.model.state_dict(keep_vars=True).items()}
-    _fuse(hollow, config, device)
-    rope_lengths = follow_lengths(hollow.model)
-    with class_refused(hollow.class_name):
-        staged = stage_model(hollow.model)
-        name = hollow.class_name if config.name == ANY else config.name
-        shape = shape_of(name, staged, weights.parameters, lanes.cache, is_packed=lanes.is_packed)
-    fill_buffers(staged, weights.parameters)
-    _move_buffers(hollow.model, device)
+    model, checkpoint, class_name = hollow.model, hollow.checkpoint, type(hollow.model).__name__
+
+    # The class is run without weights to see what it does in lanes. An encoder's are rectangles without a cache, which
+    # pass the model once.
+    is_encoder = head_of(model) is not Head.text and looks_ahead(model)
+    if is_encoder and config.lanes is Lanes.packed:
+        raise ConfigError(f"model.lanes=packed: {class_name} cannot: {NO_DECODER}")
+    is_packed, reason, habits = False, "", PaddedHabits()
+    with class_refused(class_name):
+        if is_encoder:
+            habits = PaddedHabits(whole="the class is an encoder, which sees all of a prompt at once")
+            cache = without_cache(model)
+        else:
+            is_packed, reason = choose_lanes(model, config.lanes) if excerpt is None else (excerpt.is_packed, "")
+            if not is_packed and not model.config.is_encoder_decoder:
+                habits = padded_habits(model)
+            cache = measure_cache(model)
+        _register(model, is_packed=is_packed)
+    if reason:
+        log.info("lanes are padded: %s", reason)
+    if not is_encoder:
+        for reason in filter(None, (habits.apart, habits.whole)):
+            log.info("padded lanes: %s", reason)
+
+    rounded = _rounded(hollow, config)
+    parameters, digests = _map_bytes(hollow, rounded, config, cache_root(cache_dir), express, should_stop)
+    heads = None if gathering is None else share_heads(cache, gathering, is_packed=is_packed)
+    if gathering is not None:
+        parameters = split_model(model, parameters, gathering)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
+
+    # Stand-ins take the places of modules, where there are operations for this device.
+    ops = compiled_ops() if config.compile else None
+    if ops is None and hollow.dtype in DTYPES and device.type == "cpu":
+        ops = host_ops()
+    if ops is not None:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(fuse(model, ops).items()))
+        found = (
+            f"{kinds} are fused, all else is transformers' own code"
+            if kinds
+            else "nothing is fused, as its code between products is that of no class known here"
+        )
+        log.debug("%s: %s", class_name, found)
+
+    rope_lengths = follow_lengths(model)
+    with class_refused(class_name):
+        staged = stage_model(model)
+        name = class_name if config.name == ANY else config.name
+        shape = shape_of(name, staged, parameters, cache, is_packed=is_packed)
+    fill_buffers(staged, parameters, device)
     return LoadedModel(
         staged=staged,
-        shape=_in_lanes(shape, lanes, rope_lengths, device, num_parts=1 if heads is None else heads.gathering.count),
-        expands_latents=lanes.cache.is_latent,
-        habits=lanes.habits,
-        head=head_of(hollow.model),
-        looks_ahead=lanes.looks_ahead,
+        shape=replace(
+            shape if gathering is None or gathering.count == 1 else shape.part(gathering.count),
+            has_decode_kernel=is_packed and not cache.is_latent and device.type == "cpu" and can_compile(),
+            has_whole_prompts=bool(habits.whole),
+            restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
+        ),
+        expands_latents=cache.is_latent,
+        habits=habits,
+        head=head_of(model),
+        looks_ahead=is_encoder,
         stored=StoredNumbers.of(shape, LOSSES, relative_error(hollow.quantization)),
-        rounded=weights.rounded,
+        rounded=rounded,
         rope_lengths=rope_lengths,
         split_heads=heads,
         dtypes=dtypes,
         compute_dtype=hollow.dtype,
-        tokenizer=load_tokenizer(config.tokenizer, hollow.checkpoint, cache_dir),
+        tokenizer=load_tokenizer(config.tokenizer, checkpoint, cache_dir),
         generation=hollow.generation,
         eos_token_ids=hollow.generation.eos_token_ids,
-        start_token_id=hollow.generation.start_token_id if hollow.is_seq2seq else None,
-        checkpoint=hollow.checkpoint,
+        start_token_id=hollow.generation.start_token_id if model.config.is_encoder_decoder else None,
+        checkpoint=checkpoint,
         config=hollow.described,
-        fingerprint=weights.fingerprint,
-        digests=weights.digests,
+        fingerprint=hollow.fingerprint,
+        digests=digests,
     )
 
 
-def _part_of(
-    hollow: _Hollow, weights: _Bytes, lanes: _Lanes, gathering: Gathering | None
-) -> tuple[_Bytes, SplitHeads | None]:
-    """This rank's part of the model, where there are others."""
-    if gathering is None:
-        return weights, None
-    heads = _split_heads(lanes, gathering)
-    return replace(weights, parameters=split_model(hollow.model, weights.parameters, gathering)), heads
+@dataclass(frozen=True, kw_only=True)
+class _Hollow:
+    """A checkpoint, and the model that its config describes: its parameters are on the meta device. `described` is the
+    config as published, `quantization` what it says of stored weights."""
 
-
-def _in_lanes(
-    shape: ModelShape, lanes: _Lanes, rope: RopeLengths | None, device: torch.device, *, num_parts: int
-) -> ModelShape:
-    in_kernel = lanes.is_packed and not lanes.cache.is_latent and device.type == "cpu" and can_compile()
-    return replace(
-        shape if num_parts == 1 else shape.part(num_parts),
-        has_decode_kernel=in_kernel,
-        has_whole_prompts=bool(lanes.habits.whole),
-        restart_tokens=None if rope is None else rope.restart_tokens,
-    )
+    checkpoint: Checkpoint
+    fingerprint: str
+    model: PreTrainedModel
+    dtype: torch.dtype
+    described: Mapping[str, object]
+    quantization: Mapping[str, object]
+    generation: ModelGeneration
+    zeroed_rows: Mapping[str, Sequence[int]]  # see `runtime.probing.meta`
 
 
 def _open(
@@ -261,8 +241,9 @@ def _open(
     dtype = _compute_dtype(config.dtype, hf_config, device)
     if excerpt is not None:
         excerpt.shorten(hf_config)
+    most_tensors = 16 * len(checkpoint.tensors) + 8192  # several are fused in one of its own, or shared by many layers
     with one_line(f"{path}: config.json makes no model", described):
-        model = build_meta_model(hf_config, dtype, most_tensors=_most_tensors(checkpoint), encodes=encodes)
+        model = build_meta_model(hf_config, dtype, most_tensors=most_tensors, encodes=encodes)
     with class_refused(type(model).__name__):
         zeroed = zeroed_rows(model)
         leave_unread(model)
@@ -271,6 +252,7 @@ def _open(
             excerpt.cut(model)
     return _Hollow(
         checkpoint=checkpoint,
+        fingerprint=checkpoint.fingerprint(),
         model=model,
         dtype=dtype,
         described=described,
@@ -278,166 +260,6 @@ def _open(
         generation=generation,
         zeroed_rows=zeroed,
     )
-
-
-def _choose_lanes(hollow: _Hollow, config: ModelConfig, excerpt: Excerpt | None) -> _Lanes:
-    """Runs the class without weights to see what it does in lanes, and registers our functions with it."""
-    model = hollow.model
-    if head_of(model) is not Head.text and looks_ahead(model):
-        return _whole_lanes(hollow, config)
-    with class_refused(hollow.class_name):
-        is_packed, reason = choose_lanes(model, config.lanes) if excerpt is None else (excerpt.is_packed, "")
-        is_probed = not is_packed and not hollow.is_seq2seq
-        habits = padded_habits(model) if is_probed else PaddedHabits()
-        cache = measure_cache(model)
-        _register(model, is_packed=is_packed)
-    if reason:
-        log.info("lanes are padded: %s", reason)
-    for reason in filter(None, (habits.apart, habits.whole)):
-        log.info("padded lanes: %s", reason)
-    return _Lanes(is_packed=is_packed, habits=habits, cache=cache, looks_ahead=False)
-
-
-def _split_heads(lanes: _Lanes, gathering: Gathering) -> SplitHeads:
-    """Who shares which heads. Raises ConfigError where lanes are not packed, or heads cannot be shared."""
-    count, heads = gathering.count, [num_heads for num_heads, *_ in lanes.cache.heads]
-    odd = [num_heads for num_heads in heads if num_heads % count or not num_heads]
-    why = f"{odd[0]} KV heads are no multiple of {count}" if odd else ""
-    why = "latents are of all heads" if lanes.cache.is_latent else why
-    why = why if lanes.is_packed else "padded lanes keep all heads"
-    if why:
-        raise ConfigError(
-            f"devices=tensor: keys and values cannot be shared by {count} ranks: {why}; take fewer ranks, or "
-            "devices=sharded"
-        )
-    return SplitHeads(gathering=gathering, num_kv_heads=heads)
-
-
-def _whole_lanes(hollow: _Hollow, config: ModelConfig) -> _Lanes:
-    """Lanes of an encoder: rectangles without a cache, which pass the model once."""
-    if config.lanes is Lanes.packed:
-        raise ConfigError(f"model.lanes=packed: {hollow.class_name} cannot: {NO_DECODER}")
-    with class_refused(hollow.class_name):
-        _register(hollow.model, is_packed=False)
-        cache = without_cache(hollow.model)
-    whole = "the class is an encoder, which sees all of a prompt at once"
-    return _Lanes(is_packed=False, habits=PaddedHabits(whole=whole), cache=cache, looks_ahead=True)
-
-
-def _map_bytes(
-    hollow: _Hollow, config: ModelConfig, cache_dir: str | None, *, express: bool, should_stop: Callable[[], bool]
-) -> _Bytes:
-    """Finds the bytes of each parameter. Layouts that no byte ranges can express are converted into a file of ours."""
-    checkpoint, model = hollow.checkpoint, hollow.model
-    rounded = _rounded(hollow, config)
-    if checkpoint.gguf is not None:
-        weights = map_gguf(model, checkpoint)
-    elif rounded is not None:
-        weights = map_weights(model, rounded.tensors, express=express)
-    else:
-        weights = map_weights(model, pair_companions(checkpoint.tensors, hollow.quantization), express=express)
-    kept, is_verified = cache_root(cache_dir), config.verify is Verify.full
-    if hollow.quantization.get("quant_method") == METHOD:
-        check_packed(checkpoint.files, is_full=is_verified)
-    fingerprint = checkpoint.fingerprint()
-    digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}
-    parameters = dict(weights.parameters)
-    conversions = [*weights.inexpressible, *_zeroed(hollow, parameters)]
-    if rounded is not None:
-        _require_in_place(conversions, rounded, config)
-    if conversions:
-        converted = convert_once(model, conversions, kept, _identity(fingerprint, digests))
-        tied = {name: parameters[name].pieces for name in converted if name in parameters}
-        for name, parameter in parameters.items():
-            shared = next((each for each, pieces in tied.items() if pieces == parameter.pieces), name)
-            parameters[name] = replace(converted[shared], name=name) if shared in converted else parameter
-        parameters |= converted
-        if is_verified:
-            digests |= digest_files(_files_of(converted), kept, should_stop)
-    parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
-    return _Bytes(parameters=parameters, fingerprint=fingerprint, digests=digests, rounded=rounded)
-
-
-def _zeroed(hollow: _Hollow, parameters: Mapping[str, Parameter]) -> list[ZeroedRows]:
-    """Matrices that transformers changes as it loads them. Raises ConfigError for one that lies in several pieces."""
-    found = list[ZeroedRows]()
-    for name, rows in hollow.zeroed_rows.items():
-        pieces = parameters[name].slices if name in parameters else ()
-        if len(pieces) != 1:
-            raise ConfigError(
-                f"model.path: transformers sets rows {list(rows)} of {name!r} to zero as it loads {hollow.class_name}, "
-                "which cannot be done here as the checkpoint holds it in parts: use transformers itself"
-            )
-        zeroed = ZeroedRows(target=name, source=pieces[0], rows=rows)
-        if zeroed.is_needed:
-            log.warning(
-                "%s: transformers sets row %s of %r to zero as it loads the class, whatever the checkpoint holds, and "
-                "so does this run",
-                hollow.class_name,
-                ", ".join(map(str, rows)),
-                name,
-            )
-            found.append(zeroed)
-    return found
-
-
-def _rounded(hollow: _Hollow, config: ModelConfig) -> RoundedTensors | None:
-    """The checkpoint's tensors as `model.quantize` has them read. Raises CheckpointError where they are not plain."""
-    if config.quantize is None:
-        return None
-    stored = "GGUF" if hollow.checkpoint.gguf is not None else hollow.quantization.get("quant_method")
-    if hollow.quantization or stored:
-        raise CheckpointError(
-            f"model.quantize={config.quantize.value}: {hollow.checkpoint.path} is stored in fewer bytes already "
-            f"({stored or 'quantization_config'}): leave model.quantize out, or name the unquantised checkpoint"
-        )
-    return RoundedTensors.of(hollow.checkpoint.tensors, Rounding(config.quantize.value))
-
-
-def _require_in_place(conversions: Sequence[Conversion], rounded: RoundedTensors, config: ModelConfig) -> None:
-    """Raises ConfigError where the class wants rounded weights in another layout: what is converted is a file."""
-    files = {each.file for each in rounded.rounded}
-    for conversion in conversions:
-        if any(source.file in files for source in conversion.sources):
-            name = config.quantize.value if config.quantize is not None else ""
-            raise ConfigError(
-                f"model.quantize={name}: {conversion.targets[0]!r} lies in another layout than its class wants, and is "
-                f"converted once into a file: millrace pack out=OUT format={name} rounds it, then model.path=OUT"
-            )
-
-
-def _fuse(hollow: _Hollow, config: ModelConfig, device: torch.device) -> None:
-    """Mutates the model: puts stand-ins in the places of its modules, where there are operations for this device."""
-    ops = compiled_ops() if config.compile else None
-    if ops is None and hollow.dtype in DTYPES and device.type == "cpu":
-        ops = host_ops()
-    if ops is None:
-        return
-    counts = fuse(hollow.model, ops)
-    if counts:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        log.debug("%s: %s are fused, all else is transformers' own code", hollow.class_name, kinds)
-    else:
-        log.debug(
-            "%s: nothing is fused, as its code between products is that of no class known here", hollow.class_name
-        )
-
-
-def _identity(fingerprint: str, digests: Mapping[str, str]) -> str:
-    """Files that differ outside the sampled places are converted apart, where that is known."""
-    if not digests:
-        return fingerprint
-    return hashlib.sha256("".join([fingerprint, *digests.values()]).encode()).hexdigest()
-
-
-def _files_of(parameters: Mapping[str, Parameter]) -> list[str]:
-    return sorted({piece.file for parameter in parameters.values() for piece in parameter.slices})
-
-
-def _most_tensors(checkpoint: Checkpoint) -> int:
-    """Bounds the number of a model's own tensors: several are fused in one of the checkpoint, or shared by many
-    layers."""
-    return 16 * len(checkpoint.tensors) + 8192
 
 
 def _compute_dtype(wanted: DType, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -464,6 +286,7 @@ def _compute_dtype(wanted: DType, config: PreTrainedConfig, device: torch.device
 
 
 def _register(model: PreTrainedModel, *, is_packed: bool) -> None:
+    """Has the class call our functions."""
     if expert_kind(model) is ExpertKind.sorted:
         experts.register()
         model.set_experts_implementation(experts.NAME)
@@ -479,7 +302,100 @@ def _register(model: PreTrainedModel, *, is_packed: bool) -> None:
             )
 
 
-def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    for module in model.modules():
+def _rounded(hollow: _Hollow, config: ModelConfig) -> RoundedTensors | None:
+    """The checkpoint's tensors as `model.quantize` has them read. Raises CheckpointError where they are not plain."""
+    if config.quantize is None:
+        return None
+    stored = "GGUF" if hollow.checkpoint.gguf is not None else hollow.quantization.get("quant_method")
+    if hollow.quantization or stored:
+        raise CheckpointError(
+            f"model.quantize={config.quantize.value}: {hollow.checkpoint.path} is stored in fewer bytes already "
+            f"({stored or 'quantization_config'}): leave model.quantize out, or name the unquantised checkpoint"
+        )
+    return RoundedTensors.of(hollow.checkpoint.tensors, Rounding(config.quantize.value))
+
+
+def _map_bytes(
+    hollow: _Hollow,
+    rounded: RoundedTensors | None,
+    config: ModelConfig,
+    kept: Path,
+    express: bool,
+    should_stop: Callable[[], bool],
+) -> tuple[dict[str, Parameter], dict[str, str]]:
+    """Where the bytes of all parameters lie, by full name, and with model.verify=full the digests of the files. Layouts
+    that no byte ranges can express are converted into a file of ours, in `kept`."""
+    checkpoint, model = hollow.checkpoint, hollow.model
+    if checkpoint.gguf is not None:
+        weights = map_gguf(model, checkpoint)
+    else:
+        plain = pair_companions(checkpoint.tensors, hollow.quantization) if rounded is None else rounded.tensors
+        weights = map_weights(model, plain, express=express)
+    is_verified = config.verify is Verify.full
+    if hollow.quantization.get("quant_method") == METHOD:
+        check_packed(checkpoint.files, is_full=is_verified)
+    digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}
+    parameters = dict(weights.parameters)
+    conversions = [*weights.inexpressible, *_zeroed(hollow, parameters)]
+    made_here = {each.file for each in rounded.rounded} if rounded is not None else set[str]()
+    for conversion in conversions:
+        if any(source.file in made_here for source in conversion.sources):  # what is converted is a file
+            name = config.quantize.value if config.quantize is not None else ""
+            raise ConfigError(
+                f"model.quantize={name}: {conversion.targets[0]!r} lies in another layout than its class wants, and is "
+                f"converted once into a file: millrace pack out=OUT format={name} rounds it, then model.path=OUT"
+            )
+    if conversions:
+        # Files that differ outside the sampled places are converted apart, where that is known.
+        identity = "".join([hollow.fingerprint, *digests.values()])
+        identity = hashlib.sha256(identity.encode()).hexdigest() if digests else identity
+        converted = convert_once(model, conversions, kept, identity)
+        tied = {name: parameters[name].pieces for name in converted if name in parameters}
+        for name, parameter in parameters.items():
+            shared = next((each for each, pieces in tied.items() if pieces == parameter.pieces), name)
+            parameters[name] = replace(converted[shared], name=name) if shared in converted else parameter
+        parameters |= converted
+        if is_verified:
+            files = sorted({piece.file for parameter in converted.values() for piece in parameter.slices})
+            digests |= digest_files(files, kept, should_stop)
+    parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
+    return parameters, digests
+
+
+def _zeroed(hollow: _Hollow, parameters: Mapping[str, Parameter]) -> list[ZeroedRows]:
+    """Matrices that transformers changes as it loads them. Raises ConfigError for one that lies in several pieces."""
+    found = list[ZeroedRows]()
+    class_name = type(hollow.model).__name__
+    for name, rows in hollow.zeroed_rows.items():
+        pieces = parameters[name].slices if name in parameters else ()
+        if len(pieces) != 1:
+            raise ConfigError(
+                f"model.path: transformers sets rows {list(rows)} of {name!r} to zero as it loads {class_name}, which "
+                "cannot be done here as the checkpoint holds it in parts: use transformers itself"
+            )
+        zeroed = ZeroedRows(target=name, source=pieces[0], rows=rows)
+        if zeroed.is_needed:
+            log.warning(
+                "%s: transformers sets row %s of %r to zero as it loads the class, whatever the checkpoint holds, and "
+                "so does this run",
+                class_name,
+                ", ".join(map(str, rows)),
+                name,
+            )
+            found.append(zeroed)
+    return found
+
+
+def fill_buffers(staged: StagedModel, parameters: Mapping[str, Parameter], device: torch.device) -> None:
+    """Gives persistent buffers outside all stages what the checkpoint holds of them; those that it lacks keep what the
+    class has computed. Then all buffers are on `device`. Mutates the model. Raises OSError where a file cannot be
+    read."""
+    for name, buffer in staged.model.state_dict(keep_vars=True).items():
+        if name in parameters and name not in staged.stage_of:
+            path, _, leaf = name.rpartition(".")
+            pieces = [load_tensor(piece).reshape(-1) for blocks in parameters[name].pieces for piece in blocks]
+            read = torch.cat(pieces).to(buffer.dtype).reshape(buffer.shape)
+            staged.model.get_submodule(path)._buffers[leaf] = read
+    for module in staged.model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)

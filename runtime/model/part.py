@@ -173,7 +173,7 @@ def keep_part(staged: StagedModel, part: range, layers: Sequence[HandedOn], devi
         elif handed is None:
             continue
         elif module.stage < part.start:
-            module.instead = partial(_passed_over, handed)
+            module.instead = lambda args, kwargs, handed=handed: handed.given(handed.taken(args, kwargs))
         elif module.stage == part.start > EMBEDDING:
             module.instead = partial(_entered, module, handed)
         elif module.stage == part.stop:
@@ -191,10 +191,6 @@ def _hollow(module: StreamedModule, weights: Weights) -> Weights:
     if _run().entering is not None:
         raise ConfigError(f"model.path: {module.name} is asked for behind the first layer, and {OTHER_WAYS}")
     return weights
-
-
-def _passed_over(handed: HandedOn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    return handed.given(handed.taken(args, kwargs))
 
 
 def _entered(module: StreamedModule, handed: HandedOn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

@@ -45,7 +45,15 @@ def follow_lengths(model: PreTrainedModel) -> RopeLengths | None:
     frequency depends on a length. Raises ConfigError where the class cannot be followed."""
     limits: set[int] = set()
     for module in model.modules():
-        own = _limits(module)
+        # By type of layer, None where a rotary module has one kind alone: the longest sequence of the short factors.
+        own: dict[str | None, int] = {}
+        kinds: Any = getattr(module, "rope_type", None)
+        kinds = {None: kinds} if isinstance(kinds, str) else kinds
+        parameters: Any = getattr(getattr(module, "config", None), "rope_parameters", {})
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else ():
+            if kind == "longrope":
+                of_kind = parameters if layer_type is None else parameters[layer_type]
+                own[layer_type] = of_kind["original_max_position_embeddings"]
         if own:
             module.forward = _by_length(module.forward, own)
             limits.update(own.values())
@@ -56,22 +64,6 @@ def follow_lengths(model: PreTrainedModel) -> RopeLengths | None:
             f"model.path: {type(model).__name__} has rope_type=longrope behind an encoder, which lanes do not follow"
         )
     return RopeLengths(restart_tokens=_restart_tokens(model, limits))
-
-
-def _limits(module: torch.nn.Module) -> dict[str | None, int]:
-    """Describes a rotary module, by type of layer (None where it has one kind alone): the longest sequence of the short
-    factors."""
-    kinds: Any = getattr(module, "rope_type", None)
-    if isinstance(kinds, str):
-        kinds = {None: kinds}
-    if not isinstance(kinds, dict):
-        return {}
-    parameters: Any = getattr(getattr(module, "config", None), "rope_parameters", {})
-    return {
-        layer_type: (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
-        for layer_type, kind in kinds.items()
-        if kind == "longrope"
-    }
 
 
 def _by_length(forward: Callable[..., Embeddings], limits: dict[str | None, int]) -> Callable[..., Embeddings]:
@@ -95,24 +87,18 @@ def _by_length(forward: Callable[..., Embeddings], limits: dict[str | None, int]
                 f"model.path: rope_type=longrope embeds {position_ids.shape[-1]} positions of a pass of "
                 f"{lengths.shape[-1]}, which lanes do not follow"
             )
-        return _chosen(of, position_ids, lengths > limit, limit)
+        is_long = lengths > limit  # (..., T), on the CPU: of each token, which factors its embedding is by
+        if not is_long.any():
+            return of(position_ids)
+        beyond = torch.full_like(position_ids[..., :1], limit)  # one more token, which makes the call a long one
+        long = [each[..., :-1, :] for each in _parts(of(torch.cat([position_ids, beyond], -1)))]
+        if not is_long.all():
+            short = of(position_ids.clamp(max=limit - 1))
+            chosen = is_long.to(position_ids.device)[..., None]
+            long = [torch.where(chosen, *both) for both in zip(long, _parts(short), strict=True)]
+        return long[0] if len(long) == 1 else tuple(long)
 
     return embed
-
-
-def _chosen(
-    of: Callable[[torch.Tensor], Embeddings], positions: torch.Tensor, is_long: torch.Tensor, limit: int
-) -> Embeddings:
-    """Takes for each token the embedding by the factors that `is_long` (..., T), on the CPU, asks for."""
-    if not is_long.any():
-        return of(positions)
-    beyond = torch.full_like(positions[..., :1], limit)  # one more token, which makes the call a long one
-    long = [each[..., :-1, :] for each in _parts(of(torch.cat([positions, beyond], -1)))]
-    if not is_long.all():
-        short = of(positions.clamp(max=limit - 1))
-        chosen = is_long.to(positions.device)[..., None]
-        long = [torch.where(chosen, *both) for both in zip(long, _parts(short), strict=True)]
-    return long[0] if len(long) == 1 else tuple(long)
 
 
 def _parts(embeddings: Embeddings) -> Iterator[torch.Tensor]:

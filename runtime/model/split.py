@@ -31,7 +31,7 @@ from ..ranks.collectives import Gathering
 from ..units import format_bytes
 from .experts import is_experts, matrix_names
 from .split_experts import divide_experts, not_apart
-from .traits import filled_cache
+from .traits import CacheShape, filled_cache
 
 log = logging.getLogger(__name__)
 
@@ -75,15 +75,28 @@ class SplitHeads:
         return self.gathering.whole(part, dim)
 
 
+def share_heads(cache: CacheShape, gathering: Gathering, *, is_packed: bool) -> SplitHeads:
+    """Who shares which heads. Raises ConfigError where lanes are not packed, or heads cannot be shared."""
+    count, heads = gathering.count, [num_heads for num_heads, *_ in cache.heads]
+    odd = [num_heads for num_heads in heads if num_heads % count or not num_heads]
+    why = f"{odd[0]} KV heads are no multiple of {count}" if odd else ""
+    why = "latents are of all heads" if cache.is_latent else why
+    why = why if is_packed else "padded lanes keep all heads"
+    if why:
+        raise ConfigError(
+            f"devices=tensor: keys and values cannot be shared by {count} ranks: {why}; take fewer ranks, or "
+            "devices=sharded"
+        )
+    return SplitHeads(gathering=gathering, num_kv_heads=heads)
+
+
 def split_model(
     model: PreTrainedModel, parameters: Mapping[str, Parameter], gathering: Gathering
 ) -> dict[str, Parameter]:
     """Leaves the model this rank's part of its matrices, and gives where the bytes of those lie. Mutates the model.
     Raises ConfigError where its class, or the way in which its weights are stored, makes that impossible."""
     splitting = _Splitting(model, parameters, gathering)
-    flows = splitting.flows()
-    for path, flow in flows.items():
-        splitting.take_linear(path, flow)
+    splitting.take_linears()
     splitting.take_experts()
     splitting.take_tables()
     splitting.tell()
@@ -105,17 +118,22 @@ class _Splitting:
         ranks = gathering.ranks
         self._asked = DividedExperts(ranks.exchange({"experts": ranks.devices.experts.value})[0]["experts"])
 
-    def flows(self) -> Mapping[str, Flow]:
-        """What flows through the matrices of layers that can be split, by the paths of their modules."""
-        wanted = self._wanted(self._model.tp_plan)
-        apart = dict.fromkeys(self._wanted({}), Flow.apart)
-        for flows in (wanted, apart):
+    def take_linears(self) -> None:
+        """The matrices of layers, by the plan of the class or, where it does not run by that, each by itself."""
+        name = type(self._model).__name__
+        reason: str | None = None
+        for flows in (self._wanted(self._model.tp_plan), dict.fromkeys(self._wanted({}), Flow.apart)):
             if (reason := self._why_not(flows)) is None:
-                return flows
-            log.debug("%s by %s: %s", type(self._model).__name__, flows, reason)
-        raise self._refused(type(self._model).__name__, f"its code looks at sizes of its own ({reason})")
+                for path, flow in flows.items():
+                    module = self._linear(self._model, path)
+                    self._take(module)
+                    self._split(module, flow)
+                return
+            log.debug("%s by %s: %s", name, flows, reason)
+        raise self._refused(name, f"its code looks at sizes of its own ({reason})")
 
     def _wanted(self, plan: Mapping[str, str]) -> dict[str, Flow]:
+        """What flows through the matrices of layers that can be split, by the paths of their modules."""
         found = dict[str, Flow]()
         for layers in layer_lists(self._model):
             for path, module in layers.layers.named_modules(prefix=layers.path):
@@ -142,11 +160,6 @@ class _Splitting:
         except UNKNOWING as error:
             return str(error).partition("\n")[0] or type(error).__name__
         return None
-
-    def take_linear(self, path: str, flow: Flow) -> None:
-        module = self._linear(self._model, path)
-        self._take(module)
-        self._split(module, flow)
 
     def take_experts(self) -> None:
         """Stacks of the matrices of all experts that run through our function."""
@@ -181,15 +194,13 @@ class _Splitting:
         table = table if isinstance(table, nn.Embedding) and share.divides(table.num_embeddings) else None
         head = head if isinstance(head, nn.Linear) and share.divides(head.out_features) else None
         for module in (table, head):
-            if module is not None and ((table is not None and head is not None) or not self._is_tied(module)):
+            is_tied = module is not None and any(len(self._names[id(each)]) > 1 for each in module.parameters())
+            if module is not None and ((table is not None and head is not None) or not is_tied):
                 self._take(module)
         if isinstance(head, nn.Linear) and self._is_taken(head):
             split_linear(head, self._gathering, takes_part=False, gives_part=False)
         if table is not None and self._is_taken(table):
             split_embedding(table, self._gathering)
-
-    def _is_tied(self, module: nn.Module) -> bool:
-        return any(len(self._names[id(tensor)]) > 1 for tensor in module.parameters())
 
     def _is_taken(self, module: nn.Module) -> bool:
         return any(name in self.taken for tensor in module.parameters() for name in self._names[id(tensor)])
@@ -230,13 +241,9 @@ def split_linear(module: nn.Linear, gathering: Gathering, *, takes_part: bool, g
     module.out_features //= gathering.count
     shorten(module, module.out_features)
     if takes_part:
-        module.register_forward_pre_hook(lambda _, given: _first_whole(gathering, given))
+        module.register_forward_pre_hook(lambda _, given: (gathering.whole(given[0]), *given[1:]))
     if not gives_part:
         module.register_forward_hook(lambda _, given, out: gathering.whole(cast(torch.Tensor, out)))
-
-
-def _first_whole(gathering: Gathering, given: Any) -> tuple[Any, ...]:
-    return gathering.whole(given[0]), *given[1:]
 
 
 def split_embedding(module: nn.Embedding, gathering: Gathering) -> None:

@@ -128,7 +128,8 @@ def mixed_among(
     own, mine = experts[gathering.index], tokens[gathering.index]
     given, sizes_given = _given(module, hidden_TD, visits, hit, own, tokens)
     summed = visits.of_tokens(mine)
-    taken = gathering.exchanged(given, sizes_given, [_num_visits(summed, each) for each in experts])
+    sizes_taken = [summed.of(each[-1]).stop - summed.of(each.start).start for each in experts]
+    taken = gathering.exchanged(given, sizes_given, sizes_taken)
     out_tD = hidden_TD.new_zeros(len(mine), hidden_TD.shape[1])
     for expert in summed.hit:
         rows = summed.of(expert)
@@ -159,10 +160,6 @@ def _given(
         found = output_of(module, matrices, expert, hidden_TD, visits) * visits.weights_V[rows, None]
         out_VD[places_V[rows.start - begin : rows.stop - begin]] = found.to(out_VD.dtype)
     return out_VD, to_V.bincount(minlength=len(tokens)).tolist()
-
-
-def _num_visits(visits: Visits, experts: range) -> int:
-    return visits.of(experts[-1]).stop - visits.of(experts.start).start
 
 
 class Division(NamedTuple):

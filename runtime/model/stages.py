@@ -54,16 +54,14 @@ class StreamedModule(torch.nn.Module):
     """Stands in a module's place; asks the engine for its stage's weights and runs the original with them in their
     places."""
 
-    def __init__(
-        self, inner: torch.nn.Module, name: str, stage: int, parameter_names: tuple[str, ...], *, is_last_layer: bool
-    ):
+    def __init__(self, inner: torch.nn.Module, name: str, stage: int, *, is_last_layer: bool = False):
         super().__init__()
         self.inner = inner
         self.name = name
         self.stage = stage
         self.is_last_layer = is_last_layer
-        self.parameter_names = parameter_names  # (in the stage's weights, in `inner`) share the suffix after the name
-        self.binding = Binding(inner, parameter_names, f"{name}.")
+        self.parameter_names = tuple(inner.state_dict())  # in `inner`; in the stage's weights they are behind `name`
+        self.binding = Binding(inner, self.parameter_names, f"{name}.")
         self.projections = FusedProjections()
         self.instead: Instead | None = None  # of a forward where other ranks have layers, see part.py
         self.stand_in: Callable[[], Weights] | None = None  # for weights that another rank has
@@ -96,18 +94,14 @@ class StreamedModule(torch.nn.Module):
         assert inner is not None, "it stands in no module's place"
         stored = self.binding.enter(weights)
         try:
-            with self.projections.gathered(self._blocks_of(stored)) if stored else NOTHING_GATHERED:
+            blocks: dict[str, Sequence[Block]] = {}  # of those that may be multiplied together
+            for name, weight in stored.items():
+                if weight.is_plain:
+                    weight.projections, blocks[name] = (self.projections, name), weight.entries[0]
+            with self.projections.gathered(blocks) if stored else NOTHING_GATHERED:
                 return forward_selected(inner, args, kwargs) if self.is_last_layer else inner(*args, **kwargs)
         finally:
             self.binding.leave()
-
-    def _blocks_of(self, weights: Mapping[str, StoredWeight]) -> dict[str, Sequence[Block]]:
-        """Returns the blocks of those that may be multiplied together."""
-        blocks: dict[str, Sequence[Block]] = {}
-        for name, weight in weights.items():
-            if weight.is_plain:
-                weight.projections, blocks[name] = (self.projections, name), weight.entries[0]
-        return blocks
 
 
 class Binding:
@@ -121,7 +115,12 @@ class Binding:
     """
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str], prefix: str = ""):
-        self._places = [(prefix + name, *_place(module, name)) for name in names]
+        self._places: list[tuple[str, _Tensors, str]] = []  # names of weights, where their tensors are, and names there
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(path)
+            tensors = owner._parameters if leaf in owner._parameters else owner._buffers
+            self._places.append((prefix + name, cast("_Tensors", tensors), leaf))  # plain ones stand in for parameters
         self._num_inside = 0
         self._absent: list[torch.Tensor | None] = []  # what stands in these places while nobody is inside
         self._stored: dict[str, StoredWeight] = {}
@@ -158,14 +157,6 @@ class Binding:
             self.leave()
 
 
-def _place(module: torch.nn.Module, name: str) -> tuple[_Tensors, str]:
-    """Returns the tensors of the module that owns it, and its name there."""
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    places = owner._parameters if leaf in owner._parameters else owner._buffers
-    return cast("_Tensors", places), leaf  # plain tensors stand in for parameters
-
-
 @dataclass(frozen=True, kw_only=True)
 class StagedModel:
     """A model whose weights are asked for. `stage_of` maps full parameter names to stages; `kinds` is what each is."""
@@ -187,7 +178,7 @@ def stage_model(model: PreTrainedModel) -> StagedModel:
         first = kinds.index(found.kind)
         for index, layer in enumerate(found.layers):
             is_last = found.kind is StageKind.layer and index == len(found.layers) - 1
-            wrapped.append(_wrap(layer, f"{found.path}.{index}", first + index, is_last_layer=is_last))
+            wrapped.append(StreamedModule(layer, f"{found.path}.{index}", first + index, is_last_layer=is_last))
             found.layers[index] = wrapped[-1]
     outer = _wrap_outer(model, [found.path for found in lists], len(kinds))
     _assign_outer_stages(model, outer, kinds)
@@ -201,10 +192,6 @@ def stage_model(model: PreTrainedModel) -> StagedModel:
     return StagedModel(model=model, kinds=kinds, stage_of=stage_of, modules=tuple(wrapped))
 
 
-def _wrap(module: torch.nn.Module, name: str, stage: int, *, is_last_layer: bool = False) -> StreamedModule:
-    return StreamedModule(module, name, stage, tuple(module.state_dict().keys()), is_last_layer=is_last_layer)
-
-
 def _wrap_outer(model: PreTrainedModel, layer_paths: Sequence[str], first_number: int) -> list[StreamedModule]:
     """The topmost modules outside the layers that own parameters themselves, each under a number of its own."""
     found: list[StreamedModule] = []
@@ -216,7 +203,7 @@ def _wrap_outer(model: PreTrainedModel, layer_paths: Sequence[str], first_number
                 continue
             is_owner = any(True for _ in child.parameters(recurse=False))
             if is_owner and not any(layers.startswith(f"{child_path}.") for layers in layer_paths):
-                found.append(_wrap(child, child_path, first_number + len(found)))
+                found.append(StreamedModule(child, child_path, first_number + len(found)))
                 setattr(module, name, found[-1])
             else:
                 visit(child, child_path)
@@ -234,7 +221,12 @@ def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], ki
         encoder = model.get_encoder()
         before = _asked_before_layers(lambda: encoder(input_ids=ids), outer)
         before += [module for module in outer if module is model.get_input_embeddings()]  # T5 never calls them itself
-        stages |= dict.fromkeys(_bridge(model, encoder, ids, outer), kinds.index(StageKind.bridge))
+        # The bridge has what the encoder owns outside its layers, and what the decoder asks for before its own.
+        inside = set(encoder.modules())
+        encoded = (torch.zeros(1, 1, encoder_config(model.config).hidden_size, dtype=model.dtype),)
+        known = {"encoder_outputs": encoded, "decoder_input_ids": ids, "use_cache": False}
+        bridge = [*_asked_before_layers(lambda: model(**known), outer), *(each for each in outer if each in inside)]
+        stages |= dict.fromkeys(bridge, kinds.index(StageKind.bridge))
     else:
         known = accepted(model.forward, {"input_ids": ids, "position_ids": ids, "use_cache": False})
         before = _asked_before_layers(lambda: model(**known), outer)
@@ -248,16 +240,6 @@ def accepted(forward: Callable[..., object], arguments: Mapping[str, object]) ->
     parameters = inspect.signature(forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
-
-
-def _bridge(
-    model: PreTrainedModel, encoder: torch.nn.Module, ids: torch.Tensor, outer: list[StreamedModule]
-) -> list[StreamedModule]:
-    """What the encoder owns outside its layers, and what the decoder asks for before its own."""
-    inside = set(encoder.modules())
-    encoded = (torch.zeros(1, 1, encoder_config(model.config).hidden_size, dtype=model.dtype),)
-    asked = _asked_before_layers(lambda: model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=False), outer)
-    return [*asked, *(module for module in outer if module in inside)]
 
 
 def _asked_before_layers(forward: Callable[[], object], outer: list[StreamedModule]) -> list[StreamedModule]:
@@ -300,8 +282,8 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
     cache = run.cache if isinstance(run, LaneRun) else None
     if not isinstance(cache, PagedKV) or not is_narrow(cache.num_tokens, cache.num_selected):
         return layer(*args, **kwargs)
-    index = _index(layer)
-    if index is None:
+    indices: set[Any] = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
+    if len(indices) != 1:  # where it attends twice, as LongCat-Flash does, all tokens go on from the first attention
         return layer(*args, **kwargs)
     selected_B, num_tokens = cache.selected_B, cache.num_tokens
     try:
@@ -309,7 +291,7 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
     except _NotByTokenError:
         return layer(*args, **kwargs)
     try:
-        with cache.storing_alone(index):
+        with cache.storing_alone(indices.pop()):
             return layer(*args, **kwargs)  # it stores nothing, or not here, and has gone on
     except StoredAlone:
         pass
@@ -318,13 +300,6 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
     if isinstance(out, tuple):
         return (_widened(out[0], selected_B, num_tokens), *out[1:])
     return _widened(out, selected_B, num_tokens)
-
-
-def _index(layer: torch.nn.Module) -> int | None:
-    """Returns the index of its cache. None where it attends twice, as LongCat-Flash does: all tokens must go on then
-    from the first attention."""
-    found = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
-    return found.pop() if len(found) == 1 else None
 
 
 class _NotByTokenError(Exception):

@@ -76,7 +76,17 @@ class CacheShape:
 def choose_lanes(model: PreTrainedModel, wanted: Lanes) -> tuple[bool, str]:
     """Whether lanes are packed, and why not. Raises ConfigError when packed ones are wanted and impossible, and for a
     class that is no decoder."""
-    reason = _why_padded(model)
+    types = set(layer_types(model))
+    if "linear_attention" in types or "conv" in types or any(kind.startswith("hybrid") for kind in types):
+        reason = "recurrent state"
+    elif model.config.is_encoder_decoder:
+        reason = "encoder and decoder"
+    elif not getattr(model, "_supports_attention_backend", False):
+        reason = "own attention code"
+    elif types - PACKED_LAYER_TYPES:
+        reason = f"layers of type {min(types - PACKED_LAYER_TYPES)}"
+    else:
+        reason = why_not_packed(model)
     if reason == NO_DECODER:
         raise ConfigError(f"model.path: {type(model).__name__} is no decoder: {reason}")
     if wanted is Lanes.padded:
@@ -84,20 +94,6 @@ def choose_lanes(model: PreTrainedModel, wanted: Lanes) -> tuple[bool, str]:
     if wanted is Lanes.packed and reason:
         raise ConfigError(f"model.lanes=packed: {type(model).__name__} cannot: {reason}")
     return not reason, reason
-
-
-def _why_padded(model: PreTrainedModel) -> str:
-    """Empty when nothing speaks against packed lanes."""
-    types = set(layer_types(model))
-    if "linear_attention" in types or "conv" in types or any(kind.startswith("hybrid") for kind in types):
-        return "recurrent state"
-    if model.config.is_encoder_decoder:
-        return "encoder and decoder"
-    if not getattr(model, "_supports_attention_backend", False):
-        return "own attention code"
-    if types - PACKED_LAYER_TYPES:
-        return f"layers of type {min(types - PACKED_LAYER_TYPES)}"
-    return why_not_packed(model)
 
 
 def layer_types(model: PreTrainedModel) -> list[str]:
@@ -164,12 +160,19 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
     of_two, of_three = ([sum(t.nbytes for t in _tensors(layer)) for layer in cache.layers] for cache in (two, three))
     per_token = tuple(three - two for two, three in zip(of_two, of_three, strict=True))
     rank = latent_rank(model)
+    heads = list[tuple[int, int, int]]()
+    for layer in two.layers:
+        k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if k is not None and v is not None and k.ndim == 4:
+            heads.append((k.shape[1], k.shape[3], v.shape[3]))
+        else:  # it keeps no keys and values
+            heads.append((0, 0, 0))
     return CacheShape(
         layer_bytes_per_token=per_token,
         bytes_per_sequence=sum(of_two) - 2 * sum(per_token),
         layer_bytes_per_sequence=tuple(two - 2 * each for two, each in zip(of_two, per_token, strict=True)),
         is_latent=any(is_latent(_tensors(layer), rank) for layer in two.layers),
-        heads=tuple(_heads_of(layer) for layer in two.layers),
+        heads=tuple(heads),
     )
 
 
@@ -216,12 +219,6 @@ def _tensors(layer: object) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def _heads_of(layer: object) -> tuple[int, int, int]:
-    """Zeros where a layer keeps no keys and values."""
-    k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
-    return (k.shape[1], k.shape[3], v.shape[3]) if k is not None and v is not None and k.ndim == 4 else (0, 0, 0)
-
-
 def shape_of(
     name: str, staged: StagedModel, parameters: Mapping[str, Parameter], cache: CacheShape, *, is_packed: bool
 ) -> ModelShape:
@@ -232,30 +229,54 @@ def shape_of(
     for full_name, parameter in parameters.items():
         if full_name in staged.stage_of:
             by_stage[staged.stage_of[full_name]].append(parameter)
-    layer_parameters = [p for group, kind in zip(by_stage, staged.kinds, strict=True) if kind.is_layer for p in group]
+    # The widest feed-forward activation of a token. Of experts, which run one after the other, that of one: the down
+    # projection shows it, where gate and up may lie fused.
+    in_layers = [p for group, kind in zip(by_stage, staged.kinds, strict=True) if kind.is_layer for p in group]
+    dense = [max(p.shape) for p in in_layers if len(p.shape) == 2]
+    narrow = [max(p.shape[-2:]) for p in in_layers if len(p.shape) == 3]
     num_heads = num_attention_heads(config)
     num_kv_heads = largest(config, "num_key_value_heads") or num_heads
+    # The rows of a table of positions, or what else bounds them. In one with a row for padding, as RoBERTa's, the first
+    # token's row is the one behind that.
+    num_rows = getattr(config, "max_position_embeddings", None) or NO_LIMIT_TOKENS
+    tables = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    paddings = [t.padding_idx for name, t in tables if "position" in name and t.num_embeddings == num_rows]
     has_own_scores = getattr(config, "attn_logit_softcapping", None) or any(
         hasattr(m, "sinks") for m in model.modules()
     )
-    stages = tuple(_stage(index, group, staged.kinds, config) for index, group in enumerate(by_stage))
-    num_experts = max(stage.num_experts for stage in stages)
     per_token = largest(config, "num_experts_per_tok") or 0
+    stages = list[Stage]()
+    for index, (group, kind) in enumerate(zip(by_stage, staged.kinds, strict=True)):
+        stacks = [p for p in group if p.is_experts] or [p for p in group if ".experts." in p.name]
+        counts = [p.num_experts or p.shape[0] for p in stacks if len(p.shape) == 3 and kind is StageKind.layer]
+        stages.append(
+            Stage(
+                index=index,
+                name=f"{kind.value} {index - staged.kinds.index(kind)}" if kind.is_layer else kind.value,
+                kind=kind,
+                parameters=tuple(group),
+                num_experts=max(counts, default=0),
+                # Layers may differ in both.
+                num_experts_per_token=min(per_token or max(counts, default=0), max(counts, default=0)),
+            )
+        )
+    num_experts = max(stage.num_experts for stage in stages)
     require(
         not num_experts or per_token <= num_experts,
         f"model.path: config.json sends each token to {per_token} experts (num_experts_per_tok), but a layer has "
         f"{num_experts}: one of the two numbers is wrong",
     )
+    all_experts = [module for module in model.modules() if is_experts(module)]
     return ModelShape(
         name=name,
-        stages=stages,
+        stages=tuple(stages),
         hidden_size=config.hidden_size,
-        intermediate_size=_intermediate_size(layer_parameters),
+        intermediate_size=max(max(dense, default=1), min(narrow, default=1)),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads if is_packed else num_heads,  # own attention code may repeat KV heads
         head_dim=head_size(config),
         vocab_size=config.vocab_size,
-        context_tokens=_context_tokens(model, config),
+        context_tokens=num_rows - max((padding + 1 for padding in paddings if padding is not None), default=0),
         kv_layer_bytes=cache.layer_bytes_per_token,
         kv_heads=cache.heads,
         compute_dtype_bytes=model.dtype.itemsize,
@@ -268,19 +289,10 @@ def shape_of(
         bounded_layers=frozenset() if is_packed or not cache.is_kept else bounded_layers(model),
         has_fused_gates=not cache.bytes_per_sequence  # beside recurrent mixers, which may be as wide
         and all(has_fused_gate(m.inner) for m in staged.modules if staged.kinds[m.stage].is_layer),
-        has_bare_experts=_has_bare_experts(model),
+        has_bare_experts=bool(all_experts) and all(map(is_bare, all_experts)),
         delta_rule=delta_rule(model),
         score_heads=num_heads // num_kv_heads if has_own_scores else 0,
     )
-
-
-def _context_tokens(model: nn.Module, config: PreTrainedConfig) -> int:
-    """The rows of a table of positions, or what else bounds them. In one with a row for padding, as RoBERTa's, the
-    first token's row is the one behind that."""
-    num_rows = getattr(config, "max_position_embeddings", None) or NO_LIMIT_TOKENS
-    tables = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    paddings = [t.padding_idx for name, t in tables if "position" in name and t.num_embeddings == num_rows]
-    return num_rows - max((padding + 1 for padding in paddings if padding is not None), default=0)
 
 
 def has_fused_gate(layer: nn.Module) -> bool:
@@ -288,31 +300,3 @@ def has_fused_gate(layer: nn.Module) -> bool:
     ours = [module for module in layer.modules() if isinstance(module, FusedGatedMLP)]
     is_alone = len(ours) == 1 and not any(is_experts(module) for module in layer.modules())
     return is_alone and ours[0].ops.mlp_rows is not None
-
-
-def _has_bare_experts(model: nn.Module) -> bool:
-    found = [module for module in model.modules() if is_experts(module)]
-    return bool(found) and all(map(is_bare, found))
-
-
-def _intermediate_size(parameters: list[Parameter]) -> int:
-    """The widest feed-forward activation of a token. Of experts, which run one after the other, that of one: the down
-    projection shows it, where gate and up may lie fused."""
-    dense = [max(p.shape) for p in parameters if len(p.shape) == 2]
-    experts = [max(p.shape[-2:]) for p in parameters if len(p.shape) == 3]
-    return max(max(dense, default=1), min(experts, default=1))
-
-
-def _stage(index: int, parameters: list[Parameter], kinds: tuple[StageKind, ...], config: PreTrainedConfig) -> Stage:
-    kind = kinds[index]
-    stacks = [p for p in parameters if p.is_experts] or [p for p in parameters if ".experts." in p.name]
-    counts = [p.num_experts or p.shape[0] for p in stacks if len(p.shape) == 3 and kind is StageKind.layer]
-    num_experts, per_token = max(counts, default=0), largest(config, "num_experts_per_tok") or 0
-    return Stage(
-        index=index,
-        name=f"{kind.value} {index - kinds.index(kind)}" if kind.is_layer else kind.value,
-        kind=kind,
-        parameters=tuple(parameters),
-        num_experts=num_experts,
-        num_experts_per_token=min(per_token or num_experts, num_experts),  # layers may differ in both
-    )

@@ -40,7 +40,7 @@ MOST_LAYERS = 256  # where the checkpoint has fewer tensors: an absent tower's l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class ConfigRule:
     """`holds` of each number under a key, lists and nulls looked through; `meaning` is how a message says it."""
 
     keys: re.Pattern[str]
@@ -61,12 +61,8 @@ def _real(*, least: float, most: float = math.inf) -> Callable[[JsonValue], bool
     return holds
 
 
-def _is_dtype(value: JsonValue) -> bool:
-    return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
-
-
 RULES = (
-    Rule(
+    ConfigRule(
         keys=re.compile(
             r"(?:\w+_)?hidden_(?:size|dim)|n_embd|d_model|vocab_size|(?:\w+_)?num_(?:\w+_)?heads|n_heads?"
             r"|(?:\w+_)?(?:attention|key_value)_heads|weight_block_size"
@@ -74,12 +70,12 @@ RULES = (
         meaning=f"a whole number from 1 to {LARGEST:,}",
         holds=_whole(1),
     ),
-    Rule(
+    ConfigRule(
         keys=re.compile(r"max_position_embeddings|max_sequence_length|n_positions"),
         meaning=f"a number from 1 to {LARGEST:,}",
         holds=_real(least=1, most=LARGEST),
     ),
-    Rule(
+    ConfigRule(
         keys=re.compile(
             r"(?:\w+_)?num_(?:\w+_)?(?:layers|blocks)|n_layers?|layers|depth|(?:encoder|decoder)_layers|(?:\w+_)?head_dim"
             r"|d_kv|(?:\w+_)?(?:ffn|intermediate)_(?:size|dim)|n_inner|d_ff|num_(?:\w+_)?experts(?:_per_tok)?|n_\w+_experts"
@@ -87,12 +83,12 @@ RULES = (
         meaning=f"a whole number from 0 to {LARGEST:,}",
         holds=_whole(0),
     ),
-    Rule(
+    ConfigRule(
         keys=re.compile(r"(?:\w+_)?(?:eps|epsilon)"),
         meaning="a finite number, 0 or more",
         holds=_real(least=0),
     ),
-    Rule(
+    ConfigRule(
         keys=re.compile(
             r"rope_theta|rotary_emb_base|(?:attention_|short_|long_|low_freq_|high_freq_)?factor"
             r"|original_max_position_embeddings"
@@ -100,22 +96,26 @@ RULES = (
         meaning="a finite number above 0",
         holds=_real(least=math.ulp(0.0)),
     ),
-    Rule(
+    ConfigRule(
         keys=re.compile(r"(?:(?:\w+_)?(?:bos|eos|pad)|decoder_start)_token_id"),
         meaning="a token's number, or a list of them",
         holds=_whole(-1),
     ),
-    Rule(
+    ConfigRule(
         keys=re.compile(r"num_labels"),
         meaning=f"a whole number from 1 to {MOST_LABELS:,}",
         holds=lambda value: type(value) is int and 1 <= value <= MOST_LABELS,
     ),
-    Rule(
+    ConfigRule(
         keys=re.compile(r"sliding_window"),
         meaning="another number of tokens: with a window of 1 the caches of transformers keep every token",
         holds=lambda value: type(value) is not int or value != 1,
     ),
-    Rule(keys=re.compile(r"(?:torch_)?dtype"), meaning="the name of a torch dtype", holds=_is_dtype),
+    ConfigRule(
+        keys=re.compile(r"(?:torch_)?dtype"),
+        meaning="the name of a torch dtype",
+        holds=lambda value: isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype),
+    ),
 )  # fmt: skip
 _LAYERS = re.compile(r"(?:\w+_)?num_(?:\w+_)?(?:layers|blocks)|n_layers?|layers|depth|(?:encoder|decoder)_layers")
 _OBJECTS = re.compile(r"quantization_config|compression_config|[a-z]\w*_config|rope_parameters|rope_scaling")
@@ -126,7 +126,15 @@ def require_sound(values: JsonObject, place: Path, *, num_tensors: int | None = 
     checkpoint, which bounds the number of layers."""
     most_layers = None if num_tensors is None else max(num_tensors, MOST_LAYERS)
     for dotted, key, value in _leaves(values, ""):
-        _check(place, dotted, key, value)
+        if value is None:
+            continue
+        for rule in RULES:
+            if rule.keys.fullmatch(key):
+                for item in value if isinstance(value, list) else [value]:
+                    if not isinstance(item, list | Mapping) and not rule.holds(item):
+                        raise _refused(place, dotted, item, rule.meaning)
+        if _OBJECTS.fullmatch(key) and not isinstance(value, Mapping):
+            raise _refused(place, dotted, value, f"an object, not {type_name(value)}")
         if most_layers is not None and _LAYERS.fullmatch(key) and isinstance(value, int) and value > most_layers:
             raise _refused(place, dotted, value, f"{most_layers:,} at most: the weights hold {num_tensors:,} tensors")
 
@@ -160,18 +168,6 @@ def key_of(values: JsonObject, wanted: object) -> str | None:
     return next(
         (dotted for dotted, _, value in _leaves(values, "") if isinstance(value, str) and value == wanted), None
     )
-
-
-def _check(place: Path, dotted: str, key: str, value: JsonValue) -> None:
-    if value is None:
-        return
-    for rule in RULES:
-        if rule.keys.fullmatch(key):
-            for item in value if isinstance(value, list) else [value]:
-                if not isinstance(item, list | Mapping) and not rule.holds(item):
-                    raise _refused(place, dotted, item, rule.meaning)
-    if _OBJECTS.fullmatch(key) and not isinstance(value, Mapping):
-        raise _refused(place, dotted, value, f"an object, not {type_name(value)}")
 
 
 def _refused(place: Path, dotted: str, value: JsonValue, meaning: str) -> CheckpointError:

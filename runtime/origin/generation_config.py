@@ -74,8 +74,10 @@ def read_generation(path: Path, config: PreTrainedConfig) -> ModelGeneration:
     file = path / FILE
     try:
         values = read_json_object(file, max_bytes=MAX_SETTINGS_BYTES)
-    except FileNotFoundError:
-        return _of_config(path / CONFIG)
+    except FileNotFoundError:  # as in transformers what config.json says counts, not its class's defaults
+        values = without_code(read_json_object(path / CONFIG, max_bytes=MAX_SETTINGS_BYTES))
+        with one_line(str(path / CONFIG)):
+            return _taken(path / CONFIG, GenerationConfig.from_model_config({**values}))
     require_sound(values, file)
     with one_line(str(file)):
         return _taken(file, GenerationConfig.from_dict({**without_code(values)}))
@@ -94,13 +96,6 @@ def _of_gguf(path: Path, config: PreTrainedConfig) -> ModelGeneration:
     named = " and ".join(f"{key}={token}" for key, token in more.items())
     log.info("%s: %s end a completion too, beside eos_token_id=%s", path, named, sorted(ends))
     return replace(found, given={**found.given, "eos_token_id": sorted(ends.union(more.values()))})
-
-
-def _of_config(file: Path) -> ModelGeneration:
-    """What config.json says of generating: as in transformers what the file says counts, not its class's defaults."""
-    values = without_code(read_json_object(file, max_bytes=MAX_SETTINGS_BYTES))
-    with one_line(str(file)):
-        return _taken(file, GenerationConfig.from_model_config({**values}))
 
 
 def _taken(source: Path, config: GenerationConfig) -> ModelGeneration:
@@ -129,7 +124,8 @@ def effective_sampling(sampling: SamplingConfig, model: ModelGeneration, vocab_s
     """What holds for a run. Raises ConfigError where `sampling.follow_model` asks for what cannot be followed, and
     CheckpointError where the model's settings cannot be read."""
     said = _said(model, vocab_size, is_strict=sampling.follow_model)
-    beyond = [f"{key}={model.given[key]}" for key in NEUTRAL if _asks(model, key)]
+    asked = {key: model.given.get(key) for key in NEUTRAL}
+    beyond = [f"{key}={value}" for key, value in asked.items() if value is not None and value not in NEUTRAL[key]]
     if model.given.get("cache_implementation") == "quantized":
         beyond.append("cache_implementation=quantized")
     if not sampling.follow_model:
@@ -158,7 +154,8 @@ def _followed(sampling: SamplingConfig, model: ModelGeneration, said: Mapping[st
         made = replace(sampling, **found)  # pyright: ignore[reportArgumentType] - converted to the types of the fields
     except ConfigError as error:
         raise ConfigError(f"sampling=model, with the settings of {model.source}: {error}") from error
-    shown = [f"{key}={found[key]}" for key in found if _is_on(key, found[key]) and _matters(key, made)]
+    unused = {*(SAMPLING_KEYS if made.is_greedy else ()), *(SEARCH_KEYS if (made.num_beams or 1) <= 1 else ())}
+    shown = [f"{key}={found[key]}" for key in found if _is_on(key, found[key]) and key not in unused]
     return Effective(
         sampling=made, sentence=f"sampling=model: {', '.join(shown) or 'greedy'}; from {model.source} and its defaults"
     )
@@ -178,7 +175,7 @@ def _unfollowed(
     if not left and not beyond:
         return Effective(sampling=sampling, sentence=None)
     way = "sampling=model would" if not beyond else f"nor can sampling=model ({', '.join(beyond)})"
-    named = ", ".join([*left, *(item for item in beyond)])
+    named = ", ".join([*left, *beyond])
     sentence = f"{model.source} says {named}: sampling does not follow it, {way}"
     return Effective(sampling=sampling, sentence=sentence, is_warning=True)
 
@@ -204,18 +201,8 @@ def _said(model: ModelGeneration, vocab_size: int, *, is_strict: bool) -> dict[s
     return found
 
 
-def _asks(model: ModelGeneration, key: str) -> bool:
-    value = model.given.get(key)
-    return value is not None and value not in NEUTRAL[key]
-
-
 def _is_on(key: str, value: object) -> bool:
     return value not in (None, [], OFF.get(key))
-
-
-def _matters(key: str, sampling: SamplingConfig) -> bool:
-    is_search = (sampling.num_beams or 1) > 1
-    return not (sampling.is_greedy and key in SAMPLING_KEYS) and (is_search or key not in SEARCH_KEYS)
 
 
 def _float(value: object) -> float:
@@ -246,23 +233,6 @@ def _ids(value: object) -> list[int]:
     return [_int(token) for token in _list(value)]
 
 
-def _words(value: object) -> list[list[int]]:
-    return [_ids(word) for word in _list(value)]
-
-
-def _biases(value: object) -> list[list[list[int] | float]]:
-    pairs = [_list(pair) for pair in _list(value)]
-    return [[_ids(pair[0]), _float(pair[1])] for pair in pairs]
-
-
-def _decay(value: object) -> list[float]:
-    return [_float(number) for number in _list(value)]
-
-
-def _ends(value: object) -> list[int] | int:
-    return _ids(value) if isinstance(value, list) else _int(value)
-
-
 def _texts(value: object) -> list[str]:
     texts = [value] if isinstance(value, str) else _list(value)
     if not all(isinstance(text, str) for text in texts):
@@ -280,7 +250,11 @@ CONVERTERS: Mapping[str, Callable[[object], object]] = {
     "num_beams": _int, "length_penalty": _float, "early_stopping": _early,
     "temperature": _float, "top_h": _float, "top_k": _int, "top_p": _float, "min_p": _float, "typical_p": _float,
     "epsilon_cutoff": _float, "eta_cutoff": _float, "repetition_penalty": _float, "no_repeat_ngram_size": _int,
-    "min_length": _int, "min_new_tokens": _int, "bad_words_ids": _words, "sequence_bias": _biases,
-    "suppress_tokens": _ids, "begin_suppress_tokens": _ids, "forced_bos_token_id": _int, "forced_eos_token_id": _ends,
-    "exponential_decay_length_penalty": _decay, "renormalize_logits": _bool, "stop": _texts,
+    "min_length": _int, "min_new_tokens": _int,
+    "bad_words_ids": lambda value: [_ids(word) for word in _list(value)],
+    "sequence_bias": lambda value: [[_ids(pair[0]), _float(pair[1])] for pair in map(_list, _list(value))],
+    "suppress_tokens": _ids, "begin_suppress_tokens": _ids, "forced_bos_token_id": _int,
+    "forced_eos_token_id": lambda value: _ids(value) if isinstance(value, list) else _int(value),
+    "exponential_decay_length_penalty": lambda value: [_float(number) for number in _list(value)],
+    "renormalize_logits": _bool, "stop": _texts,
 }  # fmt: skip

@@ -28,7 +28,7 @@ from ..remote.copies import local_copy
 from ..remote.object_store import ObjectStore, Patience, never
 from ..store.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from ..store.gguf import read_gguf
-from ..store.json_object import JsonObject, read_json_object
+from ..store.json_object import read_json_object
 from ..store.weight_files import INDEX_SUFFIX, SINGLE, find_weights, is_index, names_below, shards_of, unreadable
 from ..synthesize.checkpoints import random_checkpoint
 from ..synthesize.tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
@@ -71,7 +71,16 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
     if (place := local_place(config)) is not None:
         return place
     if is_url(config.path):
-        return _copied_model(config.path, cache_dir, should_stop)
+        # A copy of a GGUF file, or of a directory's settings, tokenizer and the weights that are read.
+        url, key = config.path, "model.path"
+        head = _copied(url, key, [CONFIG, f"*{INDEX_SUFFIX}"], cache_dir, should_stop)
+        if head.is_file():
+            return head
+        names = ObjectStore(url, key, Patience(should_stop=should_stop)).listed(is_deep=False)
+        entry = find_weights(head, names)
+        if entry is None:
+            raise unreadable(url, names, is_local=False)
+        return _copied(url, key, [*SETTINGS, *map(escape, shards_of(entry))], cache_dir, should_stop)
     try:
         return _fetched_model(config.path, config.revision)
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
@@ -91,7 +100,11 @@ def _fetched_model(model: str, revision: str | None) -> Path:
     fetch([SINGLE if named is None else named.name])
     entry = find_weights(place)
     if entry is None:
-        raise unreadable(model, _names_on_hub(model, place), is_local=False)
+        try:
+            names = HfApi().list_repo_files(model, revision=place.name)
+        except Exception:  # of whichever library the client takes: there is an error to tell of already
+            names = names_below(place)  # those that are here
+        raise unreadable(model, names, is_local=False)
     if is_index(entry) and entry.is_file():
         fetch(shards_of(entry))
     return place
@@ -104,27 +117,6 @@ def _fetched_settings(model: str, revision: str | None) -> Path:
         templates = [TOKENIZER_CONFIG, f"{TEMPLATES}/*.jinja"]
         snapshot_download(model, revision=place.name, allow_patterns=templates)
     return place
-
-
-def _names_on_hub(model: str, place: Path) -> list[str]:
-    """The names of all files of a snapshot; those that are here where the hub cannot be asked."""
-    try:
-        return HfApi().list_repo_files(model, revision=place.name)
-    except Exception:  # of whichever library the client takes: there is an error to tell of already
-        return names_below(place)
-
-
-def _copied_model(url: str, cache_dir: str | None, should_stop: Callable[[], bool]) -> Path:
-    """A copy of a GGUF file, or of a directory's settings, tokenizer and the weights that are read."""
-    key = "model.path"
-    head = _copied(url, key, [CONFIG, f"*{INDEX_SUFFIX}"], cache_dir, should_stop)
-    if head.is_file():
-        return head
-    names = ObjectStore(url, key, Patience(should_stop=should_stop)).listed(is_deep=False)
-    entry = find_weights(head, names)
-    if entry is None:
-        raise unreadable(url, names, is_local=False)
-    return _copied(url, key, [*SETTINGS, *map(escape, shards_of(entry))], cache_dir, should_stop)
 
 
 def _copied(
@@ -151,16 +143,6 @@ def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConf
         log.info("%s: %s not followed: only code that is installed runs", file, ", ".join(named))
     values = without_code(values)
     require_sound(values, file, num_tensors=num_tensors)
-    _require_model_type(file, values)
-    with TemporaryDirectory(prefix="millrace-") as home:
-        (Path(home) / CONFIG).write_text(json.dumps(values), encoding="utf-8")
-        with one_line(f"{path}: no usable config.json"):
-            config = AutoConfig.from_pretrained(home)
-    config.name_or_path = str(path)
-    return config
-
-
-def _require_model_type(file: Path, values: JsonObject) -> None:
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError(f"{file}: model_type must name a model type of transformers, got {model_type!a:.60}")
@@ -168,6 +150,12 @@ def _require_model_type(file: Path, values: JsonObject) -> None:
         close = get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise CheckpointError(f"{file}: transformers {__version__} has no model type {model_type!a:.60}{hint}")
+    with TemporaryDirectory(prefix="millrace-") as home:
+        (Path(home) / CONFIG).write_text(json.dumps(values), encoding="utf-8")
+        with one_line(f"{path}: no usable config.json"):
+            config = AutoConfig.from_pretrained(home)
+    config.name_or_path = str(path)
+    return config
 
 
 def _read_gguf_config(path: Path) -> PreTrainedConfig:
@@ -198,24 +186,23 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """The wanted one or the checkpoint's; None when it has none: token ids can still be generated from."""
     path, gguf = checkpoint.path, checkpoint.gguf
-    if wanted is None and not (_has_tokenizer(path) if gguf is None else "tokenizer.ggml.tokens" in gguf.metadata):
+    if gguf is not None:
+        has_own = "tokenizer.ggml.tokens" in gguf.metadata
+    else:
+        has_own = any(any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
+    if wanted is None and not has_own:
         return None
     place = f"model.tokenizer={wanted or path}: cannot be loaded"
     if wanted is None and gguf is not None:
         return load_gguf_tokenizer(path, gguf, place)
     directory = path if wanted is None else _tokenizer_place(wanted, cache_dir)
-    if (model := lone_sentencepiece(directory)) is not None:
-        return _of_sentencepiece(model, directory, place)
-    return _of_directory(directory, place)
-
-
-def _of_sentencepiece(model: Path, place: Path, failed: str) -> PreTrainedTokenizerBase:
-    """Where nothing else says how texts are cut, transformers may take the wrong class: the model has the last word."""
+    if (model := lone_sentencepiece(directory)) is None:
+        return _of_directory(directory, place)
     try:
         return tokenizer_from(model, TOKENIZER_KEY)
     except NotLlamasError:
-        if place.is_dir():
-            tokenizer = _of_directory(place, failed)
+        if directory.is_dir():  # nothing else says how texts are cut: transformers may take the wrong class for it
+            tokenizer = _of_directory(directory, place)
             if spells_alike(tokenizer, model, TOKENIZER_KEY):
                 return tokenizer
         raise
@@ -241,7 +228,3 @@ def _tokenizer_place(wanted: str, cache_dir: str | None) -> Path:
         )
     with one_line(f"model.tokenizer={wanted}: neither a directory nor a hub id that can be fetched"):
         return _fetched_settings(wanted, None)
-
-
-def _has_tokenizer(directory: Path) -> bool:
-    return any(any(directory.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))

@@ -52,8 +52,13 @@ def saved_head(config: PreTrainedConfig) -> Head:
         return Head.none
     if config.is_encoder_decoder:
         return Head.text
+    is_part = decoder_config(config) is not config
+    is_decoder = (
+        type(config) in AutoModelForCausalLM._model_mapping and getattr(config, "is_decoder", True) is not False
+    )
+    has_text = is_part or (is_decoder and getattr(config, "tie_word_embeddings", True))
     for head in AUTO:
-        if names & _class_names(AUTO[head], config) and not (head is Head.none and _has_text(config)):
+        if names & _class_names(AUTO[head], config) and not (head is Head.none and has_text):
             return head
     return Head.text
 
@@ -72,14 +77,6 @@ def encoder_class(config: PreTrainedConfig) -> str | None:
     """The name of transformers' class of the encoder without its decoder; None where there is none, or no decoder."""
     found = _class_names(AutoModelForTextEncoding, config) - _class_names(AutoModel, config)
     return next(iter(found), None)
-
-
-def _has_text(config: PreTrainedConfig) -> bool:
-    is_part = decoder_config(config) is not config
-    is_decoder = (
-        type(config) in AutoModelForCausalLM._model_mapping and getattr(config, "is_decoder", True) is not False
-    )
-    return is_part or (is_decoder and getattr(config, "tie_word_embeddings", True))
 
 
 def _class_names(auto: PooledClass, config: PreTrainedConfig) -> set[str]:

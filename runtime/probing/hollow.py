@@ -86,35 +86,25 @@ def with_values(
     if getattr(found.config.get_text_config(), "_experts_implementation", None) is not None:
         found.set_experts_implementation("eager")  # others would copy all of a layer's experts
     if num_layers is not None:
-        _cut(found, num_layers)
+        for part in layer_lists(found):
+            if len(part.layers) > num_layers:
+                part.layers[num_layers] = _End(part.layers[num_layers])
+                del part.layers[num_layers + 1 :]
     if not with_experts:
         _leave_out_experts(found)
     generator = torch.Generator().manual_seed(0)
     for module in found.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(_numbers(parameter, generator), requires_grad=False)
-    _multiply_cheaply(found, generator)
-    return found
-
-
-def _cut(model: PreTrainedModel, num_layers: int) -> None:
-    for part in layer_lists(model):
-        if len(part.layers) > num_layers:
-            part.layers[num_layers] = _End(part.layers[num_layers])
-            del part.layers[num_layers + 1 :]
-
-
-def _multiply_cheaply(model: PreTrainedModel, generator: torch.Generator) -> None:
-    for name, module in list(model.named_modules()):
+                length = sum(parameter.shape) - parameter.ndim + 1
+                numbers = torch.randn(length, generator=generator).to(parameter.dtype)
+                matrix = torch.as_strided(numbers, parameter.shape, [1] * parameter.ndim)
+                if parameter.numel() <= SMALL_NUMEL:
+                    matrix = matrix.clone(memory_format=torch.contiguous_format)
+                module._parameters[name] = nn.Parameter(matrix, requires_grad=False)
+    for name, module in list(found.named_modules()):
         if type(module) is nn.Linear:
             scale = torch.randn(module.out_features, generator=generator).to(module.weight.dtype)
             sizes = (module.in_features, module.out_features, scale)
-            model.set_submodule(name, _CheapLinear(module.weight, module.bias, *sizes))
-
-
-def _numbers(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    length = sum(like.shape) - like.ndim + 1
-    numbers = torch.randn(length, generator=generator).to(like.dtype)
-    found = torch.as_strided(numbers, like.shape, [1] * like.ndim)
-    return found.clone(memory_format=torch.contiguous_format) if like.numel() <= SMALL_NUMEL else found
+            found.set_submodule(name, _CheapLinear(module.weight, module.bias, *sizes))
+    return found

@@ -81,7 +81,7 @@ def stage_kinds(lists: Sequence[LayerList]) -> tuple[StageKind, ...]:
 
 def _find(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind) -> LayerList:
     """The first list in `part` that holds what transformers does not split; of a class that does not say what that is,
-    the one with most of the parameters."""
+    the one with most of the parameters. Raises ConfigError where there is none, or layers are spread over several."""
     names = set(model._no_split_modules or ())
     lists = _lists(model, part)
     for found in lists:
@@ -96,7 +96,13 @@ def _find(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind) -> Lay
             "so it cannot be streamed layer by layer"
         )
     most = max(outermost, key=lambda one: one.num_parameters)
-    _refuse_scattered(model, [one for one in outermost if one.owner == most.owner and len(one.module) > 1])
+    siblings = [one for one in outermost if one.owner == most.owner and len(one.module) > 1]
+    same = [one.path for one in siblings if len(one.module) == len(siblings[0].module)]
+    if len(same) > 1:  # of one length, side by side: a layer then is one item of each (XLM)
+        raise ConfigError(
+            f"model.path: {type(model).__name__} spreads its layers over {' and '.join(same)}, "
+            "so it cannot be streamed layer by layer"
+        )
     return LayerList(kind=kind, path=most.path, layers=most.module)
 
 
@@ -128,13 +134,3 @@ def _lists(model: PreTrainedModel, part: torch.nn.Module) -> list[_Found]:
         and len(module)
         and all(any(True for _ in item.children()) and any(True for _ in item.parameters()) for item in module)
     ]
-
-
-def _refuse_scattered(model: PreTrainedModel, lists: Sequence[_Found]) -> None:
-    """Raises ConfigError where lists of one length lie side by side: a layer then is one item of each (XLM)."""
-    same = [one.path for one in lists if len(one.module) == len(lists[0].module)]
-    if len(same) > 1:
-        raise ConfigError(
-            f"model.path: {type(model).__name__} spreads its layers over {' and '.join(same)}, "
-            "so it cannot be streamed layer by layer"
-        )

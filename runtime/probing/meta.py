@@ -78,28 +78,22 @@ class _WeightsOnMeta(TorchFunctionMode):
                 return filled
         if kwargs.get("device") is None:
             if func is torch.empty:
-                self._count()
+                self._num_tensors += 1
+                if self._most_tensors is not None and self._num_tensors > self._most_tensors:
+                    raise CheckpointError(
+                        f"config.json asks for more than {self._most_tensors:,} weights; the checkpoint has far fewer"
+                    )
                 kwargs["device"] = "meta"
             elif func in _COUNTED:
                 on_meta = func(*args, **(kwargs | {"device": "meta"}))
                 if isinstance(on_meta, torch.Tensor) and on_meta.numel() >= _SMALL_NUMEL and func in _FILLED:
                     return on_meta
-                self._require_small(on_meta)
+                if isinstance(on_meta, torch.Tensor) and on_meta.nbytes > MAX_BUFFER_BYTES:
+                    raise CheckpointError(
+                        f"config.json asks for a buffer of {format_bytes(on_meta.nbytes)}, which is no weight: "
+                        f"{format_bytes(MAX_BUFFER_BYTES)} are the most"
+                    )
         return func(*args, **kwargs)
-
-    def _count(self) -> None:
-        self._num_tensors += 1
-        if self._most_tensors is not None and self._num_tensors > self._most_tensors:
-            raise CheckpointError(
-                f"config.json asks for more than {self._most_tensors:,} weights; the checkpoint has far fewer"
-            )
-
-    def _require_small(self, on_meta: object) -> None:
-        if isinstance(on_meta, torch.Tensor) and on_meta.nbytes > MAX_BUFFER_BYTES:
-            raise CheckpointError(
-                f"config.json asks for a buffer of {format_bytes(on_meta.nbytes)}, which is no weight: "
-                f"{format_bytes(MAX_BUFFER_BYTES)} are the most"
-            )
 
 
 def auto_class(config: PreTrainedConfig, *, encodes: bool = False) -> type[AutoClass]:
@@ -137,9 +131,29 @@ def build_meta_model(
         config.is_encoder_decoder = False
     with _WeightsOnMeta(most_tensors):
         model = auto.from_config(config, dtype=dtype)
-    _move_parameters_to_meta(model)
-    _restore_buffers(model)
-    _keep_float32(model, dtype)
+    moved: dict[nn.Parameter, nn.Parameter] = {}  # by identity: tied parameters stay one object
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in moved:
+                moved[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+            setattr(module, name, moved[parameter])
+    # Buffers that ended on meta are filled by the class's own initialisation, as from_pretrained fills them.
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+                setattr(module, MARK, False)
+    model.initialize_weights()
+    # What from_pretrained loads in float32 although `dtype` is narrower; the class names it by patterns.
+    patterns: set[str] = set()
+    if dtype == torch.float16:
+        patterns |= set(model._keep_in_fp32_modules or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns |= set(model._keep_in_fp32_modules_strict or ())
+    matches = re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns)).search
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()) if patterns else ():
+        if tensor.is_floating_point() and matches(name):
+            tensor.data = tensor.data.float()
     return model.eval()
 
 
@@ -152,40 +166,6 @@ def untie_head(model: PreTrainedModel) -> None:
         for name in [name for name in model.all_tied_weights_keys if model.get_parameter(name) is head.weight]:
             del model.all_tied_weights_keys[name]
         model.config.tie_word_embeddings = False
-
-
-def _move_parameters_to_meta(model: PreTrainedModel) -> None:
-    moved: dict[nn.Parameter, nn.Parameter] = {}  # by identity: tied parameters stay one object
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in moved:
-                moved[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-            setattr(module, name, moved[parameter])
-
-
-def _restore_buffers(model: PreTrainedModel) -> None:
-    """Buffers that ended on meta are filled by the class's own initialisation, as from_pretrained fills them."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                setattr(module, name, torch.empty_like(buffer, device="cpu"))
-                setattr(module, "_is_hf_initialized", False)  # noqa: B010 - transformers' flag, not declared on Module
-    model.initialize_weights()
-
-
-def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast what from_pretrained loads in float32 although `dtype` is narrower; the class names it by patterns."""
-    patterns: set[str] = set()
-    if dtype == torch.float16:
-        patterns |= set(model._keep_in_fp32_modules or ())
-    if dtype in (torch.float16, torch.bfloat16):
-        patterns |= set(model._keep_in_fp32_modules_strict or ())
-    if not patterns:
-        return
-    matches = re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns)).search
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and matches(name):
-            tensor.data = tensor.data.float()
 
 
 class _Writes(TorchDispatchMode):

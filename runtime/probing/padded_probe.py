@@ -80,7 +80,11 @@ def padded_habits(model: PreTrainedModel) -> PaddedHabits:
     if not cache_argument(model):
         raise ConfigError(f"model.path: {name} takes no cache, so lanes cannot keep what it knows of a sequence")
     try:
-        probe = _copy_of(model)
+        config = copy.deepcopy(model.config)
+        text = config.get_text_config(decoder=True)
+        if getattr(text, "sliding_window", None):
+            text.sliding_window = WINDOW  # which its few tokens outgrow
+        probe = with_values(build_meta_model(config, torch.float32), num_layers=None)
         alone = _together(probe)
         if not bool(alone.isfinite().all()):
             return PaddedHabits()
@@ -93,22 +97,9 @@ def padded_habits(model: PreTrainedModel) -> PaddedHabits:
             f"model.path: {name} keeps the state of a sequence in its own modules, where lanes overwrite each other's"
         )
     return PaddedHabits(
-        apart=""
-        if _agrees(probe, alone, num_pads=NUM_PADS)
-        else "rows pass one by one, as padding changes what they say",
-        whole=""
-        if _agrees(probe, alone, columns=NUM_COLUMNS)
-        else "prompts are prefilled whole, as the class cannot go on in the middle of one",
+        apart="" if _agrees(probe, alone, num_pads=NUM_PADS) else APART,
+        whole="" if _agrees(probe, alone, columns=NUM_COLUMNS) else WHOLE,
     )
-
-
-def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy in float32, with windows that its few tokens outgrow."""
-    config = copy.deepcopy(model.config)
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "sliding_window", None):
-        text.sliding_window = WINDOW
-    return with_values(build_meta_model(config, torch.float32), num_layers=None)
 
 
 def _agrees(probe: PreTrainedModel, alone: torch.Tensor, *, num_pads: int = 0, columns: int | None = None) -> bool:

@@ -23,7 +23,7 @@ from typing import Self
 
 from ..errors import Interrupted, MillraceError, StorageError
 from ..units import MIB, counted, format_bytes
-from .object_store import ObjectStore, Stored
+from .object_store import ObjectStore, StoredFile
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +40,21 @@ def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], refused
     Raises `refused` where nothing is there, or no room here; StorageError, ConfigError and Interrupted.
     """
     files = store.listed(is_deep=False)
-    wanted = files if "" in files else {name: file for name, file in files.items() if _is_wanted(name, patterns)}
+    wanted = files if "" in files else {name: files[name] for name in files if _is_wanted(name, patterns)}
     if not wanted:
         what = f"{counted(len(files), 'file')} and none of {', '.join(patterns)}" if files else "nothing there"
         raise refused(f"{store.key}={store.url}: there is {what}")
     name = store.url.rstrip("/").rpartition("/")[2]
-    folder = cache / "copies" / _digest(store.url, wanted)
+    told = [store.url, *([each, file.num_bytes, file.tag] for each, file in sorted(wanted.items()))]
+    folder = cache / "copies" / hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
     root = folder / name if "" not in wanted else folder
     targets = {each: root / (each or name) for each in wanted}
     if not all(target.exists() for target in targets.values()):
-        _make(root, store, refused)
+        try:  # others have no look at what may be private in its store
+            root.parents[0].mkdir(parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise refused(f"{store.key}={store.url} cannot be copied to {root}: {error.strerror}") from error
         with _Lock(folder / ".lock", store):
             _Copy(store, wanted, targets, refused).finish()
     return folder / name
@@ -58,20 +63,6 @@ def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], refused
 def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
     is_plain = NAME.fullmatch(name) is not None and not name.startswith(".")
     return is_plain and any(fnmatch(name, pattern) for pattern in patterns)
-
-
-def _digest(url: str, files: Mapping[str, Stored]) -> str:
-    told = [url, *([name, file.num_bytes, file.tag] for name, file in sorted(files.items()))]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
-
-
-def _make(folder: Path, store: ObjectStore, refused: type[MillraceError]) -> None:
-    """Others have no look at what may be private in its store."""
-    try:
-        folder.parents[0].mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise refused(f"{store.key}={store.url} cannot be copied to {folder}: {error.strerror}") from error
 
 
 class _Lock(AbstractContextManager["_Lock"]):
@@ -111,7 +102,7 @@ class _Copy:
     """One process' work on a copy, under its lock."""
 
     store: ObjectStore
-    files: Mapping[str, Stored]
+    files: Mapping[str, StoredFile]
     targets: Mapping[str, Path]
     refused: type[MillraceError]
 
@@ -120,12 +111,6 @@ class _Copy:
         begun = {name: _num_bytes(_partial(self.targets[name])) for name in left}
         self._num_bytes, self._all_bytes = 0, sum(file.num_bytes - begun[name] for name, file in left.items())
         self._said_at = time.monotonic()
-        self._require_room()
-        log.info("copying %s, %s of %s", self.store.url, counted(len(left), "file"), format_bytes(self._all_bytes))
-        for name, file in left.items():
-            self._fetch(name, file)
-
-    def _require_room(self) -> None:
         folder = next(iter(self.targets.values())).parent
         free = shutil.disk_usage(folder).free
         if free < self._all_bytes:
@@ -133,8 +118,11 @@ class _Copy:
                 f"{self.store.key}={self.store.url} takes {format_bytes(self._all_bytes)} of copies, and "
                 f"{format_bytes(free)} are free in {folder}: make room, or set XDG_CACHE_HOME or offload.cache_dir"
             )
+        log.info("copying %s, %s of %s", self.store.url, counted(len(left), "file"), format_bytes(self._all_bytes))
+        for name, file in left.items():
+            self._fetch(name, file)
 
-    def _fetch(self, name: str, file: Stored) -> None:
+    def _fetch(self, name: str, file: StoredFile) -> None:
         target = self.targets[name]
         partial = _partial(target)
         try:
@@ -143,7 +131,11 @@ class _Copy:
                     ends = range(begin, min(begin + RANGE_BYTES * NUM_RANGES, file.num_bytes), RANGE_BYTES)
                     for data in pool.map(lambda at: self._range(name, file, at), ends):
                         out.write(data)
-                        self._tell(len(data))
+                        self._num_bytes += len(data)
+                        if time.monotonic() - self._said_at >= SECONDS_PER_LINE:
+                            self._said_at = time.monotonic()
+                            done, whole = format_bytes(self._num_bytes), format_bytes(self._all_bytes)
+                            log.info("copying %s: %s of %s", self.store.url, done, whole)
                 out.flush()
                 os.fsync(out.fileno())
         except OSError as error:
@@ -153,7 +145,7 @@ class _Copy:
             raise StorageError(f"{self.store.url} was written while it was copied ({name}): start the command again")
         partial.replace(target)
 
-    def _range(self, name: str, file: Stored, begin: int) -> bytes:
+    def _range(self, name: str, file: StoredFile, begin: int) -> bytes:
         _heed_stop(self.store)
         end = min(begin + RANGE_BYTES, file.num_bytes)
         try:
@@ -163,13 +155,6 @@ class _Copy:
         if len(data) != end - begin:
             raise StorageError(f"{self.store.url} gave {len(data):,} of {end - begin:,} bytes of {name}")
         return data
-
-    def _tell(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        if time.monotonic() - self._said_at >= SECONDS_PER_LINE:
-            self._said_at = time.monotonic()
-            done, whole = format_bytes(self._num_bytes), format_bytes(self._all_bytes)
-            log.info("copying %s: %s of %s", self.store.url, done, whole)
 
 
 def _partial(target: Path) -> Path:

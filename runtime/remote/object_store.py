@@ -53,25 +53,19 @@ class Patience:
             except Exception as error:
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise StorageError(self._given_up(what, error)) from error
+                    key = f" ({self.key})" if self.key is not None else ""
+                    raise StorageError(
+                        f"{what} failed: {told(error)}; it was tried for {self.seconds:g} s{key}. "
+                        "Nothing is lost: start the same command again"
+                    ) from error
                 pause = min(pause, left)
                 log.warning("%s failed: %s; once more in %.1f s, for %.0f s in all", what, told(error), pause, left)
-            self._wait(what, pause)
+            again_at = time.monotonic() + pause
+            while (left := again_at - time.monotonic()) > 0:
+                if self.should_stop():
+                    raise Interrupted(f"stopped while {what} was to be tried again; the same command goes on from here")
+                time.sleep(min(left, STOP_SECONDS))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-    def _wait(self, what: str, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            if self.should_stop():
-                raise Interrupted(f"stopped while {what} was to be tried again; the same command goes on from here")
-            time.sleep(min(left, STOP_SECONDS))
-
-    def _given_up(self, what: str, error: Exception) -> str:
-        key = f" ({self.key})" if self.key is not None else ""
-        return (
-            f"{what} failed: {told(error)}; it was tried for {self.seconds:g} s{key}. "
-            "Nothing is lost: start the same command again"
-        )
 
 
 def told(error: Exception) -> str:
@@ -88,7 +82,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class StoredFile:
     """A file as its store tells of it. `tag`: what is another once it was written again."""
 
     num_bytes: int
@@ -106,9 +100,17 @@ class ObjectStore:
         """Raises ConfigError for a URL with credentials, of an unknown scheme, or whose library is not installed."""
         require_plain_url(url, key)
         self.url, self.key, self.patience = url.rstrip("/"), key, patience or Patience()
-        self._fs, self._root = _opened(self.url, key)
+        scheme = self.url.partition("://")[0]
+        options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, **options)
+        except ImportError as error:
+            extra = f"'millrace[{EXTRAS[scheme]}]'" if scheme in EXTRAS else "what it names"
+            raise ConfigError(f"{key}={self.url} needs a library ({told(error)}): pip install {extra}") from error
+        except ValueError as error:
+            raise ConfigError(f"{key}={self.url} is of no scheme that fsspec knows: {told(error)}") from error
 
-    def listed(self, *, is_deep: bool) -> Mapping[str, Stored]:
+    def listed(self, *, is_deep: bool) -> Mapping[str, StoredFile]:
         """The files below the URL, by name; `is_deep`: those in folders too. The name of a URL that is a file is empty.
         Nothing where there is none. Raises ConfigError where nobody may look."""
         return self._opening("listing", lambda: self._list(is_deep), {})
@@ -151,18 +153,15 @@ class ObjectStore:
                 "in the environment or in the files of the store's own tools"
             ) from error
 
-    def _list(self, is_deep: bool) -> dict[str, Stored]:
-        whole = self._look(self._root) if not is_deep else None
+    def _list(self, is_deep: bool) -> dict[str, StoredFile]:
+        self._fs.invalidate_cache()
+        whole = _stored(self._fs.info(self._root)) if not is_deep else None
         if whole is not None and whole.is_file:
             return {"": whole}
         self._fs.invalidate_cache()
         found = self._fs.find(self._root, detail=True).values() if is_deep else self._fs.ls(self._root, detail=True)
         files = {info["name"].removeprefix(self._root).lstrip("/"): _stored(info) for info in found}
         return {name: file for name, file in files.items() if file.is_file}
-
-    def _look(self, path: str) -> Stored:
-        self._fs.invalidate_cache()
-        return _stored(self._fs.info(path))
 
     def _write(self, path: str, data: bytes, exclusive: bool) -> None:
         fs = self._fs
@@ -177,18 +176,6 @@ class ObjectStore:
             fs.pipe_file(path, data, mode="create" if exclusive else "overwrite")
 
 
-def _opened(url: str, key: str) -> tuple[Any, str]:
-    scheme = url.partition("://")[0]
-    options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
-    try:
-        return fsspec.core.url_to_fs(url, **options)
-    except ImportError as error:
-        extra = f"'millrace[{EXTRAS[scheme]}]'" if scheme in EXTRAS else "what it names"
-        raise ConfigError(f"{key}={url} needs a library ({told(error)}): pip install {extra}") from error
-    except ValueError as error:
-        raise ConfigError(f"{key}={url} is of no scheme that fsspec knows: {told(error)}") from error
-
-
-def _stored(info: Mapping[str, Any]) -> Stored:
+def _stored(info: Mapping[str, Any]) -> StoredFile:
     tag = next((str(info[name]) for name in TAGS if info.get(name) is not None), "")
-    return Stored(num_bytes=int(info.get("size") or 0), tag=tag, is_file=info["type"] == "file")
+    return StoredFile(num_bytes=int(info.get("size") or 0), tag=tag, is_file=info["type"] == "file")

@@ -81,10 +81,16 @@ def synthesize_checkpoint(
     with _as_output_error(directory), _claimed(directory):
         tokenizer.save_pretrained(directory)
         _save_configs(meta_model, dtype, directory)
-        num_bytes = write_checkpoint(
-            directory, shards, _draw_all(weights, progress or _ignore), alignment_bytes=alignment_bytes
-        )
-        _write_marker(directory, _recipe_digest(meta_model.config.model_type, overrides, seed, dtype))
+        tensors = _draw_all(weights, progress or (lambda done_bytes, total_bytes: None))
+        num_bytes = write_checkpoint(directory, shards, tensors, alignment_bytes=alignment_bytes)
+        marker = {
+            "note": "random weights, written by Millrace",
+            "recipe": _recipe_digest(meta_model.config.model_type, overrides, seed, dtype),
+            "files": {path.name: path.stat().st_size for path in sorted(directory.glob("[!.]*"))},
+        }
+        temp = directory / f".{MARKER_FILE}.tmp"
+        temp.write_text(json.dumps(marker, indent=2) + "\n")
+        temp.replace(directory / MARKER_FILE)
     return SynthesisReport(
         num_parameters=sum(spec.num_elements for spec in weights.specs),
         num_bytes=num_bytes,
@@ -110,24 +116,36 @@ def outline_checkpoint(
 def _prepare(
     model: str | PreTrainedConfig, overrides: Mapping[str, object], dtype: torch.dtype, tokenizer_path: Path | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    own = _inside_vocabulary(overrides)
-    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else config_for(model, own)
-    tokenizer = _fitting_tokenizer(config, tokenizer_path)
-    _adopt_token_ids(config, tokenizer, keep=frozenset(own))
-    meta_model = _build(config, dtype)
-    if overrides.get("tie_word_embeddings") is False:
-        untie_head(meta_model)
-    return meta_model, tokenizer
-
-
-def _inside_vocabulary(overrides: Mapping[str, object]) -> dict[str, object]:
-    """`overrides` without the token ids that a smaller vocabulary than the published one leaves outside, of which
-    transformers would warn: the tokenizer's take their place."""
+    # Without the token ids that a smaller vocabulary than the published one leaves outside, of which transformers would
+    # warn: the tokenizer's take their place.
     size = overrides.get("vocab_size")
     is_outside = {
         key: isinstance(size, int) and isinstance(i := overrides.get(key), int) and i >= size for key in _TOKEN_KEYS
     }
-    return {key: value for key, value in overrides.items() if not is_outside.get(key)}
+    own = {key: value for key, value in overrides.items() if not is_outside.get(key)}
+    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else config_for(model, own)
+    text = config.get_text_config()
+    vocab_size: int = text.vocab_size
+    tokenizer = byte_level_tokenizer(vocab_size) if tokenizer_path is None else tokenizer_from(tokenizer_path)
+    if len(tokenizer) > vocab_size:
+        raise ConfigError(
+            f"tokenizer={tokenizer_path} has {len(tokenizer)} ids, the model's vocab_size is {vocab_size}: raise it"
+        )
+    # Ids that were given stay, unless a smaller vocabulary than the published one leaves them outside.
+    for key in _TOKEN_KEYS:
+        wanted = getattr(text, key, None)
+        is_inside = isinstance(wanted, int) and wanted < vocab_size
+        if key not in own or (wanted is not None and not isinstance(wanted, list) and not is_inside):
+            setattr(text, key, getattr(tokenizer, key))
+    if config.is_encoder_decoder and getattr(text, "decoder_start_token_id", None) is None:
+        setattr(text, "decoder_start_token_id", tokenizer.pad_token_id)  # noqa: B010 - not every config declares it
+    try:
+        meta_model = build_meta_model(config, dtype)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, AssertionError) as error:
+        raise ConfigError(f"no {config.model_type} model can be built from this config: {error}") from error
+    if overrides.get("tie_word_embeddings") is False:
+        untie_head(meta_model)
+    return meta_model, tokenizer
 
 
 def random_checkpoint(cache: Path, seed: int = 0) -> Path:
@@ -150,7 +168,11 @@ def random_checkpoint(cache: Path, seed: int = 0) -> Path:
         ready = workshop / "checkpoint"
         overrides = _RANDOM_OVERRIDES
         synthesize_checkpoint(model="llama", overrides=overrides, directory=ready, seed=seed, dtype=torch.float32)
-        _rename_unless_taken(ready, directory, digest)
+        try:
+            ready.rename(directory)  # atomic; fails when a concurrent caller's is already there
+        except OSError as error:
+            if not _is_complete(directory, digest):
+                raise OutputError(f"{directory} cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(workshop)
     return directory
@@ -174,37 +196,6 @@ def config_for(model_type: str, overrides: Mapping[str, object]) -> PreTrainedCo
 def _did_you_mean(word: str, known: list[str]) -> str:
     near = difflib.get_close_matches(word, known, n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def _fitting_tokenizer(config: PreTrainedConfig, path: Path | None) -> PreTrainedTokenizerBase:
-    vocab_size: int = config.get_text_config().vocab_size
-    if path is None:
-        return byte_level_tokenizer(vocab_size)
-    tokenizer = tokenizer_from(path)
-    if len(tokenizer) > vocab_size:
-        raise ConfigError(
-            f"tokenizer={path} has {len(tokenizer)} ids, the model's vocab_size is {vocab_size}: raise it"
-        )
-    return tokenizer
-
-
-def _adopt_token_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, keep: frozenset[str]) -> None:
-    """Ids in `keep` stay, unless a smaller vocabulary than the published one leaves them outside."""
-    text = config.get_text_config()
-    for key in _TOKEN_KEYS:
-        wanted = getattr(text, key, None)
-        is_inside = isinstance(wanted, int) and wanted < text.vocab_size
-        if key not in keep or (wanted is not None and not isinstance(wanted, list) and not is_inside):
-            setattr(text, key, getattr(tokenizer, key))
-    if config.is_encoder_decoder and getattr(text, "decoder_start_token_id", None) is None:
-        setattr(text, "decoder_start_token_id", tokenizer.pad_token_id)  # noqa: B010 - not every config declares it
-
-
-def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        return build_meta_model(config, dtype)
-    except (ValueError, TypeError, RuntimeError, ArithmeticError, AssertionError) as error:
-        raise ConfigError(f"no {config.model_type} model can be built from this config: {error}") from error
 
 
 @contextlib.contextmanager
@@ -250,24 +241,9 @@ def _draw_all(weights: RandomWeights, progress: Callable[[int, int], None]) -> I
         del tensor  # before the next one is drawn
 
 
-def _ignore(done_bytes: int, total_bytes: int) -> None:
-    """Progress that nobody asked for."""
-
-
 def _recipe_digest(model_type: str, overrides: Mapping[str, object], seed: int, dtype: torch.dtype) -> str:
     recipe = [_RECIPE_VERSION, model_type, dict(overrides), seed, str(dtype)]
     return hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _write_marker(directory: Path, digest: str) -> None:
-    marker = {
-        "note": "random weights, written by Millrace",
-        "recipe": digest,
-        "files": {path.name: path.stat().st_size for path in sorted(directory.glob("[!.]*"))},
-    }
-    temp = directory / f".{MARKER_FILE}.tmp"
-    temp.write_text(json.dumps(marker, indent=2) + "\n")
-    temp.replace(directory / MARKER_FILE)
 
 
 def _is_complete(directory: Path, digest: str) -> bool:
@@ -277,14 +253,6 @@ def _is_complete(directory: Path, digest: str) -> bool:
         return marker["recipe"] == digest and all((directory / n).stat().st_size == size for n, size in files.items())
     except (OSError, ValueError, LookupError, TypeError):
         return False
-
-
-def _rename_unless_taken(ready: Path, directory: Path, digest: str) -> None:
-    try:
-        ready.rename(directory)  # atomic; fails when a concurrent caller's is already there
-    except OSError as error:
-        if not _is_complete(directory, digest):
-            raise OutputError(f"{directory} cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -39,10 +39,18 @@ class RandomWeights:
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self._model = model
         self._seed = seed
-        self._state = _saved_state(model)
-        self._tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(self._state))
-        self._origins = _origins(model, list(self._tensors), self._state)
-        self._has_tied_head = _has_tied_head(model)
+        # The state dict that save_pretrained writes: of tied tensors the source, and nothing the class ignores.
+        dropped = set(model._keys_to_ignore_on_save or ()) | set(model.all_tied_weights_keys)
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
+        self._tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
+        # The (first) parameter that each checkpoint tensor is loaded into, by transformers' own renaming.
+        conversions = get_model_conversion_mapping(model)
+        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        rules = (renamings, converters, model.base_model_prefix, state)
+        self._origins = {name: rename_source_key(name, *rules)[0] for name in self._tensors}
+        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        self._has_tied_head = head is not None and head.weight is embeddings.weight
         self.specs = [
             TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
             for name, tensor in self._tensors.items()
@@ -82,7 +90,7 @@ class RandomWeights:
             return _BIAS_STD, None
         if parameter.ndim >= 2:
             return (_fan_in_std(module, parameter), None) if _is_centred(values) else (0.0, values)
-        if leaf == "weight" and _is_norm(values):
+        if leaf == "weight" and bool((values == values[0]).all()) and values[0].item() in (0.0, 1.0):
             return 0.0, _norm_weight(values, _GAIN if _HEAD_NORM.search(module_name) else 1.0, seed)
         return 0.0, values
 
@@ -100,26 +108,6 @@ class RandomWeights:
         return None
 
 
-def _saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The state dict that save_pretrained writes: of tied tensors the source, and nothing the class ignores."""
-    state = model.state_dict()
-    dropped = set(model._keys_to_ignore_on_save or ()) | set(model.all_tied_weights_keys)
-    return {name: tensor for name, tensor in state.items() if name not in dropped}
-
-
-def _origins(model: PreTrainedModel, names: list[str], state: dict[str, torch.Tensor]) -> dict[str, str]:
-    """The (first) parameter that each checkpoint tensor is loaded into, by transformers' own renaming."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-    return {name: rename_source_key(name, renamings, converters, model.base_model_prefix, state)[0] for name in names}
-
-
-def _has_tied_head(model: PreTrainedModel) -> bool:
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    return head is not None and head.weight is embeddings.weight
-
-
 def _fan_in_std(module: nn.Module, weight: nn.Parameter) -> float:
     """gain / sqrt(fan_in), the fan-in being how many products each output sums."""
     if isinstance(module, Conv1D):  # GPT-2's linear layer, stored (in, out)
@@ -135,35 +123,26 @@ def _own_initial_values(model: PreTrainedModel, module_name: str, leaf: str, see
     """What the model's class gives this parameter at initialisation, in float32; ones for a weight it leaves alone."""
     shared = {id(config): config for config in (model.config, model.config.get_text_config())}
     replica = copy.deepcopy(model.get_submodule(module_name), shared)
+    owner, prefix = model, ""  # the innermost model around the module: whose function transformers would call
+    for part in module_name.split("."):
+        prefix = f"{prefix}.{part}".lstrip(".")
+        module = model.get_submodule(prefix)
+        owner = module if isinstance(module, PreTrainedModel) else owner
     for other in replica.parameters():
         setattr(other, "_is_hf_initialized", True)  # noqa: B010 - transformers' flag: it is on meta, and passed over
     values = torch.full(replica.get_parameter(leaf).shape, torch.nan)
     setattr(replica, leaf, nn.Parameter(values, requires_grad=False))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every kind of accelerator too
-        _owning_model(model, module_name)._init_weights(replica)
+        owner._init_weights(replica)
     values = replica.get_parameter(leaf).detach()
     return values.nan_to_num(nan=1.0 if leaf == "weight" else 0.0)
-
-
-def _owning_model(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
-    """The innermost model around a module: its `_init_weights` is the one transformers would call."""
-    owner, prefix = model, ""
-    for part in module_name.split("."):
-        prefix = f"{prefix}.{part}".lstrip(".")
-        module = model.get_submodule(prefix)
-        owner = module if isinstance(module, PreTrainedModel) else owner
-    return owner
 
 
 def _is_centred(values: torch.Tensor) -> bool:
     """True of values drawn around zero, and of constants 0 or 1, which no matrix can live with."""
     std, mean = torch.std_mean(values)
     return bool(std == 0) or bool(mean.abs() < 4 * std * values.numel() ** -0.5)
-
-
-def _is_norm(values: torch.Tensor) -> bool:
-    return bool((values == values[0]).all()) and values[0].item() in (0.0, 1.0)
 
 
 def _norm_weight(values: torch.Tensor, gain: float, seed: int) -> torch.Tensor:

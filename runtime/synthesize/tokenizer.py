@@ -36,10 +36,13 @@ def byte_level_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
         raise ConfigError(
             f"a byte-level tokenizer needs {MIN_VOCAB_SIZE} ids or more, vocab_size is {vocab_size}: raise vocab_size"
         )
+    # Distinct words of two syllables or more, each with its leading space, always the same ones.
+    lengths = itertools.count(2)
+    made_up = ("".join((_SPACE, *word)) for n in lengths for word in itertools.product(_SYLLABLES, repeat=n))
     words = (
         *SPECIAL_TOKENS,
         *sorted(pre_tokenizers.ByteLevel.alphabet()),
-        *_made_up_words(vocab_size - MIN_VOCAB_SIZE),
+        *itertools.islice(made_up, vocab_size - MIN_VOCAB_SIZE),
     )
     tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
@@ -64,13 +67,6 @@ def with_special_tokens(tokenizer: Tokenizer, chat_template: str) -> PreTrainedT
         split_special_tokens=True,
         chat_template=chat_template,
     )
-
-
-def _made_up_words(count: int) -> list[str]:
-    """Distinct words of two syllables or more, each with its leading space, always the same ones."""
-    lengths = itertools.count(2)
-    words = ("".join((_SPACE, *word)) for n in lengths for word in itertools.product(_SYLLABLES, repeat=n))
-    return list(itertools.islice(words, count))
 
 
 class NotLlamasError(ConfigError):

@@ -53,7 +53,7 @@ def test_a_run_on_a_device_without_units_says_what_it_computes_in(
 ) -> None:
     """And a dtype that is given is left alone."""
     FakeAccelerator(monkeypatch).capability = T4
-    monkeypatch.setattr(loading, "_move_buffers", lambda model, device: None)  # there is none to move them to
+    monkeypatch.setattr(loading, "fill_buffers", lambda *args: None)  # there is none to move them to
     config = ModelConfig(name="test", path=str(reference("llama").directory))
     assert load_model(config, SECOND, None).compute_dtype is torch.float16
     assert "float16, not the checkpoint's bfloat16, for which Fake has no units" in caplog.text
