@@ -48,16 +48,16 @@ def test_however_many_placements_are_tried_a_stage_is_laid_out_once(monkeypatch:
     assert dict(laid_out) == dict.fromkeys(range(42), 1)
 
 
-def test_where_weights_alone_are_too_many_no_walk_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_weights_alone_are_too_many_nothing_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """But the last one, whose ledger says why."""
     num_made = 0
-    make_walks = placer.make_walks
+    exchange_size = placer.exchange_size
 
     def counted(*args: object, **kwargs: object) -> object:
         nonlocal num_made
         num_made += 1
-        return make_walks(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+        return exchange_size(*args, **kwargs)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(placer, "make_walks", counted)
+    monkeypatch.setattr(placer, "exchange_size", counted)
     search(toy_shape(40), Budgets(host_bytes=MIB))
     assert num_made == 1

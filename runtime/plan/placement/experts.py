@@ -134,22 +134,15 @@ def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[
         return ()
     read = [sizes for stage, sizes in paged.items() if stage not in outer.in_host]
     held = [sizes for stage, sizes in paged.items() if stage in outer.in_host]
-    return (*_staging_entries(read), *map(share, _held_entries(held)))
-
-
-def _staging_entries(read: Sequence[ExpertSizes]) -> tuple[Entry, ...]:
-    if not read:
-        return ()
-    size = pinned_bytes(max(stage.slot_bytes for stage in read))
-    equation = f"{NUM_STAGING_SLOTS} x {size:,} B, pinned"
-    return (Entry(name="expert staging slots", num_bytes=NUM_STAGING_SLOTS * size, equation=equation),)
-
-
-def _held_entries(held: Sequence[ExpertSizes]) -> tuple[Entry, ...]:
-    if not held:
-        return ()
-    num_experts, num_bytes = sum(stage.num_experts for stage in held), sum(stage.pinned_bytes for stage in held)
-    return (Entry(name="experts", num_bytes=num_bytes, equation=f"{num_experts} experts, pinned"),)
+    entries = list[Entry]()
+    if read:
+        size = pinned_bytes(max(stage.slot_bytes for stage in read))
+        equation = f"{NUM_STAGING_SLOTS} x {size:,} B, pinned"
+        entries.append(Entry(name="expert staging slots", num_bytes=NUM_STAGING_SLOTS * size, equation=equation))
+    if held:
+        num_experts, num_bytes = sum(stage.num_experts for stage in held), sum(stage.pinned_bytes for stage in held)
+        entries.append(share(Entry(name="experts", num_bytes=num_bytes, equation=f"{num_experts} experts, pinned")))
+    return tuple(entries)
 
 
 def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:

@@ -121,62 +121,35 @@ def kv_layout(
 def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
     """What the keys and values of `layout.num_pages` pages take, those of the layers that stay included."""
     staying = sum(size for layer, size in enumerate(shape.kv_layer_bytes) if layer not in layout.page_bytes)
-    positions = layout.num_pages * PAGE_TOKENS
-    resident = Entry(
-        name="KV cache",
-        num_bytes=positions * staying,
-        equation=f"{positions:,} positions x {staying:,} B"
-        + (f" of {_share(shape, layout)}" if layout.page_bytes else ""),
-    )
-    if not layout.page_bytes:
-        return KVCost(compute=(resident,))
-    if layout.stays_in_host:
-        return KVCost(compute=(resident,), host=(_pinned(layout),))
-    if layout.tier is KVTier.cpu:
-        return KVCost(compute=(resident, _slots(layout)), host=(_pinned(layout),))
-    slots, checksums = _slots(layout), _checksums(layout)
-    if has_device:
-        return KVCost(compute=(resident, slots), host=(_staging(layout), checksums), disk_bytes=layout.tier_bytes)
-    return KVCost(compute=(resident, slots, checksums), disk_bytes=layout.tier_bytes)
-
-
-def _share(shape: ModelShape, layout: KVLayout) -> str:
-    num_layers = sum(1 for size in shape.kv_layer_bytes if size)
-    return f"{num_layers - len(layout.page_bytes)} of {num_layers} layers"
-
-
-def _slots(layout: KVLayout) -> Entry:
-    return Entry(
-        name="KV slots",
-        num_bytes=layout.num_slots * layout.slot_bytes,
-        equation=f"{layout.num_slots} x {layout.slot_bytes:,} B, {layout.slot_pages:,} pages of the largest lane",
-    )
-
-
-def _staging(layout: KVLayout) -> Entry:
-    size = pinned_bytes(layout.slot_bytes)
-    return Entry(
-        name="KV staging",
-        num_bytes=layout.num_slots * size,
-        equation=f"{layout.num_slots} x {size:,} B, pinned",
-    )
-
-
-def _checksums(layout: KVLayout) -> Entry:
-    num_pages = layout.num_pages * len(layout.page_bytes)
-    return Entry(
-        name="KV checksums", num_bytes=num_pages * CHECKSUM_BYTES, equation=f"{num_pages:,} pages x {CHECKSUM_BYTES} B"
-    )
-
-
-def _pinned(layout: KVLayout) -> Entry:
-    segments = [(n, layout.stride_bytes(layer)) for layer in layout.page_bytes for n in layout.segment_pages(layer)]
-    return Entry(
-        name="KV pages",
-        num_bytes=sum(pinned_bytes(pages * size, is_aligned=False) for pages, size in segments),
-        equation=f"{layout.num_pages:,} pages x {sum(layout.page_bytes.values()):,} B of {len(layout.page_bytes)} "
-        "layers, pinned",
-    )
+    positions, num_travelling = layout.num_pages * PAGE_TOKENS, len(layout.page_bytes)
+    equation = f"{positions:,} positions x {staying:,} B"
+    if num_travelling:
+        num_layers = sum(1 for size in shape.kv_layer_bytes if size)
+        equation += f" of {num_layers - num_travelling} of {num_layers} layers"
+    compute = [Entry(name="KV cache", num_bytes=positions * staying, equation=equation)]
+    if not num_travelling:
+        return KVCost(compute=tuple(compute))
+    num_slots, slot_bytes = layout.num_slots, layout.slot_bytes
+    if not layout.stays_in_host:
+        equation = f"{num_slots} x {slot_bytes:,} B, {layout.slot_pages:,} pages of the largest lane"
+        compute.append(Entry(name="KV slots", num_bytes=num_slots * slot_bytes, equation=equation))
+    if layout.stays_in_host or layout.tier is KVTier.cpu:
+        segments = [(n, layout.stride_bytes(layer)) for layer in layout.page_bytes for n in layout.segment_pages(layer)]
+        pages = Entry(
+            name="KV pages",
+            num_bytes=sum(pinned_bytes(pages * size, is_aligned=False) for pages, size in segments),
+            equation=f"{layout.num_pages:,} pages x {sum(layout.page_bytes.values()):,} B of {num_travelling} layers, "
+            "pinned",
+        )
+        return KVCost(compute=tuple(compute), host=(pages,))
+    num_pages, pinned = layout.num_pages * num_travelling, pinned_bytes(slot_bytes)
+    equation = f"{num_pages:,} pages x {CHECKSUM_BYTES} B"
+    checksums = Entry(name="KV checksums", num_bytes=num_pages * CHECKSUM_BYTES, equation=equation)
+    if not has_device:
+        return KVCost(compute=(*compute, checksums), disk_bytes=layout.tier_bytes)
+    equation = f"{num_slots} x {pinned:,} B, pinned"
+    staging = Entry(name="KV staging", num_bytes=num_slots * pinned, equation=equation)
+    return KVCost(compute=tuple(compute), host=(staging, checksums), disk_bytes=layout.tier_bytes)
 
 
 TRIP_PARTS = 5  # queries, keys, values, sinks; the answer
@@ -197,15 +170,9 @@ def exchange_size(shape: ModelShape, kv: KVLayout, walk: Walk, load: Load) -> Ex
     if not kv.stays_in_host:
         return ExchangeSize(num_trips=0, trip_bytes=0)
     sinks = shape.num_heads * 4 + TRIP_PARTS * PART_ALIGNMENT_BYTES
-    return ExchangeSize(
-        num_trips=walk.order.style.num_ahead + 1, trip_bytes=load.most_rows * _row_bytes(shape, kv) + sinks
-    )
-
-
-def _row_bytes(shape: ModelShape, kv: KVLayout) -> int:
-    """The bytes of one new token: its key and value, and for each of their heads a group of queries and answers."""
-    group = -(-shape.num_heads // max(1, shape.num_kv_heads))
-    return (1 + group) * _position_bytes(shape, kv)
+    # One new token: its key and value, and for each of their heads a group of queries and answers.
+    row_bytes = (1 + -(-shape.num_heads // max(1, shape.num_kv_heads))) * _position_bytes(shape, kv)
+    return ExchangeSize(num_trips=walk.order.style.num_ahead + 1, trip_bytes=load.most_rows * row_bytes + sinks)
 
 
 def _position_bytes(shape: ModelShape, kv: KVLayout) -> int:

@@ -10,7 +10,14 @@ from functools import cached_property, lru_cache
 
 from ...batching.prefixes import SharedPrefix, Shares
 from ...units import MIB, round_up
-from ..shape.attention import CHUNK_COLUMNS, GATHERED_BYTES, AttentionSizes, AttentionWay, device_attention_bytes
+from ..shape.attention import (
+    CHUNK_COLUMNS,
+    GATHERED_BYTES,
+    AttentionSizes,
+    AttentionWay,
+    DeltaRule,
+    device_attention_bytes,
+)
 from ..shape.dtypes import PAGE_TOKENS as PAGE_TOKENS
 from ..shape.model import ModelShape
 from .ledger import Entry
@@ -141,11 +148,6 @@ def _restarts(shape: ModelShape, size: SequenceSize) -> bool:
     return limit is not None and size.num_prompt_tokens < limit < size.num_prompt_tokens + size.max_new_tokens
 
 
-def _prefilled(shape: ModelShape, size: SequenceSize) -> int:
-    """Tokens of it that want to be prefilled at a time."""
-    return (shape.restart_tokens or 0) if _restarts(shape, size) else size.num_prompt_tokens
-
-
 def _prompt_width(lane: MicroBatch) -> int:
     return max((size.num_prompt_tokens for size in lane), default=0)
 
@@ -169,7 +171,9 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
     if not lane:
         return 0
     if shape.is_packed:
-        return max(len(lane), min(prefill_chunk_tokens, sum(_prefilled(shape, size) for size in lane)))
+        # One that may restart wants all of its keys computed at a time.
+        wanted = (shape.restart_tokens or 0 if _restarts(shape, size) else size.num_prompt_tokens for size in lane)
+        return max(len(lane), min(prefill_chunk_tokens, sum(wanted)))
     width = _longest(shape, lane) if any(_restarts(shape, size) for size in lane) else _prompt_width(lane)
     if shape.has_encoder:  # each position looks at all others, so a prompt cannot be cut
         return len(lane) * (width + max(size.num_scored for size in lane))
@@ -217,88 +221,67 @@ def lane_entries(
     slack_bytes: int = ALLOCATOR_SLACK_BYTES,
 ) -> tuple[Entry, ...]:
     """States, hidden states, activations and logits of lanes side by side, in the compute device's memory."""
-    size = shape.compute_dtype_bytes
+    size, width = shape.compute_dtype_bytes, shape.hidden_size
     tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
-    largest = max(tokens, default=0)
+    largest, in_flight, num_rows = max(tokens, default=0), sum(tokens), sum(map(len, micro_batches))
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     inner = (2 * min(largest, GATED_ROWS) if shape.has_fused_gates else LANE_INNER * largest) * shape.intermediate_size
     widest_step = max(3 * largest * heads, inner)  # queries, keys and values twice
-    numbers = 4 * largest * shape.hidden_size + widest_step
-    between = 2 * shape.hidden_size + 2 * shape.head_dim  # models keep what they embedded until the pass ends
+    numbers = 4 * largest * width + widest_step
+    between = 2 * width + 2 * shape.head_dim  # models keep what they embedded until the pass ends
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
-    widest = max(shape.hidden_size, heads, shape.intermediate_size)
+    widest = max(width, heads, shape.intermediate_size)
     laid_out = min(LAID_OUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
-    products = max(PANEL_BYTES, laid_out + min(PANEL_BYTES, 4 * shape.hidden_size * widest))  # few rows, then many
-    if shape.has_decode_kernel:
-        products += _grouped_bytes(shape, sum(tokens))
-    return (
-        *(_state_entries(shape, micro_batches) if shape.state_bytes_per_sequence else ()),
-        *(_tail_entries(shape, micro_batches) if shape.kv_tail_bytes_per_sequence else ()),
-        *(_encoder_entries(shape, micro_batches) if shape.has_encoder else ()),
-        *(_delta_rule_entries(shape, micro_batches, prefill_chunk_tokens) if shape.delta_rule is not None else ()),
-        *(_part_entries(shape, largest, micro_batches) if shape.num_parts > 1 else ()),
-        Entry(
-            name="hidden states",
-            num_bytes=sum(tokens) * between * size,
-            equation=f"{sum(tokens):,} tokens in flight x {between:,} x {size} B",
-        ),
-        *(_neighbour_entries(shape, sum(tokens)) if shape.own is not None else ()),
-        Entry(
-            name="activations",
-            num_bytes=numbers * size + attention,
-            equation=f"{largest:,} tokens of the largest lane, {numbers:,} x {size} B + attention {attention:,} B",
-        ),
-        _logits_entry(shape, micro_batches, tokens),
-        Entry(
-            name="workspace",
-            num_bytes=products + slack_bytes,
-            equation=f"products {products / MIB:.1f} MiB + slack {slack_bytes // MIB} MiB",
-        ),
-    )
+    products = max(PANEL_BYTES, laid_out + min(PANEL_BYTES, 4 * width * widest))  # few rows, then many
+    choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
+    if shape.has_decode_kernel and choices:  # experts that are multiplied at once on a CPU
+        visits = in_flight * choices * visit_numbers(width, shape.expert_inner_size)
+        products += min(GROUPED_BYTES, visits * size)
+    entries = list[Entry]()
+    if per_row := shape.state_bytes_per_sequence:
+        equation = f"{num_rows:,} sequences x {per_row:,} B"
+        entries.append(Entry(name="states", num_bytes=num_rows * per_row, equation=equation))
+    if per_row := shape.kv_tail_bytes_per_sequence:
+        # What each sequence has not filled a page with yet, and each that computes for others: one at least of a lane,
+        # as these may come while it goes on.
+        shares = map(shares_of, micro_batches)
+        num_tails = num_rows + sum(max(1, len(each.parents)) if each is not None else 1 for each in shares)
+        equation = f"{num_tails:,} sequences x {per_row:,} B of {PAGE_TOKENS} positions as they are computed"
+        entries.append(Entry(name="KV tails", num_bytes=num_tails * per_row, equation=equation))
+    if shape.has_encoder:
+        entries += _encoder_entries(shape, micro_batches)
+    if shape.delta_rule is not None:
+        entries.append(_delta_rule_entry(shape, shape.delta_rule, micro_batches, prefill_chunk_tokens))
+    if shape.num_parts > 1:
+        entries.append(_parts_entry(shape, largest, micro_batches))
+    equation = f"{in_flight:,} tokens in flight x {between:,} x {size} B"
+    entries.append(Entry(name="hidden states", num_bytes=in_flight * between * size, equation=equation))
+    if shape.own is not None:  # what comes from the rank before and goes to the one behind, of all lanes of a pass
+        equation = f"2 x {in_flight:,} tokens in flight x {width:,} x {size} B"
+        entries.append(Entry(name="handed over", num_bytes=2 * in_flight * width * size, equation=equation))
+    equation = f"{largest:,} tokens of the largest lane, {numbers:,} x {size} B + attention {attention:,} B"
+    entries.append(Entry(name="activations", num_bytes=numbers * size + attention, equation=equation))
+    entries.append(_logits_entry(shape, micro_batches, tokens))
+    equation = f"products {products / MIB:.1f} MiB + slack {slack_bytes // MIB} MiB"
+    entries.append(Entry(name="workspace", num_bytes=products + slack_bytes, equation=equation))
+    return tuple(entries)
 
 
-def _neighbour_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
-    """What comes from the rank before and goes to the one behind, of all lanes of a pass."""
-    size, width = shape.compute_dtype_bytes, shape.hidden_size
-    return (
-        Entry(
-            name="handed over",
-            num_bytes=2 * num_tokens * width * size,
-            equation=f"2 x {num_tokens:,} tokens in flight x {width:,} x {size} B",
-        ),
-    )
-
-
-def _part_entries(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
+def _parts_entry(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> Entry:
     """What ranks that compute each token together make whole, as it comes and side by side; or what whole experts hand
     to one another."""
-    inner = min(num_tokens, GATED_ROWS) if shape.has_fused_gates else num_tokens
+    size, inner = shape.compute_dtype_bytes, min(num_tokens, GATED_ROWS) if shape.has_fused_gates else num_tokens
     heads = shape.num_parts * shape.num_heads * shape.head_dim
     numbers = max(num_tokens * max(heads, shape.hidden_size), inner * shape.intermediate_size)
     numbers = max(numbers, max(map(len, micro_batches), default=0) * shape.vocab_size)
     numbers = max(2 * numbers, num_tokens * handed_numbers(shape))
-    return (
-        Entry(
-            name="parts made whole",
-            num_bytes=numbers * shape.compute_dtype_bytes,
-            equation=f"{numbers:,} x {shape.compute_dtype_bytes} B",
-        ),
-    )
+    return Entry(name="parts made whole", num_bytes=numbers * size, equation=f"{numbers:,} x {size} B")
 
 
 def visit_numbers(hidden_size: int, inner_size: int) -> int:
     """What an expert makes of a token: the input, gate and up, their product twice, and the output, as its token has it
     and weighted, once in float32."""
     return 6 * hidden_size + 4 * inner_size
-
-
-def _grouped_bytes(shape: ModelShape, num_tokens: int) -> int:
-    """Counts what experts take that are multiplied at once on a CPU."""
-    choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
-    if not choices:
-        return 0
-    numbers = visit_numbers(shape.hidden_size, shape.expert_inner_size)
-    return min(GROUPED_BYTES, num_tokens * choices * numbers * shape.compute_dtype_bytes)
 
 
 def handed_numbers(shape: ModelShape) -> int:
@@ -310,43 +293,18 @@ def handed_numbers(shape: ModelShape) -> int:
     return (min(choices, shape.num_whole_experts) + -(-choices // shape.num_parts) + 2) * shape.hidden_size
 
 
-def _state_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
-    rows, per_row = sum(map(len, micro_batches)), shape.state_bytes_per_sequence
-    return (Entry(name="states", num_bytes=rows * per_row, equation=f"{rows:,} sequences x {per_row:,} B"),)
-
-
-def _tail_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
-    """What each sequence has not filled a page with yet, and each that computes for others: one at least of a lane, as
-    these may come while it goes on."""
-    shares = map(shares_of, micro_batches)
-    others = sum(max(1, len(each.parents)) if each is not None else 1 for each in shares)
-    rows, per_row = sum(map(len, micro_batches)) + others, shape.kv_tail_bytes_per_sequence
-    return (
-        Entry(
-            name="KV tails",
-            num_bytes=rows * per_row,
-            equation=f"{rows:,} sequences x {per_row:,} B of {PAGE_TOKENS} positions as they are computed",
-        ),
-    )
-
-
-def _delta_rule_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> tuple[Entry, ...]:
-    """The entries of the lane that takes most: many short rows are padded to many columns."""
-    rule, size = shape.delta_rule, shape.compute_dtype_bytes
-    assert rule is not None, "asked of a model without a delta rule"
-    rectangles = [
-        (len(lane), prompt_columns(shape, len(lane), _prompt_width(lane), chunk_tokens))
-        for lane in micro_batches
-        if lane
-    ]
+def _delta_rule_entry(
+    shape: ModelShape, rule: DeltaRule, micro_batches: Sequence[MicroBatch], chunk_tokens: int
+) -> Entry:
+    """The entry of the lane that takes most: many short rows are padded to many columns."""
+    size, lanes = shape.compute_dtype_bytes, list(filter(None, micro_batches))
+    rectangles = [(len(lane), prompt_columns(shape, len(lane), _prompt_width(lane), chunk_tokens)) for lane in lanes]
     rows, columns = max(rectangles, key=lambda each: rule.num_bytes(*each, size), default=(0, 0))
-    return (
-        Entry(
-            name="delta rule",
-            num_bytes=rule.num_bytes(rows, columns, size),
-            equation=f"{rows:,} rows of {columns:,} columns in chunks of {CHUNK_COLUMNS}, {rule.num_heads} heads of "
-            f"{rule.key_dim} x {rule.value_dim} in float32",
-        ),
+    return Entry(
+        name="delta rule",
+        num_bytes=rule.num_bytes(rows, columns, size),
+        equation=f"{rows:,} rows of {columns:,} columns in chunks of {CHUNK_COLUMNS}, {rule.num_heads} heads of "
+        f"{rule.key_dim} x {rule.value_dim} in float32",
     )
 
 
@@ -386,39 +344,32 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
         decode = 0 if shape.has_decode_kernel else 2 * rows * shape.num_heads * longest * size
         prefill = 0
         if shape.is_packed and shape.attention_way is not AttentionWay.host:
-            sizes = _attention_sizes(shape, lane, num_tokens=tokens, longest=longest)
+            sizes = AttentionSizes(
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                item_bytes=size,
+                num_rows=len(lane),
+                num_tokens=tokens,
+                num_positions=sum(each.capacity_tokens for each in lane),
+                longest=longest,
+            )
             prefill = device_attention_bytes(shape.attention_way, sizes)
             decode = decode if shape.expanded_kv_width else 0
         elif shape.is_packed:
             prefill = min(chunk_tokens, longest) * longest * (2 + size * (1 + 3 * shape.score_heads))
             prefill += 2 * longest * shape.num_kv_heads * shape.head_dim * size
         if shape.kv_dtype.is_quantized:
-            prefill += _dequantized_bytes(shape, lane, longest, tokens)
+            # What quantised pages take while they become numbers, three times in float32, of a prompt or of as many
+            # rows as an accelerator gathers at a time; and masks over the pages of a pass, which are seen as kept and
+            # as computed.
+            width, new = shape.num_kv_heads * shape.head_dim, min(tokens, longest)
+            most = GATHERED_BYTES // (2 * width * size)
+            positions = longest if shape.has_decode_kernel else max(longest, min(len(lane) * longest, most))
+            prefill += 3 * 2 * width * 4 * positions + 4 * new * (longest + new)
         expanded = 2 * len(lane) * longest * shape.expanded_kv_width * size
         worst = max(worst, decode + expanded, prefill + expanded)
     return worst
-
-
-def _dequantized_bytes(shape: ModelShape, lane: MicroBatch, longest: int, num_tokens: int) -> int:
-    """What quantised pages take while they become numbers, three times in float32, of a prompt or of as many rows as an
-    accelerator gathers at a time; and masks over the pages of a pass, which are seen as kept and as computed."""
-    width = shape.num_kv_heads * shape.head_dim
-    most = GATHERED_BYTES // (2 * width * shape.compute_dtype_bytes)
-    positions = longest if shape.has_decode_kernel else max(longest, min(len(lane) * longest, most))
-    return 3 * 2 * width * 4 * positions + 4 * min(num_tokens, longest) * (longest + min(num_tokens, longest))
-
-
-def _attention_sizes(shape: ModelShape, lane: MicroBatch, *, num_tokens: int, longest: int) -> AttentionSizes:
-    return AttentionSizes(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        item_bytes=shape.compute_dtype_bytes,
-        num_rows=len(lane),
-        num_tokens=num_tokens,
-        num_positions=sum(size.capacity_tokens for size in lane),
-        longest=longest,
-    )
 
 
 def resumed_chunks(
@@ -428,7 +379,11 @@ def resumed_chunks(
     generated; `resumed`: what is left of them, with all that is known as prompts; `spare_bytes`: what the compute
     device's ledger leaves over."""
     if shape.has_encoder:
-        return tuple(_decoded_chunk(shape, lane, spare_bytes) for lane in planned)
+        # The head of a decoder behind an encoder makes logits of every token that it is given: as many as find room
+        # where the encoder's activations were, and no more than those had tokens.
+        room = [len(lane) + (room_of_encoder(shape, lane) + spare_bytes) // (4 * shape.vocab_size) for lane in planned]
+        pairs = zip(planned, room, strict=True)
+        return tuple(max(len(lane), min(pass_tokens(shape, lane, 0), most)) for lane, most in pairs)
     as_planned = [pass_tokens(shape, lane, chunk_tokens) for lane in planned]
     room, tokens = _num_bytes(lane_entries(shape, planned, chunk_tokens)) + spare_bytes, chunk_tokens
     while tokens > max(as_planned, default=0):
@@ -436,13 +391,6 @@ def resumed_chunks(
             return (tokens,) * len(planned)
         tokens //= 2
     return tuple(as_planned)
-
-
-def _decoded_chunk(shape: ModelShape, lane: MicroBatch, spare_bytes: int) -> int:
-    """The chunk of a decoder behind an encoder, whose head makes logits of every token that it is given: as many as
-    find room where the encoder's activations were, and no more than those had tokens."""
-    room = room_of_encoder(shape, lane) + spare_bytes
-    return max(len(lane), min(pass_tokens(shape, lane, 0), len(lane) + room // (4 * shape.vocab_size)))
 
 
 def room_of_encoder(shape: ModelShape, lane: MicroBatch) -> int:

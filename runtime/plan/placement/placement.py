@@ -3,11 +3,11 @@ that takes of each memory; and where it is too much, which config keys can make 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...batching.prefixes import SharingRule
-from ...config.settings import ExpertPaging, KVTier, ModelConfig, RuntimeConfig
+from ...config.settings import ExpertPaging, KVTier, RuntimeConfig
 from ...units import GIB
 from ..schedule.walk import Walk
 from .dequantized import DequantizedSize
@@ -130,20 +130,9 @@ class Placement:
 
 KV_TERMS = frozenset({"KV cache", "KV pages"})
 SLOT_TERMS = frozenset({"KV slots", "KV staging"})
+LANE_TERMS = frozenset({"states", "KV tails", "hidden states", "delta rule", "activations", "logits", "KV exchange"})
 LOWERED_BY = {  # which terms a lower value of the key makes smaller
-    "policy.micro_batch_size": frozenset(
-        {
-            "states",
-            "KV tails",
-            "hidden states",
-            "delta rule",
-            "activations",
-            "logits",
-            "KV exchange",
-            *KV_TERMS,
-            *SLOT_TERMS,
-        }
-    ),
+    "policy.micro_batch_size": LANE_TERMS | KV_TERMS | SLOT_TERMS,
     "policy.num_micro_batches": frozenset({"states", "KV tails", "hidden states", *KV_TERMS}),
     "policy.prefill_chunk_tokens": frozenset({"hidden states", "activations"}),
     "sampling.max_new_tokens": KV_TERMS | SLOT_TERMS,
@@ -160,32 +149,27 @@ def ways_to_fit(
     terms = frozenset(entry.name for entry in ledger.entries if entry.num_bytes)
     ways = [f"raise {ledger.budget_key} to {math.ceil(1000 * ledger.total_bytes / GIB) / 1000:g}"]
     lower = [key for key, lowered in LOWERED_BY.items() if terms & lowered and key not in at_least]
-    if lower := [*lower, *_to_lower(terms, walk, kv)]:
-        ways.append(f"lower {_one_of(lower)}")
-    if use := [*_to_use(terms, walk, kv, config.model)]:
-        ways.append(f"use {_one_of(use)}")
-    return ", or ".join(ways)
-
-
-def _to_lower(terms: frozenset[str], walk: Walk, kv: KVLayout) -> Iterator[str]:
     if "slots" in terms and walk.num_slots > 1:
-        yield "prefetch.depth" if walk.block == 1 else "prefetch.block_layers"
+        lower.append("prefetch.depth" if walk.block == 1 else "prefetch.block_layers")
     if "resident weights" in terms and walk.streamed:
-        yield "offload.resident_layers"
+        lower.append("offload.resident_layers")
     if "KV cache" in terms and kv.tier is KVTier.nvme:
-        yield "kv.device_fraction"
-
-
-def _to_use(terms: frozenset[str], walk: Walk, kv: KVLayout, model: ModelConfig) -> Iterator[str]:
+        lower.append("kv.device_fraction")
+    use, model = list[str](), config.model
     if "weights" in terms or ("resident weights" in terms and not walk.streamed):
         rounded = f" with weights that are rounded once, as model.quantize keeps all it has read ({model.packing})"
-        yield "offload=nvme" + (rounded if model.quantize is not None else "")
+        use.append("offload=nvme" + (rounded if model.quantize is not None else ""))
     if "recordings" in terms:
-        yield "model.graphs=false"
+        use.append("model.graphs=false")
     if "dequantized weights" in terms:
-        yield "offload.dequantize=product"
+        use.append("offload.dequantize=product")
     if terms & KV_TERMS and kv.tier is not KVTier.nvme:
-        yield "policy.attention=device with kv=nvme" if kv.stays_in_host else "kv=nvme"
+        use.append("policy.attention=device with kv=nvme" if kv.stays_in_host else "kv=nvme")
+    if lower:
+        ways.append(f"lower {_one_of(lower)}")
+    if use:
+        ways.append(f"use {_one_of(use)}")
+    return ", or ".join(ways)
 
 
 def _one_of(keys: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from ...config.orders import PLAIN
 from ...config.settings import Dequantize, ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier, require
 from ..shape.extents import LOADING_BYTES, pinned_bytes
 from ..shape.model import ModelShape
-from ..shape.stage_sizes import ExpertSizes, spread
+from ..shape.stage_sizes import spread
 from . import feedforward
 from .dequantized import DequantizedSize
 from .experts import ExpertPhase, batch_entries, choose_paging, host_entries, pageable_stages, slot_entry, visit_entries
@@ -20,7 +20,7 @@ from .ledger import Entry, Ledger, library_entry
 from .load import Load
 from .memory import lane_entries, recordings_entry
 from .placement import Budgets, Placement
-from .walks import cpu_attends, make_walks
+from .walks import cpu_attends, make_walk
 
 HOST_KEY, DEVICE_KEY = "offload.host_memory_gib", "offload.device_memory_gib"
 
@@ -78,7 +78,8 @@ class Requirements:
             self.budgets.computed(Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B")),
         ]
         if placement.paged:
-            entries.append(slot_entry(self._expert_sizes(placement), placement.num_expert_slots))
+            experts = [self.shape.sizes.experts[stage] for stage in placement.paged]
+            entries.append(slot_entry(experts, placement.num_expert_slots))
         if placement.dequantized is not None:
             entries.append(self.budgets.computed(placement.dequantized.entry))
         entries += self._fixed
@@ -126,9 +127,6 @@ class Requirements:
             entries.append(pinned_entry(placement.exchange))
         return tuple(entries)
 
-    def _expert_sizes(self, placement: Placement) -> Sequence[ExpertSizes]:
-        return [self.shape.sizes.experts[stage] for stage in sorted(placement.paged)]
-
 
 KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried where kv.device_fraction is left open
 
@@ -171,7 +169,9 @@ def place(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load
     placer = _Placer(shape=shape, config=config, budgets=budgets, load=load)
     candidate = None
     for candidate in placer.candidates():
-        if candidate.may_fit and (placement := placer.placement(candidate)).fits:
+        # Asked before anything else is laid out: of the many that cannot fit, nearly all are found here.
+        may_fit = candidate.needs.may_hold(candidate.resident_bytes)
+        if may_fit and (placement := placer.placement(candidate)).fits:
             return placement
     assert candidate is not None, "there is always something to try"
     return placer.placement(candidate)
@@ -187,11 +187,6 @@ class _KVCandidate:
     resident_bytes: int
     has_area: bool = False  # for dequantized weights
 
-    @property
-    def may_fit(self) -> bool:
-        """Asked before anything else is laid out: of the many that cannot, nearly all are found here."""
-        return self.needs.may_hold(self.resident_bytes)
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Placer:
@@ -203,8 +198,12 @@ class _Placer:
     def candidates(self) -> Iterator[_KVCandidate]:
         """More resident layers do not always take more: they free slots and, in front of an accelerator, host memory,
         and spread over the depth they are others. So all numbers of them are tried."""
-        residents = list(self._residents())
-        for has_area in self._areas():
+        residents, areas = list(self._residents()), [False]
+        if self.budgets.has_device and DequantizedSize.of(self.shape, frozenset(), 1) is not None:
+            # Memory set aside for dequantized weights comes first: otherwise each lane dequantizes what it multiplies.
+            by_choice = {Dequantize.auto: [True, False], Dequantize.stage: [True], Dequantize.product: [False]}
+            areas = by_choice[self.config.offload.dequantize]
+        for has_area in areas:
             for kv in self._kv_layouts():
                 needs = Requirements(shape=self.shape, config=self.config, budgets=self.budgets, load=self.load, kv=kv)
                 for paging in self._pagings():
@@ -212,14 +211,6 @@ class _Placer:
                         yield _KVCandidate(
                             needs=needs, paging=paging, resident=resident, resident_bytes=num_bytes, has_area=has_area
                         )
-
-    def _areas(self) -> list[bool]:
-        """Whether to set memory aside for dequantized weights: to be tried first, as otherwise each lane dequantizes
-        what it multiplies."""
-        choice = self.config.offload.dequantize
-        if not self.budgets.has_device or DequantizedSize.of(self.shape, frozenset(), 1) is None:
-            return [False]
-        return {Dequantize.auto: [True, False], Dequantize.stage: [True], Dequantize.product: [False]}[choice]
 
     def _kv_layouts(self) -> Iterator[KVLayout]:
         fraction, has_device = self.config.kv.device_fraction, self.budgets.has_device
@@ -252,29 +243,26 @@ class _Placer:
             return [ExpertPaging.hit]
         if paging is not ExpertPaging.auto:
             return [paging]
-        if_it_fits, if_not = (self._best_paging(layer_fits=layer_fits) for layer_fits in (True, False))
-        return [if_it_fits] if if_it_fits is if_not else [if_it_fits, if_not]
-
-    def _best_paging(self, *, layer_fits: bool) -> ExpertPaging:
-        stage = self.shape.stages[min(pageable_stages(self.shape))]
-        return choose_paging(
-            num_experts=stage.num_experts,
-            num_experts_per_token=stage.num_experts_per_token,
-            phases=self._phases,
-            layer_fits=layer_fits,
-        )
-
-    @property
-    def _phases(self) -> tuple[ExpertPhase, ExpertPhase]:
-        """One choice serves both: prompts visit nearly all experts, but passes that decode are mostly many more."""
         load, is_batched = self.load, (self.config.policy.schedule or PLAIN).style.batches_experts
         prefill, decode = load.lane_tokens, [len(lane) for lane in load.lanes]
         tokens = [sum(each) if is_batched else max(each, default=0) for each in (prefill, decode)]
         num_requests = 1 if is_batched else len(load.lanes)
-        return (
+        # One choice serves both: prompts visit nearly all experts, but passes that decode are mostly many more.
+        phases = (
             ExpertPhase(num_passes=load.num_prefill_passes, num_requests=num_requests, num_tokens=tokens[0]),
             ExpertPhase(num_passes=load.num_decode_passes, num_requests=num_requests, num_tokens=tokens[1]),
         )
+        stage = self.shape.stages[min(pageable_stages(self.shape))]
+        if_it_fits, if_not = (
+            choose_paging(
+                num_experts=stage.num_experts,
+                num_experts_per_token=stage.num_experts_per_token,
+                phases=phases,
+                layer_fits=layer_fits,
+            )
+            for layer_fits in (True, False)
+        )
+        return [if_it_fits] if if_it_fits is if_not else [if_it_fits, if_not]
 
     @property
     def _keeps_all(self) -> bool:
@@ -340,20 +328,29 @@ class _Placer:
     def _placed(self, candidate: _KVCandidate, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
         resident, paging, kv = candidate.resident, candidate.paging, candidate.needs.kv
         paged = pageable_stages(self.shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()
-        has_device = self.budgets.has_device
-        walks = make_walks(
-            self.shape, self.config, streamed, kv, len(self.load.lanes), in_host=in_host, has_device=has_device
+        prefill, decode = (
+            make_walk(
+                self.shape,
+                self.config,
+                streamed,
+                kv,
+                len(self.load.lanes),
+                in_host=in_host,
+                is_decode=is_decode,
+                has_device=self.budgets.has_device,
+            )
+            for is_decode in (False, True)
         )
         sizes = self.shape.sizes.slot_bytes(paged)
-        num_open = max(walk.order.style.num_open for walk in (walks.prefill, walks.decode))
+        num_open = max(walk.order.style.num_open for walk in (prefill, decode))
         placement = Placement(
             resident=resident,
-            walk=walks.prefill,
-            decode_walk=walks.decode,
+            walk=prefill,
+            decode_walk=decode,
             slot_bytes=max((sizes[stage] for stage in streamed), default=0),
             ledgers=(),
             kv=kv,
-            exchange=exchange_size(self.shape, kv, walks.decode, self.load),
+            exchange=exchange_size(self.shape, kv, decode, self.load),
             paged=paged,
             paging=paging if paged else ExpertPaging.off,
             num_expert_slots=max(2, self.config.prefetch.depth + 1) if paged else 0,

@@ -1,21 +1,12 @@
 """Which walk a pass takes: the prefill passes' and the decode passes'."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ...config.orders import PLAIN, Order
 from ...config.settings import Attention, Prefetch, PrefetchConfig, RuntimeConfig
 from ..schedule.walk import Walk
 from ..shape.model import ModelShape
 from .kv import KVLayout
-
-
-@dataclass(frozen=True, kw_only=True)
-class Walks:
-    """Decode passes leave out an encoder, and alone let the CPU attend."""
-
-    prefill: Walk
-    decode: Walk
 
 
 def num_slots_for(prefetch: PrefetchConfig, order: Order) -> int:
@@ -37,26 +28,7 @@ def cpu_attends(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -
     return is_possible and config.policy.attention is Attention.cpu
 
 
-def make_walks(
-    shape: ModelShape,
-    config: RuntimeConfig,
-    streamed: Sequence[int],
-    kv: KVLayout,
-    num_lanes: int,
-    *,
-    in_host: frozenset[int],
-    has_device: bool,
-) -> Walks:
-    """`streamed` stages pass through slots, in pages where the order wants that; those `in_host` live in host
-    memory."""
-    prefill, decode = (
-        _walk(shape, config, streamed, kv, num_lanes, in_host=in_host, is_decode=is_decode, has_device=has_device)
-        for is_decode in (False, True)
-    )
-    return Walks(prefill=prefill, decode=decode)
-
-
-def _walk(
+def make_walk(
     shape: ModelShape,
     config: RuntimeConfig,
     streamed: Sequence[int],
@@ -67,7 +39,9 @@ def _walk(
     is_decode: bool,
     has_device: bool,
 ) -> Walk:
-    """A walk that begins later needs no more slots of either kind than the whole one."""
+    """The walk of prefill or of decode passes, which leave out an encoder, and alone let the CPU attend. `streamed`
+    stages pass through slots, in pages where the order wants that; those `in_host` live in host memory. A walk that
+    begins later needs no more slots of either kind than the whole one."""
     prefetch, order = config.prefetch, config.policy.schedule or PLAIN
     own = shape.own_stages
     first = shape.first_decode_stage if is_decode else own.start
@@ -77,6 +51,13 @@ def _walk(
     num_read = sum(stage not in in_host for stage in passed)
     staging = (2 if block == 1 else block) if copies else 0
     travelling = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()
+    # A page for each turn of a stage; where every turn ends with a barrier, also for those of resident stages: a turn
+    # without a page is one in which disk and link do nothing.
+    style = order.style
+    stages_each = round((own.stop - first) / max(1, len(passed))) if style.has_barriers else 1
+    routing = tuple[int, ...]()
+    if style.batches_experts:  # lanes stop where experts run through our function
+        routing = tuple(stage.index for stage in shape.layers if any(p.is_experts for p in stage.parameters))
     attends = is_decode and cpu_attends(shape, config, has_device=has_device)
     return Walk(
         num_stages=own.stop,
@@ -88,25 +69,12 @@ def _walk(
         copies=copies,
         block=block,
         order=order if is_decode else order.without_cpu_attention,
-        num_pages=_num_pages(order, num_lanes, own.stop - first, len(passed)),
+        num_pages=max(1, num_lanes) * stages_each if style.spreads_pages else 1,
         attending=tuple(stage.index for stage in shape.layers) if attends else (),
-        routing=_routing(shape) if order.style.batches_experts else (),
+        routing=routing,
         travelling=travelling,
         num_kv_slots=kv.num_slots if travelling else 0,
-        is_by_lane=shape.own is not None and not passed and not order.style.batches_experts,
+        is_by_lane=shape.own is not None and not passed and not style.batches_experts,
         receives=own.start > 0,
         sends=own.stop < len(shape.stages),
     )
-
-
-def _num_pages(order: Order, num_lanes: int, num_stages: int, num_streamed: int) -> int:
-    """A page for each turn of a stage; where every turn ends with a barrier, also for those of resident stages: a turn
-    without a page is one in which disk and link do nothing."""
-    style = order.style
-    stages_each = round(num_stages / max(1, num_streamed)) if style.has_barriers else 1
-    return max(1, num_lanes) * stages_each if style.spreads_pages else 1
-
-
-def _routing(shape: ModelShape) -> tuple[int, ...]:
-    """Stages whose experts run through our function."""
-    return tuple(stage.index for stage in shape.layers if any(p.is_experts for p in stage.parameters))
