@@ -127,7 +127,8 @@ def plan_pass(
         else:
             assert len(staying) > 1, f"request {staying[0].request} alone needs {needed} KV pages, {free} are free"
             youngest = staying.pop()
-            free += _own_pages(youngest, limits)
+            # Pages that it holds alone.
+            free += limits.pages(youngest.num_cached) - limits.pages(limits.rule.num_shared(youngest.prefix))
             preempted.insert(0, youngest)
         shares = _share_budgets(staying, kept, limits)
     entered = [] if preempted else _enter(waiting, staying, kept, free, limits)
@@ -148,11 +149,6 @@ def _seated(seats: Iterable[SeatState]) -> list[tuple[SharedPrefix | None, int]]
 
 def _line(waiting: Iterable[Waiting | SeatState]) -> list[SharedPrefix | None]:
     return [each.prefix for each in waiting]
-
-
-def _own_pages(seat: SeatState, limits: AdmissionLimits) -> int:
-    """Pages that it holds alone."""
-    return limits.pages(seat.num_cached) - limits.pages(limits.rule.num_shared(seat.prefix))
 
 
 def _needed_pages(
@@ -224,7 +220,10 @@ def _enter(
         num_seated[seat.lane] += 1
         num_tokens[seat.lane] += seat.num_known
     room = free_pages - kept.promised_pages
-    room -= _growing_pages(seats, limits)
+    page = limits.page_tokens
+    for seat in seats:  # what they want beyond what they have
+        most = seat.num_known + page
+        room -= -(-(most if most < seat.num_most else seat.num_most) // page) - -(-seat.num_cached // page)
     entered: list[SeatState] = []
     for turn, request in enumerate(waiting):
         open_lanes = [lane for lane in range(limits.num_lanes) if num_seated[lane] < limits.lane_size]
@@ -232,8 +231,16 @@ def _enter(
             break
         prefix = request.prefix
         lane = min(open_lanes, key=lambda lane: (num_tokens[lane] + kept.missing_tokens(prefix, lane), lane))
-        entering = _entering(request, lane, limits)
-        wanted = _wanted_pages(request, limits) - limits.pages(entering.num_cached) + kept.missing_pages(prefix, lane)
+        entering = SeatState(
+            request=request.request,
+            lane=lane,
+            num_cached=limits.rule.num_shared(prefix),
+            num_known=request.num_known,
+            num_most=request.num_most,
+            prefix=prefix,
+        )
+        wanted = limits.pages(min(request.num_known + limits.page_tokens, request.num_most))
+        wanted += kept.missing_pages(prefix, lane) - limits.pages(entering.num_cached)
         if wanted > room:
             made = kept.make_room(wanted - room, _seated([*seats, *entered, entering]), _line(waiting[turn:]))
             if made is None:
@@ -245,27 +252,3 @@ def _enter(
         num_tokens[lane] += request.num_known
         entered.append(entering)
     return entered
-
-
-def _entering(request: Waiting, lane: int, limits: AdmissionLimits) -> SeatState:
-    return SeatState(
-        request=request.request,
-        lane=lane,
-        num_cached=limits.rule.num_shared(request.prefix),
-        num_known=request.num_known,
-        num_most=request.num_most,
-        prefix=request.prefix,
-    )
-
-
-def _growing_pages(seats: Sequence[SeatState], limits: AdmissionLimits) -> int:
-    """That all of them want beyond those that they have."""
-    page, pages = limits.page_tokens, 0
-    for seat in seats:
-        wanted = seat.num_known + page
-        pages += -(-(wanted if wanted < seat.num_most else seat.num_most) // page) - -(-seat.num_cached // page)
-    return pages
-
-
-def _wanted_pages(sequence: Waiting | SeatState, limits: AdmissionLimits) -> int:
-    return limits.pages(min(sequence.num_known + limits.page_tokens, sequence.num_most))

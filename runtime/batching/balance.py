@@ -123,19 +123,16 @@ def _blocks_of_groups(
     lanes = grouped(num_tokens, prefixes, num_lanes=num_lanes, lane_size=micro_batch_size)
     lanes = [lane for lane in sorted(lanes, key=lambda lane: lane.num_tokens, reverse=True) if lane.members]
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(num_blocks)]
-    for turn, lane in enumerate(_alike(lanes, prefixes) if in_line else lanes):
+    if in_line:  # those that begin alike follow the first of them
+        alike = defaultdict[SharedPrefix | None, list[Group]](list)
+        for lane in lanes:
+            first = prefixes[lane.members[0]]
+            alike[[*first.chain][-1] if first is not None else None].append(lane)
+        lanes = [lane for each in alike.values() for lane in each]
+    for turn, lane in enumerate(lanes):
         index = turn * min(num_blocks, len(lanes)) // len(lanes) if in_line else _snake(turn, num_blocks)
         dealt[index].append(tuple(lane.members))
     return tuple(Block(index=index, micro_batches=tuple(groups)) for index, groups in enumerate(dealt))
-
-
-def _alike(lanes: Sequence[Group], prefixes: Sequence[SharedPrefix | None]) -> list[Group]:
-    """The lanes in their order, but for those that begin alike: these follow the first of them."""
-    found = defaultdict[SharedPrefix | None, list[Group]](list)
-    for lane in lanes:
-        first = prefixes[lane.members[0]]
-        found[[*first.chain][-1] if first is not None else None].append(lane)
-    return [lane for each in found.values() for lane in each]
 
 
 def _snake(turn: int, width: int) -> int:
@@ -170,11 +167,19 @@ def grouped(
     rows, below = defaultdict[SharedPrefix | None, list[int]](list), defaultdict[SharedPrefix | None, list[Group]](list)
     for i, prefix in enumerate(prefixes):
         rows[prefix].append(i)
-    for prefix in _longest_first(rows):
+    chains = dict[SharedPrefix, None]()  # all prefixes and those that they begin with
+    for prefix in [*rows]:
+        while prefix is not None and prefix not in chains:
+            chains[prefix] = None
+            prefix = prefix.parent
+    for prefix in sorted(chains, key=lambda prefix: prefix.num_tokens, reverse=True):  # each in front of its parent
         own, groups = rows.pop(prefix, []), below.pop(prefix, [])
         count = len(own) + sum(len(group.members) for group in groups)
         if count <= lane_size:
-            groups = [_one(own, groups, num_tokens, prefix.num_tokens)]
+            together = Group(members=own, num_tokens=sum(num_tokens[i] for i in own) - len(own) * prefix.num_tokens)
+            for group in groups:
+                together.add(group)
+            groups = [together]
         else:
             parts = [*groups, *_alone(own, num_tokens, prefix.num_tokens)]
             groups = _joined(parts, -(-count // width), lane_size)
@@ -186,24 +191,6 @@ def grouped(
 
 def _alone(rows: Iterable[int], num_tokens: Sequence[int], num_shared: int) -> list[Group]:
     return [Group(members=[i], num_tokens=num_tokens[i] - num_shared) for i in rows]
-
-
-def _one(rows: list[int], groups: Iterable[Group], num_tokens: Sequence[int], num_shared: int) -> Group:
-    """All of them together."""
-    found = Group(members=rows, num_tokens=sum(num_tokens[i] for i in rows) - len(rows) * num_shared)
-    for group in groups:
-        found.add(group)
-    return found
-
-
-def _longest_first(prefixes: Iterable[SharedPrefix | None]) -> list[SharedPrefix]:
-    """All of them and those that they begin with, each in front of its parent."""
-    found = dict[SharedPrefix, None]()
-    for prefix in dict.fromkeys(prefixes):
-        while prefix is not None and prefix not in found:
-            found[prefix] = None
-            prefix = prefix.parent
-    return sorted(found, key=lambda prefix: prefix.num_tokens, reverse=True)
 
 
 def _joined(parts: Sequence[Group], num_groups: int, most: int) -> list[Group]:

@@ -14,6 +14,7 @@ from ..config.settings import (
     ExpertPaging,
     KVConfig,
     KVTier,
+    PolicyConfig,
     PolicyKind,
     Prefetch,
     PrefetchConfig,
@@ -39,30 +40,42 @@ def ignored_by_plan(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, 
     """Settings that do nothing for this model, on this machine, in this plan."""
     return [
         *_weights(config, shape, has_device=has_device),
-        *_recordings(config, plan, has_device=has_device),
-        *_experts(config, shape, plan.placement),
-        *_attention(config, shape, has_device=has_device),
+        *_compute(config, shape, plan, has_device=has_device),
         *_keys_and_values(config, shape, plan.placement, has_device=has_device),
         *_prefetch(config, plan.placement),
-        *_admission(config, shape),
-        *_search(config),
+        *_policy(config.policy, shape),
     ]
 
 
 def slow_by_plan(config: RuntimeConfig, plan: RunPlan) -> list[str]:
     """Settings that came to something slow which the user can avoid."""
-    return [*_kv_on_disk(config, plan.placement), *_experts_read_by_lane(plan)]
+    found, placement, layout = list[str](), plan.placement, plan.placement.kv
+    if config.kv.tier is KVTier.auto and layout.tier is KVTier.nvme and layout.page_bytes:
+        keys = " or ".join(ledger.budget_key for ledger in placement.ledgers)
+        found.append(
+            f"kv=auto keeps keys and values of {len(layout.page_bytes)} layers on disk, which is slow: memory has no "
+            f"room for more; raise {keys}, or lower policy.micro_batch_size or sampling.max_new_tokens"
+            + ("; with a loss, kv.dtype=int8 keeps them in fewer bytes" if layout.may_be_quantized else "")
+        )
+    is_by_rule = plan.searched is None
+    if placement.paged and plan.num_lanes > 1 and not placement.decode_walk.routing and is_by_rule:
+        found.append(
+            f"offload.expert_paging={placement.paging.value} reads an expert up to {plan.num_lanes} times in a pass: "
+            f"each of {plan.num_lanes} micro-batches asks by itself; policy.schedule={BATCHED.value} reads it once"
+        )
+    return found
 
 
 def _weights(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> Iterator[str]:
-    offload = config.offload
+    offload, tier = config.offload, config.tier
+    keeps_all = tier is Tier.none or (tier is Tier.cpu and not has_device)
     is_stored = DequantizedSize.of(shape, frozenset(), 1) is not None
     if offload.dequantize is not Dequantize.auto and not (has_device and is_stored):
         why = "all weights lie as they are multiplied" if has_device else "compute happens in host memory"
         yield f"offload.dequantize={offload.dequantize.value} has no effect: {why}; leave it auto"
     if offload.tier is Tier.cpu and not has_device:
         yield "offload=cpu is as offload=none here: compute happens in host memory; offload=nvme streams from disk"
-    if offload.resident_layers is not None and _keeps_all(config.tier, has_device=has_device):
+    if offload.resident_layers is not None and keeps_all:
         yield (
             f"offload.resident_layers={offload.resident_layers} has no effect: offload={offload.tier.value} keeps "
             "every layer; leave it null"
@@ -74,50 +87,33 @@ def _weights(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> I
         )
 
 
-def _recordings(config: RuntimeConfig, plan: RunPlan, *, has_device: bool) -> Iterator[str]:
-    """A run on a device that cannot record is refused before it hears of this."""
-    if not config.model.graphs or not has_device:
-        return
-    if not plan.placement.stays_whole:
-        yield (
-            "model.graphs=true is refused by a run of this plan: weights, or keys and values, travel; offload=none and "
-            "kv=device where they fit, or model.graphs=false"
-        )
-    elif plan.num_lanes > 1:
-        yield f"model.graphs=true has no effect: {plan.num_lanes} lanes take turns; policy.num_micro_batches=1"
-
-
-def _keeps_all(tier: Tier, *, has_device: bool) -> bool:
-    return tier is Tier.none or (tier is Tier.cpu and not has_device)
-
-
-def _experts(config: RuntimeConfig, shape: ModelShape, placement: Placement) -> Iterator[str]:
-    order = config.policy.schedule
+def _compute(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> Iterator[str]:
+    """Recordings of passes, experts and attention. A run on a device that cannot record is refused before it hears of
+    this."""
+    placement, order, paging = plan.placement, config.policy.schedule, config.offload.expert_paging
+    if config.model.graphs and has_device:
+        if not placement.stays_whole:
+            yield (
+                "model.graphs=true is refused by a run of this plan: weights, or keys and values, travel; offload=none "
+                "and kv=device where they fit, or model.graphs=false"
+            )
+        elif plan.num_lanes > 1:
+            yield f"model.graphs=true has no effect: {plan.num_lanes} lanes take turns; policy.num_micro_batches=1"
     if order is not None and order.style.batches_experts and not placement.decode_walk.routing:
         why = "the model runs its experts in its own code" if shape.has_experts else "the model has no experts"
         yield f"policy.schedule={order.value} has no effect: {why}; policy.schedule={PLAIN.value} is the same"
-    paging = config.offload.expert_paging
     if paging in (ExpertPaging.hit, ExpertPaging.all) and placement.paging is ExpertPaging.off:
-        yield f"offload.expert_paging={paging.value} has no effect: {_why_not_paged(shape)}; leave it auto"
-
-
-def _why_not_paged(shape: ModelShape) -> str:
-    if not shape.has_experts:
-        return "the model has no experts"
-    if not pageable_stages(shape):
-        return "this checkpoint's experts share bytes or scales, so none can be read by itself"
-    return "every layer stays in memory"
-
-
-def _attention(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> Iterator[str]:
-    if config.policy.attention is not Attention.cpu or cpu_attends(shape, config, has_device=has_device):
-        return
-    why = (
-        "an accelerator expands this model's latents in its own memory"
-        if shape.is_packed
-        else "padded lanes attend in the model's own code"
-    )
-    yield f"policy.attention=cpu has no effect: {why}; policy.attention=device is the same"
+        why = "every layer stays in memory"
+        if not shape.has_experts:
+            why = "the model has no experts"
+        elif not pageable_stages(shape):
+            why = "this checkpoint's experts share bytes or scales, so none can be read by itself"
+        yield f"offload.expert_paging={paging.value} has no effect: {why}; leave it auto"
+    if config.policy.attention is Attention.cpu and not cpu_attends(shape, config, has_device=has_device):
+        why = "padded lanes attend in the model's own code"
+        if shape.is_packed:
+            why = "an accelerator expands this model's latents in its own memory"
+        yield f"policy.attention=cpu has no effect: {why}; policy.attention=device is the same"
 
 
 def _keys_and_values(
@@ -130,7 +126,16 @@ def _keys_and_values(
         if kv.directory is not None and layout.tier is not KVTier.nvme:
             yield f"kv.directory={kv.directory} has no effect: keys and values lie in host memory; kv=nvme uses it"
         return
-    why = _why_nothing_travels(kv, shape, placement, has_device=has_device)
+    if layout.stays_in_host:
+        why = "policy.attention=cpu attends where all keys and values are"
+    elif not shape.kv_bytes_per_token:
+        why = "the model keeps no keys and values"
+    elif kv.tier is KVTier.device or (kv.tier is KVTier.cpu and not has_device):
+        why = f"kv={kv.tier.value} keeps all keys and values where compute happens"
+    elif kv.tier is KVTier.auto or kv.device_fraction is None:
+        why = ROOM_FOR_ALL
+    else:
+        why = f"no layer's keys and values are left to kv={kv.tier.value}"
     if kv.tier in (KVTier.cpu, KVTier.nvme) and kv.device_fraction is None and why == ROOM_FOR_ALL:
         yield f"kv={kv.tier.value} has no effect: {why}; kv.device_fraction=0 keeps them elsewhere nevertheless"
     if kv.device_fraction is not None:
@@ -139,18 +144,6 @@ def _keys_and_values(
         yield f"kv.num_slots={kv.num_slots} has no effect: {why}; leave it {KVConfig.num_slots}"
     if kv.directory is not None:
         yield f"kv.directory={kv.directory} has no effect: {why}; leave it null, or choose kv=nvme"
-
-
-def _why_nothing_travels(kv: KVConfig, shape: ModelShape, placement: Placement, *, has_device: bool) -> str:
-    if placement.kv.stays_in_host:
-        return "policy.attention=cpu attends where all keys and values are"
-    if not shape.kv_bytes_per_token:
-        return "the model keeps no keys and values"
-    if kv.tier is KVTier.device or (kv.tier is KVTier.cpu and not has_device):
-        return f"kv={kv.tier.value} keeps all keys and values where compute happens"
-    if kv.tier is KVTier.auto or kv.device_fraction is None:
-        return ROOM_FOR_ALL
-    return f"no layer's keys and values are left to kv={kv.tier.value}"
 
 
 def _prefetch(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
@@ -171,35 +164,11 @@ def _prefetch(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
         )
 
 
-def _admission(config: RuntimeConfig, shape: ModelShape) -> Iterator[str]:
-    if config.policy.admission is Admission.continuous and not shape.is_packed:
+def _policy(policy: PolicyConfig, shape: ModelShape) -> Iterator[str]:
+    if policy.admission is Admission.continuous and not shape.is_packed:
         yield (
             "policy.admission=continuous goes by whole micro-batches: padded lanes cannot be joined, so requests enter "
             "as the last of a micro-batch ends; a smaller policy.micro_batch_size lets them enter earlier"
         )
-
-
-def _search(config: RuntimeConfig) -> Iterator[str]:
-    policy = config.policy
     if policy.kind is PolicyKind.fixed and policy.pin is not None:
         yield f"policy.pin={policy.pin} has no effect beside policy=fixed; policy=auto takes it"
-
-
-def _kv_on_disk(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
-    layout = placement.kv
-    if config.kv.tier is KVTier.auto and layout.tier is KVTier.nvme and layout.page_bytes:
-        keys = " or ".join(ledger.budget_key for ledger in placement.ledgers)
-        yield (
-            f"kv=auto keeps keys and values of {len(layout.page_bytes)} layers on disk, which is slow: memory has no "
-            f"room for more; raise {keys}, or lower policy.micro_batch_size or sampling.max_new_tokens"
-            + ("; with a loss, kv.dtype=int8 keeps them in fewer bytes" if layout.may_be_quantized else "")
-        )
-
-
-def _experts_read_by_lane(plan: RunPlan) -> Iterator[str]:
-    placement, is_by_rule = plan.placement, plan.searched is None
-    if placement.paged and plan.num_lanes > 1 and not placement.decode_walk.routing and is_by_rule:
-        yield (
-            f"offload.expert_paging={placement.paging.value} reads an expert up to {plan.num_lanes} times in a pass: "
-            f"each of {plan.num_lanes} micro-batches asks by itself; policy.schedule={BATCHED.value} reads it once"
-        )

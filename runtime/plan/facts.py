@@ -73,9 +73,15 @@ class PlanFacts:
         stored: StoredNumbers,
         has_rope_lengths: bool = False,
     ) -> "PlanFacts":
-        placement, rule = plan.placement, plan.placement.sharing
+        placement, walk, rule = plan.placement, plan.placement.decode_walk, plan.placement.sharing
+        is_wave = plan.policy.admission is Admission.wave
         why = why_unshared(config, shape, has_rope_lengths=has_rope_lengths)
-        attention = Attention.cpu if placement.decode_walk.attending else Attention.device
+        members, spared_rule = [block.micro_batches for block in plan.blocks], rule
+        if not is_wave:
+            # As if each prefix were held until nobody needs it, by one lane where each has its own.
+            members = [[[i for block in plan.blocks for i in block.members]]]
+            spared_rule = SharingRule(among_lanes=True, page_tokens=PAGE_TOKENS)
+        attention = Attention.cpu if walk.attending else Attention.device
         kv = placement.kv.tier if placement.kv.page_bytes else KVTier.device
         return PlanFacts(
             dtype=dtype,
@@ -84,7 +90,7 @@ class PlanFacts:
             num_resident_stages=len(placement.resident),
             num_host_stages=len(placement.walk.in_host),
             prefetch=plan.prefetch.kind.value,
-            prefetch_depth=_depth(plan),
+            prefetch_depth=walk.block if walk.block > 1 else max(0, walk.num_slots - walk.order.style.num_open),
             num_slots=placement.walk.num_slots,
             expert_paging=placement.paging.value,
             num_paged_stages=len(placement.paged),
@@ -92,16 +98,16 @@ class PlanFacts:
             kv=kv.value,
             num_kv_layers=sum(1 for size in shape.kv_layer_bytes if size),
             num_travelling_layers=len(placement.kv.page_bytes),
-            schedule=placement.decode_walk.order.value,
+            schedule=walk.order.value,
             attention=attention.value,
             admission=config.policy.admission.value,
             num_blocks=len(plan.blocks),
             num_lanes=plan.num_lanes,
             lane_size=plan.lane_size,
             prefill_chunk_tokens=chunk_tokens(plan.policy),
-            sharing="off" if why else _among(plan) if rule.among_lanes else "micro-batch",
+            sharing="off" if why else "micro-batch" if not rule.among_lanes else "block" if is_wave else "run",
             why_unshared=why,
-            num_spared_tokens=0 if why else _num_spared(plan),
+            num_spared_tokens=0 if why else num_spared(members, plan.prefixes, spared_rule),
             kv_dtype=shape.kv_dtype.value,
             kv_loss=(Loss.exact if shape.kv_dtype is KVDType.auto else Loss.lossy).value,
             weight_formats=stored.formats,
@@ -110,25 +116,34 @@ class PlanFacts:
         )
 
     def __str__(self) -> str:
+        each = ", each" if self.num_blocks > 1 else ""
+        lanes = "1 micro-batch" if self.num_lanes == 1 else f"{self.num_lanes} micro-batches"
+        size = counted(self.lane_size, "sequence")
+        streaming = ": all fit in compute memory, and are read once"
+        if self.num_resident_stages != self.num_stages:
+            in_host = f", {self.num_host_stages} in host memory" if self.num_host_stages else ""
+            streaming = (
+                f": {self.num_resident_stages} of {self.num_stages} stages resident{in_host}, {self.num_slots} slots, "
+                f"prefetch={self.prefetch} {self.prefetch_depth} ahead"
+            )
+        paging = f" in {self.num_paged_stages} stages" if self.num_paged_stages else ""
+        if paging and self.feedforward == FeedForward.cpu.value:
+            paging += ", multiplied on the CPU too"
+        away = f": {self.num_travelling_layers} of {self.num_kv_layers} layers, the others where compute happens"
         return "\n".join(
             [
                 "plan:",
-                f"  blocks    {self._blocks}, admission={self.admission}, {self.dtype}",
+                f"  blocks    {counted(self.num_blocks, 'block')}{each} of up to {lanes} of {size}, "
+                f"admission={self.admission}, {self.dtype}",
                 f"  prompts   up to {self.prefill_chunk_tokens:,} tokens of a micro-batch in one pass",
                 f"  sharing   {self._sharing}",
                 f"  schedule  {self.schedule}, decode attention={self.attention}",
-                f"  weights   {self.weights}{self._streaming}",
-                f"  experts   paging={self.expert_paging}{self._paging}",
-                f"  KV        {self.kv}{self._travelling}",
+                f"  weights   {self.weights}{streaming}",
+                f"  experts   paging={self.expert_paging}{paging}",
+                f"  KV        {self.kv}{away if self.num_travelling_layers else ''}",
                 f"  numbers   weights {self.of_weights}; KV {self.of_kv}",
             ]
         )
-
-    @property
-    def _blocks(self) -> str:
-        each = ", each" if self.num_blocks > 1 else ""
-        lanes = "1 micro-batch" if self.num_lanes == 1 else f"{self.num_lanes} micro-batches"
-        return f"{counted(self.num_blocks, 'block')}{each} of up to {lanes} of {counted(self.lane_size, 'sequence')}"
 
     @property
     def _sharing(self) -> str:
@@ -139,27 +154,6 @@ class PlanFacts:
             return f"{where}: no prompts are known to begin alike"
         most = "up to " if self.admission == Admission.continuous.value else ""
         return f"{where}: {most}{self.num_spared_tokens:,} tokens that prompts begin with are spared"
-
-    @property
-    def _streaming(self) -> str:
-        if self.num_resident_stages == self.num_stages:
-            return ": all fit in compute memory, and are read once"
-        counts = f": {self.num_resident_stages} of {self.num_stages} stages resident"
-        if self.num_host_stages:
-            counts += f", {self.num_host_stages} in host memory"
-        return f"{counts}, {self.num_slots} slots, prefetch={self.prefetch} {self.prefetch_depth} ahead"
-
-    @property
-    def _paging(self) -> str:
-        if not self.num_paged_stages:
-            return ""
-        beside = ", multiplied on the CPU too" if self.feedforward == FeedForward.cpu.value else ""
-        return f" in {self.num_paged_stages} stages{beside}"
-
-    @property
-    def _travelling(self) -> str:
-        away, num_layers = self.num_travelling_layers, self.num_kv_layers
-        return f": {away} of {num_layers} layers, the others where compute happens" if away else ""
 
     @property
     def numbers(self) -> Mapping[str, str | float | Sequence[str] | None]:
@@ -175,21 +169,3 @@ class PlanFacts:
     @property
     def of_kv(self) -> str:
         return f"{'as computed' if self.kv_dtype == KVDType.auto.value else self.kv_dtype}: {self.kv_loss}"
-
-
-def _among(plan: RunPlan) -> str:
-    return "run" if plan.policy.admission is Admission.continuous else "block"
-
-
-def _num_spared(plan: RunPlan) -> int:
-    """Where sequences come and go, as if each prefix were held until nobody needs it, by one lane where each has its
-    own."""
-    if plan.policy.admission is Admission.wave:
-        return num_spared([block.micro_batches for block in plan.blocks], plan.prefixes, plan.placement.sharing)
-    rule = SharingRule(among_lanes=True, page_tokens=PAGE_TOKENS)
-    return num_spared([[[i for block in plan.blocks for i in block.members]]], plan.prefixes, rule)
-
-
-def _depth(plan: RunPlan) -> int:
-    walk = plan.placement.decode_walk
-    return walk.block if walk.block > 1 else max(0, walk.num_slots - walk.order.style.num_open)

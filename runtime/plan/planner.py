@@ -16,7 +16,6 @@ from ..config.settings import (
     Attention,
     FeedForward,
     KVConfig,
-    Order,
     PolicyConfig,
     PolicyKind,
     PrefetchConfig,
@@ -97,13 +96,20 @@ def plan_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
     """
     if problem.config.policy.schedule is not None:
         return _plan_in_order(problem, blocks, num_halvings)
-    best, refusal = None, None
+    best, refusal, config = None, None, problem.config
     for order in usual_orders(problem.shape, has_device=problem.budgets.has_device):
         try:
-            plan = _plan_in_order(_in_order(problem, order), blocks, num_halvings)
-            best = plan if best is None or _is_better(plan, best) else best
+            ordered = replace(config, policy=replace(config.policy, schedule=order))
+            plan = _plan_in_order(replace(problem, config=ordered), blocks, num_halvings)
         except BudgetError as error:
             refusal = error
+            continue
+        if best is None:
+            best = plan
+        elif plan.prediction is not None and best.prediction is not None:
+            best = plan if plan.prediction.seconds < (1 - WORTHWHILE) * best.prediction.seconds else best
+        elif plan.block_size > best.block_size:  # without rates, the more sequences share each sweep of the weights
+            best = plan
     if best is None:
         raise refusal or AssertionError("there is a usual order")
     return best
@@ -139,12 +145,21 @@ def search_pays(kind: PolicyKind, usual: RunPlan) -> bool:
 
 
 def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -> RunPlan:
-    _require_rounded_once(problem.config, run)
+    model, policy, quantize = problem.config.model, run.config.policy, problem.config.model.quantize
+    # Weights would be rounded again in each pass in which they are read.
+    num_read = len({*run.placement.walk.from_disk, *run.placement.decode_walk.from_disk})
+    require(
+        quantize is None or not num_read,
+        f"model.quantize={quantize and quantize.value} rounds weights as they are read, and offload="
+        f"{problem.config.offload.tier.value} would read {num_read} stages every pass. Pack them once: "
+        f"{model.packing}; or offload=auto, which keeps what it has read",
+    )
+    feedforward = policy.feedforward or FeedForward.device
     return RunPlan(
         blocks=run.blocks,
         budgets=problem.budgets,
         placement=run.placement,
-        policy=_said(run.config.policy),
+        policy=replace(policy, attention=policy.attention or Attention.device, feedforward=feedforward),
         kv=run.config.kv,
         prefetch=run.prefetch,
         rates=problem.rates,
@@ -153,54 +168,18 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
     )
 
 
-def _require_rounded_once(config: RuntimeConfig, run: PlacedRun) -> None:
-    """Raises ConfigError where weights would be rounded again in each pass."""
-    quantize, model = config.model.quantize, config.model
-    num_read = len({*run.placement.walk.from_disk, *run.placement.decode_walk.from_disk})
-    require(
-        quantize is None or not num_read,
-        f"model.quantize={quantize and quantize.value} rounds weights as they are read, and offload="
-        f"{config.offload.tier.value} would read {num_read} stages every pass. Pack them once: {model.packing}; or "
-        "offload=auto, which keeps what it has read",
-    )
-
-
-def _said(policy: PolicyConfig) -> PolicyConfig:
-    """The policy with what else is open said: where attention and experts run."""
-    feedforward = policy.feedforward or FeedForward.device
-    return replace(policy, attention=policy.attention or Attention.device, feedforward=feedforward)
-
-
-def _is_better(plan: RunPlan, usual: RunPlan) -> bool:
-    """Whether a run is better than the usual one: by predicted time, or without rates by how many sequences share each
-    sweep of the weights."""
-    if plan.prediction is not None and usual.prediction is not None:
-        return plan.prediction.seconds < (1 - WORTHWHILE) * usual.prediction.seconds
-    return plan.block_size > usual.block_size
-
-
-def _in_order(problem: Problem, order: Order) -> Problem:
-    config = problem.config
-    return replace(problem, config=replace(config, policy=replace(config.policy, schedule=order)))
-
-
 def _plan_in_order(problem: Problem, blocks: tuple[Block, ...] | None, num_halvings: int) -> RunPlan:
     """The plan of a policy whose order is said."""
     starts = _starts(problem, num_halvings) if blocks is None else [of_blocks(problem, blocks)]
     starts[0].placement.require_fit(problem.config)
     if not num_halvings:
         starts = [balanced(problem, run) for run in starts]
-    return _run_plan(problem, *_fastest(problem, starts))
-
-
-def _fastest(problem: Problem, runs: Sequence[PlacedRun]) -> tuple[PlacedRun, Prediction | None]:
-    """The first, unless another one is clearly faster."""
-    best, shortest = runs[0], problem.predicted(runs[0])
-    for run in runs[1:]:
+    best, shortest = starts[0], problem.predicted(starts[0])
+    for run in starts[1:]:  # the first, unless another one is clearly faster
         found = problem.predicted(run)
         if found is not None and shortest is not None and found.seconds < (1 - WORTHWHILE) * shortest.seconds:
             best, shortest = run, found
-    return best, shortest
+    return _run_plan(problem, best, shortest)
 
 
 def _starts(problem: Problem, num_halvings: int) -> list[PlacedRun]:

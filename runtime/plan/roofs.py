@@ -65,10 +65,18 @@ def roofs_of(shape: ModelShape, machine: Machine, plan: RunPlan) -> Roofs:
     is_batched = plan.placement.decode_walk.order.style.batches_experts
     num_rows = num_sequences if is_batched else plan.lane_size
     point = operating_point(work, machine, reads=reads, num_sequences=num_sequences, num_rows=num_rows)
+    links = {  # P1 is about the link, P2 about the whole way of streamed weights
+        "P1": (point.points.p1, machine.rates.link_in_bytes_per_second),
+        "P2": (point.points.p2, link_bytes_per_second(machine, reads=reads)),
+    }
     return Roofs(
         roofs=_roofs(work, machine),
         operations=[_attention(point, machine, plan), _feed_forward(point, work, machine, reads, plan, num_rows)],
-        turning_points=_turning_points(point, machine, reads),
+        turning_points=[
+            TurningPoint(name=name, intensity=intensity, flops_per_second=rate * intensity)
+            for name, (intensity, rate) in links.items()
+            if intensity
+        ],
         needed_sequences=point.needed_sequences,
         num_sequences=num_sequences,
         num_rows=num_rows,
@@ -96,19 +104,6 @@ def _roofs(work: LayerWork, machine: Machine) -> list[Roof]:
         disk,
     ]  # fmt: skip
     return [roof for roof in roofs if roof.level.bytes_per_second < inf]
-
-
-def _turning_points(point: OperatingPoint, machine: Machine, reads: bool) -> list[TurningPoint]:
-    """P1 is about the link, P2 about the whole way of streamed weights."""
-    links = {
-        "P1": (point.points.p1, machine.rates.link_in_bytes_per_second),
-        "P2": (point.points.p2, link_bytes_per_second(machine, reads=reads)),
-    }
-    return [
-        TurningPoint(name=name, intensity=intensity, flops_per_second=rate * intensity)
-        for name, (intensity, rate) in links.items()
-        if intensity
-    ]
 
 
 def _attention(point: OperatingPoint, machine: Machine, plan: RunPlan) -> Operation:

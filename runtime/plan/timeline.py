@@ -1,9 +1,8 @@
 """What runs when in a few passes of a plan: as the simulator plays them, and as text, an action a line. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..batching.prefixes import SharingRule
 from ..config.settings import Admission
 from .cost.durations import durations
 from .cost.lane_work import LaneWork, block_prefills, decode_work
@@ -11,10 +10,8 @@ from .cost.predict import Stretch, mixed_stretches
 from .cost.rates import MachineRates
 from .cost.simulator import Durations, PlayedPass, Span, play_passes
 from .placement.defaults import chunk_tokens
-from .placement.memory import MicroBatch, SequenceSize
-from .placement.placement import Placement
+from .placement.memory import SequenceSize
 from .planner import RunPlan
-from .schedule.actions import Action
 from .schedule.schedule import Schedule, make_schedule
 from .shape.model import ModelShape
 
@@ -34,62 +31,35 @@ class Timeline:
         return [span for each in self.passes for span in each.spans]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Passes:
-    which: str
-    names: Sequence[str]
-    stretches: Sequence[Stretch]
-
-
 def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> Timeline:
     """The timeline of the first block: its first prefill pass and its first decode passes, as if the one followed the
     other at once; of continuous admission passes from the middle of the run."""
+    placement, chunk = plan.placement, chunk_tokens(plan.policy)
     if plan.policy.admission is Admission.continuous and shape.is_packed:
-        shown = _mixed(plan, sizes)
+        found, count = mixed_stretches(placement, plan.blocks, sizes, chunk), NUM_DECODE_PASSES + 1
+        which = f"{count} passes like the one in the middle of the run, prompts beside tokens that are decoded"
+        names, stretches = ["mixed pass"] * count, [found[len(found) // 2]] * count
     else:
         lanes = [[sizes[i] for i in group] for group in plan.blocks[0].micro_batches if group]
-        shown = _of_block(shape, lanes, chunk_tokens(plan.policy), plan.placement.sharing)
-    passes = [_priced(shape, plan.placement, each, rates) for each in shown.stretches]
-    return Timeline(which=shown.which, names=shown.names, passes=play_passes(passes, rates.pass_seconds))
-
-
-def _priced(
-    shape: ModelShape, placement: Placement, stretch: Stretch, rates: MachineRates
-) -> tuple[Schedule, Durations]:
-    walk = placement.walk if stretch.is_prefill else placement.decode_walk
-    return make_schedule(walk, len(stretch.lanes)), durations(shape, placement, walk, stretch.lanes, rates)
-
-
-def _mixed(plan: RunPlan, sizes: Sequence[SequenceSize]) -> _Passes:
-    found = mixed_stretches(plan.placement, plan.blocks, sizes, chunk_tokens(plan.policy))
-    count = NUM_DECODE_PASSES + 1
-    return _Passes(
-        which=f"{count} passes like the one in the middle of the run, prompts beside tokens that are decoded",
-        names=["mixed pass"] * count,
-        stretches=[found[len(found) // 2]] * count,
-    )
-
-
-def _of_block(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule) -> _Passes:
-    prompts = block_prefills(shape, lanes, chunk_tokens, rule)
-    num_prefill = max(map(len, prompts))
-    num_decode = max(size.max_new_tokens for lane in lanes for size in lane) - 1
-    num_shown = min(NUM_DECODE_PASSES, num_decode)
-    works: list[list[LaneWork | None]] = [[lane[0] if lane else None for lane in prompts]]
-    works += [[decode_work(shape, lane, turn) for lane in lanes] for turn in range(num_shown)]
-    decode = f" and decode passes 1 to {num_shown} of {num_decode:,}" if num_shown else ""
-    return _Passes(
-        which=f"prefill pass 1 of {num_prefill:,}{decode} of the first block",
-        names=["prefill pass", *(f"decode pass {number + 1}" for number in range(num_shown))],
-        stretches=[
+        prompts = block_prefills(shape, lanes, chunk, placement.sharing)
+        num_decode = max(size.max_new_tokens for lane in lanes for size in lane) - 1
+        num_shown = min(NUM_DECODE_PASSES, num_decode)
+        works: list[list[LaneWork | None]] = [[lane[0] if lane else None for lane in prompts]]
+        works += [[decode_work(shape, lane, turn) for lane in lanes] for turn in range(num_shown)]
+        decode = f" and decode passes 1 to {num_shown} of {num_decode:,}" if num_shown else ""
+        which = f"prefill pass 1 of {max(map(len, prompts)):,}{decode} of the first block"
+        names = ["prefill pass", *(f"decode pass {number + 1}" for number in range(num_shown))]
+        stretches = [
             Stretch(
-                num_passes=1,
-                lanes=[work for work in each if work is not None],
-                prefill_share=0.0 if number else 1.0,
+                num_passes=1, lanes=[work for work in each if work is not None], prefill_share=0.0 if number else 1.0
             )
             for number, each in enumerate(works)
-        ],
-    )
+        ]
+    passes = list[tuple[Schedule, Durations]]()
+    for each in stretches:
+        walk = placement.walk if each.is_prefill else placement.decode_walk
+        passes.append((make_schedule(walk, len(each.lanes)), durations(shape, placement, walk, each.lanes, rates)))
+    return Timeline(which=which, names=names, passes=play_passes(passes, rates.pass_seconds))
 
 
 MAX_ACTIONS = 20_000  # some 200 KB; 80 layers and 16 lanes make about 3,000
@@ -99,23 +69,19 @@ def schedule_text(plan: RunPlan, *, max_actions: int = MAX_ACTIONS) -> str:
     """The schedule of the first block: what comes before its first pass, then one prefill pass and one decode pass.
     `parse_action` reads every line that does not begin with `#`. Only the first `max_actions` are there; a last line
     says how many are not."""
+    num_lanes = len(plan.blocks[0].micro_batches) if plan.blocks else plan.num_lanes
+    of_lanes = f"of {num_lanes} micro-batch{'es' if num_lanes > 1 else ''}"
+    prefill, decode = (make_schedule(walk, num_lanes) for walk in (plan.placement.walk, plan.placement.decode_walk))
+    sections = [("before the first prefill pass", prefill.prologue), (f"a prefill pass {of_lanes}", prefill.cycle)]
+    if decode.prologue != prefill.prologue:  # otherwise the slots hold what the prefill pass has read ahead
+        sections.append(("before the first decode pass", decode.prologue))
+    sections.append((f"a decode pass {of_lanes}", decode.cycle))
     lines: list[str] = []
     num_actions = 0
-    for heading, actions in _sections(plan):
+    for heading, actions in sections:
         shown = actions[: max(0, max_actions - num_actions)]
         num_actions += len(actions)
         lines += [f"# {heading}: {len(actions):,} actions", *map(str, shown)]
     if num_actions > max_actions:
         lines.append(f"# the other {num_actions - max_actions:,} of {num_actions:,} actions are left out")
     return "\n".join(lines) + "\n"
-
-
-def _sections(plan: RunPlan) -> Iterator[tuple[str, tuple[Action, ...]]]:
-    num_lanes = len(plan.blocks[0].micro_batches) if plan.blocks else plan.num_lanes
-    of_lanes = f"of {num_lanes} micro-batch{'es' if num_lanes > 1 else ''}"
-    prefill, decode = (make_schedule(walk, num_lanes) for walk in (plan.placement.walk, plan.placement.decode_walk))
-    yield "before the first prefill pass", prefill.prologue
-    yield f"a prefill pass {of_lanes}", prefill.cycle
-    if decode.prologue != prefill.prologue:  # otherwise the slots hold what the prefill pass has read ahead
-        yield "before the first decode pass", decode.prologue
-    yield f"a decode pass {of_lanes}", decode.cycle

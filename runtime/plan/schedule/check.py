@@ -277,7 +277,15 @@ class _Play:
         if lane.stage != stage or lane.place not in origins:
             raise broken(action, f"out of order, lane {index} stands {lane}")
         if action.op is Op.attend:
-            self._require_room_to_attend(action)
+            # Only so many can be under way between the device and the CPU.
+            most = self._walk.order.style.num_ahead + 1
+            attending = [i for i, each in enumerate(self._lanes) if each.place is _LanePlace.attending]
+            if len(attending) >= most:
+                raise broken(
+                    action,
+                    f"policy.schedule={self._walk.order.value} has {most} attentions under way at most, "
+                    f"those of lanes {attending} are",
+                )
         if lane.place is _LanePlace.entrance:
             self._neighbours.enter(action)
             self.weights.use(action)
@@ -285,17 +293,6 @@ class _Play:
         lane.place = target
         if target is _LanePlace.exit:
             lane.stage, lane.place = stage + 1, _LanePlace.entrance
-
-    def _require_room_to_attend(self, action: Action) -> None:
-        """Only so many can be under way between the device and the CPU."""
-        most = self._walk.order.style.num_ahead + 1
-        attending = [index for index, lane in enumerate(self._lanes) if lane.place is _LanePlace.attending]
-        if len(attending) >= most:
-            raise broken(
-                action,
-                f"policy.schedule={self._walk.order.value} has {most} attentions under way at most, "
-                f"those of lanes {attending} are",
-            )
 
     def _experts(self, action: Action) -> None:
         self._require_stop(action, action.its_stage)

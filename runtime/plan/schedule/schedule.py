@@ -182,19 +182,6 @@ def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
     return gaps
 
 
-def require_kv_slots(walk: Walk, num_lanes: int) -> None:
-    """Raises ConfigError when the slots are fewer than the turns that the order has open at once."""
-    if not walk.travelling:
-        return
-    overlaps = walk.order.style.num_ahead if set(walk.travelling) & set(walk.attending) else 0
-    needed = min(1 + overlaps, num_lanes)
-    if walk.num_kv_slots < needed:
-        raise ConfigError(
-            f"{walk.num_kv_slots} KV slots, but policy.schedule={walk.order.value} has {needed} lanes at the attention "
-            f"of one stage at once: raise kv.num_slots to {needed}"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     prologue: tuple[Action, ...]
@@ -211,7 +198,9 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
     groups of b stages are read while the group before is computed. Raises as `require_slots`.
     """
     require_slots(walk, num_lanes)
-    weights, kv, frees = weight_feed(walk, num_lanes), kv_feed(walk, num_lanes), _frees(walk, num_lanes)
+    weights, kv = weight_feed(walk, num_lanes), kv_feed(walk, num_lanes)
+    # A stage is freed behind its last lane.
+    frees = {(stage - walk.first_stage + 1) * num_lanes: [Action(Op.free, stage)] for stage in walk.streamed}
 
     def begun_at(gap: int) -> list[Action]:
         """KV first: it is small, and the next turn waits for it."""
@@ -224,14 +213,15 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
     return Schedule(prologue=tuple(weights.prologue), cycle=tuple(cycle))
 
 
-def _frees(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
-    """The actions that free stages, by gap: a stage is freed behind its last lane."""
-    return {(stage - walk.first_stage + 1) * num_lanes: [Action(Op.free, stage)] for stage in walk.streamed}
-
-
 def require_slots(walk: Walk, num_lanes: int) -> None:
     """Raises ConfigError when the walk's slots, of weights or of KV, are too few for its order, or too many."""
-    require_kv_slots(walk, num_lanes)
+    overlaps = walk.order.style.num_ahead if set(walk.travelling) & set(walk.attending) else 0
+    needed = min(1 + overlaps, num_lanes)  # turns that the order has open at once
+    if walk.travelling and walk.num_kv_slots < needed:
+        raise ConfigError(
+            f"{walk.num_kv_slots} KV slots, but policy.schedule={walk.order.value} has {needed} lanes at the attention "
+            f"of one stage at once: raise kv.num_slots to {needed}"
+        )
     if walk.num_slots > len(walk.streamed) > 0:
         raise ConfigError(
             f"{walk.num_slots} slots for {len(walk.streamed)} streamed stages: "
@@ -250,17 +240,12 @@ def lane_steps(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
     stage, or where its attention is the CPU's `pre`, `attend` and `post` it, or where its experts serve all lanes
     `route`, and `end` it behind `experts`."""
     if walk.is_by_lane:
-        yield from ([*_whole_turn(walk, *turn)] for turn in walk.turns(num_lanes))
+        for stage, lane in walk.turns(num_lanes):  # nothing else goes on beside a turn
+            ops = (Op.pre, Op.attend, Op.post) if stage in walk.attending else (Op.run,)
+            yield [each for op in ops for each in _beside_neighbours(walk, Action(op, stage, lane))]
         return
     for step in _steps_by_stage(walk, num_lanes):
         yield [action for each in step for action in _beside_neighbours(walk, each)]
-
-
-def _whole_turn(walk: Walk, stage: int, lane: int) -> Iterator[Action]:
-    """A turn that nothing else goes on beside."""
-    ops = (Op.pre, Op.attend, Op.post) if stage in walk.attending else (Op.run,)
-    for op in ops:
-        yield from _beside_neighbours(walk, Action(op, stage, lane))
 
 
 def _beside_neighbours(walk: Walk, action: Action) -> Iterator[Action]:
@@ -282,16 +267,12 @@ def _steps_by_stage(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
         next_stage = at - lane + num_lanes
         limit = min(at + 1 + style.num_ahead, ended + num_lanes, len(turns) if style.crosses_stages else next_stage)
         step = [Action(op, *turn) for turn in turns[begun:limit] if turn[0] in attending for op in (Op.pre, Op.attend)]
-        step += _end_turn(walk, num_lanes, stage, lane)
+        if stage in walk.routing:
+            step.append(Action(Op.route, stage, lane))
+            if lane + 1 == num_lanes:
+                step += [Action(Op.experts, stage), *[Action(Op.end, stage, each) for each in range(num_lanes)]]
+        else:
+            step.append(Action(Op.post if stage in attending else Op.run, stage, lane))
         begun = limit
         ended = at + 1 if stage not in walk.routing else next_stage if at + 1 == next_stage else ended
         yield step + [Action(Op.sync, None)] * style.has_barriers
-
-
-def _end_turn(walk: Walk, num_lanes: int, stage: int, lane: int) -> list[Action]:
-    if stage not in walk.routing:
-        return [Action(Op.post if stage in walk.attending else Op.run, stage, lane)]
-    route = Action(Op.route, stage, lane)
-    if lane + 1 < num_lanes:
-        return [route]
-    return [route, Action(Op.experts, stage), *[Action(Op.end, stage, each) for each in range(num_lanes)]]

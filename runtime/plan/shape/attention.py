@@ -57,23 +57,16 @@ class AttentionSizes:
 def device_attention_bytes(way: AttentionWay, sizes: AttentionSizes) -> int:
     """The most that a pass takes, of tokens that decode or of prompts."""
     assert way is not AttentionWay.host, "a host's attention is another"
-    if way is AttentionWay.flash:
-        return max(_flash_decode(sizes), _flash_prefill(sizes))
-    return max(_padded_decode(way, sizes), _masked_prefill(way, sizes))
-
-
-def _flash_decode(sizes: AttentionSizes) -> int:
+    if way is not AttentionWay.flash:
+        return max(_padded_decode(way, sizes), _masked_prefill(way, sizes))
+    gathered = sizes.gathered(sizes.num_positions, GATHERED_BYTES) * sizes.position_bytes
+    gathered += sizes.num_positions * INDEX_BYTES
     group = sizes.num_heads // sizes.num_kv_heads
     sums = min(NUM_WAVES_SPLIT * group, 128 * sizes.num_rows * sizes.num_heads) * (sizes.head_dim + 1) * 4
-    gathered = sizes.gathered(sizes.num_positions, GATHERED_BYTES) * sizes.position_bytes
-    return gathered + sizes.num_positions * INDEX_BYTES + 4 * sizes.num_rows * sizes.token_bytes + sums
-
-
-def _flash_prefill(sizes: AttentionSizes) -> int:
-    """Queries once more beside rows that decode, what comes out twice, and sums of scores."""
-    gathered = sizes.gathered(sizes.num_positions, GATHERED_BYTES) * sizes.position_bytes
-    tokens = sizes.num_tokens * (3 * sizes.token_bytes + 4 * 4 * sizes.num_heads)
-    return gathered + sizes.num_positions * INDEX_BYTES + tokens
+    decode = 4 * sizes.num_rows * sizes.token_bytes + sums
+    # Queries once more beside rows that decode, what comes out twice, and sums of scores.
+    prefill = sizes.num_tokens * (3 * sizes.token_bytes + 4 * 4 * sizes.num_heads)
+    return gathered + max(decode, prefill)
 
 
 def _padded_decode(way: AttentionWay, sizes: AttentionSizes) -> int:

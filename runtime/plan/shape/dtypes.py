@@ -1,4 +1,6 @@
-"""How many bytes keys and values take in each `kv.dtype`, and which models can keep them so.
+"""The numbers that weights, keys and values are kept in: how many bytes keys and values take in each `kv.dtype` and
+which models can keep them so; what a way of storing does to numbers, three classes of error; and which precision
+`model.dtype=auto` is, for runs and for plans of machines that are not there.
 
 A **page** of quantised keys and values holds codes of P positions, of int8 a byte each and of int4 half a byte; one
 scale for each channel of the keys and one for each head and position of the values (KIVI, Liu et al. 2024), bfloat16;
@@ -8,17 +10,15 @@ and beside each scale of int4 its zero, a byte. Of H heads with Dk and Dv number
     int4: P H (Dk + Dv) / 2 + 3 (H Dk + P H)
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from ...config.profiles import MeasuredRates
 from ...config.settings import DType, KVDType, MachineConfig
 from ...errors import ConfigError
 from ...units import round_up
 from .model import ModelShape
-from .shapes import TensorSlice
 
 PAGE_TOKENS = 16  # P, positions of a KV page, see cache/pages.py
 PAGE_ALIGNMENT_BYTES = 16  # of quantised pages, so that a position takes whole bytes
@@ -63,7 +63,11 @@ def keeping_kv(shape: ModelShape, dtype: KVDType) -> ModelShape:
     if reason := why_exact(shape, dtype):
         raise ConfigError(f"kv.dtype={dtype.value}: {shape.name} {reason}: kv.dtype=auto")
     tails = sum(shape.kv_layer_bytes) * PAGE_TOKENS if dtype.is_quantized else 0
-    sizes = tuple(_position_bytes(shape, dtype, layer) for layer in range(len(shape.kv_layer_bytes)))
+    if dtype.is_quantized:
+        parts = [page_parts(dtype, *_heads(shape, layer)) for layer in range(len(shape.kv_layer_bytes))]
+        sizes = tuple(each.page_bytes // PAGE_TOKENS for each in parts)
+    else:
+        sizes = tuple(size // shape.compute_dtype_bytes * NUMBER_BYTES[dtype] for size in shape.kv_layer_bytes)
     return replace(shape, kv_dtype=dtype, kv_layer_bytes=sizes, kv_tail_bytes_per_sequence=tails)
 
 
@@ -85,12 +89,6 @@ def _heads(shape: ModelShape, layer: int) -> tuple[int, int, int]:
         return shape.kv_heads[layer]
     dim = shape.kv_layer_bytes[layer] // (2 * max(1, shape.num_kv_heads) * shape.compute_dtype_bytes)
     return (shape.num_kv_heads, dim, dim) if dim else (0, 0, 0)
-
-
-def _position_bytes(shape: ModelShape, dtype: KVDType, layer: int) -> int:
-    if dtype.is_quantized:
-        return page_parts(dtype, *_heads(shape, layer)).page_bytes // PAGE_TOKENS
-    return shape.kv_layer_bytes[layer] // shape.compute_dtype_bytes * NUMBER_BYTES[dtype]
 
 
 class Loss(Enum):
@@ -123,7 +121,9 @@ class StoredNumbers:
     def of(shape: ModelShape, losses: Mapping[str, Loss], relative_error: float | None = None) -> "StoredNumbers":
         """`losses`: the class of each format that is no dtype."""
         num_bytes = dict[str, int]()
-        for piece in {piece.name: piece for piece in _matrices(shape)}.values():
+        parameters = [parameter for stage in shape.stages for parameter in stage.parameters]
+        pieces = [piece for parameter in parameters for entry in parameter.pieces for piece in entry]
+        for piece in {piece.name: piece for piece in pieces if len(piece.shape) > 1}.values():
             name = piece.format or piece.dtype
             num_bytes[name] = num_bytes.get(name, 0) + piece.num_bytes
         formats = sorted(num_bytes, key=lambda name: -num_bytes[name])
@@ -148,13 +148,6 @@ class StoredNumbers:
         return f"lossy, relative RMS error {error}"
 
 
-def _matrices(shape: ModelShape) -> Iterator[TensorSlice]:
-    for parameter in (p for stage in shape.stages for p in stage.parameters):
-        for piece in (piece for entry in parameter.pieces for piece in entry):
-            if len(piece.shape) > 1:
-                yield piece
-
-
 NATIVE_SHARE = 0.5  # of float16's FLOP/s: where products of bfloat16 reach no more, they are made of others
 
 
@@ -171,9 +164,5 @@ def has_bfloat16_units(machine: MachineConfig) -> bool:
     """Whether the machine has units for bfloat16, by its data sheet or by its measured rates."""
     if machine.sheet is not None:
         return machine.sheet.bfloat16_tflops is not None
-    return machine.rates is None or _is_native(machine.rates)
-
-
-def _is_native(rates: MeasuredRates) -> bool:
-    wide, narrow = rates.bfloat16, rates.float16
+    wide, narrow = (machine.rates.bfloat16, machine.rates.float16) if machine.rates is not None else (None, None)
     return wide is None or narrow is None or max(wide.gemm_gflops) > NATIVE_SHARE * max(narrow.gemm_gflops)

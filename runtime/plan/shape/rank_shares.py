@@ -73,40 +73,31 @@ def rows_between(piece: TensorSlice, first: int, last: int) -> TensorSlice | Non
     if piece.is_interleaved:
         return replace(piece, shape=(last - first, *tail), first_row=piece.first_row + first)
     row_bytes, rest = divmod(piece.num_bytes, height)
-    order = _order_between(piece.row_order, first, last)
-    companions = [_companion_between(each, first, last, height) for each in piece.companions]
-    if rest or piece.is_transposed or order is None or None in companions:
+    rows = [row for run in piece.row_order for row in run][first:last]
+    # Where rows lie in another order, these must be those of the file between the same places.
+    if rest or piece.is_transposed or (piece.row_order and sorted(rows) != list(range(first, last))):
         return None
+    companions = list[Companion]()
+    for each in piece.companions:
+        if not each.is_shared:
+            block = each.block_rows
+            if first % block or (last % block and last != height):
+                return None
+            part = rows_between(each.tensor, first // block, -(-last // block))
+            if part is None:
+                return None
+            each = replace(each, tensor=part)
+        companions.append(each)
     return replace(
         piece,
         name=f"{piece.name}[{first}:{last}]",
         offset=piece.offset + first * row_bytes,
         num_bytes=(last - first) * row_bytes,
         shape=(last - first, *tail),
-        companions=tuple(each for each in companions if each is not None),
-        row_order=order,
+        companions=tuple(companions),
+        row_order=tuple(range(row - first, row - first + 1) for row in rows),
         first_row=piece.first_row + first,
     )
-
-
-def _companion_between(companion: Companion, first: int, last: int, height: int) -> Companion | None:
-    if companion.is_shared:
-        return companion
-    block = companion.block_rows
-    if first % block or (last % block and last != height):
-        return None
-    rows = rows_between(companion.tensor, first // block, -(-last // block))
-    return None if rows is None else replace(companion, tensor=rows)
-
-
-def _order_between(order: Sequence[range], first: int, last: int) -> tuple[range, ...] | None:
-    """The order of rows [first, last), which must be those of the file between the same places."""
-    if not order:
-        return ()
-    rows = [row for run in order for row in run][first:last]
-    if sorted(rows) != list(range(first, last)):
-        return None
-    return tuple(range(row - first, row - first + 1) for row in rows)
 
 
 def runs_of(count: int, num_parts: int) -> Sequence[range]:
@@ -144,22 +135,18 @@ def take_experts(stack: Parameter, own: range) -> Parameter | None:
             return None
         [[whole]] = entries
         if not (whole.format or whole.companions or whole.is_transposed):
-            return replace(stack, shape=shape, pieces=((_between(whole, own),),), num_experts=num_experts)
+            each = whole.num_bytes // num_experts
+            part = replace(  # neighbouring matrices of a stack of plain numbers
+                whole,
+                name=f"{whole.name}[{own.start}:{own.stop}]",
+                offset=whole.offset + own.start * each,
+                num_bytes=len(own) * each,
+                shape=(len(own), *whole.shape[1:]),
+            )
+            return replace(stack, shape=shape, pieces=((part,),), num_experts=num_experts)
         entries = tuple((whole.expert(index),) for index in range(num_experts))
     pieces = tuple(entries[index] for index in own)
     return replace(stack, shape=shape, pieces=pieces, is_stacked=True, num_experts=num_experts)
-
-
-def _between(stack: TensorSlice, own: range) -> TensorSlice:
-    """Neighbouring matrices of a stack of plain numbers."""
-    each = stack.num_bytes // stack.shape[0]
-    return replace(
-        stack,
-        name=f"{stack.name}[{own.start}:{own.stop}]",
-        offset=stack.offset + own.start * each,
-        num_bytes=len(own) * each,
-        shape=(len(own), *stack.shape[1:]),
-    )
 
 
 def tensor_share(shape: ModelShape, num_ranks: int, experts: DividedExperts = DividedExperts.auto) -> ModelShape:
@@ -178,13 +165,19 @@ def tensor_share(shape: ModelShape, num_ranks: int, experts: DividedExperts = Di
         f"plan.num_ranks, or {other}",
     )
     with_whole = {s.index for s in shape.layers if has_whole(s, shape.hidden_size, num_ranks, experts)}
-    stages = tuple(
-        _cut_stage(stage, num_ranks, is_whole=stage.index in with_whole) if stage.kind.is_layer else stage
-        for stage in shape.stages
-    )
+    stages = list[Stage]()
+    for stage in shape.stages:
+        if not stage.kind.is_layer:
+            stages.append(stage)
+            continue
+        first, is_whole = runs_of(stage.num_experts, num_ranks)[0], stage.index in with_whole
+        parts = [take_experts(p, first) if is_whole and p.is_experts else None for p in stage.parameters]
+        pairs = zip(stage.parameters, parts, strict=True)
+        parameters = tuple(part or _cut_parameter(p, stage.num_experts, num_ranks) for p, part in pairs)
+        stages.append(replace(stage, parameters=parameters))
     return replace(
         shape,
-        stages=stages,
+        stages=tuple(stages),
         num_heads=shape.num_heads // num_ranks,
         num_kv_heads=heads // num_ranks,
         intermediate_size=shape.intermediate_size if with_whole else -(-shape.intermediate_size // num_ranks),
@@ -214,15 +207,6 @@ def pipeline_share(shape: ModelShape, num_ranks: int) -> ModelShape:
         bounded_layers=frozenset(layer for layer in shape.bounded_layers if layer < count),
         state_bytes_per_sequence=-(-shape.state_bytes_per_sequence * count // len(layers)),
         kv_tail_bytes_per_sequence=-(-shape.kv_tail_bytes_per_sequence * count // len(layers)),
-    )
-
-
-def _cut_stage(stage: Stage, num_parts: int, *, is_whole: bool) -> Stage:
-    first = runs_of(stage.num_experts, num_parts)[0]
-    parts = [take_experts(p, first) if is_whole and p.is_experts else None for p in stage.parameters]
-    pairs = zip(stage.parameters, parts, strict=True)
-    return replace(
-        stage, parameters=tuple(part or _cut_parameter(p, stage.num_experts, num_parts) for p, part in pairs)
     )
 
 
@@ -265,13 +249,7 @@ def divided(stages: Sequence[Stage], count: int, *, with_tables: bool = False) -
     weights = [stages[index].num_bytes for index in layers]
     weights[0] += stages[0].num_bytes if with_tables else 0
     weights[-1] += stages[-1].num_bytes
-    firsts = _firsts(weights, count)
-    begins = [0, *(layers[first] for first in firsts[1:])]
-    return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], len(stages)], strict=True))
-
-
-def _firsts(weights: Sequence[int], count: int) -> list[int]:
-    """The first of each of `count` groups of neighbours, none of them empty, of which the heaviest is lightest."""
+    # The first of each of `count` groups of neighbours, none of them empty, of which the heaviest is lightest.
     ends = [0, *accumulate(weights)]
     best = [(float(end), [0]) for end in ends]  # of one group, by how many it holds
     for size in range(2, count + 1):
@@ -281,7 +259,9 @@ def _firsts(weights: Sequence[int], count: int) -> list[int]:
             heaviest, cut = min(pairs)
             found.append((heaviest, [*best[cut][1], cut]))
         best = found
-    return best[-1][1]
+    firsts = best[-1][1]
+    begins = [0, *(layers[first] for first in firsts[1:])]
+    return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], len(stages)], strict=True))
 
 
 def part_of(shape: ModelShape, part: range) -> ModelShape:

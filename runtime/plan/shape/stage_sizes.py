@@ -84,19 +84,16 @@ class StageSizes:
         decoder's come first, which every pass needs; an encoder's are needed once per block."""
         key = (num_layers, has_outer)
         if key not in self._kept:
-            stages = frozenset(self._kept_layers(num_layers))
+            kept = list[int]()
+            for kind in (StageKind.layer, StageKind.encoder):
+                layers = [stage.index for stage in self.stages if stage.kind is kind and stage.parameters]
+                num_kept = min(num_layers - len(kept), len(layers))
+                kept += [layers[place] for place in spread(len(layers), num_kept)]
+            stages = frozenset(kept)
             if has_outer:
                 stages |= {stage.index for stage in self.stages if stage.parameters and not stage.kind.is_layer}
             self._kept[key] = stages, self.resident_bytes(stages)
         return self._kept[key]
-
-    def _kept_layers(self, num_layers: int) -> list[int]:
-        kept = list[int]()
-        for kind in (StageKind.layer, StageKind.encoder):
-            stages = [stage.index for stage in self.stages if stage.kind is kind and stage.parameters]
-            num_kept = min(num_layers - len(kept), len(stages))
-            kept += [stages[place] for place in spread(len(stages), num_kept)]
-        return kept
 
     @cached_property
     def _kept(self) -> dict[tuple[int, bool], tuple[frozenset[int], int]]:
