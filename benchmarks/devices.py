@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, Unpack
 
 from runtime.config.settings import DevicesConfig, Gather, OffloadConfig, RuntimeConfig, Tier, Way
-from runtime.devices.told_plan import end_sessions
+from runtime.devices.messages import end_sessions
 from runtime.library.api import Runtime
 from runtime.library.keywords import Settings
 from runtime.ranks.launch import Launch

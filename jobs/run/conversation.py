@@ -5,7 +5,7 @@ the runs of the turns before came to.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from runtime.devices.told_plan import end_sessions
+from runtime.devices.messages import end_sessions
 from runtime.errors import ConfigError
 from runtime.origin.location import find_tokenizer
 from runtime.ranks.ranks import Ranks

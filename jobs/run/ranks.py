@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from runtime.config.settings import DevicesConfig, Way
-from runtime.devices.told_plan import end_sessions
+from runtime.devices.messages import end_sessions
 from runtime.errors import ConfigError, Interrupted, PeerEnded, require
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks

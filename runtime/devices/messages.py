@@ -1,22 +1,42 @@
-"""What ranks tell one another of rows, as values of JSON: states of sequences, completions, and the plan of a run."""
+"""What ranks tell one another of rows, as values of JSON: states of sequences, completions, and the plan of a run.
+
+There is one plan for all: rank 0 makes it and tells the choices that it follows from; each makes the same plan of them.
+"""
 
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..batching.admission import most_cached
 from ..batching.balance import Block
-from ..config.settings import KVConfig, PolicyConfig, PrefetchConfig
+from ..config.settings import (
+    Admission,
+    ExpertPaging,
+    KVConfig,
+    PolicyConfig,
+    PolicyKind,
+    PrefetchConfig,
+    RuntimeConfig,
+    SharePrefixes,
+    Way,
+)
+from ..errors import BudgetError, ConfigError, require
+from ..plan.placement.memory import PAGE_TOKENS
 from ..plan.placement.placement import Budgets
-from ..plan.planner import RunPlan
-from ..sequences.sequence import Completion, FinishReason, Request, TokenLogprobs, TokenScore, Unfinished, Vector
+from ..plan.planner import RunPlan, plan_policy
+from ..plan.search.candidate import Problem
+from ..planning.planner import Planner
+from ..ranks.ranks import Ranks
+from ..sequences.sequence import Completion, FinishReason, Request, TokenLogprobs, TokenScore, Unfinished
 
 Values: TypeAlias = Mapping[str, Any]
 Finished: TypeAlias = Sequence[tuple[int, Completion]]
+KIND, LANES, STATES, ENDED, STOPPING = "kind", "lanes", "states", "ended", "stopping"
 
 
 def written_states(states: Mapping[int, Unfinished]) -> list[Values]:
@@ -77,7 +97,7 @@ def read_completions(values: Sequence[Values], requests: Sequence[Request]) -> l
                     TokenScore(own=own, top_ids=tuple(ids), top=tuple(top), greedy_id=greedy)
                     for own, ids, top, greedy in each["scores"]
                 ),
-                vector=_read_vector(each["vector"]),
+                vector=None if each["vector"] is None else np.frombuffer(base64.b64decode(each["vector"]), np.float32),
             ),
         )
         for each in values
@@ -90,10 +110,6 @@ def _written_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[list[object]]:
 
 def _read_logprobs(values: Sequence[Sequence[Any]]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in values)
-
-
-def _read_vector(values: str | None) -> Vector | None:
-    return None if values is None else np.frombuffer(base64.b64decode(values), np.float32)
 
 
 def written_plan(plan: RunPlan, requests: Sequence[Request], weights: str) -> Values:
@@ -136,3 +152,72 @@ def digest_of(requests: Sequence[Request]) -> str:
         asked = (each.max_new_tokens, each.cuts, each.stop, each.scoring, each.encoding)
         digest.update(repr((each.key, each.prompt_ids, *asked)).encode() + b"\n")
     return digest.hexdigest()
+
+
+SESSION, OVER = "session", "over"
+NOT_YET = "devices={} does not go with {} as yet: {}"
+
+
+def for_ranks(config: RuntimeConfig, way: Way = Way.sharded) -> RuntimeConfig:
+    """The config with what only one process can do left out, where the settings leave that open. Raises ConfigError
+    where they ask for it."""
+    paging, num_beams, is_divided = config.offload.expert_paging, config.sampling.num_beams or 1, way is Way.pipeline
+    require(
+        is_divided or paging in (ExpertPaging.auto, ExpertPaging.off),
+        NOT_YET.format(way.value, f"offload.expert_paging={paging.value}", "layers are read whole, with auto or off"),
+    )
+    beams = NOT_YET.format(way.value, f"sampling.num_beams={num_beams}", "leave beams out, or take devices=one")
+    require(num_beams == 1, beams)
+    policy = replace(config.policy, share_prefixes=SharePrefixes.off)
+    if is_divided:
+        return replace(config, policy=policy)
+    return replace(config, offload=replace(config.offload, expert_paging=ExpertPaging.off), policy=policy)
+
+
+def plan_told(told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+    """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests or
+    weights, and BudgetError."""
+    if told["requests"] != digest_of(requests):
+        raise ConfigError(
+            "devices: this rank has read other rows than rank 0: all ranks need the same data set, "
+            "tokenizer and settings"
+        )
+    if told["weights"] != planner.model.fingerprint:
+        raise ConfigError(
+            "devices: this rank finds other weights than rank 0 at model.path: copy the same checkpoint to "
+            "each machine, or read it where all see it"
+        )
+    policy, kv, prefetch, budgets = read_choices(told)
+    policy = replace(policy, kind=PolicyKind.fixed, pin=None)
+    config = replace(planner.config, policy=policy, kv=kv, prefetch=prefetch)
+    sizes = [request.size for request in requests]
+    problem = Problem(shape=planner.model.shape, config=config, budgets=budgets, sizes=sizes, rates=None)
+    plan = plan_policy(problem, blocks=read_blocks(told))
+    if policy.admission is Admission.continuous:
+        num_pages, most = plan.placement.kv.num_pages, _most_pages(requests)
+        if num_pages and most > num_pages:
+            raise BudgetError(
+                f"policy.admission=continuous: keys and values of the longest request take {most} pages of "
+                f"{num_pages}: raise policy.num_micro_batches or offload.host_memory_gib, or set policy.admission=wave"
+            )
+    return plan
+
+
+def num_admitting(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -> int:
+    """How many ranks admit rows by themselves, each into an equal share of the pages of keys and values: so many that a
+    share has room for the longest request, for which a plan that was told has room."""
+    num_pages = plan.placement.kv.num_pages
+    if not num_pages:
+        return num_ranks
+    return min(num_ranks, num_pages // max(1, _most_pages(requests)))
+
+
+def _most_pages(requests: Sequence[Request]) -> int:
+    """The pages of the longest of them."""
+    tokens = max((most_cached(len(each.prompt_ids), each.max_new_tokens) for each in requests), default=0)
+    return -(-tokens // PAGE_TOKENS)
+
+
+def end_sessions(ranks: Ranks) -> None:
+    """Says, as rank 0, that there will be no other session."""
+    ranks.tell({KIND: OVER})

@@ -1,8 +1,10 @@
 """What a runtime does together with other ranks, in one of three ways."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -10,13 +12,16 @@ import torch
 from ..batching.balance import Block
 from ..config.profiles import BackendTable
 from ..config.settings import OffloadConfig, RuntimeConfig, Way
-from ..errors import ConfigError, require
+from ..errors import BudgetError, ConfigError, require
 from ..model.loading import LoadedModel
+from ..model.part import handed_on, keep_part
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan
 from ..plan.shape.model import ModelShape
+from ..plan.shape.rank_shares import divided, part_of
 from ..planning.budgets import budgets_of
 from ..planning.planner import Planner
+from ..probing.meta import build_meta_model
 from ..ranks.collectives import Collectives, Gathering, PipelineLink
 from ..ranks.ranks import Message, Ranks
 from ..ranks.shared_memory import SharedMemory
@@ -24,12 +29,21 @@ from ..sequences.sequence import Request
 from ..stream.device import ComputeDevice
 from ..stream.device_choice import choose_device
 from ..stream.fillings import Together
-from .agreement import KIND, Agreement
-from .messages import Values, written_plan
-from .pipeline import Pipeline, PipelineAgreement
-from .same_rows import PassAgreement, SameRowsSession
-from .sharded_session import RankSession
-from .told_plan import SESSION, backends_told, for_ranks, plan_told, require_shareable, require_told
+from .agreements import Agreement, PassAgreement, PipelineAgreement
+from .messages import (
+    KIND,
+    NOT_YET,
+    SESSION,
+    Values,
+    for_ranks,
+    plan_told,
+    written_plan,
+)
+from .sessions import RankSession, SameRowsSession
+
+LANES_PER_RANK = 4  # so that a rank waits for lanes of others in a fifth of a pass at most
+MOST_ROWS = 64  # of a lane, where the policy leaves that open
+CROWDED = 0.5  # of the smallest budget, which weights take at most that are divided by time instead of memory
 
 
 def device_of(ranks: Ranks | None, name: str) -> ComputeDevice:
@@ -58,9 +72,14 @@ def place_of(place: int, num_here: int, count: int) -> int:
 def require_alike(ranks: Ranks, model: LoadedModel, device: ComputeDevice) -> None:
     """All ranks ask at once. Raises ConfigError where two have one accelerator between them, or they would come to
     other numbers."""
-    kind = "accelerator" if device.is_accelerator else "processor"
-    own = {"kind": kind, "dtype": str(model.compute_dtype).removeprefix("torch."), "device": _identity(device)}
-    met = ranks.exchange({**own, "name": _name(device)})
+    torch_device, kind = device.torch_device, "accelerator" if device.is_accelerator else "processor"
+    name, identity = "a processor", ""  # processors of one kind are not told apart here
+    if torch_device.type != "cpu":
+        name = str(torch.get_device_module(torch_device).get_device_name(torch_device))
+    if torch_device.type == "cuda":  # the name of an accelerator by which all processes know it
+        identity = str(torch.cuda.get_device_properties(torch_device).uuid)
+    dtype = str(model.compute_dtype).removeprefix("torch.")
+    met = ranks.exchange({"kind": kind, "dtype": dtype, "device": identity, "name": name})
     known = Counter((ranks.machines[rank], each["device"]) for rank, each in enumerate(met) if each["device"])
     shared = [device for (_, device), times in known.items() if times > 1]
     require(
@@ -70,28 +89,14 @@ def require_alike(ranks: Ranks, model: LoadedModel, device: ComputeDevice) -> No
     )
     for rank, each in enumerate(met):
         _require_same(rank, each["kind"], kind, "on", "set machine=cpu, or machine.device")
-        _require_same(rank, each["dtype"], own["dtype"], "in", "set model.dtype")
+        _require_same(rank, each["dtype"], dtype, "in", "set model.dtype")
         if ranks.devices.way is Way.tensor:
-            _require_same(rank, each["name"], _name(device), "on", "take devices=sharded or pipeline")
+            _require_same(rank, each["name"], name, "on", "take devices=sharded or pipeline")
 
 
 def _require_same(rank: int, found: str, own: str, how: str, remedy: str) -> None:
     if found != own:
         raise ConfigError(f"devices: rank {rank} would compute {how} {found}, this one {how} {own}: {remedy}")
-
-
-def _identity(device: ComputeDevice) -> str:
-    """The name of an accelerator by which all processes know it; empty where nothing tells."""
-    if device.torch_device.type != "cuda":
-        return ""
-    return str(torch.cuda.get_device_properties(device.torch_device).uuid)
-
-
-def _name(device: ComputeDevice) -> str:
-    """The kind of an accelerator. Processors of one kind are not told apart here."""
-    if device.torch_device.type == "cpu":
-        return "a processor"
-    return str(torch.get_device_module(device.torch_device).get_device_name(device.torch_device))
 
 
 class SharedRun(ABC):
@@ -117,7 +122,8 @@ class SharedRun(ABC):
 
     def joined(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
         """What this rank computes of the model, which it may change. Raises ConfigError where they cannot share it."""
-        require_shareable(model.shape, self.way)
+        encoder = NOT_YET.format(self.way.value, "an encoder in front of a decoder", "take devices=one")
+        require(not model.shape.has_encoder, encoder)
         require_alike(self.ranks, model, device)
         return model
 
@@ -160,7 +166,10 @@ class SharedRun(ABC):
 
     def require_told(self, requests: Sequence[Request]) -> None:
         """Raises ConfigError where they ask for what ranks do not tell one another."""
-        require_told(requests, self.way)
+        # Only the last rank in a pipeline comes to them.
+        is_all = self.way is not Way.pipeline or all(request.generates for request in requests)
+        others = "take devices=sharded, tensor or one"
+        require(is_all, NOT_YET.format(self.way.value, "scores and embeddings", others))
 
     def _tell(self, told: Values, **more: object) -> None:
         self.ranks.tell({KIND: SESSION, "plan": told, **more})
@@ -196,7 +205,9 @@ class TensorRun(SharedRun):
         self.gathering = Gathering(ranks)
 
     def products(self, found: BackendTable | None) -> BackendTable | None:
-        return backends_told(self.ranks, found)
+        """Rank 0's, so that all ranks make the same products in the same way."""
+        told = self.ranks.exchange({"table": None if found is None else found.to_plain()})[0]["table"]
+        return None if told is None else BackendTable.from_plain(told)
 
     def whole(self, shape: ModelShape) -> None:
         return None
@@ -206,37 +217,89 @@ class TensorRun(SharedRun):
 
 
 class PipelineRun(SharedRun):
-    """Each has some of the layers, and plans for them by its own budget."""
+    """Each has some of the layers. Rank 0 plans for each rank with its own shape and budget; the blocks are those of
+    the one whose memory holds fewest sequences."""
 
-    _pipeline: Pipeline | None = None
-
-    @property
-    def pipeline(self) -> Pipeline:
-        assert self._pipeline is not None, "it is there once the model is"
-        return self._pipeline
+    def __init__(self, ranks: Ranks):
+        super().__init__(ranks)
+        self._whole: ModelShape | None = None
+        self._shapes: tuple[ModelShape, ...] = ()  # the model as each rank sees it
+        self._budgets: tuple[Budgets, ...] = ()
 
     def joined(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
-        model = super().joined(model, offload, device)
-        self._pipeline = Pipeline(self.ranks, model, offload, device)
-        self.line = self._pipeline.line
-        return self._pipeline.part_of(model)
+        """The model with this rank's stages alone. Mutates its modules. Raises ConfigError where ranks have other
+        weights, or the model cannot be divided among them."""
+        model, ranks, way = super().joined(model, offload, device), self.ranks, self.way.value
+        require(not model.habits.apart, NOT_YET.format(way, f"rows apart ({model.habits.apart})", "take devices=one"))
+        own = budgets_of(offload, device)
+        own = replace(own, host_bytes=own.host_bytes // ranks.num_here)
+        met = ranks.exchange({"budgets": vars(own), "weights": model.fingerprint})
+        is_same = all(each["weights"] == met[0]["weights"] for each in met)
+        require(is_same, f"devices={way}: ranks have other weights than rank 0 at model.path")
+        self._whole, self._budgets = model.shape, tuple(Budgets(**each["budgets"]) for each in met)
+        # No rank takes longer than it must, or where weights may not fit that way, none holds more than it must.
+        parts = divided(model.shape.stages, ranks.size)
+        heaviest = max(part_of(model.shape, part).weight_bytes for part in parts)
+        if heaviest > CROWDED * min(each.compute_bytes for each in self._budgets):
+            parts = divided(model.shape.stages, ranks.size, with_tables=True)
+        self._shapes = tuple(part_of(model.shape, part) for part in parts)
+        self.line = PipelineLink(ranks)
+        config = copy.deepcopy(model.staged.model.config)
+        for each in (config, config.get_text_config(decoder=True)):
+            each._attn_implementation = "eager"
+        layers = handed_on(build_meta_model(config, model.compute_dtype))
+        keep_part(model.staged, parts[ranks.rank], layers, device.torch_device)
+        return replace(model, shape=self._shapes[ranks.rank])
 
     def share_memory(self, offload: OffloadConfig, device: ComputeDevice) -> None:
         pass
 
-    def whole(self, shape: ModelShape) -> ModelShape:
-        return self.pipeline.whole
+    def whole(self, shape: ModelShape) -> ModelShape | None:
+        return self._whole
 
     def plan(
         self, planner: Planner, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
     ) -> Values:
-        return self.pipeline.plan(planner, requests, blocks, chunk_tokens)
+        """What rank 0 tells of the plan that all ranks make. Raises BudgetError where one of them has no room."""
+        # As many lanes as keep all ranks busy, where the policy leaves their number open.
+        config, policy = planner.config, planner.config.policy
+        count = policy.num_micro_batches or LANES_PER_RANK * self.ranks.size
+        rows = policy.micro_batch_size or min(MOST_ROWS, max(1, -(-len(requests) // count)))
+        policy = replace(policy, num_micro_batches=count, micro_batch_size=rows)
+        planner = replace(planner, config=replace(config, policy=policy))
+        sizes, plans = [request.size for request in requests], list[RunPlan]()
+        for rank in range(self.ranks.size):
+            with _naming(rank):
+                plans.append(self._planner(rank, planner).plan(sizes, blocks=blocks, chunk_tokens=chunk_tokens))
+        smallest = min(plans, key=lambda plan: (plan.block_size, plan.policy.prefill_chunk_tokens or 0))
+        told = written_plan(smallest, requests, planner.model.fingerprint)
+        for rank in range(self.ranks.size):
+            self._told(rank, told, planner, requests)
+        return told
 
     def plan_told(self, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
-        return self.pipeline.plan_told(told, planner, requests)
+        return self._told(self.ranks.rank, told, planner, requests)
+
+    def _told(self, rank: int, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+        with _naming(rank):
+            return plan_told({**told, "budgets": vars(self._budgets[rank])}, self._planner(rank, planner), requests)
+
+    def _planner(self, rank: int, planner: Planner) -> Planner:
+        model = replace(planner.model, shape=self._shapes[rank])
+        return replace(planner, model=model, given_budgets=self._budgets[rank])
 
     def agreement(self, should_stop: Callable[[], bool]) -> PipelineAgreement:
-        return PipelineAgreement(self.pipeline.line, should_stop)
+        assert self.line is not None, "it is there once the model is"
+        return PipelineAgreement(self.line, should_stop)
+
+
+@contextmanager
+def _naming(rank: int) -> Generator[None]:
+    """A budget that is too small is that of one rank."""
+    try:
+        yield
+    except BudgetError as error:
+        raise BudgetError(f"devices=pipeline, rank {rank}: {error}") from error
 
 
 def budgets_of_ranks(ranks: Ranks, own: Budgets) -> Budgets:

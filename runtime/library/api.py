@@ -24,10 +24,9 @@ from ..config.settings import (
     SamplingOverrides,
     require_beams_fit,
 )
-from ..devices.agreement import KIND
-from ..devices.sharded_session import RankSession
+from ..devices.messages import KIND, SESSION, end_sessions
+from ..devices.sessions import RankSession
 from ..devices.shared_run import SharedRun, device_of
-from ..devices.told_plan import SESSION, end_sessions
 from ..engine.batcher import sizes_sharing
 from ..engine.compiling import COMPILING_SECONDS, LEAST_TOKENS, CompiledKernels, seconds_without
 from ..engine.engine import Engine, alone

@@ -25,7 +25,7 @@ from runtime.config.settings import (
     Tier,
     Way,
 )
-from runtime.devices.told_plan import end_sessions, for_ranks
+from runtime.devices.messages import end_sessions, for_ranks
 from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError
 from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, share_of

@@ -8,7 +8,7 @@ from unittest import mock
 from runtime import Runtime, RuntimeConfig
 from runtime.batching.admission import plan_pass
 from runtime.config.settings import Admission
-from runtime.devices import told_plan
+from runtime.devices import messages
 from runtime.engine import batcher
 from runtime.plan.planner import RunPlan, plan_policy
 from runtime.ranks.ranks import Ranks
@@ -58,5 +58,5 @@ def admitted(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int
         passes.append((plan.admitted, plan.preempted, dict(plan.new_tokens)))
         return plan
 
-    with mock.patch.object(told_plan, "plan_policy", planned), mock.patch.object(batcher, "plan_pass", noted):
+    with mock.patch.object(messages, "plan_policy", planned), mock.patch.object(batcher, "plan_pass", noted):
         return Admitted(completed(Runtime(config, ranks=ranks), prompts), passes)

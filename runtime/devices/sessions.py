@@ -9,16 +9,16 @@ from dataclasses import replace
 from ..batching.balance import Block
 from ..engine.batcher import Batcher
 from ..engine.engine import Engine
-from ..engine.records import PassCounts, PassRecord
+from ..engine.records import PassCounts
 from ..engine.session import OnPass, Seats, Session, ignore
 from ..errors import Interrupted, PeerEnded
 from ..model.loading import LoadedModel
 from ..plan.planner import RunPlan
 from ..sequences.reasoning import Reasoning
 from ..sequences.sequence import Completion, Request, Unfinished
-from .agreement import KIND, Agreement
-from .messages import Finished, read_states, written_states
-from .told_plan import num_admitting
+from ..sequences.sequence import Sequence as Running
+from .agreements import Agreement, BetweenPasses
+from .messages import KIND, Finished, num_admitting, read_states, written_states
 
 WAVE, STREAM, CLOSED = "wave", "stream", "closed"
 
@@ -127,7 +127,16 @@ class RankSession(Session):
         try:
             yield from self._ended(None)[1]
             with batcher:
-                while (record := self._step(batcher)) is not None:
+                while True:
+                    try:
+                        record = self._engine.step(batcher)
+                    except Interrupted:
+                        raise
+                    except Exception:
+                        self._agreement.lose_pass()
+                        raise
+                    if record is None:
+                        break
                     counts, finished = self._ended(record.counts)
                     yield from finished
                     on_pass(replace(record, counts=counts))
@@ -137,14 +146,34 @@ class RankSession(Session):
             self._agreement.stop()
             raise
 
-    def _step(self, batcher: Batcher) -> PassRecord | None:
-        try:
-            return self._engine.step(batcher)
-        except Interrupted:
-            raise
-        except Exception:
-            self._agreement.lose_pass()
-            raise
-
     def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
         return self._agreement.ended(counts, self._take_finished(), self._requests)
+
+
+class SameRowsSession(RankSession):
+    """`RankSession`, where each rank has all rows, and none takes more memory for them than every rank has: so, as all
+    know the same tokens, they admit the same rows. Records have the times and bytes of this rank."""
+
+    @property
+    def _between(self) -> BetweenPasses:
+        assert isinstance(self._agreement, BetweenPasses), "ranks have the same rows"
+        return self._agreement
+
+    def _own(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
+        return block, left
+
+    def _own_line(self, order: Sequence[int]) -> Sequence[int]:
+        return order
+
+    def _chunks(
+        self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
+    ) -> Sequence[int | None]:
+        return self._between.least(super()._chunks(block, requests, lanes))
+
+    def _seats(self) -> Seats:
+        num_pages = self._plan.placement.kv.num_pages
+        [least] = self._between.least([num_pages])
+        return Session._seats(self)._replace(others_pages=num_pages - (least or 0))
+
+    def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
+        return counts or PassCounts.total([]), self._take_finished()
