@@ -22,8 +22,8 @@ from runtime.formats.rounding import Rounding
 from runtime.formats.scaled_rows import SCALES, scaled_rows
 from runtime.formats.storage_format import Stored
 from runtime.linear.backends import BACKENDS, backend_of, takes
-from runtime.linear.coded_rows import CodedRows
-from runtime.linear.panels import Block
+from runtime.linear.blocks import Block
+from runtime.linear.packed_rows import CodedRows
 from runtime.linear.window4_rows import Window4Rows
 from runtime.plan.shape.shapes import Companion, TensorSlice
 from runtime.units import MIB

@@ -15,8 +15,7 @@ from threading import local
 
 import torch
 
-from runtime.attention.host_attention import decode_attention
-from runtime.attention.plain_attention import decode_attention_torch
+from runtime.attention.host_attention import decode_attention, decode_attention_torch
 from runtime.cache.pages import split_pages
 from runtime.config.settings import DType, OffloadConfig
 from runtime.library.api import Runtime

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import AuxRequest
 
-from runtime.attention import flash_attention
+from runtime.attention import device_attention as flash_attention
 from tests.fake_recording import Tape
 from tests.host_counters import mark, on_device
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from runtime.attention.plain_attention import decode_attention_torch
+from runtime.attention.host_attention import decode_attention_torch
 from runtime.linear import backends, packed_rows
 from runtime.model import attention, fused_ops, loading
 from runtime.plan.shape.shapes import Parameter

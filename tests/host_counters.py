@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from runtime.linear import panels
+from runtime.linear import blocks as panels
 from runtime.stream.device import Part
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 from tests.fake_recording import tensors_among

@@ -15,7 +15,7 @@ class LinkCopy:
 
 @dataclass(kw_only=True)
 class HostCounts:
-    """`syncs` and `launches` by what and where, as `nonzero runtime/attention/plain_attention.py:32`; `batches`: calls
+    """`syncs` and `launches` by what and where, as `nonzero runtime/attention/host_attention.py:32`; `batches`: calls
     of `ComputeDevice.copy_all`, as tuples of the copies that each holds; `timed`: spans that events measure."""
 
     syncs: Counter[str] = field(default_factory=Counter)

@@ -12,7 +12,7 @@ from jobs.packing.shard import pack_shard
 from runtime.formats.own_store import METHOD
 from runtime.formats.packing import escape_words, pack_window4
 from runtime.formats.rounding import Rounding
-from runtime.linear.coded_rows import CodedRows
+from runtime.linear.packed_rows import CodedRows
 from runtime.linear.window4_rows import Window4Rows
 
 Words = np.ndarray  # bits of bfloat16

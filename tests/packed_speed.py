@@ -24,8 +24,8 @@ from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeCo
 from runtime.config.settings import DType, MachineConfig, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
 from runtime.formats.rounding import WAYS
-from runtime.linear.panels import Block
-from runtime.linear.vectors import multiply_in_vectors
+from runtime.linear.blocks import Block
+from runtime.linear.kernel_products import multiply_in_vectors
 from runtime.sequences.sequence import Completion, Request
 from runtime.units import GIB
 from tests.packed import packed_rows, rounded_rows, tensor_of, words_of

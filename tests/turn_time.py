@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from runtime import KVConfig, ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.attention import flash_attention
+from runtime.attention import device_attention as flash_attention
 from runtime.config.settings import DType, KVTier, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
 from tests.attention_doubles import install_flash

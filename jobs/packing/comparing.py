@@ -11,7 +11,7 @@ from runtime.formats.own_store import METHOD
 from runtime.formats.registry import FORMATS, pair_companions
 from runtime.formats.rounding import Rounding
 from runtime.formats.storage_format import Stored
-from runtime.linear.coded_rows import ROUNDED
+from runtime.linear.packed_rows import ROUNDED
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.header import read_header
 from runtime.weights.stage_weights import TORCH_DTYPES

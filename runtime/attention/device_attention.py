@@ -5,19 +5,146 @@ flash kernels, or through torch's fused attention. That is handed each KV head a
 heads beside it: told of grouped heads, it takes a backend that lays scores out in float32 wherever there is a mask, and
 without flash kernels always.
 
+Many sequences at once go through torch's flash kernels (Dao 2023), where they know what is asked. A sink is a score
+without a value: it takes its share of the weights, so what the kernels return is scaled by the logistic function of how
+far the sum of all other scores lies above it.
+
 Letters as in paged.py; G query heads of a KV head.
 """
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import gcd
 
 import torch
 import torch.nn.functional as F
 
 from ..plan.shape.attention import GATHERED_BYTES, SCORED_BYTES
-from .flash_attention import HEAD_MULTIPLE, aligned, flash_applies, flash_attention
-from .layout import LayerKV
-from .quantized import QuantizedKV
-from .rule import Rule
-from .stretches import Stretches
-from .views import DecodeRows, Prompts, Reach, Segment
+from .layout import LayerKV, QuantizedKV
+from .views import DecodeRows, Prompts, Reach, Rule, Segment, Stretches
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
+ALIGNMENT_BYTES = 16  # what kernels load at a time
+OPERATOR_PLACES = (
+    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
+)  # fmt: skip
+OPERATOR_NAMES = {"scale", "window_size_left", "window_size_right"}
+
+
+def flash_applies(like_q: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
+    """Looks at head sizes (the last dimension), dtypes and the device alone."""
+    head_dim = like_q.shape[-1]
+    return (
+        like_q.dtype in KERNEL_DTYPES
+        and like_q.dtype == like_k.dtype == like_v.dtype
+        and rule.softcap is None
+        and like_k.shape[-1] == head_dim >= like_v.shape[-1]
+        and head_dim <= LARGEST_HEAD
+        and head_dim % HEAD_MULTIPLE == 0
+        and has_flash(like_q.device)
+    )
+
+
+@cache
+def has_flash(device: torch.device) -> bool:
+    """FlashAttention-2 runs from compute capability 8.0 on. ROCm's kernels align a short run of queries with the first
+    keys and not the last."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and torch.backends.cuda.is_flash_attention_available()
+        and knows_windows()
+    )
+
+
+@cache
+def varlen_attn() -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    from torch.nn.attention import varlen  # takes 0.2 s to import
+
+    return varlen.varlen_attn
+
+
+def knows_windows() -> bool:
+    """Whether this torch's `varlen_attn` is told of causality by a window, as from 2.11 on."""
+    return {"window_size", "return_aux"} <= inspect.signature(varlen_attn()).parameters.keys()
+
+
+def flash_attention(
+    q_THD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor, stretches: Stretches, window: int | None, rule: Rule
+) -> torch.Tensor:
+    """(T, H, Dv) of the stretches' tokens, which look at their positions one behind the other (S), at the last `window`
+    of them at most. For what `flash_applies` to; keys and values begin where kernels can load."""
+    missing = k_SHD.shape[2] - v_SHD.shape[2]
+    is_single = stretches.most_new == 1  # and then what it looks at is all that it is handed
+    window_size = (-1, -1) if is_single else (-1 if window is None else window - 1, 0)
+    runs = (  # in the order of both: tokens, positions, where runs of them end, and how long the longest ones are
+        aligned(q_THD),
+        k_SHD,
+        F.pad(v_SHD, (0, missing)) if missing else v_SHD,
+        *stretches.bounds,
+        stretches.most_new,
+        stretches.most_positions,
+    )
+    operator = flash_operator()
+    if operator is not None:
+        found = operator(
+            *runs,
+            0.0,  # dropout_p
+            window_size == (-1, 0),  # is_causal
+            False,  # return_debug_mask
+            scale=rule.scale,
+            window_size_left=window_size[0],
+            window_size_right=window_size[1],
+        )
+    else:
+        from torch.nn.attention.varlen import AuxRequest
+
+        found = varlen_attn()(
+            *runs,
+            scale=rule.scale,
+            window_size=window_size,
+            return_aux=AuxRequest(lse=True),
+            **_grouped(is_grouped=q_THD.shape[1] != k_SHD.shape[1]),
+        )
+    out_THD, sums_HT = found[:2]  # the answer, and the logarithms of the sums of its weights
+    if rule.sinks is not None:
+        out_THD *= torch.sigmoid(sums_HT.T - rule.sinks.float())[..., None]
+    return out_THD[..., : v_SHD.shape[2]] if missing else out_THD
+
+
+@cache
+def flash_operator() -> Callable[..., Sequence[torch.Tensor]] | None:
+    """torch's own operator behind `varlen_attn`, which takes 40 us and more of Python to call it. None where it is not
+    certain that it takes and returns what `flash_attention` thinks."""
+    found = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    if found is None or "default" not in found.overloads():
+        return None
+    schema = found.default._schema
+    places = tuple(each.name for each in schema.arguments if not each.kwarg_only)
+    names = {each.name for each in schema.arguments if each.kwarg_only and each.has_default_value()}
+    is_known = places == OPERATOR_PLACES and names >= OPERATOR_NAMES
+    is_all = len(places) + len(names) == len(schema.arguments)
+    returned = tuple(each.name for each in schema.returns[:2])
+    return found.default if is_known and is_all and returned == ("output", "softmax_logsumexp") else None
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Itself or a copy, which begins where kernels can load, as all of its heads do."""
+    *strides, step = tensor.stride()
+    is_even = gcd(*strides) * tensor.itemsize % ALIGNMENT_BYTES == 0
+    if step == 1 and is_even and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@cache
+def _grouped(*, is_grouped: bool) -> dict[str, bool]:
+    """Some versions of torch group heads without being told."""
+    is_asked = "enable_gqa" in inspect.signature(varlen_attn()).parameters
+    return {"enable_gqa": is_grouped} if is_asked else {}
 
 
 def fused_applies(like_q: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
@@ -32,13 +159,18 @@ def decode_on_device(
     stretches = rows.stretches(reach)
     is_flash = isinstance(kv, LayerKV) and flash_applies(q_BHD, *kv.likes, rule)
     is_gathered = is_flash or fused_applies(q_BHD, kv.likes[1], rule)
-    most = _most_positions(kv, GATHERED_BYTES if is_gathered else SCORED_BYTES)
+    most = max(1, (GATHERED_BYTES if is_gathered else SCORED_BYTES) // kv.position_bytes)
     groups = stretches.groups(most, are_padded=not is_flash)
-    decode = _decode_in_flash if is_flash else _decode_padded
+
+    def decode(q_BHD: torch.Tensor, group: Stretches) -> torch.Tensor:
+        if isinstance(kv, LayerKV) and is_flash:
+            return flash_attention(q_BHD, *kv.packed(group), group, None, rule)
+        return _decode_padded(q_BHD, kv, group, rule)
+
     if len(groups) == 1:
-        return decode(q_BHD, kv, groups[0], rule)
+        return decode(q_BHD, groups[0])
     queries = q_BHD.split([len(group.parts) for group in groups])
-    return torch.cat([decode(q, kv, group, rule) for q, group in zip(queries, groups, strict=True)])
+    return torch.cat([decode(q, group) for q, group in zip(queries, groups, strict=True)])
 
 
 def prefill_in_flash(
@@ -57,7 +189,7 @@ def prefill_in_flash(
         tokens = stretches.tokens
         return [(tokens, flash_attention(query[tokens], k_SHD, v_SHD, stretches, reach.window, rule))]
     stretches, found = prompts.stretches(reach), []
-    for group in stretches.groups(_most_positions(kv, GATHERED_BYTES), are_padded=False):
+    for group in stretches.groups(max(1, GATHERED_BYTES // kv.position_bytes), are_padded=False):
         tokens = group.tokens
         k_SHD, v_SHD = (aligned(key[tokens]), aligned(value[tokens])) if group.is_fresh else kv.packed(group)
         found.append((tokens, flash_attention(query[tokens], k_SHD, v_SHD, group, reach.window, rule)))
@@ -97,12 +229,6 @@ def attend_fused(
     return out_HGTD.flatten(0, 1).transpose(0, 1)
 
 
-def _decode_in_flash(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: Stretches, rule: Rule) -> torch.Tensor:
-    assert isinstance(kv, LayerKV), "quantised pages are padded"
-    k_SHD, v_SHD = kv.packed(group)
-    return flash_attention(q_BHD, k_SHD, v_SHD, group, None, rule)
-
-
 def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: Stretches, rule: Rule) -> torch.Tensor:
     """Query heads of a KV head stand where other tokens would, so that no head is repeated."""
     k_BHSD, v_BHSD = (each.transpose(1, 2) for each in kv.padded(group))
@@ -115,8 +241,3 @@ def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: Stretc
     scores = (q_BHGD.float() * rule.scale) @ k_BHSD.float().transpose(2, 3)
     weights = rule.weights(scores, sinks, None if group.hidden_BS is None else group.hidden_BS[:, None, None])
     return (weights @ v_BHSD.float()).flatten(1, 2).to(q_BHD.dtype)
-
-
-def _most_positions(kv: LayerKV | QuantizedKV, num_bytes: int) -> int:
-    """Whose keys and values take no more than this."""
-    return max(1, num_bytes // kv.position_bytes)

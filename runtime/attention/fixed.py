@@ -11,8 +11,7 @@ from typing import TypeAlias
 import torch
 
 from .layout import PassLayout, Places
-from .stretches import Stretches
-from .views import DecodeRows, Reach
+from .views import DecodeRows, Reach, Stretches
 
 STEPS = 2  # sizes from one power of two to the next: a third of what is looked at is in vain at most
 LEAST = 64  # positions

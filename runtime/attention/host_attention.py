@@ -1,11 +1,14 @@
 """Decode attention on the CPU, beside the keys and values: they are read where they lie, once, and never copied.
 
 The compiled kernel lets go of the interpreter, so that its threads run beside torch's and beside each other; the work
-is cut into rows, and into KV heads where rows are few.
+is cut into rows, and into KV heads where rows are few. `decode_attention_torch` is what it is held against, and what
+runs without numba: it gathers the pages of a few rows into one piece before it multiplies, so it reads the KV once and
+moves it twice more. Quantised pages go by a compiled kernel too, or without it as on an accelerator.
 
 B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads of a KV head, D of a head.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,19 +16,48 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..kernels.amx.scratch import TILE_DIMS
-from ..kernels.arguments import Rows, Span, WorkItems
+from ..config.settings import KVDType
+from ..kernels.amx.scratch import TILE_DIMS, TILE_ROWS, TileScratch
+from ..kernels.arguments import (
+    CHUNK_TOKENS,
+    Pages,
+    Paused,
+    QuantizedPages,
+    QuantizedScratch,
+    Rows,
+    Scratch,
+    Softmax,
+    Span,
+    WorkItems,
+)
 from ..kernels.compiler import has_compiler, has_matrix_unit
+from ..plan.shape.dtypes import PAGE_TOKENS
 from ..shared_work import parallel_for
 from ..units import MIB
-from .host_work import fit_tiles, in_tiles, in_vectors, pages_of, rows_of, softmax_of
-from .plain_attention import decode_attention_torch
+from .device_attention import decode_on_device
+from .layout import PassLayout, QuantizedKV
+from .page_codes import PageFormat, widened
+from .views import DecodeRows, Reach, Rule
 
+GATHERED_BYTES = 16 * MIB  # keys of a few rows in float32; values take as much again
 ITEMS_PER_THREAD = 4  # so that nobody waits long for the last one
 MIN_ITEM_BYTES = MIB // 2  # takes about 50 us, as long as it takes to wake a thread
+# As the kernels know it; uint8 holds the bits of float8.
+BITS = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+    torch.uint8: torch.uint8,
+}
+
+Work = tuple[
+    Callable[[WorkItems], None], torch.Tensor
+]  # what does items until none is left, and (B, H, G, D) of answer
 
 
-class WorkItem(NamedTuple):
+class AttentionItem(NamedTuple):
+    """A run of rows, and of their KV heads."""
+
     rows: Span
     heads: Span
 
@@ -52,7 +84,10 @@ def decode_attention(
     thread, which is one in a worker of `AttentionWorkers`. Returns when all is done. `tables_Bn`, `begins_B` and
     `ends_B` must never be written to again: the layers of a pass bring the same ones.
     """
-    _check(k_NPHD, v_NPHD)
+    # What compiled code would not notice before it reads or writes elsewhere; of rows, `work_items` does.
+    assert k_NPHD.device.type == v_NPHD.device.type == "cpu", f"KV pages are on {k_NPHD.device}, {v_NPHD.device}"
+    assert k_NPHD.dtype == v_NPHD.dtype, f"keys are {k_NPHD.dtype}, values {v_NPHD.dtype}"
+    assert k_NPHD.shape[:3] == v_NPHD.shape[:3], f"pages of keys {k_NPHD.shape} and values {v_NPHD.shape}"
     num_kv_heads, num_threads = k_NPHD.shape[2], num_threads or torch.get_num_threads()
     position_bytes = num_kv_heads * (k_NPHD.shape[3] + v_NPHD.shape[3]) * k_NPHD.itemsize
     held = (tables_Bn, begins_B, ends_B)
@@ -63,9 +98,163 @@ def decode_attention(
     work_in = in_tiles if fit_tiles(k_NPHD, v_NPHD) and has_matrix_unit() else in_vectors
     softmax = softmax_of(softcap, sinks_H, q_BHGD.shape[1:3])
     work = work_in(q_BHGD, scale, pages_of(k_NPHD, v_NPHD), rows, softmax, v_NPHD.shape[3])
+    return _done(work, spans_W4, num_threads).flatten(1, 2).to(q_BHD.dtype)
+
+
+def decode_quantized(
+    q_BHD: torch.Tensor, kv: QuantizedKV, rows: DecodeRows, reach: Reach, rule: Rule, num_threads: int | None = None
+) -> torch.Tensor:
+    """One new token per row: (B, H, Dv) in the queries' dtype, summed in float32. Returns when all is done."""
+    if not has_compiler():
+        return decode_on_device(q_BHD, kv, rows, reach, rule)
+    from ..kernels.attention_quantized import attend
+
+    num_kv_heads, num_threads = kv.format.num_heads, num_threads or torch.get_num_threads()
+    q_BHGD = (q_BHD.unflatten(1, (num_kv_heads, -1)).float() * rule.scale).contiguous()
+    out_BHGD = q_BHGD.new_zeros(*q_BHGD.shape[:3], kv.format.value_dim)
+    held = (kv.layout.tables_Bn, rows.begins(reach), rows.ends)
+    position_bytes = kv.format.page_bytes // PAGE_TOKENS
+    host_rows, spans_W4 = work_items(*held, PAGE_TOKENS, num_kv_heads, position_bytes, num_threads)
+    parts = kv.format.split(kv.pages)
+    flat = [_flat(part) if part.numel() else np.empty(0, np.uint8) for part in parts]  # zeros that are not there
+    pages = QuantizedPages(*flat, stride_bytes=kv.pages.stride(0), num_pages=len(kv.pages), page_tokens=PAGE_TOKENS)
+    tails = pages_of(*kv.tails)
+    slots_B1 = kv.layout.slots_B[:, None].int().contiguous().numpy()
+    softmax = softmax_of(rule.softcap, rule.sinks, q_BHGD.shape[1:3])
+    q, out, codes = q_BHGD.numpy(), out_BHGD.numpy(), kv.format.codes_in_byte
+
+    def run(items: WorkItems) -> None:
+        scratch = QuantizedScratch.make(q.shape[1], q.shape[2], q.shape[3], CHUNK_TOKENS)
+        attend(q, pages, tails, slots_B1, host_rows, softmax, codes, out, items, scratch)
+
+    return _done((run, out_BHGD), spans_W4, num_threads).flatten(1, 2).to(q_BHD.dtype)
+
+
+def _done(work: Work, spans_W4: np.ndarray, num_threads: int) -> torch.Tensor:
+    """The answer, when threads have done all items."""
+    run, out_BHGD = work
     items = WorkItems(spans_W4, np.zeros(1, np.int64))
-    parallel_for([items] * min(num_threads, len(spans_W4)), work.run, num_threads)
-    return work.out_BHGD.flatten(1, 2).to(q_BHD.dtype)
+    parallel_for([items] * min(num_threads, len(spans_W4)), run, num_threads)
+    return out_BHGD
+
+
+def decode_attention_torch(
+    q_BHD: torch.Tensor,
+    k_NPHD: torch.Tensor,
+    v_NPHD: torch.Tensor,
+    tables_Bn: torch.Tensor,
+    begins_B: torch.Tensor,
+    ends_B: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What `decode_attention` computes, in torch operators that run on any device."""
+    rule = Rule(scale, softcap, sinks_H)
+    num_kv_heads, page_tokens = k_NPHD.shape[2], k_NPHD.shape[1]
+    out_BHD = q_BHD.new_zeros(*q_BHD.shape[:2], v_NPHD.shape[3])
+    seeing = torch.nonzero(ends_B > begins_B).flatten()
+    sinks_HG1 = None if sinks_H is None else sinks_H.float().view(num_kv_heads, -1, 1)
+    row_bytes = 4 * max(1, tables_Bn.shape[1]) * page_tokens * num_kv_heads * k_NPHD.shape[3]
+    for rows in seeing.split(max(1, GATHERED_BYTES // row_bytes)) if len(seeing) else ():
+        begins, ends = begins_B[rows], ends_B[rows]
+        first, last = int(begins.min()) // page_tokens, -(-int(ends.max()) // page_tokens)
+        places_S = torch.arange(first * page_tokens, last * page_tokens, device=q_BHD.device)
+        hidden_BS = (places_S < begins[:, None]) | (places_S >= ends[:, None])
+        is_unused_Bn = hidden_BS.unflatten(1, (-1, page_tokens)).all(2)
+        pages_Bn = tables_Bn[rows, first:last].long().masked_fill(is_unused_Bn, 0)
+        k_BHSD, v_BHSD = (pages[pages_Bn].flatten(1, 2).transpose(1, 2) for pages in (k_NPHD, v_NPHD))
+        k_BHSD, v_BHSD = widened(k_BHSD, torch.float32), widened(v_BHSD, torch.float32)
+        q_BHGD = q_BHD[rows].float().unflatten(1, (num_kv_heads, -1)) * scale
+        weights_BHGS = rule.weights(q_BHGD @ k_BHSD.transpose(2, 3), sinks_HG1, hidden_BS[:, None, None])
+        seen_BHSD = v_BHSD.masked_fill(hidden_BS[:, None, :, None], 0)  # 0 times NaN is NaN
+        out_BHD[rows] = (weights_BHGS @ seen_BHSD).flatten(1, 2).to(out_BHD.dtype)
+    return out_BHD
+
+
+def in_vectors(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, softmax: Softmax, value_dim: int) -> Work:
+    from ..kernels.attention import attend
+
+    scaled_BHGD = (q_BHGD.float() * scale).contiguous()
+    out_BHGD = scaled_BHGD.new_zeros(*q_BHGD.shape[:3], value_dim)
+    q, out = scaled_BHGD.numpy(), out_BHGD.numpy()
+    num_paused = len(q) if rows.shared_B.any() else 0
+    paused = Paused(*(np.empty((num_paused, *q.shape[1:3]), np.float32) for _ in range(2)))
+
+    def run(items: WorkItems) -> None:
+        attend(q, pages, rows, softmax, out, items, Scratch.make(q.shape[1], q.shape[2], CHUNK_TOKENS), paused)
+
+    return run, out_BHGD
+
+
+def in_tiles(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, softmax: Softmax, value_dim: int) -> Work:
+    """Takes queries and gives answers in bfloat16 as they are. Torch would convert them on OpenMP's threads, and these
+    then wait actively, in the way of ours: of 11 ms a thread began its first item 2 ms late."""
+    from ..kernels.amx.attention import attend
+
+    q_BHGD = (q_BHGD if q_BHGD.dtype == torch.bfloat16 else q_BHGD.float()).contiguous()
+    out_BHGD = q_BHGD.new_empty(*q_BHGD.shape[:3], value_dim)
+    q, out = (x_BHGD.view(BITS[x_BHGD.dtype]).numpy() for x_BHGD in (q_BHGD, out_BHGD))
+    (H, G, D), factor = q.shape[1:], np.float32(scale)
+
+    def run(items: WorkItems) -> None:
+        scratch = TileScratch.make(H, G, D, value_dim, CHUNK_TOKENS)
+        attend(q, factor, pages, rows, softmax, out, items, scratch)
+
+    return run, out_BHGD
+
+
+def fit_tiles(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> bool:
+    """Whether `amx.attention` takes such pages, where there is a matrix unit."""
+    is_short = k_NPHD.shape[1] <= TILE_ROWS
+    has_whole_tiles = k_NPHD.shape[3] % TILE_DIMS == v_NPHD.shape[3] % TILE_DIMS == 0
+    return k_NPHD.dtype == torch.bfloat16 and is_short and has_whole_tiles
+
+
+def _flat(pages: torch.Tensor) -> np.ndarray:
+    """All numbers from the first of the first page to the last of the last page, with what lies between pages. For a
+    contiguous run of numbers the compiler makes vector loads."""
+    span, bits = pages.numel(), BITS.get(pages.dtype, pages.dtype)
+    if not pages.is_contiguous():
+        page = pages[0]
+        assert page.is_contiguous(), f"a KV page has strides {page.stride()}: only pages may lie apart"
+        span = (len(pages) - 1) * pages.stride(0) + page.numel()
+    return pages.as_strided((span,), (1,)).view(bits).numpy()
+
+
+def pages_of(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> Pages:
+    strides = k_NPHD.stride(0), v_NPHD.stride(0)
+    return Pages(_flat(k_NPHD), _flat(v_NPHD), *strides, num_pages=k_NPHD.shape[0], page_tokens=k_NPHD.shape[1])
+
+
+def rows_of(tables_Bn: torch.Tensor, begins_B: torch.Tensor, ends_B: torch.Tensor, page_tokens: int) -> Rows:
+    tables, ends = _numpy(tables_Bn, torch.int32), _numpy(ends_B, torch.int64)
+    return Rows(tables, _numpy(begins_B, torch.int64), ends, _shared(tables, ends // page_tokens, page_tokens))
+
+
+def _shared(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_tokens: int) -> np.ndarray:
+    """How many positions each row has in the same pages as a row beside it: whole chunks, of pages that are full."""
+    shared_B = np.zeros(len(tables_Bn), np.int64)
+    if len(tables_Bn) < 2:
+        return shared_B
+    differs = np.pad(tables_Bn[1:] != tables_Bn[:-1], ((0, 0), (0, 1)), constant_values=True)
+    common = np.minimum(differs.argmax(axis=1), np.minimum(num_pages_B[1:], num_pages_B[:-1]))
+    shared_B[1:] = common
+    shared_B[:-1] = np.maximum(shared_B[:-1], common)
+    return np.maximum(shared_B, 0) * page_tokens // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+def softmax_of(softcap: float | None, sinks_H: torch.Tensor | None, shape: torch.Size) -> Softmax:
+    from ..kernels.attention import LOWEST
+
+    tops_HG = torch.full(shape, float(LOWEST)) if sinks_H is None else sinks_H.view(shape)
+    total = 0.0 if sinks_H is None else 1.0
+    return Softmax(np.float32(softcap or 0.0), _numpy(tops_HG, torch.float32), np.float32(total))
+
+
+def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    return tensor.to(dtype).contiguous().numpy()
 
 
 def prepare_decode_attention(dtype: torch.dtype) -> None:
@@ -77,13 +266,13 @@ def prepare_decode_attention(dtype: torch.dtype) -> None:
         decode_attention(page[0], page, page, begin[None], begin, end, scale=1.0)
 
 
-def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int) -> list[WorkItem]:
+def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int) -> list[AttentionItem]:
     """Work items of about the same bytes: neighbouring rows, and of a row that alone is more than an item, KV heads."""
     ends_B = np.cumsum(num_positions_B)
     total = int(ends_B[-1]) if len(ends_B) else 0
     wanted = min(ITEMS_PER_THREAD * num_threads if num_threads > 1 else 1, total * position_bytes // MIN_ITEM_BYTES)
     if wanted <= 1:
-        return [WorkItem(rows=(0, len(ends_B)), heads=(0, num_kv_heads))]
+        return [AttentionItem(rows=(0, len(ends_B)), heads=(0, num_kv_heads))]
     inner = np.searchsorted(ends_B, total * np.arange(1, wanted) / wanted) + 1
     bounds = np.unique([0, *inner, len(ends_B)]).tolist()
     items = []
@@ -91,15 +280,8 @@ def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num
         share = int(num_positions_B[begin:end].sum()) * wanted / total
         num_parts = min(num_kv_heads, max(1, round(share)))
         cuts = [num_kv_heads * part // num_parts for part in range(num_parts + 1)]
-        items += [WorkItem(rows=(begin, end), heads=heads) for heads in pairwise(cuts)]
+        items += [AttentionItem(rows=(begin, end), heads=heads) for heads in pairwise(cuts)]
     return items
-
-
-def _check(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> None:
-    """What compiled code would not notice before it reads or writes elsewhere; of rows, `work_items` does."""
-    assert k_NPHD.device.type == v_NPHD.device.type == "cpu", f"KV pages are on {k_NPHD.device}, {v_NPHD.device}"
-    assert k_NPHD.dtype == v_NPHD.dtype, f"keys are {k_NPHD.dtype}, values {v_NPHD.dtype}"
-    assert k_NPHD.shape[:3] == v_NPHD.shape[:3], f"pages of keys {k_NPHD.shape} and values {v_NPHD.shape}"
 
 
 # Of tensors themselves: layers of a pass bring the same ones, those of each kind theirs, lane after lane. With fewer
@@ -124,3 +306,12 @@ def work_items(
     num_positions_B = np.maximum(rows.ends_B - rows.begins_B, 0)
     items = cut(num_positions_B, num_kv_heads, position_bytes, num_threads)
     return rows, np.array([(*item.rows, *item.heads) for item in items], np.int64)
+
+
+def prepare_decode_quantized(kv_dtype: KVDType, dtype: torch.dtype) -> None:
+    """Loads, and at the first time compiles, what pages of `kv_dtype` beside tails of `dtype` need."""
+    page_format, rows = PageFormat(kv_dtype, 1, 2, 2), DecodeRows((0,), (0,), (0,), torch.device("cpu"))
+    layout = PassLayout([[0]], [], rows, [], torch.device("cpu"), expands=False, slots=(0,))
+    tail = torch.zeros(1, PAGE_TOKENS, 1, 2, dtype=dtype)
+    kv = QuantizedKV(page_format, page_format.encode(tail, tail), (tail, tail), {}, layout)
+    decode_quantized(tail[:, 0], kv, rows, Reach(), Rule(1.0), 1)

@@ -1,17 +1,23 @@
-"""Where the tokens of a pass, and all that is cached of its rows, lie in pages. Letters as in paged.py."""
+"""Where the tokens of a pass, and all that is cached of its rows, lie in pages, and a layer's keys and values there.
 
-from collections.abc import Iterator, Sequence
+Where pages are quantised, a token sees its own page as it was computed and all pages before it as they are kept. So
+what it sees follows from its position alone: not from which tokens are beside it in a pass, how its prompt was cut, or
+whether it is decoded.
+
+Letters as in paged.py; R rows that have a tail, M pages.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from ..plan.placement.memory import PAGE_TOKENS
-from .page_codes import widened
-from .stretches import Stretches
+from ..plan.shape.dtypes import PAGE_TOKENS
+from .page_codes import PageFormat, widened
 from .upload import upload
-from .views import DecodeRows, Segment
+from .views import DecodeRows, Reach, Segment, Stretches
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +45,7 @@ class Places:
             pages_NPHD[self.pairs] = states_SHD
 
 
-class Run(NamedTuple):
+class PlaceRun(NamedTuple):
     """Neighbouring positions of a row in neighbouring places: `num` from `place` on, the first being the `at`-th."""
 
     place: int
@@ -81,7 +87,16 @@ class PassLayout:
         self._padded: dict[Stretches, Places] = {}
         new = [place for row, begin, end in new_places for place in self.places(row, begin, end)]
         self.new_T = Places(upload(new, device))
-        self.cached_S = Places(upload(self._cached(decoding, segments), device)) if expands else None
+        self.cached_S: Places | None = None
+        if expands:  # all positions of the pass's rows, in the order of `kv_start`; short ones of `decoding` repeat
+            cached = list[int]()
+            if decoding is not None:
+                for row, past in zip(decoding.rows, decoding.past, strict=True):
+                    own = self.places(row, 0, past + 1)
+                    cached += own + own[-1:] * (decoding.longest - len(own))
+            for segment in segments:
+                cached += self.places(segment.row, 0, segment.end)
+            self.cached_S = Places(upload(cached, device))
 
     def numbers(self, row: int) -> torch.Tensor:
         if row not in self._numbers:
@@ -169,11 +184,11 @@ class PassLayout:
         both = upload(lines, self._device)
         return both[:, 0], both[:, 1:]
 
-    def runs(self, row: int, begin: int, end: int) -> Iterator[Run]:
+    def runs(self, row: int, begin: int, end: int) -> Iterator[PlaceRun]:
         places, at = self.places(row, begin, end), 0
         for i in range(1, len(places) + 1):
             if i == len(places) or places[i] != places[i - 1] + 1:
-                yield Run(places[at], at, i - at)
+                yield PlaceRun(places[at], at, i - at)
                 at = i
 
     def places(self, row: int, begin: int, end: int) -> list[int]:
@@ -188,18 +203,6 @@ class PassLayout:
         rows = [self._pages[row] for row in self._decoding.rows]
         width = max(map(len, rows))
         return upload([[*row, *[0] * (width - len(row))] for row in rows], self._device, torch.int32)
-
-    def _cached(self, decoding: DecodeRows | None, segments: Sequence[Segment]) -> list[int]:
-        """The places of all positions of the pass's rows, in the order of `kv_start`; short rows of `decoding` end in
-        repeats."""
-        places: list[int] = []
-        if decoding is not None:
-            for row, past in zip(decoding.rows, decoding.past, strict=True):
-                own = self.places(row, 0, past + 1)
-                places += own + own[-1:] * (decoding.longest - len(own))
-        for segment in segments:
-            places += self.places(segment.row, 0, segment.end)
-        return places
 
 
 def _in_pages(numbers: torch.Tensor, positions: torch.Tensor) -> Places:
@@ -256,3 +259,50 @@ def copy_places(kv: LayerKV, pairs: tuple[Places, Places]) -> None:
     source, target = pairs
     for pages in (kv.k_NPHD, kv.v_NPHD):
         target.put(pages, source.of(pages))
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
+
+
+@dataclass(frozen=True)
+class QuantizedKV:
+    """`pages`, uint8 (N, bytes). `tails` (R, P, H, D): the page of each row's last position, as computed. `spans`: of
+    each segment's row, its positions (S, H, D) from the begin of the first page that the pass adds to."""
+
+    format: PageFormat
+    pages: torch.Tensor
+    tails: Pair
+    spans: Mapping[int, Pair]
+    layout: PassLayout
+
+    @property
+    def likes(self) -> Pair:
+        """Tensors of the heads' sizes and dtype."""
+        return self.tails
+
+    @property
+    def position_bytes(self) -> int:
+        return self.tails[0][0, 0].nbytes + self.tails[1][0, 0].nbytes
+
+    def seen_by(self, segment: Segment, reach: Reach) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys and values (H, S, D) that the segment's tokens look at, and which of them are hidden from each (T, S):
+        pages as they are kept, then those that the pass adds to, as computed."""
+        view = segment.paged_view(reach, PAGE_TOKENS)
+        k_SHD, v_SHD = self.spans[segment.row]
+        if view.pages:
+            numbers = self.layout.numbers(segment.row)[view.pages.start : view.pages.stop]
+            kept = self.format.decode(self.pages[numbers], k_SHD.dtype)
+            k_SHD, v_SHD = (torch.cat([x.flatten(0, 1), y]) for x, y in zip(kept, (k_SHD, v_SHD), strict=True))
+        return k_SHD.transpose(0, 1), v_SHD.transpose(0, 1), view.hidden
+
+    def padded(self, stretches: Stretches) -> Pair:
+        """What rows that decode look at, (B, S, H, D) each; short ones end in repeats."""
+        places = self.layout.by_page(stretches)
+        kept = self.format.decode(self.pages[places.tables_Bn.flatten()], self.tails[0].dtype)
+        rows_B = torch.arange(len(places.slots_B), device=places.slots_B.device)
+        found = []
+        for pages, tails in zip(kept, self.tails, strict=True):
+            pages_BnPHD = pages.unflatten(0, places.tables_Bn.shape)
+            pages_BnPHD[rows_B, places.lasts_B] = tails[places.slots_B]
+            found.append(pages_BnPHD.flatten(1, 2)[rows_B[:, None], places.at_BS])
+        return found[0], found[1]

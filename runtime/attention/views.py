@@ -1,17 +1,143 @@
-"""What attention over a packed lane looks at: the tokens of a pass, by sequence, and which cached positions each may
-see.
+"""What attention over a packed lane looks at: the tokens of a pass, by sequence, which cached positions each may see,
+and what a layer does with their scores. Sequences of several lengths lie one behind the other, as `Stretches`, whose
+numbers are all the host's, so that nobody waits for a device to learn them.
 
 Letters as in paged.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
-from .stretches import Stretch, Stretches
 from .upload import upload
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a layer does with its scores: `scale * q.k`, capped to +-softcap, with a sink's score (H*G) beside them."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+    def weights(self, scores: torch.Tensor, sinks: torch.Tensor | None, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Scaled scores (..., S) to weights, in place where it can; `sinks` and `hidden` broadcast over them."""
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if hidden is not None:
+            scores = scores.masked_fill_(hidden, float("-inf"))
+        if sinks is None:
+            return torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
+        column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        return torch.softmax(torch.cat([scores, column], -1), -1, dtype=torch.float32)[..., :-1].to(scores.dtype)
+
+
+class Stretch(NamedTuple):
+    """`new` tokens, from `start` on in the pass, of a row whose positions [first, end) they look at: the last token at
+    all of them, each one before it at one less. Those before `past` were cached by earlier passes."""
+
+    row: int
+    start: int
+    new: int
+    first: int
+    end: int
+
+    @property
+    def past(self) -> int:
+        return self.end - self.new
+
+    @property
+    def num_positions(self) -> int:
+        return self.end - self.first
+
+
+@dataclass(frozen=True, eq=False)
+class Stretches:
+    """The stretches of one pass, in the order of its tokens. Their tensors are made once for all layers."""
+
+    parts: tuple[Stretch, ...]
+    device: torch.device
+    _groups: dict[tuple[int, bool], tuple["Stretches", ...]] = field(default_factory=dict)
+
+    @cached_property
+    def most_new(self) -> int:
+        return max(part.new for part in self.parts)
+
+    @cached_property
+    def most_positions(self) -> int:
+        return max(part.num_positions for part in self.parts)
+
+    @cached_property
+    def num_positions(self) -> int:
+        return sum(part.num_positions for part in self.parts)
+
+    @cached_property
+    def is_fresh(self) -> bool:
+        """No token looks at what an earlier pass has cached, so what they look at are the tokens themselves."""
+        return all(part.first == part.past for part in self.parts)
+
+    @cached_property
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where tokens and positions of each begin, and where the last ones end (B + 1), int32."""
+        tokens = accumulate((part.new for part in self.parts), initial=0)
+        positions = accumulate((part.num_positions for part in self.parts), initial=0)
+        both = upload([[*tokens], [*positions]], self.device, torch.int32)
+        return both[0], both[1]
+
+    @cached_property
+    def tokens(self) -> slice | torch.Tensor:
+        """Where their tokens lie in the pass: a slice, or indices where they lie apart."""
+        first, last = self.parts[0], self.parts[-1]
+        if last.start + last.new - first.start == sum(part.new for part in self.parts):
+            return slice(first.start, last.start + last.new)
+        spans = (range(part.start, part.start + part.new) for part in self.parts)
+        return upload([token for span in spans for token in span], self.device)
+
+    @cached_property
+    def seen_BS(self) -> torch.Tensor | None:
+        """Which of `most_positions` each has; None where they are all of one length."""
+        if all(part.num_positions == self.most_positions for part in self.parts):
+            return None
+        lengths_B = self.bounds[1].diff()
+        return torch.arange(self.most_positions, device=self.device) < lengths_B[:, None]
+
+    @cached_property
+    def hidden_BS(self) -> torch.Tensor | None:
+        return None if self.seen_BS is None else ~self.seen_BS
+
+    @property
+    def cuts(self) -> Collection[tuple[int, bool]]:
+        """What `groups` was asked so far."""
+        return self._groups.keys()
+
+    def keep_whole(self, cuts: Collection[tuple[int, bool]]) -> None:
+        """Says of these that nothing is cut."""
+        self._groups.update(dict.fromkeys(cuts, (self,)))
+
+    def groups(self, most_positions: int, *, are_padded: bool) -> tuple["Stretches", ...]:
+        """Neighbours that together look at no more positions than this, each of them padded to the longest or not; one
+        alone may."""
+        key = most_positions, are_padded
+        if key not in self._groups:
+            groups: list[list[Stretch]] = [[]]
+            longest = total = 0
+            for part in self.parts:
+                longest, total = max(longest, part.num_positions), total + part.num_positions
+                if groups[-1] and ((len(groups[-1]) + 1) * longest if are_padded else total) > most_positions:
+                    groups.append([])
+                    longest = total = part.num_positions
+                groups[-1].append(part)
+            parts = (Stretches(tuple(group), self.device) for group in groups)
+            self._groups[key] = (self,) if len(groups) == 1 else tuple(parts)
+        return self._groups[key]
 
 
 @dataclass(frozen=True)
@@ -81,19 +207,17 @@ class Segment:
         return self.past + self.new
 
     def view(self, reach: Reach) -> View | None:
-        if reach not in self._views:
-            self._views[reach] = self._look(reach)
-        return self._views[reach]
-
-    def _look(self, reach: Reach) -> View | None:
-        first = reach.first(self.past)
-        if self.past == 0 and reach.first(self.end - 1) == 0:
-            return None
-        if self.new == 1:
-            return View(first, self.end, None)
-        places = torch.arange(first, self.end, device=self.device)[None]
-        queries = torch.arange(self.past, self.end, device=self.device)[:, None]
-        return View(first, self.end, (places > queries) | reach.hides(queries, places))
+        if reach in self._views:
+            return self._views[reach]
+        first, found = reach.first(self.past), None
+        if self.new == 1 and self.past:
+            found = View(first, self.end, None)
+        elif self.past or reach.first(self.end - 1):
+            places = torch.arange(first, self.end, device=self.device)[None]
+            queries = torch.arange(self.past, self.end, device=self.device)[:, None]
+            found = View(first, self.end, (places > queries) | reach.hides(queries, places))
+        self._views[reach] = found
+        return found
 
     def paged_view(self, reach: Reach, page_tokens: int) -> PagedView:
         if reach not in self._paged_views:

@@ -11,8 +11,7 @@ import torch
 
 from ..attention.host_attention import decode_attention
 from ..attention.layout import LayerKV, PassLayout, Places, copy_places
-from ..attention.stretches import Stretches
-from ..attention.views import DecodeRows, Reach, Segment
+from ..attention.views import DecodeRows, Reach, Segment, Stretches
 from ..stream.device import Part
 from ..stream.exchange import HostExchange, Trip
 from .pages import KVPages

@@ -20,17 +20,14 @@ from typing import Protocol
 import torch
 from transformers import Cache
 
-from ..attention.layout import LayerKV, PassLayout, Places, copy_places
+from ..attention.layout import LayerKV, Pair, PassLayout, Places, QuantizedKV, copy_places
 from ..attention.page_codes import PageFormat, narrowed, stored_dtype, widened
-from ..attention.quantized import Pair, QuantizedKV
 from ..attention.upload import upload
 from ..attention.views import DecodeRows, Prompts, Segment
 from ..config.settings import KVDType
 from ..plan.placement.memory import PAGE_TOKENS
-from .base import KVCache
 from .host_lane import CPU, HostLane, HostVisit
-from .pages import KVPages, num_pages_for, split_pages
-from .shared import SharedPages
+from .pages import KVCache, KVPages, SharedPages, num_pages_for, split_pages
 from .tails import Tails
 
 

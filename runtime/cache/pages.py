@@ -7,19 +7,73 @@ nobody holds memory for the longest answer that there might be. Where keys and v
 side by side, so that few copies carry them all.
 """
 
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 
 from ..attention.page_codes import FLOAT8, PageFormat, stored_dtype
+from ..closing import Closing
 from ..config.settings import KVDType
 from ..plan.placement.kv import stretches
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
+
+
+class KVCache(Closing):
+    """Keys and values of one lane, from its first pass until `close`, which gives its pages back to the pool.
+
+    Layers may keep their pages in another tier. Before the lane enters such a layer the engine brings `pages` to memory
+    of its own and binds it; behind the layer it unbinds it and stores what is in `changed`. Layers that do not travel
+    hold their keys and values themselves and are never bound. One thread calls all of it.
+    """
+
+    @property
+    @abstractmethod
+    def pages(self) -> Sequence[int]:
+        """Numbers of the lane's pages, the same in every layer. Their order and number hold for one pass; the next one
+        may take or give back pages. Empty where no layer travels and the lane has a rectangle."""
+
+    @property
+    @abstractmethod
+    def changed(self) -> Sequence[int]:
+        """Positions in `pages`, ascending, of the pages that the pass writes to. It holds for one pass."""
+
+    @abstractmethod
+    def bind(self, layer: int, pages: torch.Tensor) -> None:
+        """Has the layer read and write its keys and values in `pages` (len(self.pages), bytes of a page), uint8, until
+        `unbind`. The memory stays the caller's, who must not reuse it before. A layer that does not travel ignores
+        it."""
+
+    @abstractmethod
+    def unbind(self, layer: int) -> None:
+        """Lets go of the memory that was bound, which then holds what the layer has written, padding included. Raises
+        KeyError where a layer that travels was not bound."""
+
+
+@dataclass(kw_only=True, eq=False)
+class SharedPages:
+    """The first `num_tokens` of several sequences of a block, which one row computes into `pages`, and nobody writes to
+    behind that. They are held until that row has left and all `num_users` have begun, who then hold them by themselves.
+    `in_pass`: others may look at tokens of the pass that computes them, if their row or lane comes later in it.
+    """
+
+    num_tokens: int
+    in_pass: bool
+    num_users: int = 0  # that have not begun yet, and whoever keeps them for others to come
+    num_computed: int = 0  # tokens that others may look at
+    pages: list[int] = field(default_factory=list)
+    is_left: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether others may go on from it in the pass that is being prepared."""
+        return self.num_computed == self.num_tokens
 
 
 class PagePool:

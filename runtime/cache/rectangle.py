@@ -1,23 +1,52 @@
 """KV cache of one padded lane: transformers' own cache, its plain layers with their memory reserved at once.
 
 A cache that grows by concatenation copies all of itself for every token. Sliding windows and recurrent states are
-bounded, so their layers stay transformers' own.
+bounded, so their layers stay transformers' own. Layers that other ranks compute hold nothing here, and are as long as
+if they did, since a class makes its masks by the first layer of a kind, whoever has it.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 from ..units import round_up
-from .base import KVCache
-from .pages import PagePool, num_pages_for
-from .passed import PassedLayer
+from .pages import KVCache, PagePool, num_pages_for
+
+
+class PassedLayer(DynamicLayer):
+    """Counts positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._length = 0
+
+    def lengthen(self, num_tokens: int) -> None:
+        self._length += num_tokens
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """All rows are as long."""
+
+
+def pass_over(cache: Cache, layers: Collection[int], num_rows: int, num_tokens: int) -> None:
+    """Makes `layers` longer by so many tokens of each row. Those that keep a window take a byte for each of them."""
+    byte = torch.zeros(num_rows, 1, num_tokens, 1, dtype=torch.uint8) if layers else None
+    for index in layers:
+        layer = cache.layers[index]
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+        if isinstance(layer, PassedLayer):
+            layer.lengthen(num_tokens)
+        elif isinstance(layer, DynamicLayer) and byte is not None:
+            layer.update(byte, byte)
 
 
 def row_moves(sources: Sequence[int]) -> Iterator[tuple[int, int] | tuple[None, int] | tuple[int, None]]:
@@ -184,7 +213,7 @@ def rectangle_cache(
     passed: frozenset[int] = frozenset(),
 ) -> DynamicCache:
     """`capacity`: positions of the longest sequence, padding included, rounded up to whole pages. Layers in `travels`
-    have their memory bound by the engine; those in `passed` hold nothing, see passed.py."""
+    have their memory bound by the engine; those in `passed` hold nothing."""
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and index in passed:

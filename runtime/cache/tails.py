@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..attention.quantized import Pair, QuantizedKV
+from ..attention.layout import Pair, QuantizedKV
 from ..attention.upload import upload
 from ..attention.views import DecodeRows, Segment
 from ..plan.placement.memory import PAGE_TOKENS

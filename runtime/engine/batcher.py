@@ -19,7 +19,7 @@ from ..batching.prefixes import (
     places_of,
     shared_prefixes,
 )
-from ..cache.shared import SharedPages
+from ..cache.pages import SharedPages
 from ..closing import Closing
 from ..plan.placement.memory import SequenceSize
 from ..sequences.sequence import Request, Sequence

@@ -57,7 +57,7 @@ def prepare(part: Part) -> None:
 
             prepare_decode_attention(dtype)
         case "quantized_attention":
-            from ..attention.quantized_attention import prepare_decode_quantized
+            from ..attention.host_attention import prepare_decode_quantized
             from ..config.settings import KVDType
 
             prepare_decode_quantized(KVDType(part.stored[0]), dtype)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.arguments import GGUF
-from ..linear.codes import Codes
+from ..linear.rows import Codes
 from ..store.gguf import BLOCKS
 
 

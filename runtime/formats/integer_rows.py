@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from ..linear.codes import Codes
+from ..linear.rows import Codes
 
 WORD_BITS = 32
 Chosen = slice | torch.Tensor  # some rows, or the rows with these numbers in that order

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.arguments import CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT4_MIDDLE, INT8
-from ..linear.coded_rows import NAMES, CodedRows, bytes_of_codes
+from ..linear.packed_rows import NAMES, CodedRows, bytes_of_codes
 
 WAYS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # as a user calls them
 MOST_INT8, MOST_FLOAT8 = 127, 448

@@ -7,9 +7,8 @@ import torch
 
 from ..errors import CheckpointError
 from ..kernels.arguments import FLOAT4, FLOAT8_E5M2, SCALED_FLOAT8
-from ..linear.codes import Codes
-from ..linear.grouped_rows import RowCodes, fits_in_rows
-from ..linear.rows import Rows
+from ..linear.packed_rows import RowCodes, fits_in_rows
+from ..linear.rows import Codes, Rows
 from ..plan.shape.shapes import Companion, TensorSlice
 from .integer_rows import Chosen, apply_by_group
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..linear.blocks import WORDS, below
 from ..linear.rows import Rows
-from ..linear.stacks import WORDS, below
 from ..plan.shape.dtypes import Loss as Loss
 from ..plan.shape.shapes import Companion, TensorSlice
 

@@ -6,7 +6,7 @@ M rows of x, N of w, K inputs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import cast
+from functools import partial
 
 import torch
 
@@ -14,18 +14,21 @@ from ..config.profiles import BackendTable, LinearBackend
 from ..kernels.arguments import PAIR_ROWS
 from ..kernels.compiler import has_compiler, has_fast_pairs, has_matrix_unit, has_pairs
 from ..plan.placement.memory import PANEL_BYTES as MOST_PANEL_BYTES
-from .panels import Block, panels
-from .rows import KernelRows
-from .tiles import fit_tiles, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles
-from .vectors import (
+from .blocks import Block, panels
+from .kernel_products import (
     GROUP_ROWS,
     fit_pairs,
+    fit_tiles,
     fit_vectors,
+    multiply_all_in_tiles,
     multiply_all_in_vectors,
     multiply_groups_in_vectors,
+    multiply_in_tiles,
     multiply_in_vectors,
+    prepare_tiles,
     prepare_vectors,
 )
+from .rows import KernelRows
 
 MANY_ROWS = 256  # beyond, to upcast a large panel is little beside its product
 WEIGHTS_PER_THREAD = 8  # from which on it matters little that each has a number of its own
@@ -60,7 +63,7 @@ def fused_linear(
     ways = {backend_of(x_MK, blocks, table) for blocks in weights}
     way = ways.pop() if len(ways) == 1 else None
     if way is LinearBackend.tiles:
-        return multiply_all_in_tiles(x_MK, cast(Sequence[Sequence[torch.Tensor]], weights))
+        return multiply_all_in_tiles(x_MK, weights)
     if way is not None and all(_is_by_kernel(way, x_MK, blocks) for blocks in weights):
         return multiply_all_in_vectors(x_MK, weights, pairs=way is LinearBackend.pairs)
     return [linear(x_MK, blocks, table) for blocks in weights]
@@ -122,24 +125,20 @@ def takes(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -
         case LinearBackend.vectors:
             return has_compiler() and x_MK.dtype == torch.float32 and fit_vectors(x_MK, blocks)
         case LinearBackend.widened:
-            return has_compiler() and _may_widen(x_MK, blocks)
+            # Weights of x's own dtype of 16 bits, or such as a kernel decodes; others are rounded to it first, as a
+            # model of that dtype has them.
+            if not has_compiler() or not x_MK.is_cpu or x_MK.dtype not in (torch.bfloat16, torch.float16):
+                return False
+            return all(
+                block.dtype == x_MK.dtype if isinstance(block, torch.Tensor) else isinstance(block, KernelRows)
+                for block in blocks
+            )
         case LinearBackend.pairs:
             return has_pairs() and fit_pairs(x_MK, blocks)
         case LinearBackend.onednn:
             return x_MK.dtype == torch.float32 and torch.backends.mkldnn.is_available()
         case _:
             return True
-
-
-def _may_widen(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """Inputs of 16 bits, with weights of their own dtype or such as a kernel decodes; others are rounded to it first,
-    as a model of that dtype has them."""
-    if not x_MK.is_cpu or x_MK.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return all(
-        block.dtype == x_MK.dtype if isinstance(block, torch.Tensor) else isinstance(block, KernelRows)
-        for block in blocks
-    )
 
 
 def fitting(x_MK: torch.Tensor, blocks: Sequence[Block]) -> list[LinearBackend]:
@@ -156,34 +155,15 @@ def default_backend(
     """The rule: what is compiled, if it is there; otherwise panels. bfloat16 goes through a unit of its own where that
     is faster than float32's, and `is_plain` weights to the matrix unit by torch."""
     if inputs != torch.float32:
-        return _default_of_16_bits(is_there, num_rows, inputs, is_plain=is_plain)
+        if is_there(LinearBackend.pairs) and has_fast_pairs():
+            return LinearBackend.pairs
+        by_torch = inputs == torch.bfloat16 and has_matrix_unit() and (is_plain or num_rows > NARROW_ROWS)
+        is_widened = is_there(LinearBackend.widened) and not by_torch
+        return LinearBackend.widened if is_widened else LinearBackend.inputs_first
     for compiled in (LinearBackend.tiles, LinearBackend.vectors):
         if is_there(compiled):
             return compiled
     return LinearBackend.weights_first if num_rows <= NARROW_ROWS else LinearBackend.inputs_first
-
-
-def _default_of_16_bits(
-    is_there: Callable[[LinearBackend], bool], num_rows: int, inputs: torch.dtype, *, is_plain: bool
-) -> LinearBackend:
-    if is_there(LinearBackend.pairs) and has_fast_pairs():
-        return LinearBackend.pairs
-    by_torch = inputs == torch.bfloat16 and has_matrix_unit() and (is_plain or num_rows > NARROW_ROWS)
-    if is_there(LinearBackend.widened) and not by_torch:
-        return LinearBackend.widened
-    return LinearBackend.inputs_first
-
-
-def _in_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    return multiply_in_tiles(x_MK, cast(Sequence[torch.Tensor], blocks))
-
-
-def _in_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    return multiply_in_vectors(x_MK, blocks)
-
-
-def _in_pairs(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    return multiply_in_vectors(x_MK, blocks, pairs=True)
 
 
 def _widened(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
@@ -222,10 +202,10 @@ def _in_onednn(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 
 
 BACKENDS: Mapping[LinearBackend, Linear] = {
-    LinearBackend.tiles: _in_tiles,
-    LinearBackend.vectors: _in_vectors,
+    LinearBackend.tiles: multiply_in_tiles,
+    LinearBackend.vectors: multiply_in_vectors,
     LinearBackend.widened: _widened,
-    LinearBackend.pairs: _in_pairs,
+    LinearBackend.pairs: partial(multiply_in_vectors, pairs=True),
     LinearBackend.weights_first: _weights_first,
     LinearBackend.inputs_first: _inputs_first,
     LinearBackend.onednn: _in_onednn,

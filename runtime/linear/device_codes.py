@@ -46,8 +46,7 @@ from ..kernels.device.arguments import (
     Kind,
     Matrix,
 )
-from .codes import Codes
-from .rows import Rows
+from .rows import Codes, Rows
 
 log = logging.getLogger(__name__)
 
@@ -114,21 +113,13 @@ def decode(codes: Codes, out: torch.Tensor) -> None:
     strides = stack.stride(0), stack.stride(1)
     with _launching(out.device) as kernels:
         kernels.decode[grid](matrix, stack, num_rows, *strides, lead, kind, tile_rows, tile_columns, **_OPTIONS)
-        if codes.way == ways.WINDOW4:
-            _add_escapes(kernels, codes, matrix, stack)
-
-
-def _add_escapes(kernels: Any, codes: Codes, matrix: Matrix, stack: torch.Tensor) -> None:
-    parts = (codes.starts, codes.columns, codes.exponents)
-    assert codes.columns is not None
-    num_escapes, (num_experts, num_rows, _) = codes.columns.shape[1], stack.shape
-    if not num_escapes:
-        return
-    strides = [_expert_stride(each) for each in parts]
-    kernels.add_escapes[(num_experts * num_rows,)](
-        matrix, *parts, codes.begins, stack, num_rows, num_escapes, *strides, stack.stride(0), stack.stride(1), 32,
-        num_warps=1,
-    )  # fmt: skip
+        num_escapes = 0 if codes.columns is None else codes.columns.shape[1]
+        if num_escapes:  # of WINDOW4
+            parts = (codes.starts, codes.columns, codes.exponents)
+            of_parts = [_expert_stride(each) for each in parts]
+            kernels.add_escapes[(num_experts * num_rows,)](
+                matrix, *parts, codes.begins, stack, num_rows, num_escapes, *of_parts, *strides, 32, num_warps=1
+            )
 
 
 def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:

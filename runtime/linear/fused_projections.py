@@ -11,7 +11,7 @@ import torch
 
 from ..config.profiles import BackendTable
 from .backends import fused_linear, linear
-from .panels import Block
+from .blocks import Block
 
 
 class FusedProjections:
@@ -39,7 +39,10 @@ class FusedProjections:
             return self._take(name)
         self._drop()
         if self._is_learning:
-            self._note(x, name)
+            if x is not self._x or name in self._run:
+                self._end_run()
+                self._x = x
+            self._run.append(name)
         group = self._groups.get(name)
         if self._is_learning or group is None:
             return linear(x_MK, self._blocks[name], table)
@@ -75,12 +78,6 @@ class FusedProjections:
         if self._made:
             self._groups.pop(self._making, None)
             self._x, self._made = None, {}
-
-    def _note(self, x: torch.Tensor, name: str) -> None:
-        if x is not self._x or name in self._run:
-            self._end_run()
-            self._x = x
-        self._run.append(name)
 
     def _end_run(self) -> None:
         """More than one have met the same inputs: they are a group."""

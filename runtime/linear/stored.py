@@ -5,10 +5,14 @@ On a CPU without fast bf16 units, products in fp32 are several times faster than
 costs as much memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model and
 multiplies a few of its rows at a time, dequantised into a small buffer that is used again (`backends.py`).
 
+On a device each operator is a launch that takes the host ten microseconds, and caches hold little: there a matrix, or a
+run of experts, is dequantized whole by a handful of launches, so many numbers at a time that launching them is little
+beside what they move.
+
 Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from inspect import getattr_static
 from typing import cast
@@ -17,14 +21,49 @@ import torch
 import torch.nn.functional as F
 
 from ..config.profiles import BackendTable
+from ..plan.placement.memory import DEQUANTIZED_AT_ONCE
 from . import device_codes
 from .backends import linear
-from .codes import Codes, stacked
-from .dequantizing import dequantize, experts_at_once, multiply
+from .blocks import Block, joined, joined_stacks, panels, plain_rows
 from .fused_projections import FusedProjections
-from .panels import Block, panels, plain_rows
-from .rows import Rows
-from .stacks import joined, joined_stacks
+from .rows import Codes, Rows, stacked
+
+MOST_KERNEL_ROWS = 1024  # of x
+
+
+def experts_at_once(out_EnK: torch.Tensor) -> Iterator[range]:
+    """Yields as many matrices at a time as are dequantized together."""
+    num_matrices, *size = out_EnK.shape
+    step = max(1, DEQUANTIZED_AT_ONCE // max(1, size[0] * size[1]))
+    return (range(first, min(first + step, num_matrices)) for first in range(0, num_matrices, step))
+
+
+def dequantize(block: Block, out_EnK: torch.Tensor) -> None:
+    """Writes all rows of a block, those of one matrix or of as many as `experts_at_once` says below each other, rounded
+    once to the dtype of `out_EnK`: by a kernel of the device, or by operators that take up to `DEQUANTIZING_BYTES`
+    beside it."""
+    if isinstance(block, torch.Tensor):
+        out_EnK.copy_(block.view(out_EnK.shape))
+        return
+    if device_codes.try_decode(block, out_EnK):
+        return
+    for row, panel in panels([block], torch.float32, on_device=True):
+        target = out_EnK[0, row : row + len(panel)] if len(out_EnK) == 1 else out_EnK  # several come at once
+        target.copy_(panel.view(target.shape))
+
+
+def multiply(x_MK: torch.Tensor, blocks: Sequence[Block], codes: Sequence[Codes] = ()) -> torch.Tensor:
+    """Returns x @ w.T (M, N) of blocks of rows of w, those that are stored otherwise dequantized on the way. `codes`:
+    those of all blocks, where a kernel of the device multiplies them; each run of a hundred rows decodes them anew, so
+    that it takes no more than so many."""
+    if codes and len(x_MK) <= MOST_KERNEL_ROWS:
+        outs = [device_codes.multiply(x_MK, each) for each in codes]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    out_MN = x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks))
+    for row, panel in panels(blocks, x_MK.dtype, on_device=True):
+        torch.mm(x_MK, panel.t(), out=out_MN[:, row : row + panel.shape[0]])
+    return out_MN
+
 
 Join = Callable[[int, range], Rows | None]  # blocks of that number of some experts, below each other
 

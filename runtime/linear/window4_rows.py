@@ -13,9 +13,9 @@ import torch
 
 from ..kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
 from ..kernels.arguments import WINDOW4 as WAY
-from .codes import Codes
+from .blocks import kept_on
 from .packed_rows import Arrays, Layout, PackedRows
-from .stacks import kept_on
+from .rows import Codes
 
 WINDOW4 = "window4"  # its storage format
 BIASED_SIGN, MANTISSA = 0x80, 0x7F

@@ -10,13 +10,13 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from ..attention.host_work import BITS
+from ..attention.host_attention import BITS
 from ..kernels.amx.scratch import TILE_ROWS
 from ..kernels.arguments import PAIR_ROWS, aligned_zeros
 from ..plan.placement.memory import LAID_OUT_BYTES
 from ..shared_work import parallel_for
 from ..units import round_down, round_up
-from .panels import Block, rows_of
+from .blocks import Block, rows_of
 from .rows import KernelRows, Words
 
 ITEMS_PER_THREAD = 4  # so that nobody waits long for the last item
@@ -33,14 +33,6 @@ class Target(NamedTuple):
     words: Words
     out_MN: np.ndarray
     column: int
-
-
-class WorkItem(NamedTuple):
-    """Rows [first, last) of a block of w."""
-
-    target: Target
-    first: int
-    last: int
 
 
 Multiply = Callable[[np.ndarray, Sequence[Target]], None]  # x (M, W)
@@ -60,25 +52,14 @@ class Workspace(NamedTuple):
         return self if len(self.sums) >= num_sums else Workspace(self.panel, aligned_zeros((num_sums,), np.float32))
 
 
-class _Inputs:
-    """Memory for x as a kernel has it laid out, which is used again. Owned by the engine's one thread."""
-
-    def __init__(self) -> None:
-        self._words = np.zeros(0, np.uint32)
-
-    def take(self, num_words: int) -> np.ndarray:
-        """Returns uint32 that hold anything, valid until the next call."""
-        if len(self._words) < num_words:
-            self._words = aligned_zeros((num_words,), np.uint32)
-        return self._words
-
-
-_inputs = _Inputs()
+_laid_out = [np.zeros(0, np.uint32)]  # x as a kernel has it laid out; owned by the engine's one thread
 
 
 def room_for_inputs(num_words: int) -> np.ndarray:
-    """Returns uint32 that hold anything, valid until the next call."""
-    return _inputs.take(num_words)
+    """Returns uint32 that hold anything, valid until the next call: memory that is used again."""
+    if len(_laid_out[0]) < num_words:
+        _laid_out[0] = aligned_zeros((num_words,), np.uint32)
+    return _laid_out[0]
 
 
 def fit_kernel(
@@ -182,50 +163,20 @@ def in_runs_of_rows(
             for first in range(0, num_rows, most):
                 rows = slice(first, first + most)
                 multiply(x[rows], [target._replace(out_MN=target.out_MN[rows]) for target in targets])
-    if has_rests:
-        for pair in zip(weights, outs, strict=True):
-            _multiply_rests(x_MK, *pair)
+    for blocks, out_MN in zip(weights, outs, strict=True) if has_rests else ():
+        column = 0
+        for block in blocks:
+            column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
+            if rest:
+                rows = rows_of(block, slice(block.shape[0] - rest, block.shape[0])).to(x_MK.dtype)
+                out_MN[:, column - rest : column] = torch.mm(x_MK.float(), rows.float().t())
     return outs
-
-
-def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[Block], out_MN: torch.Tensor) -> None:
-    """Multiplies the rows of each block behind its last 32."""
-    column = 0
-    for block in blocks:
-        column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
-        if rest:
-            rows = rows_of(block, slice(block.shape[0] - rest, block.shape[0])).to(x_MK.dtype)
-            out_MN[:, column - rest : column] = torch.mm(x_MK.float(), rows.float().t())
 
 
 @cache
 def step_of(height: int, num_threads: int, most_rows: int) -> int:
     """Says how many rows of w a thread takes at a time, of so many."""
     return min(most_rows, round_up(max(1, height // (ITEMS_PER_THREAD * num_threads)), PAIR_ROWS))
-
-
-def _work_items(targets: Sequence[Target], most_rows: int) -> list[WorkItem]:
-    """Cuts up all but the rows behind the last 32 of each block."""
-    items, num_threads = list[WorkItem](), torch.get_num_threads()
-    for target in targets:
-        height = target.words.num_rows
-        whole, step = round_down(height, PAIR_ROWS), step_of(height, num_threads, most_rows)
-        items += [WorkItem(target, row, min(row + step, whole)) for row in range(0, whole, step)]
-    return items
-
-
-def run_work_items(
-    x_MK: np.ndarray,
-    targets: Sequence[Target],
-    group_rows: int,
-    most_rows: int,
-    lay_out: Callable[[tuple[int, int]], None],
-    multiply: Callable[[WorkItem], None],
-) -> None:
-    """All threads lay out runs of groups of so many rows of x, then multiply work items of at most so many rows
-    of w."""
-    parallel_for_groups(x_MK, group_rows, lay_out)
-    parallel_for(_work_items(targets, most_rows), multiply, torch.get_num_threads())
 
 
 def parallel_for_groups(x: np.ndarray, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:

@@ -1,12 +1,16 @@
 """How fast attention goes: decode over pages of keys and values, by their bytes, and prompts, by FLOPs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from ..attention.even_rows import EvenRows, Kept, attend_prompt
+from ..attention.device_attention import decode_on_device, prefill_fused, prefill_in_flash
+from ..attention.host_attention import decode_attention, decode_quantized
+from ..attention.layout import LayerKV, Pair, PassLayout, QuantizedKV
 from ..attention.page_codes import PageFormat, stored_dtype
+from ..attention.views import DecodeRows, Prompts, Reach, Rule, Segment
 from ..cache.pages import KVPages, num_pages_for
 from ..config.settings import KVDType
 from ..plan.placement.memory import PAGE_TOKENS
@@ -16,6 +20,35 @@ from .timing import Probe, Timed
 
 NUM_POSITIONS = 512  # of a row, and of a prompt, where no run says it
 ANYTHING = 0.5  # what cached positions hold that nobody computed: memory never written would be read too fast
+EVERYTHING = Reach()
+
+
+class EvenRows:
+    """Attention of rows of one length as a run computes it. `pages` of each row; all have `num_positions`, and decode
+    the last one. Letters as in paged.py."""
+
+    def __init__(self, pages: Sequence[Sequence[int]], num_positions: int, device: ComputeDevice):
+        numbers, place = tuple(range(len(pages))), device.torch_device
+        self._rows = DecodeRows(numbers, (num_positions - 1,) * len(pages), numbers, place)
+        self._layout = PassLayout(pages, [], self._rows, [], place, expands=False, slots=numbers)
+        self._is_on_accelerator = device.is_accelerator
+
+    def attend(self, q_BHD: torch.Tensor, k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> torch.Tensor:
+        scale = q_BHD.shape[2] ** -0.5
+        if self._is_on_accelerator:
+            kv = LayerKV(k_NPHD, v_NPHD, self._layout, dtype=q_BHD.dtype)
+            return decode_on_device(q_BHD, kv, self._rows, EVERYTHING, Rule(scale))
+        rows = self._layout.tables_Bn, self._rows.begins(EVERYTHING), self._rows.ends
+        return decode_attention(q_BHD, k_NPHD, v_NPHD, *rows, scale=scale)
+
+    def attend_quantized(
+        self, q_BHD: torch.Tensor, page_format: PageFormat, pages: torch.Tensor, tails: Pair
+    ) -> torch.Tensor:
+        """Attention over quantised pages (N, bytes) of a layer, and the tails (R, P, H, D) of its rows."""
+        kv, rule = QuantizedKV(page_format, pages, tails, {}, self._layout), Rule(q_BHD.shape[2] ** -0.5)
+        if self._is_on_accelerator:
+            return decode_on_device(q_BHD, kv, self._rows, EVERYTHING, rule)
+        return decode_quantized(q_BHD, kv, self._rows, EVERYTHING, rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +112,7 @@ def _attending_codes(
     tail = q_BHD.new_ones(len(q_BHD), PAGE_TOKENS, shape.num_kv_heads, shape.head_dim)
     quantized = pages.quantized_layer(index, shape.page_format)
     quantized[:] = shape.page_format.encode(tail[:1], tail[:1])
-    kept = Kept(shape.page_format, quantized, (tail, tail))
-    return lambda: rows.attend_quantized(q_BHD, kept)
+    return lambda: rows.attend_quantized(q_BHD, shape.page_format, quantized, (tail, tail))
 
 
 def prefilling(shape: AttentionShape, device: ComputeDevice, num_tokens: int) -> Timed:
@@ -116,3 +148,21 @@ def attention_probes(dtype: str, device: ComputeDevice, *, num_bytes: int) -> li
         for place in places
     ]
     return [*probes, Probe(name=prefill_name(dtype), unit="GFLOP/s", read=prefilling(shape, device, NUM_POSITIONS))]
+
+
+def attend_prompt(
+    q_1HTD: torch.Tensor, k_1HTD: torch.Tensor, v_1HTD: torch.Tensor, device: ComputeDevice
+) -> torch.Tensor:
+    """Attention of one prompt that nothing is cached of: (T, H, D)."""
+    num_tokens = q_1HTD.shape[2]
+    if device.is_accelerator:
+        place, scale = device.torch_device, q_1HTD.shape[3] ** -0.5
+        prompt = Segment(0, 0, num_tokens, 0, 0, place)
+        qkv = q_1HTD, k_1HTD, v_1HTD
+        found = prefill_in_flash(qkv, None, Prompts([prompt], place), EVERYTHING, Rule(scale))
+        if found is not None:
+            return found[0][1]
+        return prefill_fused(q_1HTD[0], k_1HTD[0], v_1HTD[0], prompt, EVERYTHING, scale)
+    is_grouped = q_1HTD.shape[1] != k_1HTD.shape[1]
+    out = F.scaled_dot_product_attention(q_1HTD, k_1HTD, v_1HTD, is_causal=num_tokens > 1, enable_gqa=is_grouped)
+    return out[0].transpose(0, 1)

@@ -19,7 +19,7 @@ from ..config.profiles import FLOAT32, BackendTable, LinearBackend
 from ..formats.gguf_blocks import GgufRows
 from ..formats.scaled_rows import ScaledRows
 from ..linear.backends import BACKENDS, STORED, default_backend, fitting
-from ..linear.panels import panels
+from ..linear.blocks import panels
 from ..linear.rows import Rows
 from ..linear.stored import StoredWeight
 from ..store.gguf import BLOCKS

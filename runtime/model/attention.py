@@ -15,14 +15,17 @@ import torch.nn.functional as F
 from greenlet import getcurrent
 from transformers import AttentionInterface, PreTrainedModel
 
-from ..attention.device_attention import attend_fused, decode_on_device, fused_applies, prefill_fused, prefill_in_flash
-from ..attention.flash_attention import flash_applies
-from ..attention.host_attention import decode_attention
-from ..attention.layout import LayerKV
-from ..attention.quantized import QuantizedKV
-from ..attention.quantized_attention import decode_quantized
-from ..attention.rule import Rule
-from ..attention.views import DecodeRows, Prompts, Reach, Segment, View
+from ..attention.device_attention import (
+    attend_fused,
+    decode_on_device,
+    flash_applies,
+    fused_applies,
+    prefill_fused,
+    prefill_in_flash,
+)
+from ..attention.host_attention import decode_attention, decode_quantized
+from ..attention.layout import LayerKV, QuantizedKV
+from ..attention.views import DecodeRows, Prompts, Reach, Rule, Segment, View
 from ..cache.host_lane import HostVisit
 from ..cache.paged import PagedKV
 from ..errors import ConfigError

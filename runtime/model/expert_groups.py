@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from ..linear import device_codes
 from ..linear.backends import grouped_linear, suits_groups
-from ..linear.codes import Codes
+from ..linear.rows import Codes
 from ..linear.stored import StoredWeight
 from ..plan.placement.experts import GROUPED_VISITS, suits_all
 from ..plan.placement.memory import GROUPED_BYTES, visit_numbers

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
-from ..attention.host_work import BITS
+from ..attention.host_attention import BITS
 from ..errors import ConfigError
 from ..kernels.compiler import can_compile, has_compiler
 from ..linear.work_items import parallel_for_groups

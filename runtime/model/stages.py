@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from ..cache.paged import PagedKV, StoredAlone
 from ..errors import ConfigError
 from ..events import LaneRun, NeedStage, Weights, need_stage
+from ..linear.blocks import Block
 from ..linear.fused_projections import FusedProjections
-from ..linear.panels import Block
 from ..linear.stored import StoredWeight
 from ..plan.cost.lane_work import is_narrow
 from ..plan.shape.shapes import StageKind

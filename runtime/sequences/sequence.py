@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..cache.shared import SharedPages
+from ..cache.pages import SharedPages
 from ..config.settings import Pooling
 from ..plan.placement.memory import SequenceSize
 from .beams import BeamState

@@ -10,7 +10,7 @@ import torch
 from ..config.profiles import BackendTable
 from ..formats.registry import FORMATS
 from ..formats.storage_format import Loss, Stored
-from ..linear.panels import Block, plain_rows
+from ..linear.blocks import Block, plain_rows
 from ..linear.rows import Rows
 from ..linear.stored import Join, StoredWeight
 from ..plan.shape.shapes import Parameter, Stage, TensorSlice

@@ -16,7 +16,7 @@ from jobs.packing.packing import pack
 from runtime.config.settings import ModelConfig, Verify
 from runtime.formats.own_store import METHOD
 from runtime.formats.registry import pair_companions
-from runtime.linear.vectors import fit_vectors, multiply_in_vectors
+from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
 from runtime.linear.window4_rows import WINDOW4
 from runtime.model.loading import load_model
 from runtime.origin.location import read_config

@@ -37,10 +37,10 @@ from runtime.formats.rounding import WAYS, Rounding
 from runtime.formats.storage_format import Stored
 from runtime.library.api import Runtime
 from runtime.linear import device_codes
-from runtime.linear.coded_rows import CodedRows
-from runtime.linear.dequantizing import multiply
-from runtime.linear.panels import plain_rows
+from runtime.linear.blocks import plain_rows
+from runtime.linear.packed_rows import CodedRows
 from runtime.linear.rows import Rows
+from runtime.linear.stored import multiply
 from runtime.plan.shape.shapes import Companion, TensorSlice
 from runtime.stream.device import ComputeDevice, Part
 from runtime.synthesize.checkpoints import synthesize_checkpoint

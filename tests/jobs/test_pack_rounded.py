@@ -18,7 +18,7 @@ from runtime.errors import CheckpointError, ConfigError
 from runtime.formats.own_store import METHOD
 from runtime.formats.registry import FORMATS, pair_companions
 from runtime.formats.rounding import Rounding
-from runtime.linear.coded_rows import ROUNDED
+from runtime.linear.packed_rows import ROUNDED
 from runtime.store.header import read_header
 from runtime.weights.stage_weights import load_tensor
 from tests.quantized import Tensors, tensors_in, write_checkpoint

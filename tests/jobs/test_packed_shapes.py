@@ -16,7 +16,7 @@ from jobs.planning.shapes import read_shape
 from runtime.config.settings import DType, ModelConfig, Quantize
 from runtime.errors import ConfigError
 from runtime.formats import registry
-from runtime.linear.coded_rows import NAMES
+from runtime.linear.packed_rows import NAMES
 from runtime.linear.window4_rows import WINDOW4
 from runtime.model.loading import load_model
 from runtime.plan.shape.model import ModelShape

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from runtime.formats.gguf_blocks import GgufRows
 from runtime.formats.registry import pair_companions
 from runtime.formats.scaled_rows import ScaledRows
-from runtime.linear.coded_rows import CodedRows
+from runtime.linear.packed_rows import CodedRows
 from runtime.linear.rows import Rows
 from runtime.linear.stored import StoredWeight
 from runtime.linear.window4_rows import Window4Rows

@@ -8,7 +8,7 @@ import torch
 
 from runtime.config.settings import ModelConfig
 from runtime.errors import BudgetError, ConfigError
-from runtime.linear.panels import plain_rows
+from runtime.linear.blocks import plain_rows
 from runtime.model import loading
 from runtime.origin.net import class_refused
 from runtime.plan.placement.experts import expected_hits

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from runtime.formats.rounding import WAYS, Rounding
-from runtime.linear.coded_rows import CodedRows
-from runtime.linear.vectors import fit_vectors, multiply_in_vectors
+from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
+from runtime.linear.packed_rows import CodedRows
 from tests.packed import packed_rows, rounded_rows, tensor_of, words_of
 
 ROUNDINGS = [Rounding("int8"), Rounding("fp8"), *(Rounding("int4", size) for size in (32, 64, 128))]

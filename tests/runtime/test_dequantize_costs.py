@@ -23,8 +23,9 @@ from runtime.config.settings import (
     Tier,
 )
 from runtime.errors import BudgetError
-from runtime.linear import packed_rows, panels
-from runtime.linear.dequantizing import dequantize
+from runtime.linear import blocks as panels
+from runtime.linear import packed_rows
+from runtime.linear.stored import dequantize
 from runtime.plan.cost.durations import durations
 from runtime.plan.cost.lane_work import LaneWork
 from runtime.plan.cost.machine import Machine

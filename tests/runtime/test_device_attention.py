@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from runtime.attention import device_attention
-from runtime.attention.even_rows import EvenRows, attend_prompt
 from runtime.cache.paged import PagedKV
 from runtime.config.settings import Tier
+from runtime.measure.attention import EvenRows, attend_prompt
 from runtime.stream.device import ComputeDevice
 from tests.attention_doubles import FlashCall, FlashDouble, install_flash, refuse_groups
 from tests.fake_device import FakeDevice

@@ -17,7 +17,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from runtime.config.settings import DType, ExpertPaging, Lanes, ModelConfig
 from runtime.linear import backends, work_items
-from runtime.linear.stacks import joined, joined_stacks
+from runtime.linear.blocks import joined, joined_stacks
 from runtime.linear.stored import StoredWeight
 from runtime.model import expert_groups
 from runtime.model.expert_groups import in_host_memory, takes_groups, together

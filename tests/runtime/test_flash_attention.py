@@ -7,8 +7,8 @@ import torch
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.attention import flash_attention as module
-from runtime.attention.flash_attention import (
+from runtime.attention import device_attention as module
+from runtime.attention.device_attention import (
     aligned,
     flash_applies,
     flash_attention,
@@ -16,8 +16,7 @@ from runtime.attention.flash_attention import (
     has_flash,
     knows_windows,
 )
-from runtime.attention.rule import Rule
-from runtime.attention.stretches import Stretch, Stretches
+from runtime.attention.views import Rule, Stretch, Stretches
 
 CUDA, PLAIN = torch.device("cuda", 0), Rule(1.0)
 

@@ -8,8 +8,8 @@ import torch
 from runtime.config.profiles import LinearBackend
 from runtime.config.settings import Tier
 from runtime.linear import fused_projections as module
+from runtime.linear.blocks import Block
 from runtime.linear.fused_projections import FusedProjections
-from runtime.linear.panels import Block
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 
 M, K = 5, 64

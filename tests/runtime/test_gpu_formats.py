@@ -16,7 +16,7 @@ import torch
 from runtime import Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import DType, MachineConfig, Quantize, Tier
 from runtime.formats.rounding import WAYS, Rounding
-from runtime.linear.coded_rows import ROUNDED
+from runtime.linear.packed_rows import ROUNDED
 from runtime.sequences.sequence import Completion
 from tests.device_operators import operators_of_a_device
 from tests.fake_device import FakeDevice

@@ -14,9 +14,14 @@ import pytest
 import torch
 
 from runtime.attention import host_attention
-from runtime.attention.host_attention import WorkItem, cut, decode_attention, prepare_decode_attention
-from runtime.attention.host_work import rows_of
-from runtime.attention.plain_attention import decode_attention_torch
+from runtime.attention.host_attention import (
+    AttentionItem,
+    cut,
+    decode_attention,
+    decode_attention_torch,
+    prepare_decode_attention,
+    rows_of,
+)
 from runtime.kernels import attention as vector_attention
 from runtime.kernels import compiled, compiler
 from runtime.kernels.amx import attention as amx_attention
@@ -104,7 +109,7 @@ def test_rows_are_cut_once_a_pass_however_many_lanes_there_are(monkeypatch: pyte
     """Of 32 lanes with two kinds of layers, lanes taking turns within each layer."""
     num_cuts, real_cut = 0, host_attention.cut
 
-    def count(*args: Any) -> list[WorkItem]:
+    def count(*args: Any) -> list[AttentionItem]:
         nonlocal num_cuts
         num_cuts += 1
         return real_cut(*args)

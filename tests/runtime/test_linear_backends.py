@@ -17,9 +17,10 @@ from runtime.errors import ConfigError
 from runtime.formats.gguf_blocks import GgufRows
 from runtime.formats.rounding import WAYS
 from runtime.kernels.compiler import has_matrix_unit, has_pairs
-from runtime.linear import backends, panels
+from runtime.linear import backends
+from runtime.linear import blocks as panels
 from runtime.linear.backends import BACKENDS, STORED, backend_of, fused_linear, linear, takes
-from runtime.linear.panels import plain_rows
+from runtime.linear.blocks import plain_rows
 from runtime.linear.rows import Rows
 from runtime.linear.stored import StoredWeight
 from runtime.measure.linear import ROWS, product_table

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from runtime.kernels.compiler import has_compiler
-from runtime.linear.vectors import KINDS
+from runtime.linear.kernel_products import KINDS
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="numba is not there")
 

@@ -8,9 +8,9 @@ import torch
 from runtime.engine import setup
 from runtime.kernels.compiler import has_compiler, has_tables
 from runtime.linear import work_items
-from runtime.linear.panels import rows_of as numbers_of
+from runtime.linear.blocks import rows_of as numbers_of
+from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
 from runtime.linear.rows import KernelRows
-from runtime.linear.vectors import fit_vectors, multiply_in_vectors
 from tests.published_formats import PUBLISHED
 from tests.runtime.test_published_formats import rows_of, written
 from tests.toy import toy_shape

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from runtime.attention.device_attention import decode_on_device
-from runtime.attention.layout import PassLayout
+from runtime.attention.host_attention import decode_quantized
+from runtime.attention.layout import PassLayout, QuantizedKV
 from runtime.attention.page_codes import PageFormat
-from runtime.attention.quantized import QuantizedKV
-from runtime.attention.quantized_attention import decode_quantized
-from runtime.attention.rule import Rule
-from runtime.attention.views import DecodeRows, Reach
+from runtime.attention.views import DecodeRows, Reach, Rule
 from runtime.config.settings import KVDType
 from runtime.kernels.compiler import has_compiler
 

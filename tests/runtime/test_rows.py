@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from runtime.formats.scaled_rows import ScaledRows
-from runtime.linear import panels
+from runtime.linear import blocks as panels
 from runtime.linear.rows import Rows
 from runtime.linear.stored import StoredWeight
 from tests.quantized import spread, to_mxfp4

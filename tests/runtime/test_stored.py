@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.linear import panels
+from runtime.linear import blocks as panels
 from runtime.linear.stored import StoredWeight
 
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.attention import host_attention, host_work
-from runtime.attention.host_attention import decode_attention
-from runtime.attention.host_work import fit_tiles
+from runtime.attention import host_attention
+from runtime.attention.host_attention import decode_attention, fit_tiles
 from runtime.kernels.amx import unit
 from tests.attention_cases import CASES, TOLERANCE, Case, make, naive, options
 
@@ -86,10 +85,10 @@ def test_tiles_take_bfloat16_in_whole_tiles(
 def test_tiles_are_taken_where_there_are_any(monkeypatch: pytest.MonkeyPatch, has_tiles: bool) -> None:
     taken = []
 
-    def record(name: str) -> Callable[..., host_work.Work]:
-        def work(q_BHGD: torch.Tensor, *_: object) -> host_work.Work:
+    def record(name: str) -> Callable[..., host_attention.Work]:
+        def work(q_BHGD: torch.Tensor, *_: object) -> host_attention.Work:
             taken.append(name)
-            return host_work.Work(run=lambda piece: None, out_BHGD=q_BHGD)
+            return (lambda piece: None), q_BHGD
 
         return work
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime.config.profiles import LinearBackend
 from runtime.kernels import compiler
 from runtime.kernels.amx.linear import CHUNK_ROWS
 from runtime.kernels.compiler import has_matrix_unit
 from runtime.linear import backends, work_items
+from runtime.linear.kernel_products import fit_tiles, multiply_in_tiles
 from runtime.linear.stored import StoredWeight
-from runtime.linear.tiles import fit_tiles, multiply_in_tiles
 
 WITHOUT_UNIT = "this processor has no matrix unit that Linux lets us use"
 needs_unit = pytest.mark.skipif(not has_matrix_unit(), reason=WITHOUT_UNIT)
@@ -98,7 +99,8 @@ def test_a_stored_weight_takes_the_unit(
     bias: torch.Tensor | None, is_flipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(backends, "multiply_in_tiles", lambda x, w: calls.append(len(x)) or multiply_in_tiles(x, w))
+    counted = {LinearBackend.tiles: lambda x, w: calls.append(len(x)) or multiply_in_tiles(x, w)}
+    monkeypatch.setattr(backends, "BACKENDS", {**backends.BACKENDS, **counted})
     matrix, x = random(512, 128, seed=1).bfloat16(), random(2, 5, 128)
     weight = StoredWeight([[matrix]], matrix.shape, torch.float32, is_stacked=False)
     found = torch.matmul(x, weight.t()) if is_flipped and bias is None else F.linear(x, weight, bias)

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime.config.profiles import LinearBackend
 from runtime.kernels.linear import CHAIN_INPUTS, CHUNK_ROWS
 from runtime.linear import backends, work_items
+from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
 from runtime.linear.stored import StoredWeight
-from runtime.linear.vectors import fit_vectors, multiply_in_vectors
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -69,7 +70,7 @@ def test_neither_threads_nor_passes_over_the_weights_matter(monkeypatch: pytest.
 NARROW = """
 import torch
 from runtime.kernels.primitives import LANES
-from runtime.linear.vectors import multiply_in_vectors
+from runtime.linear.kernel_products import multiply_in_vectors
 assert LANES == 8
 torch.manual_seed(0)
 x, weight = torch.randn(350, 1040), torch.randn(96, 1040).bfloat16()
@@ -109,7 +110,8 @@ def test_a_stored_weight_is_multiplied_so(
     bias: torch.Tensor | None, is_flipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(backends, "multiply_in_vectors", lambda x, w: calls.append(len(x)) or multiply_in_vectors(x, w))
+    counted = {LinearBackend.vectors: lambda x, w: calls.append(len(x)) or multiply_in_vectors(x, w)}
+    monkeypatch.setattr(backends, "BACKENDS", {**backends.BACKENDS, **counted})
     matrix, x = random(512, 128, seed=1).half(), random(2, 5, 128)
     weight = StoredWeight([[matrix]], matrix.shape, torch.float32, is_stacked=False)
     found = torch.matmul(x, weight.t()) if is_flipped and bias is None else F.linear(x, weight, bias)

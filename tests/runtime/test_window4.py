@@ -9,8 +9,8 @@ from runtime.formats import packing
 from runtime.formats.packing import pack_window4
 from runtime.linear import backends, work_items
 from runtime.linear.backends import linear
+from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
 from runtime.linear.stored import StoredWeight
-from runtime.linear.vectors import fit_vectors, multiply_in_vectors
 from runtime.linear.window4_rows import Window4Rows
 from tests.packed import Words, adversaries, packed_rows, tensor_of, words_of
 

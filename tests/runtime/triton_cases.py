@@ -11,10 +11,9 @@ import torch
 
 from runtime.formats.packing import escape_words, escapes_beside, pack_window4
 from runtime.linear import device_codes
-from runtime.linear.coded_rows import CodedRows
-from runtime.linear.codes import Codes, stacked
 from runtime.linear.device_codes import DTYPES, decode, grouped_mm, multiply, multiply_groups
-from runtime.linear.rows import Rows
+from runtime.linear.packed_rows import CodedRows
+from runtime.linear.rows import Codes, Rows, stacked
 from runtime.linear.window4_rows import Window4Rows
 from tests.packed import words_of
 from tests.published_formats import PUBLISHED

@@ -9,7 +9,7 @@ import torch
 from transformers import Cache, EncoderDecoderCache
 
 from ...attention.upload import upload
-from ...cache.base import KVCache
+from ...cache.pages import KVCache
 from ...cache.rectangle import RectangleKV, cross_rectangle_cache
 from ...model.head import HasLogits
 from ...model.stages import accepted

@@ -13,8 +13,7 @@ from greenlet import GreenletExit
 from transformers import Cache, PreTrainedModel
 
 from ...attention.upload import upload
-from ...cache.base import KVCache
-from ...cache.pages import PagePool
+from ...cache.pages import KVCache, PagePool
 from ...events import Event, LaneRun, NeedStage, Weights, need_stage
 from ...model.head import HasLogits, sliced_logits
 from ...model.part import until_it_leaves

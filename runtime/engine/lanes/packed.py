@@ -6,7 +6,7 @@ import torch
 
 from ...attention.upload import upload
 from ...cache.paged import PagedKV, PassView
-from ...cache.shared import SharedPages
+from ...cache.pages import SharedPages
 from ...model.head import HasLogits
 from ...sequences.reading import Given, Picked
 from ...sequences.sequence import Sequence

@@ -14,9 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from ...attention.upload import upload
-from ...cache.base import KVCache
-from ...cache.passed import pass_over
-from ...cache.rectangle import RectangleKV, rectangle_cache
+from ...cache.pages import KVCache
+from ...cache.rectangle import RectangleKV, pass_over, rectangle_cache
 from ...events import Event, LaneRun, NeedStage, need_stage, need_tensor
 from ...plan.placement.memory import chunk_columns
 from ...probing.padded_probe import PassInputs

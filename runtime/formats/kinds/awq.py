@@ -11,9 +11,8 @@ from functools import lru_cache
 import torch
 
 from ...kernels.arguments import ROW_WORDS
-from ...linear.codes import Codes
-from ...linear.grouped_rows import ColumnCodes, fits_in_columns
-from ...linear.rows import Rows
+from ...linear.packed_rows import ColumnCodes, fits_in_columns
+from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..integer_rows import Chosen, IntegerRows, columns_of, row_numbers
 from ..module_tensors import (

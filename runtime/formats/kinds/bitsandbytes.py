@@ -16,10 +16,9 @@ import torch
 from ...errors import CheckpointError
 from ...kernels.arguments import IN_TABLE, SIGNED_BYTES
 from ...kernels.compiler import has_tables
-from ...linear.codes import Codes
-from ...linear.grouped_rows import RowCodes, fits_in_rows
-from ...linear.rows import Rows
-from ...linear.stacks import below, kept_on
+from ...linear.blocks import below, kept_on
+from ...linear.packed_rows import RowCodes, fits_in_rows
+from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_bytes
 from ..integer_rows import Chosen, apply_by_group, row_numbers, write_pairs

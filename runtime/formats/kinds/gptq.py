@@ -16,9 +16,8 @@ import torch
 
 from ...errors import CheckpointError
 from ...kernels.arguments import WORDS4, WORDS8
-from ...linear.codes import Codes
-from ...linear.grouped_rows import ColumnCodes, fits_in_columns
-from ...linear.rows import Rows
+from ...linear.packed_rows import ColumnCodes, fits_in_columns
+from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_integers
 from ..integer_rows import WORD_BITS, Chosen, IntegerRows, as_pairs, columns_of, write_words

@@ -11,9 +11,8 @@ from functools import partial
 import torch
 
 from ...kernels.arguments import BYTES, HALVES, SIGNED_BYTES
-from ...linear.codes import Codes
-from ...linear.grouped_rows import RowCodes, fits_in_rows
-from ...linear.rows import Rows
+from ...linear.packed_rows import RowCodes, fits_in_rows
+from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..integer_rows import WORD_BITS, Chosen, Factors, IntegerRows, Write, fields, row_numbers, write_words
 from ..module_tensors import GROUPS, SCALES, ZEROS, factors_of_rows, group_width, groups_of_columns, require_shape

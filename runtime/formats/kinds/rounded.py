@@ -1,6 +1,6 @@
 """Weights rounded by `millrace pack format=int8|int4|fp8`: codes beside scales of rows or of groups of columns.
 
-`X_int8-rows`, `X_int4-groups` and `X_fp8-rows`, uint8, beside `X_scales`, bfloat16 (N, G); `linear/coded_rows.py` says
+`X_int8-rows`, `X_int4-groups` and `X_fp8-rows`, uint8, beside `X_scales`, bfloat16 (N, G); `linear/packed_rows.py` says
 how codes lie.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...kernels.arguments import GROUP_NUMBERS, INT4
-from ...linear.coded_rows import ROUNDED, CodedRows, bytes_of_codes
+from ...linear.packed_rows import ROUNDED, CodedRows, bytes_of_codes
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..own_store import METHOD, paired, unfit

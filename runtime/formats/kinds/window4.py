@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
+from ...linear.blocks import below
 from ...linear.rows import Rows
-from ...linear.stacks import below
 from ...linear.window4_rows import WINDOW4, Window4Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..own_store import METHOD, paired, unfit

@@ -23,7 +23,7 @@ from ..shape.model import ModelShape
 from .ledger import Entry
 
 PANEL_BYTES = 16 * MIB  # of widened weights, at most
-DEQUANTIZED_AT_ONCE = 1 << 24  # numbers that a device dequantizes together, see linear/dequantizing.py
+DEQUANTIZED_AT_ONCE = 1 << 24  # numbers that a device dequantizes together, see linear/stored.py
 FEW_ROWS = 32  # up to which a device multiplies codes of a 16-bit product as they lie, where it has a kernel for them
 DEQUANTIZING_BYTES = 4 * 4 * DEQUANTIZED_AT_ONCE  # of float32, and of what operators make on the way there
 LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their product

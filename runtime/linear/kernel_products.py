@@ -1,5 +1,5 @@
-"""Products of inputs, in float32 or of bfloat16 by pairs, with stored weights in the processor's vectors, cut into work
-items for threads.
+"""Products with stored weights by compiled kernels, shared by threads: of inputs in float32, or of bfloat16 by pairs,
+in the processor's vectors, and of float32 with bfloat16 weights in its matrix unit.
 
 M rows of x of W words, N of w, K inputs.
 """
@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..attention.host_work import BITS
+from ..attention.host_attention import BITS
+from ..config.profiles import LinearBackend
+from ..kernels.amx.scratch import TILE_DIMS, TILE_ROWS
 from ..kernels.arguments import BFLOAT16, FLOAT16, FLOAT32, GROUP_NUMBERS, PAIR_ROWS, aligned_zeros
 from ..kernels.compiler import has_compiler
 from ..shared_work import Spares, parallel_for
-from ..units import round_up
-from .coded_rows import zero_rows
-from .panels import Block
+from ..units import round_down, round_up
+from .blocks import Block
+from .packed_rows import zero_rows
 from .work_items import (
     Target,
     Workspace,
@@ -33,11 +35,12 @@ from .work_items import (
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}  # of x and what comes of it
 STEP_INPUTS = 16  # the lanes of the widest vectors
+PART_BYTES = 6  # of tiles: three bfloat16 for each float32
 GROUP_ROWS = 96  # at most, of x for a weight whose product is one of many; with more, waiting is little beside it
 
 
 @cache
-def _spares() -> Spares[Workspace]:
+def _spares(unit: LinearBackend) -> Spares[Workspace]:
     return Spares()
 
 
@@ -89,9 +92,10 @@ def multiply_all_in_vectors(
 def _workspace(pairs: bool) -> Iterator[tuple[np.ndarray, ...]]:
     """A thread's words, tile and sums, as kernels are given them."""
     kernel = _kernel()
-    own = _spares().take(lambda: Workspace.make(kernel.WORK_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
+    spares = _spares(LinearBackend.vectors)
+    own = spares.take(lambda: Workspace.make(kernel.WORK_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
     yield *kernel.split(own.panel, pairs=pairs), own.sums
-    _spares().give_back(own)
+    spares.give_back(own)
 
 
 def multiply_groups_in_vectors(
@@ -169,3 +173,57 @@ def prepare_vectors(
         weights.append(zero_rows(PAIR_ROWS))
     for weight in weights if has_compiler() else ():
         multiply_in_vectors(torch.zeros(1, GROUP_NUMBERS, dtype=inputs), [weight], pairs=pairs)
+
+
+@cache
+def tiles_shape() -> np.ndarray:
+    """That of all eight, as Intel's manual has it under LDTILECFG."""
+    shape = aligned_zeros((64,), np.uint8)
+    shape[0], shape[16:32].view(np.uint16)[:], shape[48:56] = 1, 64, TILE_ROWS
+    return shape
+
+
+def fit_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
+    """Whether `multiply_in_tiles` takes these blocks of rows of w, where there is a matrix unit."""
+    return x_MK.dtype is torch.float32 and fit_kernel(x_MK, blocks, {torch.bfloat16}, TILE_DIMS, packed=False)
+
+
+def multiply_in_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+    """x @ w.T of the blocks of w below each other: (M, N), as precise as in float32."""
+    return multiply_all_in_tiles(x_MK, [blocks])[0]
+
+
+def multiply_all_in_tiles(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]) -> list[torch.Tensor]:
+    """That of several weights, for which x is laid out once."""
+    return in_runs_of_rows(x_MK, weights, _multiply_tiles, words=torch.float32, number_bytes=PART_BYTES)
+
+
+def _multiply_tiles(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
+    """All but the rows of w behind the last pair of tiles. numba takes 0.2 s to import."""
+    from ..kernels.amx.linear import CHUNK_ROWS, PANEL_NUMBERS, lay_out_inputs, linear, num_sums
+
+    num_rows, spares = x_MK.shape[0], _spares(LinearBackend.tiles)
+    num_tiles = -(-num_rows // TILE_ROWS)
+    tiles = room_for_inputs(num_tiles * TILE_ROWS * x_MK.shape[1] * PART_BYTES // 4)
+
+    def lay_out_some(span: tuple[int, int]) -> None:
+        lay_out_inputs(x_MK, *span, tiles)
+
+    def multiply_some(item: tuple[Target, range]) -> None:
+        (words, out, column), rows = item
+        own = spares.take(lambda: Workspace.make(PANEL_NUMBERS, np.uint16)).with_room(num_sums(num_rows))
+        (words_NK,) = words.arguments
+        linear(words_NK, rows.start, rows.stop, tiles, out, column, out.shape[1], num_rows, *own, tiles_shape())
+        spares.give_back(own)
+
+    items, num_threads = list[tuple[Target, range]](), torch.get_num_threads()
+    for target in targets:
+        height = target.words.num_rows
+        whole, step = round_down(height, PAIR_ROWS), step_of(height, num_threads, CHUNK_ROWS)
+        items += [(target, range(row, min(row + step, whole))) for row in range(0, whole, step)]
+    parallel_for_groups(x_MK, TILE_ROWS, lay_out_some)
+    parallel_for(items, multiply_some, num_threads)
+
+
+def prepare_tiles() -> None:
+    multiply_in_tiles(torch.zeros(1, TILE_DIMS), [torch.zeros(PAIR_ROWS, TILE_DIMS, dtype=torch.bfloat16)])
