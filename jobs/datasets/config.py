@@ -19,13 +19,11 @@ from .files import ending_kind, other_kind
 from .row_rules import CountTokens, InputKind
 from .rows import Row, number_rows, refuse_bad_rows, repeat_rows, resolve_duplicates, warn_of_empty_fields
 
-
-def _found() -> Mapping[str, InputKind]:
-    modules = [import_module(f"{kinds.__name__}.{module.name}") for module in iter_modules(kinds.__path__)]
-    return {name: kind for module in modules for name, kind in module.KINDS.items()}
-
-
-KINDS = _found()
+KINDS: Mapping[str, InputKind] = {
+    name: kind
+    for module in iter_modules(kinds.__path__)
+    for name, kind in import_module(f"{kinds.__name__}.{module.name}").KINDS.items()
+}
 _NOT_FOR_ALL = frozenset[str]().union(*(kind.keys for kind in KINDS.values()))
 
 

@@ -110,10 +110,6 @@ class DatasetFields:
     dedupe: DuplicatePolicy = DuplicatePolicy.refuse
     on_bad_row: BadRowPolicy = BadRowPolicy.error_row
 
-    def __post_init__(self) -> None:
-        self._check_fields()
-        self._check_counts()
-
     @property
     def for_chats(self) -> list[str]:
         """The keys that are set and mean nothing where no chat template is applied."""
@@ -125,7 +121,7 @@ class DatasetFields:
         """Whether a row may be a chat of several turns, which are runs one after another."""
         return self.turns_field is not None or self.turns is Turns.all
 
-    def _check_fields(self) -> None:
+    def __post_init__(self) -> None:
         for key in (name for name in vars(self) if name.endswith("path")):
             require_plain_url(getattr(self, key), f"dataset.{key}")
         for key in ("prompt_field", "article_field", "summary_field", "hub_split"):
@@ -135,15 +131,7 @@ class DatasetFields:
         forms = ("template", "few_shot_path", "few_shot_template", "tools_field", "turns_field")
         for key in (*optional, *forms, *OVERRIDE_FIELDS):
             require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")
-        self._check_forms()
-        delimiter = self.csv_delimiter
-        require(
-            len(delimiter) == 1 and delimiter.isascii() and delimiter not in '"\r\n\0',
-            f"dataset.csv_delimiter must be one ASCII character, got {delimiter!r}",
-        )
-
-    def _check_forms(self) -> None:
-        """What a prompt is made of is said in one way, with all that it needs."""
+        # what a prompt is made of is said in one way, with all that it needs
         chats = [key for key in ("messages_field", "turns_field") if getattr(self, key) is not None]
         require(len(chats) < 2, "dataset.messages_field and dataset.turns_field both have chats: set one of them")
         for key in ("template", "few_shot_path"):
@@ -161,8 +149,11 @@ class DatasetFields:
         )
         taken = sorted(TEMPLATE_KEYWORDS & (self.chat_template_kwargs or {}).keys())
         require(not taken, f"dataset.chat_template_kwargs.{''.join(taken[:1])} is set by the run itself")
-
-    def _check_counts(self) -> None:
+        delimiter = self.csv_delimiter
+        require(
+            len(delimiter) == 1 and delimiter.isascii() and delimiter not in '"\r\n\0',
+            f"dataset.csv_delimiter must be one ASCII character, got {delimiter!r}",
+        )
         limit = self.limit
         is_possible = limit is None or 1 <= limit <= MAX_INPUT_ROWS
         require(is_possible, f"dataset.limit must be 1 to {MAX_INPUT_ROWS:,} rows, got {limit}")

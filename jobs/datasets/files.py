@@ -83,9 +83,21 @@ def open_bytes(path: Path) -> io.BufferedReader:
     """Opened for reading: packed files are unpacked on the way, whatever their names, and UTF-16 with a byte order mark
     is read as UTF-8. Raises DatasetError for what is no text at all, OSError."""
     packing = packing_of(path)
-    stream = _unpacked(path, packing) if packing is not None else path.open("rb")
+    stream: io.BufferedReader
+    if packing == "zstd":
+        stream = io.BufferedReader(_Chunks(_unzstd(path)), CHUNK_BYTES)
+    elif packing is not None:
+        opened: io.BufferedIOBase = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}[packing](path, "rb")
+        stream = io.BufferedReader(cast(io.RawIOBase, opened))
+    else:
+        stream = path.open("rb")
     try:
-        _refuse_foreign(path, stream.peek(TAR_AT + len(TAR)))
+        head = stream.peek(TAR_AT + len(TAR))
+        found = next((told for magic, told in FOREIGN.items() if head.startswith(magic)), None)
+        if found is None and head[TAR_AT:].startswith(TAR):
+            found = "a tar archive: unpack it, and name a file in it"
+        if found is not None:
+            raise DatasetError(f"{path} is {found}")
         is_utf16 = stream.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     except BaseException:
         stream.close()
@@ -101,13 +113,6 @@ def packing_of(path: Path) -> str | None:
     if head and packing is None and path.name.endswith(PACKED_ENDINGS):
         raise OSError(f"its name ends in {path.suffix}, and it is not packed so: rename it")
     return packing
-
-
-def _unpacked(path: Path, packing: str) -> io.BufferedReader:
-    if packing == "zstd":
-        return io.BufferedReader(_Chunks(_unzstd(path)), CHUNK_BYTES)
-    opened: io.BufferedIOBase = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}[packing](path, "rb")
-    return io.BufferedReader(cast(io.RawIOBase, opened))
 
 
 def _unzstd(path: Path) -> Iterator[bytes]:
@@ -158,14 +163,6 @@ def skip_bytes(stream: io.BufferedReader, num_bytes: int) -> None:
         return
     while num_bytes and (chunk := stream.read(min(num_bytes, CHUNK_BYTES))):
         num_bytes -= len(chunk)
-
-
-def _refuse_foreign(path: Path, head: bytes) -> None:
-    found = next((told for magic, told in FOREIGN.items() if head.startswith(magic)), None)
-    if found is None and head[TAR_AT:].startswith(TAR):
-        found = "a tar archive: unpack it, and name a file in it"
-    if found is not None:
-        raise DatasetError(f"{path} is {found}")
 
 
 def other_kind(path: Path, kind: str) -> str:

@@ -40,16 +40,6 @@ def choose_examples(items: Sequence[ItemT], count: int, trial: int) -> list[Item
     items_of: dict[str, list[ItemT]] = defaultdict(list)
     for item in items:
         items_of[item.answer].append(item)
-    turns = cycle(_order_answers(items_of, rng))
-    examples: list[ItemT] = []
-    while len(examples) < min(count, len(items)):
-        group = items_of[next(turns)]
-        if group:
-            examples.append(group.pop(rng.randrange(len(group))))
-    return examples
-
-
-def _order_answers(items_of: Mapping[str, Sequence[Item]], rng: random.Random) -> list[str]:
     answers_by_size: dict[int, list[str]] = defaultdict(list)
     for answer in sorted(items_of):
         answers_by_size[len(items_of[answer])].append(answer)
@@ -57,7 +47,13 @@ def _order_answers(items_of: Mapping[str, Sequence[Item]], rng: random.Random) -
     for size in sorted(answers_by_size, reverse=True):
         rng.shuffle(answers_by_size[size])
         ordered += answers_by_size[size]
-    return ordered
+    turns = cycle(ordered)
+    examples: list[ItemT] = []
+    while len(examples) < min(count, len(items)):
+        group = items_of[next(turns)]
+        if group:
+            examples.append(group.pop(rng.randrange(len(group))))
+    return examples
 
 
 DEFAULTS: Mapping[str, Json] = {  # of HELM's `Request`, which leaves out what is null; names of models are no part
@@ -114,18 +110,14 @@ def read_request(request: Fields, *, may_be_chat: bool) -> tuple[Content, Sampli
         stop=[check_text(stop, "a stop string of request.stop_sequences") for stop in stops],
         logprobs=1,
     )
-    return _content(given, may_be_chat), overrides
-
-
-def _content(given: Fields, may_be_chat: bool) -> Content:
     messages = given["messages"]
     if messages is None:
-        return Content(prompt=check_text(given["prompt"], "request.prompt"))
+        return Content(prompt=check_text(given["prompt"], "request.prompt")), overrides
     if not may_be_chat:
         raise BadRecord("request.messages is a chat: it needs dataset.chat_template=true")
     if not isinstance(messages, list) or not messages:
         raise BadRecord("request.messages is not a list of messages")
-    return Content(messages=check_messages(messages, "request.messages"))
+    return Content(messages=check_messages(messages, "request.messages")), overrides
 
 
 def _number(given: Fields, key: str, least: float, most: float = sys.float_info.max) -> float:

@@ -13,7 +13,7 @@ from runtime.config.sampling import MAX_SAMPLES
 from runtime.config.settings import SamplingOverrides
 
 from .fields import TEMPLATE_KEYWORDS
-from .records import BadRecord, Content, Fields, Json, Message, check_messages, check_objects, check_text, shorten
+from .records import BadRecord, Content, Fields, Json, check_messages, check_objects, check_text, shorten
 from .rows import Inputs
 
 MAX_TOP_LOGPROBS = 20  # as OpenAI's own
@@ -62,17 +62,25 @@ def read_chat(body: Fields) -> Asked:
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRecord("body.messages is not a list of messages")
-    chat = [_known_role(message) for message in check_messages(messages, "body.messages")]
-    kwargs = _template_kwargs(given.get("chat_template_kwargs"))
+    chat = check_messages(messages, "body.messages")
+    for message in chat:
+        if message["role"] == "developer":
+            message["role"] = "system"  # as templates call it
+    kwargs = given.get("chat_template_kwargs", {})
+    if not isinstance(kwargs, dict):
+        raise BadRecord("body.chat_template_kwargs is not an object")
+    taken = sorted(TEMPLATE_KEYWORDS & kwargs.keys())
+    if taken:
+        raise BadRecord(f"body.chat_template_kwargs.{taken[0]} is set by the run itself")
     tools = check_objects(given["tools"], "body.tools") if "tools" in given else []
     if tools and given.get("tool_choice") != "none":
         kwargs = {**kwargs, "tools": [*tools]}
-    return Content(messages=chat, template_kwargs=kwargs), _overrides(given, _chat_logprobs(given))
-
-
-def _known_role(message: Message) -> Message:
-    """The message of a developer is what templates know as a system prompt."""
-    return {**message, "role": "system"} if message["role"] == "developer" else message
+    wanted, most = given.get("logprobs", False), _whole(given, "top_logprobs", most=MAX_TOP_LOGPROBS)
+    if not isinstance(wanted, bool):
+        raise BadRecord("body.logprobs is not true or false")
+    if most is not None and not wanted:
+        raise BadRecord("body.top_logprobs needs body.logprobs=true")
+    return Content(messages=chat, template_kwargs=kwargs), _overrides(given, max(1, most or 0) if wanted else None)
 
 
 def read_completion(body: Fields) -> Asked:
@@ -117,15 +125,11 @@ def given_fields(
         if key not in without_effect:
             hint = f": {ADVICE[key]} does" if key in ADVICE else ""
             raise BadRecord(f"body.{shorten(key)[1:-1]} cannot be honoured for a single line{hint}")
-        if not any(_is_same(value, allowed) for allowed in without_effect[key]):
+        # 0 is not false
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in without_effect[key]):
             raise BadRecord(f"body.{key}={shorten(str(value))} cannot be honoured: leave it out")
     check_text(given.get("model"), "body.model")
     return given
-
-
-def _is_same(one: Json, other: Json) -> bool:
-    """Whether they are equal, where 0 is not false."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _overrides(given: Fields, logprobs: int | None) -> SamplingOverrides:
@@ -139,7 +143,8 @@ def _overrides(given: Fields, logprobs: int | None) -> SamplingOverrides:
         temperature=_number(given, "temperature", least=0, most=2),
         top_p=_number(given, "top_p", least=0, most=1),
         stop=None if stop is None else [check_text(text, "a stop string of body.stop") for text in stops],
-        top_k=_top_k(given),
+        # -1 says what 0 does, in vLLM's words: all tokens
+        top_k=None if (top_k := _whole(given, "top_k", least=-1)) is None else max(0, top_k),
         min_p=_number(given, "min_p", least=0, most=1),
         repetition_penalty=_number(given, "repetition_penalty", least=0, most=sys.float_info.max),
         min_new_tokens=_whole(given, "min_tokens"),
@@ -211,32 +216,6 @@ def _read_structure(kind: str, value: Json, where: str) -> _Structure:
         return {"choice": [check_text(item, f"a text of {where}") for item in value]}
     text = check_text(value, where)
     return {"regex": text} if kind == "regex" else {"grammar": text}
-
-
-def _chat_logprobs(given: Fields) -> int | None:
-    wanted, most = given.get("logprobs", False), _whole(given, "top_logprobs", most=MAX_TOP_LOGPROBS)
-    if not isinstance(wanted, bool):
-        raise BadRecord("body.logprobs is not true or false")
-    if most is not None and not wanted:
-        raise BadRecord("body.top_logprobs needs body.logprobs=true")
-    return max(1, most or 0) if wanted else None
-
-
-def _template_kwargs(value: Json) -> dict[str, Json]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise BadRecord("body.chat_template_kwargs is not an object")
-    taken = sorted(TEMPLATE_KEYWORDS & value.keys())
-    if taken:
-        raise BadRecord(f"body.chat_template_kwargs.{taken[0]} is set by the run itself")
-    return value
-
-
-def _top_k(given: Fields) -> int | None:
-    """What 0 says, -1 does too, in vLLM's words: all tokens."""
-    found = _whole(given, "top_k", least=-1)
-    return None if found is None else max(0, found)
 
 
 def _truth(given: Fields, key: str) -> bool | None:
@@ -326,19 +305,18 @@ def endpoint_of(url: Json) -> str | None:
 def kept_body(body: Fields) -> Fields:
     """The body as each row of the output has it: a list of several inputs as its length and a digest, since every one
     of them has a row."""
-    return {key: _kept(value) if key in OF_INPUTS else value for key, value in body.items()}
+    kept = dict(body)
+    for key in OF_INPUTS & body.keys():
+        value = body[key]
+        if isinstance(value, list) and len(value) > 1 and not _are_tokens(value):
+            kept[key] = {"count": len(value), "sha256": sha256(json.dumps(value).encode()).hexdigest()}
+    return kept
 
 
 def num_texts(kept: Json) -> int:
     """How many inputs a field has that `kept_body` has kept."""
     count = kept.get("count") if isinstance(kept, dict) else None
     return count if isinstance(count, int) else 1
-
-
-def _kept(value: Json) -> Json:
-    if not isinstance(value, list) or len(value) < 2 or _are_tokens(value):
-        return value
-    return {"count": len(value), "sha256": sha256(json.dumps(value).encode()).hexdigest()}
 
 
 def _are_tokens(value: list[Json]) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from string import Formatter
@@ -18,6 +18,7 @@ Fields: TypeAlias = dict[str, Json]
 Message: TypeAlias = dict[str, Json]
 
 TYPE_NAMES = {
+    str: "text",
     type(None): "null",
     bool: "a boolean",
     int: "a number",
@@ -208,15 +209,15 @@ def _message(message: Json, what: str) -> Message:
 def _content_text(value: Json, what: str) -> str:
     if not isinstance(value, list):
         return check_text(value, what, True)
-    return "\n".join(_part_text(part, f"part {number} of {what}") for number, part in enumerate(value))
-
-
-def _part_text(part: Json, what: str) -> str:
-    if not isinstance(part, dict):
-        raise BadRecord(f"{what} is {_type_name(part)}, not an object of type 'text'")
-    if part.get("type") != "text":
-        raise BadRecord(f"{what} is of type {shorten(str(part.get('type')))}: text alone is read")
-    return check_text(part.get("text"), f"the text of {what}", True)
+    texts: list[str] = []
+    for number, part in enumerate(value):
+        where = f"part {number} of {what}"
+        if not isinstance(part, dict):
+            raise BadRecord(f"{where} is {TYPE_NAMES[type(part)]}, not an object of type 'text'")
+        if part.get("type") != "text":
+            raise BadRecord(f"{where} is of type {shorten(str(part.get('type')))}: text alone is read")
+        texts.append(check_text(part.get("text"), f"the text of {where}", True))
+    return "\n".join(texts)
 
 
 def _tool_calls(value: Json, what: str) -> list[Json]:
@@ -226,23 +227,21 @@ def _tool_calls(value: Json, what: str) -> list[Json]:
     for call in check_objects(value, what):
         function = call.get("function")
         if isinstance(function, dict):
-            call = {**call, "function": {**function, "arguments": _arguments(function.get("arguments"), what)}}
+            found = function.get("arguments")
+            try:
+                found = parse_json(found) if isinstance(found, str) and found.strip() else found
+            except ValueError as error:
+                raise BadRecord(f"the arguments of {what} are no JSON: {error}") from None
+            is_none = found is None or (isinstance(found, str) and not found.strip())
+            call = {**call, "function": {**function, "arguments": {} if is_none else found}}
         made.append(call)
     return made
-
-
-def _arguments(value: Json, what: str) -> Json:
-    try:
-        found = parse_json(value) if isinstance(value, str) and value.strip() else value
-    except ValueError as error:
-        raise BadRecord(f"the arguments of {what} are no JSON: {error}") from None
-    return {} if found is None or (isinstance(found, str) and not found.strip()) else found
 
 
 def check_objects(value: Json, what: str) -> list[dict[str, Json]]:
     """A list of objects, none of whose texts a tokenizer would choke on. Raises BadRecord."""
     if not isinstance(value, list):
-        raise BadRecord(f"{what} is {_type_name(value)}, not a list of objects")
+        raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not a list of objects")
     found = [item for item in value if isinstance(item, dict)]
     if len(found) < len(value):
         raise BadRecord(f"{what} holds something else than objects")
@@ -257,10 +256,6 @@ def _check_texts(value: Json, what: str) -> None:
     elif isinstance(value, dict | list):
         for item in (*value, *value.values()) if isinstance(value, dict) else value:
             _check_texts(item, what)
-
-
-def _type_name(value: Json) -> str:
-    return "text" if isinstance(value, str) else TYPE_NAMES[type(value)]
 
 
 def read_tools(fields: Fields, name: str | None) -> dict[str, Json]:
@@ -278,39 +273,18 @@ def read_prompt(fields: Fields, name: str) -> str:
     return check_text(read_field(fields, name, "prompt_field"), f"the prompt {shorten(name)}")
 
 
-def read_first_turn(fields: Fields) -> Content:
-    """MT-Bench's schema, turn 1 only and as raw text, as MoE-Lightning runs it."""
-    return Content(prompt=check_text(_question_turns(fields)[0], "turn 1"))
-
-
-def read_question(fields: Fields) -> Content:
-    """MT-Bench's schema, all turns."""
-    return _asked_in_turn(_question_turns(fields), "turn")
-
-
 def read_turns(fields: Fields, name: str) -> Content:
     """What the user says turn by turn, at the field `name`. Raises BadRecord."""
     turns = read_field(fields, name, "turns_field")
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"the field {shorten(name)} (dataset.turns_field) is not a list of texts")
-    return _asked_in_turn(turns, f"the field {shorten(name)}, turn")
+    return asked_in_turn(turns, f"the field {shorten(name)}, turn")
 
 
-def _question_turns(fields: Fields) -> list[Json]:
-    turns = fields.get("turns")
-    if not isinstance(turns, list) or not turns:
-        raise BadRecord("the field 'turns' is not a list of texts: not a question in MT-Bench's schema")
-    return turns
-
-
-def _asked_in_turn(turns: list[Json], what: str) -> Content:
+def asked_in_turn(turns: list[Json], what: str) -> Content:
+    """The first of these texts, and what is asked behind the answers. Raises BadRecord."""
     first, *later = [check_text(turn, f"{what} {number}") for number, turn in enumerate(turns, start=1)]
     return Content(prompt=first, later_turns=tuple(later))
-
-
-def add_chat(content: Content, config: DatasetFields) -> Content:
-    """The content as a chat where there is a chat template."""
-    return as_chat(content, config) if config.chat_template else content
 
 
 def as_chat(content: Content, config: DatasetFields) -> Content:
@@ -329,18 +303,9 @@ def named_fields(config: DatasetFields) -> list[tuple[str, str]]:
     if config.messages_field is None and config.turns_field is None and config.template is None:
         keys.append("prompt_field")
     found = [(key, name) for key in keys if (name := getattr(config, key)) is not None]
-    return [*found, *(("template", name) for name in template_fields(config.template or ""))]
-
-
-def template_fields(template: str) -> list[str]:
-    """The fields in a template that can be read, nothing of one that cannot."""
-    with suppress(ValueError):
-        return [name for _, name, _, _ in Formatter().parse(template) if name]
-    return []
-
-
-def has_column(names: Collection[str], name: str) -> bool:
-    return name in names or name.partition(".")[0] in names
+    with suppress(ValueError):  # of a template that cannot be read
+        found += [("template", name) for _, name, _, _ in list(Formatter().parse(config.template or "")) if name]
+    return found
 
 
 def check_columns(names: list[str], config: DatasetFields, place: str) -> None:
@@ -348,7 +313,7 @@ def check_columns(names: list[str], config: DatasetFields, place: str) -> None:
     if len(set(names)) != len(names):
         raise DatasetError(f"{place} has two columns of the same name: {', '.join(map(shorten, names))}")
     for key, name in named_fields(config):
-        if not has_column(names, name):
+        if not (name in names or name.partition(".")[0] in names):
             listed = ", ".join(map(shorten, names))
             raise DatasetError(f"{place} has no column {shorten(name)} (dataset.{key}); its columns: {listed}")
 
@@ -406,7 +371,7 @@ def _schema(value: Json, what: str) -> str:
 
 def _choices(value: Json, what: str) -> list[str]:
     if not isinstance(value, list):
-        raise BadRecord(f"{what} is {_type_name(value)}, not a list of texts")
+        raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not a list of texts")
     return [check_text(item, f"a choice of {what}") for item in value]
 
 

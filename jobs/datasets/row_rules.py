@@ -20,7 +20,7 @@ from .records import (
     Fields,
     ReadContent,
     Record,
-    add_chat,
+    as_chat,
     has_field,
     listed_fields,
     named_fields,
@@ -86,14 +86,6 @@ class RowSource:
         """The records from `mark` to the end of the input."""
         for number, path in islice(enumerate(self.files(config)), mark.file, None):
             yield from self.records(config, path, mark if number == mark.file else Mark(file=number, row=0))
-
-
-def stretched(rows: Iterable[Fields | None], file: int) -> Iterator[RowRange]:
-    """Stretches of the rows of a file whose places are their numbers."""
-    rows, first = iter(rows), 0
-    while found := list(islice(rows, STRETCH_ROWS)):
-        yield RowRange(mark=Mark(file=file, row=first), rows=found)
-        first += len(found)
 
 
 ReadRecords: TypeAlias = Callable[[DatasetFields], Iterator[Record]]
@@ -189,9 +181,31 @@ def prompts(
 def make_rows(
     records: Iterable[tuple[int, Record]], config: DatasetFields, content_of: ReadContent, id_field: str | None
 ) -> Iterator[Row]:
-    """A row for each record with its number; `content_of` reads what it asks, and raises BadRecord."""
+    """A row for each record with its number; `content_of` reads what it asks, and raises BadRecord. Whatever is wrong
+    with a record, its row has the best id there is."""
     for index, record in records:
-        yield _row_of(record, index, config, content_of, id_field)
+        row_id = str(index) if id_field is None else bad_row_id(index)
+        fields, passed, error = record.fields, Fields(), ""
+        if fields is None:
+            error = record.error or f"{record.place}: not readable"
+        else:
+            passed = passed_through(fields, config, id_field)
+            try:
+                row_id = row_id if id_field is None else read_id(fields, id_field)
+                content, overrides = content_of(fields), read_overrides(fields, config)
+                yield make_row(index, row_id, content, passed, config, overrides, record.source)
+                continue
+            except BadRecord as found:
+                error = f"{record.place}: {found}"
+        yield Row(
+            index=index,
+            id=row_id,
+            prompt="",
+            messages=None,
+            columns=passed,
+            error=error,
+            source_file=record.source,
+        )
 
 
 def make_row(
@@ -204,7 +218,7 @@ def make_row(
     source_file: str | None = None,
 ) -> Row:
     """The row that asks `content`, as a chat where the config says so."""
-    chat = add_chat(content, config)
+    chat = as_chat(content, config) if config.chat_template else content
     if content.reference is not None and config.keep_columns:
         columns = {**columns, "reference": content.reference}
     return Row(
@@ -221,22 +235,6 @@ def make_row(
     )
 
 
-def _row_of(record: Record, index: int, config: DatasetFields, content_of: ReadContent, id_field: str | None) -> Row:
-    """A record's row; whatever is wrong with the record, the row has the best id there is."""
-    row_id = str(index) if id_field is None else bad_row_id(index)
-    fields = record.fields
-    if fields is None:
-        error = record.error or f"{record.place}: not readable"
-        return _error_row(index, row_id, {}, error, record.source)
-    passed = passed_through(fields, config, id_field)
-    try:
-        row_id = row_id if id_field is None else read_id(fields, id_field)
-        content, overrides = content_of(fields), read_overrides(fields, config)
-        return make_row(index, row_id, content, passed, config, overrides, record.source)
-    except BadRecord as error:
-        return _error_row(index, row_id, passed, f"{record.place}: {error}", record.source)
-
-
 def bad_row_id(index: int) -> str:
     """The id of a row whose own cannot be read."""
     return f"bad-row-{index}"
@@ -245,7 +243,3 @@ def bad_row_id(index: int) -> str:
 def passed_through(fields: Fields, config: DatasetFields, id_field: str | None) -> Fields:
     """The columns that a record's row brings along."""
     return {key: value for key, value in fields.items() if key != id_field} if config.keep_columns else {}
-
-
-def _error_row(index: int, row_id: str, columns: Fields, error: str, source_file: str | None) -> Row:
-    return Row(index=index, id=row_id, prompt="", messages=None, columns=columns, error=error, source_file=source_file)

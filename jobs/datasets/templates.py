@@ -17,7 +17,6 @@ from .records import (
     BadRecord,
     Content,
     Fields,
-    Json,
     ReadContent,
     Record,
     check_text,
@@ -48,15 +47,16 @@ class Template:
 
     def fill(self, fields: Fields) -> str:
         """The text for one record: texts as they are, anything else as JSON. Raises BadRecord."""
-        values = [text if name is None else text + self._value(fields, name) for text, name in self.parts]
-        return "".join(values)
-
-    def _value(self, fields: Fields, name: str) -> str:
-        value: Json = read_field(fields, name, self.key)
-        if value is None:
-            raise BadRecord(f"the field {shorten(name)} (dataset.{self.key}) is null")
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return check_text(text, f"the field {shorten(name)} (dataset.{self.key})", may_be_empty=True)
+        made: list[str] = []
+        for literal, name in self.parts:
+            made.append(literal)
+            if name is not None:
+                value, what = read_field(fields, name, self.key), f"the field {shorten(name)} (dataset.{self.key})"
+                if value is None:
+                    raise BadRecord(f"{what} is null")
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                made.append(check_text(text, what, may_be_empty=True))
+        return "".join(made)
 
 
 def read_template(text: str, key: str) -> Template:
@@ -64,7 +64,7 @@ def read_template(text: str, key: str) -> Template:
     `\\n` those two characters. Raises ConfigError naming `key`."""
     spelt = re.sub(r"\\(\\n|n)", lambda found: "\n" if found[1] == "n" else r"\n", text)
     try:
-        parsed = list(_parsed(spelt))
+        parsed: list[tuple[str, str | None, str | None, str | None]] = list(Formatter().parse(spelt))
     except ValueError as error:
         raise ConfigError(
             f"dataset.{key}: {error}; a brace that is no field's is written twice: {{{{ and }}}}"
@@ -76,10 +76,6 @@ def read_template(text: str, key: str) -> Template:
     if not found.names:
         raise ConfigError(f"dataset.{key}={shorten(text)} names no field: every row would be the same")
     return found
-
-
-def _parsed(text: str) -> Iterable[tuple[str, str | None, str | None, str | None]]:
-    return Formatter().parse(text)
 
 
 def content_reader(config: DatasetFields, read: ReadRecords) -> ReadContent:
@@ -118,7 +114,15 @@ def _examples(config: DatasetFields, read: ReadRecords) -> str:
         raise DatasetError(f"{where} has {len(records):,} rows, dataset.num_examples={count} asks for more")
     template = read_template(config.few_shot_template, "few_shot_template")
     places = sorted(random.Random(config.trial).sample(range(len(records)), count))
-    return "".join(_filled(template, records[place], where) + BETWEEN_BLOCKS for place in places)
+    front = ""
+    for record in (records[place] for place in places):
+        if record.fields is None:
+            raise DatasetError(f"{where}: {record.error}")
+        try:
+            front += template.fill(record.fields) + BETWEEN_BLOCKS
+        except BadRecord as error:
+            raise DatasetError(f"{where}: {record.place}: {error}") from error
+    return front
 
 
 def as_examples(config: DatasetFields) -> DatasetFields:
@@ -126,12 +130,3 @@ def as_examples(config: DatasetFields) -> DatasetFields:
     kept = ("json_field", "csv_delimiter", "max_row_bytes", "hub_config", "hub_split", "hub_revision")
     same = {key: getattr(config, key) for key in kept}
     return DatasetFields(path=config.few_shot_path, template=config.few_shot_template, **same)
-
-
-def _filled(template: Template, record: Record, where: str) -> str:
-    if record.fields is None:
-        raise DatasetError(f"{where}: {record.error}")
-    try:
-        return template.fill(record.fields)
-    except BadRecord as error:
-        raise DatasetError(f"{where}: {record.place}: {error}") from error

@@ -142,7 +142,10 @@ def make_survey(config: DatasetFields, windowed: Windowed, folder: Path, should_
         dropped=dropped,
     )
     if len(dropped):
-        _refuse_repeated(config, windowed, found, first_rows)
+        counts = Counter(first_rows.tolist())
+        places = sorted(counts)[:NUM_DUPLICATES_LISTED]
+        listed = [(_read_id(config, windowed, found, place), 1 + counts[place]) for place in places]
+        refuse_repeated(config.dedupe, len(found.dropped), len(counts), listed)
     log.info("found %s rows in %.1f s", f"{found.num_rows:,}", time.monotonic() - began)
     return found
 
@@ -195,13 +198,6 @@ def _refuse_any_bad(config: DatasetFields, windowed: Windowed, should_stop: Call
         raise bad_rows(num_bad, num_rows, first)
 
 
-def _refuse_repeated(config: DatasetFields, windowed: Windowed, survey: Survey, first_rows: NDArray[np.int64]) -> None:
-    counts = Counter(first_rows.tolist())
-    places = sorted(counts)[:NUM_DUPLICATES_LISTED]
-    listed = [(_read_id(config, windowed, survey, place), 1 + counts[place]) for place in places]
-    refuse_repeated(config.dedupe, len(survey.dropped), len(counts), listed)
-
-
 def _read_id(config: DatasetFields, windowed: Windowed, survey: Survey, place: int) -> str:
     """The id of one row, read once more."""
     for number, record in numbered_records(config, windowed, survey, place):
@@ -241,21 +237,23 @@ class RowWindows:
         """How many rows of the whole input a window lies over."""
         return self.num_rows_each * self.shard.count
 
-    def every(self) -> Iterator[Row]:
-        """All rows of the input, one by one, of all shards; those that repeat an id among them."""
+    @property
+    def _windowed(self) -> Windowed:
         windowed = windowed_kind(self.config)
         assert windowed is not None, "it has a survey"
-        records = enumerate(windowed.source.records_from(self.config, Mark(file=0, row=0)))
-        return windowed.rows(islice(records, self.survey.num_read), self.config)
+        return windowed
+
+    def every(self) -> Iterator[Row]:
+        """All rows of the input, one by one, of all shards; those that repeat an id among them."""
+        records = enumerate(self._windowed.source.records_from(self.config, Mark(file=0, row=0)))
+        return self._windowed.rows(islice(records, self.survey.num_read), self.config)
 
     def read(self, number: int) -> list[Row]:
         """The rows of a window. Raises DatasetError."""
         first = number * self._span
         end = min(first + self._span, self.survey.num_rows)
-        windowed = windowed_kind(self.config)
-        assert windowed is not None, "it has a survey"
         places = range(first + (self.shard.index - first) % self.shard.count, end, self.shard.count)
-        rows = list(windowed.rows(self._records(windowed, places), self.config))
+        rows = list(self._windowed.rows(self._records(places), self.config))
         if len(rows) < len(places):
             num_gone = len(places) - len(rows)
             raise DatasetError(f"{self.config.place} was changed while it was read: {num_gone:,} rows are gone")
@@ -264,13 +262,13 @@ class RowWindows:
         refuse_bad_rows(rows, BadRowPolicy.error_row)
         return rows
 
-    def _records(self, windowed: Windowed, places: range) -> Iterator[tuple[int, Record]]:
+    def _records(self, places: range) -> Iterator[tuple[int, Record]]:
         """The records of the rows at these places, each with the number that it has in the input."""
         if not places:
             return
         wanted = map(self._number, places)
         number = next(wanted)
-        for found, record in numbered_records(self.config, windowed, self.survey, number):
+        for found, record in numbered_records(self.config, self._windowed, self.survey, number):
             if found == number:
                 yield found, record
                 if (following := next(wanted, None)) is None:

@@ -45,25 +45,22 @@ def _row(record: Record, index: int, run: str, config: DatasetFields) -> Row:
     if not isinstance(request, dict):
         error = record.error or f"{record.place}: there is no request: not a state of HELM's"
         return Row(index=index, id=record.name, prompt="", messages=None, columns={}, error=error)
-    columns = _columns(fields, run) if config.keep_columns else {}
+    columns: Fields = {}
+    if config.keep_columns:  # where a request comes from, and the first of its right answers
+        references = [each for each in _list(_at(fields, "instance.references")) if isinstance(each, dict)]
+        right = [_at(each, "output.text") for each in references if "correct" in _list(each.get("tags"))]
+        columns = {
+            "helm_run": run,
+            "instance_id": _at(fields, "instance.id"),
+            "split": _at(fields, "instance.split"),
+            "reference": right[0] if right else None,
+        }
     id = request_digest(request)
     try:
         content, overrides = read_request(request, may_be_chat=config.chat_template)
     except BadRecord as error:
         return Row(index=index, id=id, prompt="", messages=None, columns=columns, error=f"{record.place}: {error}")
     return make_row(index, id, content, columns, config, overrides)
-
-
-def _columns(fields: Fields, run: str) -> Fields:
-    """What says where a request comes from, and the first of its right answers."""
-    references = [each for each in _list(_at(fields, "instance.references")) if isinstance(each, dict)]
-    right = [_at(each, "output.text") for each in references if "correct" in _list(each.get("tags"))]
-    return {
-        "helm_run": run,
-        "instance_id": _at(fields, "instance.id"),
-        "split": _at(fields, "instance.split"),
-        "reference": right[0] if right else None,
-    }
 
 
 def _list(value: Json) -> list[Json]:

@@ -69,7 +69,12 @@ def _generate_item(mode: ReasoningMode, rng: np.random.RandomState) -> Item:
     result = _substitute(pattern, substitution)
     rule = " ".join(pattern)
     if mode is ReasoningMode.pattern_match:
-        rules = [_shuffled(rng, [*distinct, *operators]) for _ in range(_NUM_DECOYS)] + [rule]
+        rules: list[str] = []
+        for _ in range(_NUM_DECOYS):
+            tokens = [*distinct, *operators]
+            rng.shuffle(tokens)
+            rules.append(" ".join(tokens))
+        rules.append(rule)
         rng.shuffle(rules)
         return Item(input=f"Rules: {' | '.join(rules)} | Result: {result}", answer=rule)
     if mode is ReasoningMode.variable_substitution:
@@ -83,11 +88,6 @@ def _draw(rng: np.random.RandomState, choices: tuple[str, ...], low: int, high: 
     """A size uniform in [low, high], then that many choices with replacement."""
     size = rng.randint(low, high + 1)
     return [choices[index] for index in rng.randint(0, len(choices), size)]
-
-
-def _shuffled(rng: np.random.RandomState, tokens: list[str]) -> str:
-    rng.shuffle(tokens)
-    return " ".join(tokens)
 
 
 def _substitute(pattern: list[str], substitution: dict[str, str]) -> str:

@@ -29,7 +29,7 @@ from ..files import (
     unpacked_name,
 )
 from ..records import Fields, Record, too_long
-from ..row_rules import CHAT_KEYS, STRETCH_ROWS, Mark, Numbered, RowRange, RowSource, prompts, stretched
+from ..row_rules import CHAT_KEYS, STRETCH_ROWS, Mark, Numbered, RowRange, RowSource, prompts
 from ..strict_json import DECODER, Json, parse_json, shorten
 
 ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once
@@ -62,12 +62,23 @@ def read_jsonl(
     Raises DatasetError for what concerns a whole file.
     """
     for file in list_files(path, _SUFFIXES, key):
-        with reading(file):
-            form = _form_of(file, json_field, max_row_bytes)
-            if form is _Form.document:
-                yield from _read_document(file, json_field, max_row_bytes)
+        yield from _records(file, json_field, max_row_bytes, Mark(file=0, row=0))
+
+
+def _records(file: Path, json_field: str | None, max_row_bytes: int, mark: Mark) -> Iterator[Record]:
+    """The records of one file from `mark` on."""
+    with reading(file):
+        form = _form_of(file, json_field, max_row_bytes)
+        if form is _Form.document:
+            yield from islice(_read_document(file, json_field, max_row_bytes), mark.row, None)
+            return
+        for number, offset_bytes, text, num_bytes in _rows(file, form, max_row_bytes, mark):
+            name = f"{file.name}:{number}"
+            place = f"{file.name}, line {number}, byte {offset_bytes}"
+            if text is None:
+                yield too_long(name, place, num_bytes, max_row_bytes)
             else:
-                yield from _read_rows(file, form, max_row_bytes)
+                yield _parse_record(text, name, place)
 
 
 def _form_of(file: Path, json_field: str | None, max_row_bytes: int) -> _Form:
@@ -94,8 +105,16 @@ def _form_of_beginning(text: str, *, is_whole: bool, is_named: bool) -> _Form | 
     is_list = text.startswith("[")
     try:
         value, end = _ANY_JSON.raw_decode(text)
-    except (ValueError, RecursionError):
-        return _Form.document if is_list and _begins_with_object(text[1:]) else None
+    except (ValueError, RecursionError):  # a list that is not whole: an object, and behind it another item or the end
+        if not is_list:
+            return None
+        items = text[1:].lstrip()
+        try:
+            value, end = _ANY_JSON.raw_decode(items)
+        except (ValueError, RecursionError):
+            return None
+        is_item = isinstance(value, dict) and items[end:].lstrip().startswith((",", "]"))
+        return _Form.document if is_item else None
     more = text[end:].lstrip()
     if is_list:
         return _Form.lines if more else _Form.document
@@ -106,22 +125,9 @@ def _form_of_beginning(text: str, *, is_whole: bool, is_named: bool) -> _Form | 
     return _Form.lines if not text[end:].partition("\n")[0].strip() else None
 
 
-def _begins_with_object(text: str) -> bool:
-    """Whether this continues a list: an object, and behind it another item or the end."""
-    try:
-        value, end = _ANY_JSON.raw_decode(text.lstrip())
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict) and text.lstrip()[end:].lstrip().startswith((",", "]"))
-
-
 def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
     """The records at `dataset.path`, as `read_jsonl` reads them."""
     return read_jsonl(config.path or "", config.json_field, max_row_bytes=config.max_row_bytes)
-
-
-def _files(config: DatasetFields) -> list[Path]:
-    return list_files(config.path or "", _SUFFIXES)
 
 
 def _count(config: DatasetFields, file: Path, most: int) -> int:
@@ -130,7 +136,7 @@ def _count(config: DatasetFields, file: Path, most: int) -> int:
     with reading(file):
         form = _form_of(file, config.json_field, config.max_row_bytes)
         if form is not _Form.document:
-            return sum(1 for _ in islice(_rows(file, form, config.max_row_bytes), most))
+            return sum(1 for _ in islice(_rows(file, form, config.max_row_bytes, Mark(file=0, row=0)), most))
         num_bytes = file.stat().st_size
         if not packing_of(file) and num_bytes < LEAST_ROW_BYTES * most:
             return num_bytes // LEAST_ROW_BYTES
@@ -141,24 +147,21 @@ def _look(config: DatasetFields, numbered: Numbered) -> Iterator[RowRange]:
     number, file = numbered
     with reading(file):
         form = _form_of(file, config.json_field, config.max_row_bytes)
+        mark, begin_bytes, rows = Mark(file=number, row=0), 0, list[Fields | None]()
         if form is _Form.document:
             records = _read_document(file, config.json_field, config.max_row_bytes)
-            yield from stretched((record.fields for record in records), number)
-        else:
-            yield from _look_at_rows(file, form, number, config.max_row_bytes)
-
-
-def _look_at_rows(file: Path, form: _Form, number: int, max_row_bytes: int) -> Iterator[RowRange]:
-    rows: list[Fields | None] = []
-    mark, begin_bytes = Mark(file=number, row=0), 0
-    for row, (line, offset_bytes, text, _) in enumerate(_rows(file, form, max_row_bytes)):
-        if len(rows) == STRETCH_ROWS or offset_bytes - begin_bytes > STRETCH_BYTES:
+            while rows := [record.fields for record in islice(records, STRETCH_ROWS)]:
+                yield RowRange(mark=mark, rows=rows)
+                mark = Mark(file=number, row=mark.row + len(rows))
+            return
+        for row, (line, offset_bytes, text, _) in enumerate(_rows(file, form, config.max_row_bytes, mark)):
+            if len(rows) == STRETCH_ROWS or offset_bytes - begin_bytes > STRETCH_BYTES:
+                yield RowRange(mark=mark, rows=rows)
+                mark = Mark(file=number, row=row, line=line - 1, offset_bytes=offset_bytes)
+                rows, begin_bytes = [], offset_bytes
+            rows.append(_fields(text))
+        if rows:
             yield RowRange(mark=mark, rows=rows)
-            mark = Mark(file=number, row=row, line=line - 1, offset_bytes=offset_bytes)
-            rows, begin_bytes = [], offset_bytes
-        rows.append(_fields(text))
-    if rows:
-        yield RowRange(mark=mark, rows=rows)
 
 
 def _fields(text: bytes | None) -> Fields | None:
@@ -172,36 +175,20 @@ def _fields(text: bytes | None) -> Fields | None:
     return value if isinstance(value, dict) else None
 
 
-def _records(config: DatasetFields, file: Path, mark: Mark) -> Iterator[Record]:
-    with reading(file):
-        form = _form_of(file, config.json_field, config.max_row_bytes)
-        if form is _Form.document:
-            yield from islice(_read_document(file, config.json_field, config.max_row_bytes), mark.row, None)
-        else:
-            yield from _read_rows(file, form, config.max_row_bytes, mark)
-
-
-SOURCE = RowSource(files=_files, count=_count, look=_look, records=_records)
+SOURCE = RowSource(
+    files=lambda config: list_files(config.path or "", _SUFFIXES),
+    count=_count,
+    look=_look,
+    records=lambda config, file, mark: _records(file, config.json_field, config.max_row_bytes, mark),
+)
 KINDS = {"jsonl": prompts(read_jsonl_path, CHAT_KEYS | {"json_field"}, source=SOURCE)}
 
 
-def _read_rows(file: Path, form: _Form, max_row_bytes: int, mark: Mark | None = None) -> Iterator[Record]:
-    """The records from `mark` on, or all."""
-    for number, offset_bytes, text, num_bytes in _rows(file, form, max_row_bytes, mark):
-        name = f"{file.name}:{number}"
-        place = f"{file.name}, line {number}, byte {offset_bytes}"
-        if text is None:
-            yield too_long(name, place, num_bytes, max_row_bytes)
-        else:
-            yield _parse_record(text, name, place)
-
-
-def _rows(file: Path, form: _Form, max_row_bytes: int, mark: Mark | None = None) -> Iterator[_RowText]:
+def _rows(file: Path, form: _Form, max_row_bytes: int, mark: Mark) -> Iterator[_RowText]:
     """The texts that are rows, from `mark` on."""
-    number, offset_bytes = (mark.line, mark.offset_bytes) if mark is not None else (0, 0)
     with open_bytes(file) as stream:
-        skip_bytes(stream, offset_bytes)
-        lines = _lines(stream, number, offset_bytes, max_row_bytes)
+        skip_bytes(stream, mark.offset_bytes)
+        lines = _lines(stream, mark.line, mark.offset_bytes, max_row_bytes)
         yield from lines if form is _Form.lines else _objects(lines, max_row_bytes)
 
 

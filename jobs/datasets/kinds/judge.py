@@ -81,7 +81,14 @@ def read_judge_prompts(path: str | None) -> JudgePrompts:
     where = f"dataset.judge_prompts_path={path}"
     found: dict[str, JudgePrompt] = {}
     for record in read_jsonl(path or str(OWN_PROMPTS), key="judge_prompts_path"):
-        name, system, template = (_text(record, key) for key in ("name", "system_prompt", "prompt_template"))
+        fields = _fields(record)
+        try:
+            name, system, template = (
+                check_text(fields.get(key), shorten(key), may_be_empty=True)
+                for key in ("name", "system_prompt", "prompt_template")
+            )
+        except BadRecord as error:
+            raise DatasetError(f"{record.place}: {error}") from None
         found[name] = JudgePrompt(name=name, system=system, template=template)
     return JudgePrompts(of=found, where=where, is_own=path is None)
 
@@ -90,7 +97,8 @@ def read_answers(path: str, key: str) -> dict[str, ByQuestion]:
     """The answers of each model, by question: those of a run, whose directory is the model's name, or of files of
     FastChat's, each called as its model. Raises DatasetError."""
     root = require_there(path, key)
-    if root.is_dir() and (runs := _runs_at(root)):
+    places = [root, *(root / f"turn-{turn}" for turn in range(1, 3))]  # a run, or the runs of its turns
+    if root.is_dir() and (runs := [place for place in places if (place / "run.json").is_file()]):
         return {root.resolve().name: _of_runs(runs, f"dataset.{key}={path}")}
     files = list_files(path, (".jsonl",), key)
     return {file.name.removesuffix(".jsonl"): read_answer_file(str(file), key) for file in files}
@@ -108,12 +116,6 @@ def read_answer_file(path: str, key: str) -> ByQuestion:
             raise DatasetError(f"{record.place}: no choices with turns, which FastChat's answers have (dataset.{key})")
         found[str(fields.get("question_id"))] = [None if turn == ERROR else str(turn) for turn in turns]
     return found
-
-
-def _runs_at(root: Path) -> list[Path]:
-    """The directories of a run's turns, or the run itself; none where there is no run."""
-    places = [root, *(root / f"turn-{turn}" for turn in range(1, 3))]
-    return [place for place in places if (place / "run.json").is_file()]
 
 
 def _of_runs(runs: Sequence[Path], where: str) -> ByQuestion:
@@ -148,13 +150,6 @@ def questions(path: str, max_row_bytes: int) -> Iterator[tuple[Record, str, list
         yield record, str(id), [str(turn) for turn in turns]
 
 
-def _text(record: Record, key: str) -> str:
-    try:
-        return check_text(_fields(record).get(key), shorten(key), may_be_empty=True)
-    except BadRecord as error:
-        raise DatasetError(f"{record.place}: {error}") from None
-
-
 def _fields(record: Record) -> Fields:
     if record.fields is None:
         raise DatasetError(str(record.error))
@@ -167,7 +162,14 @@ def read_judged(config: DatasetFields, count_tokens: CountTokens | None) -> Iter
         raise DatasetError(f"dataset=mtbench_judge needs {NEEDS}")
     asked = _asked(config)
     prompts = read_judge_prompts(config.judge_prompts_path)
-    baseline = _baseline(config)
+    baseline = None
+    if config.baseline_path is not None:
+        models = read_answers(config.baseline_path, "baseline_path")
+        if len(models) > 1:
+            raise DatasetError(
+                f"dataset.baseline_path={config.baseline_path} has {len(models)} models: name one's file"
+            )
+        baseline = next(iter(models.items()))
     index = 0
     for model, answers in read_answers(config.answers_path, "answers_path").items():
         known = [question for question in asked if question.id in answers]
@@ -214,15 +216,6 @@ def _asked(config: DatasetFields) -> list[_Question]:
             ", ".join(sorted(WITH_REFERENCES)),
         )
     return found
-
-
-def _baseline(config: DatasetFields) -> tuple[str, ByQuestion] | None:
-    if config.baseline_path is None:
-        return None
-    models = read_answers(config.baseline_path, "baseline_path")
-    if len(models) > 1:
-        raise DatasetError(f"dataset.baseline_path={config.baseline_path} has {len(models)} models: name one's file")
-    return next(iter(models.items()))
 
 
 def _rows(

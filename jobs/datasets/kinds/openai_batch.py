@@ -22,19 +22,13 @@ def read_batch(config: DatasetFields, count_tokens: CountTokens | None) -> Itera
     """A row for each line, by its custom_id; its own fields are its columns."""
     lines = read_jsonl(config.path or "", max_row_bytes=config.max_row_bytes)
     records = list(islice(lines, config.limit))
-    places = _first_places(records)
-    for index, record in enumerate(records):
-        yield replace(_row(record, index, places, config), source_file=record.source)
-
-
-def _first_places(records: Sequence[Record]) -> Mapping[str, int]:
-    """The first line of each custom_id that can be one."""
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}  # the first line of each custom_id that can be one
     for index, record in enumerate(records):
         value = (record.fields or {}).get("custom_id")
         if isinstance(value, str):
-            found.setdefault(value, index)
-    return found
+            places.setdefault(value, index)
+    for index, record in enumerate(records):
+        yield replace(_row(record, index, places, config), source_file=record.source)
 
 
 def _row(record: Record, index: int, places: Mapping[str, int], config: DatasetFields) -> Row:

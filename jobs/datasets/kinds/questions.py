@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.errors import DatasetError
 
 from ..fields import DatasetFields, Turns
-from ..records import BadRecord, Content, check_text, read_first_turn, read_prompt, read_question
+from ..records import BadRecord, Content, Fields, asked_in_turn, check_text, read_prompt
 from ..row_rules import CountTokens, InputKind, ReadRecords, make_row, make_rows
 from ..rows import Row
 from .jsonl import read_jsonl, read_jsonl_path
@@ -18,22 +18,21 @@ MT_BENCH_ID = "question_id"
 
 
 def _questions(read: ReadRecords, config: DatasetFields) -> Iterator[Row]:
-    """The first turn of each, as raw text, by its `question_id`; with `turns=all` the others behind it."""
-    read_content = read_question if config.turns is Turns.all else read_first_turn
-    return make_rows(enumerate(read(config)), config, read_content, MT_BENCH_ID)
+    """The first turn of each, as raw text as MoE-Lightning runs it, by its `question_id`; with `turns=all` the others
+    behind it."""
 
+    def content_of(fields: Fields) -> Content:
+        turns = fields.get("turns")
+        if not isinstance(turns, list) or not turns:
+            raise BadRecord("the field 'turns' is not a list of texts: not a question in MT-Bench's schema")
+        return asked_in_turn(turns if config.turns is Turns.all else turns[:1], "turn")
 
-def _sample(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    return _questions(lambda config: read_jsonl(str(SAMPLE_PATH)), config)
+    return make_rows(enumerate(read(config)), config, content_of, MT_BENCH_ID)
 
 
 def _tasks(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
     records = enumerate(read_jsonl(str(TASKS_PATH)))
     return make_rows(records, config, lambda fields: Content(prompt=read_prompt(fields, "prompt")), "id")
-
-
-def _mt_bench(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    return _questions(read_jsonl_path, config)
 
 
 def _prompt(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
@@ -47,10 +46,10 @@ def _prompt(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator
 
 KINDS = {
     "prompt": InputKind(rows=_prompt, keys=frozenset({"prompt"})),
-    "sample": InputKind(rows=_sample),
+    "sample": InputKind(rows=lambda config, _: _questions(lambda _: read_jsonl(str(SAMPLE_PATH)), config)),
     "tasks": InputKind(rows=_tasks),
     "mtbench": InputKind(
-        rows=_mt_bench,
+        rows=lambda config, _: _questions(read_jsonl_path, config),
         keys=frozenset({"path", "turns"}),
         needs="dataset.path=question.jsonl (MT-Bench's questions; they are not bundled)",
     ),

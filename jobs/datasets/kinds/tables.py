@@ -75,13 +75,9 @@ def _look_at_parquet(config: DatasetFields, numbered: Numbered) -> Iterator[RowR
         rows = _parquet_rows(config, file, path, 0, STRETCH_ROWS)
         first, at_once = 0, _rows_at_once(file, STRETCH_ROWS)
         while found := list(islice(rows, at_once)):
-            yield RowRange(mark=Mark(file=number, row=first), rows=[_seen(row, config.max_row_bytes) for row in found])
+            seen = [_as_fields(row) if num_text_bytes(row) <= config.max_row_bytes else None for row in found]
+            yield RowRange(mark=Mark(file=number, row=first), rows=seen)
             first += len(found)
-
-
-def _seen(row: Mapping[str, object], max_row_bytes: int) -> Fields | None:
-    """The row's fields; None of one that is too long."""
-    return _as_fields(row) if num_text_bytes(row) <= max_row_bytes else None
 
 
 def read_csv(config: DatasetFields) -> Iterator[Record]:
@@ -188,11 +184,19 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
         return "skip"
 
     content = _csv_content(path)
-    delimiter = _csv_delimiter(path, content, config.csv_delimiter)
+    delimiter = config.csv_delimiter
+    is_tsv = delimiter == DatasetFields.csv_delimiter and unpacked_name(path.name).endswith(".tsv")
+    if is_tsv and b"\t" in content.lstrip().partition(b"\n")[0]:  # nobody asks for one, and the header has tabs
+        delimiter = "\t"
     parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip_bad)
-    names = _csv_names(content, delimiter)
-    is_text = _is_utf8(content)
-    if not is_text:  # pyarrow decodes a row to say that it is bad: bytes as characters of Latin-1 are always text
+    lines = (line.decode("utf-8") for line in io.BytesIO(content.removeprefix(codecs.BOM_UTF8)))
+    names = next((names for names in csv.reader(lines, delimiter=delimiter) if names), list[str]())
+    is_text = True
+    try:
+        codecs.decode(content, "utf-8")
+    except UnicodeDecodeError:
+        is_text = False
+        # pyarrow decodes a row to say that it is bad: bytes as characters of Latin-1 are always text
         content = content.removeprefix(codecs.BOM_UTF8).decode("latin-1").encode("utf-8")
     try:
         check_columns(names, config, str(path))
@@ -212,7 +216,8 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
             yield too_long(name, place, num_text_bytes(row), config.max_row_bytes)
             continue
         try:
-            texts = [_text(cell, is_text) for cell in row.values()]
+            decoded = (cell.decode("utf-8") for cell in row.values())
+            texts = [text if is_text else text.encode("latin-1").decode("utf-8") for text in decoded]
             fields: Fields | None = None if reason else dict(zip(names, texts, strict=True))
         except UnicodeDecodeError as error:
             fields, reason = None, f"not UTF-8: byte 0x{error.object[error.start]:02x}"
@@ -228,30 +233,6 @@ def _csv_content(path: Path) -> bytes:
                 most = f"{_MAX_CSV_BLOCK_BYTES:,} bytes"
                 raise DatasetError(f"{path} has {most} or more, which CSV is read at once: divide it")
     return bytes(content)
-
-
-def _csv_delimiter(path: Path, content: bytes, asked: str) -> str:
-    """The delimiter that is asked for; where nobody does, a tab in a .tsv file whose header has one."""
-    is_tsv = asked == DatasetFields.csv_delimiter and unpacked_name(path.name).endswith(".tsv")
-    return "\t" if is_tsv and b"\t" in content.lstrip().partition(b"\n")[0] else asked
-
-
-def _is_utf8(content: bytes) -> bool:
-    try:
-        codecs.decode(content, "utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _text(cell: bytes, is_text: bool) -> str:
-    text = cell.decode("utf-8")
-    return text if is_text else text.encode("latin-1").decode("utf-8")
-
-
-def _csv_names(content: bytes, delimiter: str) -> list[str]:
-    lines = (line.decode("utf-8") for line in io.BytesIO(content.removeprefix(codecs.BOM_UTF8)))
-    return next((names for names in csv.reader(lines, delimiter=delimiter) if names), [])
 
 
 @contextmanager
