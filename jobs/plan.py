@@ -1,7 +1,6 @@
 """python -m jobs.plan: what a run would take of each memory and how long, without weights and without its machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hydra
 
@@ -9,9 +8,6 @@ from jobs.config.cli import as_job, run_job, say
 from jobs.config.process import uncollected
 from jobs.config.settings import Composed, load
 from jobs.planning.config import PlanConfig
-
-if TYPE_CHECKING:
-    from jobs.planning.planning import Planned
 
 
 @hydra.main(config_path="../conf", config_name="plan", version_base=None)
@@ -25,14 +21,11 @@ def main(composed: Composed) -> None:
 
     planned = make_plan(config)
     say(report(planned, config.plan.num_actions))
-    if config.plan.draws:
-        _write(config, planned)
+    if not config.plan.draws:
+        return
 
-
-def _write(config: PlanConfig, planned: "Planned") -> None:
-    """Tables and pictures: here alone matplotlib is loaded."""
     from jobs.files.publishing import make_directory
-    from jobs.planning.plan_files import run_sweep, write_timeline
+    from jobs.planning.plan_files import run_sweep, write_timeline  # matplotlib
 
     directory = make_directory(Path(config.plan.directory))
     if config.plan.timeline:

@@ -51,14 +51,11 @@ def _composed(job: str, kind: type[C], settings: list[str]) -> C:
 def with_settings(words: list[str]) -> list[str]:
     """The command line with what is `jobs.generate`'s, as `model=hf`, in `settings`."""
     own = {*known_keys(ServeConfig), "hydra"}
-    others = [word for word in words if "=" in word and word[0] != "-" and _group(word) not in own]
+    groups = {word: word.lstrip("+~").partition("=")[0].partition(".")[0] for word in words}
+    others = [word for word in words if "=" in word and word[0] != "-" and groups[word] not in own]
     if not others:
         return words
     return [*(word for word in words if word not in others), f"settings=[{','.join(map(quoted, others))}]"]
-
-
-def _group(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0].partition(".")[0]
 
 
 if __name__ == "__main__":

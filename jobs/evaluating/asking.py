@@ -111,7 +111,12 @@ class Answerer:
     def scored(self, kind: str, targets: Sequence[TargetTokens]) -> list[TargetScore]:
         """The score of each target, in the order of `targets`. Those that end behind the same tokens, such as all
         choices of one token, are one forward."""
-        asked = [self._request(target) for target in targets]
+        asked: list[Request] = []
+        for target in targets:
+            made = make_scoring(self.model, "", target.context_ids, target.target_ids)
+            if isinstance(made, Rejected):
+                raise EvaluationError(f"a target of {len(target.target_ids):,} tokens cannot be scored: {made.error}")
+            asked.append(made)
         joined = join(asked)
         rows = [_row(each.request, index) for index, each in enumerate(joined)]
         sampling = replace(self._config.sampling, logprobs=1, max_new_tokens=0)
@@ -127,12 +132,6 @@ class Answerer:
         for each, answer in zip(joined, answers, strict=True):
             found |= {member: _scored(asked[member], each.request, answer) for member in each.members}
         return [found[member] for member in range(len(targets))]
-
-    def _request(self, target: TargetTokens) -> Request:
-        made = make_scoring(self.model, "", target.context_ids, target.target_ids)
-        if isinstance(made, Rejected):
-            raise EvaluationError(f"a target of {len(target.target_ids):,} tokens cannot be scored: {made.error}")
-        return made
 
     def _answers(self, task: Task, config: GenerateConfig, columns: Sequence[str]) -> list[dict[str, Any]]:
         """What the rows of a task come to, in their order."""

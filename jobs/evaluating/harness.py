@@ -3,7 +3,7 @@ token ids as its own `hf` model makes them of them, and all requests of a kind b
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from itertools import groupby
@@ -68,11 +68,8 @@ class HarnessModel(TemplateLM):
         """The token ids, with the tokenizer's own special tokens where nobody says otherwise, but for a text that
         begins with the first of them."""
         if add_special_tokens is None:
-            return self.tokenizer.encode(string, add_special_tokens=not self._begins(string))
+            add_special_tokens = not has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-
-    def _begins(self, string: str) -> bool:
-        return has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return str(
@@ -97,7 +94,15 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each whole text, window by window as the harness cuts them; each token once."""
-        targets = [list(self._windows(instance.args[0])) for instance in requests]
+        targets: list[list[TargetTokens]] = []
+        for instance in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(instance.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            targets.append([self._target(*make_disjoint_window(window)) for window in windows])
         flat = [target for windows in targets for target in windows]
         scores = iter(self._answerer.scored("loglikelihood_rolling", flat))
         return [sum(next(scores).logprob for _ in windows) for windows in targets]
@@ -125,15 +130,6 @@ class HarnessModel(TemplateLM):
             return TargetTokens(context_ids=tuple(context[-self.max_length :]), target_ids=tuple(target))
         ids = [*context, *target][-(self.max_length + 1) :]
         return TargetTokens(context_ids=tuple(ids[: len(ids) - len(target)]), target_ids=tuple(target))
-
-    def _windows(self, text: str) -> Iterator[TargetTokens]:
-        windows = get_rolling_token_windows(
-            token_list=self.tok_encode(text),
-            prefix_token=self.prefix_token_id,
-            max_seq_len=self.max_length,
-            context_len=1,
-        )
-        return (self._target(*make_disjoint_window(window)) for window in windows)
 
     def _generation(self, context: str, gen_kwargs: dict[str, object]) -> Generation:
         settings = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
@@ -185,8 +181,8 @@ def evaluation_directory(config: EvaluateConfig) -> Path:
 def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Start) -> Evaluation:
     """Answers the tasks and writes what the harness computes. Raises the errors of runtime.errors; what the harness
     itself raises, of a task that cannot be loaded, say, comes as EvaluationError."""
-    directory = evaluation_directory(config)
-    manager = _manager(config.tasks, [*config.harness.include_path])
+    directory, harness = evaluation_directory(config), config.harness
+    manager = _manager(config.tasks, [*harness.include_path])
     model = HarnessModel(Answerer(_generation_part(config), directory, should_stop, start))
     directory.mkdir(parents=True, exist_ok=True)
     tracker = EvaluationTracker(output_path=str(directory / "harness"))
@@ -196,7 +192,19 @@ def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Sta
             model_args={"pretrained": model.tokenizer_name},
             evaluation_tracker=tracker,
             task_manager=manager,
-            **_told(config),
+            tasks=list(config.tasks),
+            num_fewshot=harness.num_fewshot,
+            limit=harness.limit if harness.limit is None or harness.limit < 1 else int(harness.limit),
+            apply_chat_template=harness.apply_chat_template,
+            fewshot_as_multiturn=harness.fewshot_as_multiturn,
+            system_instruction=harness.system_instruction,
+            gen_kwargs=dict[str, Any](harness.gen_kwargs) if harness.gen_kwargs else None,
+            bootstrap_iters=harness.bootstrap_iters,
+            random_seed=harness.seed,
+            numpy_random_seed=harness.seed,
+            torch_random_seed=harness.seed,
+            fewshot_random_seed=harness.fewshot_seed,
+            confirm_run_unsafe_code=harness.confirm_run_unsafe_code,
         )
     except MillraceError:
         raise
@@ -206,26 +214,16 @@ def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Sta
             f"lm-evaluation-harness {lm_eval.__version__}: {type(error).__name__}: {error}"
         ) from error
     assert results is not None, "this is the only process"
-    return _written(directory, dict(results), tracker)
-
-
-def _told(config: EvaluateConfig) -> dict[str, Any]:
-    harness, seed = config.harness, config.harness.seed
-    return {
-        "tasks": list(config.tasks),
-        "num_fewshot": harness.num_fewshot,
-        "limit": harness.limit if harness.limit is None or harness.limit < 1 else int(harness.limit),
-        "apply_chat_template": harness.apply_chat_template,
-        "fewshot_as_multiturn": harness.fewshot_as_multiturn,
-        "system_instruction": harness.system_instruction,
-        "gen_kwargs": dict(harness.gen_kwargs) if harness.gen_kwargs else None,
-        "bootstrap_iters": harness.bootstrap_iters,
-        "random_seed": seed,
-        "numpy_random_seed": seed,
-        "torch_random_seed": seed,
-        "fewshot_random_seed": harness.fewshot_seed,
-        "confirm_run_unsafe_code": harness.confirm_run_unsafe_code,
-    }
+    found: dict[str, Any] = dict(results)
+    samples = found.pop("samples", {})
+    stable = {key: value for key, value in found.items() if key not in UNSTABLE}  # however often it is repeated
+    text = json.dumps(stable, indent=2, sort_keys=True, default=handle_non_serializable, ensure_ascii=False)
+    publish(directory / "results.json", lambda file: write_all(file, text.encode()), exclusive=False)
+    tracker.save_results_aggregated(results=found, samples=samples)
+    for task, rows in samples.items():
+        tracker.save_results_samples(task_name=task, samples=rows)
+    tables = [make_table(found)] + ([make_table(found, "groups")] if found.get("groups") else [])
+    return Evaluation(directory=directory, results=stable, tables=tuple(tables))
 
 
 def _manager(tasks: list[str], include_path: list[str | Path]) -> TaskManager:
@@ -249,16 +247,3 @@ def _is_known(task: str, manager: TaskManager) -> bool:
 
 def _generation_part(config: EvaluateConfig) -> GenerateConfig:
     return GenerateConfig(**{each.name: getattr(config, each.name) for each in fields(GenerateConfig)})
-
-
-def _written(directory: Path, results: dict[str, Any], tracker: EvaluationTracker) -> Evaluation:
-    """Publishes `results.json`, which is the same however often the command is repeated, and the harness' own files."""
-    samples = results.pop("samples", {})
-    stable = {key: value for key, value in results.items() if key not in UNSTABLE}
-    text = json.dumps(stable, indent=2, sort_keys=True, default=handle_non_serializable, ensure_ascii=False)
-    publish(directory / "results.json", lambda file: write_all(file, text.encode()), exclusive=False)
-    tracker.save_results_aggregated(results=results, samples=samples)
-    for task, rows in samples.items():
-        tracker.save_results_samples(task_name=task, samples=rows)
-    tables = [make_table(results)] + ([make_table(results, "groups")] if results.get("groups") else [])
-    return Evaluation(directory=directory, results=stable, tables=tuple(tables))

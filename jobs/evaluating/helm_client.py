@@ -3,7 +3,7 @@
 It runs in HELM's process, beside HELM's own packages: torch and transformers are not imported.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,27 +41,23 @@ class RunClient(Client):
         broken = [row["error"] for row in rows if row["error"] is not None]
         if broken:
             return _failure(f"{self._run}: {broken[0]}")
-        return RequestResult(
-            success=True, embedding=[], completions=[_output(row) for row in rows], cached=True, request_time=0.0
-        )
+        completions: list[GeneratedOutput] = []
+        for row in rows:
+            logprobs = row["logprobs"]
+            # a token for each that was generated; a run keeps no texts of tokens, so the first of them has it all
+            texts = [row["completion"], *("" for _ in logprobs[1:])]
+            tokens = [
+                Token(text=text, logprob=logprob) for text, logprob in zip(texts, logprobs, strict=bool(logprobs))
+            ]
+            reason = {"reason": "length" if row["finish_reason"] == "length" else "stop"}
+            completions.append(
+                GeneratedOutput(text=row["completion"], logprob=sum(logprobs), tokens=tokens, finish_reason=reason)
+            )
+        return RequestResult(success=True, embedding=[], completions=completions, cached=True, request_time=0.0)
 
 
 def _failure(error: str) -> RequestResult:
     return RequestResult(success=False, embedding=[], completions=[], cached=False, error=error, error_flags=FATAL)
-
-
-def _output(row: Mapping[str, Any]) -> GeneratedOutput:
-    """A completion with a token for each that was generated; since a run keeps no texts of tokens, the first of them
-    has it all."""
-    logprobs = row["logprobs"]
-    texts = [row["completion"], *("" for _ in logprobs[1:])]
-    tokens = [Token(text=text, logprob=logprob) for text, logprob in zip(texts, logprobs, strict=bool(logprobs))]
-    return GeneratedOutput(
-        text=row["completion"],
-        logprob=sum(logprobs),
-        tokens=tokens,
-        finish_reason={"reason": "length" if row["finish_reason"] == "length" else "stop"},
-    )
 
 
 def _rows_by_id(run: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from runtime import Prompt, Runtime
 from runtime.errors import ConfigError, EvaluationError
-from runtime.library.scoring import Scored
 
 VARIABLE = "MILLRACE"
 
@@ -75,12 +74,17 @@ class MillraceModel(LightevalModel):
     def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:
         """The completions of each prompt, up to the first of its stop sequences; drawn where `temperature` is set. A
         prompt too long for the model loses its beginning."""
-        prompts = [self._prompt(doc) for doc in docs]
-        repeated = [
-            Prompt(token_ids=ids, max_new_tokens=most, stop=list(self._stop(doc)))
-            for doc, (ids, most) in zip(docs, prompts, strict=True)
-            for _ in range(self._num_samples(doc))
-        ]
+        prompts: list[list[int]] = []
+        repeated: list[Prompt] = []
+        for doc in docs:
+            ids = self._tokenizer.encode(self._prompts.prepare_prompt(doc), add_special_tokens=self.add_special_tokens)
+            most = min(doc.generation_size or max(1, self.max_length - len(ids)), self.max_length - 1)
+            prompts.append(list(ids)[most - self.max_length :])  # which leaves room for what is generated
+            if doc.num_samples > 1 and not self._runtime.config.sampling.temperature:
+                why = f"{doc.num_samples} samples are asked for, and greedy ones are all the same: set temperature"
+                _refuse(doc, why)
+            asked = Prompt(token_ids=prompts[-1], max_new_tokens=most, stop=list(self._stop(doc)))
+            repeated += [asked] * doc.num_samples
         owners = [index for index, doc in enumerate(docs) for _ in range(doc.num_samples)]
         found: dict[int, list[tuple[int, ...]]] = {index: [] for index in range(len(docs))}
         for owner, result in zip(owners, self._runtime.generate(repeated), strict=True):
@@ -91,19 +95,33 @@ class MillraceModel(LightevalModel):
                 output_tokens=[list(own) for own in found[index]],
                 text=[self._text(own, self._stop(doc)) for own in found[index]],
             )
-            for index, (doc, (ids, _)) in enumerate(zip(docs, prompts, strict=True))
+            for index, (doc, ids) in enumerate(zip(docs, prompts, strict=True))
         ]
 
     def loglikelihood(self, docs: list[Doc]) -> list[ModelResponse]:
         """The log-probability of each choice behind its prompt, and whether greedy decoding would give it."""
-        pairs = [
-            (index, *self._fitted(context, choice))
-            for index, doc in enumerate(docs)
-            for context, choice in zip(*self._encoded_choices(doc), strict=True)
-        ]
+        pairs: list[tuple[int, list[int], list[int]]] = []
+        for index, doc in enumerate(docs):
+            encoded = self.tok_encode_pair(self._prompts.prepare_prompt(doc), doc.choices, pairwise=True)
+            for context, choice in zip(*encoded, strict=True):
+                begin = max(0, len(context) + len(choice) - self.max_length)  # what is too long loses its beginning
+                pairs.append((index, list(context)[begin:], list(choice)))
         scores = self._runtime.score([(context, choice) for _, context, choice in pairs])
-        found = zip(pairs, scores, strict=True)
-        return [self._response(docs[index], list(own)) for index, own in groupby(found, key=lambda each: each[0][0])]
+        responses: list[ModelResponse] = []
+        for index, group in groupby(zip(pairs, scores, strict=True), key=lambda each: each[0][0]):
+            own = list(group)
+            for _, score in own:
+                if not score.is_ok:
+                    _refuse(docs[index], score.error)
+            responses.append(
+                ModelResponse(
+                    input_tokens=own[0][0][1],
+                    output_tokens=[choice for (_, _, choice), _ in own],
+                    logprobs=[score.logprob for _, score in own],
+                    argmax_logits_eq_gold=[score.is_greedy for _, score in own],
+                )
+            )
+        return responses
 
     def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
         """The log-probability of each text, in windows of the model's context; each token once, the first behind the
@@ -119,38 +137,9 @@ class MillraceModel(LightevalModel):
     def cleanup(self) -> None:
         self._runtime.close()
 
-    def _prompt(self, doc: Doc) -> tuple[list[int], int]:
-        """The tokens of a prompt that leaves room, and how many are generated."""
-        ids = self._tokenizer.encode(self._prompts.prepare_prompt(doc), add_special_tokens=self.add_special_tokens)
-        most = min(doc.generation_size or max(1, self.max_length - len(ids)), self.max_length - 1)
-        return list(ids)[most - self.max_length :], most
-
-    def _num_samples(self, doc: Doc) -> int:
-        if doc.num_samples > 1 and not self._runtime.config.sampling.temperature:
-            _refuse(doc, f"{doc.num_samples} samples are asked for, and greedy ones are all the same: set temperature")
-        return doc.num_samples
-
     def _stop(self, doc: Doc) -> Sequence[str]:
         """Where a completion ends beside the end of the sequence; a chat ends by itself."""
         return () if self._is_chat else tuple(doc.stop_sequences or ())
-
-    def _encoded_choices(self, doc: Doc) -> tuple[list[list[int]], list[list[int]]]:
-        return self.tok_encode_pair(self._prompts.prepare_prompt(doc), doc.choices, pairwise=True)
-
-    def _fitted(self, context: Sequence[int], choice: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Both, the context without its beginning where they are too long together."""
-        return list(context)[max(0, len(context) + len(choice) - self.max_length) :], list(choice)
-
-    def _response(self, doc: Doc, own: Sequence[tuple[tuple[int, list[int], list[int]], Scored]]) -> ModelResponse:
-        for _, score in own:
-            if not score.is_ok:
-                _refuse(doc, score.error)
-        return ModelResponse(
-            input_tokens=own[0][0][1],
-            output_tokens=[choice for (_, _, choice), _ in own],
-            logprobs=[score.logprob for _, score in own],
-            argmax_logits_eq_gold=[score.is_greedy for _, score in own],
-        )
 
     def _text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
         """Decoded alone, as by lighteval's own model."""

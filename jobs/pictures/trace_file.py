@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from runtime.closing import Closing
 from runtime.errors import ConfigError
@@ -114,7 +113,11 @@ class TraceFile(Closing):
         self._descriptor = -1
         try:
             folder.mkdir(exist_ok=True)
-            self.path, self._descriptor = _create(folder, name)
+            for number in count():
+                self.path = folder / f"{name}-{number:05d}.json"
+                with suppress(FileExistsError):
+                    self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                    break
             self._append(OPEN, self._events.head())
         except OSError as error:
             self._give_up(folder, error)
@@ -200,7 +203,16 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
         if not isinstance(events, list):
             raise ValueError("not an array of events")
         return {
-            process.name: [_span(event) for event in events if event["ph"] == "X" and event["pid"] == process.number]
+            process.name: [
+                Span(
+                    Resource(event["cat"]),
+                    str(event["name"]),
+                    event["ts"] / 1e6,
+                    event["ts"] / 1e6 + event["dur"] / 1e6,
+                )
+                for event in events
+                if event["ph"] == "X" and event["pid"] == process.number
+            ]
             for process in (RUN, PREDICTED)
             if any(event["pid"] == process.number for event in events)
         }
@@ -226,21 +238,8 @@ def read_all(paths: Sequence[Path]) -> list[tuple[Path, dict[str, list[Span]]]]:
     return found
 
 
-def _span(event: dict[str, Any]) -> Span:
-    begin, seconds = event["ts"] / 1e6, event["dur"] / 1e6
-    return Span(Resource(event["cat"]), str(event["name"]), begin, begin + seconds)
-
-
 def _lines(events: Sequence[str]) -> bytes:
     return ",\n".join(events).encode()
-
-
-def _create(folder: Path, name: str) -> tuple[Path, int]:
-    for number in count():
-        path = folder / f"{name}-{number:05d}.json"
-        with suppress(FileExistsError):
-            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    raise AssertionError("numbers do not end")
 
 
 def _write(descriptor: int, data: bytes, offset: int) -> None:

@@ -119,17 +119,13 @@ def lay_out(spans: Sequence[Span], window: TimeWindow) -> list[ResourceLane]:
             for span in mine
         ]
         num_tracks = max([round(bar.top - top) + 1 for bar in bars], default=1)
-        lanes.append(ResourceLane(row=row, top=top, num_tracks=num_tracks, bars=bars, busy=_busy(mine, window)))
+        busy, until = 0.0, window.begin
+        for span in mine:
+            busy += max(0.0, min(span.end, window.end) - max(span.begin, until))
+            until = max(until, span.end)
+        lanes.append(ResourceLane(row=row, top=top, num_tracks=num_tracks, bars=bars, busy=busy / window.seconds))
         top += num_tracks + GAP / TRACK
     return lanes
-
-
-def _busy(spans: Sequence[Span], window: TimeWindow) -> float:
-    busy, until = 0.0, window.begin
-    for span in spans:
-        busy += max(0.0, min(span.end, window.end) - max(span.begin, until))
-        until = max(until, span.end)
-    return busy / window.seconds
 
 
 def _num_tracks(lanes: Sequence[ResourceLane]) -> float:
@@ -152,7 +148,9 @@ def _panel(axes: Axes, window: TimeWindow, lanes: Sequence[ResourceLane]) -> Non
         axes.annotate(f"{lane.busy:.0%}", (1, at), (8, 0), ("axes fraction", "data"), "offset points", va="center")
         _bars(axes, lane.bars, factor, (WIDTH_PIXELS - LEFT - RIGHT) / window.seconds)
     axes.annotate("busy", (1, 0), (8, 4), ("axes fraction", "data"), "offset points", va="bottom", color="#666")
-    _marks(axes, window, factor)
+    for second, name in window.marks:
+        axes.axvline(second * factor, color="#333", linewidth=0.8, linestyle=":")
+        axes.annotate(name, (second * factor, 1), (2, 3), ("data", "axes fraction"), "offset points", color="#333")
     axes.set_title(window.title, loc="left", pad=30, fontsize=10)
     _legend(axes, lanes)
 
@@ -163,25 +161,15 @@ def _bars(axes: Axes, bars: Sequence[Bar], factor: float, pixels_per_second: flo
         pixels = max((bar.end - bar.begin) * pixels_per_second, MIN_SPAN_PIXELS)
         width = pixels / pixels_per_second
         groups[bar.top, bar.op, pixels > EDGE_PIXELS].append((bar.begin * factor, width * factor))
-        if label := _label(bar, pixels):
+        # the action, or what it is about, or nothing: what there is room for
+        texts = (bar.span.name, bar.span.name.partition(" ")[2])
+        fitting = (text for text in texts if text and len(text) * PIXELS_PER_LETTER + LABEL_MARGIN < pixels)
+        if label := next(fitting, ""):
             middle = (bar.begin + width / 2) * factor
             axes.text(middle, bar.top + 0.47, label, ha="center", va="center", fontsize=7.5, clip_on=True)
     for (top, op, has_edge), ranges in groups.items():
         colour, width = COLOURS.get(op, OTHER), 0.6 if has_edge else 0.0
         axes.broken_barh(ranges, (top + 0.04, 0.86), facecolor=colour, edgecolor="white", linewidth=width)
-
-
-def _label(bar: Bar, pixels: float) -> str:
-    """The action, or what it is about, or nothing: what there is room for."""
-    name = bar.span.name
-    target = name.partition(" ")[2]
-    return next((text for text in (name, target) if text and len(text) * PIXELS_PER_LETTER + LABEL_MARGIN < pixels), "")
-
-
-def _marks(axes: Axes, window: TimeWindow, factor: float) -> None:
-    for second, name in window.marks:
-        axes.axvline(second * factor, color="#333", linewidth=0.8, linestyle=":")
-        axes.annotate(name, (second * factor, 1), (2, 3), ("data", "axes fraction"), "offset points", color="#333")
 
 
 def _legend(axes: Axes, lanes: Sequence[ResourceLane]) -> None:

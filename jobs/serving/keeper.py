@@ -23,7 +23,7 @@ from runtime.units import KIB
 from ..config.cli import quoted
 from ..datasets.openai_body import ENCODED
 from ..exporting.export import write_batch_files
-from ..files.publishing import JsonValue, read_json
+from ..files.publishing import read_json
 from ..record.found import is_locked
 from ..record.run_dir import RunDirectory
 from .config import settings_of
@@ -91,7 +91,10 @@ class Keeper(threading.Thread):
     def _step(self) -> float | None:
         """Does what can be done now; returns the seconds until there may be more, None until it is woken."""
         left = self._store.unfinished()
-        running = next((batch for batch in left if batch["id"] == self._current), None) or self._orphaned(left)
+        begun = (batch for batch in left if batch["status"] != "validating")  # whose job may run unknown to this server
+        running = next((batch for batch in left if batch["id"] == self._current), None) or next(
+            (batch for batch in begun if self._is_running(batch)), None
+        )
         now, waiting = time.monotonic(), [batch for batch in left if batch is not running]
         waits = [self._trouble(str(batch["id"])).seconds_left(batch, now) for batch in waiting]
         ready = [batch for batch, seconds in zip(waiting, waits, strict=True) if seconds <= 0]
@@ -103,11 +106,6 @@ class Keeper(threading.Thread):
         if self._current is not None:
             return POLL_SECONDS
         return 0.0 if ready or running is not None else min(waits, default=None)
-
-    def _orphaned(self, left: list[Record]) -> Record | None:
-        """The batch whose job runs although this server does not know it."""
-        begun = (batch for batch in left if batch["status"] != "validating")
-        return next((batch for batch in begun if self._is_running(batch)), None)
 
     def _is_running(self, batch: Record) -> bool:
         """Whether a process works on the batch: a job that a server started, or another at its run. Raises OSError."""
@@ -219,7 +217,9 @@ class Keeper(threading.Thread):
                         body = (json.loads(line).get("response") or {}).get("body") or {}
                         for name in tokens:
                             tokens[name] += (body.get("usage") or {}).get(name, 0)
-        counts["total"] = max(sum(counts.values()), _total((self._store.batch(id) or {}).get("request_counts")))
+        known = (self._store.batch(id) or {}).get("request_counts")
+        total = known.get("total") if isinstance(known, dict) else 0
+        counts["total"] = max(sum(counts.values()), total if isinstance(total, int) else 0)
         self._store.enter(id, status, request_counts={**counts}, tokens=tokens, **found)
         self._troubles.pop(id, None)
         log.info("%s is %s", id, status)
@@ -271,11 +271,6 @@ def _environment() -> dict[str, str]:
     if root.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
         paths.append(str(root))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _total(counts: JsonValue) -> int:
-    total = counts.get("total") if isinstance(counts, dict) else 0
-    return total if isinstance(total, int) else 0
 
 
 def _ask_to_stop(job: "subprocess.Popen[bytes] | None", run: RunDirectory) -> bool:
