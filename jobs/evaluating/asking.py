@@ -1,11 +1,11 @@
 """A harness' requests as runs: each kind of them has a run directory, which goes on where it was stopped."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow.parquet as pq
 
@@ -26,62 +26,20 @@ from ..record.run_dir import RunDirectory
 from ..run.generation import Task, generation, perform
 from ..run.requests import Prompt, completions_of
 
+_ROW = Row(index=0, id="", prompt="", messages=None, columns={}, error=None)
+Tokens: TypeAlias = tuple[int, ...]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """What is generated behind a context. `sampling`: settings of the run that the request is in; greedy with
     `temperature` 0."""
 
-    context_ids: tuple[int, ...]
+    context_ids: Tokens
     max_new_tokens: int
     stop: tuple[str, ...]
     temperature: float = 0.0
     sampling: tuple[tuple[str, Any], ...] = ()
-
-    def row(self, index: int) -> Row:
-        overrides = SamplingOverrides(
-            max_new_tokens=self.max_new_tokens, temperature=self.temperature, stop=list(self.stop)
-        )
-        return replace(_ROW, index=index, id=str(index), prompt_ids=self.context_ids, overrides=overrides)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetTokens:
-    """Tokens whose log-probability behind a context is asked. Neither is empty."""
-
-    context_ids: tuple[int, ...]
-    target_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetScore:
-    """`logprob` of the whole target; `is_greedy`: each of its tokens is the likeliest."""
-
-    logprob: float
-    is_greedy: bool
-
-
-_ROW = Row(index=0, id="", prompt="", messages=None, columns={}, error=None)
-
-
-def _row(request: Request, index: int) -> Row:
-    """The row whose id says what is scored, so that a run that goes on scores the same."""
-    assert request.scoring is not None, "its tokens are scored"
-    last, decoder = ("-".join(map(str, ids)) for ids in (request.scoring.last_ids, request.scoring.decoder_ids or ()))
-    name = f"{index}/{request.scoring.num_positions}/{last}{decoder and f'/{decoder}'}"
-    return replace(_ROW, index=index, id=name, prompt_ids=request.prompt_ids)
-
-
-def _scored(request: Request, joined: Request, answer: Mapping[str, Any]) -> TargetScore:
-    """The score of one target, of what the row of the request that it was joined in has come to."""
-    assert request.scoring is not None, "its tokens are scored"
-    assert joined.scoring is not None, "it was joined of scored ones"
-    places = joined.scoring.places_of(request.scoring)
-    likeliest = [answer["top_token_ids"][place][0] for place in places]
-    return TargetScore(
-        logprob=math.fsum(answer["token_logprobs"][place] for place in places),
-        is_greedy=likeliest == list(request.target_ids),
-    )
 
 
 class Answerer:
@@ -103,22 +61,34 @@ class Answerer:
         sampling = replace(self._config.sampling, **dict(requests[0].sampling))
         config = replace(self._config, sampling=sampling)
         distinct = {_key(request, index): request for index, request in enumerate(requests)}
-        rows = [request.row(index) for index, request in enumerate(distinct.values())]
+        rows: list[Row] = []
+        for index, each in enumerate(distinct.values()):
+            overrides = SamplingOverrides(
+                max_new_tokens=each.max_new_tokens, temperature=each.temperature, stop=list(each.stop)
+            )
+            rows.append(replace(_ROW, index=index, id=str(index), prompt_ids=each.context_ids, overrides=overrides))
         task = replace(generation(config), directory=self.directory / kind, rows=lambda *_: rows, requests=_own_stops)
         answers = dict(zip(distinct, self._answers(task, config, ["token_ids"]), strict=True))
         return [tuple(answers[_key(request, index)]["token_ids"]) for index, request in enumerate(requests)]
 
-    def scored(self, kind: str, targets: Sequence[TargetTokens]) -> list[TargetScore]:
-        """The score of each target, in the order of `targets`. Those that end behind the same tokens, such as all
-        choices of one token, are one forward."""
+    def scored(self, kind: str, targets: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
+        """The log-probability of each target behind its context, in the order of `targets`, and whether each of its
+        tokens is the likeliest; neither context nor target is empty. Those that end behind the same tokens, such as
+        all choices of one token, are one forward."""
         asked: list[Request] = []
-        for target in targets:
-            made = make_scoring(self.model, "", target.context_ids, target.target_ids)
+        for context_ids, target_ids in targets:
+            made = make_scoring(self.model, "", context_ids, target_ids)
             if isinstance(made, Rejected):
-                raise EvaluationError(f"a target of {len(target.target_ids):,} tokens cannot be scored: {made.error}")
+                raise EvaluationError(f"a target of {len(target_ids):,} tokens cannot be scored: {made.error}")
             asked.append(made)
-        joined = join(asked)
-        rows = [_row(each.request, index) for index, each in enumerate(joined)]
+        joined, rows = join(asked), list[Row]()
+        for index, request in enumerate(each.request for each in joined):
+            assert request.scoring is not None, "its tokens are scored"
+            parts = (request.scoring.last_ids, request.scoring.decoder_ids or ())
+            last, decoder = ("-".join(map(str, ids)) for ids in parts)
+            # the id says what is scored, so that a run that goes on scores the same
+            name = f"{index}/{request.scoring.num_positions}/{last}{decoder and f'/{decoder}'}"
+            rows.append(replace(_ROW, index=index, id=name, prompt_ids=request.prompt_ids))
         sampling = replace(self._config.sampling, logprobs=1, max_new_tokens=0)
         task = Task(
             directory=self.directory / kind,
@@ -128,9 +98,15 @@ class Answerer:
         )
         columns = ["token_logprobs", "top_token_ids"]
         answers = self._answers(task, replace(self._config, sampling=sampling), columns)
-        found: dict[int, TargetScore] = {}
+        found: dict[int, tuple[float, bool]] = {}
         for each, answer in zip(joined, answers, strict=True):
-            found |= {member: _scored(asked[member], each.request, answer) for member in each.members}
+            for member in each.members:
+                scoring, request = each.request.scoring, asked[member]
+                assert scoring is not None and request.scoring is not None, "their tokens are scored"  # noqa: PT018
+                places = scoring.places_of(request.scoring)
+                likeliest = [answer["top_token_ids"][place][0] for place in places]
+                logprob = math.fsum(answer["token_logprobs"][place] for place in places)
+                found[member] = (logprob, likeliest == list(request.target_ids))
         return [found[member] for member in range(len(targets))]
 
     def _answers(self, task: Task, config: GenerateConfig, columns: Sequence[str]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from runtime.errors import ConfigError, EvaluationError, MillraceError, require
 from ..config.settings import GenerateConfig, semantic
 from ..files.publishing import json_digest, publish, write_all
 from ..record.passes import Start
-from .asking import Answerer, Generation, TargetTokens
+from .asking import Answerer, Generation, Tokens
 from .config import EvaluateConfig
 
 KNOWN = frozenset({"do_sample", "temperature", "max_gen_toks", "until"})
@@ -90,11 +90,11 @@ class HarnessModel(TemplateLM):
         scores = self._answerer.scored("loglikelihood", targets)
         for (pair, _, _), score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", pair, score)
-        return [(score.logprob, score.is_greedy) for score in scores]
+        return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each whole text, window by window as the harness cuts them; each token once."""
-        targets: list[list[TargetTokens]] = []
+        targets: list[list[tuple[Tokens, Tokens]]] = []
         for instance in requests:
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(instance.args[0]),
@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):
             targets.append([self._target(*make_disjoint_window(window)) for window in windows])
         flat = [target for windows in targets for target in windows]
         scores = iter(self._answerer.scored("loglikelihood_rolling", flat))
-        return [sum(next(scores).logprob for _ in windows) for windows in targets]
+        return [sum(next(scores)[0] for _ in windows) for windows in targets]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The completion of each context, up to the first of its stop strings. Requests with the same settings of
@@ -125,11 +125,11 @@ class HarnessModel(TemplateLM):
         text = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
         return postprocess_generated_text(text, list(stop), None)
 
-    def _target(self, context: Sequence[int], target: Sequence[int]) -> TargetTokens:
+    def _target(self, context: Sequence[int], target: Sequence[int]) -> tuple[Tokens, Tokens]:
         if self.backend == "seq2seq":  # the target is the decoder's, whose context is its own
-            return TargetTokens(context_ids=tuple(context[-self.max_length :]), target_ids=tuple(target))
+            return tuple(context[-self.max_length :]), tuple(target)
         ids = [*context, *target][-(self.max_length + 1) :]
-        return TargetTokens(context_ids=tuple(ids[: len(ids) - len(target)]), target_ids=tuple(target))
+        return tuple(ids[: len(ids) - len(target)]), tuple(target)
 
     def _generation(self, context: str, gen_kwargs: dict[str, object]) -> Generation:
         settings = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))

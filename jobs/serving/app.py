@@ -231,7 +231,7 @@ class _Routes:
         return _page(request, found, MAX_FILES_LISTED, MAX_FILES_LISTED)
 
     def file(self, request: Request) -> Response:
-        return _shown(self._file(request.path_params["id"]))
+        return _shown(_found(self._store.file(request.path_params["id"]), "file"))
 
     def delete_file(self, request: Request) -> Response:
         id = request.path_params["id"]
@@ -243,7 +243,7 @@ class _Routes:
         return JSONResponse({"id": id, "object": "file", "deleted": True})
 
     def content(self, request: Request) -> Response:
-        path = Path(str(self._file(request.path_params["id"])["path"]))
+        path = Path(str(_found(self._store.file(request.path_params["id"]), "file")["path"]))
         if not path.is_file():
             raise HTTPException(404, "the content of this file is gone")
         return FileResponse(path, media_type="application/jsonl")
@@ -268,7 +268,8 @@ class _Routes:
             raise HTTPException(400, f"endpoint must be one of {', '.join(URLS)}")
         window = "24h" if window is None else _text(window, "completion_window", MAX_KEY_CHARACTERS)
         metadata = _metadata(asked.get("metadata"))
-        source = self._file(_text(asked.get("input_file_id"), "input_file_id", MAX_FILENAME_CHARACTERS))
+        file_id = _text(asked.get("input_file_id"), "input_file_id", MAX_FILENAME_CHARACTERS)
+        source = _found(self._store.file(file_id), "file")
         if source["purpose"] != UPLOADED:
             raise HTTPException(400, "input_file_id names a file that was not uploaded for a batch")
         if len(self._store.unfinished()) >= self._config.max_batches:
@@ -278,9 +279,7 @@ class _Routes:
                 total = sum(1 for line in file if line.strip())
         except FileNotFoundError:
             raise HTTPException(404, "the content of this file is gone") from None
-        record = self._store.add_batch(str(source["id"]), endpoint, window, metadata, total)
-        if record is None:
-            raise HTTPException(404, "there is no such file")
+        record = _found(self._store.add_batch(str(source["id"]), endpoint, window, metadata, total), "file")
         self._keeper.wake()
         return _shown(record)
 
@@ -288,10 +287,10 @@ class _Routes:
         return _page(request, self._store.batches(), BATCHES_LISTED, MAX_BATCHES_LISTED)
 
     def batch(self, request: Request) -> Response:
-        return _shown(self._batch(request.path_params["id"]))
+        return _shown(_found(self._store.batch(request.path_params["id"]), "batch"))
 
     def cancel(self, request: Request) -> Response:
-        record = self._batch(request.path_params["id"])
+        record = _found(self._store.batch(request.path_params["id"]), "batch")
         if record["status"] != "cancelling":
             record = self._store.enter(str(record["id"]), "cancelling")
         if record["status"] != "cancelling":
@@ -321,17 +320,11 @@ class _Routes:
     def single(self, request: Request) -> Response:
         raise HTTPException(404, "batches only: upload a file to POST /v1/files, then POST /v1/batches")
 
-    def _file(self, id: str) -> Record:
-        found = self._store.file(id)
-        if found is None:
-            raise HTTPException(404, "there is no such file")
-        return found
 
-    def _batch(self, id: str) -> Record:
-        found = self._store.batch(id)
-        if found is None:
-            raise HTTPException(404, "there is no such batch")
-        return found
+def _found(record: Record | None, what: str) -> Record:
+    if record is None:
+        raise HTTPException(404, f"there is no such {what}")
+    return record
 
 
 def _text(value: object, what: str, most: int, *, may_be_empty: bool = False) -> str:
