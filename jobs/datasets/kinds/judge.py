@@ -15,7 +15,7 @@ from runtime.errors import DatasetError
 
 from ..fields import DatasetFields
 from ..files import list_files, require_there
-from ..records import BadRecord, Content, Fields, Json, Message, Record, check_text, shorten
+from ..records import BadRecord, Content, Fields, Message, Record, check_text, shorten
 from ..row_rules import CountTokens, InputKind, make_row
 from ..rows import Row
 from .jsonl import read_jsonl
@@ -27,7 +27,7 @@ KEYS = frozenset({"path", "answers_path", "baseline_path", "references_path", "j
 NEEDS = "dataset.path=question.jsonl and dataset.answers_path=<a run, or FastChat's answers>"
 OWN_PROMPTS = Path(__file__).parents[2] / "data" / "judge_prompts.jsonl"
 ERROR = "$ERROR$"  # in place of an answer, in FastChat's files
-# Of a question with a reference beside it or not, and of the second turn or not.
+# Of a question with a reference beside it or not, and of the second turn or not: ours, FastChat's.
 NAMES = {
     ("single", False, 1): ("single", "single-v1"),
     ("single", True, 1): ("single-reference", "single-math-v1"),
@@ -60,25 +60,8 @@ class JudgePrompt:
         return made
 
 
-@dataclass(frozen=True, kw_only=True)
-class JudgePrompts:
-    """Those of a file, by name. `is_own`: our words, under our names."""
-
-    of: Mapping[str, JudgePrompt]
-    where: str
-    is_own: bool
-
-    def choose(self, kind: str, has_reference: bool, turn: int) -> JudgePrompt:
-        """Raises DatasetError where the file lacks it."""
-        name = NAMES[kind, has_reference, turn][not self.is_own]
-        if name not in self.of:
-            raise DatasetError(f"{self.where} has no prompt {name}; it has {', '.join(self.of)}")
-        return self.of[name]
-
-
-def read_judge_prompts(path: str | None) -> JudgePrompts:
-    """Raises DatasetError."""
-    where = f"dataset.judge_prompts_path={path}"
+def read_judge_prompts(path: str | None) -> dict[str, JudgePrompt]:
+    """Those of a file by name, or ours. Raises DatasetError."""
     found: dict[str, JudgePrompt] = {}
     for record in read_jsonl(path or str(OWN_PROMPTS), key="judge_prompts_path"):
         fields = _fields(record)
@@ -90,18 +73,29 @@ def read_judge_prompts(path: str | None) -> JudgePrompts:
         except BadRecord as error:
             raise DatasetError(f"{record.place}: {error}") from None
         found[name] = JudgePrompt(name=name, system=system, template=template)
-    return JudgePrompts(of=found, where=where, is_own=path is None)
+    return found
 
 
 def read_answers(path: str, key: str) -> dict[str, ByQuestion]:
     """The answers of each model, by question: those of a run, whose directory is the model's name, or of files of
-    FastChat's, each called as its model. Raises DatasetError."""
+    FastChat's, each called as its model. The parts' own checksums are verified. Raises DatasetError, also for a run
+    that is not finished."""
     root = require_there(path, key)
     places = [root, *(root / f"turn-{turn}" for turn in range(1, 3))]  # a run, or the runs of its turns
-    if root.is_dir() and (runs := [place for place in places if (place / "run.json").is_file()]):
-        return {root.resolve().name: _of_runs(runs, f"dataset.{key}={path}")}
-    files = list_files(path, (".jsonl",), key)
-    return {file.name.removesuffix(".jsonl"): read_answer_file(str(file), key) for file in files}
+    runs = [place for place in places if (place / "run.json").is_file()] if root.is_dir() else []
+    if not runs:
+        files = list_files(path, (".jsonl",), key)
+        return {file.name.removesuffix(".jsonl"): read_answer_file(str(file), key) for file in files}
+    found: dict[str, list[str | None]] = {}
+    for run in runs:
+        if not (run / "_SUCCESS.json").is_file():
+            raise DatasetError(f"dataset.{key}={path}: {run} is not finished; the run's own command goes on with it")
+        columns = ["id", "sample_index", "status", "completion"]
+        table = pq.read_table(run / "generations", columns=columns, page_checksum_verification=True)
+        for row in table.to_pylist():
+            if row["sample_index"] == 0:
+                found.setdefault(row["id"], []).append(row["completion"] if row["status"] == "ok" else None)
+    return {root.resolve().name: found}
 
 
 def read_answer_file(path: str, key: str) -> ByQuestion:
@@ -116,38 +110,6 @@ def read_answer_file(path: str, key: str) -> ByQuestion:
             raise DatasetError(f"{record.place}: no choices with turns, which FastChat's answers have (dataset.{key})")
         found[str(fields.get("question_id"))] = [None if turn == ERROR else str(turn) for turn in turns]
     return found
-
-
-def _of_runs(runs: Sequence[Path], where: str) -> ByQuestion:
-    """The parts' own checksums are verified. Raises DatasetError for a run that is not finished."""
-    found: dict[str, list[str | None]] = {}
-    for run in runs:
-        if not (run / "_SUCCESS.json").is_file():
-            raise DatasetError(f"{where}: {run} is not finished; the run's own command goes on with it")
-        columns = ["id", "sample_index", "status", "completion"]
-        table = pq.read_table(run / "generations", columns=columns, page_checksum_verification=True)
-        for row in table.to_pylist():
-            if row["sample_index"] == 0:
-                found.setdefault(row["id"], []).append(row["completion"] if row["status"] == "ok" else None)
-    return found
-
-
-def references_of(question: Fields) -> list[str]:
-    """The field `reference` of a question: a text, or one for each turn."""
-    value = question.get("reference")
-    texts: list[Json] = value if isinstance(value, list) else [value]
-    return [text for text in texts if isinstance(text, str)]
-
-
-def questions(path: str, max_row_bytes: int) -> Iterator[tuple[Record, str, list[str]]]:
-    """Each question, its id and its turns. Raises DatasetError for one in another form: nothing could be judged by
-    it."""
-    for record in read_jsonl(path, max_row_bytes=max_row_bytes):
-        fields = _fields(record)
-        turns, id = fields.get("turns"), fields.get("question_id")
-        if not isinstance(turns, list) or not turns or id is None:
-            raise DatasetError(f"{record.place}: no question_id and turns: not a question in MT-Bench's form")
-        yield record, str(id), [str(turn) for turn in turns]
 
 
 def _fields(record: Record) -> Fields:
@@ -199,15 +161,20 @@ class _Question:
 
 
 def _asked(config: DatasetFields) -> list[_Question]:
+    """Raises DatasetError for a question in another form: nothing could be judged by it."""
     given: ByQuestion = {}
     if config.references_path is not None:
         given = read_answer_file(config.references_path, "references_path")
     found: list[_Question] = []
-    for record, id, turns in questions(config.path or "", config.max_row_bytes):
-        fields = record.fields or {}
-        wants = fields.get("category") in WITH_REFERENCES
-        known = [text or "" for text in given.get(id, [])] or references_of(fields)
-        found.append(_Question(record=record, id=id, turns=turns, references=known if wants else ()))
+    for record in read_jsonl(config.path or "", max_row_bytes=config.max_row_bytes):
+        fields = _fields(record)
+        turns, id, reference = fields.get("turns"), fields.get("question_id"), fields.get("reference")
+        if not isinstance(turns, list) or not turns or id is None:
+            raise DatasetError(f"{record.place}: no question_id and turns: not a question in MT-Bench's form")
+        own = reference if isinstance(reference, list) else [reference]  # one for each turn
+        known = [text or "" for text in given.get(str(id), [])] or [text for text in own if isinstance(text, str)]
+        references = known if fields.get("category") in WITH_REFERENCES else ()
+        found.append(_Question(record=record, id=str(id), turns=[str(turn) for turn in turns], references=references))
     without = sum(each.fields.get("category") in WITH_REFERENCES and not each.references for each in found)
     if without:
         log.warning(
@@ -223,7 +190,7 @@ def _rows(
     model: str,
     answers: Sequence[str | None],
     baseline: tuple[str, ByQuestion] | None,
-    prompts: JudgePrompts,
+    prompts: Mapping[str, JudgePrompt],
     config: DatasetFields,
 ) -> Iterator[Row]:
     for turn in range(1, 1 + min(len(question.turns), len(answers), MAX_TURNS)):
@@ -248,13 +215,17 @@ def _row(
     question: _Question,
     id: str,
     shown: Mapping[str, Sequence[str | None]],
-    prompts: JudgePrompts,
+    prompts: Mapping[str, JudgePrompt],
     columns: Fields,
     config: DatasetFields,
 ) -> Row:
     turn = 1 if columns["turn"] == 1 else MAX_TURNS
     kind = "single" if len(shown) == 1 else "pairwise"
-    prompt = prompts.choose(kind, bool(question.references), turn)
+    path = config.judge_prompts_path
+    name = NAMES[kind, bool(question.references), turn][path is not None]
+    if name not in prompts:
+        raise DatasetError(f"dataset.judge_prompts_path={path} has no prompt {name}; it has {', '.join(prompts)}")
+    prompt = prompts[name]
     columns = {**columns, "prompt_name": prompt.name, "user_prompt": None}
     try:
         values = _values(question, shown, turn)
