@@ -198,13 +198,7 @@ def make_rows(
             except BadRecord as found:
                 error = f"{record.place}: {found}"
         yield Row(
-            index=index,
-            id=row_id,
-            prompt="",
-            messages=None,
-            columns=passed,
-            error=error,
-            source_file=record.source,
+            index=index, id=row_id, prompt="", messages=None, columns=passed, error=error, source_file=record.source
         )
 
 
