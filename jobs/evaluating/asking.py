@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -42,12 +42,17 @@ class Generation:
     sampling: tuple[tuple[str, Any], ...] = ()
 
 
+def settings_of_runs(config: GenerateConfig) -> GenerateConfig:
+    """What the runs of an evaluation are told of its settings."""
+    return GenerateConfig(**{each.name: getattr(config, each.name) for each in fields(GenerateConfig)})
+
+
 class Answerer:
     """Answers the requests of one evaluation, whose runs lie in `directory`; those that an earlier start has answered
     are read. Raises the errors of runtime.errors."""
 
     def __init__(self, config: GenerateConfig, directory: Path, should_stop: Callable[[], bool], start: Start):
-        self._config, self.directory = config, directory
+        self._config, self.directory = settings_of_runs(config), directory
         self._should_stop, self._start = should_stop, start
         self.model: LoadedModel = Runtime(config.runtime, should_stop=should_stop).model
 

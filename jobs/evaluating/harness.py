@@ -4,7 +4,7 @@ token ids as its own `hf` model makes them of them, and all requests of a kind b
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from runtime.errors import ConfigError, EvaluationError, MillraceError, require
 
-from ..config.settings import GenerateConfig, semantic
+from ..config.settings import semantic
 from ..files.publishing import json_digest, publish, write_all
 from ..record.passes import Start
-from .asking import Answerer, Generation, Tokens
+from .asking import Answerer, Generation, Tokens, settings_of_runs
 from .config import EvaluateConfig
 
 KNOWN = frozenset({"do_sample", "temperature", "max_gen_toks", "until"})
@@ -172,7 +172,7 @@ def evaluation_directory(config: EvaluateConfig) -> Path:
     """The directory `run`, or one named after the tasks and all that can change what is asked or answered."""
     harness = {f"harness.{key}": value for key, value in vars(config.harness).items() if key not in NOT_IN_NAMES}
     model = Path(config.model.path or "hf").name if config.model.name == "hf" else config.model.name
-    digest = json_digest({**semantic(_generation_part(config)), **harness, "tasks": list(config.tasks)})
+    digest = json_digest({**semantic(settings_of_runs(config)), **harness, "tasks": list(config.tasks)})
     return (
         Path(config.output_root) / "evaluate" / (config.run or f"{model}-{'-'.join(config.tasks)[:80]}-{digest[:10]}")
     )
@@ -183,7 +183,7 @@ def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Sta
     itself raises, of a task that cannot be loaded, say, comes as EvaluationError."""
     directory, harness = evaluation_directory(config), config.harness
     manager = _manager(config.tasks, [*harness.include_path])
-    model = HarnessModel(Answerer(_generation_part(config), directory, should_stop, start))
+    model = HarnessModel(Answerer(config, directory, should_stop, start))
     directory.mkdir(parents=True, exist_ok=True)
     tracker = EvaluationTracker(output_path=str(directory / "harness"))
     try:
@@ -243,7 +243,3 @@ def _manager(tasks: list[str], include_path: list[str | Path]) -> TaskManager:
 
 def _is_known(task: str, manager: TaskManager) -> bool:
     return bool(manager.match_tasks([task])) or Path(task).is_file()
-
-
-def _generation_part(config: EvaluateConfig) -> GenerateConfig:
-    return GenerateConfig(**{each.name: getattr(config, each.name) for each in fields(GenerateConfig)})
