@@ -7,12 +7,8 @@ from ..errors import require
 
 MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # beyond any context
 MAX_BEAMS = 1_000
-STRUCTURES = (
-    "json_schema",
-    "regex",
-    "choice",
-    "grammar",
-)  # of the whole completion, or of all behind its reasoning; one of them at most
+# Of the whole completion, or of all behind its reasoning; one of them at most.
+STRUCTURES = ("json_schema", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +99,15 @@ class SamplingConfig:
         self._require("repetition_penalty", "above 0", lambda value: value > 0)
         require(all(self.stop or []), "sampling.stop holds an empty string, which would stop every row at once")
         require(all(self.bad_words), "sampling.bad_words holds an empty string")
-        self._require_token_lists()
+        words, decay = self.bad_words_ids, self.exponential_decay_length_penalty
+        require(words is None or all(words), "sampling.bad_words_ids holds an empty list: each is a word's token ids")
+        for pair in self.sequence_bias or []:
+            is_pair = len(pair) == 2 and isinstance(pair[0], list) and bool(pair[0]) and isinstance(pair[1], float)
+            require(is_pair, f"sampling.sequence_bias must hold pairs like [[5, 6], -2.0]: token ids, bias; got {pair}")
+        require(
+            decay is None or (len(decay) == 2 and decay[0] >= 0 and decay[0] == int(decay[0]) and decay[1] > 0),
+            f"sampling.exponential_decay_length_penalty must be like [20, 1.05]: new tokens, factor; got {decay}",
+        )
         self._require_one_structure()
         require(1 <= self.n <= MAX_SAMPLES, f"sampling.n must be 1 to {MAX_SAMPLES:,} samples, got {self.n}")
         self._require_beams()
@@ -115,17 +119,6 @@ class SamplingConfig:
     def _require(self, key: str, what: str, is_good: Callable[[float], bool]) -> None:
         value = getattr(self, key)
         require(value is None or is_good(value), f"sampling.{key} must be {what}, got {value}")
-
-    def _require_token_lists(self) -> None:
-        words, decay = self.bad_words_ids, self.exponential_decay_length_penalty
-        require(words is None or all(words), "sampling.bad_words_ids holds an empty list: each is a word's token ids")
-        for pair in self.sequence_bias or []:
-            is_pair = len(pair) == 2 and isinstance(pair[0], list) and bool(pair[0]) and isinstance(pair[1], float)
-            require(is_pair, f"sampling.sequence_bias must hold pairs like [[5, 6], -2.0]: token ids, bias; got {pair}")
-        require(
-            decay is None or (len(decay) == 2 and decay[0] >= 0 and decay[0] == int(decay[0]) and decay[1] > 0),
-            f"sampling.exponential_decay_length_penalty must be like [20, 1.05]: new tokens, factor; got {decay}",
-        )
 
     def _require_one_structure(self) -> None:
         given = [key for key in STRUCTURES if getattr(self, key) is not None]

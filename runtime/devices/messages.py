@@ -125,20 +125,6 @@ def written_plan(plan: RunPlan, requests: Sequence[Request], weights: str) -> Va
     }
 
 
-def read_blocks(values: Values) -> tuple[Block, ...]:
-    return tuple(Block(index=index, micro_batches=tuple(map(tuple, lanes))) for index, lanes in values["blocks"])
-
-
-def read_choices(values: Values) -> tuple[PolicyConfig, KVConfig, PrefetchConfig, Budgets]:
-    """Policy, KV and prefetch as resolved, and the budgets."""
-    return (
-        PolicyConfig(**values["policy"]),
-        KVConfig(**values["kv"]),
-        PrefetchConfig(**values["prefetch"]),
-        Budgets(**values["budgets"]),
-    )
-
-
 def _plain(config: PolicyConfig | KVConfig | PrefetchConfig) -> Values:
     """The config's keys; one that holds an enum reads its name back."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -187,12 +173,15 @@ def plan_told(told: Values, planner: Planner, requests: Sequence[Request]) -> Ru
             "devices: this rank finds other weights than rank 0 at model.path: copy the same checkpoint to "
             "each machine, or read it where all see it"
         )
-    policy, kv, prefetch, budgets = read_choices(told)
-    policy = replace(policy, kind=PolicyKind.fixed, pin=None)
+    kv, prefetch = KVConfig(**told["kv"]), PrefetchConfig(**told["prefetch"])
+    policy = replace(PolicyConfig(**told["policy"]), kind=PolicyKind.fixed, pin=None)
+    blocks = tuple(Block(index=index, micro_batches=tuple(map(tuple, lanes))) for index, lanes in told["blocks"])
     config = replace(planner.config, policy=policy, kv=kv, prefetch=prefetch)
     sizes = [request.size for request in requests]
-    problem = Problem(shape=planner.model.shape, config=config, budgets=budgets, sizes=sizes, rates=None)
-    plan = plan_policy(problem, blocks=read_blocks(told))
+    problem = Problem(
+        shape=planner.model.shape, config=config, budgets=Budgets(**told["budgets"]), sizes=sizes, rates=None
+    )
+    plan = plan_policy(problem, blocks=blocks)
     if policy.admission is Admission.continuous:
         num_pages, most = plan.placement.kv.num_pages, _most_pages(requests)
         if num_pages and most > num_pages:

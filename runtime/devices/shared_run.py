@@ -128,8 +128,22 @@ class SharedRun(ABC):
         return model
 
     def share_memory(self, offload: OffloadConfig, device: ComputeDevice) -> None:
-        """Sets `budgets`, once all that is not counted in them is there."""
-        self.budgets = budgets_of_ranks(self.ranks, budgets_of(offload, device))
+        """Sets `budgets`, once all that is not counted in them is there, to what all ranks together may use: the
+        machine's memory, where they see it; otherwise as many times what a rank has where that is least, as all are
+        given equally many rows; or that once, where each plans for its part of the model. Of devices the same. All
+        ranks ask at once."""
+        own, ranks = budgets_of(offload, device), self.ranks
+        met = ranks.exchange({"host_bytes": own.host_bytes, "device_bytes": own.device_bytes})
+        least = min(each["host_bytes"] // ranks.machines.count(ranks.machines[rank]) for rank, each in enumerate(met))
+        device_bytes = None if own.device_bytes is None else min(each["device_bytes"] for each in met)
+        if self.way is Way.tensor:
+            self.budgets = replace(own, host_bytes=least, device_bytes=device_bytes)
+            return
+        if device_bytes is not None:
+            own = replace(own, device_bytes=ranks.size * device_bytes, num_devices=ranks.size)
+        if not ranks.sees_memory:
+            own = replace(own, host_bytes=ranks.size * least, num_copies=ranks.size)
+        self.budgets = own
 
     def products(self, found: BackendTable | None) -> BackendTable | None:
         """How this rank makes products, given what is best for it."""
@@ -300,19 +314,3 @@ def _naming(rank: int) -> Generator[None]:
         yield
     except BudgetError as error:
         raise BudgetError(f"devices=pipeline, rank {rank}: {error}") from error
-
-
-def budgets_of_ranks(ranks: Ranks, own: Budgets) -> Budgets:
-    """What all ranks together may use, given what this one's machine and device may: the machine's, where they see its
-    memory; otherwise as many times what a rank has where that is least, as all are given equally many rows; or that
-    once, where each plans for its part of the model. Of devices the same. All ranks ask at once."""
-    met = ranks.exchange({"host_bytes": own.host_bytes, "device_bytes": own.device_bytes})
-    least = min(each["host_bytes"] // ranks.machines.count(ranks.machines[rank]) for rank, each in enumerate(met))
-    device = None if own.device_bytes is None else min(each["device_bytes"] for each in met)
-    if ranks.devices.way is Way.tensor:
-        return replace(own, host_bytes=least, device_bytes=device)
-    if device is not None:
-        own = replace(own, device_bytes=ranks.size * device, num_devices=ranks.size)
-    if ranks.sees_memory:
-        return own
-    return replace(own, host_bytes=ranks.size * least, num_copies=ranks.size)

@@ -52,7 +52,17 @@ class Collectives(Closing):
         if self._is_abandoned.is_set():
             raise self._why
         try:
-            self._await(dist.all_gather_single(pieces, own, group=self._group, async_op=True))
+            work = dist.all_gather_single(pieces, own, group=self._group, async_op=True)
+            assert work is not None, "this rank is of the group"
+            num_looks = 0
+            while not work.is_completed():
+                if self._is_abandoned.is_set():
+                    raise Interrupted(STOPPED)
+                num_looks += 1
+                if num_looks % NUM_POLLS == 0:
+                    self.ranks.require_going()
+                time.sleep(POLL_SECONDS)
+            work.wait()
         except RuntimeError as error:
             self._why = Interrupted(STOPPED) if self.ranks.is_stopping else self.ranks.ending(error)
             self.abandon()
@@ -61,18 +71,6 @@ class Collectives(Closing):
             self._why = error
             self.abandon()
             raise
-
-    def _await(self, work: dist.Work | None) -> None:
-        assert work is not None, "this rank is of the group"
-        num_looks = 0
-        while not work.is_completed():
-            if self._is_abandoned.is_set():
-                raise Interrupted(STOPPED)
-            num_looks += 1
-            if num_looks % NUM_POLLS == 0:
-                self.ranks.require_going()
-            time.sleep(POLL_SECONDS)
-        work.wait()
 
 
 class Gathering:

@@ -33,19 +33,17 @@ class Launch:
             if "RANK" in environment and "WORLD_SIZE" in environment:
                 return Launch(rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]), url="env://")
             if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
-                return _of_step(environment)
+                # The tasks of a step meet on its first node, at a port that no other step of this cluster is likely to
+                # have.
+                job, step = int(environment.get("SLURM_JOB_ID", 0)), int(environment.get("SLURM_STEP_ID", 0))
+                nodes = environment.get("SLURM_STEP_NODELIST", "localhost")
+                host = environment.get("MASTER_ADDR") or first_host(nodes)
+                port = int(environment.get("MASTER_PORT") or FIRST_PORT + (job * 61 + step) % NUM_PORTS)
+                rank, size = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
+                return Launch(rank=rank, size=size, url=f"tcp://{host}:{port}")
         except ValueError as error:
             raise ConfigError(f"RANK, WORLD_SIZE or Slurm's variables hold no number: {error}") from error
         return None
-
-
-def _of_step(environment: Mapping[str, str]) -> Launch:
-    """The tasks of a step meet on its first node, at a port that no other step of this cluster is likely to have."""
-    job, step = int(environment.get("SLURM_JOB_ID", 0)), int(environment.get("SLURM_STEP_ID", 0))
-    host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "localhost"))
-    port = int(environment.get("MASTER_PORT") or FIRST_PORT + (job * 61 + step) % NUM_PORTS)
-    size = int(environment["SLURM_STEP_NUM_TASKS"])
-    return Launch(rank=int(environment["SLURM_PROCID"]), size=size, url=f"tcp://{host}:{port}")
 
 
 def first_host(nodes: str) -> str:

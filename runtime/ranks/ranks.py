@@ -54,7 +54,13 @@ class PeerWatch(Closing):
         address = "127.0.0.1" if is_local else host if not rank else own_address(host)
         connections = dict[int, socket.socket]()
         try:
-            with _listening(is_local=is_local) as listening:
+            if is_local:
+                server = socket.create_server(("127.0.0.1", 0))
+            elif socket.has_dualstack_ipv6():
+                server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+            else:
+                server = socket.create_server(("", 0))
+            with server as listening:
                 listening.settimeout(PATIENCE_SECONDS)
                 met = exchange({"at": [address, listening.getsockname()[1]], "word": secrets.token_hex(16)})
                 word = bytes.fromhex(met[0]["word"])
@@ -125,14 +131,6 @@ def own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def _listening(*, is_local: bool) -> socket.socket:
-    if is_local:
-        return socket.create_server(("127.0.0.1", 0))
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
 def _greeted(connection: socket.socket, word: bytes) -> int | None:
     """The rank that has connected; None where somebody else has."""
     connection.settimeout(PATIENCE_SECONDS)
@@ -170,7 +168,11 @@ class Ranks(Closing):
         self._watch: PeerWatch | None = None
         self._session = 0
         self.group = _meet(launch, should_stop)
-        self.machines = [str(each["machine"]) for each in self.exchange({"machine": _machine()})]
+        # The same for processes that see one another's memory: on one machine, in one container, and where Slurm gives
+        # nodes, whose memory it counts each by itself, in one node.
+        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), Path("/proc/self/ns/pid").stat()
+        machine = f"{boot} {space.st_ino} {os.environ.get('SLURMD_NODENAME', '')}"
+        self.machines = [str(each["machine"]) for each in self.exchange({"machine": machine})]
         self._watch = PeerWatch.of(self.rank, self.size, self.exchange, launch.host, is_local=self.is_on_one_machine)
 
     def close(self) -> None:
@@ -331,10 +333,3 @@ def _join(launch: Launch, answers: "SimpleQueue[dist.ProcessGroup | Exception]")
         answers.put(group)
     except (RuntimeError, ValueError) as error:
         answers.put(error)
-
-
-def _machine() -> str:
-    """The same for processes that see one another's memory: on one machine, in one container, and where Slurm gives
-    nodes, whose memory it counts each by itself, in one node."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino} {os.environ.get('SLURMD_NODENAME', '')}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...units import round_up
 from ..shape.model import ModelShape
-from ..shape.shapes import Parameter, Stage
+from ..shape.shapes import Parameter
 from .ledger import Entry
 from .memory import DEQUANTIZING_BYTES
 
@@ -25,11 +25,11 @@ class DequantizedSize:
     def of(shape: ModelShape, paged: Collection[int], num_open: int) -> "DequantizedSize | None":
         """Returns the size for a model's layers, of `paged` ones without their experts; None where nothing is stored
         otherwise than it is multiplied. Embeddings are looked up row by row, and the head runs once in a pass."""
-        sizes = {
-            stage.index: sum(map(area_bytes, dequantized_bytes(shape, stage, stage.index in paged)))
-            for stage in shape.stages
-            if stage.kind.is_layer
-        }
+        sizes, dtype, item = dict[int, int](), shape.compute_dtype, shape.compute_dtype_bytes
+        for stage in shape.stages:
+            if stage.kind.is_layer:
+                parameters = (stage.dense if stage.index in paged else stage).parameters
+                sizes[stage.index] = sum(area_bytes(p.num_elements * item) for p in parameters if is_stored(p, dtype))
         stages = frozenset(stage for stage, num_bytes in sizes.items() if num_bytes)
         if not stages:
             return None
@@ -40,12 +40,6 @@ class DequantizedSize:
         num_bytes = self.num_areas * self.area_bytes + DEQUANTIZING_BYTES
         equation = f"{self.num_areas} x {self.area_bytes:,} B of a layer + {DEQUANTIZING_BYTES:,} B on the way there"
         return Entry(name="dequantized weights", num_bytes=num_bytes, equation=equation)
-
-
-def dequantized_bytes(shape: ModelShape, stage: Stage, is_paged: bool) -> list[int]:
-    """Returns the bytes of each of a stage's parameters that is stored otherwise than it is multiplied."""
-    parameters = (stage.dense if is_paged else stage).parameters
-    return [p.num_elements * shape.compute_dtype_bytes for p in parameters if is_stored(p, shape.compute_dtype)]
 
 
 def is_stored(parameter: Parameter, compute_dtype: str) -> bool:

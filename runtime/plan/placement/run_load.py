@@ -80,32 +80,24 @@ def _continuous_load(
     )
     if not shape.is_packed or not lanes:
         return full
-    in_lanes, together = (
-        replace(full, num_kv_pages=count, full_pages=count, most_pages=_most_pages(full, sizes))
-        for count in _full_pages(full, blocks, sizes)
-    )
-    return _with_fewer_pages(shape, config, budgets, in_lanes, together)
-
-
-def _full_pages(full: Load, blocks: Sequence[Block], sizes: Sequence[SequenceSize]) -> tuple[int, int]:
-    """Pages for all seats, where lanes share nothing with each other and where they do. Those of the block that has
-    most, where prompts begin alike: its sequences enter one behind the other, and if others are seated together they
-    give way."""
-    if all(size.prefix is None for size in sizes):
-        return full.num_kv_pages, full.num_kv_pages
-    lanes = [micro_batches_of(block, sizes) for block in blocks]
-    counts = [max(kv_tokens(full.shape, each, among_lanes=among) for each in lanes) for among in (False, True)]
-    in_lanes, together = (max(count // PAGE_TOKENS, _least_pages(full)) for count in counts)
-    return in_lanes, together
-
-
-def _most_pages(full: Load, sizes: Sequence[SequenceSize]) -> int:
-    """Pages that any sequences may have that come to share a lane: all of the longest ones', or what most have of their
-    own beside all prefixes of the run."""
+    least = full.most_positions // PAGE_TOKENS
+    counts = [full.num_kv_pages] * 2  # where lanes share nothing with each other, and where they do
+    if any(size.prefix is not None for size in sizes):
+        # Those of the block that has most, where prompts begin alike: its sequences enter one behind the other, and if
+        # others are seated together they give way.
+        blocks_lanes = [micro_batches_of(block, sizes) for block in blocks]
+        most = [max(kv_tokens(shape, each, among_lanes=among) for each in blocks_lanes) for among in (False, True)]
+        counts = [max(count // PAGE_TOKENS, least) for count in most]
+    # Pages that any sequences may have that come to share a lane: all of the longest ones', or what most have of their
+    # own beside all prefixes of the run.
     own = [size.capacity_tokens // PAGE_TOKENS - _pages_of(size.prefix) for size in sizes]
     prefixes = {each for size in sizes if size.prefix is not None for each in size.prefix.chain}
     shared = sum(_pages_of(prefix) - _pages_of(prefix.parent) for prefix in prefixes)
-    return min(full.most_pages, sum(sorted(own, reverse=True)[: full.most_rows]) + shared)
+    most_pages = min(full.most_pages, sum(sorted(own, reverse=True)[: full.most_rows]) + shared)
+    in_lanes, together = (
+        replace(full, num_kv_pages=count, full_pages=count, most_pages=most_pages) for count in counts
+    )
+    return _with_fewer_pages(shape, config, budgets, in_lanes, together, least)
 
 
 def _pages_of(prefix: SharedPrefix | None) -> int:
@@ -113,25 +105,21 @@ def _pages_of(prefix: SharedPrefix | None) -> int:
     return prefix.num_tokens // PAGE_TOKENS if prefix is not None else 0
 
 
-def _least_pages(full: Load) -> int:
-    return full.most_positions // PAGE_TOKENS
-
-
 def _with_fewer_pages(
-    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, in_lanes: Load, together: Load
+    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, in_lanes: Load, together: Load, least: int
 ) -> Load:
     """The most pages that the fastest memory holds in which the load `is_roomy`. Without one, the most that any memory
-    holds, or the fewest that are of use, for a ledger to say why they are too many. `in_lanes`: the load with all pages
-    where keys and values travel and each lane has prefixes of its own, `together` where they do not.
+    holds, or the `least` that are of use, for a ledger to say why they are too many. `in_lanes`: the load with all
+    pages where keys and values travel and each lane has prefixes of its own, `together` where they do not.
 
     Answers mostly end before their limits, so half the pages of all limits seat nearly as many sequences as all of
     them, and keep keys and values where they are fast. With fewer, sequences give way and are prefilled again.
     """
-    most, full = _least_pages(in_lanes), in_lanes
+    most, full = least, in_lanes
     for tier in kv_tiers(shape, config, has_device=budgets.has_device):
         within = bare(replace(config, kv=replace(config.kv, tier=tier)))
         full = in_lanes if may_travel(shape, within, tier, has_device=budgets.has_device) else together
-        counts = range(_least_pages(full), full.num_kv_pages + 1)
+        counts = range(least, full.num_kv_pages + 1)
         num_pages = _most_that_fit(shape, within, budgets, full, counts)
         if replace(full, num_kv_pages=num_pages).is_roomy:
             return replace(full, num_kv_pages=num_pages)

@@ -64,11 +64,6 @@ class TensorSlice:
         part = self._run(index, self.shape[0])
         return replace(part, shape=self.shape[1:], companions=tuple(each.expert(index) for each in self.companions))
 
-    def stack_of(self, index: int) -> "TensorSlice":
-        """A stack of one of its matrices."""
-        part = self.expert(index)
-        return replace(part, shape=(1, *part.shape))
-
     def extent_of(self, part: tuple[int, int] | None) -> FileExtent:
         """Where it lies; or one of so many equal runs of it."""
         if part is None:
@@ -82,7 +77,8 @@ class TensorSlice:
             height = self.shape[0] // num_parts
             return replace(self, shape=(height, *self.shape[1:]), first_row=self.first_row + turn * height)
         part = self._run(turn, num_parts)
-        if not all(each.is_cut_at(part.shape[0]) for each in self.companions):
+        # Each must have rows to itself, or all of it be every row's.
+        if any(not each.is_shared and part.shape[0] % each.block_rows for each in self.companions):
             return None
         companions = tuple(each.rows(turn, num_parts) for each in self.companions)
         return replace(part, companions=companions, first_row=self.first_row + turn * part.shape[0])
@@ -121,10 +117,6 @@ class Companion:
         """That of one matrix of a stack."""
         return replace(self, tensor=self.tensor.expert(index))
 
-    def is_cut_at(self, num_rows: int) -> bool:
-        """Tells whether a run of so many rows has rows of it to itself, or all of it is every row's."""
-        return self.is_shared or num_rows % self.block_rows == 0
-
     def rows(self, turn: int, num_parts: int) -> "Companion":
         """That of the `turn`-th of equal runs of the matrix's rows."""
         return self if self.is_shared else replace(self, tensor=self.tensor._run(turn, num_parts))
@@ -161,8 +153,10 @@ class Parameter:
     def expert(self, index: int) -> "Parameter":
         """The stack of this one expert."""
         assert self.is_pageable, f"{self.name} cannot be read by expert"
-        pieces = (self.pieces[index],) if self.is_stacked else ((self.pieces[0][0].stack_of(index),),)
-        return replace(self, shape=(1, *self.shape[1:]), pieces=pieces)
+        if self.is_stacked:
+            return replace(self, shape=(1, *self.shape[1:]), pieces=(self.pieces[index],))
+        part = self.pieces[0][0].expert(index)
+        return replace(self, shape=(1, *self.shape[1:]), pieces=((replace(part, shape=(1, *part.shape)),),))
 
     def extents_of(self, index: int) -> list[FileExtent]:
         """Where that expert's slices lie, companions included."""
