@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from ..config.settings import Admission
 from .cost.durations import durations
-from .cost.lane_work import LaneWork, block_prefills, decode_work
-from .cost.predict import Stretch, mixed_stretches
+from .cost.lane_work import AlikePasses, LaneWork, block_prefills, decode_work
+from .cost.predict import mixed_stretches
 from .cost.rates import MachineRates
-from .cost.simulator import Durations, PlayedPass, Span, play_passes
+from .cost.simulator import Durations, PlayedPass, SimulatedSpan, play_passes
 from .placement.defaults import chunk_tokens
 from .placement.memory import SequenceSize
 from .planner import RunPlan
@@ -27,7 +27,7 @@ class Timeline:
     passes: Sequence[PlayedPass]
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[SimulatedSpan]:
         return [span for each in self.passes for span in each.spans]
 
 
@@ -50,7 +50,7 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
         which = f"prefill pass 1 of {max(map(len, prompts)):,}{decode} of the first block"
         names = ["prefill pass", *(f"decode pass {number + 1}" for number in range(num_shown))]
         stretches = [
-            Stretch(
+            AlikePasses(
                 num_passes=1, lanes=[work for work in each if work is not None], prefill_share=0.0 if number else 1.0
             )
             for number, each in enumerate(works)

@@ -8,7 +8,15 @@ import pytest
 
 from runtime.config.settings import Order
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.simulator import Durations, ExpertReads, Links, SimulatedPasses, Span, play_passes, simulate
+from runtime.plan.cost.simulator import (
+    Durations,
+    ExpertReads,
+    Links,
+    SimulatedPasses,
+    SimulatedSpan,
+    play_passes,
+    simulate,
+)
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import make_schedule
 from runtime.plan.schedule.walk import Walk
@@ -179,7 +187,7 @@ def test_gemm_rate_is_measured_at_points_and_linear_between(num_rows: float, rat
     assert RATES.gemm_rate(num_rows) == pytest.approx(rate)  # type: ignore[arg-type]
 
 
-def busy_in(spans: Sequence[Span], resource: Resource) -> float:
+def busy_in(spans: Sequence[SimulatedSpan], resource: Resource) -> float:
     return sum(span.end - span.begin for span in spans if span.resource is resource)
 
 

@@ -33,7 +33,7 @@ from runtime.plan.search.candidate import PlacedRun, Problem, of_blocks
 from runtime.plan.search.grid import Choices
 from runtime.plan.search.hrm import Choice, fitting, roofline_of, search
 from runtime.plan.search.policy import Policy
-from runtime.plan.search.room import room
+from runtime.plan.search.room import Room
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
 from runtime.resources import Resource
@@ -170,7 +170,7 @@ def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int
         ways=Choices.of(shape, asked, 192, has_device=has_device).ways,
     )
     grid = choices.grid(192)
-    need = room(shape, asked, workload, grid, huge.budgets, is_paged=False)
+    need = Room(shape, asked, workload, grid, huge.budgets, is_paged=False)
     for at in range(len(grid.micro_batch)):
         policy = grid.policy(at)
         if policy.kv_fraction not in (0.0, 1.0):
@@ -202,7 +202,7 @@ def test_the_grid_lets_through_what_fits_with_no_stage_resident(is_tied: bool, h
             continue
         fitting.append(budgets)
     assert fitting
-    need = room(shape, tight, workload, grid, fitting[0], is_paged=False)
+    need = Room(shape, tight, workload, grid, fitting[0], is_paged=False)
     assert need.fits(fitting[0]).all()
 
 
@@ -215,7 +215,7 @@ def test_the_grid_lets_through_what_host_memory_has_staging_for(paging: ExpertPa
     fixed = grid.policy(0).applied(tight, has_device=True)
     budgets = Budgets(host_bytes=GIB, device_bytes=144 * MIB)
     host = plan_run(shape, fixed, budgets, workload.sizes()).placement.ledgers[1].total_bytes
-    need = room(shape, tight, workload, grid, budgets, is_paged=paging is ExpertPaging.hit)
+    need = Room(shape, tight, workload, grid, budgets, is_paged=paging is ExpertPaging.hit)
     assert need.fits(replace(budgets, host_bytes=host)).all()
 
 

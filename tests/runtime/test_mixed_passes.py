@@ -8,7 +8,8 @@ import pytest
 from runtime.batching.admission import AdmissionLimits
 from runtime.batching.prefixes import SharedPrefix
 from runtime.plan.cost import mixed_passes as played
-from runtime.plan.cost.mixed_passes import MixedPass, mixed_passes, outlined_passes
+from runtime.plan.cost.lane_work import AlikePasses
+from runtime.plan.cost.mixed_passes import mixed_passes, outlined_passes
 from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize
 
 
@@ -23,13 +24,13 @@ def drawn(count: int, num_prompt: range, num_new: range) -> list[SequenceSize]:
     return [SequenceSize.shared(draw.choice(num_prompt), draw.choice(num_new)) for _ in range(count)]
 
 
-def totals(passes: Sequence[MixedPass]) -> list[float]:
+def totals(passes: Sequence[AlikePasses]) -> list[float]:
     """Passes, and in all of them tokens, those of prompts, logits, positions looked at and pages held."""
 
-    def total(what: Callable[[MixedPass], float]) -> float:
+    def total(what: Callable[[AlikePasses], float]) -> float:
         return sum(each.num_passes * what(each) for each in passes)
 
-    def tokens(each: MixedPass) -> int:
+    def tokens(each: AlikePasses) -> int:
         return sum(lane.num_tokens for lane in each.lanes)
 
     return [

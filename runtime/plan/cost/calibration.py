@@ -15,6 +15,10 @@ from .rates import UNLIMITED, MachineRates, between
 from .work import StageWork
 
 MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # of products; short lanes, and where the product's own code changes
+LEAST_SHARE = 0.25  # of what a layer took, for its products: with less of it they say nothing of each other
+MOST_ANCHORED = 2.0  # a rate of products changes by a factor of 1/2 to 2
+MOST_CORRECTED = 2.0  # a rate is corrected by a factor of 1/2 to 2: beyond, something else than the rate is wrong
+LEAST_SECONDS = 0.01  # of a resource's work, below which it says nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +69,6 @@ class TypicalLoad:
         ]
 
 
-LEAST_SHARE = 0.25  # of what a layer took, for its products: with less of it they say nothing of each other
-MOST_ANCHORED = 2.0  # a rate of products changes by a factor of 1/2 to 2
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
     """The seconds of a lane in one layer: from the beginning of the pass to it; in it, its experts not run; and in its
@@ -99,10 +99,17 @@ def anchored(
     is_told_apart = not shape.expanded_kv_width and (not work.num_experts or rates.has_expert_rates)
     factors: dict[int, float] = {}
     for lane, took in sorted(passes, key=lambda each: each[0].num_tokens):
-        rates = _with_attention(rates, shape, work, lane, took.attention)
+        if took.attention and lane.prefill_pairs:
+            flops = 4.0 * shape.num_heads * shape.head_dim * lane.prefill_pairs
+            rates = replace(rates, prefill_attention_flops_per_second=flops / took.attention)
+        elif took.attention:
+            rate = lane.kv_positions * work.kv_bytes / took.attention
+            # The CPU beside an accelerator has a rate of its own.
+            beside = rate if rates.link_in_bytes_per_second == UNLIMITED else rates.cpu_attention_bytes_per_second
+            rates = replace(rates, attention_bytes_per_second=rate, cpu_attention_bytes_per_second=beside)
         products = 2.0 * lane.num_tokens * work.dense_weights / rates.gemm_rate(lane.num_tokens)
-        beside = lane.num_tokens * work.token_bytes / rates.memory_bytes_per_second + rates.turn_seconds
-        left = took.inside - beside
+        other = lane.num_tokens * work.token_bytes / rates.memory_bytes_per_second + rates.turn_seconds
+        left = took.inside - other
         if is_told_apart and left > LEAST_SHARE * took.inside:
             factors[lane.num_tokens] = min(MOST_ANCHORED, max(1 / MOST_ANCHORED, products / left))
     if not factors:
@@ -110,24 +117,6 @@ def anchored(
     points = list(factors.items())
     gemm = {rows: rate * between(points, rows) for rows, rate in rates.gemm_flops_per_second.items()}
     return replace(rates, gemm_flops_per_second=gemm)
-
-
-def _with_attention(
-    rates: MachineRates, shape: ModelShape, work: StageWork, lane: LaneWork, seconds: float
-) -> MachineRates:
-    if not seconds:
-        return rates
-    if lane.prefill_pairs:
-        flops = 4.0 * shape.num_heads * shape.head_dim * lane.prefill_pairs
-        return replace(rates, prefill_attention_flops_per_second=flops / seconds)
-    rate = lane.kv_positions * work.kv_bytes / seconds
-    if rates.link_in_bytes_per_second != UNLIMITED:  # the CPU beside an accelerator has a rate of its own
-        return replace(rates, attention_bytes_per_second=rate)
-    return replace(rates, attention_bytes_per_second=rate, cpu_attention_bytes_per_second=rate)
-
-
-MOST_CORRECTED = 2.0  # a rate is corrected by a factor of 1/2 to 2: beyond, something else than the rate is wrong
-LEAST_SECONDS = 0.01  # of a resource's work, below which it says nothing
 
 
 def corrected(

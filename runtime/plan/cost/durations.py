@@ -56,8 +56,8 @@ def durations(
     leave = rates.disk_bytes_per_second if is_on_disk else rates.link_out_bytes_per_second
     is_twofold = is_on_disk and has_device
     return Durations(
-        read=lambda stage: bill.works[stage].num_bytes / rates.disk_bytes_per_second,
-        copy=lambda stage: bill.works[stage].num_bytes / rates.weights_in_bytes_per_second,
+        read=lambda stage: stages.works[stage].num_bytes / rates.disk_bytes_per_second,
+        copy=lambda stage: stages.works[stage].num_bytes / rates.weights_in_bytes_per_second,
         run=bill.per_turn(
             lambda work, lane: bill.dense(work, lane) + bill.attention(work, lane) + bill.experts(work, lane)
         ),
@@ -91,10 +91,6 @@ class _Bill:
     rates: MachineRates
     stages: PricedStages
 
-    @property
-    def works(self) -> Sequence[StageWork]:
-        return self.stages.works
-
     @cached_property
     def _expert_reads(self) -> dict[tuple[Op, int, int | None, bool], ExpertReads | None]:
         return {}
@@ -103,19 +99,14 @@ class _Bill:
     def _batched(self) -> dict[int, float]:
         return {}
 
-    @property
-    def _like(self) -> Sequence[int]:
-        """The first stage that works as each stage does."""
-        return self.stages.like
-
     def per_turn(self, price: Callable[[StageWork, LaneWork], float]) -> Callable[[int, int], float]:
         known: dict[tuple[int, int], float] = {}
-        like = self._like
+        like = self.stages.like
 
         def seconds(stage: int, lane: int) -> float:
             key = (like[stage], lane)
             if key not in known:
-                known[key] = price(self.works[stage], self.lanes[lane])
+                known[key] = price(self.stages.works[stage], self.lanes[lane])
             return known[key]
 
         return seconds
@@ -126,7 +117,16 @@ class _Bill:
             logits = lane.num_rows * self.shape.vocab_size * LOGIT_BYTES * LOGIT_TRIPS
             own = self._product(lane.num_rows, work.dense_weights) + self._streamed(logits) + self.rates.turn_seconds
             return own + self._dequantizing(work.stored)
-        return self.early(work, lane) + self._behind_attention(work, lane) + self._cross(work, lane)
+        seconds = self.early(work, lane) + self._behind_attention(work, lane)
+        if work.kind is not StageKind.layer or not lane.num_cross_positions:
+            return seconds
+        # Keys and values of what an encoder made: projected in the first pass, looked at in every one. The weights that
+        # project are among the layer's own.
+        size = self.shape.cross_kv_bytes_per_token / max(1, len(self.shape.layers))
+        weights = size / self.shape.compute_dtype_bytes * self.shape.hidden_size
+        looked = lane.num_cross_positions * size / self.rates.attention_bytes_per_second
+        projected = self._product(lane.num_encoder_tokens, weights)
+        return seconds + (looked + projected - self._product(lane.num_tokens, weights))
 
     def attention(self, work: StageWork, lane: LaneWork) -> float:
         """Where the model computes."""
@@ -154,16 +154,12 @@ class _Bill:
         """What lies in front of attention: its share of the weights, and half of everything else."""
         tokens = self._tokens(work, lane)
         again = self._multiplied(work, lane.num_rows, work.early_weights) if self._is_narrow(work, lane) else 0.0
-        products = self._multiplied(work, tokens, work.early_weights) + again
-        return products + self._beside(work, tokens) / 2 + self._dequantizing_layer(work)
-
-    def _dequantizing_layer(self, work: StageWork) -> float:
-        """A lane's share of what it takes that a layer's stored weights become numbers: all lanes share a scratch area.
-        The head, and experts that are read one by one, are dequantized by each lane."""
+        seconds = self._multiplied(work, tokens, work.early_weights) + again + self._beside(work, tokens) / 2
         if not work.kind.is_layer or self._has_few_rows:
-            return 0.0
+            return seconds
+        # Lanes share a scratch area of numbers; the head, and experts that are read one by one, each lane dequantizes.
         stored = work.stored if work.is_paged else work.stored.plus(work.stored_experts)
-        return self._dequantizing(stored) / (1 if self.placement.dequantized is None else len(self.lanes))
+        return seconds + self._dequantizing(stored) / (1 if self.placement.dequantized is None else len(self.lanes))
 
     def _dequantizing(self, stored: StoredWork) -> float:
         return self.rates.dequantize_seconds(stored, self.shape.compute_dtype_bytes)
@@ -210,9 +206,9 @@ class _Bill:
         return self.dense(work, lane) + self.attention(work, lane)
 
     def all_experts(self, stage: int) -> float:
-        first = self._like[stage]
+        first = self.stages.like[stage]
         if first not in self._batched:
-            work = self.works[stage]
+            work = self.stages.works[stage]
             self._batched[first] = self._experts(work, sum(self._tokens_behind(work, lane) for lane in self.lanes))
         return self._batched[first]
 
@@ -238,55 +234,47 @@ class _Bill:
         stage = action.its_stage
         if stage not in self.placement.paged or action.op not in (Op.run, Op.post, Op.experts):
             return None
-        key = (action.op, self._like[stage], action.lane, stage in self.walk.in_host)
+        key = (action.op, self.stages.like[stage], action.lane, stage in self.walk.in_host)
         if key not in self._expert_reads:
             self._expert_reads[key] = self._reads_of(action)
         return self._expert_reads[key]
 
     def _reads_of(self, action: Action) -> ExpertReads | None:
         stage = action.its_stage
-        work, asking = self.works[stage], self.lanes if action.lane is None else [self.lanes[action.lane]]
+        work, asking = self.stages.works[stage], self.lanes if action.lane is None else [self.lanes[action.lane]]
         tokens = sum(self._tokens_behind(work, lane) for lane in asking)
         if not tokens:
             return None
         is_all = self.placement.paging is ExpertPaging.all
-        num_beside = self._num_of_cpu(work, tokens)
+        num_beside = num_of_cpu(self.placement.cpu_share, work, tokens)
         count = work.num_experts if is_all else max(0.0, work.hits(tokens) - num_beside)
         walk, rates = self.walk, self.rates
         read = 0.0 if stage in walk.in_host else work.expert_bytes / rates.disk_bytes_per_second
         copy = work.expert_bytes / rates.weights_in_bytes_per_second if walk.copies else 0.0
-        dense = 0.0 if action.lane is None else self._before_experts(action, work)
+        dense = 0.0
+        if action.lane is not None:
+            its = self.lanes[action.lane]
+            is_late = action.op is Op.post
+            dense = self.late(work, its) if is_late else self.dense(work, its) + self.attention(work, its)
         num_ahead = self.placement.num_expert_slots + (NUM_STAGING_SLOTS if walk.reads and walk.copies else 0)
+        share, cpu_seconds = self.placement.cpu_share, 0.0
+        if share is not None and num_beside:  # what goes down and comes up included
+            num_hit = work.hits(tokens)
+            each = tokens * work.num_experts_per_token / num_hit
+            products = num_beside * share.cost(each) * work.expert_bytes / rates.link_in_bytes_per_second
+            vectors = num_beside * each * self.shape.hidden_size * self.shape.compute_dtype_bytes
+            trip = vectors / rates.link_out_bytes_per_second + vectors / rates.link_in_bytes_per_second
+            # The host launches the others before it begins.
+            cpu_seconds = products + trip + max(0.0, num_hit - num_beside) * rates.hit_seconds
         return ExpertReads(
             num_experts=round(count),
             read_seconds=count * read,
             copy_seconds=count * copy,
             dense_seconds=dense,
             lead_seconds=min(dense, num_ahead * max(read, copy)) if is_all else 0.0,
-            cpu_seconds=self._cpu_seconds(work, tokens, num_beside),
+            cpu_seconds=cpu_seconds,
             host_seconds=num_beside * work.expert_bytes / rates.host_memory_bytes_per_second,
         )
-
-    def _num_of_cpu(self, work: StageWork, num_tokens: float) -> int:
-        return num_of_cpu(self.placement.cpu_share, work, num_tokens)
-
-    def _cpu_seconds(self, work: StageWork, num_tokens: float, num_experts: int) -> float:
-        """The seconds of so many experts on the CPU, what goes down and comes up included. The host launches the
-        others before it begins."""
-        share, rates = self.placement.cpu_share, self.rates
-        if share is None or not num_experts:
-            return 0.0
-        num_hit = work.hits(num_tokens)
-        each = num_tokens * work.num_experts_per_token / num_hit
-        products = num_experts * share.cost(each) * work.expert_bytes / rates.link_in_bytes_per_second
-        vectors = num_experts * each * self.shape.hidden_size * self.shape.compute_dtype_bytes
-        trip = vectors / rates.link_out_bytes_per_second + vectors / rates.link_in_bytes_per_second
-        return products + trip + max(0.0, num_hit - num_experts) * rates.hit_seconds
-
-    def _before_experts(self, action: Action, work: StageWork) -> float:
-        _, lane = action.turn
-        its = self.lanes[lane]
-        return self.late(work, its) if action.op is Op.post else self.dense(work, its) + self.attention(work, its)
 
     @cached_property
     def _attention_rate(self) -> float:
@@ -295,7 +283,8 @@ class _Bill:
         return rates.cpu_attention_bytes_per_second if self.placement.host_layers else rates.attention_bytes_per_second
 
     def _tokens(self, work: StageWork, lane: LaneWork) -> int:
-        return lane.num_encoder_tokens if self._is_encoders(work) else lane.num_tokens
+        is_encoders = self.shape.has_encoder and work.kind in (StageKind.embedding, StageKind.encoder)
+        return lane.num_encoder_tokens if is_encoders else lane.num_tokens
 
     def _tokens_behind(self, work: StageWork, lane: LaneWork) -> int:
         """That go on from attention."""
@@ -313,9 +302,6 @@ class _Bill:
         tokens = self._tokens_behind(work, lane)
         products = self._multiplied(work, tokens, work.dense_weights - work.early_weights)
         return products + self._beside(work, tokens) / 2
-
-    def _is_encoders(self, work: StageWork) -> bool:
-        return self.shape.has_encoder and work.kind in (StageKind.embedding, StageKind.encoder)
 
     def _product(self, num_rows: float, num_weights: float) -> float:
         if not num_rows or not num_weights:
@@ -338,7 +324,7 @@ class _Bill:
         if not work.num_experts or not work.expert_weights or not num_tokens:
             return 0.0
         hits, visits = work.hits(num_tokens), num_tokens * work.num_experts_per_token
-        num_beside = min(hits, self._num_of_cpu(work, num_tokens))
+        num_beside = min(hits, num_of_cpu(self.placement.cpu_share, work, num_tokens))
         if num_beside:
             hits, visits = hits - num_beside, visits * (1 - num_beside / hits)
         if not hits:
@@ -353,13 +339,3 @@ class _Bill:
     def _prompt_attention(self, lane: LaneWork) -> float:
         flops = 4.0 * self.shape.num_heads * self.shape.head_dim * lane.prefill_pairs
         return flops / self.rates.prefill_attention_flops_per_second
-
-    def _cross(self, work: StageWork, lane: LaneWork) -> float:
-        """Keys and values of what an encoder made: projected in the first pass, looked at in every one."""
-        if work.kind is not StageKind.layer or not lane.num_cross_positions:
-            return 0.0
-        size = self.shape.cross_kv_bytes_per_token / max(1, len(self.shape.layers))
-        weights = size / self.shape.compute_dtype_bytes * self.shape.hidden_size
-        looked = lane.num_cross_positions * size / self.rates.attention_bytes_per_second
-        projected = self._product(lane.num_encoder_tokens, weights)
-        return looked + projected - self._product(lane.num_tokens, weights)  # they are among the layer's own

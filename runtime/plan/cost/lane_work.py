@@ -37,6 +37,19 @@ class LaneWork:
         return self.held_pages * PAGE_TOKENS
 
 
+@dataclass(frozen=True, kw_only=True)
+class AlikePasses:
+    """`num_passes` like the one with these lanes. `prefill_share`: of its tokens, those of prompts."""
+
+    lanes: Sequence[LaneWork]
+    prefill_share: float
+    num_passes: float = 1.0
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.prefill_share == 1.0
+
+
 def is_narrow(num_tokens: int, num_selected: int) -> bool:
     """Selected tokens meet the weights in front of attention twice: few enough of them are worth it."""
     return 2 * num_selected <= num_tokens
@@ -104,7 +117,18 @@ def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork 
     if not rows:
         return None
     if shape.is_packed:
-        return _packed_decode(rows, num_done)
+        shares = shares_of(rows)
+        if shares is None:
+            return packed_work(Piece(size.num_prompt_tokens + num_done, 1, 1) for size in rows)
+        pieces = [
+            Piece(size.num_prompt_tokens + num_done, 1, 1, prefix.num_tokens if prefix is not None else 0)
+            for size, prefix in zip(rows, shares.of, strict=True)
+        ]
+        held = (  # whole pages that rows share are held once; of one that is not full each has its own copy
+            prefix.num_tokens // PAGE_TOKENS - (parent.num_tokens // PAGE_TOKENS if parent is not None else 0)
+            for prefix, parent in shares.parents.items()
+        )
+        return packed_work(pieces, sum(held))
     width = max(size.num_prompt_tokens for size in lane)
     cached = 1 + num_done + (1 if shape.has_encoder else width)
     return LaneWork(
@@ -117,34 +141,18 @@ def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork 
     )
 
 
-def _packed_decode(rows: MicroBatch, num_done: int) -> LaneWork:
-    """Whole pages that rows share are held once; of one that is not full each has its own copy."""
-    shares = shares_of(rows)
-    if shares is None:
-        return packed_work(Piece(size.num_prompt_tokens + num_done, 1, 1) for size in rows)
-    pieces = [
-        Piece(size.num_prompt_tokens + num_done, 1, 1, prefix.num_tokens if prefix is not None else 0)
-        for size, prefix in zip(rows, shares.of, strict=True)
-    ]
-    held = (
-        prefix.num_tokens // PAGE_TOKENS - (parent.num_tokens // PAGE_TOKENS if parent is not None else 0)
-        for prefix, parent in shares.parents.items()
-    )
-    return packed_work(pieces, sum(held))
-
-
 def _pages(num_positions: int) -> int:
     return -(-num_positions // PAGE_TOKENS)
 
 
 @dataclass(kw_only=True, eq=False)
-class _Row:
+class _PromptRow:
     """A prompt, or what several prompts begin with, whose tokens from `done` up to `end` are left; the first `begin`
     are another row's, `behind`, which `ended` in that pass. `size`: None of what is shared."""
 
     begin: int
     end: int
-    behind: "_Row | None"
+    behind: "_PromptRow | None"
     size: SequenceSize | None
     done: int = field(init=False)
     ended: int | None = None
@@ -165,16 +173,16 @@ class _Row:
 
 
 @dataclass(kw_only=True)
-class _Lane:
+class _WaitingRows:
     """The rows of a lane that wait for their turn, in order; `num_held`: pages of all its rows."""
 
-    waiting: deque[_Row]
+    waiting: deque[_PromptRow]
     num_held: int = 0
 
     def work(self, chunk_tokens: int, turn: int, delay: int) -> LaneWork | None:
         """The next pass: rows in order until the chunk is full, the last one perhaps in part, without those that wait
         for what they go on from; None where all of them do."""
-        pieces, kept, left, held = list[Piece](), list[_Row](), chunk_tokens, self.num_held
+        pieces, kept, left, held = list[Piece](), list[_PromptRow](), chunk_tokens, self.num_held
         while self.waiting and left:
             row = self.waiting.popleft()
             if row.may_begin(turn):
@@ -204,7 +212,7 @@ def block_prefills(
 
 
 def _together(lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule) -> list[list[LaneWork | None]]:
-    rows = [_Lane(waiting=deque(each)) for each in _rows(lanes, rule)]
+    rows = [_WaitingRows(waiting=deque(each)) for each in _rows(lanes, rule)]
     works = [list[LaneWork | None]() for _ in lanes]
     turn = 0
     while any(lane.waiting for lane in rows):
@@ -215,20 +223,22 @@ def _together(lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule)
     return works
 
 
-def _rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_Row]]:
+def _rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_PromptRow]]:
     """The rows of each lane in its order, each behind those that it goes on from."""
     shares = shares_of([size for lane in lanes for size in lane])
     if shares is None:
-        return [[_Row(begin=0, end=size.num_prompt_tokens, behind=None, size=size) for size in lane] for lane in lanes]
-    found, opened, of = list[list[_Row]](), dict[SharedPrefix, _Row](), iter(shares.of)
+        return [
+            [_PromptRow(begin=0, end=size.num_prompt_tokens, behind=None, size=size) for size in lane] for lane in lanes
+        ]
+    found, opened, of = list[list[_PromptRow]](), dict[SharedPrefix, _PromptRow](), iter(shares.of)
 
-    def behind(prefix: SharedPrefix | None) -> _Row | None:
+    def behind(prefix: SharedPrefix | None) -> _PromptRow | None:
         if prefix is None:
             return None
         if prefix not in opened:
             parent = behind(shares.parents[prefix])
             begin = parent.end if parent is not None else 0
-            opened[prefix] = _Row(begin=begin, end=rule.num_shared(prefix), behind=parent, size=None)
+            opened[prefix] = _PromptRow(begin=begin, end=rule.num_shared(prefix), behind=parent, size=None)
             found[-1].append(opened[prefix])
         return opened[prefix]
 
@@ -237,7 +247,7 @@ def _rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_Row]]:
         for size in lane:
             row = behind(next(of))
             begin = row.end if row is not None else 0
-            found[-1].append(_Row(begin=begin, end=size.num_prompt_tokens, behind=row, size=size))
+            found[-1].append(_PromptRow(begin=begin, end=size.num_prompt_tokens, behind=row, size=size))
     return found
 
 

@@ -24,6 +24,25 @@ NODE_HOP_SECONDS = 50e-6  # between hosts, by TCP; an estimate until one is meas
 # Layer bytes that gloo gathers between processes of one host in a second, by their number: measured in pieces of 64
 # MiB, with two cores for all of them. With more than four each has its share of what four have.
 GLOO_BYTES_PER_SECOND = [(2, 1.23e9), (4, 0.64e9)]
+# Of a layer whose matrices are cut by rows: what attends, its projection, the activations, their product.
+NUM_GATHERS = 4
+GIGA, TERA = 1e9, 1e12
+USABLE_SHARE = 0.9  # of a device's memory: the rest is the driver's and the libraries'; of the host's `PINNED_SHARE`
+COMPUTE_SHARE = 0.8  # of dense FLOP/s at the base clock, in products of many rows: tiles do not fit
+MEMORY_SHARE = 0.75  # of a memory's bandwidth, the device's (its ECC takes a part) and the host's
+LINK_SHARE = 0.8  # of one direction, of links to the host from pinned memory, and between devices: packets have headers
+NODE_LINK_SHARE = 0.9  # of one direction of a network, by TCP
+DISK_SHARE = 0.9  # of sequential reads
+PREFILL_ATTENTION_SHARE = 0.4  # of dense FLOP/s at the base clock: prompts attend one by one
+DECODE_ATTENTION_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
+CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX-512, float32
+CORE_FLOPS_PER_SECOND = 40e9  # products of many rows on a core, float32, AVX2: two thirds of what we measured
+LAUNCH_SECONDS = 10e-6  # of the host for one operator, as measured beside an H100: docs/first-gpu-run.md
+TURN_SECONDS = 1e-3  # of one decoder layer, 84 launches of a dense one and Python around them; 2.4 ms and more there
+HIT_SECONDS = 12 * LAUNCH_SECONDS  # of an expert that is read by itself, as counted on a double
+PASS_SECONDS = 5e-3
+DEQUANTIZE_SHARE = 0.5  # of a device's bandwidth, of kernels that dequantize weights: an assumption, no card has said
+ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +73,8 @@ class Fabric:
         return self.num_devices
 
     def gather_bytes_per_second(self, num_ranks: int) -> float:
-        """The rate at which each rank gets what all have, its own part included."""
+        """The rate at which each rank gets what all have, its own part included. A ring goes over all links, so the
+        slowest hop says how fast it is (Patarasuk and Yuan 2009): each sends and receives (n - 1) / n."""
         if num_ranks == 1:
             return UNLIMITED
         per_node, sent = self.num_per_node(num_ranks), (num_ranks - 1) / num_ranks
@@ -72,13 +92,10 @@ class Fabric:
     def send_seconds(self, num_bytes: float, num_ranks: int) -> float:
         """The seconds in which one rank hands bytes to the next one; the slowest of them."""
         per_node, twofold = self.num_per_node(num_ranks), 2 if self.device is DeviceLink.host else 1
-        within = num_bytes * twofold / self._pair if per_node > 1 else 0.0
+        pair = GLOO_BYTES_PER_SECOND[0][1] if self.device is None else self.device_bytes_per_second
+        within = num_bytes * twofold / pair if per_node > 1 else 0.0
         across = num_bytes / self.node_bytes_per_second + NODE_HOP_SECONDS if per_node < num_ranks else 0.0
         return max(within + HOP_SECONDS, across)
-
-    @property
-    def _pair(self) -> float:
-        return GLOO_BYTES_PER_SECOND[0][1] if self.device is None else self.device_bytes_per_second
 
     def _within(self, num_ranks: int, sent: float) -> float:
         """The rate of a gather within a host, of which each rank sends a share. What has no other way is written to the
@@ -117,25 +134,6 @@ class Machine:
         )
 
 
-GIGA, TERA = 1e9, 1e12
-USABLE_SHARE = 0.9  # of a device's memory: the rest is the driver's and the libraries'; of the host's `PINNED_SHARE`
-COMPUTE_SHARE = 0.8  # of dense FLOP/s at the base clock, in products of many rows: tiles do not fit
-MEMORY_SHARE = 0.75  # of a memory's bandwidth, the device's (its ECC takes a part) and the host's
-LINK_SHARE = 0.8  # of one direction, of links to the host from pinned memory, and between devices: packets have headers
-NODE_LINK_SHARE = 0.9  # of one direction of a network, by TCP
-DISK_SHARE = 0.9  # of sequential reads
-PREFILL_ATTENTION_SHARE = 0.4  # of dense FLOP/s at the base clock: prompts attend one by one
-DECODE_ATTENTION_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
-CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX-512, float32
-CORE_FLOPS_PER_SECOND = 40e9  # products of many rows on a core, float32, AVX2: two thirds of what we measured
-LAUNCH_SECONDS = 10e-6  # of the host for one operator, as measured beside an H100: docs/first-gpu-run.md
-TURN_SECONDS = 1e-3  # of one decoder layer, 84 launches of a dense one and Python around them; 2.4 ms and more there
-HIT_SECONDS = 12 * LAUNCH_SECONDS  # of an expert that is read by itself, as counted on a double
-PASS_SECONDS = 5e-3
-DEQUANTIZE_SHARE = 0.5  # of a device's bandwidth, of kernels that dequantize weights: an assumption, no card has said
-ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
-
-
 def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
     """The machine that the profile describes, for one compute dtype. `auto` as in a run of a checkpoint in bfloat16.
     Raises ConfigError where the config holds no profile, or not this dtype."""
@@ -146,8 +144,7 @@ def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
     if config.sheet is not None:
         return _of_sheet(config.name, config.sheet, links, dtype)
     if config.rates is not None:
-        found = _of_measured(config.name, config.rates, dtype, has_bfloat16=has_bfloat16_units(config))
-        return replace(found, fabric=_measured_fabric(found, links))
+        return _of_measured(config.name, config.rates, links, dtype, has_bfloat16=has_bfloat16_units(config))
     raise ConfigError(
         f"machine={config.name} says nothing of how fast it is: choose a profile such as machine=l4, "
         "or measure this one: python -m jobs.measure"
@@ -156,11 +153,16 @@ def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
 
 def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> Machine:
     """One device beside the whole host, as far as the host's memory feeds it."""
-    flops = _tflops(sheet, dtype) * TERA * min(1.0, sheet.base_clock_mhz / sheet.boost_clock_mhz)
+    tflops = {DType.float16: sheet.float16_tflops, DType.bfloat16: sheet.bfloat16_tflops}.get(dtype)
+    tflops = sheet.float32_tflops if tflops is None else tflops
+    flops = tflops * TERA * min(1.0, sheet.base_clock_mhz / sheet.boost_clock_mhz)
     memory = sheet.memory_gb_per_second * GIGA * MEMORY_SHARE
     host = sheet.host_memory_gb_per_second * GIGA * MEMORY_SHARE
     link = min(sheet.host_link_gb_per_second * GIGA * LINK_SHARE, host)
     own = links.device_gb_per_second or sheet.host_link_gb_per_second
+    # A product of M rows takes the longer of its FLOPs and its weights' bytes, 2 M FLOPs for each number. So one point
+    # says it all: below the M where both take as long, rates are proportional to M (see `MachineRates.gemm_rate`).
+    ridge_rows = max(1, round(flops * COMPUTE_SHARE * ITEM_BYTES[dtype] / (2 * memory)))
     return Machine(
         name=name,
         fabric=Fabric(
@@ -169,7 +171,7 @@ def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> 
             device=links.device,
             device_bytes_per_second=own * GIGA * LINK_SHARE,
             host_bytes_per_second=host,
-            node_bytes_per_second=_network(links),
+            node_bytes_per_second=_per_second(links.node_gb_per_second, NODE_LINK_SHARE),
         ),
         has_bfloat16=sheet.bfloat16_tflops is not None,
         host_bytes=int(gib_to_bytes(sheet.host_memory_gib) * PINNED_SHARE),
@@ -177,7 +179,7 @@ def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> 
         library_bytes=LIBRARY_BYTES,
         rates=MachineRates(
             disk_bytes_per_second=sheet.disk_gb_per_second * GIGA * DISK_SHARE,
-            gemm_flops_per_second=_roofline(flops * COMPUTE_SHARE, memory, ITEM_BYTES[dtype]),
+            gemm_flops_per_second={ridge_rows: flops * COMPUTE_SHARE},
             link_in_bytes_per_second=link,
             link_out_bytes_per_second=link,
             memory_bytes_per_second=memory,
@@ -195,33 +197,23 @@ def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> 
     )
 
 
-def _network(links: LinksConfig) -> float:
-    return UNLIMITED if links.node_gb_per_second is None else links.node_gb_per_second * GIGA * NODE_LINK_SHARE
-
-
-def _tflops(sheet: DataSheet, dtype: DType) -> float:
-    if dtype is DType.float16:
-        return sheet.float16_tflops
-    is_narrow = dtype is DType.bfloat16 and sheet.bfloat16_tflops is not None
-    return sheet.bfloat16_tflops if is_narrow and sheet.bfloat16_tflops is not None else sheet.float32_tflops
-
-
-def _roofline(flops: float, memory_bytes: float, item_bytes: int) -> dict[int, float]:
-    """A product of M rows takes the longer of its FLOPs and its weights' bytes, 2 M FLOPs for each number. So one point
-    says it all: below the M where both take as long, rates are proportional to M (see `MachineRates.gemm_rate`)."""
-    return {max(1, round(flops * item_bytes / (2 * memory_bytes))): flops}
-
-
-def _of_measured(name: str, rates: MeasuredRates, dtype: DType, *, has_bfloat16: bool) -> Machine:
+def _of_measured(name: str, rates: MeasuredRates, links: LinksConfig, dtype: DType, *, has_bfloat16: bool) -> Machine:
+    """What was measured, of one device or of a host that computes itself, and the links around it."""
     found = rates.dtypes.get(dtype.value)
     if found is None:
         known = ", ".join(rates.dtypes) or "none"
         raise ConfigError(f"machine={name} was not measured for {dtype.value}, only for: {known}; set model.dtype")
-    device = rates.device_memory_gib
+    device, own, link_in = rates.device_memory_gib, links.device_gb_per_second, _per_second(rates.link_in_gb_per_second)
     memory = rates.memory_gb_per_second * GIGA
     gemm = zip(rates.gemm_rows, found.gemm_gflops, strict=False)  # the largest may be missing
     return Machine(
         name=name,
+        fabric=Fabric(
+            num_nodes=links.num_nodes,
+            device=None if device is None else links.device,
+            device_bytes_per_second=own * GIGA * LINK_SHARE if own else link_in,
+            node_bytes_per_second=_per_second(links.node_gb_per_second, NODE_LINK_SHARE),
+        ),
         has_bfloat16=has_bfloat16,
         host_bytes=gib_to_bytes(rates.host_memory_gib),
         device_bytes=None if device is None else gib_to_bytes(device),
@@ -229,8 +221,8 @@ def _of_measured(name: str, rates: MeasuredRates, dtype: DType, *, has_bfloat16:
         rates=MachineRates(
             disk_bytes_per_second=rates.disk_gb_per_second * GIGA,
             gemm_flops_per_second={num_rows: gflops * GIGA for num_rows, gflops in gemm},
-            link_in_bytes_per_second=_link(rates.link_in_gb_per_second),
-            link_out_bytes_per_second=_link(rates.link_out_gb_per_second),
+            link_in_bytes_per_second=link_in,
+            link_out_bytes_per_second=_per_second(rates.link_out_gb_per_second),
             memory_bytes_per_second=memory,
             attention_bytes_per_second=found.attention_gb_per_second * GIGA,
             cpu_attention_bytes_per_second=found.cpu_attention_gb_per_second * GIGA,
@@ -244,24 +236,8 @@ def _of_measured(name: str, rates: MeasuredRates, dtype: DType, *, has_bfloat16:
     )
 
 
-def _measured_fabric(machine: Machine, links: LinksConfig) -> Fabric:
-    """The links around what was measured: of one device, or of a host that computes itself."""
-    own, has_device = links.device_gb_per_second, machine.device_bytes is not None
-    return Fabric(
-        num_nodes=links.num_nodes,
-        device=links.device if has_device else None,
-        device_bytes_per_second=own * GIGA * LINK_SHARE if own else machine.rates.link_in_bytes_per_second,
-        node_bytes_per_second=_network(links),
-    )
-
-
-def _link(gb_per_second: float | None) -> float:
-    return UNLIMITED if gb_per_second is None else gb_per_second * GIGA
-
-
-NUM_GATHERS = (
-    4  # of a layer whose matrices are cut by rows: what attends, its projection, the activations, their product
-)
+def _per_second(gb_per_second: float | None, share: float = 1.0) -> float:
+    return UNLIMITED if gb_per_second is None else gb_per_second * GIGA * share
 
 
 def rank_machine(
@@ -272,23 +248,14 @@ def rank_machine(
     if way is Way.one:
         return machine
     per_node = machine.fabric.num_per_node(num_ranks)
-    rates = _share(machine, per_node)
+    rates, num_sharers = _share(machine, per_node), 1
     if way is Way.tensor:
         rates = _exchanging(rates, machine.fabric, shape, num_ranks, experts)
     elif way is Way.sharded:
         rates = _sharing(rates, machine, num_ranks, num_ranks // per_node)
-    return replace(
-        machine,
-        host_bytes=machine.host_bytes // per_node,
-        num_sharers=_num_sharers(machine, num_ranks, per_node) if way is Way.sharded else 1,
-        rates=rates,
-    )
-
-
-def _num_sharers(machine: Machine, num_ranks: int, per_node: int) -> int:
-    """Ranks that have the weights of a host's memory between them. Devices hand each other what their hosts lack; in
-    front of none, ranks of several hosts hold all weights each."""
-    return num_ranks if machine.device_bytes is not None or per_node == num_ranks else 1
+        # Devices hand each other what their hosts lack; in front of none, ranks of several hosts hold all weights each.
+        num_sharers = num_ranks if machine.device_bytes is not None or per_node == num_ranks else 1
+    return replace(machine, host_bytes=machine.host_bytes // per_node, num_sharers=num_sharers, rates=rates)
 
 
 def _share(machine: Machine, count: int) -> MachineRates:
@@ -325,7 +292,9 @@ def _sharing(rates: MachineRates, machine: Machine, num_ranks: int, num_nodes: i
         return replace(rates, disk_bytes_per_second=_in_turn(disk, gathered))
     own = rates.link_in_bytes_per_second
     if machine.fabric.device is DeviceLink.host:
-        shards = _in_turn(own, _beyond(num_nodes, machine.fabric))
+        # A host gets whole pages of which the others have all but its share.
+        beyond = UNLIMITED if num_nodes == 1 else machine.fabric.node_bytes_per_second * num_nodes / (num_nodes - 1)
+        shards = _in_turn(own, beyond)
     else:
         shards = _in_turn(num_ranks * own, machine.fabric.gather_bytes_per_second(num_ranks))
     return replace(
@@ -341,7 +310,15 @@ def _exchanging(
 ) -> MachineRates:
     """What a layer of cut matrices gathers of a token, beside its hidden vector: queries' answers and their projection,
     the activations of its feed-forward, or outputs of whole experts, and their product or sum."""
-    inner = [_inner_numbers(stage, shape, num_ranks, experts) for stage in shape.layers]
+
+    def inner_numbers(stage: Stage) -> float:
+        """What ranks send one another between the matrices of a feed-forward, or of all experts that a token visits; or
+        what each of those makes, where it is whole, to the rank that adds it up."""
+        if has_whole(stage, shape.hidden_size, num_ranks, experts):
+            return stage.num_experts_per_token * shape.hidden_size / num_ranks
+        return stage.num_experts_per_token * inner_size(stage, shape.hidden_size) or shape.intermediate_size
+
+    inner = [inner_numbers(stage) for stage in shape.layers]
     width = shape.num_heads * shape.head_dim + sum(inner) / max(1, len(inner)) + 2 * shape.hidden_size
     gathered = fabric.gather_bytes_per_second(num_ranks)
     return replace(
@@ -349,19 +326,6 @@ def _exchanging(
         exchange_bytes_per_second=gathered * shape.hidden_size / width,
         exchange_seconds=NUM_GATHERS * fabric.gather_seconds(num_ranks),
     )
-
-
-def _inner_numbers(stage: Stage, shape: ModelShape, num_ranks: int, experts: DividedExperts) -> float:
-    """What ranks send one another between the matrices of a feed-forward, or of all experts that a token visits; or
-    what each of those makes, where it is whole, to the rank that adds it up."""
-    if has_whole(stage, shape.hidden_size, num_ranks, experts):
-        return stage.num_experts_per_token * shape.hidden_size / num_ranks
-    return stage.num_experts_per_token * inner_size(stage, shape.hidden_size) or shape.intermediate_size
-
-
-def _beyond(num_nodes: int, fabric: Fabric) -> float:
-    """How fast a host gets whole pages of which the others have all but its share."""
-    return UNLIMITED if num_nodes == 1 else fabric.node_bytes_per_second * num_nodes / (num_nodes - 1)
 
 
 def _in_turn(*rates: float) -> float:

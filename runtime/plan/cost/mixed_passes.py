@@ -13,7 +13,7 @@ from itertools import accumulate, cycle, islice
 from ...batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
 from ...batching.prefixes import HeldPrefix, Place, SharedPrefix, places_of, places_of_all
 from ..placement.memory import SequenceSize
-from .lane_work import LaneWork, Piece, packed_work
+from .lane_work import AlikePasses, LaneWork, Piece, packed_work
 
 MAX_STEPS = 48_000  # seats times passes that are played: about a tenth of a second
 NUM_TURNOVERS = 3  # as many requests as seats are played so often in any case
@@ -22,19 +22,10 @@ LEAST_ROOM = 8  # times the pages of the longest sequence: with less, who enters
 MAX_KEPT = 96  # passes that are kept
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixedPass:
-    """`prefill_share`: of its tokens, those of prompts. `num_passes`: those that it stands for."""
-
-    lanes: Sequence[LaneWork]
-    prefill_share: float
-    num_passes: float = 1.0
-
-
-def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[MixedPass]:
+def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[AlikePasses]:
     """Every pass. `sizes` in the order in which requests enter; every one runs to its limit, and asks for a token at
     least."""
-    seats, found = _Seats(sizes, limits, num_pages), list[MixedPass]()
+    seats, found = _Seats(sizes, limits, num_pages), list[AlikePasses]()
     while seats.are_left:
         plan = seats.planned()
         found.append(seats.worked(plan))
@@ -42,7 +33,7 @@ def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pag
     return found
 
 
-def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[MixedPass]:
+def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[AlikePasses]:
     """Up to `MAX_KEPT` passes that stand for all of `mixed_passes`."""
     sample = _Sample.of(sizes, limits, num_pages)
     seats, outline, num_alike = _Seats(sample.played, sample.limits, sample.num_pages), _Outline(), 0.0
@@ -60,7 +51,7 @@ def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_
 class _Outline:
     """Each `stride`th of the passes, which stands for those before it too."""
 
-    kept: list[MixedPass] = field(default_factory=list)
+    kept: list[AlikePasses] = field(default_factory=list)
     stride: int = 1
     num_played: int = 0
     num_passes: float = 0.0  # that nothing kept stands for yet
@@ -75,12 +66,12 @@ class _Outline:
             self.stride *= 2
         return self.num_played % self.stride == 0
 
-    def take(self, worked: MixedPass) -> None:
+    def take(self, worked: AlikePasses) -> None:
         self.kept.append(replace(worked, num_passes=self.num_passes))
         self.num_passes = 0.0
 
     @property
-    def whole(self) -> list[MixedPass]:
+    def whole(self) -> list[AlikePasses]:
         """What is kept stands for every pass."""
         *others, last = self.kept
         return [*others, replace(last, num_passes=last.num_passes + self.num_passes)]
@@ -108,7 +99,10 @@ class _Sample:
         times = limits.num_lanes / num_lanes
         its = [sizes[int((turn + 0.5) * times)] for turn in range(int(len(sizes) / times))] or sizes[:1]
         limits = replace(limits, num_lanes=num_lanes)
-        num_played = _num_played(its, limits)
+        # As many of the first are played as take the steps.
+        costs = accumulate(size.max_new_tokens + size.num_prompt_tokens // limits.lane_tokens for size in its)
+        least = NUM_TURNOVERS * limits.num_lanes * limits.lane_size
+        num_played = max(sum(cost <= MAX_STEPS for cost in costs), least)
         return _Sample(
             played=its[:num_played],
             num_left_tokens=sum(map(_num_tokens, its[num_played:])),
@@ -119,12 +113,6 @@ class _Sample:
 
     def all_lanes(self, lanes: Sequence[LaneWork]) -> list[LaneWork]:
         return list(islice(cycle(lanes), round(self.times * len(lanes))))
-
-
-def _num_played(sizes: Sequence[SequenceSize], limits: AdmissionLimits) -> int:
-    """The number of first requests that are played: as many as take the steps."""
-    costs = accumulate(size.max_new_tokens + size.num_prompt_tokens // limits.lane_tokens for size in sizes)
-    return max(sum(cost <= MAX_STEPS for cost in costs), NUM_TURNOVERS * limits.num_lanes * limits.lane_size)
 
 
 def _most(size: SequenceSize) -> int:
@@ -174,11 +162,20 @@ class _Seats:
         waiting, seats = self._line[: -1 - num_looked : -1], list(self._seats.values())
         plan = plan_pass(waiting, seats, self._num_free, self._limits, self._held.values())
         for i in reversed(plan.preempted):
-            self._give_way(self._seats.pop(i))
+            seat = self._seats.pop(i)
+            self._num_free += self._num_pages(seat.num_cached, self._shared[i])
+            self._line.append(Waiting(request=i, num_known=seat.num_known, num_most=seat.num_most, prefix=seat.prefix))
         for place in plan.dropped:
             self._num_free += self._num_pages(self._held.pop(place).num_cached, self._begin(place))
         for _, lane in plan.admitted:
-            self._enter(self._line.pop(), lane)
+            entrant = self._line.pop()
+            for place in places_of(entrant.prefix, lane, self._limits.rule):
+                if place not in self._held:
+                    self._held[place] = HeldPrefix(prefix=place[0], lane=lane, num_cached=self._begin(place))
+            self._seats[entrant.request] = SeatState(
+                request=entrant.request, lane=lane, num_cached=self._shared[entrant.request],
+                num_known=entrant.num_known, num_most=entrant.num_most, prefix=entrant.prefix,
+            )  # fmt: skip
         return plan
 
     def _num_pages(self, end: int, begin: int) -> int:
@@ -188,21 +185,7 @@ class _Seats:
         """Tokens of a prefix that are its parent's."""
         return self._limits.rule.num_shared(place[0].parent)
 
-    def _give_way(self, seat: SeatState) -> None:
-        i = seat.request
-        self._num_free += self._num_pages(seat.num_cached, self._shared[i])
-        self._line.append(Waiting(request=i, num_known=seat.num_known, num_most=seat.num_most, prefix=seat.prefix))
-
-    def _enter(self, entrant: Waiting, lane: int) -> None:
-        for place in places_of(entrant.prefix, lane, self._limits.rule):
-            if place not in self._held:
-                self._held[place] = HeldPrefix(prefix=place[0], lane=lane, num_cached=self._begin(place))
-        self._seats[entrant.request] = SeatState(
-            request=entrant.request, lane=lane, num_cached=self._shared[entrant.request],
-            num_known=entrant.num_known, num_most=entrant.num_most, prefix=entrant.prefix,
-        )  # fmt: skip
-
-    def worked(self, plan: PassPlan) -> MixedPass:
+    def worked(self, plan: PassPlan) -> AlikePasses:
         lanes: list[list[Piece]] = [[] for _ in range(self._limits.num_lanes)]
         prefixes: list[set[SharedPrefix | None]] = [set() for _ in lanes]
         for place, new in plan.filled.items():
@@ -211,27 +194,18 @@ class _Seats:
         num_decoded = 0
         for i, seat in self._seats.items():
             new, past = plan.new_tokens.get(i, 0), seat.num_cached
-            asks, is_begun = new > 0 and past + new == seat.num_known, self._is_begun(seat)
+            asks, is_begun = new > 0 and past + new == seat.num_known, seat.num_known > self._sizes[i].num_prompt_tokens
             selected = int(asks) if is_begun else self._sizes[i].num_selected(past, new)
             lanes[seat.lane].append(Piece(past, new, selected, self._shared[i]))
             prefixes[seat.lane].add(seat.prefix)
             num_decoded += new if is_begun and past + 1 == seat.num_known else 0
-        works = [
-            packed_work(pieces, self._shared_pages([(prefix, lane) for prefix in prefixes[lane]], plan))
-            for lane, pieces in enumerate(lanes)
-            if any(piece.new for piece in pieces)
-        ]
-        return MixedPass(lanes=works, prefill_share=1 - num_decoded / sum(work.num_tokens for work in works))
-
-    def _is_begun(self, seat: SeatState) -> bool:
-        """Whether it has generated a token."""
-        return seat.num_known > self._sizes[seat.request].num_prompt_tokens
-
-    def _shared_pages(self, seated: Sequence[tuple[SharedPrefix | None, int]], plan: PassPlan) -> int:
-        """What these sequences of a lane go on from, but for what the pass computes of it."""
-        places = places_of_all(seated, self._limits.rule)
-        stored = [(self._held[place].num_cached, self._begin(place)) for place in places - plan.filled.keys()]
-        return sum(self._num_pages(end, begin) for end, begin in stored)
+        works = list[LaneWork]()
+        for lane, pieces in enumerate(lanes):
+            if any(piece.new for piece in pieces):  # what they go on from, but for what the pass computes of it
+                places = places_of_all([(prefix, lane) for prefix in prefixes[lane]], self._limits.rule)
+                stored = [(self._held[place].num_cached, self._begin(place)) for place in places - plan.filled.keys()]
+                works.append(packed_work(pieces, sum(self._num_pages(end, begin) for end, begin in stored)))
+        return AlikePasses(lanes=works, prefill_share=1 - num_decoded / sum(work.num_tokens for work in works))
 
     def move_on(self, plan: PassPlan) -> None:
         for place, new in plan.filled.items():

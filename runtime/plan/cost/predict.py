@@ -20,8 +20,8 @@ from ..schedule.schedule import make_schedule
 from ..schedule.walk import Walk
 from ..shape.model import ModelShape
 from .durations import PricedStages, durations
-from .lane_work import LaneWork, block_prefills, decode_work
-from .mixed_passes import MixedPass, outlined_passes
+from .lane_work import AlikePasses, LaneWork, block_prefills, decode_work
+from .mixed_passes import outlined_passes
 from .rates import MachineRates
 from .simulator import Links, Script, simulate_each
 
@@ -93,19 +93,6 @@ class Prediction:
         return {name: phase for name, phase in vars(self).items() if phase.seconds}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stretch:
-    """`num_passes` like the one with these lanes. `prefill_share`: of its tokens, those of prompts."""
-
-    num_passes: float
-    lanes: Sequence[LaneWork]
-    prefill_share: float
-
-    @property
-    def is_prefill(self) -> bool:
-        return self.prefill_share == 1.0
-
-
 def predict(
     shape: ModelShape,
     placement: Placement,
@@ -116,7 +103,7 @@ def predict(
     admission: Admission = Admission.wave,
 ) -> Prediction:
     """The prediction for all blocks together, at the start of a run."""
-    clock = _Clock(shape=shape, placement=placement, rates=rates)
+    clock = _PassTimer(shape=shape, placement=placement, rates=rates)
     blocks = [block for block in (_generating(block, sizes) for block in blocks) if block.members]
     if not blocks:
         return Prediction(prefill=PhaseTime(), decode=PhaseTime())
@@ -136,8 +123,8 @@ def decode_pass_seconds(
     half = max((size.max_new_tokens for lane in lanes for size in lane), default=0) // 2
     most = [[replace(size, max_new_tokens=half + 2) for size in lane] for lane in lanes]
     works = [work for lane in most if (work := decode_work(shape, lane, half)) is not None]
-    clock = _Clock(shape=shape, placement=placement, rates=rates)
-    return clock.steady(Stretch(num_passes=1, lanes=works, prefill_share=0.0)).seconds if works else 0.0
+    clock = _PassTimer(shape=shape, placement=placement, rates=rates)
+    return clock.steady(AlikePasses(num_passes=1, lanes=works, prefill_share=0.0)).seconds if works else 0.0
 
 
 def predict_roughly(
@@ -150,9 +137,9 @@ def predict_roughly(
     max_prefills: int = 3,
 ) -> Prediction:
     """The prediction for one block, by few of its passes."""
-    rule, most = placement.sharing, max_prefills
-    stretches = list(block_stretches(shape, lanes, chunk_tokens, rule, max_prefills=most, max_decodes=1))
-    return _Clock(shape=shape, placement=placement, rates=rates, num_steady=1).added(stretches)
+    rule = placement.sharing
+    stretches = list(block_stretches(shape, lanes, chunk_tokens, rule, max_prefills=max_prefills, max_decodes=1))
+    return _PassTimer(shape=shape, placement=placement, rates=rates, num_steady=1).added(stretches)
 
 
 def predict_by_few(
@@ -185,7 +172,7 @@ def block_stretches(
     *,
     max_prefills: int = MAX_STRETCHES,
     max_decodes: int = MAX_STRETCHES,
-) -> Iterator[Stretch]:
+) -> Iterator[AlikePasses]:
     """Prefill passes, from which lanes drop out as they have no prompts left, the last with what is left of them; then
     decode passes, from which they drop out as their sequences end."""
     prompts = block_prefills(shape, lanes, chunk_tokens, rule)
@@ -200,15 +187,18 @@ def block_stretches(
     counts = set(map(len, prompts))
     most = max(counts, default=0)
     parts = _cut({*counts, most - 1}, max_prefills) if most else []
-    for part in parts if max_prefills > 2 else _full_and_rest(most):
-        yield Stretch(num_passes=len(part), lanes=prefilling(part[len(part) // 2]), prefill_share=1.0)
+    if max_prefills <= 2:  # all but the last, which has what is left, and the last where there are few
+        ends_at = [most] if most > MANY_PREFILLS else [max(0, most - 1), most]
+        parts = [range(begin, end) for begin, end in pairwise([0, *ends_at]) if begin < end]
+    for part in parts:
+        yield AlikePasses(num_passes=len(part), lanes=prefilling(part[len(part) // 2]), prefill_share=1.0)
     for part in _cut(ends, max_decodes):
-        yield Stretch(num_passes=len(part), lanes=decoding(part[len(part) // 2]), prefill_share=0.0)
+        yield AlikePasses(num_passes=len(part), lanes=decoding(part[len(part) // 2]), prefill_share=0.0)
 
 
 def mixed_stretches(
     placement: Placement, blocks: Sequence[Block], sizes: Sequence[SequenceSize], chunk_tokens: int
-) -> list[Stretch]:
+) -> list[AlikePasses]:
     """Seats as a run has them: as many lanes as the block that has most, as long as the longest."""
     limits = AdmissionLimits.of(
         placement.sharing,
@@ -220,13 +210,7 @@ def mixed_stretches(
     order = [sizes[i] for block in blocks for i in block.members]
     passes = outlined_passes(order, limits, placement.kv.num_pages)
     parts = [passes[part.start : part.stop] for part in _parts(len(passes), MAX_MIXED_STRETCHES)]
-    return [_mixed_stretch(part) for part in parts]
-
-
-def _mixed_stretch(passes: Sequence[MixedPass]) -> Stretch:
-    middle = passes[len(passes) // 2]
-    num_passes = sum(each.num_passes for each in passes)
-    return Stretch(num_passes=num_passes, lanes=middle.lanes, prefill_share=middle.prefill_share)
+    return [replace(part[len(part) // 2], num_passes=sum(each.num_passes for each in part)) for part in parts]
 
 
 def _generating(block: Block, sizes: Sequence[SequenceSize]) -> Block:
@@ -251,13 +235,6 @@ def _cut(ends: Collection[int], most: int) -> list[range]:
     return parts
 
 
-def _full_and_rest(count: int) -> list[range]:
-    """All of so many prefill passes but the last, which has what is left, and the last where there are few."""
-    if count > MANY_PREFILLS:
-        return [range(count)]
-    return [part for part in (range(count - 1), range(max(0, count - 1), count)) if part]
-
-
 def _parts(count: int, most: int) -> list[range]:
     """0..count in up to `most` ranges of about the same length."""
     num_parts = min(count, most)
@@ -265,7 +242,7 @@ def _parts(count: int, most: int) -> list[range]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Clock:
+class _PassTimer:
     """How long passes take on one machine with one placement."""
 
     shape: ModelShape
@@ -273,32 +250,33 @@ class _Clock:
     rates: MachineRates
     num_steady: int = 2  # passes behind the first, whose mean a steady pass is
 
-    def added(self, stretches: Sequence[Stretch], num_blocks: int = 1) -> Prediction:
+    def added(self, stretches: Sequence[AlikePasses], num_blocks: int = 1) -> Prediction:
         """Each phase's passes, and what its first one takes longer where slots are empty: at the start of the run, or
         in every block where the two walks do not flow into each other."""
         prefill, decode = PhaseTime(), PhaseTime()
-        begun = set[bool]()
+        begun, flows_on = set[bool](), self.placement.walk.first_stage == self.placement.decode_walk.first_stage
         for stretch in stretches:
             first, steady = self._first_and_steady(stretch)
             share = stretch.prefill_share
             prefill = prefill.plus(steady, stretch.num_passes * share)
             decode = decode.plus(steady, stretch.num_passes * (1 - share))
-            if stretch.is_prefill not in begun and (not begun or not self._flows_on):
+            if stretch.is_prefill not in begun and (not begun or not flows_on):
                 begun.add(stretch.is_prefill)
                 late = PhaseTime(
                     seconds=max(0.0, first.seconds - steady.seconds),
                     stall_seconds=max(0.0, first.stall_seconds - steady.stall_seconds),
                 )
-                times = 1 if self._flows_on else num_blocks
+                times = 1 if flows_on else num_blocks
                 prefill, decode = prefill.plus(late, times * share), decode.plus(late, times * (1 - share))
         return Prediction(prefill=prefill, decode=decode)
 
-    def steady(self, stretch: Stretch) -> PhaseTime:
+    def steady(self, stretch: AlikePasses) -> PhaseTime:
         return self._first_and_steady(stretch)[1]
 
-    def _first_and_steady(self, stretch: Stretch) -> tuple[PhaseTime, PhaseTime]:
+    def _first_and_steady(self, stretch: AlikePasses) -> tuple[PhaseTime, PhaseTime]:
         """A pass that finds slots empty; and one behind others like it, what those after the first take on average."""
-        walk = self._walk(stretch)
+        # Only passes of prompts alone take the prefill walk.
+        walk = self.placement.walk if stretch.is_prefill else self.placement.decode_walk
         seconds = durations(self.shape, self.placement, walk, stretch.lanes, self.rates, self._priced)
         count, script = self.num_steady, _script(walk, len(stretch.lanes), seconds.links)
         one, all_ = simulate_each(script, [1, 1 + count], seconds)
@@ -314,11 +292,3 @@ class _Clock:
     @cached_property
     def _priced(self) -> PricedStages:
         return PricedStages.of(self.shape, self.placement)
-
-    def _walk(self, stretch: Stretch) -> Walk:
-        """Only passes of prompts alone take the prefill walk."""
-        return self.placement.walk if stretch.is_prefill else self.placement.decode_walk
-
-    @property
-    def _flows_on(self) -> bool:
-        return self.placement.walk.first_stage == self.placement.decode_walk.first_stage

@@ -10,11 +10,10 @@ import numpy as np
 
 from ...resources import Resource
 from ..placement.dequantized import is_stored
-from ..shape.numbers import Numbers
+from ..shape.numbers import Numbers, larger
 from ..shape.shapes import Parameter
 
 UNLIMITED = float("inf")
-UNLIMITED_BEFORE = ("exchange_bytes_per_second", "dequantize_bytes_per_second", "host_memory_bytes_per_second")
 DEQUANTIZE_LAUNCHES = 2  # of one matrix, or of all experts', by kernels; operators of torch are about ten
 
 
@@ -119,10 +118,7 @@ class MachineRates:
                 return {int(rows): float(each) for rows, each in value.items()}
             return None if value is None else float(str(value))
 
-        newer = {"hit_seconds": 0.0, "shard_bytes_per_second": None, "exchange_seconds": 0.0, "launch_seconds": 0.0}
-        unlimited = dict.fromkeys(UNLIMITED_BEFORE, UNLIMITED)
-        known = {**newer, **unlimited, **values}  # not kept by older versions
-        found = {each.name: rate(known[each.name]) for each in fields(MachineRates)}
+        found = {each.name: rate(values[each.name]) for each in fields(MachineRates)}
         return MachineRates(**found)  # pyright: ignore[reportArgumentType] - names and types are checked above
 
     @property
@@ -152,7 +148,7 @@ class MachineRates:
         the products at the rate of many rows, whichever are more."""
         reading = stored.num_bytes / self.dequantize_bytes_per_second
         products = 2.0 * num_rows * stored.num_numbers / max(self.gemm_flops_per_second.values())
-        return np.maximum(reading, products) if isinstance(products, np.ndarray) else max(reading, products)
+        return larger(reading, products)
 
     def dequantize_seconds(self, stored: StoredWork, item_bytes: int) -> float:
         """Seconds in which stored weights become numbers of the compute dtype, of so many bytes each: all that they

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..placement.experts import expected_hits
 from ..shape.numbers import Floats
 from .machine import Machine
 from .rates import MachineRates
@@ -105,7 +104,7 @@ def hit_share(work: LayerWork, num_rows: float) -> float:
     """The share of the experts' bytes that a micro-batch touches."""
     if not work.num_experts:
         return 1.0
-    return expected_hits(work.num_experts, work.num_experts_per_token, max(1, round(num_rows))) / work.num_experts
+    return work.hits(max(1, round(num_rows))) / work.num_experts
 
 
 def link_bytes_per_second(machine: Machine, *, reads: bool) -> float:

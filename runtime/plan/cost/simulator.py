@@ -14,6 +14,7 @@ from ..schedule.actions import Action, Op
 from ..schedule.schedule import Schedule
 
 DISK, LINK_IN, LINK_OUT, COMPUTE, CPU, HOST = (resource.number for resource in Resource)
+_RESOURCES = tuple(Resource)  # by their numbers
 SYNC = len(Resource)
 NEVER = 0  # the event that has always happened
 UNSEEN = 1  # one that nobody waits for
@@ -57,7 +58,7 @@ class Links(NamedTuple):
 OVER_LINK = Links()
 
 
-class Line(NamedTuple):
+class ScriptLine(NamedTuple):
     """`kind`: the number of a resource, or a barrier. It begins behind the events `after` and `too`, and its end is
     `event`. `price` names the field of `Durations` that says how long it takes."""
 
@@ -70,7 +71,7 @@ class Line(NamedTuple):
     price: str
 
 
-Lines: TypeAlias = list[Line]
+Lines: TypeAlias = list[ScriptLine]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,17 +135,15 @@ class Script:
         actions = (*schedule.prologue, *schedule.cycle)
         self._copied = {action.stage for action in actions if action.op is Op.copy}
         self._staged_before = _staging_before(schedule)
-        self.prologue, self.cycle = self._lines(schedule.prologue), self._lines(schedule.cycle)
+        self.prologue: Lines = [line for action in schedule.prologue for line in self._made(action)]
+        self.cycle: Lines = [line for action in schedule.cycle for line in self._made(action)]
 
-    def _lines(self, actions: Sequence[Action]) -> Lines:
-        return [line for action in actions for line in self._made(action)]
-
-    def _made(self, action: Action) -> list[Line]:
+    def _made(self, action: Action) -> list[ScriptLine]:
         op, stage, event = action.op, action.stage, self.events.of
         if op is Op.free:
             return []
         if op is Op.sync:
-            return [Line(SYNC, NEVER, NEVER, UNSEEN, action, True, op.value)]
+            return [ScriptLine(SYNC, NEVER, NEVER, UNSEEN, action, True, op.value)]
         if op is Op.read:
             read = event(stage, "read", action.page) if stage in self._copied else event(stage)
             left = event(self._staged_before[action.its_stage]) if stage in self._copied else NEVER
@@ -158,9 +157,9 @@ class Script:
             return self._carried(action, (DISK, LINK_IN), turn)
         if op is Op.store:
             return self._carried(action, (LINK_OUT, DISK), UNSEEN)
-        return [Line(COMPUTE, event(stage), turn, UNSEEN, action, True, op.value)]
+        return [ScriptLine(COMPUTE, event(stage), turn, UNSEEN, action, True, op.value)]
 
-    def _carried(self, action: Action, path: tuple[int, int], event: int) -> list[Line]:
+    def _carried(self, action: Action, path: tuple[int, int], event: int) -> list[ScriptLine]:
         """KV over the link, or over disk and link, one behind the other."""
         link = next(part for part in path if part != DISK)
         if not self._roads.is_kv_on_disk:
@@ -202,14 +201,11 @@ def _line(
     *,
     on_compute: bool = False,
     price: str | None = None,
-) -> Line:
-    return Line(kind, after, NEVER, event, action, on_compute, price or action.op.value)
+) -> ScriptLine:
+    return ScriptLine(kind, after, NEVER, event, action, on_compute, price or action.op.value)
 
 
-_RESOURCES = tuple(Resource)  # by their numbers
-
-
-class Span(NamedTuple):
+class SimulatedSpan(NamedTuple):
     """What a resource worked at, from and to, in seconds."""
 
     resource: Resource
@@ -231,7 +227,7 @@ class PlayedPass(NamedTuple):
 
     begin: float
     end: float
-    spans: Sequence[Span]
+    spans: Sequence[SimulatedSpan]
 
 
 def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> SimulatedPasses:
@@ -272,7 +268,7 @@ def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: floa
     filled: Sequence[Action] | None = None
     host_seconds = 0.0
     for (schedule, durations), script in zip(passes, scripts, strict=True):
-        begin, spans = clock.now, list[Span]()
+        begin, spans = clock.now, list[SimulatedSpan]()
         parts = [script.cycle] if schedule.prologue == filled else [script.prologue, script.cycle]
         for timed in (_Timed.of(lines, durations) for lines in parts):
             clock.play(timed, spans)
@@ -315,13 +311,13 @@ class _Timed:
         return busy[:SYNC]
 
 
-def _worked(action: Action, begin: float, end: float, seconds: float, dense_seconds: float) -> list[Span]:
+def _worked(action: Action, begin: float, end: float, seconds: float, dense_seconds: float) -> list[SimulatedSpan]:
     """When compute worked at an action that waits inside for what it brings in: as if all that it waited for came
     between its own weights and the experts, so that the spans last as long as the work."""
     parts = [(begin, begin + dense_seconds), (end - (seconds - dense_seconds), end)]
     if end - begin <= seconds:
         parts = [(begin, end)]
-    return [Span(Resource.compute, action, *part) for part in parts if part[1] > part[0]]
+    return [SimulatedSpan(Resource.compute, action, *part) for part in parts if part[1] > part[0]]
 
 
 class _Clock:
@@ -336,7 +332,7 @@ class _Clock:
         self.stall_seconds += max(0.0, second - self.now)
         self.now = max(self.now, second)
 
-    def play(self, timed: _Timed, spans: list[Span] | None = None) -> None:
+    def play(self, timed: _Timed, spans: list[SimulatedSpan] | None = None) -> None:
         """Adds what ran when to `spans`. One loop over local names, longer than functions here are: it is played a
         million times."""
         now, stalled, free, ends = self.now, self.stall_seconds, self._free, self._ends
@@ -359,13 +355,13 @@ class _Clock:
                 end = free[kind] = ends[event] = begin + seconds
             if spans is not None and kind != SYNC and end > begin:
                 if reads is None:
-                    spans.append(Span(_RESOURCES[kind], action, begin, end))
+                    spans.append(SimulatedSpan(_RESOURCES[kind], action, begin, end))
                 else:
                     spans += _worked(action, begin, end, seconds, reads.dense_seconds)
         self.now, self.stall_seconds = now, stalled
 
     def _with_reads(
-        self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[Span] | None
+        self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[SimulatedSpan] | None
     ) -> float:
         """When all experts are done: those that are brought, and those that the CPU multiplies meanwhile."""
         asked, free = begin + reads.dense_seconds, self._free
@@ -375,11 +371,11 @@ class _Clock:
         start = max(free[CPU], asked)
         free[CPU] = start + reads.cpu_seconds
         if spans is not None:
-            spans.append(Span(Resource.cpu_attention, Action(Op.experts, action.stage), start, free[CPU]))
+            spans.append(SimulatedSpan(Resource.cpu_attention, Action(Op.experts, action.stage), start, free[CPU]))
         return max(end, free[CPU])
 
     def _with_brought(
-        self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[Span] | None
+        self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[SimulatedSpan] | None
     ) -> float:
         """Experts arrive one behind the other, and each is computed when it has arrived and the one before it is done:
         as long as it takes to get the first and compute all, or to get all and compute the last."""
@@ -393,9 +389,9 @@ class _Clock:
             free[DISK] = start + reads.read_seconds
         free[LINK_IN] = max(free[LINK_IN], last)
         if spans is not None and reads.read_seconds:
-            spans.append(Span(Resource.disk, Action(Op.read, action.stage), start, free[DISK]))
+            spans.append(SimulatedSpan(Resource.disk, Action(Op.read, action.stage), start, free[DISK]))
         if spans is not None and reads.copy_seconds:
             begun = last - reads.copy_seconds  # as if each expert but the first had waited for its read before them all
-            spans.append(Span(Resource.host_to_device, Action(Op.copy, action.stage), begun, last))
+            spans.append(SimulatedSpan(Resource.host_to_device, Action(Op.copy, action.stage), begun, last))
         computing = seconds - reads.dense_seconds
         return max(max(begin + reads.dense_seconds, first) + computing, last + computing / count)

@@ -23,6 +23,7 @@ INNER_TRIPS = 5
 VISIT_TRIPS = 8  # of a token that visits an expert: taken, weighed and added
 LOGIT_TRIPS = 6  # a change of layout, whether all are finite, and the largest
 EXPANDED_TRIPS = 6  # of keys and values that a layer makes of latents
+LEAST_SHARE = 0.5  # of the rate at which the CPU reads host memory, while the link reads there too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
     looked_up = stage.kind in (StageKind.embedding, StageKind.bridge)
     stacks = {p.name for p in stage.stacks}
     stored = () if looked_up else [p for p in stage.parameters if p.name not in stacks]
+    experts = StoredWork.of(stage.stacks, shape.compute_dtype)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size  # beside experts there may be none
     token = HIDDEN_TRIPS * shape.hidden_size + HEAD_TRIPS * heads + INNER_TRIPS * shape.intermediate_size * has_inner
@@ -83,14 +85,9 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
         is_narrow=shape.is_packed and stage in shape.layers[-1:],
         visit_bytes=size * stage.own_share * (VISIT_TRIPS * shape.hidden_size + INNER_TRIPS * shape.intermediate_size),
         stored=StoredWork.of(stored, shape.compute_dtype),
-        stored_experts=_stored_experts(stage, count if is_paged else 1, shape.compute_dtype),
+        # What all experts take together, or one of a paged stage, as it is read by itself.
+        stored_experts=experts.times(1 / (count if is_paged else 1))._replace(num_matrices=experts.num_matrices),
     )
-
-
-def _stored_experts(stage: Stage, num_parts: int, compute_dtype: str) -> StoredWork:
-    """What all experts take together, or one of so many, as it is read by itself."""
-    found = StoredWork.of(stage.stacks, compute_dtype)
-    return found.times(1 / num_parts)._replace(num_matrices=found.num_matrices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +171,6 @@ class LayerWork:
     @property
     def ffn_flops_per_token(self) -> float:
         return 2 * (self.ffn_weights + self.num_experts_per_token * self.expert_weights)
-
-
-LEAST_SHARE = 0.5  # of the rate at which the CPU reads host memory, while the link reads there too
 
 
 def with_share(shape: ModelShape, placement: Placement, rates: MachineRates | None) -> Placement:

@@ -13,6 +13,7 @@ from math import ceil
 from ...config.settings import ExpertPaging, FeedForward, RuntimeConfig, Tier, require
 from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape
+from ..shape.numbers import Numbers, larger
 from .kv import PART_ALIGNMENT_BYTES, ExchangeSize
 from .ledger import Entry
 from .memory import KERNEL_SCRATCH_BYTES, LAID_OUT_BYTES
@@ -48,9 +49,9 @@ class CpuShare:
         cost = self.cost(num_visits)
         return min(num_hit, max(0, ceil((num_hit + 1) / (1 + cost)) - 1))
 
-    def cost(self, num_visits: float) -> float:
+    def cost(self, num_visits: Numbers) -> Numbers:
         """How long the CPU takes at an expert of so many visits."""
-        return max(self.reading, num_visits * self.multiplying)
+        return larger(self.reading, num_visits * self.multiplying)
 
 
 def cpu_multiplies(config: RuntimeConfig) -> bool:

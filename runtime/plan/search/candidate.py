@@ -11,6 +11,7 @@ any time but that of their products, and products are as fast as they get.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from ...batching.balance import Block, plan_blocks
 from ...batching.prefixes import SharedPrefix
@@ -29,6 +30,9 @@ from .policy import Policy
 
 RUN = 64  # requests, of a sample
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
+NOTABLE = 0.05  # share of prefill passes, or of what a row of a product takes
+WORTHWHILE = 0.02  # of the prefill's time, to be won by a chunk that takes more memory
+ALL_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +108,18 @@ class Problem:
         """The run of these blocks with prompts in chunks of `num_tokens`."""
         shape, budgets, config = self.shape, self.budgets, in_chunks(self.config, num_tokens)
         load = run_load(shape, config, budgets, blocks, self.sizes)
-        if config.prefetch.kind is Prefetch.cost_aware and self.rates is not None:
-            prefetch, placement = self._cost_aware(config, load, self.rates)
-        else:
-            prefetch = bare(config).prefetch
+        prefetch = bare(config).prefetch
+        if config.prefetch.kind is not Prefetch.cost_aware or self.rates is None:
             placement = self.place(replace(config, prefetch=prefetch), load)
+        else:  # the depth, with as many resident layers as then fit, whose simulated decode pass is the shortest
+            placement, shortest = None, inf
+            for depth in range(1, MAX_DEPTH + 1):
+                deeper = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
+                found = self.place(replace(config, prefetch=deeper), load)
+                seconds = decode_pass_seconds(shape, found, load.lanes, self.rates)
+                if placement is None or (found.fits and seconds < 0.99 * shortest):
+                    shortest, prefetch, placement = seconds, deeper, found
+            assert placement is not None
         return PlacedRun(blocks=blocks, config=config, load=load, prefetch=prefetch, placement=placement)
 
     def predicted(self, run: PlacedRun) -> Prediction | None:
@@ -121,18 +132,6 @@ class Problem:
     def place(self, config: RuntimeConfig, load: Load) -> Placement:
         """The placement of a load, with what of it follows from the rates."""
         return with_share(self.shape, place(self.shape, config, self.budgets, load), self.rates)
-
-    def _cost_aware(self, config: RuntimeConfig, load: Load, rates: MachineRates) -> tuple[PrefetchConfig, Placement]:
-        """The depth, with as many resident layers as then fit, whose simulated decode pass is the shortest."""
-        best: tuple[float, PrefetchConfig, Placement] | None = None
-        for depth in range(1, MAX_DEPTH + 1):
-            prefetch = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
-            placement = self.place(replace(config, prefetch=prefetch), load)
-            seconds = decode_pass_seconds(self.shape, placement, load.lanes, rates)
-            if best is None or (placement.fits and seconds < 0.99 * best[0]):
-                best = (seconds, prefetch, placement)
-        assert best is not None
-        return best[1], best[2]
 
 
 def of_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
@@ -164,9 +163,12 @@ def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) ->
         blocks = divided(most, usual)
         return chunk_sizes(shape, config.policy, blocks)[-1], blocks
     blocks: tuple[Block, ...] = ()
+    whole = max(1, min(most, len(problem.sizes)) >> num_halvings)
+    steps = {step for turn in range(whole.bit_length()) for step in (whole >> turn, 3 * whole >> turn + 2)}
+    ladder = sorted(steps - {0}, reverse=True)  # all, 3/4, 1/2, 3/8 ... 1
     for tier in kv_tiers(shape, config, has_device=problem.budgets.has_device):
         in_tier = replace(bare(config), kv=replace(config.kv, tier=tier))
-        for num_sequences in _ladder(max(1, min(most, len(problem.sizes)) >> num_halvings)):
+        for num_sequences in ladder:
             *large, usual = counts(num_sequences)
             for count in (*large, usual):
                 blocks = divided(num_sequences, count)
@@ -185,19 +187,6 @@ def _fitting_chunk(problem: Problem, config: RuntimeConfig, blocks: tuple[Block,
         if placement is not None and placement.fits and (not wholly or is_whole(placement)):
             return chunk
     return None
-
-
-def _ladder(most: int) -> list[int]:
-    """most, 3/4, 1/2, 3/8 ... 1 of it."""
-    steps = {most >> turn for turn in range(most.bit_length())} | {
-        3 * most >> turn + 2 for turn in range(most.bit_length())
-    }
-    return sorted(steps - {0}, reverse=True)
-
-
-NOTABLE = 0.05  # share of prefill passes, or of what a row of a product takes
-WORTHWHILE = 0.02  # of the prefill's time, to be won by a chunk that takes more memory
-ALL_TOKENS = 1 << 40
 
 
 def balanced(problem: Problem, first: PlacedRun) -> PlacedRun:
@@ -221,9 +210,14 @@ def _chosen(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
     most = max((pass_tokens(problem.shape, lane, ALL_TOKENS) for lane in first.load.lanes), default=0)
     if last >= most:
         return best
+    shares = {stage.num_experts_per_token / stage.num_experts for stage in problem.shape.layers if stage.num_experts}
+    ways = [(rates.gemm_rate, 1.0), *((rates.expert_rate, share) for share in shares)]
+    passing = len(first.load.lanes) * len(first.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
     found = shortest = _timed(problem, first, last, rates)
     while found is not None and shortest is not None and last < most:
-        if not (_beside_products(first, found, rates) or _speeds_up(problem.shape, last, rates)):
+        prefill = found.prefill  # waiting for bytes, and what passing stages takes, do not follow from its tokens
+        has_wait = prefill.stall_seconds + prefill.num_passes * passing > NOTABLE * prefill.seconds
+        if not has_wait and all(rate(2 * part * last) <= (1 + NOTABLE) * rate(part * last) for rate, part in ways):
             break
         last *= 2
         found = _timed(problem, first, last, rates)
@@ -232,35 +226,12 @@ def _chosen(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
     return best
 
 
-def _beside_products(run: PlacedRun, prediction: Prediction, rates: MachineRates) -> bool:
-    """Whether prefill passes take notable time that does not follow from their tokens: waiting for bytes, and what
-    passing stages takes beside products."""
-    passing = len(run.load.lanes) * len(run.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
-    prefill = prediction.prefill
-    return prefill.stall_seconds + prefill.num_passes * passing > NOTABLE * prefill.seconds
-
-
-def _speeds_up(shape: ModelShape, num_tokens: int, rates: MachineRates) -> bool:
-    """Whether products of twice so many tokens are notably faster by the token, or an expert's of its share of them."""
-    shares = {stage.num_experts_per_token / stage.num_experts for stage in shape.layers if stage.num_experts}
-    ways = [(rates.gemm_rate, 1.0), *((rates.expert_rate, share) for share in shares)]
-    return any(rate(2 * share * num_tokens) > (1 + NOTABLE) * rate(share * num_tokens) for rate, share in ways)
-
-
 def _timed(problem: Problem, first: PlacedRun, num_tokens: int, rates: MachineRates) -> Prediction | None:
     """The prediction for chunks of so many tokens; None where there is no room."""
     if problem.config.policy.admission is Admission.continuous:
         run = problem.placed(evenly(first.blocks, MAX_BLOCKS), num_tokens)
         return problem.predicted(run) if run.placement.fits else None
-    placement = _placement(problem, first, num_tokens)
-    if not placement.fits:
-        return None
-    return predict_roughly(problem.shape, placement, first.load.lanes, num_tokens, rates)
-
-
-def _placement(problem: Problem, first: PlacedRun, num_tokens: int) -> Placement:
-    """The placement of the block that takes most memory in the chunks of `first`."""
-    load = Load.of(problem.shape, first.load.lanes, num_tokens)
+    load = Load.of(problem.shape, first.load.lanes, num_tokens)  # of the block that takes most memory
     load = replace(
         first.load,
         chunk_tokens=num_tokens,
@@ -268,5 +239,5 @@ def _placement(problem: Problem, first: PlacedRun, num_tokens: int) -> Placement
         all_tokens=load.all_tokens,
         num_prefill_passes=load.num_prefill_passes,
     )
-    config = replace(in_chunks(problem.config, num_tokens), prefetch=first.prefetch)
-    return problem.place(config, load)
+    placement = problem.place(replace(in_chunks(problem.config, num_tokens), prefetch=first.prefetch), load)
+    return predict_roughly(problem.shape, placement, load.lanes, num_tokens, rates) if placement.fits else None

@@ -1,7 +1,7 @@
 """All policies that a search looks at, as arrays of equal length: one element each of every array is a policy."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from .policy import Policy
 MICRO_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024)
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)
 NUM_RESIDENT_STEPS = 12
+ORDERS = tuple(Order)
+ATTENTIONS = tuple(Attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,11 @@ class PolicyGrid:
     def crosses_stages(self) -> Bools:
         return np.array([order.style.crosses_stages for order in ORDERS])[self.order]
 
+    def at_once(self, tokens: Floats) -> tuple[Floats, Floats]:
+        """The tokens that a layer's experts see at once, where each lane has so many, and how often they do."""
+        is_batched = self.batches_experts
+        return np.where(is_batched, self.lanes * tokens, tokens), np.where(is_batched, 1.0, self.lanes)
+
     def num_slots(self, prefetch: PrefetchConfig) -> NDArray[np.int64]:
         """Slots of weights that each takes."""
         return np.array([num_slots_for(prefetch, order) for order in ORDERS])[self.order]
@@ -75,16 +82,13 @@ class PolicyGrid:
 
     def by_lane_size(self, number_of: Callable[[int], float]) -> Floats:
         """A number that follows from the sequences asked for of a lane."""
-        sizes, place = np.unique(self.micro_batch, return_inverse=True)
-        return np.array([number_of(int(size)) for size in sizes])[place]
+        return by_size(self.micro_batch, number_of)
 
     def by_sharing_size(self, number_of: Callable[[int], float], has_device: bool) -> Floats:
         """A number that follows from how many sequences may share a prefix: those of a block, and of a lane where keys
         and values travel."""
         travels = (self.kv_fraction < 1) & ~(has_device & self.cpu_attends)
-        most = np.where(travels, self.micro_batch, np.ceil(self.sequences)).astype(np.int64)
-        sizes, place = np.unique(most, return_inverse=True)
-        return np.array([number_of(int(size)) for size in sizes])[place]
+        return by_size(np.where(travels, self.micro_batch, np.ceil(self.sequences)), number_of)
 
     def policy(self, at: int) -> Policy:
         """The policy at a place of the grid, with the sizes that come out, which are no larger than those asked for and
@@ -114,20 +118,14 @@ class PolicyGrid:
         )
 
     def taken(self, which: Bools | NDArray[np.int64]) -> "PolicyGrid":
-        return PolicyGrid(
-            micro_batch=self.micro_batch[which],
-            count=self.count[which],
-            resident=self.resident[which],
-            kv_fraction=self.kv_fraction[which],
-            order=self.order[which],
-            attention=self.attention[which],
-            shares=self.shares[which],
-            num_requests=self.num_requests,
-        )
+        axes = {axis: values[which] for axis, values in vars(self).items() if axis != "num_requests"}
+        return PolicyGrid(**axes, num_requests=self.num_requests)
 
 
-ORDERS = tuple(Order)
-ATTENTIONS = tuple(Attention)
+def by_size(sizes: Floats, number_of: Callable[[int], float]) -> Floats:
+    """A number that follows from a size, for each of an array of few different ones."""
+    different, place = np.unique(sizes, return_inverse=True)
+    return np.array([float(number_of(int(size))) for size in different])[place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,27 +141,25 @@ class Choices:
     @staticmethod
     def of(shape: ModelShape, config: RuntimeConfig, num_requests: int, *, has_device: bool) -> "Choices":
         """What `config` says is the only value of its axis; of the number of micro-batches it is the most."""
-        policy = config.policy
+        policy, num_layers, wanted = config.policy, len(shape.layers), config.offload.resident_layers
         width, most = policy.micro_batch_size, policy.num_micro_batches or COUNTS[-1]
+        if config.tier is Tier.none or (config.tier is Tier.cpu and not has_device):
+            resident = [num_layers]
+        elif wanted is not None:
+            resident = [min(wanted, num_layers)]
+        else:
+            resident = sorted({round(num_layers * step / NUM_RESIDENT_STEPS) for step in range(NUM_RESIDENT_STEPS + 1)})
+        if policy.feedforward is not None:
+            feedforwards = [policy.feedforward]
+        else:
+            can_share = why_not(shape, config, has_device=has_device) is None
+            feedforwards = [each for each in FeedForward if can_share or each is FeedForward.device]
         return Choices(
             micro_batches=_up_to(MICRO_BATCHES, num_requests) if width is None else [min(width, max(1, num_requests))],
             counts=_up_to(COUNTS, max(1, min(most, num_requests))),
-            resident=_resident_counts(shape, config, has_device=has_device),
+            resident=resident,
             ways=_ways(shape, config, has_device=has_device),
-            feedforwards=_feedforwards(shape, config, has_device=has_device),
-        )
-
-    def without_guesses(self, config: RuntimeConfig) -> "Choices":
-        """The choices where nobody knows how fast the CPU multiplies: it shares experts only if `config` says so."""
-        asked = config.policy.feedforward
-        return replace(self, feedforwards=[asked or FeedForward.device])
-
-    def of_blocks(self, lanes: Sequence[Sequence[int]]) -> "Choices":
-        """The choices for blocks that are given, by the sequences of their lanes."""
-        return replace(
-            self,
-            micro_batches=[max((rows for block in lanes for rows in block), default=1)],
-            counts=[max(map(len, lanes), default=1)],
+            feedforwards=feedforwards,
         )
 
     def grid(self, num_requests: int) -> PolicyGrid:
@@ -195,15 +191,6 @@ def _up_to(values: Sequence[int], most: int) -> list[int]:
     return [value for value in values if value < most] + [most] * (1 <= most <= values[-1])
 
 
-def _resident_counts(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[int]:
-    num_layers, tier, wanted = len(shape.layers), config.tier, config.offload.resident_layers
-    if tier is Tier.none or (tier is Tier.cpu and not has_device):
-        return [num_layers]
-    if wanted is not None:
-        return [min(wanted, num_layers)]
-    return sorted({round(num_layers * step / NUM_RESIDENT_STEPS) for step in range(NUM_RESIDENT_STEPS + 1)})
-
-
 def _ways(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[tuple[Order, Attention, float]]:
     """Those that the settings leave open. Attention on the CPU that cannot be is the device's, see `plan/advice.py`."""
     policy = config.policy
@@ -211,35 +198,24 @@ def _ways(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list
     places = [each for each in Attention if fractions[each]]
     if policy.attention in places:
         places = [policy.attention]
+
+    def orders(attention: Attention) -> list[Order]:
+        asked = policy.schedule
+        if asked is not None:
+            return [asked if attention is Attention.cpu else asked.without_cpu_attention]
+        return [
+            order
+            for order in Order
+            if num_slots_for(config.prefetch, order) >= order.style.num_slots
+            and (shape.has_own_experts or not order.style.batches_experts)
+            and (attention is Attention.cpu or not order.style.needs_cpu_attention)
+        ]
+
     return [
         (order, attention, fraction)
         for attention in places
         for fraction in fractions[attention]
-        for order in _orders(shape, config, attention)
-    ]
-
-
-def _feedforwards(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[FeedForward]:
-    asked = config.policy.feedforward
-    if asked is not None:
-        return [asked]
-    return [
-        each
-        for each in FeedForward
-        if each is FeedForward.device or why_not(shape, config, has_device=has_device) is None
-    ]
-
-
-def _orders(shape: ModelShape, config: RuntimeConfig, attention: Attention) -> list[Order]:
-    asked = config.policy.schedule
-    if asked is not None:
-        return [asked if attention is Attention.cpu else asked.without_cpu_attention]
-    return [
-        order
-        for order in Order
-        if num_slots_for(config.prefetch, order) >= order.style.num_slots
-        and (shape.has_own_experts or not order.style.batches_experts)
-        and (attention is Attention.cpu or not order.style.needs_cpu_attention)
+        for order in orders(attention)
     ]
 
 

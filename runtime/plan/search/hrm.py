@@ -6,6 +6,7 @@ ledger's word on whether they fit and the simulator's on how long they take.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -13,7 +14,7 @@ from itertools import islice
 import numpy as np
 
 from ...batching.balance import Block
-from ...config.settings import RuntimeConfig
+from ...config.settings import FeedForward, RuntimeConfig
 from ...errors import BudgetError
 from ...resources import Resource
 from ..cost.machine import Machine
@@ -25,7 +26,7 @@ from .candidate import PlacedRun, Problem, balanced, of_blocks
 from .grid import Choices, Floats, PolicyGrid
 from .pass_times import Roofline
 from .policy import Policy
-from .room import layers_in_host, room
+from .room import Room, layers_in_host
 from .trials import Trial, Trials
 from .workload import Workload
 
@@ -77,40 +78,25 @@ class Choice:
 
     @property
     def why(self) -> tuple[str, ...]:
-        best, other = self.best, self.runner_up
-        return (
-            f"policy {best.policy.digest}: {best.policy}: {best.tokens_per_second:.4g} tokens/s predicted",
-            *([f"runner-up: {other.policy}: {other.tokens_per_second:.4g} tokens/s predicted"] if other else []),
-            self._binding_words(),
-            self._turning_words(),
-            f"{best.full_memory} memory is {best.full_share:.0%} full",
-            *self._attention_words(),
-        )
-
-    def _binding_words(self) -> str:
+        best, other, at = self.best, self.runner_up, self.operating_point
         parts = [f"{resource.value} {s:.3g} s" for resource, s in self.busy_seconds.items() if s]
         is_same = self.binding is self.roofline_binding
         roofline = "" if is_same else f"; of such a pass alone {self.roofline_binding.value} would be"
-        return f"{self.binding.value} is the limit; by the roofline a decode pass takes {', '.join(parts)}{roofline}"
-
-    def _turning_words(self) -> str:
-        at, points = self.operating_point, self.operating_point.points
-        first = "unknown" if points.p1 is None else f"{points.p1:.3g}"
-        is_past = at.feed_forward >= points.p2
+        p1, p2 = at.points.p1, at.points.p2
         return (
-            f"turning points of feed-forward weights: P1 {first}, P2 {points.p2:.3g} FLOPs per byte; the block has "
-            f"{at.feed_forward:.3g}, {'past' if is_past else 'short of'} P2, which takes "
-            f"{at.needed_sequences:,.0f} sequences"
+            f"policy {best.policy.digest}: {best.policy}: {best.tokens_per_second:.4g} tokens/s predicted",
+            *([f"runner-up: {other.policy}: {other.tokens_per_second:.4g} tokens/s predicted"] if other else []),
+            f"{self.binding.value} is the limit; by the roofline a decode pass takes {', '.join(parts)}{roofline}",
+            f"turning points of feed-forward weights: P1 {'unknown' if p1 is None else f'{p1:.3g}'}, P2 {p2:.3g} "
+            f"FLOPs per byte; the block has {at.feed_forward:.3g}, {'past' if at.feed_forward >= p2 else 'short of'} "
+            f"P2, which takes {at.needed_sequences:,.0f} sequences",
+            f"{best.full_memory} memory is {best.full_share:.0%} full",
+            *(
+                [f"attention has {at.attention:.3g} FLOPs per byte of KV, below P1: it belongs beside the KV"]
+                if p1 is not None and at.attention < p1
+                else []
+            ),
         )
-
-    def _attention_words(self) -> list[str]:
-        first = self.operating_point.points.p1
-        if first is None or self.operating_point.attention >= first:
-            return []
-        return [
-            f"attention has {self.operating_point.attention:.3g} FLOPs per byte of KV, below P1: it belongs beside "
-            "the KV"
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,29 +138,22 @@ class Finalists:
         found = [*self._that_fit(ways), *islice(self._that_fit(others), NUM_BLOCKS)]
         if not found:
             found = [self._smaller()]
-        found += self._usual(found)
-        return tuple(sorted(found, key=self._rank))
+        usual = _as_asked(self.usual) if self.usual is not None else None
+        if self.usual is not None and usual not in {_as_asked(each.candidate.policy) for each in found}:
+            with suppress(BudgetError):
+                found.append(self._finalist(self.usual, float(self.roofline(self.grid.only(self.usual))[0])))
 
-    def _rank(self, finalist: Finalist) -> float:
-        """Predictions are not so sharp that a hair's breadth is worth leaving the usual policy."""
-        is_usual = self.usual is not None and _as_asked(finalist.candidate.policy) == _as_asked(self.usual)
-        return finalist.candidate.seconds * (1 - NOTABLE if is_usual else 1)
+        def rank(finalist: Finalist) -> float:
+            """Predictions are not so sharp that a hair's breadth is worth leaving the usual policy."""
+            is_usual = _as_asked(finalist.candidate.policy) == usual
+            return finalist.candidate.seconds * (1 - NOTABLE if is_usual else 1)
 
-    def _usual(self, found: list[Finalist]) -> list[Finalist]:
-        """The usual policy as a finalist; none where it was found already, or does not fit."""
-        if self.usual is None or _as_asked(self.usual) in {_as_asked(each.candidate.policy) for each in found}:
-            return []
-        try:
-            return [self._finalist(self.usual, float(self.roofline(self.grid.only(self.usual))[0]))]
-        except BudgetError:
-            return []
+        return tuple(sorted(found, key=rank))
 
     def _that_fit(self, trials: Sequence[Trial]) -> Iterator[Finalist]:
         for trial in trials:
-            try:
+            with suppress(BudgetError):
                 yield self._at(trial.place)
-            except BudgetError:
-                continue
 
     def _smaller(self) -> Finalist:
         """The fastest of all ways whose block is smaller than what was refused before, until one fits. Raises
@@ -192,8 +171,11 @@ class Finalists:
 
     def _finalist(self, policy: Policy, roofline_seconds: float) -> Finalist:
         """Raises BudgetError when the policy's run does not fit."""
-        problem = self.problem.of(policy)
-        run = of_blocks(problem, self._blocks_of(policy))
+        problem, blocks = self.problem.of(policy), self.blocks
+        if blocks is None:  # of many requests they take longer to make than to place: each size is made once
+            key = (policy.micro_batch_size, policy.num_micro_batches)
+            blocks = self._made[key] = self._made.get(key) or self.problem.blocks(*key)
+        run = of_blocks(problem, blocks)
         run.placement.require_fit(problem.config)
         run = balanced(problem, run)
         prediction = problem.predicted(run)
@@ -207,21 +189,12 @@ class Finalists:
             ),
             roofline_seconds=roofline_seconds,
             seconds=seconds,
-            binding=_binding(prediction),
+            binding=prediction.decode.binding or prediction.prefill.binding or Resource.compute,
             tokens_per_second=self.workload.num_new_tokens / seconds if seconds else 0.0,
             full_memory=fullest.memory,
             full_share=fullest.total_bytes / fullest.budget_bytes,
         )
         return Finalist(candidate=candidate, run=run, prediction=prediction)
-
-    def _blocks_of(self, policy: Policy) -> tuple[Block, ...]:
-        """Blocks of many requests take longer to make than to place: each size is made once."""
-        if self.blocks is not None:
-            return self.blocks
-        key = (policy.micro_batch_size, policy.num_micro_batches)
-        if key not in self._made:
-            self._made[key] = self.problem.blocks(*key)
-        return self._made[key]
 
     @cached_property
     def _made(self) -> dict[tuple[int, int], tuple[Block, ...]]:
@@ -231,11 +204,6 @@ class Finalists:
 def _as_asked(policy: Policy) -> Policy:
     """The policy without what its plan came to."""
     return replace(policy, resident_layers=0, prefill_chunk_tokens=None)
-
-
-def _binding(prediction: Prediction) -> Resource:
-    """The resource that binds decode passes, or where there are none prefill passes."""
-    return prediction.decode.binding or prediction.prefill.binding or Resource.compute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,13 +228,24 @@ def search(
 
     Raises BudgetError, with the equation, when even the smallest block does not fit.
     """
-    shape, config = problem.shape, problem.config
-    machine, workload = _machine(problem), workload or Workload.of(problem.sizes)
-    choices = choices or Choices.of(shape, config, workload.num_requests, has_device=problem.budgets.has_device)
-    if machine.rates.cpu_flops_per_second is None:
-        choices = choices.without_guesses(config)
+    shape, config, budgets = problem.shape, problem.config, problem.budgets
+    assert problem.rates is not None, "a search goes by rates"
+    machine = Machine(
+        name="this machine",
+        host_bytes=budgets.host_bytes,
+        device_bytes=budgets.device_bytes,
+        library_bytes=budgets.library_bytes,
+        num_sharers=budgets.num_sharers,
+        rates=problem.rates,
+    )
+    workload = workload or Workload.of(problem.sizes)
+    choices = choices or Choices.of(shape, config, workload.num_requests, has_device=budgets.has_device)
+    if problem.rates.cpu_flops_per_second is None:  # the CPU shares experts only where the settings say so
+        choices = replace(choices, feedforwards=[config.policy.feedforward or FeedForward.device])
     if blocks:
-        choices = choices.of_blocks([[len(lane) for lane in block.micro_batches] for block in blocks])
+        lanes = [[len(lane) for lane in block.micro_batches] for block in blocks]
+        most = max((rows for block in lanes for rows in block), default=1)
+        choices = replace(choices, micro_batches=[most], counts=[max(map(len, lanes), default=1)])
     roofline = roofline_of(shape, machine, workload, config)
     within = fitting(shape, machine, workload, config, choices.grid(workload.num_requests))
     finalists = Finalists(
@@ -288,19 +267,6 @@ def search(
     return Found(choice=choice, best=finalists[0])
 
 
-def _machine(problem: Problem) -> Machine:
-    assert problem.rates is not None, "a search goes by rates"
-    budgets = problem.budgets
-    return Machine(
-        name="this machine",
-        host_bytes=budgets.host_bytes,
-        device_bytes=budgets.device_bytes,
-        library_bytes=budgets.library_bytes,
-        num_sharers=budgets.num_sharers,
-        rates=problem.rates,
-    )
-
-
 def roofline_of(shape: ModelShape, machine: Machine, workload: Workload, config: RuntimeConfig) -> Roofline:
     return Roofline(
         work=LayerWork.of(shape),
@@ -320,7 +286,7 @@ def fitting(
 ) -> PolicyGrid:
     """Those within the budgets, with slots of whole layers or by expert; or if there is none, the smallest of all."""
     budgets = machine.budgets
-    ways = (room(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
+    ways = (Room(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
     fits = np.logical_or(*(way.fits(budgets) for way in ways))
     if fits.any():
         return grid.taken(fits)

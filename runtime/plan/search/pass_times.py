@@ -44,13 +44,8 @@ class Roofline:
     def seconds(self, grid: PolicyGrid) -> Floats:
         """The seconds of the whole workload, by blocks alike."""
         prefill, decode = self.prefill_pass(grid), self.decode_pass(grid)
-        per_block = self.prefill_passes(grid) * prefill.seconds + self.decode_passes * decode.seconds
-        return grid.num_blocks * per_block
-
-    @property
-    def decode_passes(self) -> int:
-        """The first new token comes out of the prefill."""
-        return max(0, self.workload.max_new_tokens - 1)
+        num_decodes = max(0, self.workload.max_new_tokens - 1)  # the first new token comes out of the prefill
+        return grid.num_blocks * (self.prefill_passes(grid) * prefill.seconds + num_decodes * decode.seconds)
 
     def prefill_passes(self, grid: PolicyGrid) -> Floats:
         return np.maximum(1.0, grid.rows * self._prompt_tokens(grid) / self._chunk(grid))
@@ -63,10 +58,9 @@ class Roofline:
 
     def _spared_tokens(self, grid: PolicyGrid) -> Floats:
         """The tokens of each prompt that others compute and hold."""
-        return self._shared(grid, self.workload.mean_spared_tokens) if self.is_packed else np.zeros_like(grid.rows)
-
-    def _shared(self, grid: PolicyGrid, number_of: Callable[[int], float]) -> Floats:
-        return grid.by_sharing_size(number_of, self.has_device)
+        if not self.is_packed:
+            return np.zeros_like(grid.rows)
+        return grid.by_sharing_size(self.workload.mean_spared_tokens, self.has_device)
 
     def _chunk(self, grid: PolicyGrid) -> Floats:
         """Tokens of a lane in one prefill pass; a padded one takes a column at least. Where nobody says how many, all:
@@ -83,20 +77,16 @@ class Roofline:
         compute = self._products(grid, grid.rows, np.ones_like(grid.rows), decodes=True)
         compute = compute + grid.sequences * prompts * self.cross_kv_bytes / rates.attention_bytes_per_second
         cpu, device = grid.cpu_attends, ~grid.cpu_attends
-        compute = compute + device * kv_bytes / rates.attention_bytes_per_second
-        attend = cpu * kv_bytes / rates.cpu_attention_bytes_per_second
-        travels = device * (1 - grid.kv_fraction) * layers * grid.sequences * held * work.kv_bytes
         exchanged = cpu * layers * grid.sequences if self.has_device else np.zeros_like(grid.sequences)
         new_kv = layers * grid.sequences * work.kv_bytes * np.where(cpu, float(self.has_device), 1 - grid.kv_fraction)
         return self._times(
             grid,
             tokens=grid.rows,
-            compute=compute,
-            attend=attend,
-            kv_in=travels,
+            compute=compute + device * kv_bytes / rates.attention_bytes_per_second,
+            attend=cpu * kv_bytes / rates.cpu_attention_bytes_per_second,
+            kv_in=device * (1 - grid.kv_fraction) * layers * grid.sequences * held * work.kv_bytes,
             kv_out=new_kv,
-            link_in=exchanged * work.query_bytes,
-            link_out=exchanged * work.query_bytes,
+            exchanged=exchanged * work.query_bytes,
         )
 
     def prefill_pass(self, grid: PolicyGrid) -> PassTimes:
@@ -105,10 +95,10 @@ class Roofline:
         share = chunk / np.maximum(1e-9, grid.rows * prompts)  # of the block's prompts, in this pass
         pairs = prompts**2
         if self.is_packed:
-            pairs = self.workload.mean_squared_tokens - self._shared(grid, self.workload.mean_spared_squares)
+            spared = grid.by_sharing_size(self.workload.mean_spared_squares, self.has_device)
+            pairs = self.workload.mean_squared_tokens - spared
         attention = layers * grid.sequences * share * pairs / 2 * work.pair_flops
         compute = self._products(grid, chunk, max(1, self.workload.num_scored) / np.maximum(1.0, prompts))
-        kv_bytes = layers * grid.lanes * chunk * work.kv_bytes * (1 - grid.kv_fraction)
         zero = np.zeros_like(chunk)
         return self._times(
             grid,
@@ -116,18 +106,19 @@ class Roofline:
             compute=compute + attention / self.rates.prefill_attention_flops_per_second,
             attend=zero,
             kv_in=zero,
-            kv_out=kv_bytes,
-            link_in=zero,
-            link_out=zero,
+            kv_out=layers * grid.lanes * chunk * work.kv_bytes * (1 - grid.kv_fraction),
+            exchanged=zero,
         )
 
     def _products(self, grid: PolicyGrid, tokens: Floats, head_share: Floats, *, decodes: bool = False) -> Floats:
         """Compute's seconds in the products of a pass in which each lane has so many `tokens`; logits are made of
         `head_share` of them."""
         work, rates, lanes = self.work, self.rates, grid.lanes
-        at_once = np.where(grid.batches_experts, lanes * tokens, tokens)
-        turns = np.where(grid.batches_experts, 1.0, lanes)
-        dense, experts = rates.gemm_seconds(tokens, work.dense_weights), self._expert_seconds(at_once)
+        at_once, turns = grid.at_once(tokens)
+        dense, experts = rates.gemm_seconds(tokens, work.dense_weights), np.zeros_like(tokens)
+        visits = at_once * work.num_experts_per_token
+        if work.num_experts:
+            experts = rates.experts_seconds(work.hits(at_once), visits, work.expert_weights)
         times = lanes if self.config.offload.dequantize is Dequantize.product else 1.0
         dequantizing = times * rates.dequantize_seconds(work.stored.plus(work.stored_experts), self.item_bytes)
         if decodes and rates.multiplies_codes(self.item_bytes):
@@ -137,36 +128,16 @@ class Roofline:
             dense = np.where(is_few, plain * dense + rates.codes_seconds(work.stored, tokens), dense)
             if work.stored_experts.num_numbers:
                 hits = work.hits(at_once)
-                each = at_once * work.num_experts_per_token / hits  # rows of an expert that is hit
-                codes = hits / work.num_experts * rates.codes_seconds(work.stored_experts, each)
+                codes = hits / work.num_experts * rates.codes_seconds(work.stored_experts, visits / hits)
                 experts = np.where(is_few, codes, experts)
-        experts = turns * experts * (1 - self._streamed(grid) * self._cpu_share(grid, tokens))
+        experts = turns * experts * (1 - self._streamed(grid) * self._cpu_share(grid, tokens)[0])
         exchanged = rates.exchanged_seconds(tokens * work.hidden_bytes)
         layer = lanes * (dense + rates.turn_seconds + exchanged) + experts + dequantizing
         head = lanes * rates.gemm_seconds(tokens * head_share, work.head_weights)
         return work.num_layers * layer + head + rates.pass_seconds
 
-    def _expert_seconds(self, tokens: Floats) -> Floats:
-        """Each expert that is hit multiplies its share of the tokens."""
-        if not self.work.num_experts:
-            return np.zeros_like(tokens)
-        visits = tokens * self.work.num_experts_per_token
-        return self.rates.experts_seconds(self.work.hits(tokens), visits, self.work.expert_weights)
-
     def _streamed(self, grid: PolicyGrid) -> Floats:
         return 1 - grid.resident / max(1, self.work.num_layers)
-
-    def weight_bytes(self, grid: PolicyGrid, tokens: Floats) -> Floats:
-        """That come in during a pass; of experts read one by one those that are hit, once for each lane that asks."""
-        work = self.work
-        share = np.ones_like(tokens)
-        if work.is_pageable and self.config.offload.expert_paging is not ExpertPaging.off:
-            is_batched = grid.batches_experts
-            at_once = np.where(is_batched, grid.lanes * tokens, tokens)
-            asked = np.where(is_batched, 1.0, grid.lanes) * work.hits(at_once) / work.num_experts
-            share = np.minimum(share, asked)
-        layer = work.dense_bytes + share * work.num_experts * work.expert_bytes
-        return work.num_layers * self._streamed(grid) * layer
 
     def _times(
         self,
@@ -177,40 +148,38 @@ class Roofline:
         attend: Floats,
         kv_in: Floats,
         kv_out: Floats,
-        link_in: Floats,
-        link_out: Floats,
+        exchanged: Floats,
     ) -> PassTimes:
         """Bytes go over the links that exist: weights that no memory holds come from the disk, everything goes over the
-        link in front of an accelerator, keys and values from and to their tier."""
-        rates, weights = self.rates, self.weight_bytes(grid, tokens)
-        layers = self.work.num_layers - grid.resident
-        reads = 1 - self.in_host(grid) / np.maximum(1.0, layers)
+        link in front of an accelerator, keys and values from and to their tier, what is `exchanged` there and back."""
+        rates, work = self.rates, self.work
+        layers, hits = work.num_layers * self._streamed(grid), np.zeros_like(tokens)
+        share, (cpu_share, cpu_cost) = np.ones_like(tokens), self._cpu_share(grid, tokens)
+        if work.num_experts:
+            at_once, turns = grid.at_once(tokens)
+            hits = turns * work.hits(at_once)  # each of which comes once for each lane that asks
+        if work.is_pageable and self.config.offload.expert_paging is not ExpertPaging.off:
+            share = np.minimum(share, hits / work.num_experts)
+        weights = layers * (work.dense_bytes + share * work.num_experts * work.expert_bytes)
+        reads = 1 - self.in_host(grid) / np.maximum(1.0, work.num_layers - grid.resident)
         kv_on_disk = not self.has_device or self.config.kv.tier is KVTier.nvme
-        disk = (weights * reads + (kv_in + kv_out) * kv_on_disk) / rates.disk_bytes_per_second
-        on_cpu, cpu_seconds = self._experts_on_cpu(grid, tokens)
-        weights = weights - on_cpu
-        brought = weights / rates.weights_in_bytes_per_second + (kv_in + link_in) / rates.link_in_bytes_per_second
-        came = brought if self.has_device else 0 * weights
-        left = (kv_out + link_out) / rates.link_out_bytes_per_second if self.has_device else 0 * weights
+        on_cpu = cpu_share * work.num_layers * self._streamed(grid) * hits * work.expert_bytes
+        on_cpu_seconds = on_cpu * cpu_cost / rates.link_in_bytes_per_second
+        brought = (weights - on_cpu) / rates.weights_in_bytes_per_second
+        brought = brought + (kv_in + exchanged) / rates.link_in_bytes_per_second
         busy = {
-            Resource.disk: disk,
-            Resource.host_to_device: came,
-            Resource.device_to_host: left,
+            Resource.disk: (weights * reads + (kv_in + kv_out) * kv_on_disk) / rates.disk_bytes_per_second,
+            Resource.host_to_device: self.has_device * brought,
+            Resource.device_to_host: self.has_device * (kv_out + exchanged) / rates.link_out_bytes_per_second,
             Resource.compute: compute,
             Resource.cpu_attention: attend,
         }
-        host = self._host_seconds(busy, on_cpu)
-        seconds = np.maximum(self._together(grid, busy, cpu_seconds), host)
-        busy = {**busy, Resource.cpu_attention: attend + cpu_seconds, Resource.host_memory: host}
+        host = on_cpu / rates.host_memory_bytes_per_second
+        for resource, part in rates.host_shares.items():
+            host = host + part * busy[resource]
+        seconds = np.maximum(self._together(grid, busy, on_cpu_seconds), host)
+        busy = {**busy, Resource.cpu_attention: attend + on_cpu_seconds, Resource.host_memory: host}
         return PassTimes(busy=busy, seconds=seconds)
-
-    def _host_seconds(self, busy: dict[Resource, Floats], num_expert_bytes: Floats) -> Floats:
-        """The seconds in which host memory hands on all that goes through it: what the disk and the link move, keys and
-        values that the CPU looks at, and experts that it multiplies."""
-        rates, found = self.rates, num_expert_bytes / self.rates.host_memory_bytes_per_second
-        for resource, share in rates.host_shares.items():
-            found = found + share * busy[resource]
-        return found
 
     def _together(self, grid: PolicyGrid, busy: dict[Resource, Floats], beside: Floats) -> Floats:
         """The seconds of a pass, in which the CPU multiplies experts for `beside`: shared ones come when their layer's
@@ -225,31 +194,16 @@ class Roofline:
         links = np.maximum.reduce([busy[Resource.disk], busy[Resource.host_to_device], busy[Resource.device_to_host]])
         return np.where(grid.shares, together + np.maximum(links, beside), np.maximum(links, together))
 
-    def _cpu_share(self, grid: PolicyGrid, tokens: Floats) -> Floats:
+    def _cpu_share(self, grid: PolicyGrid, tokens: Floats) -> tuple[Floats, Floats]:
         """The CPU's share of the experts that are hit in layers that do not stay, each of about as many visits: as many
-        as it multiplies while the link brings the others. Prompts have too many tokens."""
-        work = self.work
+        as it multiplies while the link brings the others; and how long it takes at one, where the link takes 1. Prompts
+        have too many tokens."""
+        work, zero = self.work, np.zeros_like(tokens)
         if not grid.shares.any() or not work.num_experts:
-            return np.zeros_like(tokens)
-        at_once = np.where(grid.batches_experts, grid.lanes * tokens, tokens)
-        cost = self._cpu_cost(at_once * work.num_experts_per_token / work.hits(at_once))
+            return zero, zero
+        at_once, _ = grid.at_once(tokens)
+        cpu = share_of(work.expert_bytes, work.expert_weights, self.rates, 0)
+        cost = cpu.cost(at_once * work.num_experts_per_token / work.hits(at_once))
         decodes = at_once <= np.where(grid.batches_experts, grid.sequences, grid.rows) + 1
         in_host = self.in_host(grid) / np.maximum(1.0, work.num_layers - grid.resident)
-        return (grid.shares & decodes) * in_host / (1 + cost)
-
-    def _cpu_cost(self, visits: Floats) -> Floats:
-        """How long the CPU takes at an expert of so many visits, where the link takes 1."""
-        work = self.work
-        share = share_of(work.expert_bytes, work.expert_weights, self.rates, 0)
-        return np.maximum(share.reading, visits * share.multiplying)
-
-    def _experts_on_cpu(self, grid: PolicyGrid, tokens: Floats) -> tuple[Floats, Floats]:
-        """The bytes of experts that the CPU multiplies in a pass, and for how long it does."""
-        work, share = self.work, self._cpu_share(grid, tokens)
-        if not share.any():
-            return share, share
-        at_once = np.where(grid.batches_experts, grid.lanes * tokens, tokens)
-        hits = np.where(grid.batches_experts, 1.0, grid.lanes) * work.hits(at_once)
-        num_bytes = share * work.num_layers * self._streamed(grid) * hits * work.expert_bytes
-        cost = self._cpu_cost(at_once * work.num_experts_per_token / work.hits(at_once))
-        return num_bytes, num_bytes * cost / self.rates.link_in_bytes_per_second
+        return (grid.shares & decodes) * in_host / (1 + cost), cost

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 
 from ...config.orders import Order
-from ...config.settings import Attention, FeedForward, KVConfig, KVTier, PolicyKind, RuntimeConfig
+from ...config.settings import Attention, FeedForward, KVTier, PolicyKind, RuntimeConfig
 from ...units import counted
 
 
@@ -42,19 +42,14 @@ class Policy:
         return hashlib.sha256(json.dumps(self.to_plain()).encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
+        chunk = self.prefill_chunk_tokens
+        experts = "" if self.feedforward is FeedForward.device else "experts on the CPU too, "
+        chunks = "" if chunk is None else f", prompts by {chunk:,} tokens"
         return (
             f"{self.num_micro_batches} x {self.micro_batch_size} sequences, {self.schedule.value}, "
-            f"attention on {self.attention.value}, {self._experts}{counted(self.resident_layers, 'resident layer')}, "
-            f"KV of {self.kv_fraction:.0%} of the layers in compute memory{self._chunks}"
+            f"attention on {self.attention.value}, {experts}{counted(self.resident_layers, 'resident layer')}, "
+            f"KV of {self.kv_fraction:.0%} of the layers in compute memory{chunks}"
         )
-
-    @property
-    def _experts(self) -> str:
-        return "" if self.feedforward is FeedForward.device else "experts on the CPU too, "
-
-    @property
-    def _chunks(self) -> str:
-        return "" if self.prefill_chunk_tokens is None else f", prompts by {self.prefill_chunk_tokens:,} tokens"
 
     def to_plain(self) -> dict[str, object]:
         """What is left to the plan, or to the device, is not said, so that policies from before it could be chosen keep
@@ -92,15 +87,15 @@ class Policy:
             prefill_chunk_tokens=config.policy.prefill_chunk_tokens or self.prefill_chunk_tokens,
             pin=None,
         )
-        return replace(config, policy=policy, kv=self._kv(config.kv, has_device=has_device))
-
-    def _kv(self, kv: KVConfig, *, has_device: bool) -> KVConfig:
+        kv = config.kv
         if has_device and self.attention is Attention.cpu:
-            return replace(kv, tier=KVTier.cpu)
-        if self.kv_fraction == 1:
-            return replace(kv, tier=KVTier.device)
-        tier = kv.tier if kv.tier is not KVTier.auto else KVTier.cpu if has_device else KVTier.nvme
-        return replace(kv, tier=tier, device_fraction=self.kv_fraction)
+            kv = replace(kv, tier=KVTier.cpu)
+        elif self.kv_fraction == 1:
+            kv = replace(kv, tier=KVTier.device)
+        else:
+            tier = kv.tier if kv.tier is not KVTier.auto else KVTier.cpu if has_device else KVTier.nvme
+            kv = replace(kv, tier=tier, device_fraction=self.kv_fraction)
+        return replace(config, policy=policy, kv=kv)
 
     def halved(self, num_halvings: int) -> "Policy":
         """The policy after memory ran out so many times: fewer micro-batches, then smaller ones, and as much smaller

@@ -4,8 +4,8 @@ The longest requests may take more, and where a whole layer has no room its expe
 really fit is the placement's to say, for those that are worth asking about.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from functools import cached_property
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from ..placement.defaults import chunk_tokens
 from ..placement.dequantized import DequantizedSize
 from ..placement.experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
 from ..placement.kv import SEGMENT_BYTES, STORES_IN_FLIGHT, TRIP_PARTS
+from ..placement.ledger import Entry
 from ..placement.memory import ALLOCATOR_SLACK_BYTES, PAGE_TOKENS, SequenceSize, lane_entries, pass_tokens
 from ..placement.placement import Budgets
 from ..shape.extents import (
@@ -26,44 +27,13 @@ from ..shape.extents import (
     slot_layout,
 )
 from ..shape.model import ModelShape
-from .grid import Bools, Floats, PolicyGrid
+from .grid import Bools, Floats, PolicyGrid, by_size
 from .workload import Workload
 
 
-@dataclass(frozen=True, kw_only=True)
 class Room:
-    """`compute_bytes` are in the device's memory, or the host's where there is none; `host_bytes` beside a device."""
-
-    compute_bytes: Floats
-    host_bytes: Floats
-
-    def fits(self, budgets: Budgets) -> Bools:
-        if budgets.device_bytes is None:
-            return self.compute_bytes <= budgets.host_bytes
-        beside = max(0, budgets.library_bytes - ALLOCATOR_SLACK_BYTES)  # which is in compute_bytes
-        return (self.compute_bytes + beside <= budgets.device_bytes) & (self.host_bytes <= budgets.host_bytes)
-
-
-def room(
-    shape: ModelShape, config: RuntimeConfig, workload: Workload, grid: PolicyGrid, budgets: Budgets, *, is_paged: bool
-) -> Room:
     """`is_paged`: slots hold a layer's dense part and one expert at a time, not the whole layer."""
-    need = _Need(shape, config, workload, grid, budgets, is_paged=is_paged)
-    return Room(compute_bytes=need.compute(), host_bytes=need.host())
 
-
-def layers_in_host(
-    shape: ModelShape, config: RuntimeConfig, workload: Workload, grid: PolicyGrid, budgets: Budgets
-) -> Floats:
-    """The number of layers, of those that are streamed to a device, that live in host memory."""
-    streamed = len(shape.layers) - grid.resident
-    if not budgets.has_device or config.tier is not Tier.auto:
-        return streamed * (config.tier is Tier.cpu)
-    ways = (_Need(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
-    return np.maximum(*(way.in_host(budgets.host_bytes) for way in ways))
-
-
-class _Need:
     def __init__(
         self,
         shape: ModelShape,
@@ -76,38 +46,54 @@ class _Need:
     ):
         self._shape, self._config, self._workload, self._grid = shape, config, workload, grid
         self._has_device, self._num_sharers, self._is_paged = budgets.has_device, budgets.num_sharers, is_paged
-        self._work = LayerWork.of(shape)
+        self._work, self._slots = LayerWork.of(shape), grid.num_slots(config.prefetch)
         layer_bytes = [slot_layout(layer.dense if is_paged else layer).num_bytes for layer in shape.layers]
         self._layer_bytes = float(max(layer_bytes))  # which slots are for
-        self._mean_pinned_bytes = sum(map(pinned_bytes, layer_bytes)) / len(layer_bytes)
-        self._slots = grid.num_slots(config.prefetch)
-        self._in_host = self._has_device & grid.cpu_attends  # keys and values, for good
-        self._area = self._area_bytes(budgets.device_bytes or 0)
+        # What counts of a layer that lives in host memory, in the mean: the first ones of a mixture may be dense.
+        experts = self._work.num_experts * is_paged * pinned_bytes(int(self._work.expert_bytes))
+        self._living = (sum(map(pinned_bytes, layer_bytes)) / len(layer_bytes) + experts) / budgets.num_sharers
+        self._kv_in_host = self._has_device & grid.cpu_attends  # for good
+        paged = {layer.index for layer in shape.layers} if is_paged else frozenset[int]()
+        size, choice = DequantizedSize.of(shape, paged, 1), config.offload.dequantize
+        area = 0 if size is None or choice is Dequantize.product else size.entry.num_bytes
+        has_area = choice is Dequantize.stage or area <= (budgets.device_bytes or 0) // 2
+        self._area = area if has_area else 0  # of dequantized weights, where there will be room for them
 
-    def _area_bytes(self, device_bytes: int) -> int:
-        """What dequantized weights take, where there will be room for them."""
-        paged = {layer.index for layer in self._shape.layers} if self._is_paged else frozenset[int]()
-        size, choice = DequantizedSize.of(self._shape, paged, 1), self._config.offload.dequantize
-        if size is None or choice is Dequantize.product:
-            return 0
-        num_bytes = size.entry.num_bytes
-        return num_bytes if choice is Dequantize.stage or num_bytes <= device_bytes // 2 else 0
+    def fits(self, budgets: Budgets) -> Bools:
+        if budgets.device_bytes is None:
+            return self.compute_bytes <= budgets.host_bytes
+        beside = max(0, budgets.library_bytes - ALLOCATOR_SLACK_BYTES)  # which is in compute_bytes
+        return (self.compute_bytes + beside <= budgets.device_bytes) & (self.host_bytes <= budgets.host_bytes)
 
-    def compute(self) -> Floats:
-        work, grid = self._work, self._grid
+    @cached_property
+    def compute_bytes(self) -> Floats:
+        """In the device's memory, or the host's where there is none."""
+        work, grid, shape = self._work, self._grid, self._shape
         is_streamed = grid.resident < work.num_layers
         paged = self._is_paged * max(2, self._config.prefetch.depth + 1) * work.expert_bytes
         kept = (work.outer_bytes + grid.resident * work.num_bytes) / (1 if self._has_device else self._num_sharers)
         kept += is_streamed * (self._slots * self._layer_bytes + paged)
         passing = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged
         weights = np.where(grid.resident == 0, np.minimum(kept, passing), kept)  # where no stage at all need stay
-        batched = grid.batches_experts * self._batched()
-        beside = self._visits() + self._area if self._has_device else 0.0
-        return weights + self._kv() + self._lanes() + batched + beside
+        is_batched = grid.batches_experts
+        batched = is_batched * grid.lanes * self._tokens * _sum(batch_entries(shape, 1))
+        beside = 0.0
+        if self._has_device:
+            beside = self._area + np.where(
+                is_batched,
+                self._visit_bytes(grid.lanes * self._tokens, is_batched=True),
+                self._visit_bytes(self._tokens, is_batched=False),
+            )
+        chunk = chunk_tokens(self._config.policy)
+        one = self._per_lane(lambda lane: _sum(lane_entries(shape, [lane], chunk)))
+        two = self._per_lane(lambda lane: _sum(lane_entries(shape, [lane, lane], chunk)))
+        lanes = one + (grid.lanes - 1) * (two - one)  # each takes as much more as the second one does
+        return weights + self._kv() + lanes + batched + beside
 
-    def host(self) -> Floats:
-        """A layer's weights lie in pieces where they live in host memory, and its pages where they travel in
-        segments."""
+    @cached_property
+    def host_bytes(self) -> Floats:
+        """Beside a device. A layer's weights lie in pieces where they live in host memory, and its pages where they
+        travel in segments. What stays passes through it; where no layer does, nothing need."""
         work, grid = self._work, self._grid
         if not self._has_device:
             return np.zeros_like(grid.sequences)
@@ -117,29 +103,20 @@ class _Need:
         weights = streamed * self._living * (self._config.tier is Tier.cpu)
         passing = np.minimum(streamed, NUM_STAGING_SLOTS) * layer + (streamed > 0) * NUM_STAGING_SLOTS * expert
         staging = passing * (self._config.tier in (Tier.nvme, Tier.auto))
-        pages = self._positions() * work.kv_bytes
+        resident = work.outer_bytes + grid.resident * work.num_bytes
+        loading = (grid.resident > 0) * _pinned(np.minimum(resident, LOADING_BYTES))
+        pages = self._positions * work.kv_bytes
         segments = np.floor(pages / SEGMENT_BYTES) * SEGMENT_BYTES + _pinned(pages % SEGMENT_BYTES)
         travelling = segments * (1 - grid.kv_fraction) * (self._config.kv.tier is not KVTier.nvme)
-        kv = work.num_layers * np.where(self._in_host, _pinned(pages), travelling)
-        return weights + staging + self._loading() + kv
+        kv = work.num_layers * np.where(self._kv_in_host, _pinned(pages), travelling)
+        return weights + staging + loading + kv
 
-    def in_host(self, host_bytes: int) -> Floats:
+    def layers_in_host(self, host_bytes: int) -> Floats:
         """Streamed layers that `host_bytes` have room for beside all else."""
-        streamed, spare = self._work.num_layers - self._grid.resident, host_bytes - self.host()
+        streamed, spare = self._work.num_layers - self._grid.resident, host_bytes - self.host_bytes
         return np.clip(np.floor(spare / self._living), 0, streamed)
 
-    @property
-    def _living(self) -> float:
-        """What counts of a layer that lives in host memory, in the mean: the first ones of a mixture may be dense."""
-        work = self._work
-        experts = work.num_experts * self._is_paged * pinned_bytes(int(work.expert_bytes))
-        return (self._mean_pinned_bytes + experts) / self._num_sharers
-
-    def _loading(self) -> Floats:
-        """What stays passes through it; where no layer does, nothing need."""
-        resident = self._work.outer_bytes + self._grid.resident * self._work.num_bytes
-        return (self._grid.resident > 0) * _pinned(np.minimum(resident, LOADING_BYTES))
-
+    @cached_property
     def _positions(self) -> Floats:
         grid, workload = self._grid, self._workload
         if self._shape.is_packed:
@@ -154,48 +131,42 @@ class _Need:
     def _kv(self) -> Floats:
         """The bytes of keys and values: of layers that stay all; of the others a slot for each of a few lanes, or what
         is under way to the host."""
-        work, grid = self._work, self._grid
-        staying = work.num_layers * self._positions() * work.kv_bytes * np.where(self._in_host, 0.0, grid.kv_fraction)
-        travels = (grid.kv_fraction < 1) & ~self._in_host
-        slots = self._config.kv.num_slots * self._positions() / grid.lanes * work.kv_bytes
+        work, grid, in_host = self._work, self._grid, self._kv_in_host
+        staying = work.num_layers * self._positions * work.kv_bytes * np.where(in_host, 0.0, grid.kv_fraction)
+        travels = (grid.kv_fraction < 1) & ~in_host
+        slots = self._config.kv.num_slots * self._positions / grid.lanes * work.kv_bytes
         trips = 2 * np.ceil(grid.rows) * (work.kv_bytes + 2 * work.query_bytes) + TRIP_PARTS * ALIGNMENT_BYTES
-        under_way = STORES_IN_FLIGHT * self._per_lane(self._tokens) * work.kv_bytes + trips
-        return staying + travels * slots + self._in_host * under_way
+        under_way = STORES_IN_FLIGHT * self._tokens * work.kv_bytes + trips
+        return staying + travels * slots + in_host * under_way
 
-    def _tokens(self, lane: list[SequenceSize]) -> float:
-        return float(pass_tokens(self._shape, lane, chunk_tokens(self._config.policy)))
-
-    def _lanes(self) -> Floats:
-        """Each lane takes as much more as the second one does."""
-        one = self._per_lane(lambda lane: self._lane_bytes([lane]))
-        two = self._per_lane(lambda lane: self._lane_bytes([lane, lane]))
-        return one + (self._grid.lanes - 1) * (two - one)
-
-    def _lane_bytes(self, lanes: list[list[SequenceSize]]) -> float:
+    @cached_property
+    def _tokens(self) -> Floats:
+        """Of a lane, in a pass."""
         chunk = chunk_tokens(self._config.policy)
-        return float(sum(entry.num_bytes for entry in lane_entries(self._shape, lanes, chunk)))
+        return self._per_lane(lambda lane: pass_tokens(self._shape, lane, chunk))
 
-    def _batched(self) -> Floats:
-        tokens = self._grid.lanes * self._per_lane(self._tokens)
-        return tokens * float(sum(entry.num_bytes for entry in batch_entries(self._shape, 1)))
-
-    def _visits(self) -> Floats:
-        """The bytes of a visit to the experts: of all lanes' tokens where these are batched, of one lane's
-        elsewhere."""
-        alone = self._per_lane(self._tokens)
-        batched = self._grid.batches_experts
-        return np.where(batched, self._visit_bytes(self._grid.lanes * alone, True), self._visit_bytes(alone, False))
-
-    def _visit_bytes(self, tokens: Floats, is_batched: bool) -> Floats:
-        counts, place = np.unique(tokens, return_inverse=True)
-        entries = [visit_entries(self._shape, int(count), is_batched=is_batched) for count in counts]
-        return np.asarray([sum(entry.num_bytes for entry in each) for each in entries], dtype=np.float64)[place]
+    def _visit_bytes(self, tokens: Floats, *, is_batched: bool) -> Floats:
+        return by_size(tokens, lambda count: _sum(visit_entries(self._shape, count, is_batched=is_batched)))
 
     def _per_lane(self, number_of: Callable[[list[SequenceSize]], float]) -> Floats:
         """A number of the largest lane of each policy."""
-        rows, place = np.unique(np.minimum(self._grid.micro_batch, self._workload.num_requests), return_inverse=True)
-        numbers = [number_of(self._workload.sizes(int(each))) for each in rows]
-        return np.asarray(numbers, dtype=np.float64)[place]
+        num_rows = np.minimum(self._grid.micro_batch, self._workload.num_requests)
+        return by_size(num_rows, lambda each: number_of(self._workload.sizes(each)))
+
+
+def layers_in_host(
+    shape: ModelShape, config: RuntimeConfig, workload: Workload, grid: PolicyGrid, budgets: Budgets
+) -> Floats:
+    """The number of layers, of those that are streamed to a device, that live in host memory."""
+    streamed = len(shape.layers) - grid.resident
+    if not budgets.has_device or config.tier is not Tier.auto:
+        return streamed * (config.tier is Tier.cpu)
+    ways = (Room(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
+    return np.maximum(*(way.layers_in_host(budgets.host_bytes) for way in ways))
+
+
+def _sum(entries: Iterable[Entry]) -> float:
+    return float(sum(entry.num_bytes for entry in entries))
 
 
 def _pinned(num_bytes: Floats) -> Floats:

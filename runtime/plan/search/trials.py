@@ -54,15 +54,6 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Blocks of some of the requests; all of them take `times` as long."""
-
-    problem: Problem
-    blocks: tuple[Block, ...]
-    times: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Trials:
     """`bounds`: the roofline's seconds of each policy of the grid. `blocks`: None makes those of each policy."""
 
@@ -77,57 +68,49 @@ class Trials:
         shortest = float("inf")
         for way, places in self._ways.items():
             if self.bounds[places[0]] < HOPELESS * shortest:
-                found[way] = list(islice(self._that_fit(self._first(places), shortest), NUM_FIRST))
+                many = [place for place in places[1:] if self.grid.lanes[place] >= MANY_LANES][:1]
+                order = list(dict.fromkeys([places[0], *many, *places]))[:NUM_TRIES]
+                found[way] = list(islice(self._that_fit(order, shortest), NUM_FIRST))
                 shortest = min([shortest, *(each.doubted_seconds for each in found[way])])
         near = sorted((way for way in found if found[way]), key=lambda way: _shortest(found[way]))[:NUM_NEAR]
         every = [trial for trials in found.values() for trial in trials]
         for way in near:
             if _shortest(found[way]) < NEAR * shortest:
-                every += self._more(self._ways[way], found[way], shortest)
+                known = {trial.place for trial in found[way]}
+                worth = [place for place in self._ways[way][:NUM_BLOCKS] if self.bounds[place] < HOPELESS * shortest]
+                trials = list(self._that_fit([place for place in worth if place not in known], shortest))
+                best_of_way = min([*found[way], *trials], key=lambda trial: trial.seconds)
+                smaller = self._trial(best_of_way.place, SWEEP_TOKENS // FACTOR)
+                every += trials if smaller is None else [*trials, smaller]
         best = dict[int, Trial]()
         for trial in sorted(every, key=lambda trial: trial.seconds):
             best.setdefault(trial.place, trial)
         return list(best.values())
 
-    def _first(self, places: Sequence[int]) -> list[int]:
-        """The order in which blocks of a way are tried: the best, the best of many lanes, then all others."""
-        many = [place for place in places[1:] if self.grid.lanes[place] >= MANY_LANES][:1]
-        return list(dict.fromkeys([places[0], *many, *places]))[:NUM_TRIES]
-
     def _that_fit(self, places: Sequence[int], shortest: float) -> Iterator[Trial]:
-        return (trial for place in places if (trial := self._tried(place, shortest)) is not None)
-
-    def _more(self, places: Sequence[int], known: Sequence[Trial], shortest: float) -> list[Trial]:
-        """More blocks of a way, and the best of them in smaller chunks."""
-        tried = {trial.place for trial in known}
-        worth = [each for each in places[:NUM_BLOCKS] if self.bounds[each] < HOPELESS * shortest and each not in tried]
-        trials = list(self._that_fit(worth, shortest))
-        best = min([*known, *trials], key=lambda trial: trial.seconds)
-        smaller = self._trial(best.place, SWEEP_TOKENS // FACTOR)
-        return trials if smaller is None else [*trials, smaller]
-
-    def _tried(self, place: int, shortest: float) -> Trial | None:
-        """The best of some chunks; None where nothing fits. Larger ones where prompts wait for weights, and without
+        """The best trial of each in some chunks, where any fit: larger ones where prompts wait for weights, and without
         that wait it would be near the shortest; the smallest where something takes longer than it should, as layers or
         keys and values had to leave."""
-        first = self._trial(place, SWEEP_TOKENS)
-        if first is None:
-            return None
-        found = [first]
-        worked = first.seconds - first.stall_seconds  # larger chunks can save no more than the wait
-        if first.stall_seconds > WAITING * first.seconds and worked < NEAR * shortest:
-            found.append(self._trial(place, FACTOR * SWEEP_TOKENS) or first)
-        if first.seconds > FAR * self.bounds[place]:
-            found.append(self._trial(place, CHUNK_TOKENS) or first)
-        return min(found, key=lambda trial: trial.seconds)
+        for place in places:
+            first = self._trial(place, SWEEP_TOKENS)
+            if first is None:
+                continue
+            found = [first]
+            worked = first.seconds - first.stall_seconds  # larger chunks can save no more than the wait
+            if first.stall_seconds > WAITING * first.seconds and worked < NEAR * shortest:
+                found.append(self._trial(place, FACTOR * SWEEP_TOKENS) or first)
+            if first.seconds > FAR * self.bounds[place]:
+                found.append(self._trial(place, CHUNK_TOKENS) or first)
+            yield min(found, key=lambda trial: trial.seconds)
 
     def _trial(self, place: int, sweep_tokens: int) -> Trial | None:
         """The trial in the largest chunks of up to so many tokens of all lanes that fit; None where none do."""
         policy = self.grid.policy(place)
-        sample = self._sample(policy.micro_batch_size, policy.num_micro_batches)
-        problem, blocks = sample.problem.of(policy), sample.blocks
+        sample, blocks, times = self._sample(policy.micro_batch_size, policy.num_micro_batches)
+        problem = sample.of(policy)
         asked = problem.config.policy.prefill_chunk_tokens
-        chunk = asked or max(CHUNK_TOKENS, _doubled(-(-sweep_tokens // policy.num_micro_batches)))
+        lane_tokens = -(-sweep_tokens // policy.num_micro_batches)
+        chunk = asked or max(CHUNK_TOKENS, 1 << max(0, lane_tokens - 1).bit_length())  # a power of two
         while True:
             run = problem.placed(blocks, chunk)
             if run.placement.fits:
@@ -140,29 +123,28 @@ class Trials:
         found = predict_by_few(
             problem.shape, run.placement, blocks, problem.sizes, chunk, problem.rates, num_timed=num_timed
         )
-        seconds, stall_seconds = (sample.times * each for each in (found.seconds, found.prefill.stall_seconds))
         return Trial(
             place=place,
             policy=policy,
-            seconds=seconds,
-            stall_seconds=stall_seconds,
+            seconds=times * found.seconds,
+            stall_seconds=times * found.prefill.stall_seconds,
             bound_seconds=float(self.bounds[place]),
         )
 
-    def _sample(self, micro_batch_size: int, num_micro_batches: int) -> Sample:
-        """Blocks of one size are made once: that takes longer than to place them. Of many packed requests one block,
-        as these are alike."""
+    def _sample(self, micro_batch_size: int, num_micro_batches: int) -> tuple[Problem, tuple[Block, ...], int]:
+        """Some of the requests, in blocks; all of them take so many times as long. Blocks of one size are made once:
+        that takes longer than to place them. Of many packed requests one block, as these are alike."""
         key, problem = (micro_batch_size, num_micro_batches), self.problem
         if key not in self._samples:
             num_blocks = -(-len(problem.sizes) // (micro_batch_size * num_micro_batches))
             is_one = self.blocks is None and problem.shape.is_packed and len(problem.sizes) > MANY_REQUESTS
             times = num_blocks if is_one else 1
             problem = problem.some(-(-len(problem.sizes) // times))
-            self._samples[key] = Sample(problem=problem, blocks=self.blocks or problem.blocks(*key), times=times)
+            self._samples[key] = (problem, self.blocks or problem.blocks(*key), times)
         return self._samples[key]
 
     @cached_property
-    def _samples(self) -> dict[tuple[int, int], Sample]:
+    def _samples(self) -> dict[tuple[int, int], tuple[Problem, tuple[Block, ...], int]]:
         return {}
 
     @cached_property
@@ -181,8 +163,3 @@ class Trials:
 
 def _shortest(trials: Sequence[Trial]) -> float:
     return min(trial.seconds for trial in trials)
-
-
-def _doubled(num_tokens: int) -> int:
-    """The smallest of the powers of two that is no smaller."""
-    return 1 << max(0, num_tokens - 1).bit_length()

@@ -42,12 +42,17 @@ class Workload:
         """All lengths where they are few, otherwise a sample, evenly over the ranks. Of the answers the longest."""
         lengths = sorted(size.num_prompt_tokens for size in sizes)
         num_taken = min(len(lengths), MOST_LENGTHS)
+        sharing = Counter(each for size in sizes if size.prefix is not None for each in size.prefix.chain)
+        alike = Counter(  # the part of each prefix that is not its parent's
+            (prefix.parent.num_tokens if prefix.parent is not None else 0, prefix.num_tokens, num_sharing)
+            for prefix, num_sharing in sharing.items()
+        )
         return Workload(
             num_requests=len(sizes),
             prompt_tokens=tuple(lengths[(2 * turn + 1) * len(lengths) // (2 * num_taken)] for turn in range(num_taken)),
             max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
             num_scored=-(-sum(size.num_scored for size in sizes) // max(1, len(sizes))),
-            shared=_stretches(sizes),
+            shared=tuple(sorted(SharedStretch(*stretch, count) for stretch, count in alike.items())),
         )
 
     @staticmethod
@@ -126,13 +131,3 @@ class Workload:
         shared = f" {self.shared}" if self.shared else ""
         text = f"{self.num_requests} {self.max_new_tokens} {self.prompt_tokens}{scored}{shared}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _stretches(sizes: Sequence[SequenceSize]) -> tuple[SharedStretch, ...]:
-    """The part of each prefix that is not its parent's, alike ones together."""
-    sharing = Counter(each for size in sizes if size.prefix is not None for each in size.prefix.chain)
-    alike = Counter(
-        (prefix.parent.num_tokens if prefix.parent is not None else 0, prefix.num_tokens, num_sharing)
-        for prefix, num_sharing in sharing.items()
-    )
-    return tuple(sorted(SharedStretch(*stretch, count) for stretch, count in alike.items()))

@@ -8,3 +8,8 @@ from numpy.typing import NDArray
 Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
 Numbers = TypeVar("Numbers", float, Floats)  # of one call all alike
+
+
+def larger(one: float, other: Numbers) -> Numbers:
+    """The larger of two, of an array number by number."""
+    return np.maximum(one, other) if isinstance(other, np.ndarray) else max(one, other)
