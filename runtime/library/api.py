@@ -49,8 +49,7 @@ from ..plan.search.policy import Policy
 from ..plan.shape.dtypes import keeping_kv
 from ..plan.shape.model import ModelShape
 from ..planning.budgets import device_limited, require_within
-from ..planning.opening import Opening
-from ..planning.planner import Planner
+from ..planning.planner import Planner, open_confirmed
 from ..probing.heads import Head
 from ..ranks.ranks import Ranks
 from ..requests.encoding import Wanted, require_readable, require_text
@@ -423,8 +422,7 @@ class Runtime(Closing):
                 session.probe(requests)
                 self.require_within_budget(plan)
 
-        opening = Opening(plan=plan, session=self.session, confirm=confirm, kind=kind, may_back_off=may_back_off)
-        return opening.confirmed(rates)
+        return open_confirmed(plan, self.session, confirm, rates=rates, kind=kind, may_back_off=may_back_off)
 
     def _prepare_for(self, requests: Sequence[Request]) -> None:
         """Mutates the model, where they ask for more than the next token. Raises ConfigError where it, or ranks, cannot

@@ -87,8 +87,18 @@ def decoding(
     q_BHD = torch.ones(num_rows, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device.torch_device)
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0))
     rows = EvenRows(order.view(num_rows, -1).tolist(), num_positions, device)
-    attend = _attending_codes if shape.kv_dtype.is_quantized else _attending
-    layers = [attend(shape, pages, index, rows, q_BHD) for index in range(num_layers)]
+
+    def attending(index: int) -> Callable[[], torch.Tensor]:
+        if shape.kv_dtype.is_quantized:
+            tail = q_BHD.new_ones(len(q_BHD), PAGE_TOKENS, shape.num_kv_heads, shape.head_dim)
+            quantized = pages.quantized_layer(index, shape.page_format)
+            quantized[:] = shape.page_format.encode(tail[:1], tail[:1])
+            return lambda: rows.attend_quantized(q_BHD, shape.page_format, quantized, (tail, tail))
+        token = torch.ones(1, shape.num_kv_heads, 1, shape.head_dim, dtype=shape.dtype)
+        k_NPHD, v_NPHD = pages.layer(index, token, token)
+        return lambda: rows.attend(q_BHD, k_NPHD, v_NPHD)
+
+    layers = [attending(index) for index in range(num_layers)]
     pages.fill(ANYTHING)
 
     def sweep() -> None:
@@ -96,23 +106,6 @@ def decoding(
             layer()
 
     return Timed(num_layers * num_rows * num_positions * shape.position_bytes, sweep, device.finish)
-
-
-def _attending(
-    shape: AttentionShape, pages: KVPages, index: int, rows: EvenRows, q_BHD: torch.Tensor
-) -> Callable[[], torch.Tensor]:
-    token = torch.ones(1, shape.num_kv_heads, 1, shape.head_dim, dtype=shape.dtype)
-    k_NPHD, v_NPHD = pages.layer(index, token, token)
-    return lambda: rows.attend(q_BHD, k_NPHD, v_NPHD)
-
-
-def _attending_codes(
-    shape: AttentionShape, pages: KVPages, index: int, rows: EvenRows, q_BHD: torch.Tensor
-) -> Callable[[], torch.Tensor]:
-    tail = q_BHD.new_ones(len(q_BHD), PAGE_TOKENS, shape.num_kv_heads, shape.head_dim)
-    quantized = pages.quantized_layer(index, shape.page_format)
-    quantized[:] = shape.page_format.encode(tail[:1], tail[:1])
-    return lambda: rows.attend_quantized(q_BHD, shape.page_format, quantized, (tail, tail))
 
 
 def prefilling(shape: AttentionShape, device: ComputeDevice, num_tokens: int) -> Timed:

@@ -6,9 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import cycle, product
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -27,6 +25,10 @@ from .timing import Probe, Timed
 HOST_READ = "host memory, read"
 HOST_COPY, DEVICE_COPY = "host memory, copied", "device memory, copied"
 LINK_IN, LINK_OUT = "host to device, pinned", "device to host, pinned"
+KEY = "measure.directory"
+DEPTHS, BLOCK_MIB = (1, 4, 16), (1, 4, 16)
+REST_SECONDS = 0.25  # before a burst: what a disk or its host has put aside meanwhile
+SUSTAINED, BURST = "disk, sustained", "disk, burst"
 
 
 def memory_probes(device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
@@ -94,12 +96,6 @@ def _filled(buffer: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
-KEY = "measure.directory"
-DEPTHS, BLOCK_MIB = (1, 4, 16), (1, 4, 16)
-REST_SECONDS = 0.25  # before a burst: what a disk or its host has put aside meanwhile
-SUSTAINED, BURST = "disk, sustained", "disk, burst"
-
-
 def reading(reader: Reader, batches: Sequence[Sequence[Extent]], target: torch.Tensor) -> Timed:
     """Bytes of the extents of all batches, which are submitted one behind the other. `target`: page-aligned host
     memory, uint8, that holds each batch by itself."""
@@ -118,7 +114,17 @@ def disk_probes(directory: str, device: ComputeDevice, *, file_bytes: int, piece
     Raises ConfigError when there is no room."""
     with ExitStack() as stack:
         file = stack.enter_context(open_unnamed(directory, key=KEY))
-        _fill(file, file_bytes, directory)
+        free = free_bytes(directory, key=KEY)
+        require(
+            file_bytes <= free,
+            f"{KEY}={directory}: {format_bytes(file_bytes)} are wanted and {format_bytes(free)} are free there; "
+            "name another directory or lower measure.disk_mib",
+        )
+        random = np.random.default_rng(0)
+        for _ in range(file_bytes // MIB):
+            file.write(random.bytes(MIB))  # what no disk can compress or recognise
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         path = f"/proc/self/fd/{file.fileno()}"  # opens the file once more, for the reader
         target = device.host_buffer(file_bytes)
         usual = OffloadConfig()
@@ -128,9 +134,15 @@ def disk_probes(directory: str, device: ComputeDevice, *, file_bytes: int, piece
 
         whole = reader(usual.reader_threads, usual.read_chunk_mib)
         pieces = _pieces(path, file_bytes, piece_bytes)
+        turns = _turns(whole, pieces, target)
+
+        def rested() -> float:
+            time.sleep(REST_SECONDS)
+            return turns()
+
         probes = [
             Probe(name=SUSTAINED, unit="GB/s", read=reading(whole, [_pieces(path, file_bytes, file_bytes)], target)),
-            Probe(name=BURST, unit="GB/s", read=partial(_rested, _turns(whole, pieces, target))),
+            Probe(name=BURST, unit="GB/s", read=rested),
         ]
         for depth, block in product(DEPTHS, BLOCK_MIB):
             read = _turns(reader(depth, block), pieces, target)
@@ -144,29 +156,9 @@ def _turns(reader: Reader, pieces: Sequence[Extent], target: torch.Tensor) -> Ti
     return Timed(pieces[0].num_bytes, lambda: reader.submit([next(turns)], view).wait())
 
 
-def _rested(read: Timed) -> float:
-    time.sleep(REST_SECONDS)
-    return read()
-
-
 def _pieces(path: str, file_bytes: int, piece_bytes: int) -> list[Extent]:
     piece_bytes = min(piece_bytes, file_bytes)
     return [
         Extent(file=path, offset=offset, num_bytes=piece_bytes, used_bytes=piece_bytes, slot_offset=0)
         for offset in range(0, file_bytes - piece_bytes + 1, piece_bytes)
     ]
-
-
-def _fill(file: BinaryIO, num_bytes: int, directory: str) -> None:
-    """Writes what no disk can compress or recognise."""
-    free = free_bytes(directory, key=KEY)
-    require(
-        num_bytes <= free,
-        f"{KEY}={directory}: {format_bytes(num_bytes)} are wanted and {format_bytes(free)} are free there; "
-        "name another directory or lower measure.disk_mib",
-    )
-    random = np.random.default_rng(0)
-    for _ in range(num_bytes // MIB):
-        file.write(random.bytes(MIB))
-    os.fsync(file.fileno())
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

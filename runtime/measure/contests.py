@@ -33,7 +33,7 @@ from ..plan.shape.shapes import StageKind
 from ..stream.device import ComputeDevice
 from ..units import MIB
 from ..weights.stage_weights import TORCH_DTYPES
-from .linear import DTYPES, ROWS, WORTHWHILE, Kind, kinds, multiplying
+from .linear import DTYPES, ROWS, WORTHWHILE, MatmulKind, kinds, multiplying
 from .machine_cache import Contest, Host, find_contests, keep_contests
 from .timing import Clock, Timed
 
@@ -56,7 +56,7 @@ class Product:
     """x (M, K) by weights (N, K), which stand for all of their kind in a model: they have the most FLOPs. `flops`: of
     all of the kind, to be compared with those of others."""
 
-    kind: Kind
+    kind: MatmulKind
     num_rows: int
     num_outputs: int
     num_inputs: int
@@ -94,7 +94,8 @@ def compare_backends(
     of a run of `usual` passes. They take `SECONDS`, or one comparison more, and `WEIGHT_BYTES`, freed on return."""
     kept = find_contests(host, _kernels_digest())
     found, begin = dict(kept.found), clock()
-    wanted = [each for each in main_products(model.shape, model.compute_dtype, usual) if _is_open(found.get(each.name))]
+    main = main_products(model.shape, model.compute_dtype, usual)
+    wanted = [each for each in main if each.name not in found or found[each.name].doubt is not None]
     wanted.sort(key=lambda each: found[each.name].num_times if each.name in found else 0)
     for place, each in enumerate(wanted):
         left = SECONDS - (clock() - begin)
@@ -102,7 +103,11 @@ def compare_backends(
             break
         share = left / (len(wanted) - place)
         found[each.name] = _compared(each, found.get(each.name), share, clock=clock, num_running=num_running)
-        log.info("linear backends: %s: %s", each.name, _said(found[each.name]))
+        contest = found[each.name]
+        rates = sorted(contest.gflops.items(), key=lambda rate: -rate[1])
+        text = ", ".join(f"{name} {rate:.0f}" for name, rate in rates) + " GFLOP/s"
+        doubt = "" if contest.doubt is None else f"; in doubt, as {contest.doubt}"
+        log.info("linear backends: %s: %s%s", each.name, text, doubt)
     if wanted:
         try:
             keep_contests(host, replace(kept, found=found))
@@ -114,7 +119,7 @@ def compare_backends(
 def main_products(shape: ModelShape, compute: torch.dtype, usual: TypicalLoad) -> list[Product]:
     """What a table of backends knows of a model's products in decode and prefill passes, the most FLOPs first."""
     num_new = 2 * (usual.num_positions - usual.num_prompt_tokens)
-    found: dict[tuple[Kind, int], list[Product]] = defaultdict(list)
+    found: dict[tuple[MatmulKind, int], list[Product]] = defaultdict(list)
     for num_tokens, weight in ((usual.num_rows, num_new), (usual.chunk_tokens, usual.num_prompt_tokens)):
         for kind, num_rows, shape_NK, flops in _products(shape, compute, num_tokens):
             nearest = min(ROWS, key=lambda rows: abs(log2(rows / num_rows)))
@@ -133,7 +138,7 @@ def main_products(shape: ModelShape, compute: torch.dtype, usual: TypicalLoad) -
 
 def _products(
     shape: ModelShape, compute: torch.dtype, num_tokens: int
-) -> Iterator[tuple[Kind, int, tuple[int, int], float]]:
+) -> Iterator[tuple[MatmulKind, int, tuple[int, int], float]]:
     """The products of a pass of so many tokens: the rows of each, the weights' (N, K), and FLOPs for each token."""
     inputs = STORED.get(compute)
     for stage, work in zip(shape.stages, stage_works(shape, frozenset()), strict=True):
@@ -148,12 +153,8 @@ def _products(
             num_outputs, num_inputs = parameter.shape[-2:][:: -1 if parameter.is_transposed else 1]
             num_visits = work.num_experts_per_token if is_stack else 1
             num_rows = max(1, round(num_tokens * num_visits / work.hits(num_tokens))) if is_stack else num_tokens
-            kind = Kind(inputs, stored, is_tall=num_inputs > num_outputs)
+            kind = MatmulKind(inputs, stored, is_tall=num_inputs > num_outputs)
             yield kind, num_rows, (num_outputs, num_inputs), 2.0 * num_visits * num_outputs * num_inputs
-
-
-def _is_open(contest: Contest | None) -> bool:
-    return contest is None or contest.doubt is not None
 
 
 def _compared(
@@ -237,28 +238,23 @@ def _table_of(found: Mapping[str, Contest]) -> BackendTable:
         if not any(_name(kind, rows) in found for rows in ROWS):
             continue
         usual = [kind.usual(rows) for rows in ROWS]
-        taken = [_winner(found.get(_name(kind, rows)), way) for rows, way in zip(ROWS, usual, strict=True)]
+        taken = list(usual)
+        for place, (rows, way) in enumerate(zip(ROWS, usual, strict=True)):
+            contest = found.get(_name(kind, rows))
+            if contest is None or way.value not in contest.gflops:
+                continue
+            if contest.doubt is not None and contest.num_times < 2:
+                continue
+            best = max(contest.gflops, key=lambda name, gflops=contest.gflops: gflops[name])
+            if contest.gflops[best] > (1 + WORTHWHILE) * contest.gflops[way.value]:
+                taken[place] = LinearBackend(best)
         if taken != usual:
             multipliers[str(kind)] = taken
     return BackendTable(rows=list(ROWS), multipliers=multipliers) if multipliers else BY_RULE
 
 
-def _winner(contest: Contest | None, usual: LinearBackend) -> LinearBackend:
-    if contest is None or usual.value not in contest.gflops or (contest.doubt is not None and contest.num_times < 2):
-        return usual
-    best = max(contest.gflops, key=lambda name: contest.gflops[name])
-    is_worth_it = contest.gflops[best] > (1 + WORTHWHILE) * contest.gflops[usual.value]
-    return LinearBackend(best) if is_worth_it else usual
-
-
-def _name(kind: Kind, num_rows: int) -> str:
+def _name(kind: MatmulKind, num_rows: int) -> str:
     return f"{kind}, M={num_rows}"
-
-
-def _said(contest: Contest) -> str:
-    rates = sorted(contest.gflops.items(), key=lambda each: -each[1])
-    text = ", ".join(f"{name} {rate:.0f}" for name, rate in rates) + " GFLOP/s"
-    return text if contest.doubt is None else f"{text}; in doubt, as {contest.doubt}"
 
 
 @cache

@@ -89,28 +89,24 @@ class ProfilingPass:
             self.device.finish()
             begin = time.perf_counter()
             while event is not None and not (isinstance(event, NeedStage) and event.stage != self.stage):
-                answer, seconds = self._answer(event)
-                attention += seconds
-                event = lane.advance(answer)
+                if isinstance(event, NeedStage):
+                    event = lane.advance(self.weights)
+                elif isinstance(event, NeedExperts):
+                    event = lane.advance(torch.zeros_like(event.hidden_TD))
+                else:
+                    assert isinstance(event, NeedAttention), f"a lane asked for {event!r}"
+                    self.device.finish()
+                    asked = time.perf_counter()
+                    answer = event.compute()
+                    self.device.finish()
+                    attention += time.perf_counter() - asked
+                    event = lane.advance(answer)
             self.device.finish()
             inside = time.perf_counter() - begin - attention
             return LayerSeconds(before=begin - start, inside=inside, attention=attention)
         finally:
             lane.abandon()
             lane.close()
-
-    def _answer(self, event: Event) -> tuple[Weights | torch.Tensor, float]:
-        """The answer, and the seconds of attention."""
-        if isinstance(event, NeedStage):
-            return self.weights, 0.0
-        if isinstance(event, NeedExperts):
-            return torch.zeros_like(event.hidden_TD), 0.0
-        assert isinstance(event, NeedAttention), f"a lane asked for {event!r}"
-        self.device.finish()
-        begin = time.perf_counter()
-        answer = event.compute()
-        self.device.finish()
-        return answer, time.perf_counter() - begin
 
     def _lanes(self, num_pages: int) -> LaneFactory:
         vocab_size, place = self.loaded.shape.vocab_size, self.device.torch_device

@@ -27,6 +27,8 @@ from ..stream.device import ComputeDevice
 from .timing import Clock, Figure, Probe, Timed
 
 MOST_ROWS_BESIDE = 256  # of kinds that only a person looks at
+WORTHWHILE = 0.05  # by which another must be faster than the usual one: less is what a minute changes
+ROWS = (1, 4, 16, 64, 256, 512)  # behind which ratios change little; beyond MANY_ROWS panels are larger
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -141,19 +143,19 @@ def product_probes(
 
 def product_of(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices, device: ComputeDevice) -> Timed:
     """Each act takes the next matrix."""
-    batches = [[_as_model_has_it(matrix, x_MK.dtype)] for matrix in matrices.of(kind.stored)]
+
+    def as_model_has_it(matrix: torch.Tensor) -> torch.Tensor:
+        if matrix.dtype == x_MK.dtype and matrix.device.type != "cpu":
+            return matrix
+        return StoredWeight([[matrix]], matrix.shape, x_MK.dtype, is_stacked=False)
+
+    batches = [[as_model_has_it(matrix)] for matrix in matrices.of(kind.stored)]
     bias_N = x_MK.new_zeros(matrices.width)
 
     def flipped(x_MK: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
         return torch.addmm(bias_N, x_MK, weight_KN)
 
     return multiplying([x_MK], batches, device, flipped if kind.is_flipped else F.linear)
-
-
-def _as_model_has_it(matrix: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    if matrix.dtype == compute and matrix.device.type != "cpu":
-        return matrix
-    return StoredWeight([[matrix]], matrix.shape, compute, is_stacked=False)
 
 
 def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
@@ -182,11 +184,7 @@ def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
     return found
 
 
-WORTHWHILE = 0.05  # by which another must be faster than the usual one: less is what a minute changes
-ROWS = (1, 4, 16, 64, 256, 512)  # behind which ratios change little; beyond MANY_ROWS panels are larger
-
-
-class Kind(NamedTuple):
+class MatmulKind(NamedTuple):
     """Products of inputs of a dtype with weights that are stored in one, tall or wide."""
 
     inputs: str
@@ -210,19 +208,28 @@ class Kind(NamedTuple):
         return f"{backend.value}, {self}, M={num_rows}"
 
 
-def kinds() -> Iterator[Kind]:
+def kinds() -> Iterator[MatmulKind]:
     """Inputs of 16 bits meet weights that are stored in their own dtype."""
     for inputs, stored, is_tall in product(STORED.values(), STORED.values(), (False, True)):
         if inputs in (FLOAT32, stored):
-            yield Kind(inputs, stored, is_tall)
+            yield MatmulKind(inputs, stored, is_tall)
 
 
 def multiplier_rows(rows: Sequence[int], matrices: Matrices, *, longest_seconds: float) -> list[ProbeSeries]:
     """Probes of FLOPs, for each way to multiply a kind of weights."""
 
-    def series(kind: Kind, backend: LinearBackend) -> ProbeSeries:
+    def series(kind: MatmulKind, backend: LinearBackend) -> ProbeSeries:
+        # Weights have four times as many outputs as inputs, or the other way round.
+        num_inputs = matrices.width * 2 if kind.is_tall else matrices.width // 2
+
+        def multiply(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+            return BACKENDS[backend](x_MK, [weight_NK])
+
         def probe(num_rows: int) -> tuple[Probe, Timed]:
-            return _probe(kind, num_rows=num_rows, backend=backend, matrices=matrices)
+            batches = [[matrix.view(-1, num_inputs)] for matrix in matrices.of(kind.stored)]
+            x_MK = torch.randn(num_rows, num_inputs).to(DTYPES[kind.inputs])
+            timed = multiplying([x_MK], batches, ComputeDevice("cpu"), multiply)
+            return Probe(name=kind.name(backend, num_rows), unit="GFLOP/s", read=timed), timed
 
         return series_of(f"{backend.value}, {kind}", _rows(rows), probe, longest_seconds=longest_seconds)
 
@@ -233,7 +240,7 @@ def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> Backend
     """The usual backend where no other is faster by `WORTHWHILE`, in all rounds. One that was too slow to be
     measured with so many rows is as fast as with the most that it was measured with."""
 
-    def fastest(kind: Kind, num_rows: int) -> LinearBackend:
+    def fastest(kind: MatmulKind, num_rows: int) -> LinearBackend:
         def figure(backend: LinearBackend) -> Figure:
             names = [kind.name(backend, each) for each in _rows([num_rows])]
             return next(figures[name] for name in reversed(names) if name in figures)
@@ -252,16 +259,3 @@ def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> Backend
 def _rows(rows: Sequence[int]) -> list[int]:
     """The rows that ways are compared at, as far as products are measured at all."""
     return [number for number in ROWS if number <= max(rows)]
-
-
-def _probe(kind: Kind, *, num_rows: int, backend: LinearBackend, matrices: Matrices) -> tuple[Probe, Timed]:
-    """Weights have four times as many outputs as inputs, or the other way round."""
-    num_inputs = matrices.width * 2 if kind.is_tall else matrices.width // 2
-    batches = [[matrix.view(-1, num_inputs)] for matrix in matrices.of(kind.stored)]
-
-    def multiply(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        return BACKENDS[backend](x_MK, [weight_NK])
-
-    x_MK = torch.randn(num_rows, num_inputs).to(DTYPES[kind.inputs])
-    timed = multiplying([x_MK], batches, ComputeDevice("cpu"), multiply)
-    return Probe(name=kind.name(backend, num_rows), unit="GFLOP/s", read=timed), timed

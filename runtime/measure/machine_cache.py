@@ -6,11 +6,9 @@ import logging
 import os
 import platform
 import secrets
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from ..cache_root import cache_root
 from ..config.profiles import BackendTable, DTypeRates, LinearBackend, MeasuredRates
@@ -101,17 +99,17 @@ def cpu_flags() -> frozenset[str]:
 
 def keep(host: Host, rates: MeasuredRates, products: BackendTable | None = None) -> None:
     """Replaces what was kept, contests too. Raises OSError."""
-    _write(_Kept(host=host, rates=rates, products=products))
+    _write(_HostRecord(host=host, rates=rates, products=products))
 
 
 def keep_contests(host: Host, contests: Contests) -> None:
     """Puts them beside what was kept of the host. Of two processes that do so at once, one may be forgotten: the next
     run measures that again. Raises OSError."""
     kept = _read(host.path) if host.path.exists() else None
-    _write(replace(kept or _Kept(host=host), contests=contests))
+    _write(replace(kept or _HostRecord(host=host), contests=contests))
 
 
-def _write(kept: "_Kept") -> None:
+def _write(kept: "_HostRecord") -> None:
     path = kept.host.path
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
@@ -151,49 +149,36 @@ def find_contests(host: Host, kernels: str) -> Contests:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
+class _HostRecord:
     host: Host
     rates: MeasuredRates | None = None
     products: BackendTable | None = None
     contests: Contests | None = None
 
 
-def _read(path: Path) -> _Kept | None:
+def _read(path: Path) -> _HostRecord | None:
     try:
         values = json.loads(path.read_text())
-        rates, products, contests = values["rates"], values.get("products"), values.get("contests")
-        return _Kept(
-            host=Host(**values["host"]),
-            rates=_rates_of(rates) if rates is not None else None,
-            products=_products_of(products) if products is not None else None,
-            contests=_contests_of(contests) if contests is not None else None,
-        )
+        found = _HostRecord(host=Host(**values["host"]))
+        if (rates := values["rates"]) is not None:
+            parts = {key: DTypeRates(**value) if isinstance(value, dict) else value for key, value in rates.items()}
+            rates = MeasuredRates(**parts)  # pyright: ignore[reportArgumentType] - checked by the class
+            found = replace(found, rates=rates)
+        if (products := values.get("products")) is not None:
+            if products["compared"] != COMPARED:
+                known = ", ".join(products["compared"])
+                raise ConfigError(f"it compares {known}, while there are {', '.join(COMPARED)}")
+            found = replace(found, products=BackendTable.from_plain(products))
+        if (contests := values.get("contests")) is not None:
+            each = {name: Contest(**contest) for name, contest in contests["found"].items()}
+            for rate in (rate for contest in each.values() for rate in contest.gflops.items()):
+                if rate[0] not in COMPARED or not isinstance(rate[1], float) or rate[1] <= 0:
+                    raise ValueError(f"{rate} is no backend with its GFLOP/s")
+            found = replace(found, contests=Contests(kernels=contests["kernels"], found=each))
+        return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         log.warning("%s cannot be used and is passed over: %s; python -m jobs.measure writes it anew", path, error)
         return None
-
-
-def _rates_of(values: Mapping[str, object]) -> MeasuredRates:
-    """Raises TypeError or ConfigError for what is no such thing."""
-    parts = {name: DTypeRates(**value) if isinstance(value, dict) else value for name, value in dict(values).items()}
-    return MeasuredRates(**parts)  # pyright: ignore[reportArgumentType] - checked by the class, as far as it matters
-
-
-def _products_of(values: Mapping[str, Any]) -> BackendTable:
-    """Raises KeyError, TypeError, ValueError or ConfigError for what is no such thing."""
-    if values["compared"] != COMPARED:
-        raise ConfigError(f"it compares {', '.join(values['compared'])}, while there are {', '.join(COMPARED)}")
-    return BackendTable.from_plain(values)
-
-
-def _contests_of(values: Mapping[str, Any]) -> Contests:
-    """Raises KeyError, TypeError, ValueError or AttributeError for what is no such thing."""
-    found = {name: Contest(**each) for name, each in values["found"].items()}
-    rates = [rate for each in found.values() for rate in each.gflops.items()]
-    wrong = [rate for rate in rates if rate[0] not in COMPARED or not isinstance(rate[1], float) or rate[1] <= 0]
-    if wrong:
-        raise ValueError(f"{wrong[0]} is no backend with its GFLOP/s")
-    return Contests(kernels=values["kernels"], found=found)
 
 
 def _cpu_model() -> str:

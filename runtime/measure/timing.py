@@ -133,7 +133,10 @@ def measure(
     while num_done < num_rounds and (not num_done or clock() - begin + round_seconds <= seconds * (1 + OVER_SHARE)):
         round_begin = clock()
         for probe in probes:
-            rounds[probe.name].append(median(_readings(probe, share, clock)))
+            probe_begin, readings = clock(), [probe.read()]
+            while clock() - probe_begin < share:
+                readings.append(probe.read())
+            rounds[probe.name].append(median(readings))
             advance(probe.name)
         num_done, round_seconds = num_done + 1, clock() - round_begin
     figures = {probe.name: figure_of(rounds[probe.name], probe.unit) for probe in probes}
@@ -142,11 +145,3 @@ def measure(
 
 def figure_of(values: Sequence[float], unit: str) -> Figure:
     return Figure(value=median(values), low=min(values), high=max(values), unit=unit)
-
-
-def _readings(probe: Probe, seconds: float, clock: Clock) -> list[float]:
-    begin = clock()
-    found = [probe.read()]
-    while clock() - begin < seconds:
-        found.append(probe.read())
-    return found

@@ -92,7 +92,15 @@ def plan_by_choice(
     pin = problem.config.policy.pin
     path = directory / f"{key}.json" if key is not None else None
     if pin is not None:
-        kept, origin = _pinned(directory, pin), "pinned"
+        every = [found for file in sorted(directory.glob("*.json")) if (found := _kept(file)) is not None]
+        named = {each.policy: each for each in every if each.policy.digest.startswith(pin)}
+        if len(named) != 1:
+            digests = sorted({each.policy.digest for each in every})
+            raise ConfigError(
+                f"policy.pin={pin} names {len(named) or 'none'} of the {len(digests)} choices in {directory}"
+                + (f": {', '.join(digests)}" if digests else "; run once without a pin")
+            )
+        kept, origin = next(iter(named.values())), "pinned"
     elif known is not None:
         kept, origin = KeptPolicy(policy=known, why=(f"policy {known.digest}: {known}",)), "as before"
     else:
@@ -112,7 +120,15 @@ def plan_by_choice(
     if found.choice is not None:
         kept = KeptPolicy.of(found.choice)
         if path is not None:
-            _keep(path, kept)
+            try:  # all or nothing; a cache that cannot be written is no reason to stop
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile(
+                    "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
+                ) as file:
+                    file.write(kept.to_json())
+                os.replace(file.name, path)  # noqa: PTH105
+            except OSError as error:
+                log.warning("the choice could not be kept in %s: %s", path, error)
         _log_kept(kept, "searched")
     return found
 
@@ -120,19 +136,6 @@ def plan_by_choice(
 def _log_kept(kept: KeptPolicy, origin: str) -> None:
     for sentence in kept.why[:NUM_LOGGED]:
         log.info("policy (%s): %s", origin, sentence)
-
-
-def _pinned(directory: Path, pin: str) -> KeptPolicy:
-    """The kept policy whose digest, as logs show it, is or begins with this pin."""
-    every = [_kept(path) for path in sorted(directory.glob("*.json"))]
-    found = {each.policy: each for each in every if each is not None and each.policy.digest.startswith(pin)}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    known = sorted({each.policy.digest for each in every if each is not None})
-    raise ConfigError(
-        f"policy.pin={pin} names {len(found) or 'none'} of the {len(known)} choices in {directory}"
-        + (f": {', '.join(known)}" if known else "; run once without a pin")
-    )
 
 
 def _kept(path: Path) -> KeptPolicy | None:
@@ -143,14 +146,3 @@ def _kept(path: Path) -> KeptPolicy | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s holds no policy and is not used: %s", path, error)
         return None
-
-
-def _keep(path: Path, kept: KeptPolicy) -> None:
-    """All or nothing; a cache that cannot be written is no reason to stop."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            file.write(kept.to_json())
-        os.replace(file.name, path)  # noqa: PTH105
-    except OSError as error:
-        log.warning("the choice could not be kept in %s: %s", path, error)
