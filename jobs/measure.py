@@ -25,16 +25,16 @@ def main(composed: Composed) -> None:
 
     from jobs.files.named import publish_named, require_replaceable
     from jobs.files.publishing import make_directory, write_all
-    from jobs.measuring.measurement import Steps, measure_machine
-    from jobs.measuring.report import Source, agreement, doubts, format_table, format_yaml
+    from jobs.measuring.measurement import measure_machine, shown_steps
+    from jobs.measuring.report import agreement, doubts, format_table, format_yaml
     from runtime.measure.machine_cache import find_latest, keep
 
     if config.measure.out is not None:
         require_replaceable([Path(config.measure.out)], f"measure.out={config.measure.out}")
     found = []
     for _ in range(config.measure.times):
-        with Steps() as steps:
-            found.append(measure_machine(config.machine, config.measure, steps.advance))
+        with shown_steps() as advance:
+            found.append(measure_machine(config.machine, config.measure, advance))
     last = found[-1]
     say(format_table([measurement.figures for measurement in found]))
     if len(found) > 1:
@@ -50,16 +50,14 @@ def main(composed: Composed) -> None:
     say(f"{last.seconds:.0f} s; kept for machine=auto: {last.host.path}")
     if config.measure.out is not None:
         out = Path(config.measure.out)
-        source = Source(
+        text = format_yaml(
+            out.stem,
+            last,
             command=f"python -m jobs.measure {' '.join(sys.argv[1:])}".strip(),
             date=datetime.now(UTC).date().isoformat(),
-            host=last.host,
             versions={package: version(package) for package in ("torch", "transformers", "numba")},
             device_choice=config.machine.device,
-            seconds=last.seconds,
-            notes=last.notes,
         )
-        text = format_yaml(out.stem, source, last.rates, last.figures)
         make_directory(out.absolute().parent)
         publish_named(out, lambda file: write_all(file, text.encode()))
         say(str(out))

@@ -4,17 +4,15 @@ so small that there is little else.
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
-from types import TracebackType
-from typing import Self
 
 import torch
 from tqdm import tqdm
 
-from runtime.config.profiles import BackendTable, MeasureConfig, MeasuredRates
+from runtime.config.profiles import MeasureConfig, MeasuredRates
 from runtime.config.settings import (
     RANDOM,
     MachineConfig,
@@ -30,26 +28,18 @@ from runtime.library.api import Runtime
 from runtime.measure.bandwidth import DEVICE_COPY, HOST_COPY, LINK_IN, LINK_OUT, SUSTAINED
 from runtime.measure.linear import product_table
 from runtime.measure.machine import device_name, dtype_rates, machine_probes
-from runtime.measure.machine_cache import Host, this_host
-from runtime.measure.timing import Figure, Measured, Probe, measure
+from runtime.measure.machine_cache import this_host
+from runtime.measure.timing import Probe, measure
 from runtime.planning.budgets import FREE_SHARE, usable_host_bytes
 from runtime.requests.prompts import Request
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB
 
+from .report import Measurement
+
 TURN, PASS = "a turn: one lane in one stage", "a pass, beside its turns"
 NUM_LANES, NUM_NEW_TOKENS = 8, 6
 Advance = Callable[[str, int], object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    host: Host
-    rates: MeasuredRates
-    figures: Mapping[str, Figure]
-    products: BackendTable | None  # None where an accelerator computes
-    seconds: float  # that it took
-    notes: Sequence[str]  # on what was not measured, and why
 
 
 @torch.inference_mode()
@@ -90,22 +80,20 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
     )
     host = this_host(device_name(device), torch.get_num_threads())
     products = None if device.is_accelerator else product_table(config.gemm_rows, figures)
+    notes = [*found.notes]
+    if measured.num_rounds < config.num_rounds:
+        notes.append(
+            f"{measured.num_rounds} of measure.num_rounds={config.num_rounds}: a round takes "
+            f"{measured.round_seconds:.1f} s, and measure.seconds={config.seconds:g} has room for no more"
+        )
     return Measurement(
         host=host,
         rates=rates,
         figures=figures,
         products=products,
         seconds=time.monotonic() - begin,
-        notes=[*found.notes, *_rounds_left_out(measured, config)],
+        notes=notes,
     )
-
-
-def _rounds_left_out(measured: Measured, config: MeasureConfig) -> Iterator[str]:
-    if measured.num_rounds < config.num_rounds:
-        yield (
-            f"{measured.num_rounds} of measure.num_rounds={config.num_rounds}: a round takes "
-            f"{measured.round_seconds:.1f} s, and measure.seconds={config.seconds:g} has room for no more"
-        )
 
 
 @contextmanager
@@ -124,8 +112,8 @@ def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[
     requests = [request for request in made if isinstance(request, Request)]
     num_stages = len(runtime.model.shape.stages)
     with ExitStack() as stack:
-        one = _Passes(stack, runtime, requests[:1])
-        all_lanes = _Passes(stack, runtime, requests)
+        one = _TimedPasses(stack, runtime, requests[:1])
+        all_lanes = _TimedPasses(stack, runtime, requests)
 
         def turn() -> float:
             return max(0.0, (all_lanes.seconds() - one.seconds()) / (num_stages * (NUM_LANES - 1)))
@@ -136,7 +124,7 @@ def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[
         ]
 
 
-class _Passes:
+class _TimedPasses:
     """Holds a session for as long as `stack` is open."""
 
     def __init__(self, stack: ExitStack, runtime: Runtime, requests: Sequence[Request]):
@@ -151,20 +139,14 @@ class _Passes:
         return median(record.seconds for record in records if record.phase is Phase.decode)
 
 
-class Steps:
-    """How far a measurement is: a bar on a terminal, nothing elsewhere. A context manager; `advance` after each
-    step."""
+@contextmanager
+def shown_steps() -> Iterator[Advance]:
+    """How far a measurement is, which is told after each step: a bar on a terminal, nothing elsewhere."""
+    with tqdm(unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
 
-    def __enter__(self) -> Self:
-        self._bar = tqdm(unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
-        return self
+        def advance(name: str, total: int) -> None:
+            bar.total = total
+            bar.set_description(name, refresh=False)
+            bar.update()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.close()
-
-    def advance(self, name: str, total: int) -> None:
-        self._bar.total = total
-        self._bar.set_description(name, refresh=False)
-        self._bar.update()
+        yield advance

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 
-from runtime.config.profiles import DataSheet, MeasuredRates
+from runtime.config.profiles import BackendTable, DataSheet, MeasuredRates
 from runtime.measure.machine_cache import Host
 from runtime.measure.timing import Figure
 
@@ -17,25 +17,30 @@ from ..config.settings import read_yaml
 from ..config.typed import build
 
 SPREAD = "spread: how far a round was from the median of the rounds, at most"
+FAR = 3.0  # times: other torches, clocks and neighbours explain less, a slip in measuring often more
+SHORTEST_SECONDS = 1e-5  # of a turn: shorter ones differ by what starts and stops a clock
+MACHINES = Path(__file__).resolve().parents[2] / "conf" / "machine"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """What a measurement is of, for whoever finds the file later."""
-
-    command: str
-    date: str
+class Measurement:
     host: Host
-    versions: Mapping[str, str]
-    device_choice: str  # machine.device
-    seconds: float
-    notes: Sequence[str]  # on what was not measured
+    rates: MeasuredRates
+    figures: Mapping[str, Figure]
+    products: BackendTable | None  # None where an accelerator computes
+    seconds: float  # that it took
+    notes: Sequence[str]  # on what was not measured, and why
 
 
 def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
     """A row for each figure; measured more than once, its values side by side and whether they agree."""
     head = ["", *(["measured", "spread"] * len(times)), "unit", *(["agree"] if len(times) > 1 else [])]
-    lines = [head, *(_row(name, [figures[name] for figures in times]) for name in times[0])]
+    lines = [head]
+    for name in times[0]:
+        row = [figures[name] for figures in times]
+        cells = [cell for figure in row for cell in (format_value(figure.value), f"{figure.spread:.0%}")]
+        agree = [("yes" if _agree(row) else "no")] if len(row) > 1 else []
+        lines.append([name, *cells, row[0].unit, *agree])
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     is_left = [column in (0, 1 + 2 * len(times)) for column in range(len(head))]
     return "\n".join(
@@ -53,11 +58,6 @@ def agreement(times: Sequence[Mapping[str, Figure]]) -> str:
     return f"{len(agreeing)} of {len(times[0])} figures agree within their spreads"
 
 
-def _row(name: str, figures: Sequence[Figure]) -> list[str]:
-    cells = [cell for figure in figures for cell in (format_value(figure.value), f"{figure.spread:.0%}")]
-    return [name, *cells, figures[0].unit, *([("yes" if _agree(figures) else "no")] if len(figures) > 1 else [])]
-
-
 def _agree(figures: Sequence[Figure]) -> bool:
     return all(one.agrees_with(other) for one, other in combinations(figures, 2))
 
@@ -67,26 +67,29 @@ def format_value(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def format_yaml(name: str, source: Source, rates: MeasuredRates, figures: Mapping[str, Figure]) -> str:
-    """A file of the `machine` group, called `name`. Every figure stands in a comment, with its spread."""
-    host = source.host
+def format_yaml(
+    name: str, found: Measurement, *, command: str, date: str, versions: Mapping[str, str], device_choice: str
+) -> str:
+    """A file of the `machine` group, called `name`. Every figure stands in a comment, with its spread. `device_choice`:
+    what `machine.device` said."""
+    host, figures = found.host, found.figures
     width = max(map(len, figures))
     comments = [
-        f"Measured by: {source.command}",
-        f"{source.date}, in {source.seconds:.0f} s, on {host.hostname}: {host.cpu}, {host.num_threads} threads; "
+        f"Measured by: {command}",
+        f"{date}, in {found.seconds:.0f} s, on {host.hostname}: {host.cpu}, {host.num_threads} threads; "
         f"device: {host.device}",
-        ", ".join(f"{package} {version}" for package, version in source.versions.items()),
+        ", ".join(f"{package} {version}" for package, version in versions.items()),
         "",
         f"Medians; {SPREAD}.",
         *(
             f"  {key:<{width}}  {format_value(f.value):>9} {f.unit:<11}  spread {f.spread:.0%}"
             for key, f in figures.items()
         ),
-        *(f"Note: {note}" for note in source.notes),
+        *(f"Note: {note}" for note in found.notes),
     ]
-    values = [f"name: {name}", f"device: {source.device_choice}", f"num_threads: {host.num_threads}", "sheet: null"]
+    values = [f"name: {name}", f"device: {device_choice}", f"num_threads: {host.num_threads}", "sheet: null"]
     lines = [f"# {comment}".rstrip() for comment in comments] + values + ["rates:"]
-    return "\n".join([*lines, *_block(asdict(rates), "  ")]) + "\n"
+    return "\n".join([*lines, *_block(asdict(found.rates), "  ")]) + "\n"
 
 
 def _block(values: Mapping[str, object], indent: str) -> list[str]:
@@ -111,11 +114,6 @@ def _scalar(value: object) -> str:
     return str(value)
 
 
-FAR = 3.0  # times: other torches, clocks and neighbours explain less, a slip in measuring often more
-SHORTEST_SECONDS = 1e-5  # of a turn: shorter ones differ by what starts and stops a clock
-MACHINES = Path(__file__).resolve().parents[2] / "conf" / "machine"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Value:
     number: float
@@ -130,9 +128,22 @@ def doubts(rates: MeasuredRates, before: MeasuredRates | None, host: Host) -> li
     or the other way round. `before`: what was kept of this host, if anything was."""
     found = _values(rates)
     sentences = list(_far(found, _values(before), "in the measurement that was kept before")) if before else []
-    for name, sheet in _sheets().items():
-        if names(name, host.device):
-            sentences += _far(found, _peaks(sheet, rates), f"on the data sheet, machine={name}")
+    for path in sorted(MACHINES.glob("*.yaml")):
+        values = read_yaml(path).get("sheet")
+        if not isinstance(values, dict) or not names(path.stem, host.device):
+            continue
+        sheet = build(DataSheet, values, f"{path.stem}.sheet.")
+        if sheet.num_devices > 1:
+            continue
+        # Of the device alone: the host around it is another one. Products reach the peaks with the most rows.
+        link, most = Value(number=sheet.host_link_gb_per_second, unit="GB/s"), rates.gemm_rows[-1]
+        peaks = {"memory_gb_per_second": Value(number=sheet.memory_gb_per_second, unit="GB/s")}
+        peaks |= {"link_in_gb_per_second": link, "link_out_gb_per_second": link}
+        tflops = {"float32": sheet.float32_tflops, "float16": sheet.float16_tflops, "bfloat16": sheet.bfloat16_tflops}
+        for dtype, peak in tflops.items():
+            if peak is not None:
+                peaks[f"{dtype}.gemm_gflops (M={most})"] = Value(number=1e3 * peak, unit="GFLOP/s")
+        sentences += _far(found, peaks, f"on the data sheet, machine={path.stem}")
     return sentences
 
 
@@ -176,29 +187,4 @@ def _values(rates: MeasuredRates) -> dict[str, Value]:
         for key in ("attention_gb_per_second", "cpu_attention_gb_per_second"):
             found[f"{dtype}.{key}"] = Value(number=getattr(each, key), unit="GB/s")
         found[f"{dtype}.prefill_attention_gflops"] = Value(number=each.prefill_attention_gflops, unit="GFLOP/s")
-    return found
-
-
-def _peaks(sheet: DataSheet, rates: MeasuredRates) -> dict[str, Value]:
-    """What is odd beside the data sheet, of the device alone: the host around it is another one. Products reach them
-    with the most rows."""
-    found = {"memory_gb_per_second": Value(number=sheet.memory_gb_per_second, unit="GB/s")}
-    for key in ("link_in_gb_per_second", "link_out_gb_per_second"):
-        found[key] = Value(number=sheet.host_link_gb_per_second, unit="GB/s")
-    tflops = {"float32": sheet.float32_tflops, "float16": sheet.float16_tflops, "bfloat16": sheet.bfloat16_tflops}
-    for dtype, peak in tflops.items():
-        if peak is not None:
-            found[f"{dtype}.gemm_gflops (M={rates.gemm_rows[-1]})"] = Value(number=1e3 * peak, unit="GFLOP/s")
-    return found
-
-
-def _sheets() -> dict[str, DataSheet]:
-    """The sheets of one device each, by profile."""
-    found: dict[str, DataSheet] = {}
-    for path in sorted(MACHINES.glob("*.yaml")):
-        values = read_yaml(path).get("sheet")
-        if isinstance(values, dict):
-            sheet = build(DataSheet, values, f"{path.stem}.sheet.")
-            if sheet.num_devices == 1:
-                found[path.stem] = sheet
     return found

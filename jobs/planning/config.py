@@ -51,7 +51,7 @@ class Sweep(Enum):
     devices = "devices"
 
 
-class Packed(Enum):
+class PackedFormat(Enum):
     """How `millrace pack` would store the weights, by the `format` that it is given."""
 
     lossless = "lossless"
@@ -60,7 +60,7 @@ class Packed(Enum):
     fp8 = "fp8"
 
 
-FORMATS = (*(each.value for each in Packed), PLAIN, *PUBLISHED)
+FORMATS = (*(each.value for each in PackedFormat), PLAIN, *PUBLISHED)
 
 
 @dataclass(frozen=True, kw_only=True)

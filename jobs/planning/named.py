@@ -50,18 +50,15 @@ def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, M
     parameters = {**weights.parameters, **_converted(model, weights.inexpressible)}
     parameters |= {each: replace(parameters[each], is_experts=True) for each in experts.stacks(model)}
     shape = shape_of(name, stage_model(model), parameters, cache, is_packed=is_packed)
-    return {STORED: shape, DType.float32: _computing_in_float32(shape, architecture)}
-
-
-def _computing_in_float32(shape: ModelShape, architecture: Mapping[str, object]) -> ModelShape:
     cache = measure_cache(_build(architecture, DType.float32))
-    return replace(
+    wide = replace(
         shape,
         compute_dtype_bytes=4,
         kv_layer_bytes=cache.layer_bytes_per_token,
         state_bytes_per_sequence=cache.bytes_per_sequence,
         cross_kv_bytes_per_token=cache.cross_bytes_per_token,
     )
+    return {STORED: shape, DType.float32: wide}
 
 
 def _build(architecture: Mapping[str, object], dtype: DType) -> PreTrainedModel:

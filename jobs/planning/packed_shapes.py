@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil, prod
 
 from runtime.config.settings import Quantize
@@ -18,7 +17,7 @@ from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.store.gguf import BLOCKS
 
-from .config import Packed
+from .config import PackedFormat
 from .published import GGUF, INTERLEAVED, OF_EXPERTS, PLAIN, PUBLISHED
 
 FormatOf = Callable[[Parameter, TensorSlice], str | None]  # of a tensor; None where it stays as it is
@@ -58,31 +57,36 @@ class Publication:
         is_matrix = is_stack or (len(shape) == 2 and name.endswith(".weight"))
         if not is_matrix or not ROUTERS.isdisjoint(path):
             return None
-        if self.name in GGUF:
-            return _block_type(self.name, parameter.shape[-1])
+        if self.name in GGUF:  # as `llama-quantize --pure` chooses it for rows of so many numbers; None for 16 bits
+            num_columns, other = parameter.shape[-1], OF_OTHER_ROWS.get(self.name, USUAL_OF_OTHER_ROWS)
+            return next((each for each in (self.name, other) if not num_columns % BLOCKS[each].num_numbers), None)
         is_stored = IN_A_LAYER.search(_in_first_layer(name)) is not None and (is_stack or self.name != OF_EXPERTS)
         module = name.removesuffix(".weight")  # patterns mean what they mean to transformers
         is_left_out = any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.left_out)
         return PUBLISHED[self.name] if is_stored and not is_left_out else None
 
 
-def _block_type(name: str, num_columns: int) -> str | None:
-    """GGUF's type of rows of so many numbers, as `llama-quantize --pure` chooses it; None for 16 bits."""
-    if num_columns % BLOCKS[name].num_numbers:
-        name = OF_OTHER_ROWS.get(name, USUAL_OF_OTHER_ROWS)
-    return None if num_columns % BLOCKS[name].num_numbers else name
-
-
 def in_format(shape: ModelShape, name: str) -> ModelShape:
     """`shape`, of plain weights, as `plan.format` names it. Raises ConfigError where no tensor is stored so."""
     if name == PLAIN:
         return shape
-    return as_packed(shape, Packed[name]) if name in Packed.__members__ else as_published(shape, Publication(name=name))
+    if name in PackedFormat.__members__:
+        return as_packed(shape, PackedFormat[name])
+    return as_published(shape, Publication(name=name))
 
 
-def as_packed(shape: ModelShape, way: Packed | Quantize) -> ModelShape:
+def as_packed(shape: ModelShape, way: PackedFormat | Quantize) -> ModelShape:
     """`shape` with the bytes that its weights take so."""
-    return _stored(shape, partial(_packed_format, way))
+    rounding = None if way is PackedFormat.lossless else Rounding(way.value)
+
+    def format_of(parameter: Parameter, piece: TensorSlice) -> str | None:
+        """A store packs without loss what is not rounded."""
+        name = _in_first_layer(parameter.name)
+        if rounding is not None and rounding.why_exact(name, piece.dtype, piece.shape) is None:
+            return rounding.format
+        return WINDOW4 if isinstance(way, PackedFormat) and why_raw(piece.dtype, piece.shape) is None else None
+
+    return _stored(shape, format_of)
 
 
 def as_published(shape: ModelShape, publication: Publication) -> ModelShape:
@@ -103,7 +107,10 @@ def _stored(shape: ModelShape, format_of: FormatOf) -> ModelShape:
     for parameter in (parameter for stage in shape.stages for parameter in stage.parameters):
         for piece in (piece for entry in parameter.pieces for piece in entry):
             if piece.name not in stored:
-                found = _in_format(piece, format_of(parameter, piece))
+                found, name = piece, format_of(parameter, piece)
+                if name is not None:
+                    num_bytes = ceil(prod(piece.shape[:-1]) * FORMATS[name].row_bytes(piece.shape[-1]))
+                    found = replace(piece, format=name, num_bytes=num_bytes, is_interleaved=name in INTERLEAVED)
                 stored[piece.name] = replace(found, offset=ends[piece.file])
                 ends[piece.file] += found.num_bytes
 
@@ -113,22 +120,6 @@ def _stored(shape: ModelShape, format_of: FormatOf) -> ModelShape:
 
     stages = (replace(stage, parameters=tuple(map(restored, stage.parameters))) for stage in shape.stages)
     return replace(shape, stages=tuple(stages))
-
-
-def _in_format(piece: TensorSlice, name: str | None) -> TensorSlice:
-    if name is None:
-        return piece
-    num_bytes = ceil(prod(piece.shape[:-1]) * FORMATS[name].row_bytes(piece.shape[-1]))
-    return replace(piece, format=name, num_bytes=num_bytes, is_interleaved=name in INTERLEAVED)
-
-
-def _packed_format(way: Packed | Quantize, parameter: Parameter, piece: TensorSlice) -> str | None:
-    """A store packs without loss what is not rounded."""
-    rounding = None if way is Packed.lossless else Rounding(way.value)
-    name = _in_first_layer(parameter.name)
-    if rounding is not None and rounding.why_exact(name, piece.dtype, piece.shape) is None:
-        return rounding.format
-    return WINDOW4 if isinstance(way, Packed) and why_raw(piece.dtype, piece.shape) is None else None
 
 
 def _in_first_layer(name: str) -> str:

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from runtime.plan.roofs import Operation, Roof, Roofs, roofs_of
+from runtime.plan.roofs import Operation, Roofs, roofs_of
 from runtime.plan.timeline import Timeline, make_timeline
 from runtime.resources import Resource
 from runtime.trace import Span
@@ -28,7 +28,7 @@ from ..pictures.trace_file import PREDICTED, publish_trace
 from ..pictures.trace_picture import TimeWindow, draw
 from .config import PlanConfig, Sweep
 from .planning import Planned
-from .sweep import RANKS, Axis, Outcome, sweep, sweep_axes
+from .sweep import RANKS, Axis, SweepPoint, sweep, sweep_axes
 
 HEIGHT_PIXELS = 560
 COLOURS = {
@@ -42,9 +42,17 @@ COLOURS = {
 NUMBERS = "{x:,.6g}"
 LINE, REFUSED = "#444444", "#f3dddd"
 MARGIN = 2**0.25  # beside the first and the last value
+WEIGHT_ROADS = (Resource.disk, Resource.host_to_device, Resource.host_memory)
+NUM_LAYERS_SHOWN = 3  # in the panel that looks closer
+ROOFS_HEIGHT_PIXELS = 720
+ROOF_COLOURS = {"device memory": "#f58518", "host memory": "#54a24b", "link": "#4c78a8", "disk": "#b279a2"}
+MARKS = (("o", "#e45756"), ("s", "#333333"))
+POINT_COLOUR = "#666666"
+LEFT_OCTAVES, RIGHT_OCTAVES = 2, 2  # of the intensities that matter
+GIGA, TERA = 1e9, 1e12
 
 
-def draw_sweep(path: Path, outcomes: Sequence[Outcome], title: str, marks: Mapping[str, float]) -> None:
+def draw_sweep(path: Path, outcomes: Sequence[SweepPoint], title: str, marks: Mapping[str, float]) -> None:
     """Publishes it, as svg or png by the suffix; raises OutputError. `marks`: named values of the only axis."""
     axes_seen = list({id(each.axis): each.axis for each in outcomes}.values())
     top = 1.12 * max((*_decode(outcomes), *_total(outcomes)), default=0.0)
@@ -59,11 +67,22 @@ def draw_sweep(path: Path, outcomes: Sequence[Outcome], title: str, marks: Mappi
         panels[0].yaxis.set_major_formatter(NUMBERS)
         panels[0].set_ylabel("predicted [tokens/s]")
         made.suptitle(title, x=0.065, ha="left", fontsize=10)
-        made.legend(handles=_handles(outcomes), loc="lower center", ncols=8, frameon=False)
+        bound = {each.planned.prediction.decode.binding for each in outcomes if each.planned is not None}
+        handles: list[Line2D | Patch] = [
+            Line2D([], [], color=LINE, linestyle="-", label="total, generated"),
+            Line2D([], [], color=LINE, linestyle="--", label="decode"),
+        ]
+        for resource, colour in COLOURS.items():
+            if resource in bound:
+                label = f"{resource.value} binds decode"
+                handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=label))
+        if any(each.planned is None for each in outcomes):
+            handles.append(Patch(color=REFUSED, label="does not fit"))
+        made.legend(handles=handles, loc="lower center", ncols=8, frameon=False)
         made.subplots_adjust(left=0.065, right=0.985, top=0.92, bottom=0.19, wspace=0.06)
 
 
-def _panel(axes: Axes, axis: Axis, outcomes: Sequence[Outcome]) -> None:
+def _panel(axes: Axes, axis: Axis, outcomes: Sequence[SweepPoint]) -> None:
     values = [each.value for each in outcomes]
     axes.set_xscale("log")
     axes.set_xlim(min(values) / MARGIN, max(values) * MARGIN)
@@ -86,11 +105,11 @@ def _panel(axes: Axes, axis: Axis, outcomes: Sequence[Outcome]) -> None:
     _mark(axes, axis.here, "the plan", "#888888")
 
 
-def _decode(outcomes: Sequence[Outcome]) -> list[float]:
+def _decode(outcomes: Sequence[SweepPoint]) -> list[float]:
     return [each.planned.throughput.decode or 0.0 for each in outcomes if each.planned is not None]
 
 
-def _total(outcomes: Sequence[Outcome]) -> list[float]:
+def _total(outcomes: Sequence[SweepPoint]) -> list[float]:
     return [each.planned.throughput.total or 0.0 for each in outcomes if each.planned is not None]
 
 
@@ -103,87 +122,43 @@ def _mark(axes: Axes, value: float, name: str, colour: str, height: float = 0.03
         axes.annotate(name, (value, height), (-3, 3), color=colour, **place)
 
 
-def _handles(outcomes: Sequence[Outcome]) -> list[Line2D | Patch]:
-    bound = {each.planned.prediction.decode.binding for each in outcomes if each.planned is not None}
-    return [
-        Line2D([], [], color=LINE, linestyle="-", label="total, generated"),
-        Line2D([], [], color=LINE, linestyle="--", label="decode"),
-        *(
-            Line2D([], [], color=colour, marker="o", linestyle="", label=f"{resource.value} binds decode")
-            for resource, colour in COLOURS.items()
-            if resource in bound
-        ),
-        *([Patch(color=REFUSED, label="does not fit")] if any(each.planned is None for each in outcomes) else []),
-    ]
-
-
-ROOFS_HEIGHT_PIXELS = 720
-ROOF_COLOURS = {"device memory": "#f58518", "host memory": "#54a24b", "link": "#4c78a8", "disk": "#b279a2"}
-MARKS = (("o", "#e45756"), ("s", "#333333"))
-POINT_COLOUR = "#666666"
-LEFT_OCTAVES, RIGHT_OCTAVES = 2, 2  # of the intensities that matter
-GIGA, TERA = 1e9, 1e12
-
-
 def draw_roofline(path: Path, roofs: Roofs, title: str) -> None:
     """Publishes it, as svg or png by the suffix; raises OutputError."""
+    levels = [roof.level for roof in roofs.roofs]
+    # The intensities of all points and turning points, and where every roof becomes flat.
+    ridges = [level.flops_per_second / level.bytes_per_second for level in levels]
+    asked = [value for each in roofs.operations for value in (each.intensity, each.own_intensity)]
+    turning = [each.intensity for each in roofs.turning_points]
+    shown = [value for value in (*ridges, *asked, *turning) if 0 < value < inf]
+    begin, end = min(shown) / 2**LEFT_OCTAVES, max(shown) * 2**RIGHT_OCTAVES
+    peaks = {level.name: level.flops_per_second for level in levels if isfinite(level.flops_per_second)}
+    lowest = [each.flops_per_second for each in roofs.operations] + [float(each.attainable(begin)) for each in levels]
+    bottom = min(lowest) / 2
     with figure(path, ROOFS_HEIGHT_PIXELS) as made:
         axes = made.add_axes((0.075, 0.1, 0.9, 0.8))
-        begin, end = _range(roofs)
-        axes.set(xscale="log", yscale="log", xlim=(begin, end), ylim=_heights(roofs, begin))
+        axes.set(xscale="log", yscale="log", xlim=(begin, end), ylim=(bottom, 4 * max(peaks.values())))
         axes.set_xlabel("intensity [FLOPs per byte over the link]")
         axes.set_ylabel("attainable [FLOP/s]")
         axes.grid(True, which="major", color="#ddd", linewidth=0.6)
         axes.set_title(title, loc="left", fontsize=10)
-        for roof in roofs.roofs:
-            _roof(axes, roof, begin, end)
-        _peaks(axes, roofs, end)
-        _turning_points(axes, roofs)
+        for roof, level in zip(roofs.roofs, levels, strict=True):
+            ridge = min(level.flops_per_second / level.bytes_per_second, end)
+            intensities = np.array([begin, ridge, end])
+            heights = np.asarray(level.attainable(intensities))
+            label = f"{roof.link}, {level.bytes_per_second / GIGA:,.4g} GB/s"
+            axes.plot(intensities, heights, color=ROOF_COLOURS[roof.link], linewidth=2, label=label)
+        for name, flops in peaks.items():
+            text = f"{name}: {flops / TERA:,.3g} TFLOP/s"
+            axes.annotate(text, (end, flops), (-4, 4), textcoords="offset points", ha="right", va="bottom")
+        for point in roofs.turning_points:
+            at, height = point.intensity, point.flops_per_second
+            axes.plot([at, at], [bottom, height], color=POINT_COLOUR, linewidth=1, linestyle=":")
+            axes.plot([at], [height], marker="D", color=POINT_COLOUR, markersize=6, linestyle="", zorder=5)
+            text = f"{point.name} = {_number(at)}"
+            axes.annotate(text, (at, height), (6, -14), textcoords="offset points", color=POINT_COLOUR)
         for operation, (marker, colour) in zip(roofs.operations, MARKS, strict=True):
             _operation(axes, operation, marker, colour)
         axes.legend(loc="lower right", frameon=True, framealpha=0.9)
-
-
-def _range(roofs: Roofs) -> tuple[float, float]:
-    """The range of intensities that holds all points and turning points, and where every roof becomes flat."""
-    turning = [each.intensity for each in roofs.turning_points]
-    ridges = [roof.level.flops_per_second / roof.level.bytes_per_second for roof in roofs.roofs]
-    asked = [value for each in roofs.operations for value in (each.intensity, each.own_intensity)]
-    found = [value for value in (*ridges, *asked, *turning) if 0 < value < inf]
-    return min(found) / 2**LEFT_OCTAVES, max(found) * 2**RIGHT_OCTAVES
-
-
-def _heights(roofs: Roofs, begin: float) -> tuple[float, float]:
-    rates = [each.flops_per_second for each in roofs.operations]
-    peaks = [roof.level.flops_per_second for roof in roofs.roofs if isfinite(roof.level.flops_per_second)]
-    return min([*rates, *(float(roof.level.attainable(begin)) for roof in roofs.roofs)]) / 2, 4 * max(peaks)
-
-
-def _roof(axes: Axes, roof: Roof, begin: float, end: float) -> None:
-    level, colour = roof.level, ROOF_COLOURS[roof.link]
-    ridge = min(level.flops_per_second / level.bytes_per_second, end)
-    intensities = np.array([begin, ridge, end])
-    label = f"{roof.link}, {level.bytes_per_second / GIGA:,.4g} GB/s"
-    axes.plot(intensities, np.asarray(level.attainable(intensities)), color=colour, linewidth=2, label=label)
-
-
-def _peaks(axes: Axes, roofs: Roofs, end: float) -> None:
-    peaks = {roof.level.name: roof.level.flops_per_second for roof in roofs.roofs}
-    for name, flops in peaks.items():
-        if isfinite(flops):
-            text = f"{name}: {flops / TERA:,.3g} TFLOP/s"
-            axes.annotate(text, (end, flops), (-4, 4), textcoords="offset points", ha="right", va="bottom")
-
-
-def _turning_points(axes: Axes, roofs: Roofs) -> None:
-    bottom = axes.get_ylim()[0]
-    for point in roofs.turning_points:
-        at, height = point.intensity, point.flops_per_second
-        axes.plot([at, at], [bottom, height], color=POINT_COLOUR, linewidth=1, linestyle=":")
-        axes.plot([at], [height], marker="D", color=POINT_COLOUR, markersize=6, linestyle="", zorder=5)
-        axes.annotate(
-            f"{point.name} = {_number(at)}", (at, height), (6, -14), textcoords="offset points", color=POINT_COLOUR
-        )
 
 
 def _operation(axes: Axes, operation: Operation, marker: str, colour: str) -> None:
@@ -233,64 +208,48 @@ class SweepRow:
     note: str = ""
 
     @staticmethod
-    def of(outcome: Outcome) -> "SweepRow":
+    def of(outcome: SweepPoint) -> "SweepRow":
         axis, planned = outcome.axis, outcome.planned
-        fits = planned is not None
         varied = SweepRow(
             varied=axis.name,
             value=outcome.value,
             unit=axis.unit,
-            fits=fits,
+            fits=planned is not None,
             refusal=outcome.refusal,
             note=axis.note or (outcome.refusal if axis.unit == RANKS else ""),
         )
-        return varied if planned is None else _filled(varied, planned)
+        if planned is None:
+            return varied
+        run, layers, facts = planned.run, planned.shape.layers, planned.facts
+        rates, phases = planned.throughput, planned.prediction
+        return replace(
+            varied,
+            num_sequences=max(len(block.members) for block in run.blocks),
+            micro_batch_size=run.lane_size,
+            num_micro_batches=run.num_lanes,
+            attention=facts.attention,
+            schedule=facts.schedule,
+            resident_share=sum(stage.index in run.placement.resident for stage in layers) / len(layers),
+            prefill_tokens_per_second=rates.prefill,
+            decode_tokens_per_second=rates.decode,
+            total_tokens_per_second=rates.total,
+            prefill_binding=phases.prefill.binding.value if phases.prefill.binding else None,
+            decode_binding=phases.decode.binding.value if phases.decode.binding else None,
+        )
 
     def __str__(self) -> str:
-        return f"{self._line}  {self.note}" if self.note else self._line
-
-    @property
-    def _line(self) -> str:
+        note = f"  {self.note}" if self.note else ""
         value = f"{self.value:,.0f}" if self.value >= 1000 else f"{self.value:.4g}"
         varied = f"{self.varied:<16}{value:>8} {self.unit:<9}  "
         if not self.fits:
-            return f"{varied}does not fit"
+            return f"{varied}does not fit{note}"
         rates = (self.prefill_tokens_per_second, self.decode_tokens_per_second, self.total_tokens_per_second)
         speeds = " ".join("-".rjust(10) if rate is None else f"{rate:>10,.1f}" for rate in rates)
         return (
             f"{varied}{self.num_sequences:>6} {self.micro_batch_size:>5}  {self.attention:<9} {self.schedule:<14} "
             f"{self.resident_share:>8.0%}  {speeds}  "
-            f"{self.prefill_binding or '-'} / {self.decode_binding or '-'}"
+            f"{self.prefill_binding or '-'} / {self.decode_binding or '-'}{note}"
         )
-
-
-def _filled(row: SweepRow, planned: Planned) -> SweepRow:
-    run, layers = planned.run, planned.shape.layers
-    facts = planned.facts
-    rates, phases = planned.throughput, planned.prediction
-    return replace(
-        row,
-        num_sequences=max(len(block.members) for block in run.blocks),
-        micro_batch_size=run.lane_size,
-        num_micro_batches=run.num_lanes,
-        attention=facts.attention,
-        schedule=facts.schedule,
-        resident_share=sum(stage.index in run.placement.resident for stage in layers) / len(layers),
-        prefill_tokens_per_second=rates.prefill,
-        decode_tokens_per_second=rates.decode,
-        total_tokens_per_second=rates.total,
-        prefill_binding=phases.prefill.binding.value if phases.prefill.binding else None,
-        decode_binding=phases.decode.binding.value if phases.decode.binding else None,
-    )
-
-
-def write_csv(path: Path, rows: Sequence[SweepRow]) -> None:
-    """Raises OutputError."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(asdict(rows[0])), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    publish_named(path, lambda file: write_all(file, text.getvalue().encode()))
 
 
 def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator[str]:
@@ -302,49 +261,36 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
     require_replaceable((directory / name for name in names), f"plan.directory={directory}")
     roofs = roofs_of(planned.shape, planned.view.machine, planned.run)
     name = f"{planned.shape.name} on {planned.machine.name}"
-    outcomes, rows = list[Outcome](), list[SweepRow]()
+    outcomes, rows = list[SweepPoint](), list[SweepRow]()
     yield HEAD
     for outcome in sweep(sweep_axes(config, planned)):
         outcomes.append(outcome)
         rows.append(SweepRow.of(outcome))
         yield str(rows[-1])
-    write_csv(directory / f"{kind.value}.csv", rows)
-    knees = _knees(outcomes, roofs.needed_sequences) if kind is Sweep.batch else {}
-    marks = _named_formats(outcomes) if kind is Sweep.format else knees
-    shown = _by_bytes(outcomes) if kind is Sweep.format else outcomes
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(asdict(rows[0])), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    publish_named(directory / f"{kind.value}.csv", lambda file: write_all(file, text.getvalue().encode()))
+    knees, shown = dict[str, float](), outcomes
+    if kind is Sweep.batch:
+        # Blocks from which on it is no longer the link of weights that binds: by the simulator, all of a decode pass;
+        # and P2, by the roofline, feed-forward layers alone.
+        fitting = [(each.value, each.planned.prediction.decode.binding) for each in outcomes if each.planned]
+        is_reached = [value for value, binding in fitting if binding not in WEIGHT_ROADS]
+        knees = {"knee, weights no longer bind": is_reached[0]} if is_reached else {}
+        knees["P2 of feed-forward layers"] = roofs.needed_sequences
+    marks = knees
+    if kind is Sweep.format:  # on one axis for all of them, by the bytes of weights that several may have
+        names, axis = dict[float, list[str]](), replace(outcomes[0].axis, name="weights")
+        for each in outcomes:
+            names.setdefault(each.value, []).append(each.axis.name)
+        marks = {", ".join(named): value for value, named in names.items()}
+        shown = sorted((replace(each, axis=axis) for each in outcomes), key=lambda each: each.value)
     draw_sweep(directory / f"{kind.value}.png", shown, f"{name}, policy={config.policy.kind.value}", marks)
     block = f"a block of {roofs.num_sequences:,} sequences, {roofs.num_rows:,} at once in feed-forward layers"
     draw_roofline(directory / "roofline.png", roofs, f"{name}: a decode pass over {block}")
     yield from (f"{knee}: {num_sequences:,.0f} sequences" for knee, num_sequences in knees.items())
-
-
-WEIGHT_ROADS = (Resource.disk, Resource.host_to_device, Resource.host_memory)
-
-
-def _knees(outcomes: Sequence[Outcome], needed_sequences: float) -> dict[str, float]:
-    """Blocks from which on it is no longer the link of weights that binds: by the simulator, all of a decode pass; and
-    P2, by the roofline, feed-forward layers alone."""
-    fitting = [(each.value, each.planned.prediction.decode.binding) for each in outcomes if each.planned is not None]
-    is_reached = [value for value, binding in fitting if binding not in WEIGHT_ROADS]
-    simulated = {"knee, weights no longer bind": is_reached[0]} if is_reached else {}
-    return simulated | {"P2 of feed-forward layers": needed_sequences}
-
-
-def _by_bytes(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those of formats, each with an axis of its own, on one for all of them."""
-    axis = replace(outcomes[0].axis, name="weights")
-    return sorted((replace(each, axis=axis) for each in outcomes), key=lambda each: each.value)
-
-
-def _named_formats(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """The bytes of weights, by the names of the formats that have as many."""
-    names = dict[float, list[str]]()
-    for each in outcomes:
-        names.setdefault(each.value, []).append(each.axis.name)
-    return {", ".join(named): value for value, named in names.items()}
-
-
-NUM_LAYERS_SHOWN = 3  # in the panel that looks closer
 
 
 def write_timeline(planned: Planned, directory: Path) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from runtime.config.settings import DType, ExpertPaging, MachineConfig, OffloadConfig, PolicyKind, RuntimeConfig, Way
+from runtime.config.settings import DType, ExpertPaging, PolicyKind, RuntimeConfig, Way
 from runtime.errors import ConfigError, require
 from runtime.measure.machine_cache import find_latest
 from runtime.plan.cost.machine import Machine, machine_of
@@ -98,7 +98,9 @@ def _per_second(num_tokens: int, seconds: float) -> float | None:
 
 def make_plan(config: PlanConfig) -> Planned:
     """Raises ConfigError for what is not known, BudgetError where even the smallest block does not fit."""
-    described = _described(config.machine)
+    described = config.machine
+    if described.sheet is None and described.rates is None:  # what `jobs.measure` last kept of this host
+        described = replace(described, rates=find_latest(described.device))
     planned = plan_on(machine_of(described, config.model.dtype), config)
     missing = described.rates.missing_products(planned.dtype.value) if described.rates is not None else None
     return replace(planned, doubts=(missing,) if missing is not None else ())
@@ -106,7 +108,9 @@ def make_plan(config: PlanConfig) -> Planned:
 
 def plan_on(machine: Machine, config: PlanConfig) -> Planned:
     """Plans what `make_plan` does, for a machine that need not be the one of the config."""
-    dtype = _compute_dtype(config, machine)
+    has_device, dtype, offload = machine.device_bytes is not None, config.model.dtype, config.offload
+    if dtype is DType.auto:  # as `machine_of` takes it
+        dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
     shape, stored = _as_stored(config, dtype)
     shape = keeping_kv(shape, config.kv.dtype)
     shape = replace(shape, attention_way=_attention_way(machine, shape, dtype))
@@ -117,33 +121,36 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
         f"model={shape.name} knows {shape.context_tokens:,} positions, and the longest prompt comes to {longest:,} "
         "with its answer: workload.max_prompt_tokens, sampling.max_new_tokens",
     )
-    runtime, way = config.runtime, config.devices.way
-    if way is not Way.one:
-        runtime = replace(runtime, offload=replace(runtime.offload, expert_paging=_unpaged(runtime.offload)))
-    view = RankView.of(
-        _within(config.offload, machine), shape, way, _num_ranks(config, machine), config.devices.experts
-    )
-    run = _run_plan(view, runtime, view.sizes(sizes))
-    return Planned(
-        config=runtime, machine=machine, view=view, dtype=dtype, sizes=sizes, run=run, doubts=(), stored=stored
-    )
-
-
-def _num_ranks(config: PlanConfig, machine: Machine) -> int:
-    """The number that the settings say, or that of the machine's devices."""
-    way, asked = config.devices.way, config.plan.num_ranks
+    runtime, way, asked = config.runtime, config.devices.way, config.plan.num_ranks
+    if way is not Way.one and offload.expert_paging is ExpertPaging.auto:  # ranks read layers whole
+        runtime = replace(runtime, offload=replace(offload, expert_paging=ExpertPaging.off))
     most = machine.fabric.num_devices * machine.fabric.num_nodes
-    found = asked if asked is not None else 1 if way is Way.one else most
     require(
         asked is not None or way is Way.one or most > 1,
         f"devices={way.value} is of several ranks, and machine={machine.name} names one device: set plan.num_ranks",
     )
-    return found
-
-
-def _unpaged(offload: OffloadConfig) -> ExpertPaging:
-    """Ranks read layers whole, where the settings leave that open."""
-    return ExpertPaging.off if offload.expert_paging is ExpertPaging.auto else offload.expert_paging
+    num_ranks = asked if asked is not None else 1 if way is Way.one else most
+    host, device = offload.host_memory_gib, offload.device_memory_gib
+    usable = replace(  # what the run may use of the host and of each device, where nothing is said all that there is
+        machine,
+        host_bytes=machine.host_bytes if host is None else gib_to_bytes(host),
+        device_bytes=machine.device_bytes if device is None or not has_device else gib_to_bytes(device),
+    )
+    view = RankView.of(usable, shape, way, num_ranks, config.devices.experts)
+    problem = Problem(
+        shape=view.shape,
+        config=runtime,
+        budgets=view.machine.budgets,
+        sizes=view.sizes(sizes),
+        rates=view.machine.rates,
+    )
+    find = find_policy
+    if runtime.policy.kind is not PolicyKind.fixed and runtime.policy.pin is not None:  # kept by runs of this user
+        find = partial(plan_by_choice, policies_directory(offload.cache_dir), None)
+    run = view.plan(problem, find)
+    return Planned(
+        config=runtime, machine=machine, view=view, dtype=dtype, sizes=sizes, run=run, doubts=(), stored=stored
+    )
 
 
 def _as_stored(config: PlanConfig, dtype: DType) -> tuple[ModelShape, StoredNumbers]:
@@ -178,30 +185,6 @@ def _attention_way(machine: Machine, shape: ModelShape, dtype: DType) -> Attenti
     return AttentionWay.flash if has_flash else AttentionWay.fused
 
 
-def _run_plan(view: RankView, config: RuntimeConfig, sizes: Sequence[SequenceSize]) -> RunPlan:
-    """The plan of a run, by the policy that `policy.pin` names among those that runs of this user have kept."""
-    machine = view.machine
-    problem = Problem(shape=view.shape, config=config, budgets=machine.budgets, sizes=sizes, rates=machine.rates)
-    if config.policy.kind is PolicyKind.fixed or config.policy.pin is None:
-        return view.plan(problem, find_policy)
-    return view.plan(problem, partial(plan_by_choice, policies_directory(config.offload.cache_dir), None))
-
-
-def _described(config: MachineConfig) -> MachineConfig:
-    """Where it holds no profile, with what `jobs.measure` last kept of this host."""
-    if config.sheet is None and config.rates is None:
-        return replace(config, rates=find_latest(config.device))
-    return config
-
-
-def _compute_dtype(config: PlanConfig, machine: Machine) -> DType:
-    """The compute dtype; where it is auto, the one that `machine_of` takes."""
-    if config.model.dtype is not DType.auto:
-        return config.model.dtype
-    has_device = machine.device_bytes is not None
-    return auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
-
-
 def _sizes(config: PlanConfig) -> list[SequenceSize]:
     workload = config.workload
     count, mean, most = workload.num_requests, workload.mean_prompt_tokens, workload.max_prompt_tokens
@@ -219,14 +202,3 @@ def _sizes(config: PlanConfig) -> list[SequenceSize]:
         return [beam for size in sizes for beam in [replace(size, num_beams=num_beams)] * num_beams]
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _within(offload: OffloadConfig, machine: Machine) -> Machine:
-    """The machine with what the run may use of its host and of each device, where nothing is said all that it has."""
-    host, device = offload.host_memory_gib, offload.device_memory_gib
-    has_own_memory = machine.device_bytes is not None
-    return replace(
-        machine,
-        host_bytes=machine.host_bytes if host is None else gib_to_bytes(host),
-        device_bytes=machine.device_bytes if device is None or not has_own_memory else gib_to_bytes(device),
-    )

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from runtime.plan.advice import advice
-from runtime.plan.cost.predict import PhaseTime, Prediction
+from runtime.plan.cost.predict import PhaseTime
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.timeline import schedule_text
 from runtime.resources import Resource
@@ -16,31 +16,52 @@ from .shapes import ITEM_BYTES
 
 def report(planned: Planned, num_actions: int) -> str:
     """The ledgers, the policy, the prediction, what is worth knowing, and `num_actions` of the schedule."""
-    run = planned.run
-    notes = advice(planned.config, planned.shape, run, has_device=planned.machine.device_bytes is not None)
+    run, view, machine, sizes = planned.run, planned.view, planned.machine, planned.sizes
+    predicted, rates, phases = planned.prediction, planned.throughput, planned.prediction.phases
+    longest, mean = max(size.num_prompt_tokens for size in sizes), planned.num_prompt_tokens / len(sizes)
+    head = (
+        f"{view.whole.name} ({format_bytes(view.whole.weight_bytes)} as stored) on {machine.name}: "
+        f"{counted(len(sizes), 'prompt')} of {mean:.0f} tokens in the mean and {longest:,} at most, "
+        f"{counted(sizes[0].max_new_tokens, 'new token')} each"
+    )
+    ranks = [  # rates that are predicted below are those of all together
+        f"ranks: {view.num_ranks}, devices={view.way.value}; memories and schedule are one rank's, tokens/s of all",
+        f"  weights   each rank reads {format_bytes(view.weight_bytes)} of {format_bytes(view.whole.weight_bytes)}",
+        f"  KV        each rank keeps {format_bytes(view.kv_bytes_per_token)} of a token, in the mean",
+        f"  others    {planned.others_share:.0%} of the time goes into what other ranks bring",
+    ]
+    prediction = [
+        "predicted:",
+        _line("prefill", rates.prefill, planned.num_prompt_tokens, predicted.prefill_seconds),
+        _line("decode", rates.decode, planned.num_decoded_tokens, predicted.decode_seconds),
+        _line("total", rates.total, planned.num_new_tokens, predicted.seconds)
+        + f", {format_seconds(predicted.stall_seconds)} of it waiting for bytes",
+    ]
+
+    def share(phase: PhaseTime, resource: Resource) -> str:
+        """How much of a phase it works, and for how long it waits while a pass goes on: the literature's bubbles."""
+        waits = format_seconds(phase.bubble_seconds(resource))
+        limit = ", the limit" if resource is phase.binding else ""
+        return f"{f'{phase.busy_seconds[resource] / phase.seconds:4.0%}, waits {waits}{limit}':<34}"
+
+    used = [each for each in Resource if any(phase.busy_seconds[each] for phase in phases.values())]
+    busy = [
+        f"{'busy:':<18}{''.join(f'{name:<34}' for name in phases)}".rstrip(),
+        *(f"  {each.value:<16}{''.join(share(phase, each) for phase in phases.values())}".rstrip() for each in used),
+    ]
+    notes = advice(planned.config, planned.shape, run, has_device=machine.device_bytes is not None)
     parts = [
-        "\n".join([_head(planned), *_stored(planned.view.whole)]),
-        *([_ranks(planned)] if planned.view.num_ranks > 1 else []),
+        "\n".join([head, *_stored(view.whole)]),
+        *(["\n".join(ranks)] if view.num_ranks > 1 else []),
         *map(str, run.placement.ledgers),
         str(planned.facts),
         *(["\n  ".join(["chosen:", *run.choice.why])] if run.choice is not None else []),
-        _prediction(planned),
-        _utilisation(planned.prediction),
+        "\n".join(prediction),
+        "\n".join(busy),
         *(f"note: {note}" for note in (*planned.doubts, *notes)),
         *([f"schedule:\n{schedule_text(run, max_actions=num_actions).rstrip()}"] if num_actions else []),
     ]
     return "\n\n".join(parts)
-
-
-def _head(planned: Planned) -> str:
-    shape, machine, sizes = planned.view.whole, planned.machine, planned.sizes
-    longest = max(size.num_prompt_tokens for size in sizes)
-    return (
-        f"{shape.name} ({format_bytes(shape.weight_bytes)} as stored) on {machine.name}: "
-        f"{counted(len(sizes), 'prompt')} of "
-        f"{planned.num_prompt_tokens / len(sizes):.0f} tokens in the mean and {longest:,} at most, "
-        f"{counted(sizes[0].max_new_tokens, 'new token')} each"
-    )
 
 
 def _stored(shape: ModelShape) -> list[str]:
@@ -69,49 +90,6 @@ def _stored(shape: ModelShape) -> list[str]:
     ]
 
 
-def _ranks(planned: Planned) -> str:
-    """What each rank holds; rates that are predicted below are those of all ranks together."""
-    view = planned.view
-    return "\n".join(
-        [
-            f"ranks: {view.num_ranks}, devices={view.way.value}; memories and schedule are one rank's, tokens/s of all",
-            f"  weights   each rank reads {format_bytes(view.weight_bytes)} of {format_bytes(view.whole.weight_bytes)}",
-            f"  KV        each rank keeps {format_bytes(view.kv_bytes_per_token)} of a token, in the mean",
-            f"  others    {planned.others_share:.0%} of the time goes into what other ranks bring",
-        ]
-    )
-
-
-def _prediction(planned: Planned) -> str:
-    predicted, rates = planned.prediction, planned.throughput
-    stalled = format_seconds(predicted.stall_seconds)
-    return "\n".join(
-        [
-            "predicted:",
-            _line("prefill", rates.prefill, planned.num_prompt_tokens, predicted.prefill_seconds),
-            _line("decode", rates.decode, planned.num_decoded_tokens, predicted.decode_seconds),
-            _line("total", rates.total, planned.num_new_tokens, predicted.seconds)
-            + f", {stalled} of it waiting for bytes",
-        ]
-    )
-
-
 def _line(name: str, tokens_per_second: float | None, num_tokens: int, seconds: float) -> str:
     rate = "-" if tokens_per_second is None else f"{tokens_per_second:,.1f}"
     return f"  {name:<8}{rate:>10} tokens/s  {num_tokens:,} in {format_seconds(seconds)}"
-
-
-def _utilisation(predicted: Prediction) -> str:
-    """How busy each resource is that works at all; what limits a phase is marked."""
-    phases = predicted.phases
-    used = [each for each in Resource if any(phase.busy_seconds[each] for phase in phases.values())]
-    lines = [f"  {each.value:<16}{''.join(_share(phase, each) for phase in phases.values())}" for each in used]
-    head = "".join(f"{name:<34}" for name in phases)
-    return "\n".join([f"{'busy:':<18}{head}".rstrip(), *(line.rstrip() for line in lines)])
-
-
-def _share(phase: PhaseTime, resource: Resource) -> str:
-    """How much of a phase it works, and for how long it waits while a pass goes on: the literature's bubbles."""
-    waits = format_seconds(phase.bubble_seconds(resource))
-    limit = ", the limit" if resource is phase.binding else ""
-    return f"{f'{phase.busy_seconds[resource] / phase.seconds:4.0%}, waits {waits}{limit}':<34}"

@@ -93,15 +93,16 @@ def to_row(shapes: Mapping[DType, ModelShape], architecture: str, published: Mod
     """`shapes`, of plain weights, differ in their compute dtype alone. `published` has the storage formats that the
     model is published in, if any."""
     shape = next(iter(shapes.values()))
-    stored = {piece.name: piece for p in _parameters(published) for piece in p.slices if piece.format}
+    pieces = [piece for stage in published.stages for p in stage.parameters for piece in p.slices] if published else []
+    stored = {piece.name: piece for piece in pieces if piece.format}
     layouts: list[list[ParameterRow]] = []
-    numbers: list[int] = []
+    numbers: list[tuple[str, int, int, int]] = []
     places: dict[frozenset[str], Place] = {}
     for stage in shape.stages:
         layout = [_parameter_row(stage.index, parameter, places, stored) for parameter in stage.parameters]
         if layout not in layouts:
             layouts.append(layout)
-        numbers.append(layouts.index(layout))
+        numbers.append((stage.kind.value, layouts.index(layout), stage.num_experts, stage.num_experts_per_token))
     delta_rule = shape.delta_rule
     return ShapeRow(
         name=shape.name,
@@ -109,14 +110,23 @@ def to_row(shapes: Mapping[DType, ModelShape], architecture: str, published: Mod
         sizes={name: getattr(shape, name) for name in SIZES if name not in RARE or getattr(shape, name)},
         bounded_layers=sorted(shape.bounded_layers),
         delta_rule=None if delta_rule is None else {f.name: getattr(delta_rule, f.name) for f in fields(DeltaRule)},
-        dtypes={dtype.value: _dtype_row(of_dtype) for dtype, of_dtype in shapes.items()},
-        stages=_stage_rows(shape.stages, numbers),
+        dtypes={
+            dtype.value: DTypeRow(
+                compute_dtype_bytes=each.compute_dtype_bytes,
+                kv_layer_bytes=[[len([*group]), size] for size, group in groupby(each.kv_layer_bytes)],
+                state_bytes_per_sequence=each.state_bytes_per_sequence,
+                cross_kv_bytes_per_token=each.cross_kv_bytes_per_token,
+            )
+            for dtype, each in shapes.items()
+        },
+        stages=[
+            StageRow(
+                count=len([*group]), kind=kind, layout=layout, num_experts=experts, num_experts_per_token=per_token
+            )
+            for (kind, layout, experts, per_token), group in groupby(numbers)
+        ],
         layouts=layouts,
     )
-
-
-def _parameters(shape: ModelShape | None) -> Sequence[Parameter]:
-    return [parameter for stage in shape.stages for parameter in stage.parameters] if shape is not None else []
 
 
 def from_row(row: ShapeRow, dtype: DType, *, is_plain: bool = False) -> ModelShape:
@@ -161,26 +171,6 @@ def _parameter_row(
             [row["format"]] = formats
             row["num_bytes"] = sum(stored[piece].num_bytes for piece in tensors)
     return row
-
-
-def _stage_rows(stages: Sequence[Stage], layouts: Sequence[int]) -> list[StageRow]:
-    rows = [
-        (stage.kind.value, layout, stage.num_experts, stage.num_experts_per_token)
-        for stage, layout in zip(stages, layouts, strict=True)
-    ]
-    return [
-        StageRow(count=len([*group]), kind=kind, layout=layout, num_experts=experts, num_experts_per_token=per_token)
-        for (kind, layout, experts, per_token), group in groupby(rows)
-    ]
-
-
-def _dtype_row(shape: ModelShape) -> DTypeRow:
-    return DTypeRow(
-        compute_dtype_bytes=shape.compute_dtype_bytes,
-        kv_layer_bytes=[[len([*group]), size] for size, group in groupby(shape.kv_layer_bytes)],
-        state_bytes_per_sequence=shape.state_bytes_per_sequence,
-        cross_kv_bytes_per_token=shape.cross_kv_bytes_per_token,
-    )
 
 
 def _stage(

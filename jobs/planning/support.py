@@ -19,7 +19,7 @@ from runtime.probing.meta import build_meta_model
 from runtime.synthesize.checkpoints import config_for
 
 from ..config.settings import TableFormat
-from .published import LossRow, read_losses
+from .published import read_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,9 @@ def describe(family: Family) -> FamilyTraits:
     """Takes a few hundredths of a second and no memory to speak of."""
     deepseek_moe.register()
     if family.model_type not in CONFIG_MAPPING:
+        note = f"not in transformers {transformers.__version__}"
         return FamilyTraits(
-            name=family.name,
-            model_type=family.model_type,
-            lanes=None,
-            experts=None,
-            cache=None,
-            note=f"not in transformers {transformers.__version__}",
+            name=family.name, model_type=family.model_type, lanes=None, experts=None, cache=None, note=note
         )
     model = build_meta_model(config_for(family.model_type, family.overrides), torch.float32)
     is_packed, reason = choose_lanes(model, Lanes.auto)
@@ -76,12 +72,23 @@ def families_named(part: str | None) -> list[Family]:
 
 
 def support_table(rows: Sequence[FamilyTraits], shape: TableFormat) -> str:
-    return _table([_HEAD, *(_cells(row) for row in rows)], shape, _FOOT)
+    cells: list[tuple[str, ...]] = [_HEAD]
+    for row in rows:
+        if row.lanes is None or row.experts is None or row.cache is None:
+            cells.append((row.name, row.model_type, row.note, "", "", "no"))
+            continue
+        lanes = f"{row.lanes.value}: {row.note}" if row.note else row.lanes.value
+        cells.append((row.name, row.model_type, lanes, row.experts.value, row.cache.value, _TESTED))
+    return _table(cells, shape, _FOOT)
 
 
 def format_table(shape: TableFormat) -> str:
     """A row for each storage format, with its bytes for each number of a row of 4,096, and what was measured of it."""
-    losses = {row["format"]: _loss(row) for row in read_losses()}
+    losses = {
+        row["format"]: f"weights off by {row['weight_error']:.2%}, perplexity x {row['perplexity_ratio']:.4f}, "
+        f"{row['right']:.1%} of answers right"
+        for row in read_losses()
+    }
     cells = [
         (
             each.name,
@@ -96,11 +103,6 @@ def format_table(shape: TableFormat) -> str:
     return _table([_FORMATS_HEAD, *cells], shape, f"quant_method of config.json: {methods}; and GGUF files.")
 
 
-def _loss(row: LossRow) -> str:
-    ratio, right = row["perplexity_ratio"], row["right"]
-    return f"weights off by {row['weight_error']:.2%}, perplexity x {ratio:.4f}, {right:.1%} of answers right"
-
-
 def _table(cells: list[tuple[str, ...]], shape: TableFormat, foot: str) -> str:
     """The first row is the head."""
     if shape is TableFormat.markdown:
@@ -112,10 +114,3 @@ def _table(cells: list[tuple[str, ...]], shape: TableFormat, foot: str) -> str:
             "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
         ]
     return "\n".join([*lines, "", foot])
-
-
-def _cells(row: FamilyTraits) -> tuple[str, ...]:
-    if row.lanes is None or row.experts is None or row.cache is None:
-        return (row.name, row.model_type, row.note, "", "", "no")
-    lanes = f"{row.lanes.value}: {row.note}" if row.note else row.lanes.value
-    return (row.name, row.model_type, lanes, row.experts.value, row.cache.value, _TESTED)

@@ -7,13 +7,12 @@ from math import ceil, inf
 
 from runtime.config.settings import PolicyKind, Way
 from runtime.errors import BudgetError, ConfigError, require
-from runtime.plan.cost.machine import Machine
 from runtime.plan.shape.dtypes import StoredNumbers
 from runtime.plan.shape.model import ModelShape
 from runtime.resources import Resource
 from runtime.units import GIB
 
-from .config import Packed, PlanConfig, Sweep
+from .config import PackedFormat, PlanConfig, Sweep
 from .planning import Planned, plan_on
 from .published import PLAIN, read_losses
 from .shapes import read_shape
@@ -41,7 +40,7 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SweepPoint:
     """`planned` is None where it does not fit; `refusal` says why."""
 
     axis: Axis
@@ -50,7 +49,7 @@ class Outcome:
     refusal: str = ""
 
 
-def sweep(axes: Sequence[Axis]) -> Iterator[Outcome]:
+def sweep(axes: Sequence[Axis]) -> Iterator[SweepPoint]:
     """Plans as it goes: a search each, with policy=hrm. Raises ConfigError for values that make no plan."""
     for axis in axes:
         fitting = 0.0
@@ -63,14 +62,14 @@ def sweep(axes: Sequence[Axis]) -> Iterator[Outcome]:
             fitting = value
 
 
-def _tried(axis: Axis, value: float) -> Outcome:
+def _tried(axis: Axis, value: float) -> SweepPoint:
     try:
-        return Outcome(axis=axis, value=value, planned=axis.plan(value))
+        return SweepPoint(axis=axis, value=value, planned=axis.plan(value))
     except (BudgetError, ConfigError) as error:  # too large for the memory, or for the model's context
-        return Outcome(axis=axis, value=value, planned=None, refusal=str(error).splitlines()[0])
+        return SweepPoint(axis=axis, value=value, planned=None, refusal=str(error).splitlines()[0])
 
 
-def _limit(axis: Axis, fitting: float, refused: float) -> Iterator[Outcome]:
+def _limit(axis: Axis, fitting: float, refused: float) -> Iterator[SweepPoint]:
     """Whole values: the largest that fits, to a twentieth, unless that is `fitting`; and the least that does not."""
     best, worst = None, _tried(axis, refused)
     low, high = fitting, refused
@@ -171,12 +170,18 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
     """Those that the plan uses."""
     rates, phases = planned.machine.rates, planned.prediction.phases.values()
     links = {
-        "disk": (Resource.disk, rates.disk_bytes_per_second, _with_disk),
-        "link": (Resource.host_to_device, rates.link_in_bytes_per_second, _with_link),
+        "disk": (Resource.disk, rates.disk_bytes_per_second),
+        "link": (Resource.host_to_device, rates.link_in_bytes_per_second),
     }
 
-    def plan(change: Callable[[Machine, float], Machine], gb_per_second: float) -> Planned:
-        return plan_on(change(planned.machine, gb_per_second * GIGA), config)
+    def plan(name: str, gb_per_second: float) -> Planned:
+        rate = gb_per_second * GIGA
+        if name == "disk":
+            changed = replace(rates, disk_bytes_per_second=rate)
+        else:  # both directions
+            back = rates.link_out_bytes_per_second * rate / rates.link_in_bytes_per_second
+            changed = replace(rates, link_in_bytes_per_second=rate, link_out_bytes_per_second=back)
+        return plan_on(replace(planned.machine, rates=changed), config)
 
     found = [
         Axis(
@@ -184,9 +189,9 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
             unit="GB/s",
             here=rate / GIGA,
             values=_steps(rate / GIGA, AHEAD),
-            plan=partial(plan, change),
+            plan=partial(plan, name),
         )
-        for name, (resource, rate, change) in links.items()
+        for name, (resource, rate) in links.items()
         if rate < inf and any(phase.busy_seconds[resource] for phase in phases)
     ]
     if not found:
@@ -200,13 +205,26 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
 def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
     """One for each format that a user can make, whose only value is what weights take in it. On a CPU products are
     priced as those of published weights."""
-    from .packed_shapes import in_format  # loads torch, which no other sweep needs
+    from runtime.formats.registry import LOSSES  # loads torch, which no other sweep needs
+
+    from .packed_shapes import in_format
+
+    measured = {row["format"]: row["weight_error"] for row in read_losses()}
+
+    def note(stored: ModelShape) -> str:
+        """What its formats do to numbers; of those that round, what they did to the bundled model's."""
+        numbers = StoredNumbers.of(stored, LOSSES)
+        errors = [f"{measured[name]:.2%}" for name in numbers.formats if name in measured]
+        return f"{numbers.names}: lossy, RMS error {errors[0]} for model=tiny" if errors else str(numbers)
+
+    def plan(changed: PlanConfig, _: float) -> Planned:
+        return plan_on(planned.machine, changed)
 
     shape, plain = (read_shape(planned.shape.name, planned.dtype, is_plain=is_plain) for is_plain in (False, True))
     unquantised = [PLAIN] if shape != plain else []
     published = replace(config, model=replace(config.model, quantize=None))
     found = []
-    for name in (None, *unquantised, *(each.value for each in Packed)):
+    for name in (None, *unquantised, *(each.value for each in PackedFormat)):
         stored = shape if name is None else in_format(plain, name)
         changed = replace(published, plan=replace(config.plan, format=name))
         axis = Axis(
@@ -214,8 +232,8 @@ def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
             unit="GB",
             here=planned.view.whole.weight_bytes / GIGA,
             values=[stored.weight_bytes / GIGA],
-            plan=partial(_planned_so, planned.machine, changed),
-            note=_error_class(stored),
+            plan=partial(plan, changed),
+            note=note(stored),
         )
         found.append(axis)
     return found
@@ -245,32 +263,6 @@ def _ways(config: PlanConfig, planned: Planned) -> list[Axis]:
         )
         for way in Way
     ]
-
-
-def _error_class(shape: ModelShape) -> str:
-    """What its formats do to numbers; of those that round, what they did to the bundled model's."""
-    from runtime.formats.registry import LOSSES
-
-    numbers = StoredNumbers.of(shape, LOSSES)
-    measured = {row["format"]: row["weight_error"] for row in read_losses()}
-    errors = [f"{measured[name]:.2%}" for name in numbers.formats if name in measured]
-    return f"{numbers.names}: lossy, RMS error {errors[0]} for model=tiny" if errors else str(numbers)
-
-
-def _planned_so(machine: Machine, config: PlanConfig, _: float) -> Planned:
-    return plan_on(machine, config)
-
-
-def _with_disk(machine: Machine, bytes_per_second: float) -> Machine:
-    return replace(machine, rates=replace(machine.rates, disk_bytes_per_second=bytes_per_second))
-
-
-def _with_link(machine: Machine, bytes_per_second: float) -> Machine:
-    """Both directions."""
-    rates = machine.rates
-    back = rates.link_out_bytes_per_second * bytes_per_second / rates.link_in_bytes_per_second
-    changed = replace(rates, link_in_bytes_per_second=bytes_per_second, link_out_bytes_per_second=back)
-    return replace(machine, rates=changed)
 
 
 def _steps(here: float, steps: range, step: float = STEP) -> list[float]:

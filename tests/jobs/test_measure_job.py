@@ -11,7 +11,7 @@ from jobs import measure
 from jobs.config.cli import run_job
 from jobs.config.typed import build
 from jobs.measuring.config import MeasureJobConfig
-from jobs.measuring.report import Source, agreement, doubts, format_table, format_value, format_yaml, names
+from jobs.measuring.report import Measurement, agreement, doubts, format_table, format_value, format_yaml, names
 from runtime.config.profiles import DTypeRates, MeasuredRates
 from runtime.config.settings import MachineConfig
 from runtime.measure.machine_cache import find_latest, this_host
@@ -36,16 +36,26 @@ RATES = MeasuredRates(
         prefill_attention_gflops=50.0,
     ),
 )
-SOURCE = Source(
-    command="python -m jobs.measure",
-    date="2026-11-21",
+FOUND = Measurement(
     host=replace(this_host("cpu", 2), hostname="here", cpu="A CPU"),
-    versions={"torch": "2.13"},
-    device_choice="cpu",
+    rates=RATES,
+    figures=FIGURES,
+    products=None,
     seconds=41.2,
     notes=["M=512 is not measured"],
 )
 TOY = ["seconds=0.01", "num_rounds=1", "disk_mib=1", "memory_mib=1", "matrix_width=256", "gemm_rows=[1,4]"]
+
+
+def yaml_of_it() -> str:
+    return format_yaml(
+        "mine",
+        FOUND,
+        command="python -m jobs.measure",
+        date="2026-11-21",
+        versions={"torch": "2.13"},
+        device_choice="cpu",
+    )
 
 
 def test_table_has_a_spread_beside_each_figure() -> None:
@@ -70,14 +80,14 @@ def test_values_have_three_digits(value: float, text: str) -> None:
 
 
 def test_yaml_is_an_option_of_the_machine_group_with_the_rates_that_were_measured() -> None:
-    text = format_yaml("mine", SOURCE, RATES, FIGURES)
+    text = yaml_of_it()
     config = build(MachineConfig, yaml.safe_load(text), "machine.")
     assert (config.name, config.device, config.num_threads) == ("mine", "cpu", 2)
     assert config.rates == RATES
 
 
 def test_yaml_says_where_it_comes_from() -> None:
-    comments = [line for line in format_yaml("mine", SOURCE, RATES, FIGURES).splitlines() if line.startswith("#")]
+    comments = [line for line in yaml_of_it().splitlines() if line.startswith("#")]
     assert comments[:3] == [
         "# Measured by: python -m jobs.measure",
         "# 2026-11-21, in 41 s, on here: A CPU, 2 threads; device: cpu",
@@ -116,24 +126,24 @@ def test_program_prints_keeps_and_writes(
 
 def test_rates_far_from_those_that_were_kept_before_are_named_with_both() -> None:
     rates = replace(RATES, disk_gb_per_second=0.25, memory_gb_per_second=3000.0)
-    assert doubts(rates, RATES, SOURCE.host) == [
+    assert doubts(rates, RATES, FOUND.host) == [
         "machine.rates.disk_gb_per_second is 0.25 GB/s, and 0.9 GB/s in the measurement that was kept before: 3.6 "
         "times as much or as little. Measure again on an idle machine before planning by it: python -m jobs.measure"
     ]
-    assert doubts(rates, None, SOURCE.host) == []
+    assert doubts(rates, None, FOUND.host) == []
 
 
 def test_of_products_the_rows_that_are_farthest_are_named() -> None:
     assert RATES.float32 is not None
     slow = replace(RATES, float32=replace(RATES.float32, gemm_gflops=[0.5, 1.0]))
-    (doubt,) = doubts(slow, RATES, SOURCE.host)
+    (doubt,) = doubts(slow, RATES, FOUND.host)
     assert doubt.startswith("machine.rates.float32.gemm_gflops (M=8) is 1 GFLOP/s, and 600000 GFLOP/s in the")
 
 
 def test_rates_far_from_the_devices_data_sheet_are_named_with_both() -> None:
     """By the name that the device has of itself; the host around it is another one."""
     slow = replace(RATES, memory_gb_per_second=290.0, link_in_gb_per_second=1.5, link_out_gb_per_second=12.0)
-    (products, link) = doubts(slow, None, replace(SOURCE.host, device="Tesla T4"))
+    (products, link) = doubts(slow, None, replace(FOUND.host, device="Tesla T4"))
     assert products.startswith("machine.rates.float32.gemm_gflops (M=8) is 600000 GFLOP/s, and 8100 GFLOP/s on the")
     assert link.startswith(
         "machine.rates.link_in_gb_per_second is 1.5 GB/s, and 16 GB/s on the data sheet, machine=t4: 10.7 times"

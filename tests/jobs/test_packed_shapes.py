@@ -9,7 +9,7 @@ import torch
 
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
-from jobs.planning.config import FORMATS, Packed
+from jobs.planning.config import FORMATS, PackedFormat
 from jobs.planning.packed_shapes import Publication, as_packed, as_published, in_format
 from jobs.planning.published import GGUF, PUBLISHED
 from jobs.planning.shapes import read_shape
@@ -39,8 +39,8 @@ def shape_of(directory: Path, cache: Path) -> ModelShape:
     return load_model(ModelConfig(name="test", path=str(directory)), torch.device("cpu"), str(cache)).shape
 
 
-@pytest.mark.parametrize("packed", Packed)
-def test_a_packed_store_has_the_bytes_that_a_plan_counts(packed: Packed, published: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", PackedFormat)
+def test_a_packed_store_has_the_bytes_that_a_plan_counts(packed: PackedFormat, published: Path, tmp_path: Path) -> None:
     source, store = SourceConfig(path=str(published)), tmp_path / "store"
     pack(PackConfig(model=source, out=str(store), format=Format[packed.value]), lambda *_: None)
     planned, stored = as_packed(shape_of(published, tmp_path), packed), shape_of(store, tmp_path)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from jobs.pictures.trace_file import read_trace
 from jobs.planning.plan_files import HEAD, SweepRow, draw_sweep, run_sweep, write_timeline
 from jobs.planning.planning import make_plan
-from jobs.planning.sweep import Axis, Outcome, sweep, sweep_axes
+from jobs.planning.sweep import Axis, SweepPoint, sweep, sweep_axes
 from runtime.errors import ConfigError
 from tests.jobs.test_plan import config_of, plan
 
@@ -21,11 +21,11 @@ def axes_of(*overrides: str) -> list[Axis]:
     return sweep_axes(config, make_plan(config))
 
 
-def swept(*overrides: str) -> list[Outcome]:
+def swept(*overrides: str) -> list[SweepPoint]:
     return list(sweep(axes_of(*overrides)))
 
 
-def totals(outcomes: list[Outcome]) -> list[float]:
+def totals(outcomes: list[SweepPoint]) -> list[float]:
     return [each.planned.throughput.total or 0.0 for each in outcomes if each.planned is not None]
 
 
