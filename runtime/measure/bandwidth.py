@@ -38,7 +38,26 @@ def memory_probes(device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
         Probe(name=HOST_READ, unit="GB/s", read=Timed(num_bytes, host.view(torch.float32).sum)),
         Probe(name=HOST_COPY, unit="GB/s", read=_within(host)),
     ]
-    return [*probes, *_device_probes(device, host)] if device.is_accelerator else probes
+    if not device.is_accelerator:
+        return probes
+    num_bytes = len(host)
+    pinned, back = (_filled(device.host_buffer(num_bytes)) for _ in range(2))
+    on_device, arrived = (_filled(device.compute_buffer(num_bytes)) for _ in range(2))
+    other_stream = device.new_stream()
+
+    def both() -> None:
+        device.copy(pinned, arrived, on=device.copy_stream, after=device.new_event())
+        device.copy(on_device, back, on=other_stream, after=device.new_event())
+
+    reads = {
+        LINK_IN: copying(device, pinned, arrived),
+        LINK_OUT: copying(device, on_device, back),
+        "both ways at once, pinned": _copies(device, both, 2 * num_bytes, other_stream),
+        "host to device, pageable": Timed(num_bytes, lambda: arrived.copy_(host), device.finish),
+        "device to host, pageable": Timed(num_bytes, lambda: host.copy_(on_device), device.finish),
+        DEVICE_COPY: _within(on_device, device.finish),
+    }
+    return [*probes, *(Probe(name=name, unit="GB/s", read=read) for name, read in reads.items())]
 
 
 def copying(device: ComputeDevice, source: torch.Tensor, target: torch.Tensor) -> Timed:
@@ -58,27 +77,6 @@ def gating(num_rows: int, num_columns: int, dtype: torch.dtype, device: ComputeD
 def _within(buffer: torch.Tensor, finish: Callable[[], object] = lambda: None) -> Timed:
     source, target = buffer.chunk(2)
     return Timed(2 * len(source), lambda: target.copy_(source), finish)
-
-
-def _device_probes(device: ComputeDevice, pageable: torch.Tensor) -> list[Probe]:
-    pinned, back = (_filled(device.host_buffer(len(pageable))) for _ in range(2))
-    on_device, arrived = (_filled(device.compute_buffer(len(pageable))) for _ in range(2))
-    other_stream = device.new_stream()
-
-    def both() -> None:
-        device.copy(pinned, arrived, on=device.copy_stream, after=device.new_event())
-        device.copy(on_device, back, on=other_stream, after=device.new_event())
-
-    num_bytes = len(pageable)
-    reads = {
-        LINK_IN: copying(device, pinned, arrived),
-        LINK_OUT: copying(device, on_device, back),
-        "both ways at once, pinned": _copies(device, both, 2 * num_bytes, other_stream),
-        "host to device, pageable": Timed(num_bytes, lambda: arrived.copy_(pageable), device.finish),
-        "device to host, pageable": Timed(num_bytes, lambda: pageable.copy_(on_device), device.finish),
-        DEVICE_COPY: _within(on_device, device.finish),
-    }
-    return [Probe(name=name, unit="GB/s", read=read) for name, read in reads.items()]
 
 
 def _copies(device: ComputeDevice, act: Callable[[], object], num_bytes: int, *streams: torch.Stream | None) -> Timed:

@@ -28,7 +28,7 @@ from ..stream.device import ComputeDevice
 from ..units import MIB
 from .attention import AttentionShape, decoding, prefilling
 from .bandwidth import copying, gating, reading
-from .layers import ExpertProbes, ProfilingPass, on_cpu
+from .layers import ProfilingPass, expert_rates, on_cpu
 from .linear import multiplying
 from .timing import Timed
 
@@ -170,8 +170,8 @@ class RunProbes:
     def experts(self, layer: LayerOnHand) -> dict[int, float]:
         """FLOPs per second by rows of one expert, through the function that runs them; empty where the layer's code
         runs its own."""
-        probes = ExpertProbes.of(self.loaded, self.device, layer.stage, layer.weights, layer.expert)
-        return probes.rates(self.usual.product_rows) if probes is not None else {}
+        tokens = self.usual.product_rows
+        return expert_rates(self.loaded, self.device, layer.stage, layer.weights, layer.expert, tokens)
 
     def cpu_products(self) -> float | None:
         """FLOPs per second of an expert on the CPU beside an accelerator; None where it multiplies none."""

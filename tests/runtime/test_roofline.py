@@ -3,11 +3,19 @@
 import numpy as np
 import pytest
 
-from runtime.plan.cost.roofline import Level, attainable, first_turning_point, second_turning_point
+from runtime.plan.cost.roofline import Level, first_turning_point, second_turning_point
+from runtime.plan.shape.numbers import Floats
 
 CPU = Level(name="host", flops_per_second=1000.0, bytes_per_second=50.0)
 DEVICE = Level(name="compute", flops_per_second=60_000.0, bytes_per_second=300.0)
 LINK = 10.0
+
+
+def attainable(
+    level: Level, intensity: float | Floats, link_bytes_per_second: float, intensity_across: float | Floats
+) -> Floats:
+    """FLOP/s at `level` of an operation that also has bytes brought there over a link: the lowest of three roofs."""
+    return np.minimum(level.attainable(intensity), link_bytes_per_second * intensity_across)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ...resources import Resource
 from ..placement.memory import MicroBatch, pass_tokens
 from ..shape.model import ModelShape
 from .lane_work import LaneWork, Piece
-from .rates import UNLIMITED, MachineRates, between
+from .rates import OF_COMPUTE, UNLIMITED, MachineRates, between
 from .work import StageWork
 
 MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # of products; short lanes, and where the product's own code changes
@@ -19,6 +19,12 @@ LEAST_SHARE = 0.25  # of what a layer took, for its products: with less of it th
 MOST_ANCHORED = 2.0  # a rate of products changes by a factor of 1/2 to 2
 MOST_CORRECTED = 2.0  # a rate is corrected by a factor of 1/2 to 2: beyond, something else than the rate is wrong
 LEAST_SECONDS = 0.01  # of a resource's work, below which it says nothing
+CORRECTED = {  # beside what compute is made of
+    Resource.disk: "disk_bytes_per_second",
+    Resource.host_to_device: "link_in_bytes_per_second",
+    Resource.device_to_host: "link_out_bytes_per_second",
+    Resource.cpu_attention: "cpu_attention_bytes_per_second",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +142,7 @@ def corrected(
         return min(MOST_CORRECTED, max(1 / MOST_CORRECTED, is_said / was))
 
     compute = factor(Resource.compute)
-    return replace(
-        rates,
-        disk_bytes_per_second=rates.disk_bytes_per_second * factor(Resource.disk),
-        link_in_bytes_per_second=rates.link_in_bytes_per_second * factor(Resource.host_to_device),
-        link_out_bytes_per_second=rates.link_out_bytes_per_second * factor(Resource.device_to_host),
-        cpu_attention_bytes_per_second=rates.cpu_attention_bytes_per_second * factor(Resource.cpu_attention),
-        gemm_flops_per_second={m: rate * compute for m, rate in rates.gemm_flops_per_second.items()},
-        expert_flops_per_second={m: rate * compute for m, rate in rates.expert_flops_per_second.items()},
-        memory_bytes_per_second=rates.memory_bytes_per_second * compute,
-        attention_bytes_per_second=rates.attention_bytes_per_second * compute,
-        prefill_attention_flops_per_second=rates.prefill_attention_flops_per_second * compute,
-        turn_seconds=rates.turn_seconds / compute,
-        pass_seconds=rates.pass_seconds / compute,
-    )
+    found = rates.changed(OF_COMPUTE, lambda rate: rate * compute)
+    for resource, name in CORRECTED.items():
+        found = replace(found, **{name: getattr(rates, name) * factor(resource)})
+    return found.changed(["turn_seconds", "pass_seconds"], lambda seconds: seconds / compute)

@@ -17,7 +17,7 @@ from ..shape.dtypes import auto_dtype, has_bfloat16_units
 from ..shape.model import ModelShape
 from ..shape.rank_shares import has_whole
 from ..shape.shapes import Stage, inner_size
-from .rates import UNLIMITED, MachineRates, between
+from .rates import OF_COMPUTE, UNLIMITED, MachineRates, between
 
 HOP_SECONDS = 10e-6  # of a ring of devices: a copy out, a flag, a copy in, and a launch
 NODE_HOP_SECONDS = 50e-6  # between hosts, by TCP; an estimate until one is measured
@@ -26,6 +26,12 @@ NODE_HOP_SECONDS = 50e-6  # between hosts, by TCP; an estimate until one is meas
 GLOO_BYTES_PER_SECOND = [(2, 1.23e9), (4, 0.64e9)]
 # Of a layer whose matrices are cut by rows: what attends, its projection, the activations, their product.
 NUM_GATHERS = 4
+OF_HOST = (  # rates that all ranks of a host have together
+    "disk_bytes_per_second",
+    "host_memory_bytes_per_second",
+    "cpu_attention_bytes_per_second",
+    "cpu_flops_per_second",
+)
 GIGA, TERA = 1e9, 1e12
 USABLE_SHARE = 0.9  # of a device's memory: the rest is the driver's and the libraries'; of the host's `PINNED_SHARE`
 COMPUTE_SHARE = 0.8  # of dense FLOP/s at the base clock, in products of many rows: tiles do not fit
@@ -260,29 +266,11 @@ def rank_machine(
 
 def _share(machine: Machine, count: int) -> MachineRates:
     """The rates that each of `count` ranks of a host has, if all work at once."""
-    rates = machine.rates
-    found = replace(
-        rates,
-        disk_bytes_per_second=rates.disk_bytes_per_second / count,
-        host_memory_bytes_per_second=rates.host_memory_bytes_per_second / count,
-        cpu_attention_bytes_per_second=rates.cpu_attention_bytes_per_second / count,
-        cpu_flops_per_second=None if rates.cpu_flops_per_second is None else rates.cpu_flops_per_second / count,
-    )
-    if machine.device_bytes is not None:
-        fed = machine.fabric.host_bytes_per_second / count
-        return replace(
-            found,
-            link_in_bytes_per_second=min(rates.link_in_bytes_per_second, fed),
-            link_out_bytes_per_second=min(rates.link_out_bytes_per_second, fed),
-        )
-    return replace(
-        found,
-        gemm_flops_per_second={rows: rate / count for rows, rate in rates.gemm_flops_per_second.items()},
-        expert_flops_per_second={rows: rate / count for rows, rate in rates.expert_flops_per_second.items()},
-        memory_bytes_per_second=rates.memory_bytes_per_second / count,
-        attention_bytes_per_second=rates.attention_bytes_per_second / count,
-        prefill_attention_flops_per_second=rates.prefill_attention_flops_per_second / count,
-    )
+    rates = machine.rates.changed(OF_HOST, lambda rate: rate / count)
+    if machine.device_bytes is None:
+        return rates.changed(OF_COMPUTE, lambda rate: rate / count)
+    fed = machine.fabric.host_bytes_per_second / count
+    return rates.changed(("link_in_bytes_per_second", "link_out_bytes_per_second"), lambda rate: min(rate, fed))
 
 
 def _sharing(rates: MachineRates, machine: Machine, num_ranks: int, num_nodes: int) -> MachineRates:

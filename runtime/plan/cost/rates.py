@@ -1,7 +1,7 @@
 """How fast a machine is, in what a plan's time follows from."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,6 +14,13 @@ from ..shape.numbers import Numbers, larger
 from ..shape.shapes import Parameter
 
 UNLIMITED = float("inf")
+OF_COMPUTE = (  # those of where the model computes
+    "gemm_flops_per_second",
+    "expert_flops_per_second",
+    "memory_bytes_per_second",
+    "attention_bytes_per_second",
+    "prefill_attention_flops_per_second",
+)
 DEQUANTIZE_LAUNCHES = 2  # of one matrix, or of all experts', by kernels; operators of torch are about ten
 
 
@@ -94,6 +101,17 @@ class MachineRates:
         }
         host = self.host_memory_bytes_per_second
         return {resource: rate / host for resource, rate in rates.items() if rate < UNLIMITED and host < UNLIMITED}
+
+    def changed(self, names: Iterable[str], change: Callable[[float], float]) -> "MachineRates":
+        """These rates with those of such names changed, by each number of rows where there are several; what is not
+        known stays so."""
+
+        def made(value: float | Mapping[int, float] | None) -> float | Mapping[int, float] | None:
+            if isinstance(value, Mapping):
+                return {rows: change(rate) for rows, rate in value.items()}
+            return None if value is None else change(value)
+
+        return replace(self, **{name: made(getattr(self, name)) for name in names})
 
     def exchanged_seconds(self, num_bytes: Numbers) -> Numbers:
         """Seconds in which ranks exchange what they make in a layer of hidden vectors of so many bytes."""

@@ -10,7 +10,6 @@ a block's size moves the one and a micro-batch's the other.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..shape.numbers import Floats
 from .machine import Machine
@@ -29,13 +28,6 @@ class Level:
     def attainable(self, intensity: float | Floats) -> float | Floats:
         """FLOP/s of an operation whose bytes are all here: the classical roofline."""
         return np.minimum(self.flops_per_second, self.bytes_per_second * intensity)
-
-
-def attainable(
-    level: Level, intensity: float | Floats, link_bytes_per_second: float, intensity_across: float | Floats
-) -> NDArray[np.float64]:
-    """FLOP/s at `level` of an operation that also has bytes brought there over a link: the lowest of three roofs."""
-    return np.minimum(level.attainable(intensity), link_bytes_per_second * intensity_across)
 
 
 @dataclass(frozen=True, kw_only=True)
