@@ -67,7 +67,7 @@ class Room:
 
     @cached_property
     def compute_bytes(self) -> Floats:
-        """In the device's memory, or the host's where there is none."""
+        """The bytes in the device's memory, or the host's where there is none."""
         work, grid, shape = self._work, self._grid, self._shape
         is_streamed = grid.resident < work.num_layers
         paged = self._is_paged * max(2, self._config.prefetch.depth + 1) * work.expert_bytes
@@ -92,8 +92,8 @@ class Room:
 
     @cached_property
     def host_bytes(self) -> Floats:
-        """Beside a device. A layer's weights lie in pieces where they live in host memory, and its pages where they
-        travel in segments. What stays passes through it; where no layer does, nothing need."""
+        """The bytes in host memory beside a device. A layer's weights lie in pieces where they live in host memory, and
+        its pages where they travel in segments. What stays passes through it; where no layer does, nothing need."""
         work, grid = self._work, self._grid
         if not self._has_device:
             return np.zeros_like(grid.sequences)
@@ -141,7 +141,7 @@ class Room:
 
     @cached_property
     def _tokens(self) -> Floats:
-        """Of a lane, in a pass."""
+        """The tokens of a lane in a pass."""
         chunk = chunk_tokens(self._config.policy)
         return self._per_lane(lambda lane: pass_tokens(self._shape, lane, chunk))
 
