@@ -75,8 +75,7 @@ def measure(asked: Asked) -> Scores:
 
 def _millrace(asked: Asked, folder: Path) -> Scores:
     """It goes the way of `jobs.evaluate`, with parts on disk."""
-    from jobs.evaluating.asking import Answerer
-    from jobs.evaluating.harness import HarnessModel
+    from jobs.evaluating.harness import Answerer, HarnessModel
 
     sharing = SharePrefixes.off if Entrant(asked.entrant) is Entrant.unshared else SharePrefixes.auto
     config = GenerateConfig(

@@ -16,9 +16,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from jobs.evaluating.asking import Answerer, Generation
 from jobs.evaluating.config import EvaluateConfig, HarnessConfig
-from jobs.evaluating.harness import Evaluation, evaluate, evaluation_directory
+from jobs.evaluating.harness import Answerer, Evaluation, Generation, evaluate, evaluation_directory
 from jobs.record.output_rows import GenerationRow
 from jobs.record.passes import Start
 from jobs.run.open_run import OpenParts
