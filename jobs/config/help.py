@@ -61,7 +61,7 @@ class JobSettings:
         self._options: dict[str, str] = options | {key: value for key, _, value in chosen}
         self.groups = list(options)
         self._tree: Settings = {}
-        for settings in (self._primary.values, *({group: self._option(group).values} for group in self.groups)):
+        for settings in (self._primary.values, *({group: self.option(group).values} for group in self.groups)):
             self._tree = _merged(self._tree, settings)
 
     def at(self, key: str) -> object:
@@ -87,17 +87,13 @@ class JobSettings:
         option = self._options[group]
         return self._options.get(option[2:-1], "") if option.startswith("${") else option
 
-    def about(self, group: str) -> Sequence[str]:
-        """The lines at the top of the file of the option that a group stands at."""
-        return self._option(group).about
-
     def meaning(self, key: str) -> str:
         """The comment that explains a key: that of the chosen option, else of the job's own file, else of any other
         option that has one. A key that chooses the option has what stands at the top of that option's file."""
         group, _, name = key.partition(".")
         if group not in self.groups:
             return self._primary.comments.get(key, "")
-        option = self._option(group)
+        option = self.option(group)
         if self.selects(key):
             return " ".join(takewhile(lambda line: line[:1].strip(), option.about))
         others = (read(option_file(group, other)) for other in options_of(group))
@@ -126,7 +122,8 @@ class JobSettings:
             read(option_file(group, option)).values.get(name) == option for option in options_of(group)
         )
 
-    def _option(self, group: str) -> SettingsFile:
+    def option(self, group: str) -> SettingsFile:
+        """The file of the option that a group stands at, an empty one where there is none."""
         file = option_file(group, self.chosen(group))
         return read(file) if file.is_file() else SettingsFile(values={}, comments={}, about=())
 
@@ -246,7 +243,7 @@ def _options(settings: JobSettings, group: str) -> Iterator[str]:
         about = " ".join(read(option_file(group, option)).about)
         first = re.split(r"(?<=\.) ", about, maxsplit=1)[0]
         yield _columns(f"  {option}{' (chosen)' if option == chosen else ''}", first, 24)
-    about = settings.about(group)
+    about = settings.option(group).about
     if len(about) > 1:
         yield from (f"\n{group}={chosen}", *about)
 

@@ -43,6 +43,8 @@ from ..run.generation import Task, generation, perform
 from ..run.requests import Prompt, completions_of
 from .config import EvaluateConfig
 
+KNOWN = frozenset({"do_sample", "temperature", "max_gen_toks", "until"})
+SAMPLED = {"top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty"}
 _ROW = Row(index=0, id="", prompt="", messages=None, columns={}, error=None)
 Tokens: TypeAlias = tuple[int, ...]
 
@@ -82,7 +84,9 @@ class Answerer:
         asked greedily more than once is generated once."""
         sampling = replace(self._config.sampling, **dict(requests[0].sampling))
         config = replace(self._config, sampling=sampling)
-        distinct = {_key(request, index): request for index, request in enumerate(requests)}
+        # two that are drawn are two, however alike
+        keys = [(request, index if request.temperature else None) for index, request in enumerate(requests)]
+        distinct = dict(zip(keys, requests, strict=True))
         rows: list[Row] = []
         for index, each in enumerate(distinct.values()):
             overrides = SamplingOverrides(
@@ -91,7 +95,7 @@ class Answerer:
             rows.append(replace(_ROW, index=index, id=str(index), prompt_ids=each.context_ids, overrides=overrides))
         task = replace(generation(config), directory=self.directory / kind, rows=lambda *_: rows, requests=_own_stops)
         answers = dict(zip(distinct, self._answers(task, config, ["token_ids"]), strict=True))
-        return [tuple(answers[_key(request, index)]["token_ids"]) for index, request in enumerate(requests)]
+        return [tuple(answers[key]["token_ids"]) for key in keys]
 
     def scored(self, kind: str, targets: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         """The log-probability of each target behind its context, in the order of `targets`, and whether each of its
@@ -148,15 +152,6 @@ def _own_stops(runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Iterato
     """Requests whose stop strings count in the completion alone, as in the harness' own models."""
     for made in completions_of(runtime, asked):
         yield [replace(each, stops_begin_in_prompt=False) if isinstance(each, Request) else each for each in made]
-
-
-def _key(request: Generation, index: int) -> tuple[Generation, int | None]:
-    """Two that are drawn are two, however alike."""
-    return request, index if request.temperature else None
-
-
-KNOWN = frozenset({"do_sample", "temperature", "max_gen_toks", "until"})
-SAMPLED = {"top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty"}
 
 
 class HarnessModel(TemplateLM):

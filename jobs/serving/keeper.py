@@ -167,6 +167,11 @@ class Keeper(threading.Thread):
             "output_private=true",
         ]
         job = _job(batch)
+        # a job elsewhere imports the same code as this process
+        paths = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        root = Path(__file__).resolve().parents[2]
+        if root.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
+            paths.append(str(root))
         begun: Record = {"status": "in_progress", "in_progress_at": int(time.time())}
         now = self._store.change(id, lambda record: begun if record["status"] == "validating" else {})
         if now["status"] != "in_progress":
@@ -189,7 +194,7 @@ class Keeper(threading.Thread):
                 stderr=said,
                 start_new_session=True,
                 cwd=self._store.jobs,
-                env=_environment(),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
         self._current, self._is_told = id, False
         log.info("%s begins", id)
@@ -261,16 +266,6 @@ class Keeper(threading.Thread):
 def _job(batch: Record) -> str:
     """The job that answers requests to the batch's endpoint; its runs lie in a folder of this name."""
     return "encode" if batch["endpoint"] in ENCODED else "generate"
-
-
-def _environment() -> dict[str, str]:
-    """This process' environment, by which a job elsewhere imports the same code as this one."""
-    named = os.environ.get("PYTHONPATH", "")
-    paths = [str(Path(path).absolute()) for path in named.split(os.pathsep) if path]
-    root = Path(__file__).resolve().parents[2]
-    if root.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
-        paths.append(str(root))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _ask_to_stop(job: "subprocess.Popen[bytes] | None", run: RunDirectory) -> bool:
