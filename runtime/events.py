@@ -77,6 +77,13 @@ class LaneRun(greenlet):
         self.leaving: torch.Tensor | None = None
 
 
+def lane_run() -> LaneRun:
+    """The pass inside which it is called."""
+    run = getcurrent()
+    assert isinstance(run, LaneRun), "asked outside a lane"
+    return run
+
+
 def need_stage(stage: int) -> Weights:
     """Called inside a lane: parks it until the engine hands in the stage's weights."""
     return _ask(_need_stage(stage))

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from greenlet import getcurrent
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..attention.device_attention import (
@@ -25,11 +24,11 @@ from ..attention.device_attention import (
 )
 from ..attention.host_attention import decode_attention, decode_quantized
 from ..attention.layout import LayerKV, QuantizedKV
-from ..attention.views import DecodeRows, Prompts, Reach, Rule, Segment, View
+from ..attention.views import DecodeRows, Prompts, Reach, Rule, Segment
 from ..cache.host_lane import HostVisit
 from ..cache.paged import PagedKV
 from ..errors import ConfigError
-from ..events import LaneRun, NeedAttention, need_tensor
+from ..events import NeedAttention, lane_run, need_tensor
 from ..plan.shape.attention import AttentionWay
 from ..plan.shape.model import ModelShape
 from ..probing import guards
@@ -55,9 +54,7 @@ def ragged_attention(
     """query (1, H*G, T, D) -> (1, T, H*G, D). Keys and values, the new ones included, are in the lane's cache."""
     if reason := guards.unknown_wish(kwargs) or guards.foreign_mask(attention_mask):
         raise _refusal(module, reason)
-    run = getcurrent()
-    assert isinstance(run, LaneRun), "ragged attention was called outside a lane"
-    cache = run.cache
+    cache = lane_run().cache
     assert isinstance(cache, PagedKV), "ragged attention was called in a padded lane"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer, reach, rule = _asked(module, scale, sliding_window, softcap, kwargs.get("is_causal"))
@@ -81,7 +78,7 @@ def ragged_attention(
     return found if heads is None else heads.whole(found, 2), None
 
 
-class _Asked(NamedTuple):
+class _LayerRule(NamedTuple):
     """What a layer asks of attention, its sinks apart, which come with its weights."""
 
     layer: int
@@ -89,12 +86,12 @@ class _Asked(NamedTuple):
     rule: Rule
 
 
-_ASKED = WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], _Asked]]()  # of each layer, and with what words
+_ASKED = WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], _LayerRule]]()  # and what it was asked with
 
 
 def _asked(
     module: torch.nn.Module, scale: float, sliding_window: int | None, softcap: float | None, is_causal: object
-) -> _Asked:
+) -> _LayerRule:
     """Looked into once for each layer, as all of its passes ask the same."""
     words = scale, sliding_window, softcap, is_causal
     known = _ASKED.get(module)
@@ -103,7 +100,7 @@ def _asked(
         reach = Reach(sliding_window, chunk_of(module, layer))
         if reason := guards.looks_ahead(module, is_causal) or guards.unseen_window(module, layer, reach):
             raise _refusal(module, reason)
-        known = _ASKED[module] = words, _Asked(layer, reach, Rule(scale, softcap))
+        known = _ASKED[module] = words, _LayerRule(layer, reach, Rule(scale, softcap))
     return known[1]
 
 
@@ -235,27 +232,17 @@ def _prefill(
         elif seen.is_on_accelerator:
             yield tokens, prefill_fused(*qkv_HSD, segment, reach, rule.scale)
         else:
-            yield tokens, _prefill_on_host(*qkv_HSD, segment, view, rule.scale)
-
-
-def _prefill_on_host(
-    q_HTD: torch.Tensor,
-    k_HSD: torch.Tensor,
-    v_HSD: torch.Tensor,
-    segment: Segment,
-    view: View | None,
-    scale: float,
-) -> torch.Tensor:
-    out = F.scaled_dot_product_attention(
-        q_HTD[None],
-        k_HSD[None],
-        v_HSD[None],
-        attn_mask=None if view is None or view.hidden is None else ~view.hidden,
-        is_causal=view is None and segment.new > 1,
-        scale=scale,
-        enable_gqa=len(q_HTD) != len(k_HSD),
-    )
-    return out[0].transpose(0, 1)
+            q_HTD, k_HSD, v_HSD = qkv_HSD
+            out = F.scaled_dot_product_attention(
+                q_HTD[None],
+                k_HSD[None],
+                v_HSD[None],
+                attn_mask=None if view is None or view.hidden is None else ~view.hidden,
+                is_causal=view is None and segment.new > 1,
+                scale=rule.scale,
+                enable_gqa=len(q_HTD) != len(k_HSD),
+            )
+            yield tokens, out[0].transpose(0, 1)
 
 
 def _prefill_by_head(

@@ -11,7 +11,7 @@ Shapes: T tokens of D numbers, each visiting K experts of E; V = T x K visits, s
 inputs to N outputs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -80,18 +80,14 @@ def in_host_memory(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Vis
     are_alike = all(isinstance(weight, StoredWeight) and weight.is_alike for weight in (up, down))
     if not is_worth_it or not are_alike or cast("Experts", module).is_transposed:
         return None
+
+    def products(x: torch.Tensor, stack: torch.Tensor, spans: Spans) -> torch.Tensor:
+        stored = cast(StoredWeight, stack)
+        return grouped_linear(x, [(rows, stored.entries[expert]) for expert, rows in spans], stored.table)
+
     numbers, out_TD = visit_numbers(hidden_TD.shape[1], down.shape[2]), torch.zeros(hidden_TD.shape)
-    for run in _runs(visits, GROUPED_BYTES // (hidden_TD.itemsize * numbers)):
-        begin, end = visits.of(run[0]).start, visits.of(run[-1]).stop
-        spans = [(expert, _behind(visits.of(expert), begin)) for expert in run]
-
-        def products(x: torch.Tensor, stack: torch.Tensor, spans: Spans = spans) -> torch.Tensor:
-            stored = cast(StoredWeight, stack)
-            return grouped_linear(x, [(rows, stored.entries[expert]) for expert, rows in spans], stored.table)
-
-        tokens, stacks = visits.tokens_V[begin:end], _Stacks([up], [down])
-        found = _outputs(module, stacks, hidden_TD[tokens], visits.experts_V[begin:end], products)
-        found = (found * visits.weights_V[begin:end, None]).to(hidden_TD.dtype)
+    most = GROUPED_BYTES // (hidden_TD.itemsize * numbers)
+    for _, tokens, found in _by_runs(module, _Stacks([up], [down]), hidden_TD, visits, most, products):
         out_TD.index_add_(0, tokens, found.float())
     return out_TD.to(hidden_TD.dtype)
 
@@ -197,27 +193,42 @@ def _summed(each_TKD: torch.Tensor) -> torch.Tensor:
 
 def _one_by_one(module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
     """Products by expert; all else over as many experts as have no more visits than one could have."""
-    out_TD = torch.zeros_like(hidden_TD)
-    for run in _runs(visits, max(len(hidden_TD), GROUPED_VISITS)):
-        begin, end = visits.of(run[0]).start, visits.of(run[-1]).stop
-        mine = {expert: _behind(visits.of(expert), begin) for expert in run}
 
-        def products(x: torch.Tensor, stack: torch.Tensor, mine: dict[int, slice] = mine) -> torch.Tensor:
-            out = x.new_empty(len(x), stack.shape[2])
-            for expert, rows in mine.items():
-                torch.mm(x[rows], stack[expert], out=out[rows])
-            return out
+    def products(x: torch.Tensor, stack: torch.Tensor, spans: Spans) -> torch.Tensor:
+        out = x.new_empty(len(x), stack.shape[2])
+        for expert, rows in spans:
+            torch.mm(x[rows], stack[expert], out=out[rows])
+        return out
 
-        tokens = visits.tokens_V[begin:end]
-        found = _outputs(module, stacks, hidden_TD[tokens], visits.experts_V[begin:end], products)
-        found = (found * visits.weights_V[begin:end, None]).to(hidden_TD.dtype)
-        for rows in mine.values():
+    out_TD, most = torch.zeros_like(hidden_TD), max(len(hidden_TD), GROUPED_VISITS)
+    for spans, tokens, found in _by_runs(module, stacks, hidden_TD, visits, most, products):
+        for _, rows in spans:
             out_TD.index_add_(0, tokens[rows], found[rows])
     return out_TD
 
 
-def _behind(rows: slice, begin: int) -> slice:
-    return slice(rows.start - begin, rows.stop - begin)
+def _by_runs(
+    module: torch.nn.Module,
+    stacks: _Stacks,
+    hidden_TD: torch.Tensor,
+    visits: Visits,
+    most: int,
+    products: Callable[[torch.Tensor, Any, Spans], torch.Tensor],
+) -> Iterator[tuple[Spans, torch.Tensor, torch.Tensor]]:
+    """Runs of experts with `most` visits together, or of one expert: which of its visits are whose, their tokens and
+    weighted outputs (V, D)."""
+    for run in _runs(visits, most):
+        begin, end = visits.of(run[0]).start, visits.of(run[-1]).stop
+        rows = [visits.of(expert) for expert in run]
+        spans = [(expert, slice(own.start - begin, own.stop - begin)) for expert, own in zip(run, rows, strict=True)]
+        tokens = visits.tokens_V[begin:end]
+
+        def mine(x: torch.Tensor, part: Any, spans: Spans = spans) -> torch.Tensor:
+            return products(x, part, spans)
+
+        found = _outputs(module, stacks, hidden_TD[tokens], visits.experts_V[begin:end], mine)
+        found = (found * visits.weights_V[begin:end, None]).to(hidden_TD.dtype)
+        yield spans, tokens, found
 
 
 def _runs(visits: Visits, most: int) -> Sequence[Sequence[int]]:

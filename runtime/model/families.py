@@ -1,6 +1,5 @@
-"""The model families that are proven, token for token, and the encoders, number for number: a tiny shape of each, which
-`jobs.models` describes and the tests run. A family that is not here may run as well; nothing but these tables and their
-tests knows any by name.
+"""The model families that are proven, token for token: a tiny shape of each, which `jobs.models` describes and the
+tests run. A family that is not here may run as well; nothing but this table and its tests knows any by name.
 """
 
 from collections.abc import Mapping
@@ -42,7 +41,7 @@ _T5 = {
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
-def _family(name: str, model_type: str, *overrides: Mapping[str, object], **more: object) -> Family:
+def family(name: str, model_type: str, *overrides: Mapping[str, object], **more: object) -> Family:
     merged: dict[str, object] = {}
     for part in (*overrides, more):
         merged |= part
@@ -50,21 +49,21 @@ def _family(name: str, model_type: str, *overrides: Mapping[str, object], **more
 
 
 FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        _family("gpt2", "gpt2", _GPT, n_positions=256),
-        _family("llama", "llama", _SIZES),
-        _family("llama, tied", "llama", _SIZES, tie_word_embeddings=True),
-        _family("mistral", "mistral", _SIZES, sliding_window=9),
-        _family("qwen2", "qwen2", _SIZES),
-        _family("qwen3", "qwen3", _SIZES, head_dim=16),
-        _family("qwen2-moe", "qwen2_moe", _SIZES, _EXPERTS, shared_expert_intermediate_size=48),
-        _family("qwen3-moe", "qwen3_moe", _SIZES, _EXPERTS, head_dim=16),
-        _family("qwen3-next", "qwen3_next", _SIZES, _EXPERTS, _LINEAR, head_dim=16, shared_expert_intermediate_size=48),
-        _family("glm-4", "glm4", _SIZES, head_dim=16, pad_token_id=0),
-        _family("glm-4-moe", "glm4_moe", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, head_dim=16, use_qk_norm=True),
-        _family("mixtral", "mixtral", _SIZES, _LOCAL_EXPERTS, sliding_window=None),
-        _family(
+    each.name: each
+    for each in (
+        family("gpt2", "gpt2", _GPT, n_positions=256),
+        family("llama", "llama", _SIZES),
+        family("llama, tied", "llama", _SIZES, tie_word_embeddings=True),
+        family("mistral", "mistral", _SIZES, sliding_window=9),
+        family("qwen2", "qwen2", _SIZES),
+        family("qwen3", "qwen3", _SIZES, head_dim=16),
+        family("qwen2-moe", "qwen2_moe", _SIZES, _EXPERTS, shared_expert_intermediate_size=48),
+        family("qwen3-moe", "qwen3_moe", _SIZES, _EXPERTS, head_dim=16),
+        family("qwen3-next", "qwen3_next", _SIZES, _EXPERTS, _LINEAR, head_dim=16, shared_expert_intermediate_size=48),
+        family("glm-4", "glm4", _SIZES, head_dim=16, pad_token_id=0),
+        family("glm-4-moe", "glm4_moe", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, head_dim=16, use_qk_norm=True),
+        family("mixtral", "mixtral", _SIZES, _LOCAL_EXPERTS, sliding_window=None),
+        family(
             "dbrx",
             "dbrx",
             vocab_size=640,
@@ -75,7 +74,7 @@ FAMILIES: dict[str, Family] = {
             attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
             ffn_config={"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
         ),
-        _family(
+        family(
             "deepseek-v2",
             "deepseek_v2",
             _SIZES,
@@ -84,7 +83,7 @@ FAMILIES: dict[str, Family] = {
             _LATENT,
             topk_method="group_limited_greedy",
         ),
-        _family(
+        family(
             "deepseek-moe 16b",
             "deepseek",
             _SIZES,
@@ -93,15 +92,15 @@ FAMILIES: dict[str, Family] = {
             num_experts_per_tok=3,
             moe_intermediate_size=48,
         ),
-        _family("deepseek-v3", "deepseek_v3", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, _LATENT),
-        _family("olmoe", "olmoe", _SIZES, num_experts=8, num_experts_per_tok=2),
-        _family("opt", "opt", _NEOX, ffn_dim=128, word_embed_proj_dim=32),
-        _family("bloom", "bloom", vocab_size=640, hidden_size=64, n_layer=4, n_head=4),
-        _family("falcon, first", "falcon", _NEOX, multi_query=True, new_decoder_architecture=False),
-        _family("falcon, alibi", "falcon", _NEOX, multi_query=False, alibi=True, parallel_attn=False, bias=True),
-        _family("falcon, new", "falcon", _NEOX, new_decoder_architecture=True, num_kv_heads=2),
-        _family("gpt-j", "gptj", _GPT, n_positions=256, rotary_dim=8),
-        _family(
+        family("deepseek-v3", "deepseek_v3", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, _LATENT),
+        family("olmoe", "olmoe", _SIZES, num_experts=8, num_experts_per_tok=2),
+        family("opt", "opt", _NEOX, ffn_dim=128, word_embed_proj_dim=32),
+        family("bloom", "bloom", vocab_size=640, hidden_size=64, n_layer=4, n_head=4),
+        family("falcon, first", "falcon", _NEOX, multi_query=True, new_decoder_architecture=False),
+        family("falcon, alibi", "falcon", _NEOX, multi_query=False, alibi=True, parallel_attn=False, bias=True),
+        family("falcon, new", "falcon", _NEOX, new_decoder_architecture=True, num_kv_heads=2),
+        family("gpt-j", "gptj", _GPT, n_positions=256, rotary_dim=8),
+        family(
             "gpt-neo",
             "gpt_neo",
             vocab_size=640,
@@ -112,16 +111,16 @@ FAMILIES: dict[str, Family] = {
             max_position_embeddings=512,
             attention_types=[[["global", "local"], 2]],
         ),
-        _family("gpt-neox", "gpt_neox", _NEOX, intermediate_size=128),
-        _family("phi", "phi", _SIZES, num_key_value_heads=8),
-        _family("phi-3", "phi3", _SIZES, pad_token_id=0),
-        _family("phi-moe", "phimoe", _SIZES, _LOCAL_EXPERTS, sliding_window=None),
-        _family("gemma-2", "gemma2", _SIZES, head_dim=16, sliding_window=9, layer_types=_MIXED),
-        _family("gemma-3", "gemma3_text", _SIZES, head_dim=16, sliding_window=9, layer_types=_MIXED),
-        _family("gpt-oss", "gpt_oss", _SIZES, _LOCAL_EXPERTS, head_dim=16, sliding_window=9, layer_types=_MIXED),
-        _family("granite-moe", "granitemoe", _SIZES, _LOCAL_EXPERTS),
-        _family("minimax-m2", "minimax_m2", _SIZES, _LOCAL_EXPERTS, head_dim=16),
-        _family(
+        family("gpt-neox", "gpt_neox", _NEOX, intermediate_size=128),
+        family("phi", "phi", _SIZES, num_key_value_heads=8),
+        family("phi-3", "phi3", _SIZES, pad_token_id=0),
+        family("phi-moe", "phimoe", _SIZES, _LOCAL_EXPERTS, sliding_window=None),
+        family("gemma-2", "gemma2", _SIZES, head_dim=16, sliding_window=9, layer_types=_MIXED),
+        family("gemma-3", "gemma3_text", _SIZES, head_dim=16, sliding_window=9, layer_types=_MIXED),
+        family("gpt-oss", "gpt_oss", _SIZES, _LOCAL_EXPERTS, head_dim=16, sliding_window=9, layer_types=_MIXED),
+        family("granite-moe", "granitemoe", _SIZES, _LOCAL_EXPERTS),
+        family("minimax-m2", "minimax_m2", _SIZES, _LOCAL_EXPERTS, head_dim=16),
+        family(
             "llama-4",
             "llama4_text",
             _SIZES,
@@ -133,7 +132,7 @@ FAMILIES: dict[str, Family] = {
             floor_scale=4,
             interleave_moe_layer_step=2,
         ),
-        _family(
+        family(
             "mamba-2",
             "mamba2",
             vocab_size=640,
@@ -145,7 +144,7 @@ FAMILIES: dict[str, Family] = {
             n_groups=2,
             chunk_size=16,
         ),
-        _family(
+        family(
             "jamba",
             "jamba",
             _SIZES,
@@ -158,16 +157,16 @@ FAMILIES: dict[str, Family] = {
             expert_layer_offset=1,
             use_mamba_kernels=False,
         ),
-        _family("olmo-2", "olmo2", _SIZES),
-        _family("starcoder-2", "starcoder2", _SIZES),
-        _family("cohere-2", "cohere2", _SIZES, sliding_window=9, layer_types=_MIXED),
-        _family("smollm-3", "smollm3", _SIZES, pad_token_id=0),
-        _family("granite", "granite", _SIZES),
-        _family("ernie-4.5-moe", "ernie4_5_moe", _SIZES, moe_num_experts=8, moe_k=2, moe_intermediate_size=48),
-        _family("hunyuan-moe", "hunyuan_v1_moe", _SIZES, num_experts=4, moe_topk=2, head_dim=16),
-        _family("dots-1", "dots1", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, head_dim=16),
-        _family("lfm-2", "lfm2", _SIZES, layer_types=["conv", "full_attention", "conv", "conv"]),
-        _family(
+        family("olmo-2", "olmo2", _SIZES),
+        family("starcoder-2", "starcoder2", _SIZES),
+        family("cohere-2", "cohere2", _SIZES, sliding_window=9, layer_types=_MIXED),
+        family("smollm-3", "smollm3", _SIZES, pad_token_id=0),
+        family("granite", "granite", _SIZES),
+        family("ernie-4.5-moe", "ernie4_5_moe", _SIZES, moe_num_experts=8, moe_k=2, moe_intermediate_size=48),
+        family("hunyuan-moe", "hunyuan_v1_moe", _SIZES, num_experts=4, moe_topk=2, head_dim=16),
+        family("dots-1", "dots1", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, head_dim=16),
+        family("lfm-2", "lfm2", _SIZES, layer_types=["conv", "full_attention", "conv", "conv"]),
+        family(
             "kimi-linear",
             "kimi_linear",
             _SIZES,
@@ -182,12 +181,12 @@ FAMILIES: dict[str, Family] = {
             linear_num_heads=4,
             pad_token_id=0,
         ),
-        _family("mpt", "mpt", vocab_size=640, d_model=64, n_heads=4, n_layers=4, max_seq_len=512),
-        _family("stablelm", "stablelm", _SIZES),
-        _family("nemotron", "nemotron", _SIZES),
-        _family("gpt-bigcode", "gpt_bigcode", _GPT, n_positions=256, multi_query=True),
-        _family("exaone-4", "exaone4", _SIZES, sliding_window=9, layer_types=_MIXED, head_dim=16),
-        _family(
+        family("mpt", "mpt", vocab_size=640, d_model=64, n_heads=4, n_layers=4, max_seq_len=512),
+        family("stablelm", "stablelm", _SIZES),
+        family("nemotron", "nemotron", _SIZES),
+        family("gpt-bigcode", "gpt_bigcode", _GPT, n_positions=256, multi_query=True),
+        family("exaone-4", "exaone4", _SIZES, sliding_window=9, layer_types=_MIXED, head_dim=16),
+        family(
             "glm-4-moe-lite",
             "glm4_moe_lite",
             _SIZES,
@@ -197,10 +196,10 @@ FAMILIES: dict[str, Family] = {
             moe_intermediate_size=48,
             mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
         ),
-        _family("t5", "t5", _T5),
-        _family("flan-t5", "t5", _T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
-        _family("umt5", "umt5", _T5, tie_word_embeddings=False),
-        _family(
+        family("t5", "t5", _T5),
+        family("flan-t5", "t5", _T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+        family("umt5", "umt5", _T5, tie_word_embeddings=False),
+        family(
             "longcat-flash",
             "longcat_flash",
             _SIZES,
@@ -212,33 +211,5 @@ FAMILIES: dict[str, Family] = {
             zero_expert_num=2,
             moe_topk=2,
         ),
-    )
-}
-
-_ENCODER = {
-    "vocab_size": 640, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128,
-    "max_position_embeddings": 130,
-}  # fmt: skip
-_LETTERS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-ENCODERS: dict[str, Family] = {
-    family.name: family
-    for family in (
-        _family("bert", "bert", _ENCODER),
-        _family("roberta", "roberta", _ENCODER),
-        _family("xlm-roberta", "xlm-roberta", _ENCODER),
-        _family(
-            "distilbert",
-            "distilbert",
-            vocab_size=640,
-            dim=64,
-            n_layers=3,
-            n_heads=4,
-            hidden_dim=128,
-            max_position_embeddings=130,
-        ),
-        _family("electra", "electra", _ENCODER, embedding_size=32),
-        _family("modernbert", "modernbert", _ENCODER, _LETTERS, local_attention=8),
-        _family("mpnet", "mpnet", _ENCODER),
-        _family("nomic-bert", "nomic_bert", _ENCODER),
     )
 }

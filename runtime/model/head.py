@@ -12,7 +12,7 @@ from greenlet import getcurrent
 from transformers.utils.generic import ModelOutput
 
 from ..errors import ConfigError
-from ..events import HeadSlices, LaneRun
+from ..events import HeadSlices, LaneRun, lane_run
 from .stages import StagedModel
 
 
@@ -64,8 +64,7 @@ def sliced_logits(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Logits (n, V) of the selected tokens, up to `num_rows` at a time, and where they begin among them. Called inside
     a lane's run. `forward` runs the model; its hidden states are (B, T, D), `selected_N` numbers their B * T tokens."""
-    run = getcurrent()
-    assert isinstance(run, LaneRun), "asked outside a lane"
+    run = lane_run()
     slices = run.head = HeadSlices(selected_N=selected_N)
     try:
         for begin in range(0, len(selected_N), num_rows):
@@ -80,8 +79,7 @@ def sliced_logits(
 def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> HeadSlices:
     """The last hidden states of the selected tokens, as the class's head gets them. Called inside a lane's run.
     `forward` as in `sliced_logits`, or of a model without a head."""
-    run = getcurrent()
-    assert isinstance(run, LaneRun), "asked outside a lane"
+    run = lane_run()
     slices = run.head = HeadSlices(selected_N=selected_N, is_below=True)
     try:
         slices.hidden_1ND = _selected(forward(), selected_N)
@@ -95,9 +93,7 @@ def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> He
 def class_logits(model: torch.nn.Module, slices: HeadSlices, ids_N: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Logits (N, C) of a decoder's classes, float32: of each hidden state in `slices`, which is that of the token in
     `ids_N`. To the class each of them is a prompt of one token, whose last one it looks for."""
-    run = getcurrent()
-    assert isinstance(run, LaneRun), "asked outside a lane"
-    parts = list[torch.Tensor]()
+    run, parts = lane_run(), list[torch.Tensor]()
     slices.is_below, slices.as_rows = False, True
     run.head = slices
     try:

@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from greenlet import getcurrent
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import ConfigError
-from ..events import LaneRun, Weights
+from ..events import Weights, lane_run
 from ..probing.hollow import with_values, without_values
 from ..probing.layer_lists import layer_lists
 from ..probing.padded_probe import cache_argument
@@ -81,7 +80,14 @@ def _probed(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple
     cache = {cache_argument(copy): DynamicCache(config=copy.config)}
     with torch.inference_mode(), origins:
         copy(input_ids=ids, use_cache=True, **cache)
-    return tuple(_handed(model, call) for call in calls)
+    handed = list[HandedOn]()
+    for call in calls:
+        before = call.index - 1 if call.index else WEIGHTS
+        if list(call.entered.values()) != [frozenset({before})] or not call.is_tensor:
+            what = ", ".join(f"{place} of {sorted(origins)}" for place, origins in call.entered.items())
+            raise _refusal(model, f"layer {call.index} is handed more than the hidden states of the one before: {what}")
+        handed.append(HandedOn(place=next(iter(call.entered)), num_given=call.num_given))
+    return tuple(handed)
 
 
 class _Origins(TorchDispatchMode):
@@ -143,14 +149,6 @@ class _Call:
         self.num_given = len(out) if isinstance(out, tuple) else 0
 
 
-def _handed(model: PreTrainedModel, call: _Call) -> HandedOn:
-    before = call.index - 1 if call.index else WEIGHTS
-    if list(call.entered.values()) != [frozenset({before})] or not call.is_tensor:
-        what = ", ".join(f"{place} of {sorted(origins)}" for place, origins in call.entered.items())
-        raise _refusal(model, f"layer {call.index} is handed more than the hidden states of the one before: {what}")
-    return HandedOn(place=next(iter(call.entered)), num_given=call.num_given)
-
-
 def _refusal(model: PreTrainedModel, why: str) -> ConfigError:
     return ConfigError(
         f"devices=pipeline: the layers of {type(model).__name__} cannot be divided among ranks: {why}; take "
@@ -188,24 +186,18 @@ def until_it_leaves(forward: Callable[[], object]) -> None:
 
 def _hollow(module: StreamedModule, weights: Weights) -> Weights:
     """Raises ConfigError where what is made of them would not be replaced by what the rank before sends."""
-    if _run().entering is not None:
+    if lane_run().entering is not None:
         raise ConfigError(f"model.path: {module.name} is asked for behind the first layer, and {OTHER_WAYS}")
     return weights
 
 
 def _entered(module: StreamedModule, handed: HandedOn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Runs the layer on memory that is filled before the lane gets the layer's weights."""
-    run = _run()
+    run = lane_run()
     run.entering = torch.empty_like(handed.taken(args, kwargs), memory_format=torch.contiguous_format)
     return module.computed(*handed.replaced(args, kwargs, run.entering))
 
 
 def _left(handed: HandedOn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    _run().leaving = handed.taken(args, kwargs).contiguous()
+    lane_run().leaving = handed.taken(args, kwargs).contiguous()
     raise _LeftRank
-
-
-def _run() -> LaneRun:
-    run = getcurrent()
-    assert isinstance(run, LaneRun), "a part of a model runs in lanes alone"
-    return run

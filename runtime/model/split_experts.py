@@ -175,8 +175,20 @@ class Division(NamedTuple):
 def divide_experts(module: nn.Module, stacks: Stacks, gathering: Gathering, asked: DividedExperts) -> Division:
     """Leaves the module this rank's part of its stacks. Mutates the module, unless there is none."""
     share = RowShare(index=gathering.index, count=gathering.count)
-    ways = {DividedExperts.rows: _by_rows(module, stacks, share), DividedExperts.whole: _by_expert(stacks, share)}
-    found = _chosen(module, stacks, share, asked, ways)
+    rows, whole = _by_rows(module, stacks, share), _by_expert(stacks, share)
+    if asked is DividedExperts.auto:
+        inputs = stacks[matrix_names(module)[1]].shape[1:]
+        hidden, inner = reversed(inputs) if cast("Experts", module).is_transposed else inputs
+        is_mixed_up = any(piece.is_interleaved for stack in stacks.values() for piece in stack.slices)  # all is read
+        is_whole = is_mixed_up or sends_less_whole(hidden, inner, share.count)
+        first, second = (whole, rows) if is_whole else (rows, whole)
+        neither = Division({}, why_not=f"{rows.why_not}, and {whole.why_not}")
+        found = first if first.stacks else second if second.stacks else neither
+    else:
+        found, other = (rows, whole) if asked is DividedExperts.rows else (whole, rows)
+        if not found.stacks and other.stacks:
+            key = DividedExperts.whole if asked is DividedExperts.rows else DividedExperts.rows
+            found = Division({}, why_not=found.why_not, instead=f"devices.experts={key.value}")
     if found.stacks:
         for name, part in found.stacks.items():
             before = module._parameters[name]
@@ -187,29 +199,6 @@ def divide_experts(module: nn.Module, stacks: Stacks, gathering: Gathering, aske
         setattr(module, GATHERING, gathering)
         setattr(module, OWN, found.own)
     return found
-
-
-def _chosen(
-    module: nn.Module,
-    stacks: Stacks,
-    share: RowShare,
-    asked: DividedExperts,
-    ways: Mapping[DividedExperts, Division],
-) -> Division:
-    rows, whole = ways[DividedExperts.rows], ways[DividedExperts.whole]
-    if asked is DividedExperts.auto:
-        inputs = stacks[matrix_names(module)[1]].shape[1:]
-        hidden, inner = reversed(inputs) if cast("Experts", module).is_transposed else inputs
-        is_mixed_up = any(piece.is_interleaved for stack in stacks.values() for piece in stack.slices)  # all is read
-        is_whole = is_mixed_up or sends_less_whole(hidden, inner, share.count)
-        first, second = (whole, rows) if is_whole else (rows, whole)
-        both = f"{rows.why_not}, and {whole.why_not}"
-        return first if first.stacks else second if second.stacks else Division({}, why_not=both)
-    found, other = ways[asked], whole if asked is DividedExperts.rows else rows
-    if found.stacks or not other.stacks:
-        return found
-    key = DividedExperts.whole if asked is DividedExperts.rows else DividedExperts.rows
-    return Division({}, why_not=found.why_not, instead=f"devices.experts={key.value}")
 
 
 def not_apart(parameter: Parameter) -> str:

@@ -13,17 +13,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from .hollow import Reached, with_values
 from .layer_lists import decoder_config, layer_lists
 from .packed_probe import UNKNOWING
 
-PooledClass = (
-    type[AutoModel]
-    | type[AutoModelForMaskedLM]
-    | type[AutoModelForSequenceClassification]
-    | type[AutoModelForTextEncoding]
-)
 NUM_TOKENS = 4
 
 
@@ -36,7 +31,7 @@ class Head(Enum):
     none = "none"
 
 
-AUTO: dict[Head, PooledClass] = {
+AUTO: dict[Head, type[_BaseAutoModelClass]] = {
     Head.classes: AutoModelForSequenceClassification,
     Head.masks: AutoModelForMaskedLM,
     Head.none: AutoModel,
@@ -79,10 +74,11 @@ def encoder_class(config: PreTrainedConfig) -> str | None:
     return next(iter(found), None)
 
 
-def _class_names(auto: PooledClass, config: PreTrainedConfig) -> set[str]:
-    if type(config) not in auto._model_mapping:
+def _class_names(auto: type[_BaseAutoModelClass], config: PreTrainedConfig) -> set[str]:
+    known = auto._model_mapping
+    if known is None or type(config) not in known:
         return set()
-    found = auto._model_mapping[type(config)]
+    found = known[type(config)]
     names = {each.__name__ for each in (found if isinstance(found, tuple | list) else (found,)) if each is not None}
     return {name for name in names if not name.endswith("LMHeadModel")}
 

@@ -84,53 +84,38 @@ def _find(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind) -> Lay
     the one with most of the parameters. Raises ConfigError where there is none, or layers are spread over several."""
     names = set(model._no_split_modules or ())
     lists = _lists(model, part)
-    for found in lists:
-        if type(found.module[0]).__name__ in names:
-            return LayerList(kind=kind, path=found.path, layers=found.module)
-    outermost = [
-        one for one in lists if not any(one.path.startswith(f"{other.path}.") for other in lists if other is not one)
-    ]
+    for path, layers in lists.items():
+        if type(layers[0]).__name__ in names:
+            return LayerList(kind=kind, path=path, layers=layers)
+    outermost = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     if not outermost:
         raise ConfigError(
             f"model.path: {type(model).__name__} shows no list of {kind.value}s (_no_split_modules={sorted(names)}), "
             "so it cannot be streamed layer by layer"
         )
-    most = max(outermost, key=lambda one: one.num_parameters)
-    siblings = [one for one in outermost if one.owner == most.owner and len(one.module) > 1]
-    same = [one.path for one in siblings if len(one.module) == len(siblings[0].module)]
+    most = max(outermost, key=lambda path: sum(parameter.numel() for parameter in lists[path].parameters()))
+    owner = most.rpartition(".")[0]
+    siblings = [path for path in outermost if path.rpartition(".")[0] == owner and len(lists[path]) > 1]
+    same = [path for path in siblings if len(lists[path]) == len(lists[siblings[0]])]
     if len(same) > 1:  # of one length, side by side: a layer then is one item of each (XLM)
         raise ConfigError(
             f"model.path: {type(model).__name__} spreads its layers over {' and '.join(same)}, "
             "so it cannot be streamed layer by layer"
         )
-    return LayerList(kind=kind, path=most.path, layers=most.module)
+    return LayerList(kind=kind, path=most, layers=lists[most])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    path: str
-    module: torch.nn.ModuleList
-
-    @property
-    def owner(self) -> str:
-        return self.path.rpartition(".")[0]
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.module.parameters())
-
-
-def _lists(model: PreTrainedModel, part: torch.nn.Module) -> list[_Found]:
-    """Lists of modules that are made of others, and own weights; outer ones first. Heads and tables are none of
-    these, nor what lies in a model with a config of another class, which sees or hears."""
+def _lists(model: PreTrainedModel, part: torch.nn.Module) -> dict[str, torch.nn.ModuleList]:
+    """Lists of modules that are made of others, and own weights, by their paths; outer ones first. Heads and tables are
+    none of these, nor what lies in a model with a config of another class, which sees or hears."""
     ours = {type(config) for config in (model.config, decoder_config(model.config), getattr(part, "config", None))}
     others = [each for each in part.modules() if isinstance(each, PreTrainedModel) and type(each.config) not in ours]
     inside = set(part.modules()) - {module for other in others for module in other.modules()}
-    return [
-        _Found(path=path, module=module)
+    return {
+        path: module
         for path, module in model.named_modules()
         if module in inside
         and isinstance(module, torch.nn.ModuleList)
         and len(module)
         and all(any(True for _ in item.children()) and any(True for _ in item.parameters()) for item in module)
-    ]
+    }

@@ -16,32 +16,19 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from ..errors import CheckpointError, ConfigError
 from ..units import GIB, format_bytes
 from .heads import AUTO, Head, encoder_class, saved_head
-
-AutoClass = (
-    AutoModelForCausalLM
-    | AutoModelForImageTextToText
-    | AutoModelForMultimodalLM
-    | AutoModelForSeq2SeqLM
-    | AutoModel
-    | AutoModelForMaskedLM
-    | AutoModelForSequenceClassification
-    | AutoModelForTextEncoding
-)
 
 _SMALL_NUMEL = 1 << 18
 _FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
@@ -96,7 +83,7 @@ class _WeightsOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def auto_class(config: PreTrainedConfig, *, encodes: bool = False) -> type[AutoClass]:
+def auto_class(config: PreTrainedConfig, *, encodes: bool = False) -> type[_BaseAutoModelClass]:
     """The class of transformers that generates text with this config: for a composite model, which also looks or
     listens, that of the whole. Where the config says that it was saved from one that generates none, that one; with
     `encodes` of an encoder-decoder the encoder, where transformers has a class of it. Raises ConfigError where there is

@@ -11,15 +11,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from fcntl import LOCK_EX, LOCK_NB, flock
 from fnmatch import fnmatch
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from ..errors import Interrupted, MillraceError, StorageError
 from ..units import MIB, counted, format_bytes
@@ -55,8 +52,8 @@ def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], refused
             root.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise refused(f"{store.key}={store.url} cannot be copied to {root}: {error.strerror}") from error
-        with _Lock(folder / ".lock", store):
-            _Copy(store, wanted, targets, refused).finish()
+        with _locked(folder / ".lock", store):
+            _copy(store, wanted, targets, refused)
     return folder / name
 
 
@@ -65,31 +62,25 @@ def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
     return is_plain and any(fnmatch(name, pattern) for pattern in patterns)
 
 
-class _Lock(AbstractContextManager["_Lock"]):
-    """One process copies, others wait until it has, or has ended."""
-
-    def __init__(self, path: Path, store: ObjectStore):
-        self._path, self._store = path, store
-
-    def __enter__(self) -> Self:
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+@contextmanager
+def _locked(path: Path, store: ObjectStore) -> Iterator[None]:
+    """A lock on the copy: others wait until the process that holds it has copied, or has ended."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
         has_said = False
         while True:
             try:
-                flock(self._descriptor, LOCK_EX | LOCK_NB)
+                flock(descriptor, LOCK_EX | LOCK_NB)
+                break
             except BlockingIOError:
                 if not has_said:
-                    log.info("another process copies %s", self._store.url)
+                    log.info("another process copies %s", store.url)
                 has_said = True
-                _heed_stop(self._store)
+                _heed_stop(store)
                 time.sleep(SECONDS_PER_LOOK)
-            else:
-                return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._descriptor)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _heed_stop(store: ObjectStore) -> None:
@@ -97,64 +88,55 @@ def _heed_stop(store: ObjectStore) -> None:
         raise Interrupted(f"stopped while {store.url} was copied; the same command goes on from here")
 
 
-@dataclass
-class _Copy:
-    """One process' work on a copy, under its lock."""
-
-    store: ObjectStore
-    files: Mapping[str, StoredFile]
-    targets: Mapping[str, Path]
-    refused: type[MillraceError]
-
-    def finish(self) -> None:
-        left = {name: file for name, file in self.files.items() if not self.targets[name].exists()}
-        begun = {name: _num_bytes(_partial(self.targets[name])) for name in left}
-        self._num_bytes, self._all_bytes = 0, sum(file.num_bytes - begun[name] for name, file in left.items())
-        self._said_at = time.monotonic()
-        folder = next(iter(self.targets.values())).parent
-        free = shutil.disk_usage(folder).free
-        if free < self._all_bytes:
-            raise self.refused(
-                f"{self.store.key}={self.store.url} takes {format_bytes(self._all_bytes)} of copies, and "
-                f"{format_bytes(free)} are free in {folder}: make room, or set XDG_CACHE_HOME or offload.cache_dir"
-            )
-        log.info("copying %s, %s of %s", self.store.url, counted(len(left), "file"), format_bytes(self._all_bytes))
-        for name, file in left.items():
-            self._fetch(name, file)
-
-    def _fetch(self, name: str, file: StoredFile) -> None:
-        target = self.targets[name]
-        partial = _partial(target)
+def _copy(
+    store: ObjectStore, files: Mapping[str, StoredFile], targets: Mapping[str, Path], refused: type[MillraceError]
+) -> None:
+    """One process' work on a copy, under its lock: what is not at its target yet is fetched."""
+    left = {name: file for name, file in files.items() if not targets[name].exists()}
+    begun_bytes = sum(_num_bytes(_partial(targets[name])) for name in left)
+    done_bytes, all_bytes = 0, sum(file.num_bytes for file in left.values()) - begun_bytes
+    folder = next(iter(targets.values())).parent
+    free = shutil.disk_usage(folder).free
+    if free < all_bytes:
+        raise refused(
+            f"{store.key}={store.url} takes {format_bytes(all_bytes)} of copies, and {format_bytes(free)} are free in "
+            f"{folder}: make room, or set XDG_CACHE_HOME or offload.cache_dir"
+        )
+    log.info("copying %s, %s of %s", store.url, counted(len(left), "file"), format_bytes(all_bytes))
+    said_at = time.monotonic()
+    for name, file in left.items():
+        partial = _partial(targets[name])
         try:
             with partial.open("ab") as out, ThreadPoolExecutor(NUM_RANGES) as pool:
                 for begin in range(out.tell(), file.num_bytes, RANGE_BYTES * NUM_RANGES):
                     ends = range(begin, min(begin + RANGE_BYTES * NUM_RANGES, file.num_bytes), RANGE_BYTES)
-                    for data in pool.map(lambda at: self._range(name, file, at), ends):
+                    for data in pool.map(lambda at, name=name, file=file: _range(store, name, file, at, refused), ends):
                         out.write(data)
-                        self._num_bytes += len(data)
-                        if time.monotonic() - self._said_at >= SECONDS_PER_LINE:
-                            self._said_at = time.monotonic()
-                            done, whole = format_bytes(self._num_bytes), format_bytes(self._all_bytes)
-                            log.info("copying %s: %s of %s", self.store.url, done, whole)
+                        done_bytes += len(data)
+                        if time.monotonic() - said_at >= SECONDS_PER_LINE:
+                            said_at = time.monotonic()
+                            done, whole = format_bytes(done_bytes), format_bytes(all_bytes)
+                            log.info("copying %s: %s of %s", store.url, done, whole)
                 out.flush()
                 os.fsync(out.fileno())
         except OSError as error:
             raise StorageError(f"{partial} cannot be written: {error.strerror or error}") from error
-        if self.store.listed(is_deep=False).get(name) != file or _num_bytes(partial) != file.num_bytes:
+        if store.listed(is_deep=False).get(name) != file or _num_bytes(partial) != file.num_bytes:
             partial.unlink()
-            raise StorageError(f"{self.store.url} was written while it was copied ({name}): start the command again")
-        partial.replace(target)
+            raise StorageError(f"{store.url} was written while it was copied ({name}): start the command again")
+        partial.replace(targets[name])
 
-    def _range(self, name: str, file: StoredFile, begin: int) -> bytes:
-        _heed_stop(self.store)
-        end = min(begin + RANGE_BYTES, file.num_bytes)
-        try:
-            data = self.store.read(name, begin, end)
-        except FileNotFoundError as error:
-            raise self.refused(f"{self.store.key}={self.store.url}: {name} went away while it was copied") from error
-        if len(data) != end - begin:
-            raise StorageError(f"{self.store.url} gave {len(data):,} of {end - begin:,} bytes of {name}")
-        return data
+
+def _range(store: ObjectStore, name: str, file: StoredFile, begin: int, refused: type[MillraceError]) -> bytes:
+    _heed_stop(store)
+    end = min(begin + RANGE_BYTES, file.num_bytes)
+    try:
+        data = store.read(name, begin, end)
+    except FileNotFoundError as error:
+        raise refused(f"{store.key}={store.url}: {name} went away while it was copied") from error
+    if len(data) != end - begin:
+        raise StorageError(f"{store.url} gave {len(data):,} of {end - begin:,} bytes of {name}")
+    return data
 
 
 def _partial(target: Path) -> Path:

@@ -21,7 +21,8 @@ from runtime import OffloadConfig, PolicyConfig
 from runtime.config.orders import Order
 from runtime.config.settings import Attention, ModelConfig, PolicyKind, Pooling, RuntimeConfig, Tier
 from runtime.library.encoding import Classified, Embedded, Filled
-from runtime.model.families import ENCODERS, FAMILIES
+from runtime.model.families import FAMILIES
+from tests.encoders import ENCODERS
 from tests.tiny_checkpoints import TEMPERS, randomize
 
 TOLERANCE = 1e-4

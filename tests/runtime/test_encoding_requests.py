@@ -17,8 +17,9 @@ from transformers import (
 from runtime import Runtime
 from runtime.config.settings import Lanes, Pooling
 from runtime.errors import ConfigError
-from runtime.model.families import ENCODERS, FAMILIES
+from runtime.model.families import FAMILIES
 from runtime.sequences.sequence import Request
+from tests.encoders import ENCODERS
 from tests.runtime.encoding_support import (
     MASK,
     PROMPTS,

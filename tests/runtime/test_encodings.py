@@ -18,7 +18,7 @@ from transformers import (
 from runtime import Runtime
 from runtime.config.orders import Order
 from runtime.config.settings import Pooling, Tier
-from runtime.model.families import ENCODERS
+from tests.encoders import ENCODERS
 from tests.runtime.encoding_support import (
     MASKED,
     PROMPTS,
