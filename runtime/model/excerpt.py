@@ -49,7 +49,12 @@ class Excerpt:
                 window = getattr(part, name, None)
                 if isinstance(window, int) and SHORT_WINDOW < window < context:  # none that classes need not heed
                     setattr(part, name, SHORT_WINDOW)
-            _shorten_rope(part)
+            rope = getattr(part, "rope_parameters", None)
+            for parameters in [rope, *rope.values()] if isinstance(rope, dict) else []:
+                if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+                    parameters["original_max_position_embeddings"] = SHORT_LIMIT
+                    if isinstance(getattr(part, "original_max_position_embeddings", None), int):
+                        setattr(part, "original_max_position_embeddings", SHORT_LIMIT)  # noqa: B010 - not declared
             depths = {name: getattr(part, name, None) for name in LAYER_COUNTS}
             lengths = {depth for depth in depths.values() if isinstance(depth, int) and depth > self.num_layers}
             for name, value in list(vars(part).items()):
@@ -63,16 +68,6 @@ class Excerpt:
         """Mutates `model`: what its config did not leave out already."""
         for found in layer_lists(model):
             del found.layers[self.num_layers :]
-
-
-def _shorten_rope(config: PreTrainedConfig) -> None:
-    rope = getattr(config, "rope_parameters", None)
-    kinds = [rope, *rope.values()] if isinstance(rope, dict) else []
-    for parameters in kinds:
-        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
-            parameters["original_max_position_embeddings"] = SHORT_LIMIT
-            if isinstance(getattr(config, "original_max_position_embeddings", None), int):
-                setattr(config, "original_max_position_embeddings", SHORT_LIMIT)  # noqa: B010 - not declared
 
 
 def num_telling_layers(shape: ModelShape, config: PreTrainedConfig) -> int:

@@ -168,7 +168,7 @@ def activated(experts: Experts, inner: torch.Tensor) -> torch.Tensor:
     if not experts.has_gate:
         return experts.act_fn(inner)
     act = getattr(experts, "act_fn", None)  # gated experts of some classes have none
-    out = act.gated(inner) if isinstance(act, FusedGate) else None
+    out = act.ops.gate_halves(inner) if isinstance(act, FusedGate) else None
     return experts._apply_gate(inner) if out is None else out
 
 

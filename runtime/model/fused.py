@@ -38,7 +38,7 @@ class FusedOps:
 
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor | None]  # x (..., H), weight (H), eps -> (..., H)
     gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]  # silu(gate) * up, where gate was or beside it
-    gate_halves: Callable[[torch.Tensor], torch.Tensor | None]  # (V, 2H) -> (V, H)
+    gate_halves: Callable[[torch.Tensor], torch.Tensor | None]  # (V, 2H) -> (V, H): silu of a half times the other
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rotated | None]  # q, k, cos, sin -> q, k
     mlp_rows: int | None
 
@@ -95,11 +95,6 @@ class FusedGate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(x)
-
-    def gated(self, gate_up_V2H: torch.Tensor) -> torch.Tensor | None:
-        """Returns silu of the first half of each row times its second half (V, H), None where it must go by the plain
-        code."""
-        return self.ops.gate_halves(gate_up_V2H)
 
 
 @dataclass(frozen=True, kw_only=True)
