@@ -24,9 +24,8 @@ from ..config.settings import DividedExperts
 from ..errors import ConfigError
 from ..plan.shape.rank_shares import RowShare, cut
 from ..plan.shape.shapes import Parameter, distinct_bytes
-from ..probing.hollow import without_values
+from ..probing.hollow import UNKNOWING, without_values
 from ..probing.layer_lists import layer_lists
-from ..probing.packed_probe import UNKNOWING
 from ..ranks.collectives import Gathering
 from ..units import format_bytes
 from .experts import is_experts, matrix_names

@@ -1,7 +1,7 @@
 """What a class may do that lanes would not notice, so that its tokens would be wrong: one small question each.
 
-Whoever loads a model asks on a copy without weights (`probe.py`) and chooses other lanes, or refuses; attention in a
-lane asks again with what it is handed. Each answers why not, or nothing.
+Whoever loads a model asks on a copy without weights (`packed_probe.py`) and chooses other lanes, or refuses; attention
+in a lane asks again with what it is handed. Each answers why not, or nothing.
 """
 
 from collections.abc import Mapping

@@ -15,9 +15,8 @@ from transformers import (
 )
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from .hollow import Reached, with_values
+from .hollow import UNKNOWING, Reached, with_values
 from .layer_lists import decoder_config, layer_lists
-from .packed_probe import UNKNOWING
 
 NUM_TOKENS = 4
 

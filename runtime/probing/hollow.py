@@ -8,9 +8,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..errors import ConfigError
 from .layer_lists import layer_lists
 
 NUM_LAYERS = 2  # of a copy with values, of whatever kind
+UNKNOWING = (  # what classes raise in a copy that want values, or another cache: then nothing is known of them
+    RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ConfigError,
+)  # fmt: skip
 SMALL_NUMEL = 1 << 20  # matrices that code may want to lie in memory as usual
 
 

@@ -16,20 +16,15 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from ..attention.views import Reach
-from ..errors import ConfigError
 from ..events import LaneRun
 from . import guards
-from .hollow import Reached, with_values, without_values
+from .hollow import UNKNOWING, Reached, with_values, without_values
 
 log = logging.getLogger(__name__)
 
 NAME = "millrace_probe"
 NUM_TOKENS = 3
 FAR = 1 << 20  # positions, where a config knows no end
-UNKNOWING = (  # what classes raise that want values, or another cache
-    RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ConfigError,
-)  # fmt: skip
-
 COPIES = ((without_values, "meta"), (with_values, "cpu"), (partial(with_values, with_experts=True), "cpu"))
 Shows = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -13,7 +13,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..errors import ConfigError
-from .hollow import with_values
+from .hollow import UNKNOWING, with_values
 from .meta import build_meta_model
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,6 @@ NUM_PROMPT, NUM_DECODED, NUM_PADS, NUM_COLUMNS, WINDOW = 7, 3, 3, 4, 3
 APART = "rows pass one by one, as padding changes what they say"
 WHOLE = "prompts are prefilled whole, as the class cannot go on in the middle of one"
 CLOSE = 1e-3  # of what logits deviate by
-UNKNOWING = (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 
 
 def cache_argument(model: PreTrainedModel) -> str:
