@@ -18,7 +18,7 @@ def main(composed: Composed) -> None:
 
     from jobs.config.signals import StopFlag
     from jobs.exporting.export import describe, export, require_free
-    from jobs.exporting.waiting import wait_for_end
+    from jobs.exporting.shards import wait_for_end
 
     require_free(config)  # before what may take long
     if config.wait:

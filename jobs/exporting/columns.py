@@ -1,20 +1,31 @@
 """The columns of an export: those of the parts without what only the run is interested in, and lists and objects of the
-input, which parts hold as JSON, as what they are."""
+input, which parts hold as JSON, as what they are. Rows are written as JSON lines, CSV or Parquet, as they come."""
 
 import json
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
 
 from runtime.errors import ConfigError, DatasetError
 
 from ..record.output_rows import SOURCE_FIELDS
+from .config import ErrorRows, ExportFormat
 
 OF_THE_RUN = ("block", "micro_batch")
 MAX_FIELDS = 1000  # of an object, in all rows together: one with more is a table of its own, and stays JSON
+ROWS_AT_ONCE = 4096
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 NO_ONE_TYPE = (pa.ArrowException, OverflowError)  # of values that no type of Arrow's fits
+
+RowValues: TypeAlias = Mapping[str, Any]  # one of an Arrow table
+JsonObject: TypeAlias = dict[str, Any]
+Write: TypeAlias = Callable[[Iterable[pa.Table], pa.Schema, BinaryIO], None]
 
 
 def exported_schema(schemas: Iterable[pa.Schema]) -> pa.Schema:
@@ -43,6 +54,15 @@ def from_json(text: str | None) -> object:
     return None if text is None else json.loads(text)
 
 
+def rows_of(tables: Iterable[pa.Table]) -> Iterator[RowValues]:
+    """Rows with their columns of JSON read."""
+    for table in tables:
+        json_columns = [column.name for column in table.schema if is_json(column)]
+        for batch in table.to_batches(ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                yield row | {name: from_json(row[name]) for name in json_columns}
+
+
 @dataclass(kw_only=True)
 class JsonTypes:
     """The types that columns of JSON turn out to have, table by table; text where values have none in common."""
@@ -52,60 +72,52 @@ class JsonTypes:
 
     def see(self, table: pa.Table) -> None:
         for column in filter(is_json, self.schema):
-            if self._found.get(column.name, pa.null()) is not None:
-                self._found[column.name] = self._widened(column.name, table[column.name])
+            known = self._found.get(column.name, pa.null())
+            if known is None:
+                continue
+            try:
+                now = pa.array([from_json(text) for text in table[column.name].to_pylist()]).type
+                schemas = [pa.schema([("", each)]) for each in (known, now)]
+                self._found[column.name] = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+            except NO_ONE_TYPE:
+                self._found[column.name] = None
 
     def result(self) -> pa.Schema:
         """The schema with these types, without what parts note down of a column."""
-        columns = [pa.field(column.name, self._type(column)) for column in self.schema]
-        return pa.schema(columns)
+        return pa.schema([pa.field(column.name, self._type(column)) for column in self.schema])
 
     def as_text(self) -> list[str]:
         """Columns whose values have no type in common."""
         return [column.name for column in self.schema if is_json(column) and self._type(column) == pa.string()]
 
     def _type(self, column: pa.Field) -> pa.DataType:
+        """Text where Parquet cannot store what was found: it has no objects without fields, and a column for each field
+        of the others."""
         found = self._found.get(column.name) if is_json(column) else column.type
-        return found if found is not None and _can_be_stored(found) else pa.string()
-
-    def _widened(self, name: str, texts: pa.ChunkedArray) -> pa.DataType | None:
-        known = self._found.get(name, pa.null())
-        try:
-            now = pa.array([from_json(text) for text in texts.to_pylist()]).type
-            schemas = [pa.schema([("", known)]), pa.schema([("", now)])]
-            return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-        except NO_ONE_TYPE:
-            return None
-
-
-def _can_be_stored(found: pa.DataType) -> bool:
-    """Parquet has no objects without fields, and a column for each field of the others."""
-    leaves, widest = 0, [found]
-    while widest:
-        one = widest.pop()
-        inside = [one.field(i).type for i in range(one.num_fields)]
-        if (pa.types.is_struct(one) and not inside) or leaves > MAX_FIELDS:
-            return False
-        leaves += not inside
-        widest += inside
-    return True
+        num_leaves, inner = 0, [pa.null() if found is None else found]
+        while inner:
+            one = inner.pop()
+            inside = [one.field(i).type for i in range(one.num_fields)]
+            if (pa.types.is_struct(one) and not inside) or num_leaves > MAX_FIELDS:
+                return pa.string()
+            num_leaves += not inside
+            inner += inside
+        return pa.string() if found is None else found
 
 
 def typed(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """The table by `schema`, JSON read where that has another type than text. Raises DatasetError."""
-    columns = [_typed(table.field(column.name), table[column.name], column.type) for column in schema]
+    columns: list[pa.ChunkedArray | pa.Array] = []
+    for name, wanted in zip(schema.names, schema.types, strict=True):
+        values = table[name]
+        if is_json(table.field(name)):
+            read = readable if wanted == pa.string() else from_json
+            try:
+                values = pa.array([read(text) for text in values.to_pylist()], wanted)
+            except NO_ONE_TYPE as error:
+                raise DatasetError(f"column {name} does not fit {wanted} ({error}): out=FILE.jsonl takes it") from error
+        columns.append(values)
     return pa.Table.from_arrays(columns, schema=schema)
-
-
-def _typed(column: pa.Field, values: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray | pa.Array:
-    if not is_json(column):
-        return values
-    if wanted == pa.string():
-        return pa.array([readable(text) for text in values.to_pylist()], pa.string())
-    try:
-        return pa.array([from_json(text) for text in values.to_pylist()], wanted)
-    except NO_ONE_TYPE as error:
-        raise DatasetError(f"column {column.name} does not fit {wanted} ({error}): out=FILE.jsonl takes it") from error
 
 
 def readable(text: str | None) -> str | None:
@@ -122,3 +134,88 @@ def chosen(schema: pa.Schema, columns: Sequence[str] | None, *, has_input: bool)
         why = "" if has_input else "; it was made with dataset.keep_columns=false, without those of its input"
         raise ConfigError(f"columns={unknown[0]} is not there: the run has {', '.join(schema.names)}{why}")
     return list(columns or schema.names)
+
+
+def write_jsonl(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
+    """An object a line, in UTF-8; every value of the input as it was there, infinities and NaN as null."""
+    for row in rows_of(tables):
+        file.write(_line(row).encode() + b"\n")
+
+
+def write_csv(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO, *, is_safe: bool = False) -> None:
+    """Text in quotes, null as nothing at all; lists and objects as JSON. `is_safe`: no spreadsheet runs a cell, as
+    those that begin like a formula have a single quote in front."""
+
+    def defused(texts: list[str | None]) -> list[str | None]:
+        """As OWASP advises."""
+        if not is_safe:
+            return texts
+        return [f"'{each}" if (each or "").startswith(FORMULA_STARTS) else each for each in texts]
+
+    types = [pa.string() if column.type.num_fields else column.type for column in schema]
+    flat = pa.schema(zip(defused(schema.names), types, strict=True))
+    with pa_csv.CSVWriter(file, flat) as writer:
+        for table in tables:
+            columns: list[pa.ChunkedArray | pa.Array] = []
+            for name in schema.names:
+                column, values = table.field(name), table[name]
+                if is_json(column):
+                    values = pa.array(defused([readable(text) for text in values.to_pylist()]), pa.string())
+                elif column.type.num_fields:
+                    lists = values.to_pylist()
+                    texts = [None if value is None else _line(value) for value in lists]
+                    values = pa.array(defused(texts), pa.string())
+                elif is_safe and pa.types.is_string(column.type):
+                    values = pa.array(defused(values.to_pylist()), pa.string())
+                columns.append(values)
+            writer.write_table(pa.Table.from_arrays(columns, schema=flat))
+
+
+def write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
+    """Lists and objects as such; a group of rows for each table."""
+    with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
+        for table in tables:
+            writer.write_table(typed(table, schema))
+
+
+@dataclass(kw_only=True)
+class ResultLines(ABC):
+    """Writes JSON lines in the form of others, of results that are `wanted`, and counts them; errors, also those that
+    are not wanted."""
+
+    wanted: ErrorRows
+    num_lines: int = 0
+    num_errors: int = 0
+
+    def write(self, tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
+        for is_error, line in self.results(rows_of(tables)):
+            self.num_errors += is_error
+            if self.wanted is ErrorRows.keep or (self.wanted is ErrorRows.only) == is_error:
+                self.num_lines += 1
+                file.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+
+    @abstractmethod
+    def results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
+        """Yields whether a result is an error, and its line."""
+
+
+WRITERS: Mapping[ExportFormat, Write] = {
+    ExportFormat.jsonl: write_jsonl,
+    ExportFormat.csv: write_csv,
+    ExportFormat.parquet: write_parquet,
+}
+
+
+def _line(row: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # a log-probability of what cannot come is minus infinity
+        return json.dumps(_finite(row), ensure_ascii=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value

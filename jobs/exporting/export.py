@@ -1,34 +1,38 @@
 """The parts of a run's shards as one file: rows verified, put in order and published whole."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from runtime.closing import Closing
 from runtime.config.texts import is_url
-from runtime.errors import ConfigError
-from runtime.units import MIB, format_bytes
+from runtime.errors import ConfigError, DamagedRunError
+from runtime.units import MIB, counted, format_bytes
 
 from ..files.named import cannot_write, is_replaceable, publish_named
 from ..files.publishing import PARQUET_PROBLEMS, make_directory, sweep_temps
 from ..record.found import FoundRun, find_runs
 from ..record.run_dir import RunDirectory
-from .columns import JsonTypes, chosen, exported_schema, with_columns
-from .config import FORMS_OF_OTHERS, ErrorRows, ExportConfig, ExportFormat
-from .fastchat import Answers, Judgments, fastchat_results
-from .formats import WRITERS, write_csv
-from .openai_batch import BatchResults, batch_results
-from .shards import Missing, missing, read_parts, require_one_run
-from .sorting import ORDER, ORDER_OF_TURNS, Sorter
+from .columns import WRITERS, JsonTypes, chosen, exported_schema, with_columns, write_csv
+from .config import ErrorRows, ExportConfig, ExportFormat
+from .fastchat import fastchat_results
+from .openai_batch import batch_results
+from .shards import missing, read_parts, require_one_run
 
 log = logging.getLogger(__name__)
 BYTES_AT_ONCE = 64 * MIB  # of rows as parts hold them, that are sorted together; in memory a few times as much
+ORDER = ("row_index", "sample_index")
+ORDER_OF_TURNS = ("row_index", "turn")  # of chats of several turns
+MAX_FILES = 500  # that are open at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,7 @@ class Exported:
     num_errors: int  # of these rows
     num_dropped: int
     num_shards: int
-    missing: Missing
+    missing: Sequence[str]  # sentences
     as_text: Sequence[str]  # columns of values that have no type in common
     made: Path | None  # the directory of `out`, where it was not there
 
@@ -49,23 +53,42 @@ def export(config: ExportConfig) -> Exported:
     shards = require_one_run(find_runs(config.runs, "run"))
     out = require_free(config)
     _require_file(out, shards)
-    lacking = missing(shards)
-    if lacking.sentences and not config.partial:
-        raise ConfigError(
-            f"run={','.join(config.runs)} is not complete: {'; '.join(lacking.sentences)}. The run's own command goes "
-            "on with it; partial=true exports what is there"
-        )
-    schema = exported_schema(_schemas(shards))
+    lacking = missing(config.runs, shards, partial=config.partial, does="exports")
+    firsts = [run.parts[min(run.parts)] for run in shards if run.parts]
+    if not firsts:
+        raise ConfigError(f"{shards[0].place}: no row is done yet")
+    try:
+        schema = exported_schema([pq.read_schema(path) for path in firsts])
+    except PARQUET_PROBLEMS as error:
+        raise ConfigError(f"{firsts[0]} cannot be read ({error}): the run's own command makes it again") from error
     kept = shards[0].semantic.get("dataset.keep_columns") is not False
     names = chosen(schema, config.columns, has_input=kept)
-    types, counts = JsonTypes(schema=pa.schema([schema.field(name) for name in names])), _Counts()
-    is_parquet, results = config.written_as is ExportFormat.parquet, _results(shards, schema, config, out)
+    types = JsonTypes(schema=pa.schema([schema.field(name) for name in names]))
+    is_parquet, results = config.written_as is ExportFormat.parquet, None
+    if config.written_as is ExportFormat.openai_batch:
+        results = batch_results(shards, schema, config.errors)
+    elif config.written_as is ExportFormat.fastchat:
+        results = fastchat_results(shards, schema, config.errors, out)
     order = ORDER_OF_TURNS if shards[0].num_turns > 1 else ORDER
     made = None if out.absolute().parent.is_dir() else out.parent
     make_directory(out.absolute().parent)
+    num_bytes, num_rows, num_errors = 0, 0, 0
     try:
-        with Sorter(out.absolute().parent, _num_places(shards), _num_files(shards), order) as sorter:
-            for table in _rows(shards, schema, config, counts):
+        # One more than the last place in the input, or a guess at it: it only decides how rows are dealt out.
+        indices = (plan["row_index"].to_numpy() for run in shards for plan in run.plans())
+        num_places = max((int(each.max()) + 1 for each in indices if len(each)), default=1)
+        for path in (path for run in shards for path in run.parts.values()):
+            with suppress(*PARQUET_PROBLEMS):  # said when it is read
+                footer = pq.read_metadata(path)
+                num_bytes += sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
+        with Sorter(out.absolute().parent, num_places, -(-num_bytes // BYTES_AT_ONCE), order) as sorter:
+            for part, places in (found for run in shards for found in read_parts(run, partial=config.partial)):
+                table = with_columns(part, places, schema)
+                is_ok = np.array([status == "ok" for status in table["status"].to_pylist()])
+                num_errors += int((~is_ok).sum())
+                if config.errors is not ErrorRows.keep and results is None:
+                    table = table.filter(pa.array(is_ok if config.errors is ErrorRows.drop else ~is_ok))
+                num_rows += table.num_rows
                 if is_parquet:
                     types.see(table)
                 sorter.add(table)
@@ -77,8 +100,8 @@ def export(config: ExportConfig) -> Exported:
             publish_named(out, lambda file: write(tables, as_written, file))
     except OSError as error:
         raise cannot_write(out, error) from error
-    num_rows = counts.num_rows if results is None else results.num_lines
-    num_errors = counts.num_errors if results is None else results.num_errors
+    if results is not None:
+        num_rows, num_errors = results.num_lines, results.num_errors
     return Exported(
         out=out,
         num_rows=num_rows,
@@ -89,17 +112,6 @@ def export(config: ExportConfig) -> Exported:
         as_text=types.as_text() if is_parquet else [],
         made=made,
     )
-
-
-def _results(
-    shards: Sequence[FoundRun], schema: pa.Schema, config: ExportConfig, out: Path
-) -> BatchResults | Answers | Judgments | None:
-    """What writes a form of others; None where rows are written as they are."""
-    if config.written_as is ExportFormat.openai_batch:
-        return batch_results(shards, schema, config.errors)
-    if config.written_as is ExportFormat.fastchat:
-        return fastchat_results(shards, schema, config.errors, out)
-    return None
 
 
 def write_batch_files(directory: Path, *, partial: bool = False) -> list[str]:
@@ -114,12 +126,6 @@ def write_batch_files(directory: Path, *, partial: bool = False) -> list[str]:
         )
         lines += describe(export(asked))
     return lines
-
-
-@dataclass(kw_only=True)
-class _Counts:
-    num_rows: int = 0
-    num_errors: int = 0
 
 
 def require_free(config: ExportConfig) -> Path:
@@ -167,44 +173,6 @@ def _input_at(out: Path, run: FoundRun) -> str | None:
     return None
 
 
-def _schemas(shards: Sequence[FoundRun]) -> list[pa.Schema]:
-    firsts = [run.parts[min(run.parts)] for run in shards if run.parts]
-    if not firsts:
-        raise ConfigError(f"{shards[0].place}: no row is done yet")
-    try:
-        return [pq.read_schema(path) for path in firsts]
-    except PARQUET_PROBLEMS as error:
-        raise ConfigError(f"{firsts[0]} cannot be read ({error}): the run's own command makes it again") from error
-
-
-def _num_places(shards: Sequence[FoundRun]) -> int:
-    """One more than the last place in the input, or a guess at it: it only decides how rows are dealt out."""
-    places = (plan["row_index"].to_numpy() for run in shards for plan in run.plans())
-    return max((int(each.max()) + 1 for each in places if len(each)), default=1)
-
-
-def _num_files(shards: Sequence[FoundRun]) -> int:
-    num_bytes = 0
-    for path in (path for run in shards for path in run.parts.values()):
-        with suppress(*PARQUET_PROBLEMS):  # said when it is read
-            footer = pq.read_metadata(path)
-            num_bytes += sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
-    return -(-num_bytes // BYTES_AT_ONCE)
-
-
-def _rows(shards: Sequence[FoundRun], schema: pa.Schema, config: ExportConfig, counts: _Counts) -> Iterator[pa.Table]:
-    for run in shards:
-        for part, places in read_parts(run, partial=config.partial):
-            table = with_columns(part, places, schema)
-            is_ok = np.array([status == "ok" for status in table["status"].to_pylist()])
-            counts.num_errors += int((~is_ok).sum())
-            kept = table
-            if config.errors is not ErrorRows.keep and config.written_as not in FORMS_OF_OTHERS:
-                kept = table.filter(pa.array(is_ok if config.errors is ErrorRows.drop else ~is_ok))
-            counts.num_rows += kept.num_rows
-            yield kept
-
-
 def describe(exported: Exported) -> list[str]:
     """What a person reads at the end."""
     errors = f", {exported.num_errors:,} of them with an error" if exported.num_errors else ""
@@ -212,11 +180,64 @@ def describe(exported: Exported) -> list[str]:
     shards = f" of {exported.num_shards} shards" if exported.num_shards > 1 else ""
     size = format_bytes(exported.out.stat().st_size)
     lines = [f"{exported.made} was not there: made"] if exported.made is not None else []
-    lines += [f"{exported.out}: {_rows_text(exported.num_rows)}{shards}{errors}{dropped}, {size}"]
-    lines += [f"not there: {sentence}" for sentence in exported.missing.sentences]
-    lines += [f"column {name}: its values have no one type, so it is text" for name in exported.as_text]
-    return lines
+    lines += [f"{exported.out}: {counted(exported.num_rows, 'row')}{shards}{errors}{dropped}, {size}"]
+    lines += [f"not there: {sentence}" for sentence in exported.missing]
+    return lines + [f"column {name}: its values have no one type, so it is text" for name in exported.as_text]
 
 
-def _rows_text(count: int) -> str:
-    return "1 row" if count == 1 else f"{count:,} rows"
+class Sorter(Closing):
+    """Rows in the order of the input, in memory that does not grow with their number: parts hold rows by length, so
+    rows are dealt out to files of neighbouring places first, and then each file is sorted by itself.
+
+    A context manager; its files are on the disk of the output and have no name, so that even a kill leaves none."""
+
+    def __init__(self, folder: Path, num_places: int, num_files: int, order: Sequence[str] = ORDER):
+        """`num_places`: how many rows the input has. With one file the rows stay in memory. `order`: the columns that
+        say where a row belongs; the first is its place in the input."""
+        self._order = order
+        self._num_places, self._num_files = max(1, num_places), max(1, min(num_files, MAX_FILES))
+        self._stack = ExitStack()
+        self._tables: list[pa.Table] = []
+        self._files: dict[int, BinaryIO] = {}
+        self._writers: dict[int, pa.RecordBatchFileWriter] = {}
+        self._folder = folder
+
+    def add(self, table: pa.Table) -> None:
+        if self._num_files == 1:
+            self._tables.append(table)
+            return
+        places = table["row_index"].to_numpy()
+        files = np.minimum(places * self._num_files // self._num_places, self._num_files - 1)
+        for number in np.unique(files):
+            self._writer(int(number), table.schema).write_table(table.filter(pa.array(files == number)))
+
+    def sorted(self) -> Iterator[pa.Table]:
+        """All rows, in a few tables that follow one another. Raises DamagedRunError for a row that came twice."""
+        if self._num_files == 1:
+            yield from (_in_order(self._tables, self._order),) if self._tables else ()
+            return
+        for writer in self._writers.values():
+            writer.close()
+        for number in sorted(self._writers):
+            with self._files.pop(number) as file:
+                yield _in_order([pa.ipc.open_file(pa.PythonFile(file, mode="r")).read_all()], self._order)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _writer(self, number: int, schema: pa.Schema) -> pa.RecordBatchFileWriter:
+        if number not in self._writers:
+            file = self._stack.enter_context(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
+            self._files[number] = file
+            self._writers[number] = pa.ipc.new_file(file, schema)
+        return self._writers[number]
+
+
+def _in_order(tables: Iterable[pa.Table], order: Sequence[str]) -> pa.Table:
+    table = pa.concat_tables(tables).sort_by([(name, "ascending") for name in order])
+    same = [np.diff(table[name].to_numpy()) == 0 for name in order]
+    twice = np.flatnonzero(np.logical_and(*same))
+    if len(twice):
+        row = {name: table[name][int(twice[0])].as_py() for name in ("row_index", "id")}
+        raise DamagedRunError(f"row {row['row_index']}, id {row['id']!r}, is in two parts")
+    return table

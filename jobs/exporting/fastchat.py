@@ -6,12 +6,11 @@ All but the time is of the run's rows, ids are digests, and the time is that of 
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +18,7 @@ import pyarrow.parquet as pq
 from runtime.errors import ConfigError
 
 from ..record.found import FoundRun
-from .columns import from_json, is_json
+from .columns import JsonObject, ResultLines, RowValues
 from .config import ErrorRows
 
 JUDGED = "mtbench_judge"  # the data set whose runs are judgments
@@ -28,9 +27,6 @@ ERROR = "$ERROR$"  # what FastChat writes where nothing was answered
 NO_RATING = -1
 RATING, LOOSE_RATING = re.compile(r"\[\[(\d+\.?\d*)\]\]"), re.compile(r"\[(\d+\.?\d*)\]")
 ID_DIGITS = 22
-
-RowValues: TypeAlias = Mapping[str, Any]  # one of an Arrow table
-JsonObject: TypeAlias = dict[str, Any]
 
 
 def rating_of(judgment: str) -> int | float | None:
@@ -75,69 +71,52 @@ def is_judged(run: FoundRun) -> bool:
 
 
 @dataclass(kw_only=True)
-class Answers:
-    """Writes a line for each question, with the answers to all of its turns; those of replicas are further choices.
+class Answers(ResultLines):
+    """A line for each question, with the answers to all of its turns; those of replicas are further choices.
     All of them are held in memory."""
 
     model_id: str
     time: float
-    wanted: ErrorRows
-    num_lines: int = 0
-    num_errors: int = 0
-    _turns: dict[str, dict[int, dict[int, str]]] = field(default_factory=dict)  # by question, choice and turn
 
-    def write(self, tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
+    def results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
+        by_question: dict[str, dict[int, dict[int, str]]] = {}  # and by choice and turn
         failed: set[str] = set()
-        for row in rows_of(tables):
+        for row in rows:
             question, _, replica = str(row["id"]).partition("#")
             choice = int(replica or 0) if row["sample_index"] == 0 else int(row["sample_index"])
             is_ok = row["status"] == "ok"
-            turns = self._turns.setdefault(question, {}).setdefault(choice, {})
+            turns = by_question.setdefault(question, {}).setdefault(choice, {})
             turns[int(row.get("turn") or 1)] = row["completion"] if is_ok else ERROR
             failed |= set() if is_ok else {question}
-        for question, choices in self._turns.items():
-            is_error = question in failed
-            self.num_errors += is_error
-            if self.wanted is ErrorRows.keep or (self.wanted is ErrorRows.only) == is_error:
-                self.num_lines += 1
-                file.write(_json_line(self._line(question, choices)))
-
-    def _line(self, question: str, choices: Mapping[int, Mapping[int, str]]) -> JsonObject:
-        said = [
-            {"index": index, "turns": [turns[turn] for turn in sorted(turns)]}
-            for index, turns in sorted(choices.items())
-        ]
-        digest = sha256(json.dumps([question, self.model_id, said]).encode()).hexdigest()[:ID_DIGITS]
-        return {
-            "question_id": int(question) if question.isdecimal() else question,
-            "answer_id": digest,
-            "model_id": self.model_id,
-            "choices": said,
-            "tstamp": self.time,
-        }
+        for question, choices in by_question.items():
+            said = [
+                {"index": index, "turns": [turns[turn] for turn in sorted(turns)]}
+                for index, turns in sorted(choices.items())
+            ]
+            yield (
+                question in failed,
+                {
+                    "question_id": int(question) if question.isdecimal() else question,
+                    "answer_id": sha256(json.dumps([question, self.model_id, said]).encode()).hexdigest()[:ID_DIGITS],
+                    "model_id": self.model_id,
+                    "choices": said,
+                    "tstamp": self.time,
+                },
+            )
 
 
 @dataclass(kw_only=True)
-class Judgments:
-    """Writes a line for each judgment, or for the two games of each pair."""
+class Judgments(ResultLines):
+    """A line for each judgment, or for the two games of each pair."""
 
     judge: str
     time: float
-    wanted: ErrorRows
-    num_lines: int = 0
-    num_errors: int = 0
 
-    def write(self, tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
-        for _, games in groupby(
-            rows_of(tables), key=lambda row: [row[key] for key in ("model", "question_id", "turn")]
-        ):
-            rows = list(games)
-            is_error = any(row["status"] != "ok" for row in rows)
-            self.num_errors += is_error
-            if self.wanted is ErrorRows.keep or (self.wanted is ErrorRows.only) == is_error:
-                self.num_lines += 1
-                line = self._single(rows[0]) if rows[0]["baseline"] is None else self._pair(rows)
-                file.write(_json_line(line))
+    def results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
+        for _, group in groupby(rows, key=lambda row: [row[key] for key in ("model", "question_id", "turn")]):
+            games = list(group)
+            line = self._single(games[0]) if games[0]["baseline"] is None else self._pair(games)
+            yield any(row["status"] != "ok" for row in games), line
 
     def _single(self, row: RowValues) -> JsonObject:
         judgment = judgment_of(row)
@@ -169,32 +148,15 @@ def judgment_of(row: RowValues) -> str:
 
 def fastchat_results(
     shards: Sequence[FoundRun], schema: pa.Schema, wanted: ErrorRows, out: Path
-) -> "Answers | Judgments":
+) -> Answers | Judgments:
     """What writes these shards; a model of answers is called as the file, which is how FastChat finds it. Raises
     ConfigError."""
-    time = _begun(shards)
+    times: list[float] = []  # when processes were started whose passes the parts have, in Unix seconds
+    for path in (path for run in shards for path in sorted(run.directory.throughput.glob("part-*.parquet"))):
+        if "started_at" in pq.read_schema(path).names:
+            times += pq.read_table(path, columns=["started_at"])["started_at"].drop_null().to_pylist()
+    time = min(times, default=0.0)
     if not is_judged(shards[0]):
         return Answers(model_id=out.name.removesuffix(".jsonl"), time=time, wanted=wanted)
     require_judged(schema, shards[0])
     return Judgments(judge=judge_name(shards[0]), time=time, wanted=wanted)
-
-
-def _begun(shards: Sequence[FoundRun]) -> float:
-    """When the first process was started whose passes the parts have, in Unix seconds; 0 where they do not say."""
-    times: list[float] = []
-    for path in (path for run in shards for path in sorted(run.directory.throughput.glob("part-*.parquet"))):
-        if "started_at" in pq.read_schema(path).names:
-            times += pq.read_table(path, columns=["started_at"])["started_at"].drop_null().to_pylist()
-    return min(times, default=0.0)
-
-
-def rows_of(tables: Iterable[pa.Table]) -> Iterator[RowValues]:
-    """Rows with their columns of JSON read."""
-    for table in tables:
-        json_columns = [column.name for column in table.schema if is_json(column)]
-        for row in table.to_pylist():
-            yield row | {name: from_json(row[name]) for name in json_columns}
-
-
-def _json_line(value: JsonObject) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"

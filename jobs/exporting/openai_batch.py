@@ -5,69 +5,143 @@ killed.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from itertools import groupby
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError
+from runtime.origin.location import find_tokenizer
+from runtime.sequences.detokenizer import Detokenizer
 
-from ..datasets.openai_body import CHAT_URL, EMBEDDINGS_URL, SCORE_URLS, endpoint_of
+from ..datasets.openai_body import CHAT_URL, EMBEDDINGS_URL, SCORE_URLS, endpoint_of, num_texts
 from ..record.found import FoundRun
-from .columns import from_json, is_json
+from .columns import JsonObject, ResultLines, RowValues
 from .config import ErrorRows
-from .openai_encoded import embeddings_body, score_body
-from .openai_tokens import JsonObject, Tokens
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 ID_DIGITS = 24
 REQUEST_COLUMNS = ("custom_id", "url", "body")
+MODEL_KEYS = ("model.name", "model.path", "model.revision", "model.tokenizer", "offload.cache_dir")
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 
-RowValues: TypeAlias = Mapping[str, Any]  # one of an Arrow table
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """`data`: the bytes that it adds to the text before it."""
+
+    id: int
+    data: bytes
+    logprob: float
+
+    @property
+    def text(self) -> str:
+        """A part of a character is `bytes:` and its bytes, as OpenAI writes it."""
+        try:
+            return self.data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
+
+    @property
+    def as_json(self) -> JsonObject:
+        return {"token": self.text, "bytes": list(self.data), "logprob": self.logprob}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Makes log-probabilities of rows; the tokenizer of `model` is loaded with the first."""
+
+    model: ModelConfig
+    cache_dir: str | None
+
+    def chat_logprobs(self, row: Mapping[str, Any], num_top: int) -> JsonObject:
+        content = [
+            {**chosen.as_json, "top_logprobs": [each.as_json for each in likeliest[:num_top]]}
+            for chosen, likeliest in self._tokens(row)
+        ]
+        return {"content": content, "refusal": None}
+
+    def completion_logprobs(self, row: Mapping[str, Any], num_top: int) -> JsonObject:
+        tokens = list(self._tokens(row))
+        return {
+            "tokens": [chosen.text for chosen, _ in tokens],
+            "token_logprobs": [chosen.logprob for chosen, _ in tokens],
+            "top_logprobs": [_by_text(chosen, likeliest[:num_top]) for chosen, likeliest in tokens],
+            "text_offset": self._detokenizer.offsets(row["token_ids"], begins_text=self._begins_text(row)),
+        }
+
+    def _tokens(self, row: Mapping[str, Any]) -> Iterator[tuple[Token, Sequence[Token]]]:
+        """Each generated token, and the likeliest ones in its place, likeliest first."""
+        begins_text = self._begins_text(row)
+
+        def token(id: int, logprob: float) -> Token:
+            data = self._detokenizer.token_bytes(id, begins_text=begins_text)
+            return Token(id=id, data=data, logprob=max(logprob, LEAST_LOGPROB))
+
+        columns = (row["token_ids"], row["logprobs"], row["top_token_ids"], row["top_logprobs"])
+        for id, own, top_ids, top in zip(*columns, strict=True):
+            yield token(id, own), list(map(token, top_ids, top))
+            begins_text = begins_text and not self._detokenizer.has_text(id)
+
+    def _begins_text(self, row: Mapping[str, Any]) -> bool:
+        """Whether a text began with the completion, so that a first space was dropped. A row does not say what stood
+        before it."""
+        ids, text = row["token_ids"], row["completion"]
+        return not self._detokenizer.spelled(ids).startswith(text) and self._detokenizer.decode(ids).startswith(text)
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer:
+        tokenizer = find_tokenizer(self.model, self.cache_dir)
+        if tokenizer is None:
+            raise ConfigError("log-probabilities in OpenAI's form have texts of tokens: set model.tokenizer")
+        return Detokenizer(tokenizer)
+
+
+def _by_text(chosen: Token, likeliest: Sequence[Token]) -> dict[str, float]:
+    """The log-probability of each by its text. Of several with one text the chosen one has it, else the likeliest, and
+    the others are `token_id:` and their id, as vLLM writes it."""
+    owner_of = {chosen.text: chosen.id}
+    for each in likeliest:
+        owner_of.setdefault(each.text, each.id)
+    return {each.text if owner_of[each.text] == each.id else f"token_id:{each.id}": each.logprob for each in likeliest}
 
 
 @dataclass(kw_only=True)
-class BatchResults:
-    """Writes result lines, of requests that are `wanted`, and counts them."""
+class BatchResults(ResultLines):
+    """Lines of a batch's requests."""
 
     model: str
     tokens: Tokens
     rejected: AbstractSet[int]  # places in the input of rows that nothing was asked of the model for
-    wanted: ErrorRows
-    num_lines: int = 0
-    num_errors: int = 0
 
-    def write(self, tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
-        for place, rows in groupby(_rows(tables), key=lambda row: row["row_index"]):
-            line, is_error = self._line(place, list(rows))
-            self.num_errors += is_error
-            if self.wanted is ErrorRows.keep or (self.wanted is ErrorRows.only) == is_error:
-                self.num_lines += 1
-                file.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    def results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
+        for place, samples in groupby(rows, key=lambda row: row["row_index"]):
+            yield self._line(place, list(samples))
 
-    def _line(self, place: int, samples: Sequence[RowValues]) -> tuple[JsonObject, bool]:
-        """The result of one request, and whether it is an error."""
+    def _line(self, place: int, samples: Sequence[RowValues]) -> tuple[bool, JsonObject]:
         first = samples[0]
-        digest = _digest([place, first["id"], *(first[name] for name in REQUEST_COLUMNS)])
+        request = [place, first["id"], *(first[name] for name in REQUEST_COLUMNS)]
+        digest = sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:ID_DIGITS]
         custom_id = first["custom_id"] if isinstance(first["custom_id"], str) else None
         failed = next((row for row in samples if row["status"] != "ok"), None)
-        body, error, status = None, None, 200
         if failed is None:
-            body = self._body(first, samples, digest)
+            status, error, body = 200, None, self._body(first, samples, digest)
         else:
-            is_refused = place in self.rejected
-            status = 400 if is_refused else 500
-            error = {"code": "invalid_request" if is_refused else "server_error", "message": failed["error"]}
-            kind = "invalid_request_error" if is_refused else "server_error"
-            body = {"error": {"message": failed["error"], "type": kind, "param": None, "code": error["code"]}}
+            is_refused, message = place in self.rejected, failed["error"]
+            status, code = (400, "invalid_request") if is_refused else (500, "server_error")
+            error, kind = {"code": code, "message": message}, "invalid_request_error" if is_refused else code
+            body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         response = {"status_code": status, "request_id": f"req_{digest}", "body": body}
         line = {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": error}
-        return line, failed is not None
+        return failed is not None, line
 
     def _body(self, first: RowValues, samples: Sequence[RowValues], digest: str) -> JsonObject:
         url, asked = endpoint_of(first["url"]), first["body"]
@@ -130,15 +204,33 @@ def batch_results(shards: Sequence[FoundRun], schema: pa.Schema, wanted: ErrorRo
     )
 
 
-MODEL_KEYS = ("model.name", "model.path", "model.revision", "model.tokenizer", "offload.cache_dir")
+def embeddings_body(asked: RowValues, rows: Sequence[RowValues], model: str) -> JsonObject:
+    """The vectors of a request's texts, in their order; little-endian float32 where the client unpacks them."""
+    vectors = [row["embedding"] for row in rows]
+    if asked.get("encoding_format") == "base64":
+        vectors = [b64encode(np.array(vector, "<f4").tobytes()).decode() for vector in vectors]
+    data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
+    return {"object": "list", "data": data, "model": model, "usage": _usage(rows)}
 
 
-def _rows(tables: Iterable[pa.Table]) -> Iterator[RowValues]:
-    for table in tables:
-        json_columns = [column.name for column in table.schema if is_json(column)]
-        for row in table.to_pylist():
-            yield row | {name: from_json(row[name]) for name in json_columns}
+def score_body(asked: RowValues, rows: Sequence[RowValues], model: str, digest: str) -> JsonObject:
+    """How well the texts of each pair go together: by a ranker, or by the cosine of their vectors."""
+    if "probabilities" in rows[0]:
+        scores = [row["probabilities"][0] for row in rows]
+    else:  # vectors of length 1; one of the first texts is in a pair with each of the second ones
+        vectors = np.array([row["embedding"] for row in rows], np.float64)
+        num_first = num_texts(asked["text_1"])
+        scores = (vectors[:num_first] * vectors[num_first:]).sum(-1).tolist()
+    return {
+        "id": f"score-{digest}",
+        "object": "list",
+        "created": 0,
+        "model": model,
+        "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+        "usage": {**_usage(rows), "completion_tokens": 0},
+    }
 
 
-def _digest(value: Sequence[object]) -> str:
-    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:ID_DIGITS]
+def _usage(rows: Sequence[RowValues]) -> JsonObject:
+    num_tokens = sum(row["num_prompt_tokens"] for row in rows)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -1,18 +1,23 @@
-"""The directories of one run, which are its shards and the turns of its chats, and what of it is missing."""
+"""The directories of one run, which are its shards and the turns of its chats: what of it is missing, now and while one
+waits for its end, and its parts."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 import numpy as np
 import pyarrow as pa
 
-from runtime.errors import ConfigError, DamagedRunError
+from runtime.errors import ConfigError, DamagedRunError, Interrupted
+from runtime.units import counted
 
-from ..record.found import Condition, FoundRun
+from ..record.found import Condition, FoundRun, find_runs, is_locked
 from ..record.lacking import listed, missing_rows, told_lacking
+from ..record.leased import leased_blocks
 
 log = logging.getLogger(__name__)
+POLL_SECONDS, SECONDS_PER_LINE = 2.0, 10.0
 
 
 def require_one_run(runs: Sequence[FoundRun]) -> list[FoundRun]:
@@ -20,7 +25,8 @@ def require_one_run(runs: Sequence[FoundRun]) -> list[FoundRun]:
     one run, each once."""
     first = runs[0]
     for other in runs[1:]:
-        keys = sorted(key for key in {*first.identity, *other.identity} if _differ(first, other, key))
+        mine, theirs = first.identity, other.identity
+        keys = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
         if keys:
             raise ConfigError(
                 f"{other.place} is another run than {first.place}, by {', '.join(keys[:3])}: one is exported at a time"
@@ -38,49 +44,38 @@ def require_one_run(runs: Sequence[FoundRun]) -> list[FoundRun]:
     return [by_place[place] for place in sorted(by_place)]
 
 
-def _differ(one: FoundRun, other: FoundRun, key: str) -> bool:
-    return one.identity.get(key) != other.identity.get(key)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Missing:
-    """What a run lacks: `sentences`, each about one shard, and how many planned rows are known to be missing."""
-
-    sentences: Sequence[str]
-    num_rows: int
-
-
-def missing(shards: Sequence[FoundRun]) -> Missing:
-    """What is not there yet, by names, footers and plans."""
-    sentences, num_rows = absent_shards(shards), 0
+def missing(names: Sequence[str], shards: Sequence[FoundRun], *, partial: bool, does: str) -> list[str]:
+    """What is not there yet of the run that `names` mean, by names, footers and plans: sentences, each about a shard.
+    Raises ConfigError where something is missing that is not to be left out; `partial` `does` something without it."""
+    lacking = absent_shards(shards)
     for run in shards:
         rows = missing_rows(run)
-        num_rows += len(rows)
         if run.condition is not Condition.done or len(rows):
-            sentences.append(told_lacking(run, rows))
-    return Missing(sentences=sentences, num_rows=num_rows)
+            lacking.append(told_lacking(run, rows))
+    if lacking and not partial:
+        raise ConfigError(
+            f"run={','.join(names)} is not complete: {'; '.join(lacking)}. The run's own command goes on with it; "
+            f"partial=true {does} what is there"
+        )
+    return lacking
 
 
 def absent_shards(runs: Sequence[FoundRun]) -> list[str]:
-    """A sentence about the shards of each turn that are not there."""
-    turns = range(1, runs[0].num_turns + 1)
-    return [
-        text for turn in turns for text in _absent([run for run in runs if run.turn == turn], runs[0].shard[1], turn)
-    ]
+    """A sentence about the shards of each turn that are not there; of a whole turn in one."""
+    sentences, count = list[str](), runs[0].shard[1]
+    for turn in range(1, runs[0].num_turns + 1):
+        shards = [run for run in runs if run.turn == turn]
+        absent = sorted(set(range(count)) - {run.shard[0] for run in shards})
+        if absent and not shards:
+            sentences.append(f"turn {turn} is not there")
+        elif absent:
+            where = f" (turn {turn})" if runs[0].num_turns > 1 else ""
+            are = "is" if len(absent) == 1 else "are"
+            sentences.append(f"shard {listed(absent)} of {count}{where} {are} not there")
+    return sentences
 
 
-def _absent(shards: Sequence[FoundRun], count: int, turn: int) -> list[str]:
-    """What is said of shards of this turn that are not there; of a whole turn in one sentence."""
-    absent = sorted(set(range(count)) - {run.shard[0] for run in shards})
-    if not absent:
-        return []
-    if not shards:
-        return [f"turn {turn} is not there"]
-    where = f" (turn {turn})" if shards[0].num_turns > 1 else ""
-    return [f"shard {listed(absent)} of {count}{where} {'is' if len(absent) == 1 else 'are'} not there"]
-
-
-def read_parts(run: FoundRun, *, partial: bool) -> Iterator[tuple[pa.Table, "np.ndarray"]]:
+def read_parts(run: FoundRun, *, partial: bool) -> Iterator[tuple[pa.Table, np.ndarray]]:
     """Each part of a shard, verified, and of each row its place in the whole input. Raises DamagedRunError; with
     `partial` a damaged part is passed over with a warning."""
     for block in sorted(run.parts):
@@ -93,3 +88,43 @@ def read_parts(run: FoundRun, *, partial: bool) -> Iterator[tuple[pa.Table, "np.
             log.warning("left out: %s", error)
             continue
         yield table, places
+
+
+def wait_for_end(
+    names: Sequence[str],
+    should_stop: Callable[[], bool],
+    tell: Callable[[str], None],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Returns once the run that `names` mean is finished, whoever works on it, and nobody works in its directory any
+    more. Meanwhile `tell` is told what is missing, when that changes. Raises Interrupted, and what `find_runs` and
+    `require_one_run` raise."""
+    said, said_at = "", -inf
+    num_blocks: dict[str, int] = {}  # a plan is read once, as it does not change
+
+    def unfinished(run: FoundRun) -> str | None:
+        is_running, name = is_locked(run.directory.lock), str(run.path)
+        if run.directory.success.exists() and not is_running:
+            return None
+        leased = len(leased_blocks(run.directory.leases)) if is_running else 0
+        state = f"{counted(leased, 'worker')} at work" if leased else "at work" if is_running else "nobody is at work"
+        if not num_blocks.get(name):
+            num_blocks[name] = len(run.rows_by_block)
+        if not (count := num_blocks[name]):
+            return f"{name} has no plan yet, {state}"
+        return f"{name} lacks {max(0, count - len(run.parts)):,} of {counted(count, 'block')}, {state}"
+
+    while True:
+        shards = require_one_run(find_runs(names, "run"))
+        texts = absent_shards(shards) + [text for run in shards if (text := unfinished(run)) is not None]
+        if not texts:
+            return
+        text = f"waiting: {'; '.join(texts)}"
+        if should_stop():
+            raise Interrupted(f"stopped while {text}")
+        if text != said and clock() - said_at >= SECONDS_PER_LINE:
+            tell(text)
+            said, said_at = text, clock()
+        sleep(POLL_SECONDS)

@@ -1,9 +1,15 @@
-"""A finished run beside its references: a Parquet of the scores of each row and sample, and a table of means."""
+"""A finished run beside its references: a Parquet of the scores of each row and sample, and a table of means.
 
+A score is what one completion is worth beside one reference, between 0 and 1; of several references the best counts."""
+
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,10 +23,15 @@ from ..files.named import publish_named, require_replaceable
 from ..record.found import FoundRun, find_runs
 from .config import Metric, MetricsConfig
 from .intervals import Estimate, estimate
-from .scores import Score, scorers
 
 OUT = "metrics.parquet"  # in the run's directory, unless the config says otherwise
 COLUMNS = ("id", "sample_index", "status", "completion")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+MARKED = re.compile(r"####\s*\$?\s*(-?[\d,.]*\d)")
+ANSWER_IS = re.compile(r"the answer is:?\s*([^\n]*)", re.IGNORECASE)
+ROUGES = ("rouge1", "rouge2", "rougeL")
+
+Score: TypeAlias = Callable[[str, str], Mapping[str, float]]  # a completion and a reference: scores by column
 
 
 @dataclass(kw_only=True)
@@ -64,12 +75,7 @@ def complete_run(config: MetricsConfig) -> list[FoundRun]:
     if config.out is not None:
         require_replaceable([Path(config.out).expanduser()], f"out={config.out}")
     shards = require_one_run(find_runs(config.runs, "run"))
-    lacking = missing(shards)
-    if lacking.sentences and not config.partial:
-        raise ConfigError(
-            f"run={','.join(config.runs)} is not complete: {'; '.join(lacking.sentences)}. The run's own command goes "
-            "on with it; partial=true grades what is there"
-        )
+    missing(config.runs, shards, partial=config.partial, does="grades")
     return shards
 
 
@@ -92,9 +98,26 @@ def graded_tables(tables: Iterable[pa.Table], reference_field: str, score: Seque
                 f"reference_field={reference_field}: no such column among "
                 f"{', '.join(named(field) for field in table.schema)}"
             )
-        references = [_decoded(value, column) for value in table[column.name].to_pylist()]
+        references = table[column.name].to_pylist()
+        if is_json(column):
+            references = [from_json(each) if isinstance(each, str) else each for each in references]
         for row, reference in zip(table.select(COLUMNS).to_pylist(), references, strict=True):
-            _add(graded, row, reference, score)
+            wanted = reference if isinstance(reference, list) else [reference]
+            texts = [str(each) for each in wanted if each is not None]
+            values: dict[str, float] = {}
+            if row["status"] != "ok":
+                graded.num_errors += 1
+            elif not texts:
+                graded.num_without_reference += 1
+            else:
+                graded.num_samples += 1
+                for of_metric in score:
+                    found = [of_metric(str(row["completion"]), text) for text in texts]
+                    values |= {name: max(each[name] for each in found) for name in found[0]}
+            about = {"id": row["id"], "sample_index": row["sample_index"], "status": row["status"]}
+            graded.rows.append({**about, **values})
+            for name, value in values.items():
+                graded.scores[name][str(row["id"])].append(value)
     return graded
 
 
@@ -107,29 +130,8 @@ def named(column: pa.Field) -> str:
     return (column.metadata or {}).get(b"column", column.name.encode()).decode("utf-8", "surrogatepass")
 
 
-def _decoded(value: object, column: pa.Field) -> object:
-    return from_json(value) if is_json(column) and isinstance(value, str) else value
-
-
 def tables_of(shards: Sequence[FoundRun], *, partial: bool) -> Iterator[pa.Table]:
     return (table for run in shards for table, _ in read_parts(run, partial=partial))
-
-
-def _add(graded: Graded, row: Mapping[str, object], reference: object, score: Sequence[Score]) -> None:
-    references = [str(each) for each in (reference if isinstance(reference, list) else [reference]) if each is not None]
-    values: dict[str, float] = {}
-    if row["status"] != "ok":
-        graded.num_errors += 1
-    elif not references:
-        graded.num_without_reference += 1
-    else:
-        graded.num_samples += 1
-        for of_metric in score:
-            found = [of_metric(str(row["completion"]), wanted) for wanted in references]
-            values |= {name: max(each[name] for each in found) for name in found[0]}
-    graded.rows.append({"id": row["id"], "sample_index": row["sample_index"], "status": row["status"], **values})
-    for name, value in values.items():
-        graded.scores[name][str(row["id"])].append(value)
 
 
 def describe(graded: Graded) -> list[str]:
@@ -159,3 +161,57 @@ def told(generations: Path) -> str:
     lines = [f"{row['prompt']}{row['completion']}".replace("\n", " ") for row in reversed(first_of_task.values())]
     found = graded.estimates().get("exact_match")
     return "\n".join([*lines, "", f"right answers: {format_estimate(found)}" if found else "nothing to compare"])
+
+
+def exact_match(completion: str, reference: str) -> bool:
+    """Equal but for white space around them, as HELM's quasi-exact tasks and BBH have it."""
+    return completion.strip() == reference.strip()
+
+
+def gsm8k(completion: str, reference: str) -> bool:
+    """Numbers are compared as numbers, so 18 is 18.00 and 1,000 is 1000 (Cobbe et al., arXiv 2110.14168)."""
+    answer, wanted = gsm8k_answer(completion), gsm8k_answer(reference)
+    return answer is not None and answer == wanted
+
+
+def gsm8k_answer(text: str) -> Decimal | None:
+    """The number behind the first `####`, else the last number; None where there is none."""
+    marked = MARKED.search(text)
+    found = [marked.group(1)] if marked else NUMBER.findall(text)
+    try:
+        return Decimal(found[-1].replace(",", "")) if found else None
+    except InvalidOperation:
+        return None
+
+
+def bbh(completion: str, reference: str) -> bool:
+    """Answers without white space around them and a full stop behind them (Suzgun et al., arXiv 2210.09261)."""
+    return bbh_answer(completion) == bbh_answer(reference)
+
+
+def bbh_answer(text: str) -> str:
+    """What follows the first `the answer is` up to the end of the line, else the whole text."""
+    found = ANSWER_IS.search(text)
+    return (found.group(1) if found else text).strip().removesuffix(".").strip()
+
+
+def scorers(metrics: Sequence[Metric]) -> list[Score]:
+    """One for each metric. Raises ConfigError where an extra is missing."""
+    return [_rouge() if metric is Metric.rouge else _yes_or_no(metric) for metric in metrics]
+
+
+def _yes_or_no(metric: Metric) -> Score:
+    is_right = {Metric.exact_match: exact_match, Metric.gsm8k: gsm8k, Metric.bbh: bbh}[metric]
+    return lambda completion, reference: {metric.value: float(is_right(completion, reference))}
+
+
+def _rouge() -> Score:
+    """F measures with stemming, as HELM computes them."""
+    if find_spec("rouge_score") is None:
+        raise ConfigError("metric=rouge needs the extra: pip install 'millrace[eval]'")
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(ROUGES, use_stemmer=True)
+    return lambda completion, reference: {
+        name: float(score.fmeasure) for name, score in scorer.score(reference, completion).items()
+    }

@@ -1,7 +1,7 @@
 """What a judge made of answers: ratings by model and turn, or who won beside a baseline, with intervals."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,8 @@ import pyarrow as pa
 from runtime.errors import ConfigError
 from runtime.units import counted
 
-from ..exporting.fastchat import RowValues, judgment_of, rating_of, require_judged, rows_of, winner_of_game
+from ..exporting.columns import RowValues, rows_of
+from ..exporting.fastchat import judgment_of, rating_of, require_judged, winner_of_game
 from .config import MetricsConfig
 from .grading import complete_run, tables_of, written
 from .intervals import Estimate, estimate_of_groups
@@ -68,40 +69,30 @@ def judged_tables(tables: Iterable[pa.Table]) -> Judged:
     """The judgments of these parts. The two games of a pair are in any of them."""
     found, pairs = Judged(), defaultdict[tuple[str, str, int], dict[int, RowValues]](dict)
     for row in rows_of(tables):
-        if row["baseline"] is None:
-            _add_single(found, row)
-        else:
+        if row["baseline"] is not None:
             found.baseline = row["baseline"]
             pairs[row["model"], str(row["question_id"]), row["turn"]][row["game"]] = row
-    for games in pairs.values():
-        _add_pair(found, [games[game] for game in sorted(games)])
+            continue
+        rating = rating_of(row["completion"]) if row["status"] == "ok" else None
+        found.num_errors += row["status"] != "ok"
+        found.num_unread += row["status"] == "ok" and rating is None
+        found.rows.append(_about(row) | {"status": row["status"], "rating": None if rating is None else float(rating)})
+        if rating is not None:
+            found.values[row["model"]][row["turn"]][str(row["question_id"])] = float(rating)
+    for (model, question, turn), by_game in pairs.items():
+        games = [by_game[game] for game in sorted(by_game)]
+        is_ok = len(games) == 2 and all(row["status"] == "ok" for row in games)
+        winners = [winner_of_game(row["game"], judgment_of(row)) for row in games]
+        is_read = is_ok and "error" not in winners
+        found.num_errors += not is_ok
+        found.num_unread += is_ok and not is_read
+        # The winner is who won in both orders; where they differ it is a tie (Zheng et al., arXiv 2306.05685).
+        winner = (winners[0] if len(set(winners)) == 1 else "tie") if is_read else None
+        found.rows.append(_about(games[0]) | {"status": "ok" if is_ok else "error", "winner": winner})
+        if winner is not None:
+            found.values[model][turn][question] = POINTS[winner]
+            found.outcomes[model][winner] += 1
     return found
-
-
-def _add_single(found: Judged, row: RowValues) -> None:
-    rating = rating_of(row["completion"]) if row["status"] == "ok" else None
-    if row["status"] != "ok":
-        found.num_errors += 1
-    elif rating is None:
-        found.num_unread += 1
-    found.rows.append(_about(row) | {"status": row["status"], "rating": None if rating is None else float(rating)})
-    if rating is not None:
-        found.values[row["model"]][row["turn"]][str(row["question_id"])] = float(rating)
-
-
-def _add_pair(found: Judged, games: Sequence[RowValues]) -> None:
-    """The winner is who won in both orders; where they differ it is a tie (Zheng et al., arXiv 2306.05685)."""
-    is_ok = len(games) == 2 and all(row["status"] == "ok" for row in games)
-    winners = [winner_of_game(row["game"], judgment_of(row)) for row in games]
-    is_read = is_ok and "error" not in winners
-    found.num_errors += not is_ok
-    found.num_unread += is_ok and not is_read
-    winner = (winners[0] if len(set(winners)) == 1 else "tie") if is_read else None
-    first = games[0]
-    found.rows.append(_about(first) | {"status": "ok" if is_ok else "error", "winner": winner})
-    if winner is not None:
-        found.values[first["model"]][first["turn"]][str(first["question_id"])] = POINTS[winner]
-        found.outcomes[first["model"]][winner] += 1
 
 
 def _about(row: RowValues) -> dict[str, object]:
@@ -112,12 +103,14 @@ def _about(row: RowValues) -> dict[str, object]:
 def describe_judged(found: Judged) -> list[str]:
     """What a person reads: a line for each model and turn, the best model first."""
     estimates = {model: found.estimates(model) for model in found.values}
-    order = sorted(estimates, key=lambda model: (-_overall(estimates[model]), model))
-    lines: list[str] = []
-    for model in order:
-        for turn, estimate in estimates[model].items():
+    overall = {model: of.get(ALL_TURNS) or next(iter(of.values())) for model, of in estimates.items()}
+    lines, form = list[str](), ".2f" if found.baseline is None else ".1%"
+    for model in sorted(estimates, key=lambda model: (-(overall[model].mean or 0.0), model)):
+        for turn, each in estimates[model].items():
             name = f"turn {turn}" if turn != ALL_TURNS else "all turns"
-            lines.append(f"{model:<24} {name:<10} {_shown(estimate, is_share=found.baseline is not None)}")
+            mean, low, high = (f"{value:{form}}" for value in (each.mean, each.low, each.high) if value is not None)
+            interval = f"(95% interval {low} to {high}, {counted(each.num_rows, 'judgment')})"
+            lines.append(f"{model:<24} {name:<10} {mean} {interval}")
         if found.baseline is not None:
             won = found.outcomes[model]
             lines.append(f"  beside {found.baseline}: {won['model_1']} won, {won['tie']} tied, {won['model_2']} lost")
@@ -126,14 +119,3 @@ def describe_judged(found: Judged) -> list[str]:
     judgments = counted(len(found.rows), "judgment")
     left_out = f", left out: {' and '.join(counts)}" if counts else ""
     return [*lines, f"{judgments}{left_out}", *([f"by question: {found.out}"] if found.out else [])]
-
-
-def _overall(estimates: dict[int, Estimate]) -> float:
-    last = estimates.get(ALL_TURNS) or next(iter(estimates.values()))
-    return last.mean or 0.0
-
-
-def _shown(found: Estimate, *, is_share: bool) -> str:
-    form = ".1%" if is_share else ".2f"
-    mean, low, high = (f"{value:{form}}" for value in (found.mean, found.low, found.high) if value is not None)
-    return f"{mean} (95% interval {low} to {high}, {counted(found.num_rows, 'judgment')})"

@@ -19,9 +19,9 @@ from hydra import compose, initialize_config_dir
 
 from jobs.config.settings import load
 from jobs.exporting import export as exporting
+from jobs.exporting.columns import write_csv
 from jobs.exporting.config import ErrorRows, ExportConfig, ExportFormat
 from jobs.exporting.export import Exported, describe, export
-from jobs.exporting.formats import write_csv
 from jobs.files.lock import RunLock
 from runtime.errors import ConfigError, DamagedRunError, OutputError
 from runtime.units import MIB
@@ -200,7 +200,7 @@ def test_an_unfinished_and_an_absent_shard_are_named_by_index_with_their_rows_an
     rows = {row["row_index"] for row in lines(done.out)}
     lacking = sorted({i for i in range(24) if i % 3 != 2} - rows)
     assert f"missing are rows {', '.join(map(str, lacking))}" in message
-    assert len(done.missing.sentences) == 2
+    assert len(done.missing) == 2
     assert done.num_rows == 28
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.exporting.openai_tokens import LEAST_LOGPROB, Tokens
+from jobs.exporting.openai_batch import LEAST_LOGPROB, Tokens
 from runtime.config.settings import ModelConfig
 from runtime.sequences.detokenizer import Detokenizer
 from runtime.sequences.sequence import Request
