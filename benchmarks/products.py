@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from runtime.config.profiles import LinearBackend
+from runtime.formats.kinds.rounded import Rounding
+from runtime.formats.kinds.window4 import escape_words, pack_window4
 from runtime.formats.module_tensors import ZEROS
-from runtime.formats.packing import escape_words, pack_window4
 from runtime.formats.registry import FORMATS as STORAGE_FORMATS
-from runtime.formats.rounding import Rounding
 from runtime.formats.scaled_rows import SCALES, scaled_rows
 from runtime.formats.storage_format import Stored
 from runtime.linear.backends import BACKENDS, backend_of, takes

@@ -12,8 +12,7 @@ import torch
 
 from runtime.stream.device import ComputeDevice
 from runtime.stream.exchange import TripMemory
-from runtime.stream.kv import KVStream
-from runtime.stream.kv_pages import KVSlot
+from runtime.stream.kv import KVSlot, KVStream
 from runtime.stream.slots import Slot, StagingSlot
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 from tests.fake_streams import spoil

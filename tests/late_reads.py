@@ -18,7 +18,8 @@ from unittest import mock
 from runtime.closing import Closing
 from runtime.store import kv_file, reader
 from runtime.store.transfer import Answer, Chunk, PendingTransfer
-from runtime.stream import kv_pages, slots
+from runtime.stream import kv as kv_pages
+from runtime.stream import slots
 
 
 class LateTransfer(PendingTransfer):

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from jobs.packing.shard import pack_shard
-from runtime.formats.own_store import METHOD
-from runtime.formats.packing import escape_words, pack_window4
-from runtime.formats.rounding import Rounding
+from runtime.formats.kinds.rounded import Rounding
+from runtime.formats.kinds.window4 import escape_words, pack_window4
+from runtime.formats.module_tensors import METHOD
 from runtime.linear.packed_rows import CodedRows
 from runtime.linear.window4_rows import Window4Rows
 

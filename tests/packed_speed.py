@@ -23,7 +23,7 @@ import torch
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import DType, MachineConfig, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
-from runtime.formats.rounding import WAYS
+from runtime.formats.kinds.rounded import WAYS
 from runtime.linear.blocks import Block
 from runtime.linear.kernel_products import multiply_in_vectors
 from runtime.sequences.sequence import Completion, Request

@@ -22,7 +22,7 @@ from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import DType, KVConfig, KVDType, ModelConfig
-from runtime.formats.own_store import METHOD
+from runtime.formats.module_tensors import METHOD
 from runtime.formats.registry import LOSSES, pair_companions
 from runtime.origin.location import BUNDLED
 from runtime.plan.shape.dtypes import Loss, StoredNumbers

@@ -22,16 +22,15 @@ import numpy as np
 import torch
 
 from runtime.config.settings import RuntimeConfig
-from runtime.formats.own_store import METHOD, name_of
-from runtime.formats.rounding import Rounding
+from runtime.formats.kinds.rounded import Rounding
+from runtime.formats.module_tensors import METHOD, name_of
 from runtime.formats.scaled_rows import SCALES
 from runtime.library.api import Runtime
 from runtime.plan.shape.shapes import Parameter, TensorSlice
-from runtime.store.checkpoint import open_checkpoint
-from runtime.store.piece_sums import METADATA, PIECE_BYTES
+from runtime.store.checkpoint import CONFIG, open_checkpoint
+from runtime.store.file_digests import METADATA, PIECE_BYTES
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming
-from runtime.store.weight_files import CONFIG
 from runtime.store.writer import DTYPE_NAMES, TensorSpec, plan_shards, write_outline
 from runtime.stream.device import ComputeDevice
 from runtime.synthesize.checkpoints import outline_checkpoint

@@ -35,7 +35,7 @@ def log_start(log: logging.Logger, config: GenerateConfig) -> None:
         return
     log_to_stderr(config.log_level)
     if config.machine.device not in ("auto", "cpu") and config.num_workers == 1:
-        from runtime.stream.device_choice import choose_device  # torch
+        from runtime.stream.device import choose_device  # torch
 
         choose_device(config.machine.device)
     for sentence in doubtful_settings(config):

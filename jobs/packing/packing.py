@@ -8,23 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.errors import BudgetError, CheckpointError, OutputError
-from runtime.formats.own_store import RELATIVE_ERROR
-from runtime.formats.rounding import Rounding, error_of_squares
+from runtime.formats.kinds.rounded import Rounding, error_of_squares
+from runtime.formats.module_tensors import RELATIVE_ERROR
 from runtime.out_of_memory import first_line, is_out_of_memory
+from runtime.store.checkpoint import INDEX, SINGLE
 from runtime.store.faults import patiently, read_fault
+from runtime.store.file_digests import told_of
 from runtime.store.header import read_header
-from runtime.store.piece_sums import told_of
-from runtime.store.weight_files import INDEX, SINGLE
 from runtime.store.writer import published, sync_directory
 from runtime.units import format_bytes
 
-from ..files.lock import RunLock
+from ..files.locks import RunLock
 from ..files.publishing import make_directory, sweep_temps
-from .comparing import compare
 from .config import Format, PackConfig
-from .index import index_of
-from .shard import Packed, pack_shard, sizes_of
-from .source import CONFIG, Source, open_source, packed_config, stamp_of
+from .shard import Packed, compare, pack_shard, sizes_of
+from .source import CONFIG, Source, index_of, open_source, packed_config, stamp_of
 
 log = logging.getLogger(__name__)
 LOCK = ".pack.lock"

@@ -7,25 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.errors import CheckpointError, ConfigError
-from runtime.formats.own_store import METHOD
+from runtime.formats.module_tensors import METHOD
 from runtime.origin.config_rules import TEMPLATES
 from runtime.plan.shape.shapes import TensorSlice
-from runtime.store.checkpoint import is_gguf, listed_in
-from runtime.store.header import read_header
-from runtime.store.json_object import read_json_object
-from runtime.store.weight_files import (
+from runtime.store.checkpoint import (
     INDEX,
     INDEX_SUFFIX,
     NAMED,
     SINGLE,
     find_weights,
+    is_gguf,
     is_index,
+    listed_in,
     names_below,
     read_index,
     shards_of,
     unreadable,
     warn_of_index,
 )
+from runtime.store.header import read_header
+from runtime.store.json_object import read_json_object
 
 CONFIG = "config.json"
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 16
@@ -152,3 +153,11 @@ def packed_config(source: Source, about: Mapping[str, object]) -> bytes:
     values = {**source.config, "quantization_config": {"quant_method": METHOD, **about}}
     values.pop(NAMED, None)  # the store has its files under the usual names
     return json.dumps(values, indent=2).encode() + b"\n"
+
+
+def index_of(directory: Path, shards: Sequence[str]) -> bytes:
+    """The text of model.safetensors.index.json."""
+    headers = {name: read_header(directory / name) for name in shards}
+    weight_map = {tensor: name for name, header in headers.items() for tensor in header}
+    total = sum(tensor.num_bytes for header in headers.values() for tensor in header.values())
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode() + b"\n"

@@ -9,9 +9,9 @@ from math import ceil, prod
 
 from runtime.config.settings import Quantize
 from runtime.errors import ConfigError
-from runtime.formats.packing import why_raw
+from runtime.formats.kinds.rounded import IN_A_LAYER, ROUTERS, Rounding
+from runtime.formats.kinds.window4 import why_raw
 from runtime.formats.registry import FORMATS
-from runtime.formats.rounding import IN_A_LAYER, ROUTERS, Rounding
 from runtime.linear.window4_rows import WINDOW4
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, TensorSlice

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..files.lease import read_lease, told
+from ..files.locks import read_lease, told
 from ..files.publishing import JsonValue, OddFileError
 
 

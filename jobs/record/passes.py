@@ -11,7 +11,7 @@ from runtime.engine.records import PassRecord
 from runtime.plan.cost.predict import PhaseTime, Prediction
 from runtime.resources import Resource
 
-from ..files.lease import this_process
+from ..files.locks import this_process
 from ..files.publishing import canonical_json
 
 Phase: TypeAlias = Literal["prefill", "decode", "mixed"]

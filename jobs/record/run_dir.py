@@ -9,7 +9,7 @@ from pathlib import Path
 from runtime.closing import Closing
 from runtime.errors import ConfigError, DamagedRunError, MillraceError, RunMismatchError
 
-from ..files.lock import RunLock
+from ..files.locks import RunLock
 from ..files.publishing import LASTING_ERRNOS, JsonValue, fsync_directory, output_error, read_json, write_json
 from .manifest import RunManifest
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from runtime.units import counted
 
-from ..files.lease import told
+from ..files.locks import told
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular
 from ..record.found import FoundRun, is_locked
 from ..record.leased import LeasedBlock, leased_blocks, told_slurm

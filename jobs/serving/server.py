@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runtime.errors import ConfigError, RunInUseError, require
 
-from ..files.lock import RunLock
+from ..files.locks import RunLock
 from ..files.publishing import OTHERS, files_made_private, make_directory, publish, write_all
 from .app import make_app
 from .config import ServeConfig

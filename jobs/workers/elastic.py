@@ -12,7 +12,7 @@ from runtime.batching.balance import Block
 from runtime.closing import Closing
 from runtime.errors import Interrupted
 
-from ..files.lease import Leases
+from ..files.locks import Leases
 from ..files.publishing import make_directory
 from ..record.leased import lease_name
 from ..record.part_files import visible

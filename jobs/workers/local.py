@@ -20,7 +20,7 @@ import torch
 
 from runtime.errors import ConfigError, InternalError, Interrupted
 from runtime.planning.budgets import usable_host_bytes
-from runtime.stream.device_choice import choose_device
+from runtime.stream.device import choose_device
 from runtime.stream.shared_weights import SharedWeights, new_shared_memory
 from runtime.units import GIB, format_bytes
 

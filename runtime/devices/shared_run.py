@@ -26,9 +26,8 @@ from ..ranks.collectives import Collectives, Gathering, PipelineLink
 from ..ranks.ranks import Message, Ranks
 from ..ranks.shared_memory import SharedMemory
 from ..sequences.sequence import Request
-from ..stream.device import ComputeDevice
-from ..stream.device_choice import choose_device
-from ..stream.fillings import Together
+from ..stream.device import ComputeDevice, choose_device
+from ..stream.filling import Together
 from .agreements import Agreement, PassAgreement, PipelineAgreement
 from .messages import (
     KIND,

@@ -8,8 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from ..resources import Resource
-from ..stream.clock import Moment
-from ..stream.counters import StreamCounters
+from ..stream.clock import Moment, StreamCounters
 from ..stream.device import ComputeDevice
 from ..trace import Trace
 from .records import StageTimes

@@ -46,8 +46,7 @@ from ..sequences.sequence import FinishReason, Request, Sequence
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..units import MIB, format_bytes
-from ..weights.computed import keep_computed
-from ..weights.quantization import take_quantization
+from ..weights.layout import keep_computed, take_quantization
 from .batcher import StaticBatcher
 from .engine import Engine
 from .setup import Setup, open_streams

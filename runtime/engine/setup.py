@@ -19,11 +19,11 @@ from ..plan.placement.placement import Placement
 from ..plan.shape.shapes import Parameter
 from ..store.kv_file import KVFile
 from ..store.reader import Reader
-from ..stream.counters import StreamCounters
+from ..stream.clock import StreamCounters
 from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
 from ..stream.experts import ExpertStream
-from ..stream.fillings import Together
+from ..stream.filling import Together
 from ..stream.kept_weights import KeptWeights
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream

@@ -1,13 +1,55 @@
 """The tensors that stand for the weight of one module in a checkpoint that others have quantised."""
 
-from collections.abc import Collection, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 
 from ..errors import CheckpointError
 from ..plan.shape.shapes import Companion, TensorSlice
 from ..store.checkpoint import read_integers
 from .scaled_rows import SCALES
+
+log = logging.getLogger(__name__)
+
+MOST_SHOWN = 400  # characters of what a config says
+UNQUANTISED = "the unquantised checkpoint; most models have one"
+
+
+def refuse(what: str, readable: str) -> CheckpointError:
+    """Returns the error for a variant that cannot be read, with what can be in its place."""
+    what = what if len(what) <= MOST_SHOWN else f"{what[:MOST_SHOWN]}..."
+    return CheckpointError(f"model.path: {what}, which cannot be read. Can be: {readable}, and {UNQUANTISED}")
+
+
+def mention_activations(how: str) -> None:
+    """Logs that inputs of products are not rounded as the config has it."""
+    log.warning(
+        "model.path: its config has activations quantised (%s); here they are not: the output is that of its "
+        "dequantised weights",
+        how,
+    )
+
+
+def mention_kv_cache() -> None:
+    log.warning("model.path: its config has keys and values quantised; here they are kept in the compute dtype")
+
+
+def mapping_in(values: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """Returns the object under a key of the config, {} for anything else."""
+    found = values.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def whole_number(values: Mapping[str, object], key: str, default: int) -> int:
+    """Raises CheckpointError for a value that is none."""
+    found = values.get(key)
+    if found is None:
+        return default
+    if type(found) is not int:
+        raise CheckpointError(f"config.json: quantization_config.{key} is {found!r:.40}; a whole number is wanted")
+    return found
+
 
 ZEROS, GROUPS = "zeros", "groups"  # roles: zero points, and the group of each column
 FLOATS = ("F16", "BF16", "F32")
@@ -104,3 +146,52 @@ def group_width(num_columns: int, factors: TensorSlice, num_groups: int) -> int:
             f"{factors.file}: {factors.name!r} has {num_groups} groups, which do not divide {num_columns} columns"
         )
     return num_columns // num_groups
+
+
+METHOD = "millrace"  # `quant_method` in the store's config.json
+RELATIVE_ERROR = "relative_rms_error"  # beside it: of all weights that were rounded
+Fit = Callable[[TensorSlice, TensorSlice], TensorSlice]  # bytes and companion -> the weight
+
+
+def relative_error(quantization: Mapping[str, object]) -> float | None:
+    """What a store's config says of how far its weights are off; None where it says nothing, or what cannot be."""
+    found = quantization.get(RELATIVE_ERROR)
+    return float(found) if isinstance(found, int | float) and 0 <= found < inf else None
+
+
+def name_of(weight: str, part: str) -> str:
+    return f"{weight}_{part}"
+
+
+def paired(
+    tensors: Mapping[str, TensorSlice],
+    quantization: Mapping[str, object],
+    part: str,
+    companion: str,
+    fit: Fit,
+) -> Mapping[str, TensorSlice]:
+    """Returns the tensors, each weight that lies in `part` and `companion` under its own name. Raises CheckpointError
+    for one that lacks its companion, and where the config does not say that this is a store of ours: nothing would be
+    compared with its sums."""
+    result, suffix = dict(tensors), name_of("", part)
+    for name, tensor in tensors.items():
+        weight = name.removesuffix(suffix)
+        if weight == name or tensor.dtype not in ("U8", "I8"):
+            continue
+        beside = result.pop(name_of(weight, companion), None)
+        if beside is None:
+            raise CheckpointError(f"{tensor.file}: {name!r} lacks {name_of(weight, companion)!r} beside it")
+        if quantization.get("quant_method") != METHOD:
+            raise CheckpointError(
+                f"{tensor.file}: {name!r} is of a store that `millrace pack` wrote, but config.json lacks its "
+                "quantization_config: take the config.json that was written beside it"
+            )
+        result[weight] = fit(result.pop(name), beside)
+    return result
+
+
+def unfit(body: TensorSlice, beside: TensorSlice) -> CheckpointError:
+    return CheckpointError(
+        f"{body.file}: {beside.name!r}, {beside.dtype} of shape {beside.shape}, does not fit {body.name!r} of shape "
+        f"{body.shape}: pack the model anew"
+    )

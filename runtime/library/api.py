@@ -60,7 +60,7 @@ from ..sequences.sampler import Sampler, sampler_for
 from ..sequences.sequence import Completion, Request
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
-from ..stream.fillings import Together
+from ..stream.filling import Together
 from ..stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
 from ..trace import Trace
 from ..units import MIB, format_bytes

@@ -16,8 +16,8 @@ from ..config.settings import OffloadConfig
 from ..errors import require
 from ..plan.cost.work import INNER_TRIPS
 from ..plan.shape.extents import Extent
+from ..store.kv_file import free_bytes, open_unnamed
 from ..store.reader import Reader
-from ..store.unnamed_file import free_bytes, open_unnamed
 from ..stream.device import ComputeDevice
 from ..units import MIB, format_bytes
 from .timing import Probe, Timed

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..config.profiles import FLOAT32, BackendTable, LinearBackend
-from ..formats.gguf_blocks import GgufRows
+from ..formats.kinds.gguf import GgufRows
 from ..formats.scaled_rows import ScaledRows
 from ..linear.backends import BACKENDS, STORED, default_backend, fitting
 from ..linear.blocks import panels

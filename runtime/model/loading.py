@@ -16,9 +16,9 @@ from ..cache_root import cache_root
 from ..config.profiles import BackendTable
 from ..config.settings import ANY, DType, Lanes, ModelConfig, Verify
 from ..errors import CheckpointError, ConfigError
-from ..formats.own_store import METHOD, relative_error
+from ..formats.kinds.rounded import Rounding
+from ..formats.module_tensors import METHOD, relative_error
 from ..formats.registry import LOSSES, pair_companions
-from ..formats.rounding import Rounding
 from ..kernels.compiler import can_compile
 from ..origin.generation_config import ModelGeneration, read_generation
 from ..origin.location import find_checkpoint, load_tokenizer, read_config
@@ -32,16 +32,12 @@ from ..probing.meta import build_meta_model, zeroed_rows
 from ..probing.padded_probe import PaddedHabits, padded_habits
 from ..ranks.collectives import Gathering
 from ..store.checkpoint import Checkpoint, open_checkpoint
-from ..store.file_digests import digest_files
-from ..store.piece_sums import check_packed
+from ..store.file_digests import check_packed, digest_files
 from ..store.reader import Fill
-from ..stream.device import ComputeDevice
-from ..stream.device_choice import has_bfloat16_units
-from ..weights.computed import keep_computed
+from ..stream.device import ComputeDevice, has_bfloat16_units
 from ..weights.conversions import ZeroedRows, convert_once
 from ..weights.gguf_layout import map_gguf
-from ..weights.layout import map_weights
-from ..weights.quantization import take_quantization
+from ..weights.layout import keep_computed, map_weights, take_quantization
 from ..weights.rounding_files import RoundedTensors
 from ..weights.stage_weights import load_tensor, stage_weights
 from . import attention, experts

@@ -26,10 +26,20 @@ from ..errors import CheckpointError, ConfigError
 from ..foreign import deepseek_moe
 from ..remote.copies import local_copy
 from ..remote.object_store import ObjectStore, Patience, never
-from ..store.checkpoint import Checkpoint, is_gguf, open_checkpoint
+from ..store.checkpoint import (
+    INDEX_SUFFIX,
+    SINGLE,
+    Checkpoint,
+    find_weights,
+    is_gguf,
+    is_index,
+    names_below,
+    open_checkpoint,
+    shards_of,
+    unreadable,
+)
 from ..store.gguf import read_gguf
 from ..store.json_object import read_json_object
-from ..store.weight_files import INDEX_SUFFIX, SINGLE, find_weights, is_index, names_below, shards_of, unreadable
 from ..synthesize.checkpoints import random_checkpoint
 from ..synthesize.tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
 from .config_rules import (

@@ -15,8 +15,7 @@ from ..plan.placement.kv import PART_ALIGNMENT_BYTES, STORES_IN_FLIGHT, Exchange
 from ..resources import Resource
 from ..trace import Trace
 from ..units import round_up
-from .clock import Then
-from .counters import StreamCounters
+from .clock import StreamCounters, Then
 from .device import ComputeDevice, Event, Part
 
 

@@ -16,7 +16,7 @@ from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Stage
 from ..store.reader import Reader
 from ..trace import Trace
-from .counters import StreamCounters
+from .clock import StreamCounters
 from .device import ComputeDevice
 from .kept_weights import StageBytes, StreamWeights
 from .weights import WeightStream

@@ -11,8 +11,9 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 
 from ..closing import Closing
 from ..errors import Interrupted
-from ..plan.shape.extents import Extent, share_of
+from ..plan.shape.extents import Extent, even_shares_of, share_of
+from ..ranks.collectives import Collectives, Gathering
 from ..ranks.shared_memory import SharedMemory
 from ..store.reader import Reader
 from ..store.transfer import ChunkTiming, PendingTransfer
@@ -179,3 +181,92 @@ class SharedTransfer:
     @property
     def timing(self) -> ChunkTiming:
         return self._told.result().timing
+
+
+LOOK_SECONDS = 0.02  # between two looks for a stop, or for one that has ended
+
+
+class Gathered(NamedTuple):
+    """A page that is there: what this rank has read of it, and when it was gathered, by `time.monotonic()`."""
+
+    reading: PendingTransfer
+    begin: float
+    end: float
+
+
+class GatheredFilling(Filling):
+    """Reads of all ranks, wherever they are."""
+
+    def __init__(self, collectives: Collectives, device: ComputeDevice, reader: Reader):
+        self._collectives, self._device, self._reader = collectives, device, reader
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shares-gathered")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    def abandon(self) -> None:
+        self._collectives.abandon()
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        return self._device.host_buffer(num_bytes)
+
+    def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> "GatheredTransfer":
+        ranks = self._collectives.ranks
+        own, begin, end = even_shares_of(extents, ranks.rank, ranks.size)
+        reading = self._reader.submit(own, buffer.numpy().data)
+        return GatheredTransfer(self._collectives, self._thread.submit(self._gather, reading, buffer[begin:end]))
+
+    def _gather(self, reading: PendingTransfer, pieces: torch.Tensor) -> Gathered:
+        try:
+            reading.wait()
+        except BaseException:
+            self._collectives.abandon()  # the next page is not this one
+            raise
+        begin = time.monotonic()
+        if len(pieces):
+            self._collectives.gather(pieces)
+        return Gathered(reading, begin, time.monotonic())
+
+
+class GatheredTransfer:
+    """A page on its way, of which each rank reads a share; `timing` is of this one's."""
+
+    def __init__(self, collectives: Collectives, told: Future[Gathered]):
+        self._ranks, self._told = collectives.ranks, told
+
+    @property
+    def is_done(self) -> bool:
+        return self._told.done()
+
+    def wait(self) -> None:
+        """Returns when all shares are there; raises what this rank's read raised, PeerEnded, and Interrupted."""
+        while not wait_for([self._told], LOOK_SECONDS).done:
+            self._ranks.require_going()
+        self._told.result()
+
+    @property
+    def timing(self) -> ChunkTiming:
+        return self._told.result().reading.timing
+
+    @property
+    def gathered(self) -> Gathered:
+        """The page, once it was waited for."""
+        return self._told.result()
+
+
+Together: TypeAlias = SharedMemory | Collectives | Gathering
+
+
+def filling_of(
+    together: Together | None,
+    device: ComputeDevice,
+    reader: Reader,
+    *,
+    count: int,
+) -> Filling:
+    """Who fills memory of `count` numbers. None, or a part of the model: this process reads alone."""
+    if together is None or isinstance(together, Gathering):
+        return OwnFilling(device, reader)
+    if isinstance(together, Collectives):
+        return GatheredFilling(together, device, reader)
+    return SharedFilling(together, device, reader, count=count)

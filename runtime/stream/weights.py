@@ -30,11 +30,9 @@ from ..plan.shape.model import ModelShape
 from ..resources import Resource
 from ..store.reader import Reader
 from ..trace import Trace
-from .counters import StreamCounters
+from .clock import StreamCounters
 from .device import ComputeDevice, Part
-from .filling import Transfer
-from .fillings import Together, filling_of
-from .gathered_filling import GatheredTransfer
+from .filling import GatheredTransfer, Together, Transfer, filling_of
 from .kept_weights import StageBytes, StreamWeights
 from .slots import Slot, Staging
 

@@ -5,11 +5,14 @@ that order and
 nothing is copied. A converter that permutes elements cannot be said so: its targets are returned as `inexpressible`.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedModel
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -24,7 +27,7 @@ from transformers.core_model_loading import (
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import CheckpointError
-from ..formats.registry import is_of_linear
+from ..formats.registry import is_of_linear, require_readable
 from ..plan.shape.shapes import Parameter, TensorSlice
 from .conversions import Conversion, ConverterUse
 from .stage_weights import is_plain
@@ -183,3 +186,39 @@ def _shape_of(parameter: Parameter) -> tuple[int, ...]:
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
+
+
+def keep_computed(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Mutates `model`, which is on the meta device: those that a checkpoint, which has tensors of these `names`, leaves
+    out become buffers with what the class's own initialisation gives, on the CPU."""
+    patterns = model._keys_to_ignore_on_save or ()
+    for name in [name for name, _ in model.named_parameters()]:
+        if name not in names and any(re.search(pattern, name) for pattern in patterns):
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            module.register_buffer(leaf, _computed(model, module, leaf), persistent=False)
+
+
+def _computed(model: PreTrainedModel, module: nn.Module, leaf: str) -> torch.Tensor:
+    """Takes the parameter out of its module."""
+    value = nn.Parameter(torch.empty_like(module.get_parameter(leaf), device="cpu"), requires_grad=False)
+    module._parameters[leaf] = value
+    model._init_weights(module)
+    del module._parameters[leaf]
+    return value.data
+
+
+def take_quantization(config: PreTrainedConfig) -> Mapping[str, object]:
+    """What the config says of it, {} if nothing. Removes it from `config`: the model is built as if it had none.
+
+    Raises CheckpointError for a method that cannot be read.
+    """
+    found: dict[str, object] = {}
+    for part in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            found = found or dict(getattr(part, key, None) or {})
+            if hasattr(part, key):
+                delattr(part, key)
+    if found:
+        require_readable(str(found.get("quant_method") or "bitsandbytes"))
+    return found

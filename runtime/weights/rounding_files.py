@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from ..formats.own_store import METHOD, name_of
+from ..formats.kinds.rounded import Rounding, Squares, error_of_squares
+from ..formats.module_tensors import METHOD, name_of
 from ..formats.registry import pair_companions
-from ..formats.rounding import Rounding, Squares, error_of_squares
 from ..formats.scaled_rows import SCALES
 from ..plan.shape.shapes import TensorSlice
 from ..store.faults import read_fault

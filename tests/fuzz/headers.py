@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from runtime.plan.shape.shapes import TensorSlice
-from runtime.store.checkpoint import open_checkpoint
-from runtime.store.weight_files import INDEX, SINGLE
+from runtime.store.checkpoint import INDEX, SINGLE, open_checkpoint
 from tests.fuzz.mutate import mutated, mutated_json
 from tests.fuzz.target import Files, OutsideError, Target
 

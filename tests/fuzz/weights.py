@@ -14,18 +14,17 @@ from safetensors.torch import save
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime.config.settings import ModelConfig, Verify
-from runtime.formats.own_store import METHOD
+from runtime.formats.module_tensors import METHOD
 from runtime.formats.registry import pair_companions
 from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
 from runtime.linear.window4_rows import WINDOW4
 from runtime.model.loading import load_model
 from runtime.origin.location import read_config
 from runtime.plan.shape.shapes import TensorSlice
-from runtime.store.checkpoint import open_checkpoint
-from runtime.store.piece_sums import METADATA, PIECE_BYTES, told_of
-from runtime.store.weight_files import SINGLE
+from runtime.store.checkpoint import SINGLE, open_checkpoint
+from runtime.store.file_digests import METADATA, PIECE_BYTES, told_of
 from runtime.synthesize.checkpoints import synthesize_checkpoint
-from runtime.weights.quantization import take_quantization
+from runtime.weights.layout import take_quantization
 from runtime.weights.stage_weights import TORCH_DTYPES, load_tensor
 from tests.fuzz.checkpoints import CONFIGS, tiny
 from tests.fuzz.headers import mutated_safetensors, require_inside, safetensors

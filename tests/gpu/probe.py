@@ -32,8 +32,8 @@ from runtime.config.settings import (
     SamplingConfig,
     Tier,
 )
+from runtime.formats.kinds.rounded import WAYS, Rounding
 from runtime.formats.registry import FORMATS
-from runtime.formats.rounding import WAYS, Rounding
 from runtime.formats.storage_format import Stored
 from runtime.library.api import Runtime
 from runtime.linear import device_codes

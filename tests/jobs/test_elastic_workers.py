@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.config.settings import GenerateConfig, Workers
-from jobs.files.lock import RunLock
+from jobs.files.locks import RunLock
 from jobs.record.found import Condition, find_runs
 from jobs.record.run_dir import RunDirectory
 from jobs.run.generation import generate

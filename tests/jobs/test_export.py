@@ -22,7 +22,7 @@ from jobs.exporting import export as exporting
 from jobs.exporting.columns import write_csv
 from jobs.exporting.config import ErrorRows, ExportConfig, ExportFormat
 from jobs.exporting.export import Exported, describe, export
-from jobs.files.lock import RunLock
+from jobs.files.locks import RunLock
 from runtime.errors import ConfigError, DamagedRunError, OutputError
 from runtime.units import MIB
 from tests.jobs.sharded_run import COLUMNS, NUM_SHARDS, ShardedRun

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.files.lease import Holder, Lease, Leases, read_lease, start_ticks_of, this_process
+from jobs.files.locks import Holder, Lease, Leases, read_lease, start_ticks_of, this_process
 from runtime.errors import DamagedRunError
 from tests.jobs.kill_support import Kills
 from tests.odd_files import ODD_FILES

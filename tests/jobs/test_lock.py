@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.files.lock import RunLock
+from jobs.files.locks import RunLock
 from jobs.record.manifest import RunManifest
 from jobs.record.run_dir import RunDirectory, open_run
 from runtime.errors import DamagedRunError, RunInUseError

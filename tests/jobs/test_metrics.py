@@ -12,9 +12,8 @@ import pytest
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.grading.config import Metric, MetricsConfig
-from jobs.grading.grading import describe, grade, graded_tables
+from jobs.grading.grading import bbh, describe, exact_match, grade, graded_tables, gsm8k, gsm8k_answer, scorers
 from jobs.grading.intervals import estimate, wilson
-from jobs.grading.grading import bbh, exact_match, gsm8k, gsm8k_answer, scorers
 from jobs.run.generation import generate
 from runtime.config.settings import SamplingConfig
 from runtime.errors import ConfigError

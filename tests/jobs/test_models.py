@@ -14,8 +14,8 @@ from jobs.planning.published import read_losses
 from jobs.planning.support import FamilyTraits, families_named, format_table, support_table
 from runtime.config.settings import Lanes
 from runtime.errors import ConfigError
+from runtime.formats.kinds.rounded import WAYS, Rounding
 from runtime.formats.registry import LOSSES
-from runtime.formats.rounding import WAYS, Rounding
 from runtime.model.families import FAMILIES
 from runtime.model.traits import CacheKind, ExpertKind
 from runtime.origin.location import BUNDLED

@@ -16,17 +16,17 @@ from safetensors.torch import load_file, save_file
 
 from jobs.files.publishing import TEMP_SUFFIX
 from jobs.packing import packing as packing_module
-from jobs.packing.comparing import compare
 from jobs.packing.config import PackConfig, SourceConfig
 from jobs.packing.packing import Packing, describe, pack
+from jobs.packing.shard import compare
 from jobs.run.generation import generate
 from runtime import Runtime
 from runtime.config.settings import ExpertPaging, ModelConfig, Tier, Verify
 from runtime.errors import BudgetError, CheckpointError, ConfigError, RunMismatchError
 from runtime.model.loading import load_model
+from runtime.store.checkpoint import INDEX, SINGLE
+from runtime.store.file_digests import METADATA, check_packed, told_of
 from runtime.store.header import read_header
-from runtime.store.piece_sums import METADATA, check_packed, told_of
-from runtime.store.weight_files import INDEX, SINGLE
 from tests.jobs.test_identity import Place, begun
 from tests.packed import adversaries, tensor_of
 from tests.quantized import tensors_in, write_checkpoint

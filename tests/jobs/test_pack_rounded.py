@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.packing.comparing import compare
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import Packing, describe, pack
+from jobs.packing.shard import compare
 from runtime import Runtime
 from runtime.config.settings import ExpertPaging, Tier
 from runtime.errors import CheckpointError, ConfigError
-from runtime.formats.own_store import METHOD
+from runtime.formats.kinds.rounded import Rounding
+from runtime.formats.module_tensors import METHOD
 from runtime.formats.registry import FORMATS, pair_companions
-from runtime.formats.rounding import Rounding
 from runtime.linear.packed_rows import ROUNDED
 from runtime.store.header import read_header
 from runtime.weights.stage_weights import load_tensor

@@ -11,7 +11,7 @@ from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
 from jobs.run.generation import generate
 from runtime.config.settings import SamplingConfig
-from runtime.store.unnamed_file import open_unnamed
+from runtime.store.kv_file import open_unnamed
 
 
 @pytest.fixture(params=[0o022, 0])

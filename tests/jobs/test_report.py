@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from jobs.config.settings import load
-from jobs.files.lock import RunLock
+from jobs.files.locks import RunLock
 from jobs.record.found import find_runs
 from jobs.reporting.config import ReportConfig
 from jobs.reporting.figures import RunFigures

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.files.lease import Holder, Leases, this_process
-from jobs.files.lock import RunLock
+from jobs.files.locks import Holder, Leases, RunLock, this_process
 from jobs.files.publishing import canonical_json
 from jobs.record.found import find_runs
 from jobs.record.leased import lease_name

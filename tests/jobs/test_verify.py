@@ -16,7 +16,7 @@ from jobs.run.generation import Outcome, generate
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig, Verify
 from runtime.errors import Interrupted, RunMismatchError
-from runtime.store.weight_files import SINGLE
+from runtime.store.checkpoint import SINGLE
 from tests.support import flip_outside_samples
 
 

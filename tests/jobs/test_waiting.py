@@ -8,8 +8,7 @@ import pytest
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
 from jobs.exporting.shards import wait_for_end
-from jobs.files.lease import Leases
-from jobs.files.lock import RunLock
+from jobs.files.locks import Leases, RunLock
 from jobs.record.found import find_runs
 from jobs.record.lacking import lacking
 from jobs.record.leased import lease_name

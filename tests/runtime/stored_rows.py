@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from runtime.formats.gguf_blocks import GgufRows
+from runtime.formats.kinds.gguf import GgufRows
 from runtime.formats.registry import pair_companions
 from runtime.formats.scaled_rows import ScaledRows
 from runtime.linear.packed_rows import CodedRows

@@ -11,7 +11,7 @@ from runtime.model import loading
 from runtime.model.loading import load_model
 from runtime.plan.cost.machine import machine_of
 from runtime.plan.shape.dtypes import auto_dtype
-from runtime.stream.device_choice import has_bfloat16_units
+from runtime.stream.device import has_bfloat16_units
 from tests.runtime.test_profile import RATES
 from tests.support import Reference
 from tests.two_devices import FakeAccelerator

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.errors import CheckpointError
-from runtime.store.checkpoint import open_checkpoint
-from runtime.store.weight_files import INDEX, SINGLE
+from runtime.store.checkpoint import INDEX, SINGLE, open_checkpoint
 
 WEIGHT_MAP = {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}
 

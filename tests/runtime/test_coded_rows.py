@@ -4,7 +4,7 @@ numbers, and no other code is nearer to the original."""
 import pytest
 import torch
 
-from runtime.formats.rounding import WAYS, Rounding
+from runtime.formats.kinds.rounded import WAYS, Rounding
 from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
 from runtime.linear.packed_rows import CodedRows
 from tests.packed import packed_rows, rounded_rows, tensor_of, words_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from runtime.formats.gguf_blocks import DECODERS, GgufRows
+from runtime.formats.kinds.gguf import DECODERS, GgufRows
 from runtime.store.gguf import TYPES
 from tests.gguf_files import HALVES, random_blocks
 

@@ -15,7 +15,7 @@ import torch
 
 from runtime import Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import DType, MachineConfig, Quantize, Tier
-from runtime.formats.rounding import WAYS, Rounding
+from runtime.formats.kinds.rounded import WAYS, Rounding
 from runtime.linear.packed_rows import ROUNDED
 from runtime.sequences.sequence import Completion
 from tests.device_operators import operators_of_a_device

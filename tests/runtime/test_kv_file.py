@@ -17,7 +17,8 @@ import torch
 from runtime.config.settings import KVTier
 from runtime.errors import BudgetError, ConfigError, KVFileError
 from runtime.plan.placement.kv import KVLayout
-from runtime.store import kv_file, unnamed_file
+from runtime.store import kv_file
+from runtime.store import kv_file as unnamed_file
 from runtime.store.kv_file import KVFile
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB

@@ -12,8 +12,7 @@ from runtime.config.settings import KVTier
 from runtime.errors import KVFileError
 from runtime.plan.placement import kv as kv_plan
 from runtime.resources import Resource
-from runtime.stream.clock import Then
-from runtime.stream.counters import StreamCounters
+from runtime.stream.clock import StreamCounters, Then
 from runtime.stream.device import ComputeDevice, Part
 from runtime.trace import Trace
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream

@@ -14,8 +14,8 @@ from runtime import Runtime
 from runtime.config.profiles import BackendTable, LinearBackend
 from runtime.config.settings import Tier
 from runtime.errors import ConfigError
-from runtime.formats.gguf_blocks import GgufRows
-from runtime.formats.rounding import WAYS
+from runtime.formats.kinds.gguf import GgufRows
+from runtime.formats.kinds.rounded import WAYS
 from runtime.kernels.compiler import has_matrix_unit, has_pairs
 from runtime.linear import backends
 from runtime.linear import blocks as panels

@@ -14,7 +14,7 @@ from runtime.errors import CheckpointError
 from runtime.origin import location
 from runtime.origin.location import find_checkpoint
 from runtime.remote.object_store import ObjectStore
-from runtime.store.weight_files import INDEX, NAMED, SINGLE
+from runtime.store.checkpoint import INDEX, NAMED, SINGLE
 
 MODEL, COMMIT = "somebody/model", "0123456789abcdef0123456789abcdef01234567"
 SETTINGS = {"config.json": "{}", "tokenizer.json": "{}", "tokenizer_config.json": "{}", "README.md": "a model"}

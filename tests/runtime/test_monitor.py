@@ -9,7 +9,7 @@ import pytest
 from runtime.engine.monitor import PassMonitor
 from runtime.engine.records import StageTimes
 from runtime.resources import Resource
-from runtime.stream.counters import StreamCounters
+from runtime.stream.clock import StreamCounters
 from runtime.stream.device import ComputeDevice
 from runtime.trace import Trace
 

@@ -16,7 +16,7 @@ from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, Sampling
 from runtime.config.settings import DType, ExpertPaging, PolicyConfig, PolicyKind, Quantize, SelfCheck, Tier
 from runtime.engine import self_check as check
 from runtime.errors import BudgetError, CheckpointError, ConfigError
-from runtime.formats.rounding import Rounding
+from runtime.formats.kinds.rounded import Rounding
 from runtime.plan.shape.dtypes import Loss
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import TensorSlice

@@ -11,10 +11,9 @@ import pytest
 from runtime.errors import CheckpointError, MillraceError, StorageError
 from runtime.plan.shape.extents import Extent
 from runtime.store import faults
-from runtime.store.checkpoint import open_checkpoint
+from runtime.store.checkpoint import INDEX, SINGLE, open_checkpoint, read_index
 from runtime.store.header import read_header
 from runtime.store.reader import Reader
-from runtime.store.weight_files import INDEX, SINGLE, read_index
 from runtime.stream.device import ComputeDevice
 from tests.support import synthesize
 

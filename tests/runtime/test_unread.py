@@ -6,7 +6,7 @@ import torch
 from runtime.errors import ConfigError
 from runtime.model.excerpt import UnreadModule, leave_unread
 from runtime.probing.meta import build_meta_model
-from runtime.weights.computed import keep_computed
+from runtime.weights.layout import keep_computed
 from tests.tiny_configs import tiny_config
 
 

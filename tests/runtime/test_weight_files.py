@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.errors import CheckpointError
-from runtime.store.checkpoint import open_checkpoint
-from runtime.store.weight_files import INDEX, NAMED, SINGLE
+from runtime.store.checkpoint import INDEX, NAMED, SINGLE, open_checkpoint
 from tests.quantized import Tensors, tensors_in
 from tests.runtime.test_fidelity import tokens
 from tests.runtime.test_quantized_checkpoints import at, expected_tokens

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.formats import packing
-from runtime.formats.packing import pack_window4
+from runtime.formats.kinds import window4 as packing
+from runtime.formats.kinds.window4 import pack_window4
 from runtime.linear import backends, work_items
 from runtime.linear.backends import linear
 from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.formats.packing import escape_words, escapes_beside, pack_window4
+from runtime.formats.kinds.window4 import escape_words, escapes_beside, pack_window4
 from runtime.linear import device_codes
 from runtime.linear.device_codes import DTYPES, decode, grouped_mm, multiply, multiply_groups
 from runtime.linear.packed_rows import CodedRows

@@ -14,7 +14,6 @@ from ...kernels.arguments import ROW_WORDS
 from ...linear.packed_rows import ColumnCodes, fits_in_columns
 from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
-from ..integer_rows import Chosen, IntegerRows, columns_of, row_numbers
 from ..module_tensors import (
     FLOATS,
     SCALES,
@@ -22,11 +21,13 @@ from ..module_tensors import (
     ModuleTensors,
     group_width,
     modules_with,
+    refuse,
     require_matrix,
     require_shape,
+    whole_number,
     with_weights,
 )
-from ..said import refuse, whole_number
+from ..scaled_rows import Chosen, IntegerRows, columns_of, row_numbers
 from ..storage_format import Loss, StorageFormat, Stored, joined_by_columns
 
 NAME, NUM_BITS, PER_WORD, USUAL_WIDTH = "awq-int4", 4, 8, 128

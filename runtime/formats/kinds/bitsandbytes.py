@@ -21,9 +21,18 @@ from ...linear.packed_rows import RowCodes, fits_in_rows
 from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_bytes
-from ..integer_rows import Chosen, apply_by_group, row_numbers, write_pairs
-from ..module_tensors import FLOATS, SCALES, ModuleTensors, modules_with, require_matrix, require_shape, with_weights
-from ..said import mention_activations, refuse
+from ..module_tensors import (
+    FLOATS,
+    SCALES,
+    ModuleTensors,
+    mention_activations,
+    modules_with,
+    refuse,
+    require_matrix,
+    require_shape,
+    with_weights,
+)
+from ..scaled_rows import Chosen, apply_by_group, row_numbers, write_pairs
 from ..storage_format import Loss, StorageFormat, Stored, are_alike
 
 INT8, FOUR_BITS = "llm-int8", ("nf4", "fp4")

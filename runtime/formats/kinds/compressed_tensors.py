@@ -14,10 +14,18 @@ from itertools import chain
 
 from ...plan.shape.shapes import TensorSlice
 from ...store.checkpoint import read_integers
-from ..integer_rows import WORD_BITS
-from ..module_tensors import FLOATS, ModuleTensors, modules_with, require_matrix, with_weights
-from ..said import mapping_in, mention_activations, mention_kv_cache, refuse
-from ..scaled_rows import with_factors
+from ..module_tensors import (
+    FLOATS,
+    ModuleTensors,
+    mapping_in,
+    mention_activations,
+    mention_kv_cache,
+    modules_with,
+    refuse,
+    require_matrix,
+    with_weights,
+)
+from ..scaled_rows import WORD_BITS, with_factors
 from ..storage_format import StorageFormat
 from .fp8 import DTYPES, block_of, fp8_weight
 from .integers import WORDS, integers_in_words, plain_integers

@@ -1,16 +1,163 @@
 """The block formats of GGUF, by the names of their types; scales lie inside of their blocks. A type of plain numbers is
 one where its rows lie in another order."""
 
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from math import prod
+from typing import NamedTuple
 
 import torch
 
-from ...linear.rows import Rows
+from ...kernels.arguments import GGUF
+from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import TensorSlice
 from ...store.gguf import BLOCKS, Block
-from ..gguf_blocks import GgufRows
 from ..storage_format import Loss, StorageFormat, Stored
+
+
+class Groups(NamedTuple):
+    """Numbers `q_nGW * scale_nG + offset_nG`; q is uint8 or int8, the others float32."""
+
+    q_nGW: torch.Tensor
+    scale_nG: torch.Tensor
+    offset_nG: torch.Tensor | None = None
+
+
+class GgufRows:
+    """Rows of a GGUF tensor (see `rows.Rows`); `order` says, where it is not None, which stored row is which."""
+
+    def __init__(self, raw_NB: torch.Tensor, dtype: str, num_columns: int, order: torch.Tensor | None):
+        self._raw_NB, self._dtype, self._order = raw_NB, dtype, order
+        self.shape = (raw_NB.shape[0], num_columns)
+        self.device = raw_NB.device
+
+    def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
+        raw_RB = self._raw_NB[rows if self._order is None else self._order[rows]]
+        decode(self._dtype, raw_RB, out_RK)
+
+    def codes(self) -> Codes | None:
+        """See `Rows`."""
+        if self._dtype not in GGUF:
+            return None
+        order = None if self._order is None else self._order[None]
+        return Codes(way=GGUF[self._dtype], shape=self.shape, body=self._raw_NB[None], order=order)
+
+
+def decode(dtype: str, raw_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
+    """Bytes of whole rows to numbers. `out_RK`: float32, contiguous."""
+    decoder = DECODERS.get(dtype)
+    if dtype in PLAIN:
+        out_RK.copy_(raw_RB.view(PLAIN[dtype]))
+    elif decoder is None:
+        out_RK.copy_(_by_gguf(dtype, raw_RB))
+    else:
+        groups = decoder(raw_RB.reshape(-1, BLOCKS[dtype].num_bytes))
+        out_nGW = out_RK.view(groups.q_nGW.shape)
+        out_nGW.copy_(groups.q_nGW)
+        out_nGW *= groups.scale_nG[..., None]
+        if groups.offset_nG is not None:
+            out_nGW += groups.offset_nG[..., None]
+
+
+def _by_gguf(dtype: str, raw_RB: torch.Tensor) -> torch.Tensor:
+    import gguf  # an optional extra, there because the file was opened with it
+
+    return torch.from_numpy(gguf.dequantize(raw_RB.cpu().numpy(), gguf.GGMLQuantizationType[dtype]))
+
+
+def _half(blocks_nB: torch.Tensor, at: int) -> torch.Tensor:
+    """The float16 number at a byte of each block: (n, 1)."""
+    return blocks_nB[:, at : at + 2].view(torch.float16).float()
+
+
+def _fields(bytes_nB: torch.Tensor, num_bits: int, run: int) -> torch.Tensor:
+    """Numbers of `num_bits` from the bytes: first the lowest bits of `run` bytes, then their next ones, and so on;
+    then those of the next `run` bytes. (n, B * 8 / num_bits)."""
+    bytes_ncr = bytes_nB.contiguous().unflatten(1, (-1, run))  # side by side they are shifted ten times as fast
+    fields = [bytes_ncr >> shift & ((1 << num_bits) - 1) for shift in range(0, 8, num_bits)]
+    return torch.stack(fields, dim=2).flatten(1)
+
+
+def _fifth_bits(bytes_nB: torch.Tensor) -> torch.Tensor:
+    """16 for each bit that is set, 0 for others, from the lowest bit of the first byte on: (n, 8 * B)."""
+    table = _bytes_of_bits(bytes_nB.device)
+    return table[bytes_nB.int()].view(torch.uint8)
+
+
+@lru_cache
+def _bytes_of_bits(device: torch.device) -> torch.Tensor:
+    """(256,): of each byte its bits as the bytes 0 and 16, eight bytes as one element."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return (bits << 4).to(torch.uint8).view(torch.int64).flatten().to(device)
+
+
+def _signed(q: torch.Tensor, zero: int, width: int) -> torch.Tensor:
+    """q - zero, in groups of `width`."""
+    return q.view(torch.int8).sub_(zero).unflatten(1, (-1, width))
+
+
+def _q8_0(b: torch.Tensor) -> Groups:
+    return Groups(b[:, None, 2:34].view(torch.int8), _half(b, 0))
+
+
+def _q4_0(b: torch.Tensor) -> Groups:
+    return Groups(_signed(_fields(b[:, 2:18], 4, 16), 8, 32), _half(b, 0))
+
+
+def _q4_1(b: torch.Tensor) -> Groups:
+    return Groups(_fields(b[:, 4:20], 4, 16)[:, None], _half(b, 0), _half(b, 2))
+
+
+def _q5_0(b: torch.Tensor) -> Groups:
+    q = _fields(b[:, 6:22], 4, 16) | _fifth_bits(b[:, 2:6])
+    return Groups(_signed(q, 16, 32), _half(b, 0))
+
+
+def _q5_1(b: torch.Tensor) -> Groups:
+    q = _fields(b[:, 8:24], 4, 16) | _fifth_bits(b[:, 4:8])
+    return Groups(q[:, None], _half(b, 0), _half(b, 2))
+
+
+def _q2_k(b: torch.Tensor) -> Groups:
+    scale, minimum = b[:, :16] & 15, b[:, :16] >> 4
+    q = _fields(b[:, 16:80], 2, 32).unflatten(1, (16, 16))
+    return Groups(q, _half(b, 80) * scale, -_half(b, 82) * minimum)
+
+
+def _q3_k(b: torch.Tensor) -> Groups:
+    q = _fields(b[:, 32:96], 2, 32) | _fields(b[:, :32], 1, 32) << 2
+    scale = _fields(b[:, 96:104], 4, 8) | _fields(b[:, 104:108], 2, 4) << 4
+    return Groups(_signed(q, 4, 16), _half(b, 108) * _signed(scale, 32, 16)[:, 0])
+
+
+def _scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of Q4_K and Q5_K, (n, 8) each: six bits, of which the second four have their two highest above the first
+    four."""
+    low, high, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scale = torch.cat([low & 63, rest & 15 | low >> 6 << 4], dim=1)
+    minimum = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], dim=1)
+    return _half(b, 0) * scale, -_half(b, 2) * minimum
+
+
+def _q4_k(b: torch.Tensor) -> Groups:
+    return Groups(_fields(b[:, 16:144], 4, 32).unflatten(1, (8, 32)), *_scales_and_minima(b))
+
+
+def _q5_k(b: torch.Tensor) -> Groups:
+    q = _fields(b[:, 48:176], 4, 32) | _fields(b[:, 16:48], 1, 32) << 4
+    return Groups(q.unflatten(1, (8, 32)), *_scales_and_minima(b))
+
+
+def _q6_k(b: torch.Tensor) -> Groups:
+    q = _fields(b[:, :128], 4, 64) | _fields(b[:, 128:192], 2, 32) << 4
+    return Groups(_signed(q, 32, 16), _half(b, 208) * b[:, 192:208].view(torch.int8))
+
+
+PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DECODERS: Mapping[str, Callable[[torch.Tensor], Groups]] = {
+    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip
 
 
 def _rows(stored: Stored) -> Rows:

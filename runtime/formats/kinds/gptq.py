@@ -20,7 +20,6 @@ from ...linear.packed_rows import ColumnCodes, fits_in_columns
 from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_integers
-from ..integer_rows import WORD_BITS, Chosen, IntegerRows, as_pairs, columns_of, write_words
 from ..module_tensors import (
     FLOATS,
     GROUPS,
@@ -29,11 +28,13 @@ from ..module_tensors import (
     ModuleTensors,
     groups_of_columns,
     modules_with,
+    refuse,
     require_matrix,
     require_shape,
+    whole_number,
     with_weights,
 )
-from ..said import refuse, whole_number
+from ..scaled_rows import WORD_BITS, Chosen, IntegerRows, as_pairs, columns_of, write_words
 from ..storage_format import Loss, StorageFormat, Stored, joined_by_columns
 
 BITS, LEAVES = (4, 8), ("qweight", "qzeros", "scales", "g_idx")

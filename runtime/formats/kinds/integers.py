@@ -14,8 +14,8 @@ from ...kernels.arguments import BYTES, HALVES, SIGNED_BYTES
 from ...linear.packed_rows import RowCodes, fits_in_rows
 from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
-from ..integer_rows import WORD_BITS, Chosen, Factors, IntegerRows, Write, fields, row_numbers, write_words
 from ..module_tensors import GROUPS, SCALES, ZEROS, factors_of_rows, group_width, groups_of_columns, require_shape
+from ..scaled_rows import WORD_BITS, Chosen, Factors, IntegerRows, Write, fields, row_numbers, write_words
 from ..storage_format import Loss, StorageFormat, Stored
 
 PLAIN, WORDS = "int8", {4: "packed-int4", 8: "packed-int8"}

@@ -3,8 +3,16 @@
 from collections.abc import Mapping
 
 from ...plan.shape.shapes import TensorSlice
-from ..module_tensors import FLOATS, ModuleTensors, modules_with, with_weights
-from ..said import mapping_in, mention_activations, mention_kv_cache, refuse
+from ..module_tensors import (
+    FLOATS,
+    ModuleTensors,
+    mapping_in,
+    mention_activations,
+    mention_kv_cache,
+    modules_with,
+    refuse,
+    with_weights,
+)
 from ..storage_format import StorageFormat
 from .fp8 import DEFAULT_BLOCK, DTYPES, fp8_weight
 from .nvfp4 import nvfp4_weight

@@ -14,9 +14,8 @@ from ...kernels.arguments import FLOAT4
 from ...linear.packed_rows import RowCodes, fits_in_rows
 from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
-from ..integer_rows import Chosen, apply_by_group, write_pairs
 from ..module_tensors import SCALES, require_matrix, require_shape
-from ..scaled_rows import numbers_of_bytes
+from ..scaled_rows import Chosen, apply_by_group, numbers_of_bytes, write_pairs
 from ..storage_format import Loss, StorageFormat, Stored
 
 DIVIDED, MULTIPLIED, WIDTH = "nvfp4", "nvfp4-modelopt", 16

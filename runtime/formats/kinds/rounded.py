@@ -4,17 +4,158 @@
 how codes lie.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from math import sqrt
+from typing import NamedTuple
 
-from ...kernels.arguments import GROUP_NUMBERS, INT4
-from ...linear.packed_rows import ROUNDED, CodedRows, bytes_of_codes
+import torch
+
+from ...kernels.arguments import CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT4_MIDDLE, INT8
+from ...linear.packed_rows import NAMES, ROUNDED, CodedRows, bytes_of_codes
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
-from ..own_store import METHOD, paired, unfit
+from ..module_tensors import METHOD, paired, unfit
 from ..scaled_rows import SCALES
 from ..storage_format import Loss, StorageFormat, Stored
+
+WAYS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # as a user calls them
+MOST_INT8, MOST_FLOAT8 = 127, 448
+CLIPS = (1.0, 0.93, 0.86, 0.79)  # shares of the largest number to which a group may be cut
+NUMBERS_AT_ONCE = 1 << 17  # stay in a cache while every cut is tried
+FLOATS = ("BF16", "F16", "F32")
+IN_A_LAYER = re.compile(r"\.\d+\.")
+ROUTERS = {"gate", "router", "shared_expert_gate"}  # modules that choose experts
+
+
+class Rounded(NamedTuple):
+    """Rows of codes and their scales, the sum of the squares of what they are off by, and that of their own."""
+
+    codes_RB: torch.Tensor
+    scales_RG: torch.Tensor
+    error: float
+    size: float
+
+
+Squares = tuple[float, float]  # of what rounding is off by, and of the numbers themselves, summed
+
+
+def error_of_squares(squares: Iterable[Squares]) -> float | None:
+    """The root of the squares of what weights are off by, as a share of that of their own; None where all are 0."""
+    found = list(squares)
+    size = sum(own for _, own in found)
+    return sqrt(sum(error for error, _ in found) / size) if size else None
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A way of `WAYS`; `group_size` is int4's: so many columns share a scale."""
+
+    name: str
+    group_size: int = 64
+
+    @property
+    def way(self) -> int:
+        return WAYS[self.name]
+
+    @property
+    def format(self) -> str:
+        """The storage format."""
+        return NAMES[self.way]
+
+    def __str__(self) -> str:
+        return f"{self.name}, groups of {self.group_size}" if self.way == INT4 else self.name
+
+    def why_exact(self, name: str, dtype: str, shape: tuple[int, ...]) -> str | None:
+        """Says why a tensor is not rounded; None if it is."""
+        if dtype not in FLOATS or len(shape) not in (2, 3) or 0 in shape:
+            return f"{dtype}, no matrix of floats"
+        if IN_A_LAYER.search(name) is None:
+            return "of no layer: embeddings and head are not rounded"
+        if not ROUTERS.isdisjoint(name.split(".")):
+            return "chooses experts"
+        if shape[-1] % GROUP_NUMBERS or (self.way == INT4 and shape[-1] % self.group_size):
+            return f"columns are no multiple of {max(GROUP_NUMBERS, self.group_size)}"
+        return None
+
+    def num_groups(self, num_columns: int) -> int:
+        return num_columns // self.group_size if self.way == INT4 else 1
+
+    def packed_columns(self, num_columns: int) -> int:
+        """The bytes of a row of codes."""
+        return bytes_of_codes(self.way, num_columns)
+
+    def pieces(self, stored_NK: torch.Tensor) -> Iterator[Rounded | None]:
+        """Yields a run of rows at a time; None for one that holds a number that is not finite."""
+        for stored_RK in stored_NK.split(max(1, NUMBERS_AT_ONCE // stored_NK.shape[1])):
+            numbers_RK = stored_RK.float()
+            if not numbers_RK.isfinite().all():
+                yield None
+                continue
+            scales_RG = self.choose_scales(numbers_RK)
+            codes_RB = self.codes(numbers_RK, scales_RG)
+            found_RK = self.decoded(codes_RB, scales_RG)
+            error = float((found_RK - numbers_RK).square().sum(dtype=torch.float64))
+            yield Rounded(codes_RB, scales_RG, error, float(numbers_RK.square().sum(dtype=torch.float64)))
+
+    def decoded(self, codes_RB: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:
+        rows = CodedRows(codes_RB, scales_RG, self.way)
+        out_RK = torch.empty(rows.shape)
+        rows.dequantize(slice(None), out_RK)
+        return out_RK
+
+    def choose_scales(self, numbers_RK: torch.Tensor) -> torch.Tensor:
+        """(R, G) bfloat16, of finite float32: for int4 those of `CLIPS` that leave the smallest square error, each
+        group's largest number being its code of -8; otherwise the largest number is the largest code."""
+        groups_RGW = numbers_RK.unflatten(1, (self.num_groups(numbers_RK.shape[1]), -1))
+        if self.way != INT4:
+            largest_RG = groups_RGW.abs().amax(2)
+            return _up(largest_RG / (MOST_INT8 if self.way == INT8 else MOST_FLOAT8))
+        largest_RG = groups_RGW.gather(2, groups_RGW.abs().argmax(2, keepdim=True))[..., 0]
+        best_RG = torch.full_like(largest_RG, torch.inf)
+        scales_RG = torch.zeros_like(largest_RG, dtype=torch.bfloat16)
+        rounded = torch.empty_like(groups_RGW)
+        for share in CLIPS:
+            found_RG = (largest_RG * (-share / INT4_MIDDLE)).to(torch.bfloat16)
+            _round_to(groups_RGW, found_RG, -INT4_MIDDLE, INT4_MIDDLE - 1, rounded)
+            errors_RG = rounded.mul_(found_RG.float()[..., None]).sub_(groups_RGW).square_().sum(2)
+            is_better_RG = errors_RG < best_RG
+            scales_RG = torch.where(is_better_RG, found_RG, scales_RG)
+            best_RG = torch.where(is_better_RG, errors_RG, best_RG)
+        return scales_RG
+
+    def codes(self, numbers_RK: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:
+        """(R, bytes) uint8 of float32 numbers: the nearest codes, ties to even."""
+        groups_RGW = numbers_RK.unflatten(1, (scales_RG.shape[1], -1))
+        rounded = torch.empty_like(groups_RGW)
+        if self.way == FLOAT8:
+            torch.div(groups_RGW, _divisors(scales_RG), out=rounded)
+            return rounded.clamp_(-MOST_FLOAT8, MOST_FLOAT8).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+        if self.way == INT8:
+            _round_to(groups_RGW, scales_RG, -MOST_INT8, MOST_INT8, rounded)
+            return rounded.to(torch.int8).view(torch.uint8).flatten(1)
+        _round_to(groups_RGW, scales_RG, -INT4_MIDDLE, INT4_MIDDLE - 1, rounded)
+        halves = rounded.add_(INT4_MIDDLE).to(torch.uint8).flatten(1).unflatten(1, (-1, 2, CODE_RUN // 2))
+        return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+
+
+def _round_to(groups_RGW: torch.Tensor, scales_RG: torch.Tensor, least: int, most: int, out: torch.Tensor) -> None:
+    torch.div(groups_RGW, _divisors(scales_RG), out=out).round_().clamp_(least, most)
+
+
+def _divisors(scales_RG: torch.Tensor) -> torch.Tensor:
+    """Scales; 1 for one of 0, that of a group of zeros, whose codes are all that of 0."""
+    scales = scales_RG.float()
+    return torch.where(scales == 0, 1, scales)[..., None]
+
+
+def _up(scales: torch.Tensor) -> torch.Tensor:
+    """The next bfloat16 that is not below, so that no code is beyond the largest."""
+    found = scales.to(torch.bfloat16)
+    return torch.where(found.float() < scales, torch.nextafter(found, torch.full_like(found, torch.inf)), found)
+
 
 USUAL_GROUP = 64  # columns
 

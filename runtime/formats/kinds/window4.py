@@ -6,17 +6,143 @@ The entropy of published weights is 2.6 bits an exponent (DFloat11, arXiv 2504.1
 save a few per cent more.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
 
 from ...kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
+from ...kernels.arguments import GROUP_NUMBERS as GROUP
 from ...linear.blocks import below
 from ...linear.rows import Rows
 from ...linear.window4_rows import WINDOW4, Window4Rows
 from ...plan.shape.shapes import Companion, TensorSlice
-from ..own_store import METHOD, paired, unfit
-from ..packing import ESCAPES, num_words
+from ..module_tensors import METHOD, paired, unfit
 from ..storage_format import Loss, StorageFormat, Stored
+
+ESCAPES = "escapes"  # the companion
+WINDOW = 15  # codes above 0: as many exponents side by side
+MOST_COLUMNS = 1 << 16  # an escape's column is kept in 16 bits
+MOST_ESCAPES = 0.003  # of numbers: a product pays some 40 ns for each (EPYC Zen 5)
+ROWS_AT_ONCE_NUMBERS = 1 << 20
+SAMPLE_NUMBERS = 1 << 20
+ESCAPES_AT_ONCE = 4  # so that exponents fill whole words
+
+
+class Window4(NamedTuple):
+    """Packed rows: `body` (N, K * 1.5) uint8; of numbers whose exponent has no code, `starts` (N + 1) uint32 for each
+    row, `columns` (n) uint16 and `exponents` (n) uint8."""
+
+    body: np.ndarray
+    base: int
+    starts: np.ndarray
+    columns: np.ndarray
+    exponents: np.ndarray
+
+    @property
+    def num_bytes(self) -> int:
+        return self.body.nbytes + 4 * num_words(len(self.starts) - 1, len(self.columns))
+
+    def without_body(self) -> "Window4":
+        return self._replace(body=self.body[:, :0].copy())
+
+
+def num_words(num_rows: int, num_escapes: int) -> int:
+    """The words of 32 bits of the companion that holds escapes."""
+    return 2 + num_rows + _padded(num_escapes) // 4 * 3
+
+
+def _padded(num_escapes: int) -> int:
+    return -(-num_escapes // ESCAPES_AT_ONCE) * ESCAPES_AT_ONCE
+
+
+def pack_window4(words_NK: np.ndarray) -> Window4:
+    """Packs bits of bfloat16 (uint16)."""
+    return joined(list(pack_pieces(words_NK)))
+
+
+def pack_pieces(words_NK: np.ndarray) -> Iterator[Window4]:
+    """Yields a run of rows at a time, all with the base of the whole."""
+    base, step = choose_base(words_NK), max(1, ROWS_AT_ONCE_NUMBERS // words_NK.shape[1])
+    for first in range(0, len(words_NK), step):
+        yield _pack_rows(words_NK[first : first + step], base)
+
+
+def _pack_rows(words_RK: np.ndarray, base: int) -> Window4:
+    exponents = (words_RK >> 7).astype(np.uint8)
+    codes = exponents - np.uint8(base)
+    codes[exponents == 0] = 0
+    rows, columns = np.nonzero((codes == 0) & (exponents != 0) | (codes > WINDOW))
+    codes[rows, columns] = 0
+    starts = np.bincount(rows + 1, minlength=len(words_RK) + 1).cumsum().astype(np.uint32)
+    return Window4(_groups(words_RK, codes), base, starts, columns.astype(np.uint16), exponents[rows, columns])
+
+
+def joined(pieces: Sequence[Window4]) -> Window4:
+    """Runs of rows below each other."""
+    counts = np.concatenate([np.diff(piece.starts) for piece in pieces])
+    starts = np.concatenate([[0], counts.cumsum(dtype=np.int64)]).astype(np.uint32)
+    body, columns, exponents = (
+        np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("body", "columns", "exponents")
+    )
+    return Window4(body, pieces[0].base, starts, columns, exponents)
+
+
+def choose_base(words_NK: np.ndarray) -> int:
+    """What an exponent is more than its code, for the fewest escapes among about a million numbers."""
+    every = max(1, words_NK.size // SAMPLE_NUMBERS)
+    counts = np.bincount((words_NK.ravel()[::every] >> 7) & 255, minlength=256)
+    return int(np.argmax(np.convolve(counts[1:], np.ones(WINDOW, np.int64), "valid")))
+
+
+def _groups(words_RK: np.ndarray, codes_RK: np.ndarray) -> np.ndarray:
+    """Rows as bytes. Number 32 h + 16 t + 4 q + j of a group lies at 16 q + 8 h + 2 j + t: vectors bring bytes together
+    within 16, and words of 32 bits hold pairs. Codes of what lies in the second half are the high nibbles."""
+    R, K = words_RK.shape
+    rest, codes = (
+        part.reshape(R, K // GROUP, 2, 2, 4, 4).transpose(0, 1, 4, 2, 5, 3).reshape(R, K // GROUP, GROUP)
+        for part in ((words_RK >> 8 & 128 | words_RK & 127).astype(np.uint8), codes_RK)
+    )
+    nibbles = codes[:, :, : GROUP // 2] | codes[:, :, GROUP // 2 :] << 4
+    return np.concatenate([rest, nibbles], axis=2).reshape(R, -1)
+
+
+def escape_words(packed: Window4, most_escapes: int) -> np.ndarray:
+    """The companion that holds the base, the starts, columns and exponents of escapes, with room for `most_escapes`:
+    int32. What fills it up belongs to no row."""
+    missing = _padded(most_escapes) - len(packed.columns)
+    parts = (
+        np.array([packed.base], np.uint32),
+        packed.starts,
+        np.pad(packed.columns, (0, missing)).view(np.uint32),
+        np.pad(packed.exponents, (0, missing)).view(np.uint32),
+    )
+    return np.concatenate(parts).view(np.int32)
+
+
+def why_raw(dtype: str, shape: tuple[int, ...]) -> str | None:
+    """Says why a tensor is not packed; None if it may be."""
+    if dtype != "BF16":
+        return f"{dtype}, not BF16"
+    if len(shape) not in (2, 3) or 0 in shape:
+        return "no matrix"
+    if shape[-1] % GROUP:
+        return f"columns are no multiple of {GROUP}"
+    return f"more than {MOST_COLUMNS:,} columns" if shape[-1] > MOST_COLUMNS else None
+
+
+def packed_columns(num_columns: int) -> int:
+    """The bytes of a packed row."""
+    return num_columns // GROUP * GROUP_BYTES
+
+
+def escapes_beside(matrices: Sequence[Sequence[Window4]]) -> np.ndarray:
+    """Each expert's escapes have as much room as those of the one with the most."""
+    wholes = [joined(pieces) for pieces in matrices]
+    most = max(len(whole.columns) for whole in wholes)
+    return np.stack([escape_words(whole, most) for whole in wholes])
+
 
 TYPICAL_ESCAPES = 0.0005  # of published weights, as others measured them: 0.0003 to 0.0005
 
