@@ -18,8 +18,7 @@ from unittest import mock
 from runtime.closing import Closing
 from runtime.store import kv_file, reader
 from runtime.store.transfer import Answer, Chunk, PendingTransfer
-from runtime.stream import kv as kv_pages
-from runtime.stream import slots
+from runtime.stream import kv, slots
 
 
 class LateTransfer(PendingTransfer):
@@ -124,6 +123,6 @@ def files_are_read(*, is_late: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for module in (reader, kv_file):
             stack.enter_context(mock.patch.object(module, "TransferThreads", threads))
-        for module in (slots, kv_pages):
+        for module in (slots, kv):
             stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", executor))
         yield

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from runtime.measure.bandwidth import DEVICE_COPY, HOST_COPY, HOST_READ, memory_probes
-from runtime.stream.device import ComputeDevice, limit_memory
+from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
 
 COPY_BYTES, NUM_READINGS = 256 * MIB, 4
@@ -28,7 +28,7 @@ def described(link: Mapping[str, float]) -> str:
 def limit(device: ComputeDevice, num_bytes: int) -> None:
     """Limits what torch's allocator may take in this process from now on. Nothing on a CPU."""
     if device.torch_device.type == "cuda":
-        limit_memory(device.torch_device, num_bytes)
+        device.limit(num_bytes)
 
 
 def start_anew(device: ComputeDevice) -> None:

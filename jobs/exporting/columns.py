@@ -147,7 +147,7 @@ def write_csv(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO, *, 
     those that begin like a formula have a single quote in front."""
 
     def defused(texts: list[str | None]) -> list[str | None]:
-        """As OWASP advises."""
+        """Texts with the quote in front, as OWASP advises."""
         if not is_safe:
             return texts
         return [f"'{each}" if (each or "").startswith(FORMULA_STARTS) else each for each in texts]

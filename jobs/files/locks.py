@@ -1,4 +1,5 @@
-"""Leases: files by which processes, on one machine or on several, agree on who does what.
+"""Locks of directories that one process works in, and leases: files by which processes, on one machine or on several,
+agree on who does what.
 
 A lease is a file that is there whole or not at all; its holder touches it every few seconds. It is stale where the
 holder's process has ended on this machine, or where nobody has touched it for `seconds` by the clock of the one who
@@ -37,6 +38,9 @@ from .publishing import (
 )
 
 LOG = logging.getLogger(__name__)
+BEATS_PER_LEASE = 10
+MOST_BYTES = MIB  # of a lease
+SLURM_IDS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
 
 
 class RunLock:
@@ -51,49 +55,31 @@ class RunLock:
         OSError when it cannot be written."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         try:
-            self._require_own(path)
-            self._acquire(path, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
+            found = os.fstat(self._descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:  # it is written into: no other file's name
+                raise DamagedRunError(f"{path} is no file of its own but another's, under a second name: remove it")
+            try:
+                fcntl.flock(self._descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = "another process"
+                with suppress(OSError, DamagedRunError):
+                    holder = told(read_json(path))
+                raise RunInUseError(
+                    f"run directory {path.parent} is in use by {holder}. "
+                    f"Wait for that process to end or stop it; another run needs another directory (run=)"
+                ) from error
+            except OSError as error:
+                LOG.warning("%s: the file system has no locks (%s): start only one process per run", path, error)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, canonical_json({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
         except BaseException:
             self.release()
             raise
-
-    def _require_own(self, path: Path) -> None:
-        """It is written into: a second name of some other file must not be."""
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-            raise DamagedRunError(f"{path} is no file of its own but another's, under a second name: remove it")
-
-    def _acquire(self, path: Path, kind: int) -> None:
-        try:
-            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunInUseError(
-                f"run directory {path.parent} is in use by {_holder(path)}. "
-                f"Wait for that process to end or stop it; another run needs another directory (run=)"
-            ) from error
-        except OSError as error:
-            LOG.warning("%s: the file system has no locks (%s): start only one process per run", path, error)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, canonical_json({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
 
     def release(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _holder(path: Path) -> str:
-    try:
-        holder = read_json(path)
-    except (OSError, DamagedRunError):
-        return "another process"
-    return f"pid {holder.get('pid')} on host {json.dumps(holder.get('host'))}"
-
-
-LOG = logging.getLogger(__name__)
-BEATS_PER_LEASE = 10
-MOST_BYTES = MIB  # of a lease
-SLURM_IDS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
 
 
 def start_ticks_of(pid: int) -> int | None:
@@ -205,12 +191,17 @@ class Leases(Closing):
     def take(self, name: str) -> bool:
         """Whether this process now holds the lease: nobody did, or it was stale. Of several that try, one gets it.
         Raises DamagedRunError where something lies in its place that no worker has made, OutputError."""
+        path = self.path(name)
         try:
-            return self._is_free(name) and self._make(name)
+            if (found := read_lease(path)) is not None:
+                if not self._is_stale(name, found) or not _remove(path, found.data, found.touched_ns):
+                    return False
+                LOG.info("lease %s of %s is stale and taken over", name, told(found.holder))
+            return self._make(name)
         except OddFileError as error:
             raise DamagedRunError(f"{error}, where workers keep a lease: remove it, or all of them wait") from error
         except OSError as error:
-            raise output_error(self.path(name), error) from error
+            raise output_error(path, error) from error
 
     def touch(self) -> list[str]:
         """Renews what is held. Returns what is not any more: somebody found it stale, as after a long pause.
@@ -243,16 +234,6 @@ class Leases(Closing):
             self._heart.join()
         for name in list(self._held):
             self.give_back(name)
-
-    def _is_free(self, name: str) -> bool:
-        """Whether nobody holds it; takes a stale one away."""
-        path = self.path(name)
-        if (found := read_lease(path)) is None:
-            return True
-        if not self._is_stale(name, found) or not _remove(path, found.data, found.touched_ns):
-            return False
-        LOG.info("lease %s of %s is stale and taken over", name, told(found.holder))
-        return True
 
     def _make(self, name: str) -> bool:
         """A file that was taken away again, in the moment since it was made, is not held."""

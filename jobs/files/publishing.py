@@ -61,7 +61,16 @@ def publish(
             temp = Path(file.name)
             if check is not None:
                 check(temp)
-            return _commit(temp, path, exclusive=exclusive)
+            if exclusive:  # `os.rename` would silently replace another's commit; `os.link` refuses
+                try:
+                    os.link(temp, path)
+                except FileExistsError:
+                    return False
+                temp.unlink()
+            else:
+                temp.replace(path)
+            fsync_directory(path.parent)
+            return True
     except OSError as error:
         raise output_error(path, error, expected_bytes=expected_bytes) from error
 
@@ -84,20 +93,6 @@ def _temp_beside(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):  # gone after a replace; one that stays is hidden, and swept later
             temp.unlink()
         file.close()
-
-
-def _commit(temp: Path, path: Path, *, exclusive: bool) -> bool:
-    """`os.rename` would silently replace another's commit; `os.link` refuses."""
-    if exclusive:
-        try:
-            os.link(temp, path)
-        except FileExistsError:
-            return False
-        temp.unlink()
-    else:
-        temp.replace(path)
-    fsync_directory(path.parent)
-    return True
 
 
 def fsync_directory(directory: Path) -> None:
@@ -160,6 +155,11 @@ def set_aside(path: Path, folder: Path, reason: str) -> None:
 def output_error(path: Path, error: OSError, *, expected_bytes: int = 0) -> OutputError:
     """The error a user meets when `path` cannot be written: what, why, how much room there is, what to change."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    free = "free space unknown"
+    for parent in path.parents:
+        with suppress(OSError):
+            free = f"{format_bytes(shutil.disk_usage(parent).free)} free there"
+            break
     needed = f", about {format_bytes(expected_bytes)} needed" if expected_bytes else ""
     hint = "make room or choose another output directory with output_root="
     if error.errno in (errno.EPERM, errno.ENOTSUP):
@@ -169,16 +169,9 @@ def output_error(path: Path, error: OSError, *, expected_bytes: int = 0) -> Outp
     elif error.errno in LASTING_ERRNOS:
         hint = "make it a directory that can be written, or choose another one with output_root="
     return OutputError(
-        f"cannot write {path}: {error.strerror or error} ({name}); {_free_text(path)}{needed}. "
+        f"cannot write {path}: {error.strerror or error} ({name}); {free}{needed}. "
         f"Finished parts are kept; {hint}, then start the same command again."
     )
-
-
-def _free_text(path: Path) -> str:
-    for parent in path.parents:
-        with suppress(OSError):
-            return f"{format_bytes(shutil.disk_usage(parent).free)} free there"
-    return "free space unknown"
 
 
 def canonical_json(value: JsonValue) -> str:
@@ -242,17 +235,17 @@ def read_json(path: Path) -> dict[str, JsonValue]:
 
 def parse_json(data: bytes, path: Path) -> dict[str, JsonValue]:
     """The object in the bytes of `path`. Raises DamagedRunError."""
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(data.decode("utf-8"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, len(data), str(error)) from error
     if not isinstance(value, dict):
         raise _damaged(path, len(data), f"it holds a {type(value).__name__}, not an object")
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _damaged(path: Path, num_bytes: int, reason: str) -> DamagedRunError:

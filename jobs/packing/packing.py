@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from runtime.units import format_bytes
 from ..files.locks import RunLock
 from ..files.publishing import make_directory, sweep_temps
 from .config import Format, PackConfig
-from .shard import Packed, compare, pack_shard, sizes_of
-from .source import CONFIG, Source, index_of, open_source, packed_config, stamp_of
+from .shard import PackedTensor, compare, pack_shard, sizes_of
+from .source import CONFIG, PackSource, index_of, open_source, packed_config, stamp_of
 
 log = logging.getLogger(__name__)
 LOCK = ".pack.lock"
@@ -36,7 +36,7 @@ class Packing:
     folders of the original that no run reads."""
 
     out: Path
-    tensors: Sequence[Packed]
+    tensors: Sequence[PackedTensor]
     num_shards: int
     num_kept: int
     num_deleted: int
@@ -48,9 +48,16 @@ def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
     CheckpointError, OutputError; what is published then stays good."""
     out = Path(config.out or "").expanduser()
     source = open_source(Path(config.model.path or "").expanduser(), out, replace=config.replace)
-    rounding = _rounding_of(config)
+    is_lossless = config.format is Format.lossless
+    rounding = None if is_lossless else Rounding(config.format.value, config.group_size)
     if rounding is None:
-        _require_something_to_pack(source)
+        there = [source.directory / name for name in source.shards if (source.directory / name).exists()]
+        dtypes = {tensor.dtype for path in there for tensor in read_header(path).values() if len(tensor.shape) > 1}
+        if there and "BF16" not in dtypes:
+            raise CheckpointError(
+                f"model.path={source.directory}: none of its matrices are bfloat16 ({', '.join(sorted(dtypes))}): "
+                "format=lossless packs bfloat16 alone"
+            )
     elif config.replace:
         log.warning(
             "replace=true deletes the weights of %s, and format=%s keeps rounded ones: nothing can be packed otherwise "
@@ -59,43 +66,21 @@ def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
             config.format.value,
         )
     make_directory(out)
-    with closing(_Locked(out / LOCK)):
+    try:
+        lock = RunLock(out / LOCK)  # one process at a time writes a store
+    except OSError as error:
+        raise OutputError(f"{out / LOCK} cannot be written: {error.strerror or error}; choose another out=") from error
+    try:
         sweep_temps(out, is_alone=True)
         return _Packer(source, out, config, rounding, progress).run()
-
-
-def _rounding_of(config: PackConfig) -> Rounding | None:
-    """How layers and experts are rounded, if they are."""
-    return None if config.format is Format.lossless else Rounding(config.format.value, config.group_size)
-
-
-class _Locked:
-    """One process at a time writes a store."""
-
-    def __init__(self, path: Path):
-        try:
-            self._lock = RunLock(path)
-        except OSError as error:
-            raise OutputError(f"{path} cannot be written: {error.strerror or error}; choose another out=") from error
-
-    def close(self) -> None:
-        self._lock.release()
-
-
-def _require_something_to_pack(source: Source) -> None:
-    there = [source.directory / name for name in source.shards if (source.directory / name).exists()]
-    dtypes = {tensor.dtype for path in there for tensor in read_header(path).values() if len(tensor.shape) > 1}
-    if there and "BF16" not in dtypes:
-        raise CheckpointError(
-            f"model.path={source.directory}: none of its matrices are bfloat16 ({', '.join(sorted(dtypes))}): "
-            "format=lossless packs bfloat16 alone"
-        )
+    finally:
+        lock.release()
 
 
 class _Packer:
     def __init__(
         self,
-        source: Source,
+        source: PackSource,
         out: Path,
         config: PackConfig,
         rounding: Rounding | None,
@@ -107,7 +92,7 @@ class _Packer:
         self._total, self._done, self._num_kept, self._num_deleted = sum(sizes), 0, 0, 0
 
     def run(self) -> Packing:
-        tensors = list[Packed]()
+        tensors = list[PackedTensor]()
         for name in self._source.shards:
             with _memory_named(self._source.directory / name):
                 tensors += self._shard(name)
@@ -127,7 +112,7 @@ class _Packer:
             left_out=self._source.left_out,
         )
 
-    def _shard(self, name: str) -> list[Packed]:
+    def _shard(self, name: str) -> list[PackedTensor]:
         original, target = self._source.directory / name, self._out / name
         tensors = self._source.tensors(name) if original.exists() else {}
         is_verified, before = False, {tensor.name: tensor.num_bytes for tensor in tensors.values()}
@@ -137,30 +122,24 @@ class _Packer:
             self._advance(original.stat().st_size if original.exists() else 0)
             found = sizes_of(target, before)
         else:
-            begun = self._done
-            verify = self._config.verify
+            begun, is_verified = self._done, self._config.verify
             found = pack_shard(
                 original,
                 target,
                 self._stamp(original),
                 tensors=tensors,
                 rounding=self._rounding,
-                verify=verify,
+                verify=is_verified,
                 progress=self._advance,
             )
-            is_verified = verify
             self._advance(begun + original.stat().st_size - self._done)
         if self._config.replace and original.exists():
-            self._delete(original, target, is_verified=is_verified)
+            if not is_verified:
+                compare(tensors, target, str(target), self._rounding)
+            original.unlink()  # its packed form is on the disk and was compared with it just now
+            sync_directory(original.parent)
+            self._num_deleted += 1
         return found
-
-    def _delete(self, original: Path, target: Path, *, is_verified: bool) -> None:
-        """Deletes one file of the original, whose packed form is on the disk and was compared with it just now."""
-        if not is_verified:
-            compare(self._source.tensors(original.name), target, str(target), self._rounding)
-        original.unlink()
-        sync_directory(original.parent)
-        self._num_deleted += 1
 
     def _require_same(self, original: Path, target: Path, tensors: Collection[str]) -> None:
         """`tensors`: those that are read of the original, which an index decides that may have been changed since."""
@@ -218,7 +197,7 @@ def _memory_named(path: Path) -> Iterator[None]:
         ) from error
 
 
-def error_of(tensors: Sequence[Packed]) -> float | None:
+def error_of(tensors: Sequence[PackedTensor]) -> float | None:
     """What those that were rounded are off by; None if none were."""
     return error_of_squares(packed.squares for packed in tensors if packed.squares is not None)
 
@@ -227,7 +206,7 @@ def describe(packing: Packing) -> list[str]:
     """The closing table."""
     raw = [packed for packed in packing.tensors if packed.why_raw is not None]
     before, after = (sum(getattr(p, key) for p in packing.tensors) for key in ("num_bytes", "packed_bytes"))
-    reasons = dict[str, list[Packed]]()
+    reasons = dict[str, list[PackedTensor]]()
     for packed in raw:
         reasons.setdefault(str(packed.why_raw), []).append(packed)
     kept = f", {packing.num_kept} of them packed before" if packing.num_kept else ""
@@ -246,12 +225,9 @@ def describe(packing: Packing) -> list[str]:
             f"error      {error_of(rounded) or 0:.3%} of the weights' root mean square; "
             f"{error_of([worst]) or 0:.3%} at most, of {worst.name}"
         )
-    lines += [_reason(why, found) for why, found in sorted(reasons.items())]
+    for why, found in sorted(reasons.items()):
+        lines.append(f"  {len(found):,} ({sum(p.num_bytes for p in found):,} bytes): {why}, e.g. {found[0].name}")
     if packing.left_out:
         names, more = packing.left_out[:MOST_NAMES], len(packing.left_out) - MOST_NAMES
         lines.append(f"left out   {', '.join(names)}{f' and {more} more' * (more > 0)}: no run reads them")
     return lines
-
-
-def _reason(why: str, found: Sequence[Packed]) -> str:
-    return f"  {len(found):,} ({sum(p.num_bytes for p in found):,} bytes): {why}, e.g. {found[0].name}"

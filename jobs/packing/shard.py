@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -36,61 +35,9 @@ from runtime.store.writer import published
 from runtime.units import round_up
 from runtime.weights.stage_weights import TORCH_DTYPES
 
-PANEL_NUMBERS = 4 << 20
-WORDS = {"BF16": np.uint16}
-
-
-def compare(tensors: Mapping[str, TensorSlice], packed: Path, name: str, rounding: Rounding | None = None) -> None:
-    """Decodes all of `packed`, which will be called `name`; what was rounded must be the original's numbers rounded to
-    the scales that are there. Raises CheckpointError that names a tensor that differs."""
-    found = pair_companions(read_header(packed), {"quant_method": METHOD})
-    if found.keys() != tensors.keys():
-        others = ", ".join(sorted(found.keys() ^ tensors.keys())[:3])
-        raise CheckpointError(f"{name}: has other tensors than its original: {others}")
-    for each, tensor in tensors.items():
-        is_same = _is_same(tensor, found[each], rounding)
-        if not is_same:
-            raise CheckpointError(
-                f"{name}: {each!r} does not decode to the original in {tensor.file}: memory or disk is at fault. "
-                "It was not published, and nothing was deleted; start the same command again"
-            )
-
-
-def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None) -> bool:
-    if not packed.format:
-        return (tensor.dtype, tensor.shape) == (packed.dtype, packed.shape) and np.array_equal(
-            bytes_of(tensor), bytes_of(packed)
-        )
-    if tensor.shape != packed.shape:
-        return False
-    if packed.format in ROUNDED:
-        numbers = numbers_of(tensor)
-        stack = [(numbers[e], packed.expert(e)) for e in range(len(numbers))] if numbers.dim() == 3 else None
-        return rounding is not None and all(_is_rounded(rounding, *pair) for pair in stack or [(numbers, packed)])
-    words = bytes_of(tensor).view(WORDS[tensor.dtype]).reshape(tensor.shape)
-    matrices = [(words[e], packed.expert(e)) for e in range(len(words))] if words.ndim == 3 else [(words, packed)]
-    return all(_is_same_matrix(*pair) for pair in matrices)
-
-
-def _is_same_matrix(words_NK: np.ndarray, packed: TensorSlice) -> bool:
-    companions = {each.role: numbers_of(each.tensor) for each in packed.companions}
-    rows = FORMATS[packed.format].rows(Stored(packed, torch.from_numpy(bytes_of(packed)), companions))
-    height = max(1, PANEL_NUMBERS // words_NK.shape[1])
-    for first in range(0, len(words_NK), height):
-        right = words_NK[first : first + height]
-        out = torch.empty(right.shape)
-        rows.dequantize(slice(first, first + len(right)), out)
-        if not np.array_equal(out.numpy().view(np.uint32), right.astype(np.uint32) << 16):
-            return False
-    return True
-
-
-def _is_rounded(rounding: Rounding, stored_NK: torch.Tensor, packed: TensorSlice) -> bool:
-    codes_NB = torch.from_numpy(bytes_of(packed)).view(len(stored_NK), -1)
-    scales_NG = numbers_of(packed.companions[0].tensor)
-    height = max(1, PANEL_NUMBERS // stored_NK.shape[1])
-    runs = zip(stored_NK.split(height), codes_NB.split(height), scales_NG.split(height), strict=True)
-    return all(torch.equal(rounding.codes(stored.float(), scales), codes) for stored, codes, scales in runs)
+PAGE_BYTES, COPY_BYTES = 4096, 16 << 20
+PANEL_NUMBERS = 4 << 20  # decoded at once
+MOST_ENTRY_BYTES = 640  # of a tensor in a header, beside twice its name, its shape and what is said of it
 
 
 def numbers_of(tensor: TensorSlice) -> torch.Tensor:
@@ -105,12 +52,8 @@ def bytes_of(piece: TensorSlice) -> np.ndarray:
     return np.memmap(piece.file, np.uint8, "c", piece.offset, (piece.num_bytes,))
 
 
-PAGE_BYTES, COPY_BYTES = 4096, 16 << 20
-MOST_ENTRY_BYTES = 640  # of a tensor in a header, beside twice its name, its shape and what is said of it
-
-
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class PackedTensor:
     """What became of a tensor: its bytes before and after, and why it lies as it did, if it does. `squares`: of what a
     rounded one is off by, and of its own numbers, summed."""
 
@@ -130,7 +73,7 @@ class _Shard:
         self.told: dict[str, object] = {}
         file.seek(header_bytes)
 
-    def add(self, tensor: TensorSlice) -> Packed:
+    def add(self, tensor: TensorSlice) -> PackedTensor:
         """Rounds it if it is to be, or packs it without loss, or copies it where that does not pay."""
         data, begin = bytes_of(tensor), self._file.tell()
         squares, reason = self._round(tensor), None
@@ -151,7 +94,7 @@ class _Shard:
         }
         self._progress(tensor.num_bytes)
         num_bytes = self._file.tell() - begin
-        return Packed(
+        return PackedTensor(
             name=tensor.name, num_bytes=tensor.num_bytes, packed_bytes=num_bytes, why_raw=reason, squares=squares
         )
 
@@ -229,48 +172,87 @@ def pack_shard(
     rounding: Rounding | None = None,
     verify: bool,
     progress: Callable[[int], None],
-) -> list[Packed]:
+) -> list[PackedTensor]:
     """Writes `target`, which has its name only once it is whole, on the disk and, with `verify`, compared with
     `source`. `tensors`: those of the source that are packed; all without it. Raises CheckpointError where it is not the
     same, OutputError."""
     tensors = read_header(source) if tensors is None else tensors
     size = source.stat().st_size
+
+    def turn(tensor: TensorSlice) -> int:
+        """Those packed without loss first, then rounded ones: what has an odd number of bytes, or of 16 bits, would
+        have those behind it begin anywhere."""
+        if rounding is not None and rounding.why_exact(tensor.name, tensor.dtype, tensor.shape) is None:
+            return 1
+        return 0 if why_raw(tensor.dtype, tensor.shape) is None else 2
+
+    names = sum(6 * len(json.dumps(name)) + MOST_ENTRY_BYTES + 40 * len(t.shape) for name, t in tensors.items())
+    most_header_bytes = round_up(4096 + names + 12 * (size // PIECE_BYTES + 2), PAGE_BYTES)
     with published(target, size) as file:
-        shard = _Shard(file, _header_room(tensors, size), rounding, progress)
-        found = [shard.add(tensor) for tensor in sorted(tensors.values(), key=partial(_rank, rounding))]
+        shard = _Shard(file, most_header_bytes, rounding, progress)
+        found = [shard.add(tensor) for tensor in sorted(tensors.values(), key=turn)]
         shard.finish(stamp)
         if verify:
             compare(tensors, Path(file.name), str(target), rounding)
     return found
 
 
-def _rank(rounding: Rounding | None, tensor: TensorSlice) -> int:
-    """Those packed without loss first, then rounded ones: what has an odd number of bytes, or of 16 bits, would have
-    those behind it begin anywhere."""
-    if rounding is not None and rounding.why_exact(tensor.name, tensor.dtype, tensor.shape) is None:
-        return 1
-    return 0 if why_raw(tensor.dtype, tensor.shape) is None else 2
+def compare(tensors: Mapping[str, TensorSlice], packed: Path, name: str, rounding: Rounding | None = None) -> None:
+    """Decodes all of `packed`, which will be called `name`; what was rounded must be the original's numbers rounded to
+    the scales that are there. Raises CheckpointError that names a tensor that differs."""
+    found = pair_companions(read_header(packed), {"quant_method": METHOD})
+    if found.keys() != tensors.keys():
+        others = ", ".join(sorted(found.keys() ^ tensors.keys())[:3])
+        raise CheckpointError(f"{name}: has other tensors than its original: {others}")
+    for each, tensor in tensors.items():
+        if not _is_same(tensor, found[each], rounding):
+            raise CheckpointError(
+                f"{name}: {each!r} does not decode to the original in {tensor.file}: memory or disk is at fault. "
+                "It was not published, and nothing was deleted; start the same command again"
+            )
 
 
-def _header_room(tensors: Mapping[str, TensorSlice], num_bytes: int) -> int:
-    """The most that a header of these can take, in whole pages."""
-    names = sum(6 * len(json.dumps(name)) + MOST_ENTRY_BYTES + 40 * len(t.shape) for name, t in tensors.items())
-    return round_up(4096 + names + 12 * (num_bytes // PIECE_BYTES + 2), PAGE_BYTES)
+def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None) -> bool:
+    if not packed.format:
+        return (tensor.dtype, tensor.shape) == (packed.dtype, packed.shape) and np.array_equal(
+            bytes_of(tensor), bytes_of(packed)
+        )
+    if tensor.shape != packed.shape:
+        return False
+    if len(tensor.shape) == 3:
+        return all(_is_same(tensor.expert(e), packed.expert(e), rounding) for e in range(tensor.shape[0]))
+    companions = {each.role: numbers_of(each.tensor) for each in packed.companions}
+    raw, height = torch.from_numpy(bytes_of(packed)), max(1, PANEL_NUMBERS // tensor.shape[1])
+    if packed.format in ROUNDED:
+        parts = (numbers_of(tensor), raw.view(tensor.shape[0], -1), companions[SCALES])
+        panels = zip(*(part.split(height) for part in parts), strict=True)
+        return rounding is not None and all(
+            torch.equal(rounding.codes(stored.float(), scales), codes) for stored, codes, scales in panels
+        )
+    rows = FORMATS[packed.format].rows(Stored(packed, raw, companions))
+    words_NK = bytes_of(tensor).view(np.uint16).reshape(tensor.shape)
+    for first in range(0, len(words_NK), height):
+        right = words_NK[first : first + height]
+        out = torch.empty(right.shape)
+        rows.dequantize(slice(first, first + len(right)), out)
+        if not np.array_equal(out.numpy().view(np.uint32), right.astype(np.uint32) << 16):
+            return False
+    return True
 
 
-def sizes_of(path: Path, tensors: Mapping[str, int]) -> list[Packed]:
+def sizes_of(path: Path, tensors: Mapping[str, int]) -> list[PackedTensor]:
     """What became of the tensors of a shard that was packed before. `tensors`: their bytes before; read off the
     packed ones, as if of 16 bits, where the original is gone."""
     told, header = told_of(path)[0]["tensors"], pair_companions(read_header(path), {"quant_method": METHOD})
     assert isinstance(told, Mapping), "our own header"
-    found = list[Packed]()
+    found = list[PackedTensor]()
     for name, about in told.items():
         tensor = header[name]
         after = sum(part.num_bytes for part in tensor.with_companions())
         before = tensors.get(name, 2 * prod(tensor.shape) if tensor.format else after)
         squares = about.get("squares")
         found.append(
-            Packed(
+            PackedTensor(
                 name=name,
                 num_bytes=before,
                 packed_bytes=after,

@@ -1,4 +1,4 @@
-"""The model to be packed: its shards, its config, and why it may not be packed."""
+"""The model to be packed: its shards, its config, and why it may not be packed; config and index of the store."""
 
 import hashlib
 import json
@@ -31,8 +31,6 @@ from runtime.store.json_object import read_json_object
 CONFIG = "config.json"
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 16
 QUANTISED = ("quantization_config", "compression_config")
-
-
 WEIGHT_SUFFIXES = frozenset(
     {
         *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".gguf", ".h5", ".msgpack", ".npz"),
@@ -42,7 +40,7 @@ WEIGHT_SUFFIXES = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class PackSource:
     """`shards`: names of the files that a run reads weights of, also of those that are packed and deleted already.
     `weight_map`: the shard of each tensor that an index lists."""
 
@@ -80,7 +78,7 @@ class Source:
         return [name for name in names if not name.endswith(INDEX_SUFFIX) and not name.startswith(".")]
 
 
-def open_source(path: Path, out: Path, *, replace: bool) -> Source:
+def open_source(path: Path, out: Path, *, replace: bool) -> PackSource:
     """Reads what says which files there are. Raises ConfigError or CheckpointError for what cannot be packed."""
     if is_gguf(path):
         raise CheckpointError(f"model.path={path}: a GGUF file, whose numbers are quantised already; pack the original")
@@ -104,7 +102,7 @@ def open_source(path: Path, out: Path, *, replace: bool) -> Source:
             f"replace=true: {path / links[0]} is a link, as in the Hugging Face cache, whose deletion frees nothing: "
             "replace=false, or name a directory of the files themselves"
         )
-    return Source(directory=path, config=config, shards=shards, weight_map=weight_map)
+    return PackSource(directory=path, config=config, shards=shards, weight_map=weight_map)
 
 
 def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping[str, str]]:
@@ -148,7 +146,7 @@ def stamp_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def packed_config(source: Source, about: Mapping[str, object]) -> bytes:
+def packed_config(source: PackSource, about: Mapping[str, object]) -> bytes:
     """The model's config.json, which says how its weights lie, and what else there is to say `about` it."""
     values = {**source.config, "quantization_config": {"quant_method": METHOD, **about}}
     values.pop(NAMED, None)  # the store has its files under the usual names

@@ -21,7 +21,7 @@ from runtime.probing.meta import build_meta_model, untie_head
 from runtime.store.writer import DTYPE_NAMES, TensorSpec
 from runtime.synthesize.checkpoints import config_for
 from runtime.synthesize.random_weights import RandomWeights
-from runtime.weights.conversions import Conversion
+from runtime.weights.conversions import specs_of
 from runtime.weights.layout import map_weights
 
 from ..config.settings import read_yaml
@@ -47,7 +47,12 @@ def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, M
     is_packed, _ = choose_lanes(model, Lanes.auto)
     cache = measure_cache(model)
     weights = map_weights(model, _laid_out(specs))
-    parameters = {**weights.parameters, **_converted(model, weights.inexpressible)}
+    # As the file of what was converted once would hold them.
+    converted = _laid_out(specs_of(model, weights.inexpressible), file="converted")
+    parameters = {
+        **weights.parameters,
+        **{name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in converted.items()},
+    }
     parameters |= {each: replace(parameters[each], is_experts=True) for each in experts.stacks(model)}
     shape = shape_of(name, stage_model(model), parameters, cache, is_packed=is_packed)
     cache = measure_cache(_build(architecture, DType.float32))
@@ -85,18 +90,6 @@ def _laid_out(specs: Iterable[TensorSpec], file: str = "model") -> dict[str, Ten
         )
         offset += spec.num_bytes
     return tensors
-
-
-def _converted(model: PreTrainedModel, conversions: Iterable[Conversion]) -> dict[str, Parameter]:
-    """The converted parameters, as the file of what was converted once would hold them."""
-    state = model.state_dict()
-    specs = [
-        TensorSpec(name=target, dtype=conversion.dtype, shape=tuple(state[target].shape))
-        for conversion in conversions
-        for target in conversion.targets
-    ]
-    tensors = _laid_out(specs, file="converted")
-    return {name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in tensors.items()}
 
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

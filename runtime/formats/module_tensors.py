@@ -1,4 +1,6 @@
-"""The tensors that stand for the weight of one module in a checkpoint that others have quantised."""
+"""How tensors of a checkpoint become weights: those that stand for the weight of one module in what others have
+quantised, and `X_FORMAT` beside its companion in a store that `millrace pack` wrote. What a config says of quantisation
+that is not done here is refused or named, never silently left out."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,6 +16,11 @@ log = logging.getLogger(__name__)
 
 MOST_SHOWN = 400  # characters of what a config says
 UNQUANTISED = "the unquantised checkpoint; most models have one"
+ZEROS, GROUPS = "zeros", "groups"  # roles: zero points, and the group of each column
+FLOATS = ("F16", "BF16", "F32")
+METHOD = "millrace"  # `quant_method` in the store's config.json
+RELATIVE_ERROR = "relative_rms_error"  # beside it: of all weights that were rounded
+Fit = Callable[[TensorSlice, TensorSlice], TensorSlice]  # bytes and companion -> the weight
 
 
 def refuse(what: str, readable: str) -> CheckpointError:
@@ -49,10 +56,6 @@ def whole_number(values: Mapping[str, object], key: str, default: int) -> int:
     if type(found) is not int:
         raise CheckpointError(f"config.json: quantization_config.{key} is {found!r:.40}; a whole number is wanted")
     return found
-
-
-ZEROS, GROUPS = "zeros", "groups"  # roles: zero points, and the group of each column
-FLOATS = ("F16", "BF16", "F32")
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,6 @@ def group_width(num_columns: int, factors: TensorSlice, num_groups: int) -> int:
             f"{factors.file}: {factors.name!r} has {num_groups} groups, which do not divide {num_columns} columns"
         )
     return num_columns // num_groups
-
-
-METHOD = "millrace"  # `quant_method` in the store's config.json
-RELATIVE_ERROR = "relative_rms_error"  # beside it: of all weights that were rounded
-Fit = Callable[[TensorSlice, TensorSlice], TensorSlice]  # bytes and companion -> the weight
 
 
 def relative_error(quantization: Mapping[str, object]) -> float | None:

@@ -1,35 +1,25 @@
 """Every storage format by its name, and every method that configs name, as the modules in `kinds/` have them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from itertools import chain
 from pkgutil import iter_modules
-from types import ModuleType
 
 from ..errors import CheckpointError
 from ..plan.shape.shapes import TensorSlice
 from . import kinds
 from .storage_format import Loss, Method, StorageFormat
 
-
-def _modules() -> list[ModuleType]:
-    return [import_module(f"{kinds.__name__}.{module.name}") for module in iter_modules(kinds.__path__)]
-
-
-FORMATS: Mapping[str, StorageFormat] = {each.name: each for module in _modules() for each in module.FORMATS}
+MODULES = [import_module(f"{kinds.__name__}.{module.name}") for module in iter_modules(kinds.__path__)]
+FORMATS: Mapping[str, StorageFormat] = {each.name: each for module in MODULES for each in module.FORMATS}
 LOSSES: Mapping[str, Loss] = {name: each.loss for name, each in FORMATS.items()}
 
 
-def _methods() -> Mapping[str, Sequence[Method]]:
-    """Formats of one checkpoint may share a method's name: each takes the tensors that it knows."""
-    found = dict[str, list[Method]]()
-    for module in _modules():
-        for name, method in getattr(module, "METHODS", {}).items():
-            found.setdefault(name, []).append(method)
-    return found
-
-
-METHODS = _methods()
+# Formats of one checkpoint may share a method's name: each takes the tensors that it knows.
+METHODS: dict[str, list[Method]] = {}
+for _module in MODULES:
+    for _name, _method in getattr(_module, "METHODS", {}).items():
+        METHODS.setdefault(_name, []).append(_method)
 
 
 def pair_companions(

@@ -1,4 +1,8 @@
-"""Small floats whose blocks share a factor, and how a weight is paired with its factors."""
+"""Rows of small numbers that share factors: integers whose groups of columns have a zero point and a scale in common,
+and how they lie in words of 32 bits; small floats whose blocks have a factor, and how a weight is paired with its own.
+
+Shapes: N rows of K numbers, of which R are wanted; G groups of columns; W words.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +17,10 @@ from ..linear.rows import Codes, Rows
 from ..plan.shape.shapes import Companion, TensorSlice
 
 WORD_BITS = 32
+SCALES = "scales"
+FACTORS = ("F32", "F16", "BF16", "F64", "F8_E8M0", "F8_E4M3", "U8")
+WAYS = {None: FLOAT4, torch.float8_e4m3fn: SCALED_FLOAT8}  # of dtypes, None for FP4
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4's magnitudes; the highest of its four bits is the sign
 Chosen = slice | torch.Tensor  # some rows, or the rows with these numbers in that order
 Write = Callable[[Chosen, torch.Tensor], None]  # the codes of the wanted rows into (R, K) float32
 Factors = Callable[[Chosen], torch.Tensor]  # of the wanted rows: (R, G) float32, or (1, 1) for all alike
@@ -51,17 +59,13 @@ class IntegerRows:
             if self._groups is None or self._groups.dim() == 1:
                 apply_by_group(out_RK, factors(rows), self._width, apply, self._groups)
             else:
-                self._apply_by_matrix(rows, factors(rows), apply, out_RK)
-
-    def _apply_by_matrix(self, rows: Chosen, factors_RG: torch.Tensor, apply: Apply, out_RK: torch.Tensor) -> None:
-        """Applies the factors of runs of rows whose columns are in groups of their own. Rows are a run."""
-        assert self._groups is not None, "columns are in groups"
-        assert isinstance(rows, slice), "rows of several matrices are looked at in runs"
-        height = self.shape[0] // len(self._groups)
-        first, stop, _ = rows.indices(self.shape[0])
-        for matrix in range(first // height, -(-stop // height)):
-            begin, end = (min(max(row, first), stop) - first for row in (matrix * height, (matrix + 1) * height))
-            apply(out_RK[begin:end], factors_RG[begin:end].index_select(1, self._groups[matrix]))
+                # Columns of each matrix are in groups of their own.
+                assert isinstance(rows, slice), "rows of several matrices are looked at in runs"
+                factors_RG, height = factors(rows), self.shape[0] // len(self._groups)
+                first, stop, _ = rows.indices(self.shape[0])
+                for matrix in range(first // height, -(-stop // height)):
+                    begin, end = (min(max(matrix * height + of, first), stop) - first for of in (0, height))
+                    apply(out_RK[begin:end], factors_RG[begin:end].index_select(1, self._groups[matrix]))
 
 
 def apply_by_group(
@@ -100,10 +104,17 @@ def write_pairs(pairs: torch.Tensor, bytes_RB: torch.Tensor, out_RK: torch.Tenso
 
 
 @lru_cache
+def halves_of_bytes(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(256,) each: the low half of each byte, and the high one. Kept, as to bring it to a device would have the host
+    wait."""
+    byte = torch.arange(256)
+    return (byte & 15).to(device), (byte >> 4).to(device)
+
+
+@lru_cache
 def nibble_pairs(device: torch.device) -> torch.Tensor:
     """(256,): the halves of each byte, the low one first."""
-    byte = torch.arange(256)
-    return as_pairs(byte & 15, byte >> 4).to(device)
+    return as_pairs(*halves_of_bytes(device))
 
 
 def as_pairs(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -132,12 +143,6 @@ def columns_of(matrix: torch.Tensor, rows: Chosen, num_rows: int, first_row: int
         start, stop, _ = rows.indices(num_rows)
         return matrix[:, first_row + start : first_row + stop]
     return matrix[:, rows + first_row]
-
-
-SCALES = "scales"
-FACTORS = ("F32", "F16", "BF16", "F64", "F8_E8M0", "F8_E4M3", "U8")
-WAYS = {None: FLOAT4, torch.float8_e4m3fn: SCALED_FLOAT8}  # of dtypes, None for FP4
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4's magnitudes; the highest of its four bits is the sign
 
 
 class ScaledRows:
@@ -199,9 +204,9 @@ def numbers_of_bytes(dtype: torch.dtype | None, device: torch.device) -> torch.T
     torch's own conversion of FP8 on a CPU."""
     if dtype is not None:
         return torch.arange(256, dtype=torch.uint8).view(dtype).float().to(device)
-    numbers = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)])
-    pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1)
-    return pairs.view(torch.int64).flatten().to(device)
+    numbers = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)], device=device)
+    low, high = halves_of_bytes(device)
+    return as_pairs(numbers[low], numbers[high])
 
 
 def with_factors(tensor: TensorSlice, factors: TensorSlice, rows: int, columns: int) -> TensorSlice:

@@ -1,4 +1,4 @@
-"""Rows of bfloat16 packed into 12 bits (`formats/packing.py`), decoded by operators of any device or, on a CPU, by
+"""Rows of bfloat16 packed into 12 bits (`kinds/window4.py`), decoded by operators of any device or, on a CPU, by
 compiled code inside of the product.
 
 N rows of K numbers, R of them wanted; n escapes.
@@ -115,7 +115,7 @@ class Window4Rows(PackedRows):
             codes += 256 * (own // (self._num_starts - 1)).int()[:, None, None]
         exponents = self._exponents.index_select(0, codes.flatten()).view(torch.int16)  # two for each byte
         signs = signs.unflatten(-1, (2, -1)) | exponents.view(*codes.shape, 2).movedim(-1, -2)
-        places = signs.flatten(-2).unflatten(-1, (4, 2, 4, 2)).permute(0, 1, 3, 5, 2, 4)  # see `formats/packing.py`
+        places = signs.flatten(-2).unflatten(-1, (4, 2, 4, 2)).permute(0, 1, 3, 5, 2, 4)  # see `kinds/window4.py`
         out_RK.view(places.shape).copy_(places.view(torch.bfloat16))
 
     @cached_property

@@ -35,7 +35,7 @@ from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import check_packed, digest_files
 from ..store.reader import Fill
 from ..stream.device import ComputeDevice, has_bfloat16_units
-from ..weights.conversions import ZeroedRows, convert_once
+from ..weights.conversions import Conversion, convert_once, zeroing_of
 from ..weights.gguf_layout import map_gguf
 from ..weights.layout import keep_computed, map_weights, take_quantization
 from ..weights.rounding_files import RoundedTensors
@@ -358,9 +358,9 @@ def _map_bytes(
     return parameters, digests
 
 
-def _zeroed(hollow: _Hollow, parameters: Mapping[str, Parameter]) -> list[ZeroedRows]:
+def _zeroed(hollow: _Hollow, parameters: Mapping[str, Parameter]) -> list[Conversion]:
     """Matrices that transformers changes as it loads them. Raises ConfigError for one that lies in several pieces."""
-    found = list[ZeroedRows]()
+    found = list[Conversion]()
     class_name = type(hollow.model).__name__
     for name, rows in hollow.zeroed_rows.items():
         pieces = parameters[name].slices if name in parameters else ()
@@ -369,8 +369,8 @@ def _zeroed(hollow: _Hollow, parameters: Mapping[str, Parameter]) -> list[Zeroed
                 f"model.path: transformers sets rows {list(rows)} of {name!r} to zero as it loads {class_name}, which "
                 "cannot be done here as the checkpoint holds it in parts: use transformers itself"
             )
-        zeroed = ZeroedRows(target=name, source=pieces[0], rows=rows)
-        if zeroed.is_needed:
+        zeroed = zeroing_of(name, pieces[0], rows)
+        if zeroed is not None:
             log.warning(
                 "%s: transformers sets row %s of %r to zero as it loads the class, whatever the checkpoint holds, and "
                 "so does this run",

@@ -21,6 +21,18 @@ from .json_object import read_json_object
 
 log = logging.getLogger(__name__)
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CONFIG, NAMED = "config.json", "transformers_weights"  # its key that names another file or index
+INDEX_SUFFIX = ".index.json"
+ADAPTER = "adapter_config.json"
+MAX_NAME_BYTES = 255  # of a file, on Linux
+SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
+OWN_FORM = re.compile(r"(original/.*|consolidated[^/]*)\.(safetensors|pth|pt)$")  # of Mistral's and Meta's programs
+WRITE_INDEX = (
+    "import glob, json; from safetensors import safe_open; json.dump({{'metadata': {{}}, 'weight_map': {{t: f for f in "
+    "sorted(glob.glob('{pattern}')) for t in safe_open(f, 'pt').keys()}}}}, open('{index}', 'w'))"
+)
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 16
 
@@ -47,25 +59,21 @@ class Checkpoint:
             header_bytes[tensor.file] = min(tensor.offset, header_bytes.get(tensor.file, tensor.offset))
         for file in map(Path, self.files):
             try:
-                _add_samples(digest, file, header_bytes[str(file)])
+                size = file.stat().st_size
+                digest.update(f"{file.name}:{size};".encode())
+                with file.open("rb") as handle:
+                    begin = handle.read(8)
+                    # GGUF's magic number is no length. Tensors that are not read may lie behind the header.
+                    num_bytes = min(header_bytes[str(file)], 8 + int.from_bytes(begin, "little"))
+                    digest.update(begin + handle.read(num_bytes - len(begin)))
+                    for turn in range(NUM_SAMPLES):
+                        handle.seek(max(0, size - SAMPLE_BYTES) * turn // (NUM_SAMPLES - 1))
+                        digest.update(handle.read(SAMPLE_BYTES))
             except OSError as error:
                 raise read_fault(file, "reading samples of it", error) from error
         for name, file in sorted(self.contested.items()):
             digest.update(f"{name}:{Path(file).name};".encode())
         return digest.hexdigest()
-
-
-def _add_samples(digest: "hashlib._Hash", file: Path, first_offset: int) -> None:
-    """`first_offset`: of a tensor that is read. Others may lie between it and the header, which ends before."""
-    size = file.stat().st_size
-    digest.update(f"{file.name}:{size};".encode())
-    with file.open("rb") as handle:
-        begin = handle.read(8)
-        header_bytes = min(first_offset, 8 + int.from_bytes(begin, "little"))  # GGUF's magic number is no length
-        digest.update(begin + handle.read(header_bytes - len(begin)))
-        for turn in range(NUM_SAMPLES):
-            handle.seek(max(0, size - SAMPLE_BYTES) * turn // (NUM_SAMPLES - 1))
-            digest.update(handle.read(SAMPLE_BYTES))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -136,22 +144,6 @@ def listed_in(shard: Path, header: Mapping[str, TensorSlice], weight_map: Mappin
     if missing:
         raise CheckpointError(f"{shard} lacks {missing[0]!r} ({len(missing)} tensors), which the index places there")
     return {name: tensor for name, tensor in header.items() if weight_map.get(name, shard.name) == shard.name}
-
-
-log = logging.getLogger(__name__)
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-CONFIG, NAMED = "config.json", "transformers_weights"  # its key that names another file or index
-INDEX_SUFFIX = ".index.json"
-ADAPTER = "adapter_config.json"
-MAX_NAME_BYTES = 255  # of a file, on Linux
-SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
-OWN_FORM = re.compile(r"(original/.*|consolidated[^/]*)\.(safetensors|pth|pt)$")  # of Mistral's and Meta's programs
-WRITE_INDEX = (
-    "import glob, json; from safetensors import safe_open; json.dump({{'metadata': {{}}, 'weight_map': {{t: f for f in "
-    "sorted(glob.glob('{pattern}')) for t in safe_open(f, 'pt').keys()}}}}, open('{index}', 'w'))"
-)
 
 
 def find_weights(directory: Path, names: Collection[str] | None = None) -> Path | None:

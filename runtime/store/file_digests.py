@@ -1,4 +1,5 @@
-"""SHA-256 of whole files, each read once.
+"""How files are known to be what they were: SHA-256 of whole files, each read once, and CRC-32 of the pieces of a
+packed shard, of which all are checked, or a few that lie far apart.
 
 Digests are kept in the cache directory with what the file system says of the file: a bit that flips by itself under a
 kept digest changes neither size nor dates, and is seen when the kept digests are gone.
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 8 << 20
 NUM_THREADS = 4
+PIECE_BYTES = 4 << 20
+NUM_SAMPLED = 8  # pieces that every start reads: 32 MiB at most
+METADATA = "millrace"  # in a header: what is said of the original, and the sums
 SETTLED_SECONDS = (
     2.0  # a file that was written just now may be written again within one tick of the file system's clock
 )
@@ -69,7 +73,14 @@ def digest_files(
     read = _read_all(unknown, cache, should_stop, asked_by) if unknown else {}
     digests = {file: digest or read[file] for file, digest in found.items()}
     for file, digest in digests.items():
-        _compare_with_name(file, digest)
+        # The Hugging Face cache names a large file by the SHA-256 that the hub has of it.
+        blob = Path(file).resolve()
+        is_named = Path(file).is_symlink() and blob.parent.name == "blobs" and DIGEST.fullmatch(blob.name) is not None
+        if is_named and blob.name != digest:
+            raise CheckpointError(
+                f"{file}: its bytes are not those of the hub: expected sha256 {blob.name}, as its blob is named, found "
+                f"{digest}. Remove {blob} and the link, and fetch it again"
+            )
     return digests
 
 
@@ -120,17 +131,6 @@ def _stamp(file: str) -> _Stamp:
     )
 
 
-def _compare_with_name(file: str, digest: str) -> None:
-    """The Hugging Face cache names a large file by the SHA-256 that the hub has of it."""
-    blob = Path(file).resolve()
-    is_named = Path(file).is_symlink() and blob.parent.name == "blobs" and DIGEST.fullmatch(blob.name) is not None
-    if is_named and blob.name != digest:
-        raise CheckpointError(
-            f"{file}: its bytes are not those of the hub: expected sha256 {blob.name}, as its blob is named, found "
-            f"{digest}. Remove {blob} and the link, and fetch it again"
-        )
-
-
 def _find(stamp: _Stamp, cache: Path) -> str | None:
     """What cannot be read is named in a warning and counts as nothing."""
     path = stamp.kept_in(cache)
@@ -155,11 +155,6 @@ def _keep(stamp: _Stamp, digest: str, cache: Path) -> None:
         temp.replace(path)
     except OSError as error:
         log.warning("%s cannot be written, so the next start reads %s again: %s", path, stamp.path, error)
-
-
-PIECE_BYTES = 4 << 20
-NUM_SAMPLED = 8  # pieces that every start reads: 32 MiB at most
-METADATA = "millrace"  # in a header: what is said of the original, and the sums
 
 
 def sums_of(path: Path, begin: int) -> str:

@@ -5,7 +5,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Versions 2 an
 
 import mmap
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -29,7 +29,7 @@ LENGTH = struct.Struct("<Q")
 Value = int | float | bool | str
 
 
-class Block(NamedTuple):
+class GgufBlock(NamedTuple):
     """The unit of a tensor's data: `num_bytes` hold `num_numbers` of a row."""
 
     num_numbers: int
@@ -37,18 +37,19 @@ class Block(NamedTuple):
 
 
 # By ggml's number of the type: its name, and its block.
-TYPES: Mapping[int, tuple[str, Block]] = {
-    0: ("F32", Block(1, 4)), 1: ("F16", Block(1, 2)), 30: ("BF16", Block(1, 2)), 28: ("F64", Block(1, 8)),
-    24: ("I8", Block(1, 1)), 25: ("I16", Block(1, 2)), 26: ("I32", Block(1, 4)), 27: ("I64", Block(1, 8)),
-    2: ("Q4_0", Block(32, 18)), 3: ("Q4_1", Block(32, 20)), 6: ("Q5_0", Block(32, 22)), 7: ("Q5_1", Block(32, 24)),
-    8: ("Q8_0", Block(32, 34)), 10: ("Q2_K", Block(256, 84)), 11: ("Q3_K", Block(256, 110)),
-    12: ("Q4_K", Block(256, 144)), 13: ("Q5_K", Block(256, 176)), 14: ("Q6_K", Block(256, 210)),
-    16: ("IQ2_XXS", Block(256, 66)), 17: ("IQ2_XS", Block(256, 74)), 18: ("IQ3_XXS", Block(256, 98)),
-    19: ("IQ1_S", Block(256, 50)), 20: ("IQ4_NL", Block(32, 18)), 21: ("IQ3_S", Block(256, 110)),
-    22: ("IQ2_S", Block(256, 82)), 23: ("IQ4_XS", Block(256, 136)), 29: ("IQ1_M", Block(256, 56)),
-    34: ("TQ1_0", Block(256, 54)), 35: ("TQ2_0", Block(256, 66)), 39: ("MXFP4", Block(32, 17)),
+TYPES: Mapping[int, tuple[str, GgufBlock]] = {
+    0: ("F32", GgufBlock(1, 4)), 1: ("F16", GgufBlock(1, 2)), 30: ("BF16", GgufBlock(1, 2)),
+    28: ("F64", GgufBlock(1, 8)), 24: ("I8", GgufBlock(1, 1)), 25: ("I16", GgufBlock(1, 2)),
+    26: ("I32", GgufBlock(1, 4)), 27: ("I64", GgufBlock(1, 8)), 2: ("Q4_0", GgufBlock(32, 18)),
+    3: ("Q4_1", GgufBlock(32, 20)), 6: ("Q5_0", GgufBlock(32, 22)), 7: ("Q5_1", GgufBlock(32, 24)),
+    8: ("Q8_0", GgufBlock(32, 34)), 10: ("Q2_K", GgufBlock(256, 84)), 11: ("Q3_K", GgufBlock(256, 110)),
+    12: ("Q4_K", GgufBlock(256, 144)), 13: ("Q5_K", GgufBlock(256, 176)), 14: ("Q6_K", GgufBlock(256, 210)),
+    16: ("IQ2_XXS", GgufBlock(256, 66)), 17: ("IQ2_XS", GgufBlock(256, 74)), 18: ("IQ3_XXS", GgufBlock(256, 98)),
+    19: ("IQ1_S", GgufBlock(256, 50)), 20: ("IQ4_NL", GgufBlock(32, 18)), 21: ("IQ3_S", GgufBlock(256, 110)),
+    22: ("IQ2_S", GgufBlock(256, 82)), 23: ("IQ4_XS", GgufBlock(256, 136)), 29: ("IQ1_M", GgufBlock(256, 56)),
+    34: ("TQ1_0", GgufBlock(256, 54)), 35: ("TQ2_0", GgufBlock(256, 66)), 39: ("MXFP4", GgufBlock(32, 17)),
 }  # fmt: skip
-BLOCKS: Mapping[str, Block] = dict(TYPES.values())
+BLOCKS: Mapping[str, GgufBlock] = dict(TYPES.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,13 @@ class _Parser:
             key = self._string(MAX_NAME_BYTES)
             if key in metadata:
                 raise CheckpointError(f"{self._path}: holds two settings {key!r}")
-            metadata[key] = self._value(self._number("I"))
+            kind = self._number("I")
+            if kind not in (STRING, ARRAY, *SCALARS):
+                raise CheckpointError(f"{self._path}: metadata of unknown type {kind}")
+            if kind in SCALARS:
+                metadata[key] = self._scalar(SCALARS[kind])
+            else:
+                metadata[key] = self._string() if kind == STRING else self._skip_array()
         if int(metadata.get("split.count", 1)) > 1:
             raise CheckpointError(
                 f"{self._path}: one of {metadata['split.count']} parts; join them once: "
@@ -114,8 +121,22 @@ class _Parser:
             if entry.name in entries:
                 raise CheckpointError(f"{self._path}: holds two tensors {entry.name!r}")
             entries[entry.name] = entry
-        alignment = self._alignment(metadata)
-        self._require_apart(entries.values(), alignment)
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise CheckpointError(
+                f"{self._path}: general.alignment must be a power of two from 8 to {MAX_ALIGNMENT:,}, "
+                f"got {alignment!r:.40}"
+            )
+        # Each begins where the one before it ends, rounded up: no byte is shared, and none is hidden.
+        end, before = 0, "the header"
+        for tensor in sorted(entries.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
+            if tensor.offset != round_up(end, alignment):
+                what = "shares bytes with" if tensor.offset < end else "does not lie right behind"
+                raise CheckpointError(
+                    f"{self._path}: tensor {tensor.name!r} at {tensor.offset:,} {what} {before}, which ends at {end:,} "
+                    f"(general.alignment={alignment})"
+                )
+            end, before = tensor.offset + tensor.num_bytes, f"tensor {tensor.name!r}"
         start = round_up(self._at, alignment)
         tensors = {name: replace(entry, offset=start + entry.offset) for name, entry in entries.items()}
         needed = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=0)
@@ -125,26 +146,6 @@ class _Parser:
                 "fetch the file again"
             )
         return tensors
-
-    def _alignment(self, metadata: Mapping[str, Value]) -> int:
-        found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if type(found) is not int or not 8 <= found <= MAX_ALIGNMENT or found & (found - 1):
-            raise CheckpointError(
-                f"{self._path}: general.alignment must be a power of two from 8 to {MAX_ALIGNMENT:,}, got {found!r:.40}"
-            )
-        return found
-
-    def _require_apart(self, tensors: Iterable[TensorSlice], alignment: int) -> None:
-        """Each begins where the one before it ends, rounded up: no byte is shared, and none is hidden."""
-        end, before = 0, "the header"
-        for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
-            if tensor.offset != round_up(end, alignment):
-                what = "shares bytes with" if tensor.offset < end else "does not lie right behind"
-                raise CheckpointError(
-                    f"{self._path}: tensor {tensor.name!r} at {tensor.offset:,} {what} {before}, which ends at {end:,} "
-                    f"(general.alignment={alignment})"
-                )
-            end, before = tensor.offset + tensor.num_bytes, f"tensor {tensor.name!r}"
 
     def _tensor(self) -> TensorSlice:
         """Its offset counted from the start of the data, which is not known yet."""
@@ -170,15 +171,6 @@ class _Parser:
             shape=shape,
             format=dtype if block.num_numbers > 1 else "",
         )
-
-    def _value(self, kind: int) -> Value:
-        if kind == STRING:
-            return self._string()
-        if kind == ARRAY:
-            return self._skip_array()
-        if kind not in SCALARS:
-            raise CheckpointError(f"{self._path}: metadata of unknown type {kind}")
-        return self._scalar(SCALARS[kind])
 
     def _skip_array(self) -> int:
         kind, length = self._number("I"), self._number("Q")

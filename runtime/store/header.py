@@ -5,7 +5,6 @@ Format: https://github.com/huggingface/safetensors (8-byte little-endian header 
 """
 
 import json
-from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
@@ -29,6 +28,13 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
     As strict as the format's own library: tensors lie one behind the other, share no byte and leave none out. A dtype
     that was renamed to another of the same width cannot be noticed.
     """
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("the same key twice")
+        return result
+
     try:
         size = require_regular(path)
         with path.open("rb") as file:
@@ -42,12 +48,14 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
     except OSError as error:
         raise read_fault(path, "reading its header", error) from error
     try:
-        entries = json.loads(text, object_pairs_hook=_refuse_duplicates)
+        entries = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: header is not valid JSON: {error}") from error
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: header is not a JSON object")
-    _require_texts(path, entries.pop("__metadata__", None))
+    metadata = entries.pop("__metadata__", {})
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise CheckpointError(f"{path}: __metadata__ must hold texts")
     if len(entries) > MAX_TENSORS:
         raise CheckpointError(f"{path}: header lists {len(entries):,} tensors, {MAX_TENSORS:,} are the most")
     tensors = {name: _slice(path, name, entry, 8 + length) for name, entry in entries.items()}
@@ -57,36 +65,19 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
             f"{path}: {size:,} bytes on disk but its header describes {expected:,}: "
             f"{'truncated' if size < expected else 'trailing bytes'}; fetch the file again"
         )
-    _require_gapless(path, tensors.values(), 8 + length)
-    return tensors
-
-
-def _require_texts(path: Path, metadata: object) -> None:
-    is_sound = metadata is None or (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()))
-    if not is_sound:
-        raise CheckpointError(f"{path}: __metadata__ must hold texts")
-
-
-def _require_gapless(path: Path, tensors: Iterable[TensorSlice], begin: int) -> None:
-    end, before = begin, "the header"
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
+    end, before = 8 + length, "the header"
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
         if tensor.offset != end:
             what = "shares bytes with" if tensor.offset < end else "leaves a hole behind"
             raise CheckpointError(f"{path}: tensor {tensor.name!r} {what} {before}; fetch the file again")
         end, before = tensor.offset + tensor.num_bytes, f"tensor {tensor.name!r}"
+    return tensors
 
 
 def _cut(value: object) -> str:
     """A stranger's value for a message."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("the same key twice")
-    return result
 
 
 def _slice(path: Path, name: str, entry: object, data_start: int) -> TensorSlice:

@@ -23,8 +23,21 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> JsonObje
 
     Infinities are let through, which transformers writes (`time_step_limit` of Mamba-2); NaN is refused.
     """
+
+    def constant(text: str) -> float:
+        if text == "NaN":
+            raise ValueError("NaN is no value of a setting")
+        return float(text)
+
     try:
-        value = json.loads(_text(path, max_bytes), parse_constant=_refuse_nan)
+        num_bytes = require_regular(path)
+        if num_bytes > max_bytes:
+            raise CheckpointError(f"{path}: {format_bytes(num_bytes)} of JSON; {format_bytes(max_bytes)} are the most")
+        value = json.loads(path.read_bytes().decode("utf-8"), parse_constant=constant)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}{open_files_hint(error)}") from error
     except RecursionError:
         raise CheckpointError(f"{path}: nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
@@ -57,21 +70,3 @@ def is_deeper_than(value: object, limit: int) -> bool:
             return False
         level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
     return True
-
-
-def _text(path: Path, max_bytes: int) -> str:
-    try:
-        num_bytes = require_regular(path)
-        if num_bytes > max_bytes:
-            raise CheckpointError(f"{path}: {format_bytes(num_bytes)} of JSON; {format_bytes(max_bytes)} are the most")
-        return path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}{open_files_hint(error)}") from error
-
-
-def _refuse_nan(text: str) -> float:
-    if text == "NaN":
-        raise ValueError("NaN is no value of a setting")
-    return float(text)

@@ -28,6 +28,7 @@ from .transfer import ChunkTiming, PendingTransfer, TransferThreads, transfer
 log = logging.getLogger(__name__)
 
 MAX_VIEWS = 1024  # of one request: the kernel's IOV_MAX
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 NEVER_WRITTEN = -1  # no checksum
 ADVICE = "make room, name another directory by kv.directory, or lower policy.num_micro_batches or micro_batch_size"
 
@@ -51,7 +52,10 @@ class KVFile(Closing):
     ):
         self._layout, self._chunk_bytes = layout, chunk_bytes
         self.directory = directory or tempfile.gettempdir()
-        _require_room(self.directory, layout.tier_bytes)
+        room = _room(self.directory, layout.tier_bytes)
+        if layout.tier_bytes > free_bytes(self.directory):
+            raise BudgetError(f"{self.directory}: {room}: {ADVICE}")
+        log.info("%s: %s", self.directory, room)
         self._file = open_unnamed(self.directory)
         self._is_direct = direct and make_direct(self._file, self.directory)
         self._threads = TransferThreads(num_threads, "kv-file")
@@ -156,22 +160,10 @@ def _place(slot: memoryview, place: int, stride: int) -> memoryview:
     return slot[place * stride : (place + 1) * stride]
 
 
-def _require_room(directory: str, num_bytes: int) -> None:
-    room = _room(directory, num_bytes)
-    if num_bytes > free_bytes(directory):
-        raise BudgetError(f"{directory}: {room}: {ADVICE}")
-    log.info("%s: %s", directory, room)
-
-
 def _room(directory: str, num_bytes: int) -> str:
     return (
         f"keys and values need up to {format_bytes(num_bytes)} on disk, {format_bytes(free_bytes(directory))} are free"
     )
-
-
-log = logging.getLogger(__name__)
-
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def open_unnamed(directory: str, *, key: str = "kv.directory") -> BinaryIO:

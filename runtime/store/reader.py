@@ -85,8 +85,22 @@ class Reader(Closing):
         if (fill := self._made.get(path)) is not None:
             fill(offset, view)
             return ChunkTiming(begin, time.monotonic(), needed)
-        what = f"reading {needed:,} bytes at {offset:,}"
-        done = patiently(lambda: self._try(path, offset, view), path, what, self._closing.wait)
+
+        def once() -> int:
+            file = self._open(path)
+            wanted = min(len(view), file.num_bytes - offset)
+            try:
+                return transfer(os.preadv, file.descriptor, [view], offset, wanted, is_direct=file.is_direct)
+            except OSError as error:
+                if error.errno == errno.ESTALE:
+                    # A handle that a file server has forgotten is good for nothing more: the next try opens the file
+                    # again. Its descriptor stays open: another thread may be reading.
+                    with self._lock:
+                        if self._files.get(path) is file:
+                            del self._files[path]
+                raise
+
+        done = patiently(once, path, f"reading {needed:,} bytes at {offset:,}", self._closing.wait)
         file = self._open(path)
         if done < needed:
             found = os.fstat(file.descriptor).st_size
@@ -96,18 +110,6 @@ class Reader(Closing):
         if not file.is_direct:
             os.posix_fadvise(file.descriptor, offset, done, os.POSIX_FADV_DONTNEED)
         return ChunkTiming(begin, time.monotonic(), done)
-
-    def _try(self, path: str, offset: int, view: memoryview) -> int:
-        """Bytes read. A handle that a file server has forgotten is good for nothing more: the next try opens the file
-        again."""
-        file = self._open(path)
-        wanted = min(len(view), file.num_bytes - offset)
-        try:
-            return transfer(os.preadv, file.descriptor, [view], offset, wanted, is_direct=file.is_direct)
-        except OSError as error:
-            if error.errno == errno.ESTALE:
-                self._forget(path, file)
-            raise
 
     def _open(self, path: str) -> _File:
         """Raises CheckpointError where a file that was open before is not what it was."""
@@ -120,12 +122,6 @@ class Reader(Closing):
                     raise CheckpointError(f"{path}: was replaced while in use; {PUT_BACK}")
                 self._files[path] = file
             return self._files[path]
-
-    def _forget(self, path: str, file: _File) -> None:
-        """Its descriptor stays open: another thread may be reading."""
-        with self._lock:
-            if self._files.get(path) is file:
-                del self._files[path]
 
 
 def _open_file(path: str, direct: bool) -> _File:

@@ -108,21 +108,17 @@ def transfer(
 ) -> int:
     """Calls `os.preadv` or `os.pwritev` until `num_bytes` of the views have gone, or no more go. Returns how many did.
     Raises OSError."""
-    done = 0
+    left, done = list(views), 0
     while done < num_bytes:
-        count = call(descriptor, _behind(views, done), offset + done)
+        count = call(descriptor, left, offset + done)
         if is_direct and done + count < num_bytes:
             # A short direct transfer may end between blocks: go on from the last whole one.
             count = round_down(count, ALIGNMENT_BYTES)
         if count == 0:
             break
         done += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left:
+            left[0] = left[0][count:]
     return done
-
-
-def _behind(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    for index, view in enumerate(views):
-        if num_bytes < len(view):
-            return [view[num_bytes:], *views[index + 1 :]]
-        num_bytes -= len(view)
-    return []

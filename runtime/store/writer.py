@@ -191,9 +191,13 @@ def published(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
     except BaseException as error:
         with contextlib.suppress(OSError):  # the first error is the one to report
             temp.unlink()
-        if isinstance(error, OSError):
-            raise OutputError(_describe_failure(path, num_bytes, error)) from error
-        raise
+        if not isinstance(error, OSError):
+            raise
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f", {format_bytes(shutil.disk_usage(path.parent).free)} are free"
+        why = f"{error.strerror or error}; it needs {format_bytes(num_bytes)}{free}"
+        raise OutputError(f"{path} cannot be written: {why}") from error
 
 
 def sync_directory(directory: Path) -> None:
@@ -203,10 +207,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _describe_failure(path: Path, num_bytes: int, error: OSError) -> str:
-    free = ""
-    with contextlib.suppress(OSError):
-        free = f", {format_bytes(shutil.disk_usage(path.parent).free)} are free"
-    return f"{path} cannot be written: {error.strerror or error}; it needs {format_bytes(num_bytes)}{free}"

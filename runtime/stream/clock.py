@@ -1,4 +1,5 @@
-"""When work ran, in the host's monotonic seconds, also where a device runs it long after it was queued.
+"""What a stream carried, and when work ran, in the host's monotonic seconds, also where a device runs it long after it
+was queued.
 
 On a CPU work is over when the call returns, and is told of at once. An accelerator's events are read once per pass.
 """
@@ -23,7 +24,7 @@ class Reference(NamedTuple):
     seconds: float
 
 
-class Work(NamedTuple):
+class TimedWork(NamedTuple):
     begin: torch.Event
     end: torch.Event
     then: Then
@@ -44,7 +45,7 @@ class DeviceClock:
         self._spare: deque[torch.Event] = deque()  # of work that was told of
         self._reference: Reference | None = None
         self._making_reference = threading.Lock()
-        self._running: deque[Work] = deque()  # appending and popping are atomic; exchanging a list would lose work
+        self._running: deque[TimedWork] = deque()  # appending and popping are atomic; exchanging a list would lose work
 
     def begin(self, stream: torch.Stream | None = None) -> Moment:
         """Marks the moment before work is queued on `stream`, behind what it waits for. The moment is good for one
@@ -65,7 +66,7 @@ class DeviceClock:
             return
         assert self._new_event is not None, "a CPU's moments are seconds"
         assert self._reference is not None, "end before begin"
-        self._running.append(Work(begin, self._recorded(stream), then, self._reference))
+        self._running.append(TimedWork(begin, self._recorded(stream), then, self._reference))
 
     def wait(self, compute_stream: torch.Stream) -> None:
         """Waits for all that is queued there, once per pass: with timing, by an event that is a new reference."""

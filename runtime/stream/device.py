@@ -24,49 +24,44 @@ from .pinned import HUGE_PAGE_BYTES, anonymous, pinned
 from .shared_weights import SharedWeights
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+GROWING = "expandable_segments"
 
 
 def choose_device(name: str) -> torch.device:
     """The device of that name, with an index whatever the name says: each thread has a current device of its own, so
     that one without an index would be another to other threads. `auto` is the CPU where nothing else will do. Raises
     ConfigError."""
-    if name == "auto":
-        return _automatic()
     try:
-        device = torch.device(name)
+        device = None if name == "auto" else torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"machine.device={name}: not a device torch knows; use auto, cpu or cuda") from error
-    if device.type == "cpu":
+    if device is not None and device.type == "cpu":
         return device
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None:
+    if device is None:
+        lacking = None if found is None else _lacking(found)
+        if found is not None and lacking is not None:
+            log.warning("machine.device=auto: the CPU, as torch offers no %s on %s", lacking, found.type)
+        if found is None or lacking is not None:
+            return torch.device("cpu")
+        device = found
+    elif found is None:
         raise ConfigError(
             f"machine.device={name}: torch {torch.__version__} finds no accelerator here; use machine=cpu"
         )
-    if found.type != device.type:
+    elif found.type != device.type:
         raise ConfigError(f"machine.device={name}: this torch {torch.__version__} computes on {found.type} or the CPU")
-    return _numbered(name, device)
-
-
-def _automatic() -> torch.device:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None:
-        return torch.device("cpu")
-    lacking = _lacking(found)
-    if lacking is None:
-        return _numbered("auto", found)
-    log.warning("machine.device=auto: the CPU, as torch offers no %s on %s", lacking, found.type)
-    return torch.device("cpu")
-
-
-def _numbered(name: str, device: torch.device) -> torch.device:
-    lacking, count = _lacking(device), torch.accelerator.device_count()
-    if lacking is not None:
+    elif (lacking := _lacking(device)) is not None:
         raise ConfigError(
             f"machine.device={name}: torch offers no {lacking} on {device.type}, which streaming weights takes; "
             "use machine=cpu"
         )
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    index, count = device.index, torch.accelerator.device_count()
+    if index is None:
+        index = torch.accelerator.current_device_index()
     if index >= count:
         raise ConfigError(
             f"machine.device={name}: torch finds {count} of {device.type} here, {device.type}:0 to {count - 1}"
@@ -93,13 +88,6 @@ def has_bfloat16_units(device: torch.device) -> bool:
     return torch.get_device_module(device).get_device_capability(device) >= (8, 0)
 
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-GROWING = "expandable_segments"
-
-
 class DeviceMemory(NamedTuple):
     """Bytes. `unreserved`: what no process has. Of those that torch reserved, `allocated` are in tensors."""
 
@@ -110,32 +98,6 @@ class DeviceMemory(NamedTuple):
     @property
     def free_bytes(self) -> int:
         return self.unreserved + self.reserved - self.allocated
-
-
-def memory_of(device: torch.device) -> DeviceMemory:
-    return DeviceMemory(
-        unreserved=torch.get_device_module(device).mem_get_info(device)[0],
-        reserved=torch.accelerator.memory_reserved(device),
-        allocated=torch.accelerator.memory_allocated(device),
-    )
-
-
-def empty_caches() -> None:
-    """Gives back what no tensor is in."""
-    torch.accelerator.empty_cache()
-    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # not before torch 2.12
-    if empty_host_cache is not None:
-        empty_host_cache()
-    elif torch.cuda.is_available():
-        torch._C._host_emptyCache()
-
-
-def limit_memory(device: torch.device, num_bytes: int | None) -> None:
-    """Limits what torch's allocator may hold in this process, in bytes; None lifts the limit. Beyond it torch is out of
-    memory."""
-    module = torch.get_device_module(device)
-    share = 1.0 if num_bytes is None else min(1.0, num_bytes / module.mem_get_info(device)[1])
-    module.set_per_process_memory_fraction(share, device)
 
 
 def let_segments_grow(device: torch.device) -> None:
@@ -374,21 +336,34 @@ class ComputeDevice:
 
     def memory(self) -> DeviceMemory:
         assert self.is_accelerator, "a CPU's memory is the host's"
-        return memory_of(self.torch_device)
+        return DeviceMemory(
+            unreserved=torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)[0],
+            reserved=torch.accelerator.memory_reserved(self.torch_device),
+            allocated=torch.accelerator.memory_allocated(self.torch_device),
+        )
 
     def free_bytes(self) -> int:
         """Device memory that nobody uses; what torch keeps for later is that."""
         return self.memory().free_bytes
 
     def limit(self, num_bytes: int | None) -> None:
-        """Limits what torch's allocator may hold in this process from now on, in bytes; None lifts the limit."""
+        """Limits what torch's allocator may hold in this process from now on, in bytes; None lifts the limit. Beyond it
+        torch is out of memory."""
         if self.is_accelerator:
-            limit_memory(self.torch_device, num_bytes)
+            module = torch.get_device_module(self.torch_device)
+            share = 1.0 if num_bytes is None else min(1.0, num_bytes / module.mem_get_info(self.torch_device)[1])
+            module.set_per_process_memory_fraction(share, self.torch_device)
 
     def give_back(self) -> None:
         """What torch keeps for later, pinned host memory too: the system counts it as taken. Waits for the device."""
-        if self.is_accelerator:
-            empty_caches()
+        if not self.is_accelerator:
+            return
+        torch.accelerator.empty_cache()
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # not before torch 2.12
+        if empty_host_cache is not None:
+            empty_host_cache()
+        elif torch.cuda.is_available():
+            torch._C._host_emptyCache()
 
     def peak_reserved_bytes(self) -> int:
         """Most that torch's allocator held since the start of the process, in tensors or not; 0 on a CPU."""

@@ -1,5 +1,5 @@
 """Who fills the memory that compute finds its weights in: this process alone, or all ranks together, each with its
-share of every page, straight into memory that all of them see.
+share of every page, straight into memory that all of them see or by one collective for a page.
 
 A page is whole once all shares have arrived, and its slot may be filled again once all ranks have freed it. Each rank
 counts both in cells that the others look at; the order in which slots are taken is that of the schedule, so that the
@@ -12,8 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from ..store.transfer import ChunkTiming, PendingTransfer
 from .device import ComputeDevice
 from .pinned import Pinnable, pin
 
+LOOK_SECONDS = 0.02  # between two looks for a stop, or for one that has ended
 POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks at the cells; looks between two at the other processes
 
 
@@ -85,12 +85,11 @@ class OwnFilling(Filling):
 
     def staying(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
         """Reads it, or waits for the one of several workers that does."""
-        return self._device.host_weights(extents, num_bytes, partial(read_whole, self._reader, extents))
 
+        def read(buffer: torch.Tensor) -> None:
+            self.fill(number, extents, buffer).wait()
 
-def read_whole(reader: Reader, extents: Sequence[Extent], buffer: torch.Tensor) -> None:
-    """Reads extents into their places, and waits for them."""
-    reader.submit(extents, buffer.numpy().data).wait()
+        return self._device.host_weights(extents, num_bytes, read)
 
 
 class SharedFilling(Filling):
@@ -125,10 +124,20 @@ class SharedFilling(Filling):
 
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> "SharedTransfer":
         self._num_begun[number] += 1
+        count, num_freed = self._num_begun[number], self._num_freed[number]
         share = share_of(extents, self._rank, self._size)
-        begun = self._reading.submit(self._read, number, self._num_freed[number], share, buffer)
-        told = self._telling.submit(self._tell, begun, number, self._num_begun[number])
-        return SharedTransfer(self, told, number, self._num_begun[number])
+
+        def read() -> PendingTransfer:
+            self._wait(self._freed, number, num_freed)
+            return self._reader.submit(share, buffer.numpy().data)
+
+        def tell(begun: Future[PendingTransfer]) -> PendingTransfer:
+            transfer = begun.result()
+            transfer.wait()
+            self._arrived[self._rank, number] = count
+            return transfer
+
+        return SharedTransfer(self, self._telling.submit(tell, self._reading.submit(read)), number, count)
 
     def free(self, number: int) -> None:
         self._num_freed[number] += 1
@@ -141,16 +150,6 @@ class SharedFilling(Filling):
     def wait_whole(self, number: int, count: int) -> None:
         """Raises PeerEnded, or Interrupted, where they may never arrive."""
         self._wait(self._arrived, number, count)
-
-    def _read(self, number: int, num_freed: int, share: Sequence[Extent], buffer: torch.Tensor) -> PendingTransfer:
-        self._wait(self._freed, number, num_freed)
-        return self._reader.submit(share, buffer.numpy().data)
-
-    def _tell(self, begun: Future[PendingTransfer], number: int, count: int) -> PendingTransfer:
-        transfer = begun.result()
-        transfer.wait()
-        self._arrived[self._rank, number] = count
-        return transfer
 
     def _wait(self, cells: NDArray[np.int64], number: int, count: int) -> None:
         num_looks = 0
@@ -183,19 +182,13 @@ class SharedTransfer:
         return self._told.result().timing
 
 
-LOOK_SECONDS = 0.02  # between two looks for a stop, or for one that has ended
-
-
-class Gathered(NamedTuple):
-    """A page that is there: what this rank has read of it, and when it was gathered, by `time.monotonic()`."""
-
-    reading: PendingTransfer
-    begin: float
-    end: float
-
-
 class GatheredFilling(Filling):
-    """Reads of all ranks, wherever they are."""
+    """Reads of all ranks, wherever they are, each its share of every page, into memory of this process.
+
+    Shares are of one size, in whole blocks; the few blocks that do not divide by the ranks each of them reads itself. A
+    slot is this process' own, so it may be filled again once compute here has left it. A thread of its own comes to
+    the collectives, in the order in which pages are asked for, which is the schedule's and so the same everywhere.
+    """
 
     def __init__(self, collectives: Collectives, device: ComputeDevice, reader: Reader):
         self._collectives, self._device, self._reader = collectives, device, reader
@@ -216,7 +209,7 @@ class GatheredFilling(Filling):
         reading = self._reader.submit(own, buffer.numpy().data)
         return GatheredTransfer(self._collectives, self._thread.submit(self._gather, reading, buffer[begin:end]))
 
-    def _gather(self, reading: PendingTransfer, pieces: torch.Tensor) -> Gathered:
+    def _gather(self, reading: PendingTransfer, pieces: torch.Tensor) -> tuple[ChunkTiming, ChunkTiming]:
         try:
             reading.wait()
         except BaseException:
@@ -225,13 +218,13 @@ class GatheredFilling(Filling):
         begin = time.monotonic()
         if len(pieces):
             self._collectives.gather(pieces)
-        return Gathered(reading, begin, time.monotonic())
+        return reading.timing, ChunkTiming(begin, time.monotonic(), pieces.nbytes)
 
 
 class GatheredTransfer:
     """A page on its way, of which each rank reads a share; `timing` is of this one's."""
 
-    def __init__(self, collectives: Collectives, told: Future[Gathered]):
+    def __init__(self, collectives: Collectives, told: Future[tuple[ChunkTiming, ChunkTiming]]):
         self._ranks, self._told = collectives.ranks, told
 
     @property
@@ -246,24 +239,18 @@ class GatheredTransfer:
 
     @property
     def timing(self) -> ChunkTiming:
-        return self._told.result().reading.timing
+        return self._told.result()[0]
 
     @property
-    def gathered(self) -> Gathered:
-        """The page, once it was waited for."""
-        return self._told.result()
+    def gathered(self) -> ChunkTiming:
+        """When the page was gathered, once it was waited for."""
+        return self._told.result()[1]
 
 
 Together: TypeAlias = SharedMemory | Collectives | Gathering
 
 
-def filling_of(
-    together: Together | None,
-    device: ComputeDevice,
-    reader: Reader,
-    *,
-    count: int,
-) -> Filling:
+def filling_of(together: Together | None, device: ComputeDevice, reader: Reader, *, count: int) -> Filling:
     """Who fills memory of `count` numbers. None, or a part of the model: this process reads alone."""
     if together is None or isinstance(together, Gathering):
         return OwnFilling(device, reader)

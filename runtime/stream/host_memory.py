@@ -46,7 +46,14 @@ VERSION_2 = _Version(
 
 def bytes_within_limits(proc: Path = PROC) -> int | None:
     """How many more bytes this process can take before the strictest of its limits; None where there is none."""
-    left = [bytes_left for version in (VERSION_1, VERSION_2) for bytes_left in _left(version, proc)]
+    left = list[int]()
+    groups = [(version, group) for version in (VERSION_1, VERSION_2) for group in _groups(version, proc)]
+    for version, group in groups:
+        used = _number(group / version.usage)
+        if used is not None:
+            statistics = dict(line.split()[:2] for line in _lines(group / "memory.stat"))
+            needed = used - int(statistics.get(version.reclaimable, 0))
+            left += [max(0, limit - needed) for limit in _limits(version, group)]
     return min(left, default=None)
 
 
@@ -56,22 +63,16 @@ def strictest_limit(proc: Path = PROC) -> int | None:
     return min((limit for version, group in groups for limit in _limits(version, group)), default=None)
 
 
-def _left(version: _Version, proc: Path) -> Iterator[int]:
-    for group in _groups(version, proc):
-        used = _number(group / version.usage)
-        if used is None:
-            continue
-        needed = used - _statistic(group / "memory.stat", version.reclaimable)
-        yield from (max(0, limit - needed) for limit in _limits(version, group))
-
-
 def _limits(version: _Version, group: Path) -> Iterator[int]:
     return (limit for name in version.limits if (limit := _number(group / name)) is not None)
 
 
 def _groups(version: _Version, proc: Path) -> Iterator[Path]:
     """The folders of this process's own group and of those above it, as far as they are mounted."""
-    own, mount = _own_group(version, proc), _mount(version, proc)
+    # Lines are `number:controllers:path`; version 2's has the number 0 and no controllers.
+    lines = (line.split(":", 2) for line in _lines(proc / "cgroup"))
+    own = next((PurePosixPath(path) for _, names, path in lines if version.controllers in names.split(",")), None)
+    mount = _mount(version, proc)
     if own is None or mount is None:
         return
     root, mounted_at = mount
@@ -79,15 +80,6 @@ def _groups(version: _Version, proc: Path) -> Iterator[Path]:
     group = mounted_at / inside
     yield group
     yield from group.parents[: len(inside.parts)]
-
-
-def _own_group(version: _Version, proc: Path) -> PurePosixPath | None:
-    """Lines are `number:controllers:path`; version 2's has the number 0 and no controllers."""
-    for line in _lines(proc / "cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if version.controllers in controllers.split(","):
-            return PurePosixPath(path)
-    return None
 
 
 def _mount(version: _Version, proc: Path) -> tuple[PurePosixPath, Path] | None:
@@ -110,11 +102,6 @@ def _number(path: Path) -> int | None:
     """The number in a file of a control group; None for `max`, and for a file that is not there or must not be read."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
-
-
-def _statistic(path: Path, name: str) -> int:
-    found = [line.split()[1] for line in _lines(path) if line.split()[0] == name]
-    return int(found[0]) if found else 0
 
 
 def _lines(path: Path) -> list[str]:

@@ -1,5 +1,10 @@
 """Carries keys and values of travelling layers from their tier to compute and back, as the schedule's fetch and store
 actions say. Bytes only: what a page holds is the cache's business.
+
+From pinned host memory runs of pages are copied, each way on a stream of its own: all of it is queued on the device,
+and the host waits for nothing; without a device copies are done at once. From disk they are read and written in the
+background by one thread each way, which keeps the order of fetches and that of stores; the file's own threads do the
+reading and writing.
 """
 
 import time
@@ -55,7 +60,7 @@ class KVSlot:
         return left is not None and left.layer == layer and not left.pages.isdisjoint(pages)
 
 
-class Run(NamedTuple):
+class PageRun(NamedTuple):
     """Pages that are neighbours both in the tier and in the slot."""
 
     page: int
@@ -124,7 +129,7 @@ class PinnedPages:
             if stream is not None:
                 stream.synchronize()
 
-    def _at(self, layer: int, run: Run) -> torch.Tensor:
+    def _at(self, layer: int, run: PageRun) -> torch.Tensor:
         stride, most = self._layout.stride_bytes(layer), self._most(layer)
         begin = run.page % most * stride
         return self._segments[layer][run.page // most][begin : begin + run.num_pages * stride]
@@ -134,7 +139,7 @@ class PinnedPages:
         return self._layout.segment_pages(layer)[0]
 
 
-def runs_of(pages: np.ndarray, places: np.ndarray, most: int) -> list[Run]:
+def runs_of(pages: np.ndarray, places: np.ndarray, most: int) -> list[PageRun]:
     """The runs of pages at these places, in ascending order. No run goes beyond a segment of `most` pages."""
     if not len(pages):
         return []
@@ -143,7 +148,9 @@ def runs_of(pages: np.ndarray, places: np.ndarray, most: int) -> list[Run]:
     begins = (np.diff(pages) != 1) | (np.diff(places) != 1) | (pages[1:] % most == 0)
     firsts = np.flatnonzero(np.concatenate([[True], begins]))
     sizes = np.diff(firsts, append=len(pages))
-    return [Run(*each) for each in zip(pages[firsts].tolist(), places[firsts].tolist(), sizes.tolist(), strict=True)]
+    return [
+        PageRun(*each) for each in zip(pages[firsts].tolist(), places[firsts].tolist(), sizes.tolist(), strict=True)
+    ]
 
 
 class DiskPages:
@@ -211,14 +218,6 @@ class DiskPages:
         return pending
 
 
-@dataclass(frozen=True)
-class Held:
-    """A slot that has one lane's pages of one layer, in this order."""
-
-    slot: KVSlot
-    pages: tuple[int, ...]
-
-
 class KVStream:
     """One per run; a context manager. Only the engine's thread calls it. `file` is there for the tier `nvme` alone.
 
@@ -240,15 +239,15 @@ class KVStream:
         self._first_stage, self._trace = first_stage, trace  # what decoder layer 0 is called in counters and spans
         told = self._copied
         self._tier = PinnedPages(layout, device, told) if file is None else DiskPages(layout, device, file, told)
-        self._slots = [self._new_slot() for _ in range(layout.num_slots)]
+        self._slots = list[KVSlot]()
+        for _ in range(layout.num_slots):
+            buffer = staging = device.compute_buffer(layout.slot_bytes)
+            if device.is_accelerator and layout.tier is KVTier.nvme:
+                staging = device.host_buffer(layout.slot_bytes)
+            self._slots.append(KVSlot(buffer, staging, device))
         self._free_slots = list(self._slots)
-        self._held: dict[tuple[int, int], Held] = {}  # (layer, lane)
+        self._held: dict[tuple[int, int], tuple[KVSlot, tuple[int, ...]]] = {}  # (layer, lane) -> slot and its pages
         self._counters = StreamCounters()
-
-    def _new_slot(self) -> KVSlot:
-        buffer = self._device.compute_buffer(self._layout.slot_bytes)
-        is_staged = self._device.is_accelerator and self._layout.tier is KVTier.nvme
-        return KVSlot(buffer, self._device.host_buffer(self._layout.slot_bytes) if is_staged else buffer, self._device)
 
     def __enter__(self) -> "KVStream":
         return self
@@ -277,31 +276,30 @@ class KVStream:
         slot = self._free_slots.pop(0)
         behind = [other for other in self._slots if other is slot or other.is_carrying(layer, pages)]
         self._counters.bytes_copied += self._tier.fetch(slot, layer, tuple(pages), behind)
-        self._held[layer, lane] = Held(slot, tuple(pages))
+        self._held[layer, lane] = slot, tuple(pages)
 
     def acquire(self, layer: int, lane: int) -> torch.Tensor:
         """The pages, uint8 (len(pages), page_bytes) in compute memory, for compute that is queued from now on. Valid
         until `store`. Waits for a disk; rows may lie further apart than they are long."""
         self._collect_written()
-        held = self._held[layer, lane]
-        if held.slot.arriving is not None:
-            self._counters.count_ask(held.slot.arriving.done() and held.slot.arriving.result().is_done)
-        self._settle(held.slot, layer)
-        self._device.compute_waits_for(held.slot.ready)
+        slot, pages = self._held[layer, lane]
+        if slot.arriving is not None:
+            self._counters.count_ask(slot.arriving.done() and slot.arriving.result().is_done)
+        self._settle(slot, layer)
+        self._device.compute_waits_for(slot.ready)
         stride = self._layout.stride_bytes(layer)
-        rows = held.slot.buffer[: len(held.pages) * stride].view(-1, stride)
+        rows = slot.buffer[: len(pages) * stride].view(-1, stride)
         return rows[:, : self._layout.page_bytes[layer]]
 
     def store(self, layer: int, lane: int, changed: Sequence[int]) -> None:
         """Begins to carry back the pages at these places of those that were fetched; none of them may be. The slot is
         free for another fetch, which waits until they have left."""
-        held = self._held.pop((layer, lane))
-        slot = held.slot
+        slot, pages = self._held.pop((layer, lane))
         self._settle(slot, layer)
         self._collect_written()
         slot.free.record(self._device.compute_stream())
         if changed:
-            places = {held.pages[place]: place for place in changed}
+            places = {pages[place]: place for place in changed}
             self._counters.bytes_returned += self._tier.store(slot, layer, places)
         self._free_slots.append(slot)
 
@@ -317,8 +315,8 @@ class KVStream:
 
     def sync(self) -> None:
         """Waits for a disk's reads and writes that have begun, and has compute wait for copies."""
-        for (layer, _), held in self._held.items():
-            self._settle(held.slot, layer)
+        for (layer, _), (slot, _) in self._held.items():
+            self._settle(slot, layer)
         for slot in self._slots:
             self._device.compute_waits_for(slot.ready)
             self._device.compute_waits_for(slot.free)

@@ -26,7 +26,11 @@ def pinned(num_bytes: int, *, is_aligned: bool) -> torch.Tensor:
     memory: the device's own error does not, and a system may pin less than it has (WSL 2: half)."""
     try:
         if num_bytes >= REGISTERED_BYTES and torch.cuda.is_available():
-            return _registered(round_up(num_bytes, ALIGNMENT_BYTES))[:num_bytes]
+            size = round_up(num_bytes, ALIGNMENT_BYTES)
+            memory = _mapped(Pinnable, size, huge=size >= HUGE_PAGE_BYTES)
+            tensor = torch.frombuffer(memory, dtype=torch.uint8)
+            _register(memory, tensor)
+            return tensor[:num_bytes]
         if not is_aligned:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         buffer = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -70,15 +74,8 @@ class Pinnable(mmap.mmap):
             registrar.cudaHostUnregister(address)
 
 
-def _registered(num_bytes: int) -> torch.Tensor:
-    """Raises RuntimeError where the driver cannot lock so many bytes."""
-    memory = _mapped(Pinnable, num_bytes, huge=num_bytes >= HUGE_PAGE_BYTES)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    _register(memory, tensor)
-    return tensor
-
-
 def _register(memory: Pinnable, tensor: torch.Tensor) -> None:
+    """Raises RuntimeError where the driver cannot lock so many bytes."""
     registrar, address = driver(), tensor.data_ptr()
     code = int(registrar.cudaHostRegister(address, tensor.nbytes, PORTABLE))
     if code:

@@ -14,8 +14,8 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -70,7 +70,9 @@ class SharedWeights(Closing):
         them, or as `fill` does. Waits for another that is about it. Nobody may write into it. Raises what `fill`
         raises, OSError, and MemoryError where it cannot be pinned."""
         with self._mutex:
-            piece = self._piece(_key(extents, num_bytes), num_bytes)
+            # What tells pieces of one model apart; those who share have one model.
+            key = hashlib.sha256(repr((num_bytes, *extents)).encode()).digest()
+            piece = self._piece(key, num_bytes)
             memory = _Mapped(self._descriptor, piece.num_bytes, offset=piece.offset)
             if piece.num_bytes >= HUGE_PAGE_BYTES:
                 with suppress(OSError):  # a kernel without huge pages in shared memory
@@ -102,7 +104,8 @@ class SharedWeights(Closing):
     def _piece(self, key: bytes, num_bytes: int) -> _Piece:
         """The piece of this key, with a place in the memory if it had none."""
         size = round_up(max(num_bytes, 1), mmap.PAGESIZE)
-        with self._locked_table():
+        self._lock(fcntl.F_WRLCK, 0)
+        try:
             table = os.pread(self._descriptor, TABLE_BYTES, 0)
             (count,), end = COUNT.unpack_from(table), TABLE_BYTES
             for place in range(COUNT.size, COUNT.size + count * PIECE.size, PIECE.size):
@@ -117,6 +120,8 @@ class SharedWeights(Closing):
             os.pwrite(self._descriptor, PIECE.pack(key, end, size, 0), place)
             os.pwrite(self._descriptor, COUNT.pack(count + 1), 0)  # last: whoever is killed has changed nothing before
             return _Piece(place, end, size)
+        finally:
+            self._lock(fcntl.F_UNLCK, 0)
 
     def _is_full(self, piece: _Piece) -> bool:
         return bool(PIECE.unpack(os.pread(self._descriptor, PIECE.size, piece.place))[3])
@@ -142,14 +147,6 @@ class SharedWeights(Closing):
             os.close(self._descriptor)
             self._descriptor = -1
 
-    @contextmanager
-    def _locked_table(self) -> Iterator[None]:
-        self._lock(fcntl.F_WRLCK, 0)
-        try:
-            yield
-        finally:
-            self._lock(fcntl.F_UNLCK, 0)
-
     def _lock(self, kind: int, offset: int, *, waits: bool = True) -> None:
         """Takes, changes or gives back the lock of one byte, which stands for a piece, or at 0 for the table."""
         how = fcntl.F_OFD_SETLKW if waits else fcntl.F_OFD_SETLK
@@ -165,8 +162,3 @@ class _Mapped(Pinnable):
         super().__del__()
         if self.let_go is not None and not sys.is_finalizing():  # then locks go with the process
             self.let_go(self)
-
-
-def _key(extents: Sequence[Extent], num_bytes: int) -> bytes:
-    """What tells pieces of one model apart; those who share have one model."""
-    return hashlib.sha256(repr((num_bytes, *extents)).encode()).digest()

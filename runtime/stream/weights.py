@@ -5,11 +5,10 @@ part. A stage is handed out as its bytes: a uint8 buffer and the layout that say
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import count
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
@@ -18,9 +17,7 @@ from ..plan.placement.placement import Placement
 from ..plan.shape.extents import (
     HOST_PIECE_BYTES,
     LOADING_BYTES,
-    DeviceLayout,
     Move,
-    SlotLayout,
     device_layout,
     group_layout,
     resident_groups,
@@ -81,7 +78,9 @@ class WeightStream:
 
     def __enter__(self) -> "WeightStream":
         self._load_resident()
-        self._load_host_tier()
+        for stage in sorted(self._placement.walk.in_host - self._held.in_host.keys()):
+            layout = self._layout(stage)
+            self._held.in_host[stage] = self._filling.staying(next(self._once), layout.extents, layout.num_bytes)
         return self
 
     def __exit__(
@@ -125,10 +124,11 @@ class WeightStream:
         begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
         staging = None if stage in self._placement.walk.in_host else self._staging
         source = self._held.in_host[stage] if staging is None else staging.buffer(stage)
+        # In pieces, between which a small copy that is urgent finds its way on a card with one engine for copies.
         parts = [
-            _part(piece, move, slot.buffer)
-            for piece in _cut(_pieces(source), begin, end)
-            for move in self._moves(stage, piece.begin, piece.end)
+            _part(0, source, move, slot.buffer)
+            for first in range(begin // HOST_PIECE_BYTES * HOST_PIECE_BYTES, end, HOST_PIECE_BYTES)
+            for move in self._moves(stage, max(first, begin), min(first + HOST_PIECE_BYTES, end))
         ]
         is_last = page in (None, self._num_pages - 1)
         queue = partial(self._queue, stage, page or 0, slot, parts, is_last)
@@ -142,11 +142,20 @@ class WeightStream:
         """The stage's bytes, in compute memory, ready for compute that is queued from now on."""
         if stage in self._resident:
             return self._resident[stage]
-        slot = self._present[stage]
+        slot, copies = self._present[stage], self._placement.walk.copies
         if slot.is_fresh:
+            # Before the first lane enters: on a CPU the host waits for the read, on an accelerator until the copy has
+            # been queued, and compute for the copy.
             slot.is_fresh = False
-            self._await(stage, slot)
-        placed = self._moved(stage) if self._placement.walk.copies else self._layout(stage)
+            if not copies:
+                self._counters.count_ask(all(read.is_done for read in slot.reads.values()))
+            self._settle(stage, slot)
+            if copies:
+                stream = self._device.compute_stream()
+                begin = self._device.clock.begin(stream)
+                self._device.compute_waits_for(slot.ready)
+                self._device.clock.end(begin, partial(self._awaited, stage), stream)
+        placed = self._moved(stage) if copies else self._layout(stage)
         return StageBytes(slot.buffer, placed.tensor_offsets, id(slot))
 
     def in_host(self, stage: int) -> StageBytes:
@@ -199,19 +208,6 @@ class WeightStream:
         if is_last:
             slot.ready.record(self._device.copy_stream)
 
-    def _await(self, stage: int, slot: Slot) -> None:
-        """Waits before the first lane enters: on a CPU the host waits for the read, on an accelerator until the copy
-        has been queued, and compute for the copy."""
-        if not self._placement.walk.copies:
-            self._counters.count_ask(all(read.is_done for read in slot.reads.values()))
-            self._settle(stage, slot)
-            return
-        self._settle(stage, slot)
-        stream = self._device.compute_stream()
-        begin = self._device.clock.begin(stream)
-        self._device.compute_waits_for(slot.ready)
-        self._device.clock.end(begin, partial(self._awaited, stage), stream)
-
     def _settle(self, stage: int, slot: Slot) -> None:
         """Waits for the slot's reads, and counts them."""
         for page in list(slot.reads):
@@ -224,8 +220,8 @@ class WeightStream:
         self._counters.reads[self._index(stage)] += timing.end - timing.begin
         self._span(Resource.disk, "read", stage, page, timing.begin, timing.end)
         if isinstance(read, GatheredTransfer):
-            _, begin, end = read.gathered
-            self._span(Resource.host_to_device, "gather", stage, page, begin, end)
+            gathered = read.gathered
+            self._span(Resource.host_to_device, "gather", stage, page, gathered.begin, gathered.end)
 
     def _wait(self, stage: int, read: Transfer) -> None:
         begin = time.monotonic()
@@ -255,63 +251,27 @@ class WeightStream:
         missing = {key: group_layout(group) for key, group in groups.items() if key not in self._held.resident}
         largest = max((layout.num_bytes for layout in missing.values()), default=0)
         is_staged = self._device.is_accelerator and bool(missing)
-        staging = _Loading(next(self._once), self._filling.buffer(min(largest, LOADING_BYTES))) if is_staged else None
+        # Host memory that what stays on a device passes through.
+        number, staging = (
+            (next(self._once), self._filling.buffer(min(largest, LOADING_BYTES))) if is_staged else (0, None)
+        )
         for key, layout in missing.items():
             if staging is None:
                 placed, buffer = layout, self._filling.staying(next(self._once), layout.extents, layout.num_bytes)
             else:
                 buffer = self._device.compute_buffer(layout.num_bytes)
                 placed = device_layout(groups[key], layout)
-                self._load_through(staging, layout, placed, buffer)
+                for window in layout.windows(len(staging)):
+                    self._filling.fill(number, window.extents, staging).wait()
+                    for move in placed.within(window.begin, window.end):
+                        source, target = _part(window.begin, staging, move, buffer)
+                        target.copy_(source)
+                    self._filling.free(number)
             self._held.resident[key] = StageBytes(buffer, placed.tensor_offsets, id(buffer))
         self._resident = {stage: self._held.resident[key] for key in groups for stage in key}
 
-    def _load_through(
-        self, loading: "_Loading", layout: SlotLayout, placed: DeviceLayout, buffer: torch.Tensor
-    ) -> None:
-        for window in layout.windows(len(loading.buffer)):
-            self._filling.fill(loading.number, window.extents, loading.buffer).wait()
-            piece = HostPiece(window.begin, window.end, loading.buffer)
-            for move in placed.within(window.begin, window.end):
-                source, target = _part(piece, move, buffer)
-                target.copy_(source)
-            self._filling.free(loading.number)
 
-    def _load_host_tier(self) -> None:
-        for stage in sorted(self._placement.walk.in_host - self._held.in_host.keys()):
-            layout = self._layout(stage)
-            self._held.in_host[stage] = self._filling.staying(next(self._once), layout.extents, layout.num_bytes)
-
-
-class _Loading(NamedTuple):
-    """Host memory that what stays on a device passes through."""
-
-    number: int
-    buffer: torch.Tensor
-
-
-class HostPiece(NamedTuple):
-    """Bytes [begin, end) of a stage, in pinned memory."""
-
-    begin: int
-    end: int
-    buffer: torch.Tensor
-
-
-def _part(piece: HostPiece, move: Move, target: torch.Tensor) -> Part:
-    first = move.begin - piece.begin
-    return Part(piece.buffer[first : first + move.num_bytes], target[move.target : move.target + move.num_bytes])
-
-
-def _pieces(buffer: torch.Tensor) -> list[HostPiece]:
-    """Between which a small copy that is urgent finds its way on a card with one engine for copies."""
-    parts = zip(range(0, len(buffer), HOST_PIECE_BYTES), buffer.split(HOST_PIECE_BYTES), strict=True)
-    return [HostPiece(begin, begin + len(part), part) for begin, part in parts]
-
-
-def _cut(pieces: Iterable[HostPiece], begin: int, end: int) -> Iterator[HostPiece]:
-    """What holds bytes [begin, end)."""
-    for piece in pieces:
-        first, last = max(begin, piece.begin), min(end, piece.end)
-        if first < last:
-            yield HostPiece(first, last, piece.buffer[first - piece.begin : last - piece.begin])
+def _part(begin: int, source: torch.Tensor, move: Move, target: torch.Tensor) -> Part:
+    """`source`: the bytes of a stage from `begin` on, in pinned memory."""
+    first = move.begin - begin
+    return Part(source[first : first + move.num_bytes], target[move.target : move.target + move.num_bytes])

@@ -6,11 +6,10 @@ published whole or not at all.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -21,26 +20,18 @@ from ..store.header import read_header
 from ..store.writer import TensorSpec, write_safetensors
 from .stage_weights import dtype_of, load_tensor
 
+log = logging.getLogger(__name__)
 
-class Conversion(Protocol):
-    """What makes some parameters of some tensors."""
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Full names of the parameters."""
-        ...
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What makes some parameters, `targets` by full names, of some tensors, in one dtype. `results` reads the tensors,
+    converts them, and yields the targets in their order."""
 
-    @property
-    def sources(self) -> tuple[TensorSlice, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the targets."""
-        ...
-
-    def results(self, model: PreTrainedModel) -> Iterator[torch.Tensor]:
-        """Reads the tensors, converts them, and yields the targets in their order."""
-        ...
+    targets: tuple[str, ...]
+    sources: tuple[TensorSlice, ...]
+    dtype: torch.dtype
+    results: Callable[[PreTrainedModel], Iterable[torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +50,14 @@ class ConverterUse:
         return tuple(self.first_target.replace(shown, pattern) for pattern in patterns)
 
     @property
-    def sources(self) -> tuple[TensorSlice, ...]:
-        return tuple(tensor for tensors in self.collected.values() for tensor in tensors)
+    def conversion(self) -> Conversion:
+        def results(model: PreTrainedModel) -> Iterator[torch.Tensor]:
+            loaded = {name: [load_tensor(tensor) for tensor in tensors] for name, tensors in self.collected.items()}
+            results = self.convert(model, loaded)
+            yield from (results[target] for target in self.targets)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        source = self.sources[0]
-        return dtype_of(source)
-
-    def results(self, model: PreTrainedModel) -> Iterator[torch.Tensor]:
-        loaded = {name: [load_tensor(tensor) for tensor in tensors] for name, tensors in self.collected.items()}
-        results = self.convert(model, loaded)
-        yield from (results[target] for target in self.targets)
+        sources = tuple(tensor for tensors in self.collected.values() for tensor in tensors)
+        return Conversion(targets=self.targets, sources=sources, dtype=dtype_of(sources[0]), results=results)
 
     def convert(self, model: PreTrainedModel, collected: Mapping[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Runs the converter on these tensors in the place of the checkpoint's."""
@@ -85,39 +72,29 @@ class ConverterUse:
         return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ZeroedRows:
-    """A matrix some of whose rows transformers sets to zero as it loads the class."""
+def zeroing_of(target: str, source: TensorSlice, rows: Sequence[int]) -> Conversion | None:
+    """A matrix some of whose rows transformers sets to zero as it loads the class; None where the checkpoint has zeros
+    there already."""
+    parts = [source.rows(row, source.shape[0]) for row in rows]
+    if not any(part is None or bool(load_tensor(part).any()) for part in parts):
+        return None
 
-    target: str
-    source: TensorSlice
-    rows: Sequence[int]
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
-
-    @property
-    def sources(self) -> tuple[TensorSlice, ...]:
-        return (self.source,)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return dtype_of(self.source)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the checkpoint has other numbers than zeros there."""
-        parts = [self.source.rows(row, self.source.shape[0]) for row in self.rows]
-        return any(part is None or bool(load_tensor(part).any()) for part in parts)
-
-    def results(self, model: PreTrainedModel) -> Iterator[torch.Tensor]:
-        matrix = load_tensor(self.source).clone()
-        matrix[list(self.rows)] = 0
+    def results(model: PreTrainedModel) -> Iterator[torch.Tensor]:
+        matrix = load_tensor(source).clone()
+        matrix[list(rows)] = 0
         yield matrix
 
+    return Conversion(targets=(target,), sources=(source,), dtype=dtype_of(source), results=results)
 
-log = logging.getLogger(__name__)
+
+def specs_of(model: PreTrainedModel, conversions: Iterable[Conversion]) -> list[TensorSpec]:
+    """The targets of `conversions`, as a file would hold them."""
+    state = model.state_dict()
+    return [
+        TensorSpec(name=target, dtype=conversion.dtype, shape=tuple(state[target].shape))
+        for conversion in conversions
+        for target in conversion.targets
+    ]
 
 
 def convert_once(
@@ -130,12 +107,8 @@ def convert_once(
     path = cache / fingerprint[:16] / "converted.safetensors"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        specs = [_spec(model, conversion, target) for conversion in conversions for target in conversion.targets]
+        specs = specs_of(model, conversions)
         total = sum(spec.num_bytes for spec in specs)
         log.warning("converting %d weights (%d bytes) once into %s", len(specs), total, path)
         write_safetensors(path, specs, chain.from_iterable(conversion.results(model) for conversion in conversions))
     return {name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in read_header(path).items()}
-
-
-def _spec(model: PreTrainedModel, conversion: Conversion, target: str) -> TensorSpec:
-    return TensorSpec(name=target, dtype=conversion.dtype, shape=tuple(model.state_dict()[target].shape))

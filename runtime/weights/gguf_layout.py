@@ -5,13 +5,17 @@ one too large. transformers undoes that with code that takes dequantised tensors
 small integer arrays that say of which tensor and row they are. What comes out says which rows of which tensors are a
 parameter, and the weights stay as they are. Where no tag survives, because arithmetic was done or columns were moved,
 the tensor is converted once (see conversions.py).
+
+transformers' own code has two forms: most architectures have a `TensorProcessor`, which takes one numpy array at a
+time; newer ones have the converters that safetensors have. Both belong to transformers' inner parts: nothing outside
+this file and conversions.py touches them.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,25 +32,27 @@ from .stage_weights import load_tensor
 
 log = logging.getLogger(__name__)
 
+Processing: TypeAlias = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 ROW_BITS = 40  # of a tag: the row; above them the number of the tensor
 
 
 def map_gguf(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightMap:
     """`model` is on the meta device. Raises CheckpointError when a parameter has no tensor or one of another shape."""
-    processing = processing_of(model, checkpoint)
+    run, conversions = _processing_of(model, checkpoint)
     tensors = list(checkpoint.tensors.values())
     state = model.state_dict()
     pieces: dict[str, Pieces] = {}
     stacked: set[str] = set()
     used: set[str] = set()
-    for name, tags in processing.run({t.name: _tags(number, t) for number, t in enumerate(tensors)}).items():
+    for name, tags in run({t.name: _tags(number, t) for number, t in enumerate(tensors)}).items():
         sources = _sources(tags, tensors) if name in state else []
         if sources:
             is_stack = len(sources[0].shape) == 3
-            pieces[name] = _experts(sources) if is_stack else ((sources[0],),)
+            experts = range(sources[0].shape[0]) if is_stack else range(0)
+            pieces[name] = tuple(tuple(each.expert(index) for each in sources) for index in experts) or ((sources[0],),)
             stacked.update([name] if is_stack else [])
             used.update(source.name for source in sources)
-    conversions = [c for c in processing.conversions if set(c.targets) <= state.keys() - pieces.keys()]
+    conversions = [c for c in conversions if set(c.targets) <= state.keys() - pieces.keys()]
     used.update(source.name for conversion in conversions for source in conversion.sources)
     unused = checkpoint.tensors.keys() - used
     if unused:
@@ -83,10 +89,6 @@ def _sources(tags: np.ndarray, tensors: Sequence[TensorSlice]) -> list[TensorSli
     return [replace(first, format=storage, row_order=runs, is_transposed=is_transposed)]
 
 
-def _experts(stacks: Sequence[TensorSlice]) -> Pieces:
-    return tuple(tuple(stack.expert(index) for stack in stacks) for index in range(stacks[0].shape[0]))
-
-
 @lru_cache
 def _runs(order: bytes) -> tuple[range, ...]:
     """Row numbers (int64) as runs of equal steps, () for 0, 1, 2 ...; every layer has the same."""
@@ -104,105 +106,68 @@ def _runs(order: bytes) -> tuple[range, ...]:
     return tuple(runs)
 
 
-class Processing(Protocol):
-    """What is done with the tensors of one file for one model."""
-
-    def run(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Arrays in the place of tensors, by GGUF's names, to arrays in the place of parameters, by the model's. What
-        takes only the weights themselves is left out."""
-        ...
-
-    @property
-    def conversions(self) -> Sequence[Conversion]:
-        """The same for the tensors themselves, one by one."""
-        ...
-
-
-def processing_of(model: PreTrainedModel, checkpoint: Checkpoint) -> Processing:
-    """Raises CheckpointError for an architecture that transformers does not know."""
+def _processing_of(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[Processing, list[Conversion]]:
+    """What transformers does with the tensors of the file for this model: with arrays in the place of tensors, by
+    GGUF's names, which become arrays in the place of parameters, by the model's, without those for which it wants the
+    real number of columns; and with the tensors themselves, one by one. Raises CheckpointError for an architecture that
+    transformers does not know."""
     assert checkpoint.gguf is not None, f"{checkpoint.path} is no GGUF file"
-    architecture = checkpoint.gguf.architecture
+    architecture, tensors = checkpoint.gguf.architecture, checkpoint.tensors
     try:
         if architecture in GGUF_ARCHS:
-            return _Converters(model, *match(model, checkpoint.tensors, GGUF_ARCHS[architecture](model.config)))
+            return _converters(model, *match(model, tensors, GGUF_ARCHS[architecture](model.config)))
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-        return _Processor(get_gguf_hf_weights_map(model, processor), processor, checkpoint.tensors)
+        return _processor(get_gguf_hf_weights_map(model, processor), processor, tensors)
     except (NotImplementedError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: architecture {architecture!r} cannot be read: {error}") from error
 
 
-class _Processor:
+def _processor(
+    names: Mapping[str, str], processor: TensorProcessor, tensors: Mapping[str, TensorSlice]
+) -> tuple[Processing, list[Conversion]]:
     """`names`: GGUF's to the model's."""
 
-    def __init__(self, names: Mapping[str, str], processor: TensorProcessor, tensors: Mapping[str, TensorSlice]):
-        self.names, self._processor, self._tensors = names, processor, tensors
-
-    def run(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def run(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
         results: dict[str, np.ndarray] = {}
         for name, array in arrays.items():
             try:
-                done = self._processor.process(
-                    weights=array, name=name, tensor_key_mapping=self.names, parsed_parameters=parsed
-                )
+                done = processor.process(weights=array, name=name, tensor_key_mapping=names, parsed_parameters=parsed)
             except (ValueError, IndexError):  # it wants the real number of columns
                 continue
-            if done.name in self.names:
-                results[self.names[done.name]] = done.weights
+            if done.name in names:
+                results[names[done.name]] = done.weights
         return results | {name: tensor.numpy() for name, tensor in parsed["tensors"].items()}
 
-    @property
-    def conversions(self) -> Sequence[Conversion]:
-        return [
-            _ProcessorUse(target=target, source=self._tensors[name], processor=self)
-            for name, target in self.names.items()
-            if name in self._tensors
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ProcessorUse:
-    """See `conversions.Conversion`."""
-
-    target: str
-    source: TensorSlice
-    processor: _Processor
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
-
-    @property
-    def sources(self) -> tuple[TensorSlice, ...]:
-        return (self.source,)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
-
-    def results(self, model: PreTrainedModel) -> Iterator[torch.Tensor]:
-        weights = load_tensor(self.source).float().numpy()
-        result = self.processor.run({self.source.name: weights})[self.target]
-        shape = model.state_dict()[self.target].shape
+    def converted(target: str, source: TensorSlice, model: PreTrainedModel) -> Iterator[torch.Tensor]:
+        result = run({source.name: load_tensor(source).float().numpy()})[target]
+        shape = model.state_dict()[target].shape
         yield torch.from_numpy(np.ascontiguousarray(result, dtype=np.float32)).view(shape)
 
+    sources = {target: tensors[name] for name, target in names.items() if name in tensors}
+    return run, [
+        Conversion(targets=(target,), sources=(each,), dtype=torch.float32, results=partial(converted, target, each))
+        for target, each in sources.items()
+    ]
 
-class _Converters:
+
+def _converters(
+    model: PreTrainedModel, plain: Mapping[str, TensorSlice], uses: Sequence[ConverterUse]
+) -> tuple[Processing, list[Conversion]]:
     """`plain`: tensors that are a parameter; `uses`: those that converters take."""
 
-    def __init__(self, model: PreTrainedModel, plain: Mapping[str, TensorSlice], uses: Sequence[ConverterUse]):
-        self._model, self._plain, self.conversions = model, plain, uses
-
-    def run(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        results = {target: arrays[tensor.name] for target, tensor in self._plain.items()}
-        for use in self.conversions:
+    def run(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        results = {target: arrays[tensor.name] for target, tensor in plain.items()}
+        for use in uses:
             collected = {
                 pattern: [torch.from_numpy(arrays[tensor.name]) for tensor in tensors]
                 for pattern, tensors in use.collected.items()
             }
             try:
-                done = use.convert(self._model, collected)
+                done = use.convert(model, collected)
             except (ValueError, IndexError, RuntimeError):  # it wants the real number of columns
                 continue
             results |= {target: done[target].numpy() for target in use.targets}
         return results
+
+    return run, [use.conversion for use in uses]

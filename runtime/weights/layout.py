@@ -54,26 +54,23 @@ def map_weights(model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, e
     uses = [use for use in uses if not wanted.isdisjoint(use.targets)]
     pieces: dict[str, Pieces] = {}
     stacked: set[str] = set()
-    inexpressible = []
+    inexpressible = list[Conversion]()
     for name, stored in plain.items():
-        tensor = _as_kept(model, name, stored) if name in wanted else stored
-        pieces[name] = experts_of(tensor) or ((tensor,),)
-        stacked.update([name] if experts_of(tensor) else [])
+        tensor = stored
+        if name in wanted and is_of_linear(stored) and isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
+            tensor = replace(stored, is_transposed=True)  # as its class keeps it
+        experts = experts_of(tensor)
+        pieces[name] = experts or ((tensor,),)
+        stacked.update([name] if experts else [])
     for use in uses:
         found = _express(use) if express else None
         if found is None:
-            inexpressible.append(use)
+            inexpressible.append(use.conversion)
         else:
             pieces.update(found)
             if any(isinstance(op, MergeModulelist) for op in use.converter.operations):
                 stacked.update(found)
     return make_map(model, pieces, stacked, inexpressible)
-
-
-def _as_kept(model: PreTrainedModel, name: str, tensor: TensorSlice) -> TensorSlice:
-    """Returns the weight of a linear layer as its class keeps it."""
-    is_conv1d = isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)
-    return replace(tensor, is_transposed=True) if is_conv1d and is_of_linear(tensor) else tensor
 
 
 def experts_of(tensor: TensorSlice) -> Pieces:
@@ -91,8 +88,33 @@ def make_map(
 ) -> WeightMap:
     """Raises CheckpointError when a parameter has no pieces or those of another shape."""
     later = {target for conversion in inexpressible for target in conversion.targets}
-    parameters = _parameters(model, pieces, stacked, later)
-    return WeightMap(parameters=parameters, inexpressible=tuple(inexpressible))
+    buffers = dict(model.named_buffers())
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in pieces:
+            owners.setdefault(id(parameter), name)
+    result, missing = {}, []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        source = name if name in pieces else owners.get(id(tensor))  # tied: the same bytes under another name
+        if source is not None:
+            result[name] = Parameter(
+                name=name, shape=tuple(tensor.shape), pieces=pieces[source], is_stacked=source in stacked
+            )
+            found = _shape_of(result[name])
+            if _without_ones(found) != _without_ones(tensor.shape):
+                piece = pieces[source][0][0]
+                raise CheckpointError(
+                    f"{piece.file}: tensor {piece.name!r} makes a parameter of shape {found}, "
+                    f"but the model's {name!r} is {tuple(tensor.shape)}: does config.json belong to these weights?"
+                )
+        elif name not in buffers and name not in later:
+            missing.append(name)
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} parameters of {type(model).__name__}, first {missing[0]!r}: "
+            "does config.json belong to these weights?"
+        )
+    return WeightMap(parameters=result, inexpressible=tuple(inexpressible))
 
 
 def match(
@@ -138,42 +160,6 @@ def _express(use: ConverterUse) -> dict[str, Pieces] | None:
     return None
 
 
-def _parameters(
-    model: PreTrainedModel, pieces: Mapping[str, Pieces], stacked: Collection[str], later: Collection[str]
-) -> dict[str, Parameter]:
-    buffers = dict(model.named_buffers())
-    owners: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in pieces:
-            owners.setdefault(id(parameter), name)
-    result, missing = {}, []
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        source = name if name in pieces else owners.get(id(tensor))  # tied: the same bytes under another name
-        if source is not None:
-            result[name] = Parameter(
-                name=name, shape=tuple(tensor.shape), pieces=pieces[source], is_stacked=source in stacked
-            )
-            _check_shape(result[name])
-        elif name not in buffers and name not in later:
-            missing.append(name)
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} parameters of {type(model).__name__}, first {missing[0]!r}: "
-            "does config.json belong to these weights?"
-        )
-    return result
-
-
-def _check_shape(parameter: Parameter) -> None:
-    found = _shape_of(parameter)
-    if _without_ones(found) != _without_ones(parameter.shape):
-        piece = parameter.pieces[0][0]
-        raise CheckpointError(
-            f"{piece.file}: tensor {piece.name!r} makes a parameter of shape {found}, "
-            f"but the model's {parameter.name!r} is {parameter.shape}: does config.json belong to these weights?"
-        )
-
-
 def _shape_of(parameter: Parameter) -> tuple[int, ...]:
     """What its pieces make together; 0 for a size in which they differ."""
     heights = {sum(piece.shape[0] if piece.shape else 1 for piece in blocks) for blocks in parameter.pieces}
@@ -189,27 +175,25 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def keep_computed(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Mutates `model`, which is on the meta device: those that a checkpoint, which has tensors of these `names`, leaves
-    out become buffers with what the class's own initialisation gives, on the CPU."""
+    """Mutates `model`, which is on the meta device. Parameters that a class computes itself, and says that it does not
+    save, as the sinusoids of positions are: those that a checkpoint with tensors of these `names` leaves out become
+    buffers with what the class's own initialisation gives, on the CPU."""
     patterns = model._keys_to_ignore_on_save or ()
     for name in [name for name, _ in model.named_parameters()]:
         if name not in names and any(re.search(pattern, name) for pattern in patterns):
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
-            module.register_buffer(leaf, _computed(model, module, leaf), persistent=False)
-
-
-def _computed(model: PreTrainedModel, module: nn.Module, leaf: str) -> torch.Tensor:
-    """Takes the parameter out of its module."""
-    value = nn.Parameter(torch.empty_like(module.get_parameter(leaf), device="cpu"), requires_grad=False)
-    module._parameters[leaf] = value
-    model._init_weights(module)
-    del module._parameters[leaf]
-    return value.data
+            empty = torch.empty_like(module.get_parameter(leaf), device="cpu")
+            value = nn.Parameter(empty, requires_grad=False)
+            module._parameters[leaf] = value
+            model._init_weights(module)
+            del module._parameters[leaf]
+            module.register_buffer(leaf, value.data, persistent=False)
 
 
 def take_quantization(config: PreTrainedConfig) -> Mapping[str, object]:
-    """What the config says of it, {} if nothing. Removes it from `config`: the model is built as if it had none.
+    """What the config says of the way its weights are stored, {} if nothing. Removes it from `config`: the model is
+    built as if it had none.
 
     Raises CheckpointError for a method that cannot be read.
     """

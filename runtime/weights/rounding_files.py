@@ -6,6 +6,7 @@ what stays, memory holds one rounded matrix for each that is being read.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -37,7 +38,8 @@ class RoundedTensor:
         codes = _tensor(source, rounding.format, file, 0, "U8", (*rows, rounding.packed_columns(num_columns)))
         groups = (*rows, rounding.num_groups(num_columns))
         self.tensors = (codes, _tensor(source, SCALES, file, codes.num_bytes, "BF16", groups))
-        self._made: dict[int, _Made] = {}
+        self._made: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by matrix: codes and scales
+        self._num_left: dict[int, int] = {}  # their bytes that nobody has asked for
         self.squares: dict[int, Squares] = {}  # by matrix, of those that were rounded
 
     @property
@@ -52,29 +54,21 @@ class RoundedTensor:
         """Writes the bytes from `offset` on, as far as there are any. Raises CheckpointError, StorageError."""
         target = np.frombuffer(view, np.uint8)
         with self._lock:
-            for matrix, part, begin, end in self._places():
-                first, last = max(begin, offset), min(end, offset + len(target))
-                if first < last:
-                    self._hand_out(matrix, part, first - begin, target[first - offset : last - offset])
-
-    def _places(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields a matrix, one of its two parts, and where that begins and ends."""
-        for part, tensor in enumerate(self.tensors):
-            num_bytes = tensor.num_bytes // self.num_matrices
-            for matrix in range(self.num_matrices):
+            for (part, tensor), matrix in product(enumerate(self.tensors), range(self.num_matrices)):
+                num_bytes = tensor.num_bytes // self.num_matrices
                 begin = tensor.offset + matrix * num_bytes
-                yield matrix, part, begin, begin + num_bytes
+                first, last = max(begin, offset), min(begin + num_bytes, offset + len(target))
+                if first >= last:
+                    continue
+                if matrix not in self._made:
+                    self._made[matrix] = self._round(matrix)
+                    self._num_left[matrix] = sum(map(len, self._made[matrix]))
+                target[first - offset : last - offset] = self._made[matrix][part][first - begin : last - begin]
+                self._num_left[matrix] -= last - first
+                if self._num_left[matrix] <= 0:
+                    del self._made[matrix], self._num_left[matrix]
 
-    def _hand_out(self, matrix: int, part: int, first: int, target: np.ndarray) -> None:
-        if matrix not in self._made:
-            self._made[matrix] = self._round(matrix)
-        made = self._made[matrix]
-        target[:] = made.parts[part][first : first + len(target)]
-        made.num_left -= len(target)
-        if made.num_left <= 0:
-            del self._made[matrix]
-
-    def _round(self, matrix: int) -> "_Made":
+    def _round(self, matrix: int) -> tuple[np.ndarray, np.ndarray]:
         source, codes, scales, error, size = self._matrices[matrix], list[np.ndarray](), list[np.ndarray](), 0.0, 0.0
         for piece in (piece for run in _runs(source) for piece in self._rounding.pieces(run)):
             if piece is None:
@@ -86,16 +80,7 @@ class RoundedTensor:
             scales.append(piece.scales_RG.view(torch.uint8).numpy().reshape(-1))
             error, size = error + piece.error, size + piece.size
         self.squares[matrix] = error, size
-        parts = np.concatenate(codes), np.concatenate(scales)
-        return _Made(parts=parts, num_left=sum(map(len, parts)))
-
-
-@dataclass(kw_only=True)
-class _Made:
-    """A rounded matrix: its codes and its scales, and how many bytes of both nobody has asked for."""
-
-    parts: tuple[np.ndarray, np.ndarray]
-    num_left: int
+        return np.concatenate(codes), np.concatenate(scales)
 
 
 def _tensor(source: TensorSlice, part: str, file: str, offset: int, dtype: str, shape: tuple[int, ...]) -> TensorSlice:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -14,6 +13,7 @@ from ..linear.blocks import Block, plain_rows
 from ..linear.rows import Rows
 from ..linear.stored import Join, StoredWeight
 from ..plan.shape.shapes import Parameter, Stage, TensorSlice
+from ..store.checkpoint import read_bytes
 from ..store.reader import Fill
 
 TORCH_DTYPES = {
@@ -50,20 +50,15 @@ def load_tensor(piece: TensorSlice, made: Mapping[str, Fill] = MappingProxyType(
     offsets, parts = {}, [b""]
     for part in piece.with_companions():
         offsets[part.name] = sum(map(len, parts))
-        parts.append(_read(part, made))
+        if part.file in made:
+            data = bytearray(part.num_bytes)
+            made[part.file](part.offset, memoryview(data))
+            parts.append(bytes(data))
+        else:
+            parts.append(read_bytes(part))
     rows = _rows(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), offsets, piece)
     tensor = rows if isinstance(rows, torch.Tensor) else plain_rows(rows, dtype_of(piece)).view(piece.shape)
     return tensor.t() if piece.is_transposed else tensor
-
-
-def _read(piece: TensorSlice, made: Mapping[str, Fill]) -> bytes:
-    if piece.file in made:
-        data = bytearray(piece.num_bytes)
-        made[piece.file](piece.offset, memoryview(data))
-        return bytes(data)
-    with Path(piece.file).open("rb") as file:
-        file.seek(piece.offset)
-        return file.read(piece.num_bytes)
 
 
 def _argument(

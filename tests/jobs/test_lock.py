@@ -21,7 +21,7 @@ def test_lock_admits_one_process_and_names_the_holder(tmp_path: Path) -> None:
     script = f"""if True:
         import sys
         from pathlib import Path
-        from jobs.files.lock import RunLock
+        from jobs.files.locks import RunLock
         lock = RunLock(Path({str(tmp_path / ".lock")!r}))
         print("held", flush=True)
         sys.stdin.read()

@@ -18,7 +18,6 @@ from runtime.config.settings import KVTier
 from runtime.errors import BudgetError, ConfigError, KVFileError
 from runtime.plan.placement.kv import KVLayout
 from runtime.store import kv_file
-from runtime.store import kv_file as unnamed_file
 from runtime.store.kv_file import KVFile
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB
@@ -157,7 +156,7 @@ def test_a_write_that_takes_nothing_is_an_error(file: KVFile, monkeypatch: pytes
 
 def test_a_disk_without_room_is_refused_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(unnamed_file.shutil, "disk_usage", lambda path: usage(free=LAYOUT.tier_bytes - 1))
+    monkeypatch.setattr(kv_file.shutil, "disk_usage", lambda path: usage(free=LAYOUT.tier_bytes - 1))
     with pytest.raises(BudgetError, match=r"need up to 480 KiB on disk, 480 KiB are free: .*kv\.directory"):
         KVFile(LAYOUT, directory=str(tmp_path))
 
@@ -177,14 +176,14 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def test_where_o_direct_is_refused_the_page_cache_is_used_and_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = unnamed_file.fcntl.fcntl
+    real = kv_file.fcntl.fcntl
 
     def refuse(file: object, command: int, value: int = 0) -> int:
         if value & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(file, command, value)
 
-    monkeypatch.setattr(unnamed_file.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(kv_file.fcntl, "fcntl", refuse)
     with caplog.at_level(logging.WARNING), KVFile(LAYOUT, directory=str(tmp_path)) as opened:
         put(opened, 1, {3: 1})
         assert got(opened, 1, [3]) == {3: 1}
@@ -194,15 +193,15 @@ def test_where_o_direct_is_refused_the_page_cache_is_used_and_said_so(
 def test_a_directory_in_memory_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unnamed_file, "_is_memory", lambda directory: True)
+    monkeypatch.setattr(kv_file, "_is_memory", lambda directory: True)
     with caplog.at_level(logging.WARNING), KVFile(LAYOUT, directory=str(tmp_path)):
         assert "lies in memory" in caplog.text
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="needs a file system in memory")
 def test_a_file_system_in_memory_is_recognised() -> None:
-    assert unnamed_file._is_memory("/dev/shm")
-    assert not unnamed_file._is_memory("/proc")
+    assert kv_file._is_memory("/dev/shm")
+    assert not kv_file._is_memory("/proc")
 
 
 def test_only_the_owner_may_read_and_nothing_is_left_after_close(tmp_path: Path) -> None:
@@ -215,7 +214,7 @@ def test_only_the_owner_may_read_and_nothing_is_left_after_close(tmp_path: Path)
 
 
 def test_nothing_is_left_of_a_file_with_a_removed_name_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unnamed_file.tempfile, "_O_TMPFILE_WORKS", False)
+    monkeypatch.setattr(kv_file.tempfile, "_O_TMPFILE_WORKS", False)
     with KVFile(LAYOUT, directory=str(tmp_path)) as opened:
         assert list(tmp_path.iterdir()) == []
         put(opened, 1, {3: 1})

@@ -56,7 +56,7 @@ def look_while_the_next_pages_arrive(device: FakeDevice, directory: Path) -> lis
         device.compute(lambda: seen.extend(held.unique().tolist()))
         stream.store(0, 0, [])
         stream.fetch(0, 1, [1])
-        arriving = stream._held[0, 1].slot.arriving
+        arriving = stream._held[0, 1][0].arriving
         assert arriving is not None
         arriving.result(10)
         device.finish()

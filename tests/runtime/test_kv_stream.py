@@ -113,7 +113,7 @@ def test_a_barrier_waits_for_pages_that_come_and_for_pages_that_leave(tier: KVTi
         stream.store(0, 0, [0])
         stream.fetch(0, 1, [0])
         stream.sync()
-        assert int(stream._held[0, 1].slot.buffer[0]) == 7, "it has come, not only begun to"
+        assert int(stream._held[0, 1][0].buffer[0]) == 7, "it has come, not only begun to"
         leaving = [slot.departure.written for slot in stream._slots if slot.departure and slot.departure.written]
         assert all(written.done() for written in leaving)
         stream.store(0, 1, [])
@@ -142,7 +142,7 @@ def test_a_fetch_waits_for_the_store_of_its_pages(tmp_path: Path, monkeypatch: p
         stream.fetch(0, 1, [1])
         assert not stream.acquire(0, 1).any(), "other pages do not wait"
         stream.fetch(0, 2, [6])
-        slot = stream._held[0, 2].slot
+        slot = stream._held[0, 2][0]
         assert slot.arriving is not None
         assert not slot.arriving.done()
         may_write.set()

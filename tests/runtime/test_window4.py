@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.formats.kinds import window4 as packing
+from runtime.formats.kinds import window4
 from runtime.formats.kinds.window4 import pack_window4
 from runtime.linear import backends, work_items
 from runtime.linear.backends import linear
@@ -38,7 +38,7 @@ def test_rows_are_the_original_bit_by_bit(case: str, choice: slice | torch.Tenso
 
 def test_a_matrix_that_is_packed_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pack_window4(CASES["rows of mixed scales"])
-    monkeypatch.setattr(packing, "ROWS_AT_ONCE_NUMBERS", 7 * SHAPE[1])
+    monkeypatch.setattr(window4, "ROWS_AT_ONCE_NUMBERS", 7 * SHAPE[1])
     for one, other in zip(whole, pack_window4(CASES["rows of mixed scales"]), strict=True):
         assert np.array_equal(one, other)
 

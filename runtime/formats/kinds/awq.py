@@ -4,7 +4,7 @@ A word holds the codes of eight neighbouring rows in one column. From its lowest
 2, 4, 6, 1, 3, 5 and 7; zero points lie alike. The number is (code - zero) * scale.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -94,10 +94,6 @@ def _shifts(device: torch.device) -> torch.Tensor:
     return (NUM_BITS * torch.tensor(PLACES, dtype=torch.int32)).to(device)
 
 
-def _join(matrices: Sequence[Stored]) -> Stored | None:
-    return joined_by_columns(matrices, matrices[0].piece.shape[1])
-
-
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
     """See `Method`."""
     if quantization.get("quant_method") != "awq":
@@ -129,19 +125,15 @@ def _weight(module: ModuleTensors) -> TensorSlice:
     )
 
 
-def _row_bytes(num_columns: int) -> float:
-    return num_columns / 2 + num_columns / USUAL_WIDTH * 2.5
-
-
 FORMATS = (
     StorageFormat(
         name=NAME,
         loss=Loss.exact,
-        row_bytes=_row_bytes,
+        row_bytes=lambda num_columns: num_columns / 2 + num_columns / USUAL_WIDTH * 2.5,
         rows=_rows,
         companions=(SCALES, ZEROS),
         of_linear=True,
-        join=_join,
+        join=lambda matrices: joined_by_columns(matrices, matrices[0].piece.shape[1]),
     ),
 )
 METHODS = {"awq": _pair}

@@ -9,7 +9,6 @@ times the factor of its block. Factors may be quantised too: then `weight.absmax
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
@@ -32,7 +31,7 @@ from ..module_tensors import (
     require_shape,
     with_weights,
 )
-from ..scaled_rows import Chosen, apply_by_group, row_numbers, write_pairs
+from ..scaled_rows import Chosen, apply_by_group, halves_of_bytes, row_numbers, write_pairs
 from ..storage_format import Loss, StorageFormat, Stored, are_alike
 
 INT8, FOUR_BITS = "llm-int8", ("nf4", "fp4")
@@ -59,8 +58,9 @@ class FourBitRows:
         self.shape, self.device = (stored.piece.shape[0], stored.piece.shape[1]), stored.raw.device
 
     def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
-        codes_E16, halves = self._companions[CODES].float().view(-1, 16), _halves(self.device)
-        pairs = torch.stack([codes_E16.index_select(1, half) for half in halves], dim=2).view(torch.int64).flatten()
+        codes_E16, (low, high) = self._companions[CODES].float().view(-1, 16), halves_of_bytes(self.device)
+        pairs = torch.stack([codes_E16.index_select(1, half) for half in (high, low)], dim=2)
+        pairs = pairs.view(torch.int64).flatten()
         bytes_RB = self._bytes_NB[rows]
         if len(codes_E16) > 1:
             matrices = torch.arange(self.shape[0], device=self.device)[rows] // (self.shape[0] // len(codes_E16))
@@ -111,13 +111,6 @@ class FourBitRows:
             blocks = torch.arange(blocks.start, blocks.stop, device=self.device)
         numbers = self._companions[NESTED_CODES].float()[factors.int()]
         return numbers * self._companions[NESTED_SCALES].float()[blocks // int(width)] + offset
-
-
-@lru_cache
-def _halves(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(256,) each: the high half of each byte, and the low one."""
-    byte = torch.arange(256)
-    return (byte >> 4).to(device), (byte & 15).to(device)
 
 
 def _join(matrices: Sequence[Stored]) -> Stored | None:
@@ -178,15 +171,31 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     weights = {
         module.path: _of_four_bits(module, name) for name in FOUR_BITS for module in modules_with(tensors, STATE + name)
     }
-    in_bytes = {module.path: _in_bytes(module) for module in modules_with(tensors, "SCB")}
+    in_bytes = list(modules_with(tensors, "SCB"))
+    for module in in_bytes:
+        weight, layout = module.require("weight", "I8"), module.find("weight_format")
+        num_rows, _ = require_matrix(weight)
+        if layout is not None and any(read_bytes(layout)):
+            raise refuse(f"{weight.name!r} is laid out for a kernel (weight_format)", READABLE)
+        scales = require_shape(module.require("SCB", *FLOATS), (num_rows,), f"{weight.name!r}")
+        companion = Companion(role=SCALES, tensor=replace(scales, shape=(num_rows, 1)), block_rows=1)
+        weights[module.path] = replace(weight, format=INT8, companions=(companion,))
     if in_bytes:
         mention_activations("LLM.int8")
-    return with_weights(tensors, weights | in_bytes, LEAVES)
+    return with_weights(tensors, weights, LEAVES)
 
 
 def _of_four_bits(module: ModuleTensors, name: str) -> TensorSlice:
-    state_tensor, words = module.require(STATE + name, "U8"), module.require("weight", *STORAGE)
-    height, width, block, nested, offset = _state(state_tensor)
+    state, words = module.require(STATE + name, "U8"), module.require("weight", *STORAGE)
+    try:
+        values = json.loads(read_bytes(state))
+        height, width, block = *map(int, values["shape"]), int(values["blocksize"])
+        nested = int(values.get("nested_blocksize", 0))  # factors in a block of factors; 0: these are not quantised
+        offset = float(values.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{state.file}: {state.name!r} does not describe a matrix of 4 bits") from error
+    if min(height, width, block) < 1 or nested < 0:
+        raise CheckpointError(f"{state.file}: {state.name!r} has sizes below 1")
     if width % 2 or words.num_bytes * 2 != height * width:
         raise refuse(f"{words.name!r} has {words.num_bytes} bytes for {height} rows of {width} numbers", READABLE)
     block = min(block, height * width)  # a larger one holds no more, and may be larger than any integer of torch's
@@ -213,45 +222,12 @@ def _of_four_bits(module: ModuleTensors, name: str) -> TensorSlice:
     )
 
 
-def _state(tensor: TensorSlice) -> tuple[int, int, int, int, float]:
-    """Reads rows, columns, numbers in a block, factors in a block of factors (0: these are not quantised), and the
-    offset of factors."""
-    try:
-        values = json.loads(read_bytes(tensor))
-        height, width = values["shape"]
-        nested, offset = values.get("nested_blocksize", 0), values.get("nested_offset", 0.0)
-        found = int(height), int(width), int(values["blocksize"]), int(nested), float(offset)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{tensor.file}: {tensor.name!r} does not describe a matrix of 4 bits") from error
-    if min(found[:3]) < 1 or found[3] < 0:
-        raise CheckpointError(f"{tensor.file}: {tensor.name!r} has sizes below 1")
-    return found
-
-
-def _in_bytes(module: ModuleTensors) -> TensorSlice:
-    weight, layout = module.require("weight", "I8"), module.find("weight_format")
-    num_rows, _ = require_matrix(weight)
-    if layout is not None and any(read_bytes(layout)):
-        raise refuse(f"{weight.name!r} is laid out for a kernel (weight_format)", READABLE)
-    scales = require_shape(module.require("SCB", *FLOATS), (num_rows,), f"{weight.name!r}")
-    companion = Companion(role=SCALES, tensor=replace(scales, shape=(num_rows, 1)), block_rows=1)
-    return replace(weight, format=INT8, companions=(companion,))
-
-
-def _four_bit_bytes(num_columns: int) -> float:
-    return num_columns / 2 + num_columns / USUAL_BLOCK * (1 + 4 / USUAL_NESTED_BLOCK)
-
-
-def _int8_bytes(num_columns: int) -> float:
-    return num_columns + 4
-
-
 FORMATS = (
     *(
         StorageFormat(
             name=name,
             loss=Loss.exact,
-            row_bytes=_four_bit_bytes,
+            row_bytes=lambda num_columns: num_columns / 2 + num_columns / USUAL_BLOCK * (1 + 4 / USUAL_NESTED_BLOCK),
             rows=_four_bit_rows,
             companions=(CODES, SCALES, NESTED_CODES, NESTED_SCALES),
             of_linear=True,
@@ -260,7 +236,12 @@ FORMATS = (
         for name in FOUR_BITS
     ),
     StorageFormat(
-        name=INT8, loss=Loss.exact, row_bytes=_int8_bytes, rows=Int8Rows, companions=(SCALES,), of_linear=True
+        name=INT8,
+        loss=Loss.exact,
+        row_bytes=lambda num_columns: num_columns + 4,
+        rows=Int8Rows,
+        companions=(SCALES,),
+        of_linear=True,
     ),
 )
 METHODS = {"bitsandbytes": _pair}

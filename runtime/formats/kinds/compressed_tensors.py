@@ -52,15 +52,6 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     if quantization.get("quant_method") != "compressed-tensors":
         return tensors
     groups = [each for each in mapping_in(quantization, "config_groups").values() if isinstance(each, Mapping)]
-    _require_readable(quantization, groups)
-    _mention(quantization, groups)
-    schemes = [mapping_in(group, "weights") for group in groups]
-    modules = chain(modules_with(tensors, "weight_packed"), modules_with(tensors, "weight_scale"))
-    weights = {module.path: _weight(module, schemes) for module in {each.path: each for each in modules}.values()}
-    return with_weights(tensors, weights, LEAVES)
-
-
-def _require_readable(quantization: Mapping[str, object], groups: Iterable[Mapping[str, object]]) -> None:
     sparsity = mapping_in(quantization, "sparsity_config").get("format")
     if sparsity not in DENSE:
         raise refuse(f"its weights are sparse ({sparsity!r})", READABLE)
@@ -69,22 +60,28 @@ def _require_readable(quantization: Mapping[str, object], groups: Iterable[Mappi
             raise refuse(f"its weights are in the format {name!r}", READABLE)
     if mapping_in(mapping_in(quantization, "transform_config"), "config_groups"):
         raise refuse("its weights are rotated (transform_config), and activations would have to be", READABLE)
-
-
-def _mention(quantization: Mapping[str, object], groups: Iterable[Mapping[str, object]]) -> None:
-    for scheme in (mapping_in(group, "input_activations") for group in groups):
-        if scheme:
-            kind = "dynamic" if scheme.get("dynamic") else "static"
-            mention_activations(f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}, {kind}")
-            break
+    inputs = next(filter(None, (mapping_in(group, "input_activations") for group in groups)), None)
+    if inputs is not None:
+        kind = "dynamic" if inputs.get("dynamic") else "static"
+        mention_activations(f"{inputs.get('type', 'int')}{inputs.get('num_bits', 8)}, {kind}")
     if quantization.get("kv_cache_scheme"):
         mention_kv_cache()
+    schemes = [mapping_in(group, "weights") for group in groups]
+    modules = chain(modules_with(tensors, "weight_packed"), modules_with(tensors, "weight_scale"))
+    weights = {module.path: _weight(module, schemes) for module in {each.path: each for each in modules}.values()}
+    return with_weights(tensors, weights, LEAVES)
 
 
 def _weight(module: ModuleTensors, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
     packed = module.find("weight_packed")
     if packed is None:
-        return _in_bytes(module, schemes)
+        weight = module.require("weight", "I8", *DTYPES)
+        if weight.dtype == "I8":
+            require_matrix(weight)
+            return plain_integers(weight, module.require("weight_scale", *FLOATS), _zeros(module, "I8"))
+        scales = module.require("weight_scale", *FLOATS, "U8", "F8_E8M0")
+        blocks = [scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")]
+        return fp8_weight(weight, scales, block_of(blocks[0] if blocks else None))
     if packed.dtype == "I32":
         return _in_words(module, packed, schemes)
     packed = module.require("weight_packed", "U8")
@@ -95,16 +92,6 @@ def _weight(module: ModuleTensors, schemes: Iterable[Mapping[str, object]]) -> T
     height, width = require_matrix(packed)
     numbers = replace(packed, dtype="F4", format=MXFP4, shape=(height, 2 * width))
     return with_factors(numbers, scales, 1, BLOCK_COLUMNS)
-
-
-def _in_bytes(module: ModuleTensors, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
-    weight = module.require("weight", "I8", *DTYPES)
-    if weight.dtype == "I8":
-        require_matrix(weight)
-        return plain_integers(weight, module.require("weight_scale", *FLOATS), _zeros(module, "I8"))
-    scales = module.require("weight_scale", *FLOATS, "U8", "F8_E8M0")
-    blocks = [scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")]
-    return fp8_weight(weight, scales, block_of(blocks[0] if blocks else None))
 
 
 def _zeros(module: ModuleTensors, *dtypes: str) -> TensorSlice | None:

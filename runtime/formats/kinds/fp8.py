@@ -65,9 +65,13 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     return result
 
 
-def _row_bytes(num_columns: int) -> float:
-    return num_columns + 4 * -(-num_columns // DEFAULT_BLOCK[1]) / DEFAULT_BLOCK[0]
-
-
-FORMATS = (StorageFormat(name=NAME, loss=Loss.exact, row_bytes=_row_bytes, rows=_rows, companions=(SCALES,)),)
+FORMATS = (
+    StorageFormat(
+        name=NAME,
+        loss=Loss.exact,
+        row_bytes=lambda num_columns: num_columns + 4 * -(-num_columns // DEFAULT_BLOCK[1]) / DEFAULT_BLOCK[0],
+        rows=_rows,
+        companions=(SCALES,),
+    ),
+)
 METHODS = {"fp8": _pair, "fbgemm_fp8": _pair}

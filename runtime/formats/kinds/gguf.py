@@ -1,8 +1,15 @@
-"""The block formats of GGUF, by the names of their types; scales lie inside of their blocks. A type of plain numbers is
-one where its rows lie in another order."""
+"""The block formats of GGUF, by the names of their types: a block is a run of columns whose numbers share scales, which
+lie inside of it. A type of plain numbers is one where its rows lie in another order.
+
+All formats spelled out here are `scale * q + offset` for small integers q whose bits lie in one or two places of the
+block; each decoder says where. What has no decoder goes through the numpy code of the package `gguf`, several times
+slower. Source of the layouts: ggml's block structures (ggml-common.h), as llama.cpp writes them.
+
+Shapes: n blocks of B bytes, each of G groups of W numbers with one scale.
+"""
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -10,12 +17,11 @@ import torch
 
 from ...kernels.arguments import GGUF
 from ...linear.rows import Codes, Rows
-from ...plan.shape.shapes import TensorSlice
-from ...store.gguf import BLOCKS, Block
+from ...store.gguf import BLOCKS
 from ..storage_format import Loss, StorageFormat, Stored
 
 
-class Groups(NamedTuple):
+class BlockNumbers(NamedTuple):
     """Numbers `q_nGW * scale_nG + offset_nG`; q is uint8 or int8, the others float32."""
 
     q_nGW: torch.Tensor
@@ -32,8 +38,7 @@ class GgufRows:
         self.device = raw_NB.device
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        raw_RB = self._raw_NB[rows if self._order is None else self._order[rows]]
-        decode(self._dtype, raw_RB, out_RK)
+        decode(self._dtype, self._raw_NB[rows if self._order is None else self._order[rows]], out_RK)
 
     def codes(self) -> Codes | None:
         """See `Rows`."""
@@ -49,7 +54,9 @@ def decode(dtype: str, raw_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
     if dtype in PLAIN:
         out_RK.copy_(raw_RB.view(PLAIN[dtype]))
     elif decoder is None:
-        out_RK.copy_(_by_gguf(dtype, raw_RB))
+        import gguf  # an optional extra, there because the file was opened with it
+
+        out_RK.copy_(torch.from_numpy(gguf.dequantize(raw_RB.cpu().numpy(), gguf.GGMLQuantizationType[dtype])))
     else:
         groups = decoder(raw_RB.reshape(-1, BLOCKS[dtype].num_bytes))
         out_nGW = out_RK.view(groups.q_nGW.shape)
@@ -57,12 +64,6 @@ def decode(dtype: str, raw_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
         out_nGW *= groups.scale_nG[..., None]
         if groups.offset_nG is not None:
             out_nGW += groups.offset_nG[..., None]
-
-
-def _by_gguf(dtype: str, raw_RB: torch.Tensor) -> torch.Tensor:
-    import gguf  # an optional extra, there because the file was opened with it
-
-    return torch.from_numpy(gguf.dequantize(raw_RB.cpu().numpy(), gguf.GGMLQuantizationType[dtype]))
 
 
 def _half(blocks_nB: torch.Tensor, at: int) -> torch.Tensor:
@@ -96,40 +97,6 @@ def _signed(q: torch.Tensor, zero: int, width: int) -> torch.Tensor:
     return q.view(torch.int8).sub_(zero).unflatten(1, (-1, width))
 
 
-def _q8_0(b: torch.Tensor) -> Groups:
-    return Groups(b[:, None, 2:34].view(torch.int8), _half(b, 0))
-
-
-def _q4_0(b: torch.Tensor) -> Groups:
-    return Groups(_signed(_fields(b[:, 2:18], 4, 16), 8, 32), _half(b, 0))
-
-
-def _q4_1(b: torch.Tensor) -> Groups:
-    return Groups(_fields(b[:, 4:20], 4, 16)[:, None], _half(b, 0), _half(b, 2))
-
-
-def _q5_0(b: torch.Tensor) -> Groups:
-    q = _fields(b[:, 6:22], 4, 16) | _fifth_bits(b[:, 2:6])
-    return Groups(_signed(q, 16, 32), _half(b, 0))
-
-
-def _q5_1(b: torch.Tensor) -> Groups:
-    q = _fields(b[:, 8:24], 4, 16) | _fifth_bits(b[:, 4:8])
-    return Groups(q[:, None], _half(b, 0), _half(b, 2))
-
-
-def _q2_k(b: torch.Tensor) -> Groups:
-    scale, minimum = b[:, :16] & 15, b[:, :16] >> 4
-    q = _fields(b[:, 16:80], 2, 32).unflatten(1, (16, 16))
-    return Groups(q, _half(b, 80) * scale, -_half(b, 82) * minimum)
-
-
-def _q3_k(b: torch.Tensor) -> Groups:
-    q = _fields(b[:, 32:96], 2, 32) | _fields(b[:, :32], 1, 32) << 2
-    scale = _fields(b[:, 96:104], 4, 8) | _fields(b[:, 104:108], 2, 4) << 4
-    return Groups(_signed(q, 4, 16), _half(b, 108) * _signed(scale, 32, 16)[:, 0])
-
-
 def _scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Those of Q4_K and Q5_K, (n, 8) each: six bits, of which the second four have their two highest above the first
     four."""
@@ -139,42 +106,48 @@ def _scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _half(b, 0) * scale, -_half(b, 2) * minimum
 
 
-def _q4_k(b: torch.Tensor) -> Groups:
-    return Groups(_fields(b[:, 16:144], 4, 32).unflatten(1, (8, 32)), *_scales_and_minima(b))
-
-
-def _q5_k(b: torch.Tensor) -> Groups:
-    q = _fields(b[:, 48:176], 4, 32) | _fields(b[:, 16:48], 1, 32) << 4
-    return Groups(q.unflatten(1, (8, 32)), *_scales_and_minima(b))
-
-
-def _q6_k(b: torch.Tensor) -> Groups:
-    q = _fields(b[:, :128], 4, 64) | _fields(b[:, 128:192], 2, 32) << 4
-    return Groups(_signed(q, 32, 16), _half(b, 208) * b[:, 192:208].view(torch.int8))
-
-
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DECODERS: Mapping[str, Callable[[torch.Tensor], Groups]] = {
-    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q2_K": _q2_k, "Q3_K": _q3_k,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-}  # fmt: skip
+DECODERS: Mapping[str, Callable[[torch.Tensor], BlockNumbers]] = {
+    "Q8_0": lambda b: BlockNumbers(b[:, None, 2:34].view(torch.int8), _half(b, 0)),
+    "Q4_0": lambda b: BlockNumbers(_signed(_fields(b[:, 2:18], 4, 16), 8, 32), _half(b, 0)),
+    "Q4_1": lambda b: BlockNumbers(_fields(b[:, 4:20], 4, 16)[:, None], _half(b, 0), _half(b, 2)),
+    "Q5_0": lambda b: BlockNumbers(_signed(_fields(b[:, 6:22], 4, 16) | _fifth_bits(b[:, 2:6]), 16, 32), _half(b, 0)),
+    "Q5_1": lambda b: BlockNumbers(
+        (_fields(b[:, 8:24], 4, 16) | _fifth_bits(b[:, 4:8]))[:, None], _half(b, 0), _half(b, 2)
+    ),
+    "Q2_K": lambda b: BlockNumbers(
+        _fields(b[:, 16:80], 2, 32).unflatten(1, (16, 16)),
+        _half(b, 80) * (b[:, :16] & 15),
+        -_half(b, 82) * (b[:, :16] >> 4),
+    ),
+    "Q3_K": lambda b: BlockNumbers(
+        _signed(_fields(b[:, 32:96], 2, 32) | _fields(b[:, :32], 1, 32) << 2, 4, 16),
+        _half(b, 108) * _signed(_fields(b[:, 96:104], 4, 8) | _fields(b[:, 104:108], 2, 4) << 4, 32, 16)[:, 0],
+    ),
+    "Q4_K": lambda b: BlockNumbers(_fields(b[:, 16:144], 4, 32).unflatten(1, (8, 32)), *_scales_and_minima(b)),
+    "Q5_K": lambda b: BlockNumbers(
+        (_fields(b[:, 48:176], 4, 32) | _fields(b[:, 16:48], 1, 32) << 4).unflatten(1, (8, 32)),
+        *_scales_and_minima(b),
+    ),
+    "Q6_K": lambda b: BlockNumbers(
+        _signed(_fields(b[:, :128], 4, 64) | _fields(b[:, 128:192], 2, 32) << 4, 32, 16),
+        _half(b, 208) * b[:, 192:208].view(torch.int8),
+    ),
+}
 
 
 def _rows(stored: Stored) -> Rows:
-    num_columns = prod(stored.piece.shape[1:])
-    return GgufRows(stored.raw_NB, stored.piece.dtype, num_columns, _order(stored.piece, stored.raw.device))
-
-
-def _order(piece: TensorSlice, device: torch.device) -> torch.Tensor | None:
+    piece, device = stored.piece, stored.raw.device
     runs = [torch.arange(run.start, run.stop, run.step, device=device) for run in piece.row_order]
-    return torch.cat(runs) if runs else None
-
-
-def _row_bytes(block: Block, num_columns: int) -> float:
-    return num_columns / block.num_numbers * block.num_bytes
+    return GgufRows(stored.raw_NB, piece.dtype, prod(piece.shape[1:]), torch.cat(runs) if runs else None)
 
 
 FORMATS = tuple(
-    StorageFormat(name=name, loss=Loss.exact, row_bytes=partial(_row_bytes, block), rows=_rows)
+    StorageFormat(
+        name=name,
+        loss=Loss.exact,
+        row_bytes=lambda num_columns, block=block: num_columns / block.num_numbers * block.num_bytes,
+        rows=_rows,
+    )
     for name, block in BLOCKS.items()
 )

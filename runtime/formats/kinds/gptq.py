@@ -6,7 +6,7 @@ points of neighbouring rows. The number is (code - zero) * scale. The first vers
 less one, modulo the number of codes; the second as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
@@ -34,7 +34,7 @@ from ..module_tensors import (
     whole_number,
     with_weights,
 )
-from ..scaled_rows import WORD_BITS, Chosen, IntegerRows, as_pairs, columns_of, write_words
+from ..scaled_rows import WORD_BITS, Chosen, IntegerRows, as_pairs, columns_of, halves_of_bytes, write_words
 from ..storage_format import Loss, StorageFormat, Stored, joined_by_columns
 
 BITS, LEAVES = (4, 8), ("qweight", "qzeros", "scales", "g_idx")
@@ -101,14 +101,10 @@ def _rows(num_bits: int, stored: Stored) -> Rows:
 def _codes_of_bytes(num_bits: int, added: int, device: torch.device) -> torch.Tensor:
     """(256,): the zero points in each byte, with what was taken from them before, modulo the number of codes: a
     float32, or two of them as one element of 64 bits."""
-    byte, mask = torch.arange(256), (1 << num_bits) - 1
     if num_bits == 8:
-        return (byte + added & mask).float().to(device)
-    return as_pairs((byte & mask) + added & mask, (byte >> 4) + added & mask).to(device)
-
-
-def _join(num_bits: int, matrices: Sequence[Stored]) -> Stored | None:
-    return joined_by_columns(matrices, matrices[0].piece.shape[1] * num_bits // WORD_BITS)
+        return (torch.arange(256) + added & 255).float().to(device)
+    low, high = halves_of_bytes(device)
+    return as_pairs(low + added & 15, high + added & 15)
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
@@ -127,7 +123,10 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     modules = list(modules_with(tensors, "qweight"))
     weights = {each.path: _weight(each, quantization, version) for each in modules}
     if quantization.get("desc_act") or not all(_lies_in_turn(each, weights[each.path]) for each in modules):
-        weights = {each.path: _with_groups(each, weights[each.path]) for each in modules}
+        for each in modules:
+            weight, words = weights[each.path], each.require("g_idx", "I32")
+            groups = groups_of_columns(words, weight.shape[1], weight.companions[0].tensor.shape[0])
+            weights[each.path] = replace(weight, companions=(*weight.companions, groups))
     return with_weights(tensors, weights, LEAVES)
 
 
@@ -146,7 +145,14 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
     num_columns = height * WORD_BITS // num_bits
     require_shape(scales, (num_groups, num_rows), f"{words.name!r}, {words.shape},")
     zeros = require_shape(module.require("qzeros", "I32"), (num_groups, num_rows * num_bits // WORD_BITS), "its module")
-    width = _width(scales, num_columns, whole_number(quantization, "group_size", -1))
+    width = whole_number(quantization, "group_size", -1)
+    if width <= 0 or -(-num_columns // width) != num_groups:  # not as many as there are: then equal ones
+        if not num_groups or num_columns % num_groups:
+            raise CheckpointError(
+                f"{scales.file}: {scales.name!r} has {num_groups} groups; {num_columns} columns in groups of "
+                f"{width} (group_size in config.json) need {-(-num_columns // max(width, 1))}"
+            )
+        width = num_columns // num_groups
     return replace(
         words,
         shape=(num_rows, num_columns),
@@ -158,19 +164,6 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
         constants=(ADDED_TO_ZEROS[version],),
         is_interleaved=True,
     )
-
-
-def _width(scales: TensorSlice, num_columns: int, group_size: int) -> int:
-    """The columns of a group: the config's where these make as many groups as there are, else equal ones."""
-    num_groups = scales.shape[0]
-    if group_size > 0 and -(-num_columns // group_size) == num_groups:
-        return group_size
-    if not num_groups or num_columns % num_groups:
-        raise CheckpointError(
-            f"{scales.file}: {scales.name!r} has {num_groups} groups; {num_columns} columns in groups of "
-            f"{group_size} (group_size in config.json) need {-(-num_columns // max(group_size, 1))}"
-        )
-    return num_columns // num_groups
 
 
 def _lies_in_turn(module: ModuleTensors, weight: TensorSlice) -> bool:
@@ -188,25 +181,19 @@ def _in_turn(num_columns: int, width: int, itemsize: int) -> bytes:
     return (np.arange(num_columns) // width).astype(f"i{itemsize}").tobytes()
 
 
-def _with_groups(module: ModuleTensors, weight: TensorSlice) -> TensorSlice:
-    num_groups = weight.companions[0].tensor.shape[0]
-    groups = groups_of_columns(module.require("g_idx", "I32"), weight.shape[1], num_groups)
-    return replace(weight, companions=(*weight.companions, groups))
-
-
-def _row_bytes(num_bits: int, num_columns: int) -> float:
-    return num_columns * num_bits / 8 + num_columns / USUAL_WIDTH * (2 + num_bits / 8)
-
-
 FORMATS = tuple(
     StorageFormat(
         name=f"gptq-int{num_bits}",
         loss=Loss.exact,
-        row_bytes=partial(_row_bytes, num_bits),
+        row_bytes=lambda num_columns, bits=num_bits: (
+            num_columns * bits / 8 + num_columns / USUAL_WIDTH * (2 + bits / 8)
+        ),
         rows=partial(_rows, num_bits),
         companions=(SCALES, ZEROS, GROUPS),
         of_linear=True,
-        join=partial(_join, num_bits),
+        join=lambda matrices, bits=num_bits: joined_by_columns(
+            matrices, matrices[0].piece.shape[1] * bits // WORD_BITS
+        ),
     )
     for num_bits in BITS
 )

@@ -126,20 +126,22 @@ def _of_rows(factors: torch.Tensor, added: int, rows: Chosen) -> torch.Tensor:
     return (factors if len(factors) == 1 else factors[rows]).float() + added
 
 
-def _row_bytes(num_bits: int, num_columns: int) -> float:
-    """What is usual: with 8 bits a scale for a row, with 4 one for each group of its columns."""
-    return num_columns * num_bits / 8 + 2 * (num_columns / USUAL_WIDTH if num_bits == 4 else 1)
-
-
 FORMATS = (
     StorageFormat(
-        name=PLAIN, loss=Loss.exact, row_bytes=partial(_row_bytes, 8), rows=_plain_rows, companions=(SCALES, ZEROS)
+        name=PLAIN,
+        loss=Loss.exact,
+        row_bytes=lambda num_columns: num_columns + 2,
+        rows=_plain_rows,
+        companions=(SCALES, ZEROS),
     ),
     *(
         StorageFormat(
             name=name,
             loss=Loss.exact,
-            row_bytes=partial(_row_bytes, num_bits),
+            # What is usual: with 8 bits a scale for a row, with 4 one for each group of its columns.
+            row_bytes=lambda num_columns, num_bits=num_bits: (
+                num_columns * num_bits / 8 + 2 * (num_columns / USUAL_WIDTH if num_bits == 4 else 1)
+            ),
             rows=partial(_word_rows, num_bits),
             companions=(SCALES, ZEROS, GROUPS),
         )

@@ -1,7 +1,7 @@
 """MXFP4 (gpt-oss): `X_blocks` beside `X_scales`, both U8, rows of the transposed parameter.
 
-Two numbers lie in each byte, and 16 bytes side by side share an exponent. It stands alone as every format does;
-compressed-tensors has the same numbers under other names.
+Two numbers lie in each byte, and 16 bytes side by side share an exponent; compressed-tensors has the same numbers
+under other names.
 """
 
 from collections.abc import Mapping
@@ -9,17 +9,12 @@ from dataclasses import replace
 from math import prod
 
 from ...errors import CheckpointError
-from ...linear.rows import Rows
 from ...plan.shape.shapes import TensorSlice
 from ..scaled_rows import SCALES, scaled_rows, with_factors
-from ..storage_format import Loss, StorageFormat, Stored
+from ..storage_format import Loss, StorageFormat
 
 NAME, BLOCK_COLUMNS = "mxfp4", 32
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
-
-
-def _rows(stored: Stored) -> Rows:
-    return scaled_rows(stored.raw_NB, None, stored.companions[SCALES], 1, BLOCK_COLUMNS)
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
@@ -28,21 +23,24 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     for name in tensors:
         base = name.removesuffix(BLOCKS_SUFFIX)
         if base != name and base + SCALES_SUFFIX in tensors:
-            result[base] = _scaled(result.pop(name), result.pop(base + SCALES_SUFFIX))
+            blocks, scales = result.pop(name), result.pop(base + SCALES_SUFFIX)
+            if blocks.dtype != "U8":
+                raise CheckpointError(
+                    f"{blocks.file}: {blocks.name!r} is {blocks.dtype}; U8 is wanted, two numbers in a byte"
+                )
+            shape = (*blocks.shape[:-2], prod(blocks.shape[-2:]) * 2)
+            numbers = replace(blocks, dtype="F4", format=NAME, shape=shape, is_transposed=True)
+            result[base] = with_factors(numbers, scales, 1, BLOCK_COLUMNS)
     return result
 
 
-def _scaled(blocks: TensorSlice, scales: TensorSlice) -> TensorSlice:
-    if blocks.dtype != "U8":
-        raise CheckpointError(f"{blocks.file}: {blocks.name!r} is {blocks.dtype}; U8 is wanted, two numbers in a byte")
-    shape = (*blocks.shape[:-2], prod(blocks.shape[-2:]) * 2)
-    numbers = replace(blocks, dtype="F4", format=NAME, shape=shape, is_transposed=True)
-    return with_factors(numbers, scales, 1, BLOCK_COLUMNS)
-
-
-def _row_bytes(num_columns: int) -> float:
-    return num_columns / 2 + num_columns / BLOCK_COLUMNS
-
-
-FORMATS = (StorageFormat(name=NAME, loss=Loss.exact, row_bytes=_row_bytes, rows=_rows, companions=(SCALES,)),)
+FORMATS = (
+    StorageFormat(
+        name=NAME,
+        loss=Loss.exact,
+        row_bytes=lambda num_columns: num_columns / 2 + num_columns / BLOCK_COLUMNS,
+        rows=lambda stored: scaled_rows(stored.raw_NB, None, stored.companions[SCALES], 1, BLOCK_COLUMNS),
+        companions=(SCALES,),
+    ),
+)
 METHODS = {"mxfp4": _pair}

@@ -75,15 +75,11 @@ def _rows(stored: Stored, *, divides: bool) -> Rows:
     return RowCodes(rows, stored.raw_NB, FLOAT4, num_groups, rows.shared)
 
 
-def _row_bytes(num_columns: int) -> float:
-    return num_columns / 2 + num_columns / WIDTH
-
-
 FORMATS = tuple(
     StorageFormat(
         name=name,
         loss=Loss.exact,
-        row_bytes=_row_bytes,
+        row_bytes=lambda num_columns: num_columns / 2 + num_columns / WIDTH,
         rows=partial(_rows, divides=name == DIVIDED),
         companions=(SCALES, OVERALL),
     )

@@ -1,7 +1,9 @@
 """Weights rounded by `millrace pack format=int8|int4|fp8`: codes beside scales of rows or of groups of columns.
 
 `X_int8-rows`, `X_int4-groups` and `X_fp8-rows`, uint8, beside `X_scales`, bfloat16 (N, G); `linear/packed_rows.py` says
-how codes lie.
+how codes lie. Those of layers and experts are rounded, some rows at a time, in a few times their memory.
+
+N rows of K numbers, R of them; G groups of W columns.
 """
 
 import re
@@ -15,16 +17,16 @@ import torch
 
 from ...kernels.arguments import CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT4_MIDDLE, INT8
 from ...linear.packed_rows import NAMES, ROUNDED, CodedRows, bytes_of_codes
-from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..module_tensors import METHOD, paired, unfit
 from ..scaled_rows import SCALES
-from ..storage_format import Loss, StorageFormat, Stored
+from ..storage_format import Loss, StorageFormat
 
 WAYS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # as a user calls them
 MOST_INT8, MOST_FLOAT8 = 127, 448
 CLIPS = (1.0, 0.93, 0.86, 0.79)  # shares of the largest number to which a group may be cut
 NUMBERS_AT_ONCE = 1 << 17  # stay in a cache while every cut is tried
+USUAL_GROUP = 64  # columns
 FLOATS = ("BF16", "F16", "F32")
 IN_A_LAYER = re.compile(r"\.\d+\.")
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # modules that choose experts
@@ -112,7 +114,10 @@ class Rounding:
         groups_RGW = numbers_RK.unflatten(1, (self.num_groups(numbers_RK.shape[1]), -1))
         if self.way != INT4:
             largest_RG = groups_RGW.abs().amax(2)
-            return _up(largest_RG / (MOST_INT8 if self.way == INT8 else MOST_FLOAT8))
+            exact = largest_RG / (MOST_INT8 if self.way == INT8 else MOST_FLOAT8)
+            found = exact.to(torch.bfloat16)
+            above = torch.nextafter(found, torch.full_like(found, torch.inf))
+            return torch.where(found.float() < exact, above, found)  # not below: no code is beyond the largest
         largest_RG = groups_RGW.gather(2, groups_RGW.abs().argmax(2, keepdim=True))[..., 0]
         best_RG = torch.full_like(largest_RG, torch.inf)
         scales_RG = torch.zeros_like(largest_RG, dtype=torch.bfloat16)
@@ -151,24 +156,6 @@ def _divisors(scales_RG: torch.Tensor) -> torch.Tensor:
     return torch.where(scales == 0, 1, scales)[..., None]
 
 
-def _up(scales: torch.Tensor) -> torch.Tensor:
-    """The next bfloat16 that is not below, so that no code is beyond the largest."""
-    found = scales.to(torch.bfloat16)
-    return torch.where(found.float() < scales, torch.nextafter(found, torch.full_like(found, torch.inf)), found)
-
-
-USUAL_GROUP = 64  # columns
-
-
-def _rows(way: int, stored: Stored) -> Rows:
-    return CodedRows(stored.raw_NB, stored.companions[SCALES], way)
-
-
-def _row_bytes(way: int, num_columns: int) -> float:
-    num_scales = num_columns / USUAL_GROUP if way == INT4 else 1
-    return bytes_of_codes(way, num_columns) + 2 * num_scales
-
-
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
     """See `Method`."""
     for name in ROUNDED:
@@ -184,24 +171,24 @@ def _weight(name: str, codes: TensorSlice, scales: TensorSlice) -> TensorSlice:
         num_bytes * GROUP_NUMBERS // bytes_of_codes(ROUNDED[name], GROUP_NUMBERS),
         scales.shape[-1],
     )
-    if num_columns % GROUP_NUMBERS or not _are_groups(num_columns, num_groups):
+    # Groups are one, or equal ones whose width is a power of two from 32 to 256.
+    width, rest = divmod(num_columns, max(1, num_groups))
+    if num_columns % GROUP_NUMBERS or num_groups < 1 or (num_groups > 1 and (rest or width not in (32, 64, 128, 256))):
         raise unfit(codes, scales)
-    companion = Companion(role=SCALES, tensor=scales, block_rows=1, block_columns=num_columns // num_groups)
+    companion = Companion(role=SCALES, tensor=scales, block_rows=1, block_columns=width)
     shape = (*rows, num_columns)
     return replace(codes, dtype="BF16", format=name, shape=shape, companions=(companion,))
 
 
-def _are_groups(num_columns: int, num_groups: int) -> bool:
-    """Whether they are one, or equal ones whose width is a power of two from 32 to 256."""
-    if num_groups <= 1:
-        return num_groups == 1
-    width, rest = divmod(num_columns, num_groups)
-    return not rest and width in (32, 64, 128, 256)
-
-
 FORMATS = tuple(
     StorageFormat(
-        name=name, loss=Loss.lossy, row_bytes=partial(_row_bytes, way), rows=partial(_rows, way), companions=(SCALES,)
+        name=name,
+        loss=Loss.lossy,
+        row_bytes=lambda num_columns, way=way: (
+            bytes_of_codes(way, num_columns) + 2 * (num_columns / USUAL_GROUP if way == INT4 else 1)
+        ),
+        rows=lambda stored, way=way: CodedRows(stored.raw_NB, stored.companions[SCALES], way),
+        companions=(SCALES,),
     )
     for name, way in ROUNDED.items()
 )

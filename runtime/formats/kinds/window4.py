@@ -3,17 +3,18 @@
 Weights of a layer have few exponents: most lie in a window of 15, which with that of zero are codes of 4 bits. A number
 is a byte of sign and mantissa and half a byte of its exponent's code; exponents without a code, escapes, lie beside it.
 The entropy of published weights is 2.6 bits an exponent (DFloat11, arXiv 2504.11651): codes of variable length would
-save a few per cent more.
+save a few per cent more. A matrix is packed some rows at a time, in a few times their memory.
+
+N rows of K numbers, of which n escape; K is a multiple of GROUP_NUMBERS.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ...kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
-from ...kernels.arguments import GROUP_NUMBERS as GROUP
 from ...linear.blocks import below
 from ...linear.rows import Rows
 from ...linear.window4_rows import WINDOW4, Window4Rows
@@ -27,6 +28,7 @@ MOST_COLUMNS = 1 << 16  # an escape's column is kept in 16 bits
 MOST_ESCAPES = 0.003  # of numbers: a product pays some 40 ns for each (EPYC Zen 5)
 ROWS_AT_ONCE_NUMBERS = 1 << 20
 SAMPLE_NUMBERS = 1 << 20
+TYPICAL_ESCAPES = 0.0005  # of published weights, as others measured them: 0.0003 to 0.0005
 ESCAPES_AT_ONCE = 4  # so that exponents fill whole words
 
 
@@ -66,17 +68,14 @@ def pack_pieces(words_NK: np.ndarray) -> Iterator[Window4]:
     """Yields a run of rows at a time, all with the base of the whole."""
     base, step = choose_base(words_NK), max(1, ROWS_AT_ONCE_NUMBERS // words_NK.shape[1])
     for first in range(0, len(words_NK), step):
-        yield _pack_rows(words_NK[first : first + step], base)
-
-
-def _pack_rows(words_RK: np.ndarray, base: int) -> Window4:
-    exponents = (words_RK >> 7).astype(np.uint8)
-    codes = exponents - np.uint8(base)
-    codes[exponents == 0] = 0
-    rows, columns = np.nonzero((codes == 0) & (exponents != 0) | (codes > WINDOW))
-    codes[rows, columns] = 0
-    starts = np.bincount(rows + 1, minlength=len(words_RK) + 1).cumsum().astype(np.uint32)
-    return Window4(_groups(words_RK, codes), base, starts, columns.astype(np.uint16), exponents[rows, columns])
+        words_RK = words_NK[first : first + step]
+        exponents = (words_RK >> 7).astype(np.uint8)
+        codes = exponents - np.uint8(base)
+        codes[exponents == 0] = 0
+        rows, columns = np.nonzero((codes == 0) & (exponents != 0) | (codes > WINDOW))
+        codes[rows, columns] = 0
+        starts = np.bincount(rows + 1, minlength=len(words_RK) + 1).cumsum().astype(np.uint32)
+        yield Window4(_groups(words_RK, codes), base, starts, columns.astype(np.uint16), exponents[rows, columns])
 
 
 def joined(pieces: Sequence[Window4]) -> Window4:
@@ -101,10 +100,12 @@ def _groups(words_RK: np.ndarray, codes_RK: np.ndarray) -> np.ndarray:
     within 16, and words of 32 bits hold pairs. Codes of what lies in the second half are the high nibbles."""
     R, K = words_RK.shape
     rest, codes = (
-        part.reshape(R, K // GROUP, 2, 2, 4, 4).transpose(0, 1, 4, 2, 5, 3).reshape(R, K // GROUP, GROUP)
+        part.reshape(R, K // GROUP_NUMBERS, 2, 2, 4, 4)
+        .transpose(0, 1, 4, 2, 5, 3)
+        .reshape(R, K // GROUP_NUMBERS, GROUP_NUMBERS)
         for part in ((words_RK >> 8 & 128 | words_RK & 127).astype(np.uint8), codes_RK)
     )
-    nibbles = codes[:, :, : GROUP // 2] | codes[:, :, GROUP // 2 :] << 4
+    nibbles = codes[:, :, : GROUP_NUMBERS // 2] | codes[:, :, GROUP_NUMBERS // 2 :] << 4
     return np.concatenate([rest, nibbles], axis=2).reshape(R, -1)
 
 
@@ -127,14 +128,14 @@ def why_raw(dtype: str, shape: tuple[int, ...]) -> str | None:
         return f"{dtype}, not BF16"
     if len(shape) not in (2, 3) or 0 in shape:
         return "no matrix"
-    if shape[-1] % GROUP:
-        return f"columns are no multiple of {GROUP}"
+    if shape[-1] % GROUP_NUMBERS:
+        return f"columns are no multiple of {GROUP_NUMBERS}"
     return f"more than {MOST_COLUMNS:,} columns" if shape[-1] > MOST_COLUMNS else None
 
 
 def packed_columns(num_columns: int) -> int:
     """The bytes of a packed row."""
-    return num_columns // GROUP * GROUP_BYTES
+    return num_columns // GROUP_NUMBERS * GROUP_BYTES
 
 
 def escapes_beside(matrices: Sequence[Sequence[Window4]]) -> np.ndarray:
@@ -142,9 +143,6 @@ def escapes_beside(matrices: Sequence[Sequence[Window4]]) -> np.ndarray:
     wholes = [joined(pieces) for pieces in matrices]
     most = max(len(whole.columns) for whole in wholes)
     return np.stack([escape_words(whole, most) for whole in wholes])
-
-
-TYPICAL_ESCAPES = 0.0005  # of published weights, as others measured them: 0.0003 to 0.0005
 
 
 def _rows(stored: Stored) -> Rows:
@@ -162,15 +160,6 @@ def _join(matrices: Sequence[Stored]) -> Rows | None:
     return Window4Rows(body_NB, [stored.companions[ESCAPES] for stored in matrices], piece.shape[0] + 1)
 
 
-def _row_bytes(num_columns: int) -> float:
-    return num_columns * (GROUP_BYTES / GROUP_NUMBERS + 3 * TYPICAL_ESCAPES) + 4
-
-
-def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
-    """See `Method`."""
-    return paired(tensors, quantization, WINDOW4, ESCAPES, _weight)
-
-
 def _weight(body: TensorSlice, escapes: TensorSlice) -> TensorSlice:
     *stack, num_rows, num_bytes = body.shape if len(body.shape) > 1 else (0, *body.shape)
     is_whole = num_bytes % GROUP_BYTES == 0 and escapes.dtype == "I32" and escapes.shape[:-1] == tuple(stack)
@@ -184,7 +173,12 @@ def _weight(body: TensorSlice, escapes: TensorSlice) -> TensorSlice:
 
 FORMATS = (
     StorageFormat(
-        name=WINDOW4, loss=Loss.lossless, row_bytes=_row_bytes, rows=_rows, companions=(ESCAPES,), join=_join
+        name=WINDOW4,
+        loss=Loss.lossless,
+        row_bytes=lambda num_columns: num_columns * (GROUP_BYTES / GROUP_NUMBERS + 3 * TYPICAL_ESCAPES) + 4,
+        rows=_rows,
+        companions=(ESCAPES,),
+        join=_join,
     ),
 )
-METHODS = {METHOD: _pair}
+METHODS = {METHOD: lambda tensors, quantization: paired(tensors, quantization, WINDOW4, ESCAPES, _weight)}

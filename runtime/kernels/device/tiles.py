@@ -155,7 +155,7 @@ def _awq_place(row):
 
 @triton.jit
 def _window4(matrix, expert, rows, has_row, column, BN: tl.constexpr, BK: tl.constexpr):
-    """bfloat16 of 12 bits; of escapes sign and mantissa. `formats/packing.py` says in which order a group's numbers
+    """bfloat16 of 12 bits; of escapes sign and mantissa. `kinds/window4.py` says in which order a group's numbers
     lie."""
     NUM: tl.constexpr = BK // GROUP_NUMBERS
     groups = column // GROUP_NUMBERS + tl.arange(0, NUM)
@@ -248,7 +248,7 @@ def _bytes_at(body_rows, has, begin, NUM: tl.constexpr):
 
 @triton.jit
 def _block256(body_rows, has_row, column, num_columns, WAY: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """float32 (BN, BK) of half a block of 256 numbers of GGUF, BK being 128: `formats/gguf_blocks.py` says where bits
+    """float32 (BN, BK) of half a block of 256 numbers of GGUF, BK being 128: `formats/kinds/gguf.py` says where bits
     lie."""
     tl.static_assert(BK == 128, "a tile is half a block")
     half, has = column // 128 % 2, has_row & (column < num_columns)
