@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 from runtime.errors import ConfigError
+from runtime.kernels.arguments import ISA
 from runtime.measure.machine_cache import cpu_flags
 
 
@@ -25,16 +26,15 @@ NEEDED = {  # by the flags of Linux
     Isa.avx2: ("avx2", "fma", "f16c", "bmi2"),
     Isa.avx512: ("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"),
 }
-OURS = "MILLRACE_ISA"  # see runtime.kernels.target
 ENVIRONMENTS: Mapping[Isa, Mapping[str, str]] = {  # our kernels, torch's, oneDNN's, MKL's
     Isa.avx2: {
-        OURS: "avx2",
+        ISA: "avx2",
         "ATEN_CPU_CAPABILITY": "avx2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
     Isa.avx512: {
-        OURS: "avx512",
+        ISA: "avx512",
         "ATEN_CPU_CAPABILITY": "avx512",
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # the last that oneDNN knows before AMX
         "MKL_ENABLE_INSTRUCTIONS": "AVX512",

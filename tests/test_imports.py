@@ -78,8 +78,7 @@ PURE = ("plan", "batching")
 # What the callers of `runtime/kernels` may import of it; the rest is how these are made.
 SEAM = {
     *("compiler", "compiled", "arguments", "linear", "packed", "attention", "attention_quantized", "rowwise"),
-    *("amx.linear", "amx.attention", "amx.scratch"),
-    *("device.arguments", "device.matrices"),
+    *("amx.linear", "amx.attention", "device_matrices"),
 }
 
 # The rooms of `runtime/plan`: each may import of those before it; the modules beside them compose all.

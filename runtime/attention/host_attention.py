@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from ..config.settings import KVDType
-from ..kernels.amx.scratch import TILE_DIMS, TILE_ROWS, TileScratch
 from ..kernels.arguments import (
     CHUNK_TOKENS,
+    TILE_DIMS,
+    TILE_ROWS,
     Pages,
     Paused,
     QuantizedPages,
@@ -28,6 +29,7 @@ from ..kernels.arguments import (
     Scratch,
     Softmax,
     Span,
+    TileScratch,
     WorkItems,
 )
 from ..kernels.compiler import has_compiler, has_matrix_unit

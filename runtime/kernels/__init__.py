@@ -4,6 +4,7 @@ be fast; it takes arrays and numbers, and knows no tensor, no model and no plan.
 
 The seam, which `linear`, `attention` and `model` may import: `linear.lay_out_inputs` and `linear.linear`,
 `attention.attend`, and `rowwise.gate_rows`, `norm_rows` and `rotate_rows`; `amx.linear` and `amx.attention` offer the
-same in the processor's matrix unit. `compiler` says which of them can run here, and `arguments` and `amx.scratch` hold
-what they are given; these three load no compiler. `compiled.only_kept` finds out which are on disk.
+same in the processor's matrix unit; `device_matrices` are in Triton, for weights as they are stored, on an accelerator.
+`compiler` says which of them can run here, and `arguments` holds what they are given; these two load no compiler.
+`compiled.only_kept` finds out which are on disk.
 """

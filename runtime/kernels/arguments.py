@@ -1,14 +1,17 @@
-"""What kernels are given: arrays that begin where loads want them to, and what goes along with queries.
+"""What kernels are given: arrays that begin where loads want them to, rows of weights as they are stored, what goes
+along with queries, and of a stored matrix on an accelerator. To import it loads neither numba nor Triton.
 
 W work items, B rows, n pages of a row, P positions of a page, H KV heads, G query heads of each, D of a head, S
 positions of a chunk.
 """
 
 import math
-from typing import NamedTuple, Protocol, TypeAlias
+from functools import cache
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+ISA = "MILLRACE_ISA"  # the environment variable that asks for less than the processor has, see compiled.py
 PAIR_ROWS = 32  # of weights, which products take at once; what is left behind the last ones they leave to others
 GROUP_NUMBERS, GROUP_BYTES = 64, 96  # of packed weights: a sign and seven bits of each number, then a nibble of each
 WINDOW4, INT8, INT4, FLOAT8 = range(4)  # ways of packing: so, and codes with scales
@@ -24,6 +27,40 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)  # what numbers of an output are
 CODE_RUN = 32  # codes side by side: those of four bits lie in as many half bytes, the first half of them in low ones
 CHUNK_TOKENS = 64  # with its queries and sums a chunk's scores stay in 48 KiB of L1, at 32 heads of 128
 Span: TypeAlias = tuple[int, int]  # from the first number up to the second
+
+
+class StoredRows(NamedTuple):
+    """Rows of packed weights as bytes, one behind the other, and what goes along with them, flat. `layout`: see
+    `linear/packed_rows.py`; for the rest `packed.Packing` and `grouped.GroupArrays`."""
+
+    body: np.ndarray
+    layout: np.ndarray
+    starts: np.ndarray
+    columns: np.ndarray
+    exponents: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray
+    factors: np.ndarray
+    table: np.ndarray
+    groups: np.ndarray
+
+
+class Product(NamedTuple):
+    """A product in vectors, whatever its weights are: of the `num_rows` rows of x in `inputs`, into columns from
+    `begin` on of an output of a `kind`, all of whose rows the `halves` are, see `linear_parts.OutputRows`. Threads that
+    share one `begun`, of which the first number was 0, share the rows of w, `step` at a time, a multiple of PAIR_ROWS
+    up to CHUNK_ROWS; each has `words`, a `tile` and `sums` of its own, used anew again and again, see `split`."""
+
+    step: int
+    begun: np.ndarray
+    inputs: np.ndarray
+    halves: np.ndarray
+    kind: int
+    begin: int
+    num_rows: int
+    words: np.ndarray
+    tile: np.ndarray
+    sums: np.ndarray
 
 
 class Pages(NamedTuple):
@@ -131,3 +168,107 @@ def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.zeros(num_bytes + 63, np.uint8)
     return np.ndarray(shape, dtype, room, -room.__array_interface__["data"][0] % 64)
+
+
+TILE_ROWS, TILE_DIMS, TILE_QUERIES = 16, 32, 4  # TILE_DIMS bfloat16 are the 64 bytes of a row
+PAIRED = 2 * TILE_QUERIES  # what stands side by side: high and low parts, or sums of even and of odd dims
+
+
+class TileScratch(NamedTuple):
+    """`queries`: rows of pairs of dims, in each the high parts of four queries and then the low ones. `products`: of
+    each position with the same eight. `weights`: high, then low; of each query with a zero behind it, which meets the
+    odd dims of values, and before it. `sums`: of each query the even dims, then the odd ones."""
+
+    queries_HJTRC: np.ndarray
+    products_SC: np.ndarray
+    scores_HGS: np.ndarray
+    weights_HJPCS: np.ndarray
+    sums_HGD: np.ndarray
+    tops_HG: np.ndarray
+    totals_HG: np.ndarray
+    shapes: np.ndarray
+
+    @classmethod
+    def make(cls, num_kv_heads: int, group: int, key_dim: int, value_dim: int, chunk_tokens: int) -> "TileScratch":
+        H, J = num_kv_heads, -(-group // TILE_QUERIES)
+        return cls(
+            queries_HJTRC=aligned_zeros((H, J, key_dim // TILE_DIMS, TILE_ROWS, PAIRED), np.uint32),
+            products_SC=aligned_zeros((chunk_tokens, PAIRED), np.float32),
+            scores_HGS=aligned_zeros((H, J * TILE_QUERIES, chunk_tokens), np.float32),
+            weights_HJPCS=aligned_zeros((H, J, 2, PAIRED, chunk_tokens), np.uint32),
+            sums_HGD=aligned_zeros((H, J * TILE_QUERIES, value_dim), np.float32),
+            tops_HG=aligned_zeros((H, group), np.float32),
+            totals_HG=aligned_zeros((H, group), np.float32),
+            shapes=tile_shapes(),
+        )
+
+
+@cache
+def tile_shapes() -> np.ndarray:
+    """(2, 16, 64) bytes: how scores, and how values, of 1 to 16 positions of a page have the eight tiles: their numbers
+    in `unit.py`, the form in Intel's manual under LDTILECFG."""
+    shapes = aligned_zeros((2, TILE_ROWS, 64), np.uint8)
+    shapes[..., 0] = 1  # the form
+    for n in range(1, TILE_ROWS + 1):
+        row_bytes_of = shapes[:, n - 1, 16:32].view(np.uint16)
+        rows_of = shapes[:, n - 1, 48:56]
+        row_bytes_of[0], rows_of[0] = [32] * 6 + [64] * 2, [TILE_ROWS] * 4 + [n] * 4
+        row_bytes_of[1], rows_of[1] = [64] * 4 + [4 * n] * 2 + [64] * 2, [PAIRED] * 6 + [n] * 2
+    return shapes
+
+
+FLOATS, EXPONENTS, SMALL_FLOATS = range(3)  # dtypes of factors: any plain float, E8M0, E4M3
+# Kinds of zero points: none, one for all, plain numbers, fields of words of 4 and of 8 bits, AWQ's fields.
+NO_ZEROS, SAME_ZERO, PLAIN_ZEROS, FIELDS4, FIELDS8, AWQ_FIELDS = range(6)
+NO_OVERALL, MULTIPLIED, DIVIDED = range(3)  # what overall factors do to those of groups
+
+
+class Matrix(NamedTuple):
+    """Pointers to the first of E matrices (tensors, None where there are none), strides in elements, and sizes.
+
+    `extra`: the table of IN_TABLE, the bases of WINDOW4, or which stored row each row of blocks is. `row_step`:
+    rows from one expert to the next where they lie in one tall matrix, 0 where `..._expert` strides lead there.
+    `first_row`: the row of the first field of words.
+    """
+
+    body: Any = None
+    scales: Any = None
+    zeros: Any = None
+    groups: Any = None
+    extra: Any = None
+    overall: Any = None
+    body_expert: int = 0
+    scales_expert: int = 0
+    zeros_expert: int = 0
+    groups_expert: int = 0
+    extra_expert: int = 0
+    overall_expert: int = 0
+    body_row: int = 0
+    body_column: int = 0
+    scales_row: int = 0
+    scales_group: int = 0
+    zeros_row: int = 0
+    zeros_group: int = 0
+    overall_row: int = 0
+    scale_rows: int = 1
+    num_columns: int = 0
+    num_groups: int = 0
+    row_step: int = 0
+    first_row: int = 0
+    last: float = 1.0
+
+
+class MatrixKind(NamedTuple):
+    """What a kernel is compiled for. `width`: columns of a group, 0 for one group in a row. `group_tile`: groups in a
+    tile; as many as columns where each column's is looked up, in `groups` if it `has_groups`."""
+
+    way: int
+    scales: int
+    zeros: int
+    added: int
+    overall: int
+    has_last: bool
+    has_groups: bool
+    is_reordered: bool
+    width: int
+    group_tile: int

@@ -10,10 +10,9 @@ import numpy as np
 from numba import njit
 
 from .arguments import CHUNK_TOKENS, Pages, QuantizedPages, QuantizedScratch, Rows, Softmax, Span, WorkItems
-from .attention import attend_chunk, begin, finish, page_run
+from .attention import attend_chunk, begin, finish, page_run, weigh
 from .attention_blocks import ADD_BLOCK, SCORE_BLOCK
 from .attention_codes import add_code, add_codes, ask_for, scale_by, score_code, score_codes
-from .attention_softmax import weigh
 from .compiled import REORDERED, kept
 from .primitives import ZERO, begin_items
 

@@ -16,6 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .compiled import features
 from .primitives import (
     FLOATS,
     INT,
@@ -37,7 +38,6 @@ from .primitives import (
     store,
 )
 from .squares import turned
-from .target import features
 
 UNIT_ROWS = LANES // 2  # rows of lanes, of which half are other columns
 WORD_COLUMNS = 8  # from the columns of one half of the lanes to those of the other
@@ -45,7 +45,7 @@ HAS_TABLES = bool(features().get("avx2"))  # a lane takes any number of a vector
 ROW_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of the eight rows of one of AWQ's words, in bits
 
 
-class Groups(NamedTuple):
+class GroupArrays(NamedTuple):
     """Codes in rows have zero points and factors (N, G), of column k those of number k >> shift, and a table of 16
     numbers; codes in columns (G, N), of column k those of row `columns[k]`; `is_wide`: eight columns share theirs."""
 

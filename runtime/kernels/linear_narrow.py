@@ -10,36 +10,253 @@ Blocks for each level of caches, panels, and sums in registers, after Goto and v
 High-Performance Matrix Multiplication" (2008), and Van Zee and van de Geijn, "BLIS" (2015).
 """
 
-import numpy as np
-from numba import njit
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
-from .arguments import PAIR_ROWS, WINDOW4, Span
-from .compiled import REORDERED
+import numpy as np
+from llvmlite import binding, ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Product, Span
+from .compiled import REORDERED, has_fma_alone
 from .linear_parts import (
     Ahead,
-    Block,
+    OutputRows,
+    RowBlock,
+    as_output,
     cursors_of,
     first_of_group,
+    give_rows,
+    give_sums,
     group_elements,
     num_blocks,
     place_in_rows,
     row_apart,
     set_cursors,
 )
-from .narrow_steps import (
-    CHAIN_INPUTS,
-    FEW_ROWS,
-    MOST_ROWS,
-    PANEL_NUMBERS,
-    PANEL_ROWS,
-    add_products,
-    lay_out_row,
-    turn,
+from .packed import Packing, put_escapes, widen_packed
+from .primitives import (
+    FLOATS,
+    INT,
+    LANES,
+    Builder,
+    Place,
+    RowsAt,
+    Value,
+    apart_of,
+    begin_items,
+    first_of,
+    from_float16,
+    ints,
+    is_equal,
+    load,
+    multiply_add,
+    prefetch,
+    splat,
+    store,
 )
-from .outputs import Output, give_rows
-from .packed import Packed, widen_packed
-from .primitives import LANES, Place, RowsAt, begin_items
-from .window4 import put_escapes
+from .squares import columns_of
+
+binding.initialize_native_asmparser()  # numba leaves it out
+
+CHAIN_INPUTS = 256  # that are added up in registers, at most
+PANEL_ROWS = 2 * LANES
+PANEL_NUMBERS = PANEL_ROWS * CHAIN_INPUTS
+MOST_ROWS, FEW_ROWS = 6, 3  # of x that meet a panel at once, or two panels
+SHAPES = [(2, rows) for rows in range(1, MOST_ROWS + 1)] + [(4, rows) for rows in range(1, FEW_ROWS + 1)]
+STEP_INPUTS = 16  # after which lines of memory are asked for
+GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
+_COLUMNS = 8  # words of 32 bits of each row that are turned at a time
+_UNROLLED = 4  # inputs of a turn of the innermost loop
+_NUMBER_BYTES, _VECTOR_BYTES = 4, 4 * LANES
+_PLACE, _COUNT = ir.IntType(8).as_pointer(), ir.IntType(64)
+
+
+class Shape(NamedTuple):
+    """Vectors of rows of w, and rows of x that they meet."""
+
+    vectors: int
+    rows: int
+
+    def vector_at(self, vector: int, k: int) -> int:
+        """The byte of panels at which a vector of input k begins."""
+        return vector // 2 * PANEL_NUMBERS * _NUMBER_BYTES + (2 * k + vector % 2) * _VECTOR_BYTES
+
+
+@intrinsic
+def _lay_out_row(typing: Any, row: Any, num_inputs: Any, out: Any, apart: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        stored, end = first_of(context, builder, row, arguments[0]), arguments[1]
+        target, n = first_of(context, builder, out, arguments[2]), end.type
+        with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
+            vector = load(builder, row.types[0].dtype, builder.gep(stored, [k]), None)
+            for lane in range(LANES):
+                place = builder.gep(target, [builder.mul(builder.add(k, n(lane)), arguments[3])])
+                builder.store(builder.extract_element(vector, INT(lane)), place)
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp, out, types.intp), build
+
+
+@intrinsic
+def _turn(typing: Any, rows: Any, num_inputs: Any, panel: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        first, apart = first_of(context, builder, rows, arguments[0]), apart_of(builder, arguments[0])
+        end, target, stored = arguments[1], first_of(context, builder, panel, arguments[2]), rows.types[0].dtype
+        n, per_word = end.type, INT.width // stored.bitwidth
+        places = [builder.gep(first, [builder.mul(apart, n(row))]) for row in range(LANES)]
+        with cgutils.for_range_slice(builder, n(0), end, n(_COLUMNS * per_word), n) as (k, _):
+            columns = columns_of(builder, [builder.gep(place, [k]) for place in places], _COLUMNS)
+            for i, column in enumerate(columns):
+                for j, vector in enumerate(_numbers(builder, stored, column)):
+                    number = builder.add(k, n(i * per_word + j))
+                    store(builder, vector, builder.gep(target, [builder.mul(number, n(PANEL_ROWS))]))
+        return context.get_dummy_value()
+
+    return types.void(rows, types.intp, panel), build
+
+
+def _numbers(builder: Builder, stored: Any, words: Value) -> list[Value]:
+    """float32 of what words hold: one number, or two of 16 bits."""
+    if stored == types.float32:
+        return [words]
+    if stored == types.uint16:
+        return [builder.shl(words, ints(16)), builder.and_(words, ints(0xFFFF0000))]
+    return [
+        from_float16(builder, builder.and_(words, ints(0xFFFF))),
+        from_float16(builder, builder.lshr(words, ints(16))),
+    ]
+
+
+class _NarrowArguments(NamedTuple):
+    """What `add_products` is given, in its order: the compiler's types of arguments, or their values."""
+
+    panels: Any
+    num_vectors: Any
+    inputs: Any
+    num_rows: Any
+    num_inputs: Any
+    sums: Any
+    is_first: Any
+    ahead: Any
+    num_ahead: Any
+    group_apart: Any
+
+
+@intrinsic
+def _add_products(
+    typing: Any,
+    panels: Any,
+    num_vectors: Any,
+    inputs: Any,
+    num_rows: Any,
+    num_inputs: Any,
+    sums: Any,
+    is_first: Any,
+    ahead: Any,
+    num_ahead: Any,
+    group_apart: Any,
+) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        given = _NarrowArguments(*arguments)
+        weights, numbers, totals = (
+            first_of(context, builder, kind, value)
+            for kind, value in ((panels, given.panels), (inputs, given.inputs), (sums, given.sums))
+        )
+        next_rows, apart = first_of(context, builder, ahead, given.ahead), apart_of(builder, given.ahead)
+        n, add_inputs = given.num_inputs.type, _in_assembly if has_fma_alone() else _in_ir
+
+        def ask_ahead(k: Value) -> None:
+            # Up to the last of a step's inputs: rows of published files begin inside a cache line and end inside one.
+            behind = builder.mul(builder.add(k, n(STEP_INPUTS)), given.group_apart)
+            last = builder.sub(builder.lshr(behind, n(GROUP_SHIFT)), n(1))
+            with cgutils.for_range(builder, given.num_ahead, intp=n) as loop:
+                prefetch(builder, next_rows, builder.add(builder.mul(loop.index, apart), last))
+
+        for shape in (Shape(*each) for each in SHAPES):
+            vectors, rows = (is_equal(builder, found, own) for found, own in zip(given[1:4:2], shape, strict=True))
+            with builder.if_then(builder.and_(vectors, rows)):
+                places = [cgutils.alloca_once(builder, FLOATS) for _ in range(shape.vectors * shape.rows)]
+                for place in places:
+                    builder.store(FLOATS(None), place)
+                with cgutils.for_range_slice(builder, n(0), given.num_inputs, n(STEP_INPUTS), n) as (k, _):
+                    ask_ahead(k)
+                    w = builder.gep(weights, [builder.mul(k, n(PANEL_ROWS))])
+                    x = builder.gep(numbers, [builder.mul(k, n(shape.rows))])
+                    found = add_inputs(builder, shape, w, x, [builder.load(place) for place in places])
+                    for place, total in zip(places, found, strict=True):
+                        builder.store(total, place)
+                give_sums(builder, [builder.load(place) for place in places], totals, given.is_first)
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(panels, n, inputs, n, n, sums, types.boolean, ahead, n, n), build
+
+
+def _in_assembly(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: list[Value]) -> list[Value]:
+    """The sums with the products of STEP_INPUTS inputs. Operands: the sums, the fewer of vectors and rows, which stay
+    in registers of their own, and one register that the others pass through; then both places and the count."""
+    vectors, rows = shape
+    hold_vectors, num_held = vectors <= rows, min(vectors, rows)
+    num_registers = len(sums) + num_held + 1
+    held, passing = [f"${len(sums) + i}" for i in range(num_held)], f"${num_registers - 1}"
+    panel, x, left = (f"${num_registers + i}" for i in range(3))
+    lines = ["1:"]
+    for k in range(_UNROLLED):
+        take_vectors = [f"vmovups {shape.vector_at(v, k)}({panel}), " for v in range(vectors)]
+        take_rows = [f"vbroadcastss {(k * rows + j) * _NUMBER_BYTES}({x}), " for j in range(rows)]
+        kept, others = (take_vectors, take_rows) if hold_vectors else (take_rows, take_vectors)
+        lines += [take + register for take, register in zip(kept, held, strict=True)]
+        for i, take in enumerate(others):
+            lines.append(take + passing)
+            for h, register in enumerate(held):
+                total = i * vectors + h if hold_vectors else h * vectors + i
+                lines.append(f"vfmadd231ps {register}, {passing}, ${total}")
+    lines.append(f"addq $${_UNROLLED * 2 * _VECTOR_BYTES}, {panel}")
+    lines.append(f"addq $${_UNROLLED * rows * _NUMBER_BYTES}, {x}")
+    lines += [f"subq $${_UNROLLED}, {left}", "jne 1b"]
+    outputs = ["=&x"] * num_registers + ["=&r"] * 3
+    tied = [*range(len(sums)), *range(num_registers, num_registers + 3)]
+    changed = ["~{memory}", "~{dirflag}", "~{fpsr}", "~{flags}"]
+    given = [*sums, builder.bitcast(panels, _PLACE), builder.bitcast(inputs, _PLACE), _COUNT(STEP_INPUTS)]
+    result = ir.LiteralStructType([FLOATS] * num_registers + [_PLACE, _PLACE, _COUNT])
+    kind = ir.FunctionType(result, [value.type for value in given])
+    constraints = ",".join([*outputs, *map(str, tied), *changed])
+    found = builder.call(ir.InlineAsm(kind, "\n".join(lines), constraints, side_effect=True), given)
+    return [builder.extract_value(found, i) for i in range(len(sums))]
+
+
+def _in_ir(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: list[Value]) -> list[Value]:
+    vectors, rows = shape
+    n = ir.IntType(64)
+    places = [cgutils.alloca_once(builder, FLOATS) for _ in sums]
+    for place, total in zip(places, sums, strict=True):
+        builder.store(total, place)
+    with cgutils.for_range(builder, n(STEP_INPUTS), intp=n) as loop:
+        at, row = builder.mul(loop.index, n(PANEL_ROWS)), builder.mul(loop.index, n(rows))
+        starts = [builder.add(at, n(shape.vector_at(v, 0) // _NUMBER_BYTES)) for v in range(vectors)]
+        w = [load(builder, types.float32, builder.gep(panels, [start]), None) for start in starts]
+        for j in range(rows):
+            number = splat(builder, builder.load(builder.gep(inputs, [builder.add(row, n(j))])))
+            for v, vector in enumerate(w):
+                place = places[j * vectors + v]
+                builder.store(multiply_add(builder, vector, number, builder.load(place)), place)
+    return [builder.load(place) for place in places]
+
+
+# So many numbers of a row of x, a multiple of LANES, as float32, `apart` numbers apart.
+lay_out_row: Callable[[Place, int, Place, int], None] = cast(Any, _lay_out_row)
+# So many stored numbers, a multiple of 16, of LANES rows of w, as float32 in one of both vectors of a panel (numbers,
+# 2, LANES).
+turn: Callable[[RowsAt, int, Place], None] = cast(Any, _turn)
+# Panels of `num_vectors` vectors times `num_rows` rows of inputs (num_inputs, num_rows), into (num_rows, num_vectors,
+# LANES) of sums, which begin with it where it `is_first`. Meanwhile the same inputs of `num_ahead` rows of stored
+# weights are asked into the second cache: neither waits for the other. GROUP_NUMBERS inputs of these lie `group_apart`
+# elements apart.
+add_products: Callable[[Place, int, Place, int, int, Place, bool, RowsAt, int, int], None] = cast(Any, _add_products)
+
 
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
 INPUT_ROWS = 1  # of x that are laid out without regard to others
@@ -85,7 +302,7 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
 
 
 @njit(fastmath=REORDERED)
-def _take_out(sums: np.ndarray, width: int, height: int, rows: Span, out: Output, begin: int) -> None:
+def _take_out(sums: np.ndarray, width: int, height: int, rows: Span, out: OutputRows, begin: int) -> None:
     """Sums of `width` rows of w, `height` at a time, with a run of rows of x, as columns of out from `begin` on."""
     num_rows = rows[1] - rows[0]
     for row in range(num_rows):
@@ -100,7 +317,7 @@ def _multiply_panels(
     rows: Span,
     inputs: np.ndarray,
     chain: Span,
-    block: Block,
+    block: RowBlock,
     sums: np.ndarray,
     K: int,
     w: np.ndarray,
@@ -126,7 +343,7 @@ def _multiply_panels(
 def _lay_out_weights(
     w: np.ndarray,
     K: int,
-    packed: Packed | None,
+    packed: Packing | None,
     cursors: np.ndarray,
     own: int,
     rows: Span,
@@ -135,7 +352,7 @@ def _lay_out_weights(
     bits: np.ndarray,
     panels: np.ndarray,
 ) -> None:
-    """Inputs of a chain of rows of w as panels. Packed ones become float32 in `tile` before, whose `bits` these are;
+    """Inputs of a chain of rows of w as panels. Packing ones become float32 in `tile` before, whose `bits` these are;
     their next escapes are in `cursors` from number `own` on."""
     (first, last), (k, end) = rows, chain
     for top in range(first, last, LANES):
@@ -154,22 +371,10 @@ def _lay_out_weights(
 
 
 @njit(fastmath=REORDERED)
-def multiply(
-    w: np.ndarray,
-    num_weights: int,
-    K: int,
-    packed: Packed | None,
-    step: int,
-    begun: np.ndarray,
-    inputs: np.ndarray,
-    out: Output,
-    begin: int,
-    num_rows: int,
-    panels: np.ndarray,
-    tile: np.ndarray,
-    sums: np.ndarray,
-) -> None:
+def multiply(w: np.ndarray, num_weights: int, K: int, packed: Packing | None, product: Product) -> None:
     """See `linear`. `num_weights` rows of w are numbers, or packed so."""
+    step, begun, inputs, begin, num_rows = product.step, product.begun, product.inputs, product.begin, product.num_rows
+    out, panels, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums
     num_groups, least, num_larger = _groups(num_rows)
     in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), cursors_of(packed, CHUNK_ROWS)
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
@@ -183,7 +388,7 @@ def multiply(
         for top in range(item, end, chunk):
             width = min(chunk, end - top)
             for b in range(in_all):
-                block = Block(b * num_groups // in_all, (b + 1) * num_groups // in_all, least, num_larger)
+                block = RowBlock(b * num_groups // in_all, (b + 1) * num_groups // in_all, least, num_larger)
                 set_cursors(packed, cursors, top, width)
                 for k in range(0, K, CHAIN_INPUTS):
                     chain = (k, min(K, k + CHAIN_INPUTS))

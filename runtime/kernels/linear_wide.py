@@ -9,38 +9,262 @@ Blocks for each level of caches, and sums in registers, after Goto and van de Ge
 Multiplication" (2008). Here the inputs are what is laid out anew, as they are fewer than the weights.
 """
 
-import numpy as np
-from numba import njit
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
-from .arguments import PAIR_ROWS, WINDOW4, Span
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Product, Span
 from .compiled import REORDERED
 from .grouped import UNIT_ROWS
 from .linear_parts import (
     Ahead,
-    Block,
+    OutputRows,
+    RowBlock,
+    as_output,
     cursors_of,
     first_of_group,
+    give_rows,
+    give_sums,
     group_elements,
     num_blocks,
+    place_in,
     place_in_rows,
     row_apart,
     set_cursors,
 )
-from .linear_steps import (
-    CHAIN_INPUTS,
-    MOST_VECTORS,
-    WEIGHT_ROWS,
-    add_products,
-    numbers_per_word,
-    round_to_pairs,
-    take,
-    take_side_by_side,
+from .packed import Packing, put_escapes, widen_packed
+from .primitives import (
+    FLOATS,
+    INT,
+    INTS,
+    LANES,
+    Builder,
+    Place,
+    RowsAt,
+    Value,
+    add_pairs,
+    apart_of,
+    begin_items,
+    first_of,
+    is_equal,
+    load,
+    multiply_add,
+    prefetch,
+    round_to_words,
+    shuffle,
+    splat,
+    store,
 )
-from .outputs import Output, give_rows, place_in
-from .packed import Packed, widen_packed
-from .primitives import LANES, Place, RowsAt, begin_items
-from .squares import SIDES, take_apart, transpose
-from .window4 import put_escapes
+from .squares import SIDES, by_turns, take_apart, transpose
+
+MOST_VECTORS = 3  # of rows of x side by side
+WEIGHT_ROWS = 24  # widened at once: as many as there are sums
+CHAIN_INPUTS = 256  # words that are added up in registers, at most; widened rows lie as many apart
+GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
+_AHEAD = 4  # inputs ahead of which those of x are asked into the first cache: 3 % of a product of 480 rows
+
+
+@intrinsic
+def _take_side_by_side(typing: Any, rows: Any, num_rows: Any, num_words: Any, sides: Any, out: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        given, count, end, wanted, written = arguments
+        first, apart = first_of(context, builder, rows, given), apart_of(builder, given)
+        target, n = first_of(context, builder, out, written), end.type
+        for sides in SIDES:
+            with builder.if_then(is_equal(builder, wanted, sides)):
+                slices = cgutils.for_range_slice(builder, n(0), count, n(sides), n)
+                with slices as (row, _), cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
+                    numbers = [builder.add(row, n(i)) for i in range(sides)]
+                    each = [builder.gep(first, [builder.mul(number, apart)]) for number in numbers]
+                    vectors = [_words(builder, rows, out, stored, k) for stored in each]
+                    to = builder.add(builder.mul(row, n(CHAIN_INPUTS)), builder.mul(k, n(sides)))
+                    for i, vector in enumerate(by_turns(builder, vectors)):
+                        store(builder, vector, builder.gep(target, [builder.add(to, n(i * LANES))]))
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(rows, n, n, n, out), build
+
+
+def _words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -> Value:
+    """Loads as many words as lanes, as those of `out` are, from word `k` of a stored row on."""
+    dtype, words = row.types[0].dtype, out.types[0].dtype
+    if dtype == words or not _is_paired(out.types[0]):
+        return load(builder, dtype, builder.gep(stored, [k]), None)
+    place = builder.gep(builder.bitcast(stored, INT.as_pointer()), [k])
+    return builder.load(builder.bitcast(place, INTS.as_pointer()), align=dtype.bitwidth // 8)
+
+
+@intrinsic
+def _take(typing: Any, row: Any, num_words: Any, out: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        stored, end = first_of(context, builder, row, arguments[0]), arguments[1]
+        taken, n = first_of(context, builder, out, arguments[2]), end.type
+        with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
+            store(builder, _words(builder, row, out, stored, k), builder.gep(taken, [k]))
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp, out), build
+
+
+@intrinsic
+def _round_to_pairs(typing: Any, row: Any, num_words: Any, out: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        numbers, end = first_of(context, builder, row, arguments[0]), arguments[1]
+        rounded, n = first_of(context, builder, out, arguments[2]), end.type
+        if not _is_paired(out.types[0]):
+            return context.get_dummy_value()
+        with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
+            at = builder.mul(k, n(2))
+            places = [builder.gep(numbers, [builder.add(at, n(i * LANES))]) for i in range(2)]
+            halves = [load(builder, types.float32, place, None) for place in places]
+            store(builder, round_to_words(builder, *halves), builder.gep(rounded, [k]))
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp, out), build
+
+
+@intrinsic
+def _numbers_per_word(typing: Any, words: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        return context.get_constant(types.intp, 2 if _is_paired(words) else 1)
+
+    return types.intp(words), build
+
+
+def _is_paired(words: Any) -> bool:
+    return words.dtype == types.uint32
+
+
+class _WideArguments(NamedTuple):
+    """What `add_products` is given, in its order: the compiler's types of arguments, or their values."""
+
+    weights: Any
+    num_rows: Any
+    inputs: Any
+    num_vectors: Any
+    num_inputs: Any
+    sums: Any
+    is_first: Any
+    ahead: Any
+    num_ahead: Any
+    group_apart: Any
+    sides: Any
+
+
+@intrinsic
+def _add_products(
+    typing: Any,
+    weights: Any,
+    num_rows: Any,
+    inputs: Any,
+    num_vectors: Any,
+    num_inputs: Any,
+    sums: Any,
+    is_first: Any,
+    ahead: Any,
+    num_ahead: Any,
+    group_apart: Any,
+    sides: Any,
+) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        given = _WideArguments(*arguments)
+        firsts = [
+            first_of(context, builder, kind, value)
+            for kind, value in ((weights, given.weights), (inputs, given.inputs), (sums, given.sums))
+        ]
+        next_rows, apart = first_of(context, builder, ahead, given.ahead), apart_of(builder, given.ahead)
+
+        def ask_ahead(k: Value) -> None:
+            # Up to the last of a step's inputs: rows of published files begin inside a cache line and end inside one.
+            behind = builder.mul(builder.add(k, k.type(LANES)), given.group_apart)
+            last = builder.sub(builder.lshr(behind, k.type(GROUP_SHIFT)), k.type(1))
+            with cgutils.for_range(builder, given.num_ahead, intp=k.type) as loop:
+                prefetch(builder, next_rows, builder.add(builder.mul(loop.index, apart), last))
+
+        shapes = [(vectors, 1) for vectors in range(1, MOST_VECTORS + 1)] + [(1, sides) for sides in SIDES]
+        for vectors, sides in shapes:
+            is_so = builder.and_(is_equal(builder, given.num_vectors, vectors), is_equal(builder, given.sides, sides))
+            with builder.if_then(is_so):
+                for rows in _heights(vectors):
+                    with builder.if_then(is_equal(builder, given.num_rows, rows)):
+                        shape = rows // sides, vectors, sides
+                        totals = _totals(builder, firsts[0], firsts[1], shape, given.num_inputs, ask_ahead)
+                        give_sums(builder, totals, firsts[2], given.is_first)
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(weights, n, inputs, n, n, sums, types.boolean, ahead, n, n, n), build
+
+
+def _heights(vectors: int) -> list[int]:
+    """How many rows of w meet so many vectors at once: of WEIGHT_ROWS, and of what is left of any number of
+    PAIR_ROWS."""
+    most = WEIGHT_ROWS // vectors
+    counts = {PAIR_ROWS * i % WEIGHT_ROWS or WEIGHT_ROWS for i in range(1, WEIGHT_ROWS + 1)}
+    return sorted({min(most, count - row) for count in counts for row in range(0, count, most)})
+
+
+def _totals(
+    builder: Builder,
+    weights: Value,
+    inputs: Value,
+    shape: tuple[int, int, int],
+    num_inputs: Value,
+    each_step: Callable[[Value], None],
+) -> list[Value]:
+    """The sums of the first row of w, or of the first ones side by side, with each vector of x, then those of the next.
+    `shape`: such rows, vectors, sides. `each_step` is built once for each LANES inputs."""
+    rows, vectors, sides = shape
+    n, add = num_inputs.type, multiply_add if inputs.type.pointee == FLOATS.element else add_pairs
+    sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
+    for place in (place for row in sums for place in row):
+        builder.store(FLOATS(None), place)
+    with cgutils.for_range_slice(builder, n(0), num_inputs, n(LANES), n) as (step, _):
+        each_step(step)
+        with cgutils.for_range(builder, n(LANES), intp=n) as loop:
+            k = builder.add(step, loop.index)
+            places = [builder.add(builder.mul(k, n(vectors * LANES)), n(i * LANES)) for i in range(vectors)]
+            x = [load(builder, types.float32, builder.gep(inputs, [place]), None) for place in places]
+            for place in places:
+                prefetch(builder, inputs, builder.add(place, n(_AHEAD * vectors * LANES)), level=1)
+            for row, own in enumerate(sums):
+                weight_at = builder.mul(builder.add(k, n(row * CHAIN_INPUTS)), n(sides))
+                weight = _repeated(builder, builder.gep(weights, [weight_at]), sides)
+                for total, numbers in zip(own, x, strict=True):
+                    builder.store(add(builder, weight, numbers, builder.load(total)), total)
+    return [builder.load(place) for row in sums for place in row]
+
+
+def _repeated(builder: Builder, place: Value, count: int) -> Value:
+    """So many words from a place on, again and again."""
+    if count == 1:
+        return splat(builder, builder.load(place))
+    words = builder.load(builder.bitcast(place, ir.VectorType(place.type.pointee, count).as_pointer()), align=4)
+    return shuffle(builder, words, words, [lane % count for lane in range(LANES)])
+
+
+# So many words, a multiple of LANES, of `num_rows` stored rows as `take` takes them, each with its next ones by turns.
+take_side_by_side: Callable[[RowsAt, int, int, int, Place], None] = cast(Any, _take_side_by_side)
+# So many words, a multiple of LANES, of a stored row: float32, or uint32 for pairs of bfloat16, which stay as they are.
+take: Callable[[Place, int, Place], None] = cast(Any, _take)
+# So many words, a multiple of LANES, of float32, twice as many, that are rounded; nothing where words are float32.
+round_to_pairs: Callable[[Place, int, Place], None] = cast(Any, _round_to_pairs)
+# A constant: 1 of float32, 2 of uint32.
+numbers_per_word: Callable[[np.ndarray], int] = cast(Any, _numbers_per_word)
+# `num_rows` rows of words of weights times `num_vectors` vectors, (num_inputs, num_vectors, LANES) of inputs, into
+# (num_rows, num_vectors, LANES) of sums, which begin with it where it `is_first`. Meanwhile the same inputs of
+# `num_ahead` rows of stored weights are asked into the second cache: neither waits for the other. GROUP_NUMBERS of
+# these lie `group_apart` elements apart. Of rows of weights with several `sides`, such have one vector of sums.
+add_products: Callable[[Place, int, Place, int, int, Place, bool, RowsAt, int, int, int], None] = cast(
+    Any, _add_products
+)
+
 
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
 INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
@@ -92,7 +316,9 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
 
 
 @njit(fastmath=REORDERED)
-def _take_out(sums: np.ndarray, width: int, num_rows: int, block: Block, out: Output, begin: int, own: RowsAt) -> None:
+def _take_out(
+    sums: np.ndarray, width: int, num_rows: int, block: RowBlock, out: OutputRows, begin: int, own: RowsAt
+) -> None:
     """Sums of `width` rows of w with a block, as columns of out from `begin` on. `own`: room for a square."""
     row, at = first_of_group(block.first, block.least, block.num_larger) * LANES, 0
     for g in range(block.first, block.last):
@@ -106,7 +332,7 @@ def _take_out(sums: np.ndarray, width: int, num_rows: int, block: Block, out: Ou
 
 @njit(fastmath=REORDERED)
 def _take_sides_out(
-    sums: np.ndarray, width: int, num_rows: int, sides: int, out: Output, begin: int, own: RowsAt
+    sums: np.ndarray, width: int, num_rows: int, sides: int, out: OutputRows, begin: int, own: RowsAt
 ) -> None:
     """`_take_out` of sums of rows of w side by side."""
     for n in range(0, width, LANES * sides):
@@ -122,7 +348,7 @@ def _multiply_tile(
     span: Span,
     inputs: np.ndarray,
     chain: Span,
-    block: Block,
+    block: RowBlock,
     sums: np.ndarray,
     num_words: int,
     w: np.ndarray,
@@ -154,7 +380,7 @@ def _multiply_tile(
 def _widen_rows(
     w: np.ndarray,
     K: int,
-    packed: Packed | None,
+    packed: Packing | None,
     cursors: np.ndarray,
     own: int,
     rows: Span,
@@ -195,22 +421,10 @@ def _widen_rows(
 
 
 @njit(fastmath=REORDERED)
-def multiply(
-    w: np.ndarray,
-    num_weights: int,
-    K: int,
-    packed: Packed | None,
-    step: int,
-    begun: np.ndarray,
-    inputs: np.ndarray,
-    out: Output,
-    begin: int,
-    num_rows: int,
-    words: np.ndarray,
-    tile: np.ndarray,
-    sums: np.ndarray,
-) -> None:
+def multiply(w: np.ndarray, num_weights: int, K: int, packed: Packing | None, product: Product) -> None:
     """See `linear`. `num_weights` rows of w are numbers, or packed so."""
+    step, begun, inputs, begin, num_rows = product.step, product.begun, product.inputs, product.begin, product.num_rows
+    out, words, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums
     num_groups, least, num_larger = _groups(num_rows)
     in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), cursors_of(packed, CHUNK_ROWS)
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
@@ -221,7 +435,7 @@ def multiply(
     while top < whole:
         width = min(step, whole - top)
         for b in range(in_all):
-            block = Block(b * num_groups // in_all, (b + 1) * num_groups // in_all, least, num_larger)
+            block = RowBlock(b * num_groups // in_all, (b + 1) * num_groups // in_all, least, num_larger)
             set_cursors(packed, cursors, top, width)
             for k in range(0, num_words, CHAIN_INPUTS):
                 chain = (k, min(num_words, k + CHAIN_INPUTS))

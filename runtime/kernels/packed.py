@@ -4,19 +4,25 @@ have in common.
 N rows of K numbers; R of them.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from .arguments import (
     BYTES,
+    CODE_RUN,
     FLOAT4,
     FLOAT8,
     GROUP_NUMBERS,
     HALVES,
     IN_TABLE,
     INT4,
+    INT4_MIDDLE,
     INT8,
     SCALED_FLOAT8,
     SIGNED_BYTES,
@@ -24,11 +30,11 @@ from .arguments import (
     WORDS4,
     WORDS8,
     Span,
+    StoredRows,
 )
-from .codes import widen_float8, widen_int4, widen_int8
 from .compiled import REORDERED, kept
 from .grouped import (
-    Groups,
+    GroupArrays,
     widen_bytes,
     widen_float4,
     widen_halves,
@@ -39,8 +45,196 @@ from .grouped import (
     widen_words4,
     widen_words8,
 )
-from .primitives import Place, RowsAt
-from .window4 import Escapes, put_escapes, widen_window4
+from .primitives import (
+    FLOATS,
+    INT,
+    LANES,
+    Builder,
+    Place,
+    RowsAt,
+    Value,
+    for_rows,
+    load,
+    load_pairs,
+    multiply_add,
+    run_of,
+    splat,
+    store,
+)
+
+HALF, LANE = GROUP_NUMBERS // 2, 16  # two bytes of numbers are brought together within so many bytes
+_BYTE, _WORD, _INT = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+_BYTES, _WORDS = ir.VectorType(_BYTE, GROUP_NUMBERS), ir.VectorType(_WORD, HALF)
+_NIBBLES, _PAIRS = ir.VectorType(_BYTE, HALF), ir.VectorType(_INT, HALF // 2)
+
+
+class Escapes(NamedTuple):
+    """Numbers whose exponents have no code: those of row n are [starts[n], starts[n + 1]), in ascending columns.
+    `base`: what a code above 0 is an exponent less."""
+
+    base: int
+    starts: np.ndarray
+    columns: np.ndarray
+    exponents: np.ndarray
+
+
+@intrinsic
+def _widen_window4(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, base: Any, out: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        runs = [run_of(context, builder, each, arguments[i]) for each, i in ((rows, 0), (out, 4))]
+        end, size = arguments[2], GROUP_NUMBERS
+        n, added = end.type, _everywhere(builder, builder.trunc(arguments[3], _BYTE))
+
+        def widen_row(places: list[Value]) -> None:
+            stored, widened = places
+            with cgutils.for_range_slice(builder, n(0), end, n(size), n) as (k, _):
+                group = builder.gep(stored, [builder.add(k, builder.lshr(k, n(1)))])
+                place = builder.gep(widened, [k])
+                for half, pairs in enumerate(_pairs(builder, group, added)):
+                    _put(builder, builder.shl(pairs, _same(16, _PAIRS)), place, half * HALF)
+                    _put(builder, builder.and_(pairs, _same(0xFFFF0000, _PAIRS)), place, half * HALF + HALF // 2)
+
+        for_rows(builder, arguments[1], runs, widen_row)
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(rows, n, n, n, out), build
+
+
+def _pairs(builder: Builder, group: Value, added: Value) -> list[Value]:
+    """Pairs of bfloat16 of both halves of a group: number i of a half in the low bits, 16 + i above it. All is done to
+    a group's bytes at once, until each number's two are brought together."""
+    exponents = _exponents(builder, _take(builder, group, GROUP_NUMBERS, _NIBBLES), added)
+    words, rest = builder.bitcast(exponents, _WORDS), _take(builder, group, 0, _BYTES)
+    last_bits = builder.bitcast(builder.shl(words, _same(7, _WORDS)), _BYTES)
+    others = builder.bitcast(builder.lshr(words, _same(1, _WORDS)), _BYTES)
+    low = _merged(builder, 0x7F, rest, last_bits)
+    high = _merged(builder, 0x80, rest, others)
+    together = []
+    for first in (0, LANE // 2):
+        lanes = [lane + first + i for lane in range(0, GROUP_NUMBERS, LANE) for i in range(LANE // 2)]
+        order = [at for i in lanes for at in (i, GROUP_NUMBERS + i)]
+        together.append(builder.bitcast(builder.shuffle_vector(low, high, _numbers(order)), _PAIRS))
+    return together
+
+
+def _exponents(builder: Builder, nibbles: Value, added: Value) -> Value:
+    """A byte for each number, from codes of which those of the second half are the high nibbles."""
+    twice = builder.shuffle_vector(nibbles, nibbles, _numbers([*range(HALF)] * 2))
+    shifts = _WORDS([0] * (HALF // 2) + [4] * (HALF // 2))
+    shifted = builder.bitcast(builder.lshr(builder.bitcast(twice, _WORDS), shifts), _BYTES)
+    codes = builder.and_(shifted, _same(15, _BYTES))
+    is_zero = builder.icmp_unsigned("==", codes, _same(0, _BYTES))
+    return builder.select(is_zero, _same(0, _BYTES), builder.add(codes, added))
+
+
+def _merged(builder: Builder, mask: int, one: Value, other: Value) -> Value:
+    """The bits of `mask` of one, the rest of the other."""
+    return builder.or_(builder.and_(one, _same(mask, _BYTES)), builder.and_(other, _same(0xFF ^ mask, _BYTES)))
+
+
+def _same(number: int, kind: Any) -> Value:
+    return kind([number] * kind.count)
+
+
+def _numbers(order: list[int]) -> Value:
+    return ir.VectorType(_INT, len(order))(order)
+
+
+def _everywhere(builder: Builder, number: Value) -> Value:
+    first = builder.insert_element(_BYTES(ir.Undefined), number, _INT(0))
+    return builder.shuffle_vector(first, first, _numbers([0] * GROUP_NUMBERS))
+
+
+def _take(builder: Builder, group: Value, at: int, kind: Any) -> Value:
+    return builder.load(builder.bitcast(builder.gep(group, [_INT(at)]), kind.as_pointer()), align=1)
+
+
+def _put(builder: Builder, bits: Value, place: Value, at: int) -> None:
+    builder.store(bits, builder.bitcast(builder.gep(place, [_INT(at)]), bits.type.as_pointer()), align=4)
+
+
+# Of so many packed rows as many numbers, a multiple of GROUP_NUMBERS, as bits of float32, escapes with an exponent of
+# 0. The base is that of the rows' codes.
+widen_window4: Callable[[RowsAt, int, int, int, RowsAt], None] = cast(Any, _widen_window4)
+
+
+@njit(fastmath=REORDERED, forceinline=True)
+def put_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bits: np.ndarray, begin: int) -> int:
+    """Puts in the exponents of a row's numbers in columns [first, last), from escape `at` on; number `first` is
+    bits[begin], of float32. Returns the first escape behind them. The table may be a stranger's or damaged: what it
+    says of escapes that there are not, or of columns elsewhere, reads and writes nothing."""
+    end = min(np.int64(escapes.starts[np.uint64(row + 1)]), escapes.columns.size)
+    while at < end and escapes.columns[np.uint64(at)] < last:
+        column = np.int64(escapes.columns[np.uint64(at)])
+        if column >= first:
+            place = begin + column - first
+            bits[np.uint64(place)] |= np.uint32(escapes.exponents[np.uint64(at)]) << np.uint32(23)
+        at += 1
+    return at
+
+
+# Makes numbers of one run: where it begins as stored and widened, its first input, and its scale in all lanes.
+Run = Callable[[Builder, Value, Value, Value, Value], None]
+
+
+def _scale_at(builder: Builder, scales: Value, k: Value, shift: Value) -> Value:
+    """The scale of input k in all lanes."""
+    bits = builder.load(builder.gep(scales, [builder.lshr(k, shift)]))
+    return splat(builder, builder.bitcast(builder.shl(builder.zext(bits, INT), INT(16)), ir.FloatType()))
+
+
+def _widen(run: Run) -> Any:
+    """The step that makes numbers of rows, a run at a time."""
+
+    @intrinsic
+    def widen(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, scales: Any, shift: Any, out: Any) -> Any:
+        def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+            runs = [run_of(context, builder, each, arguments[i]) for each, i in ((rows, 0), (scales, 3), (out, 5))]
+            end, n = arguments[2], arguments[2].type
+
+            def widen_row(places: list[Value]) -> None:
+                stored, factors, widened = places
+                with cgutils.for_range_slice(builder, n(0), end, n(CODE_RUN), n) as (k, _):
+                    run(builder, stored, widened, k, _scale_at(builder, factors, k, arguments[4]))
+
+            for_rows(builder, arguments[1], runs, widen_row)
+            return context.get_dummy_value()
+
+        n = types.intp
+        return types.void(rows, n, n, scales, n, out), build
+
+    return widen
+
+
+def _bytes(kind: Any) -> Run:
+    """Codes of that type of a byte."""
+
+    def run(builder: Builder, stored: Value, widened: Value, k: Value, scale: Value) -> None:
+        for at in range(0, CODE_RUN, LANES):
+            place = builder.add(k, k.type(at))
+            numbers = load(builder, kind, builder.gep(stored, [place]), None)
+            store(builder, builder.fmul(numbers, scale), builder.gep(widened, [place]))
+
+    return run
+
+
+def _halves(builder: Builder, stored: Value, widened: Value, k: Value, scale: Value) -> None:
+    """Codes of four bits: the first half of a run in the low halves of bytes."""
+    n = k.type
+    less = builder.fmul(scale, FLOATS([-float(INT4_MIDDLE)] * LANES))
+    for at in range(0, CODE_RUN // 2, LANES):
+        place = builder.add(builder.lshr(k, n(1)), n(at))
+        for half, codes in enumerate(load_pairs(builder, builder.gep(stored, [place]), None)):
+            to = builder.add(k, n(half * CODE_RUN // 2 + at))
+            store(builder, multiply_add(builder, codes, scale, less), builder.gep(widened, [to]))
+
+
+# Of so many rows of codes as many numbers, a multiple of CODE_RUN, as float32. The scale of number k is k >> shift
+# behind the first of its row's `scales`, bits of bfloat16.
+widen_int8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _widen(_bytes(types.int8)))
+widen_float8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _widen(_bytes(types.uint8)))
+widen_int4: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _widen(_halves))
 
 
 class Scales(NamedTuple):
@@ -51,7 +245,7 @@ class Scales(NamedTuple):
     shift: int
 
 
-class Packed(NamedTuple):
+class Packing(NamedTuple):
     """How `num_rows` of numbers lie in bytes: `way` is one of those in `arguments.py`. In rows: GROUP_NUMBERS take
     `group_bytes`. In columns: `apart` bytes lie between a word and that of the next columns. `escapes` are of WINDOW4,
     `scales` of codes that we have rounded, `groups` of the others."""
@@ -62,27 +256,18 @@ class Packed(NamedTuple):
     apart: int
     escapes: Escapes
     scales: Scales
-    groups: Groups
+    groups: GroupArrays
 
 
 @njit(fastmath=REORDERED)
-def as_packed(
-    layout: np.ndarray,
-    starts: np.ndarray,
-    columns: np.ndarray,
-    exponents: np.ndarray,
-    scales: np.ndarray,
-    zeros: np.ndarray,
-    factors: np.ndarray,
-    table: np.ndarray,
-    groups: np.ndarray,
-) -> Packed:
-    """How rows are packed, of what Python hands over flat, as a named tuple takes it a microsecond. `layout`: see
-    `linear/packed_rows.py`."""
+def packing_of(stored: StoredRows) -> Packing:
+    """How rows are packed, of what Python hands over flat."""
+    layout = stored.layout
     way, num_rows, group_bytes, apart = layout[0], layout[1], layout[3], layout[4]
-    escapes, own = Escapes(layout[5], starts, columns, exponents), Scales(scales, layout[6], layout[7])
-    others = Groups(zeros, factors, table, groups, layout[8] > 0)
-    return Packed(way, num_rows, group_bytes, apart, escapes, own, others)
+    escapes = Escapes(layout[5], stored.starts, stored.columns, stored.exponents)
+    own, others = Scales(stored.scales, layout[6], layout[7]), stored.groups
+    grouped = GroupArrays(stored.zeros, stored.factors, stored.table, others, layout[8] > 0)
+    return Packing(way, num_rows, group_bytes, apart, escapes, own, grouped)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
@@ -92,7 +277,7 @@ def packed_place(K: int, group_bytes: int, row: int, k: int) -> int:
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def _widen_grouped(packed: Packed, stored: RowsAt, num_rows: int, num_inputs: int, at: int, to: RowsAt) -> None:
+def _widen_grouped(packed: Packing, stored: RowsAt, num_rows: int, num_inputs: int, at: int, to: RowsAt) -> None:
     """`widen_packed` of codes that others have published, whose zero points and factors begin at number `at`."""
     way, num_groups, shift = packed.way, packed.scales.num_groups, packed.scales.shift
     zeros, factors = RowsAt(packed.groups.zeros, at, num_groups), RowsAt(packed.groups.factors, at, num_groups)
@@ -112,7 +297,7 @@ def _widen_grouped(packed: Packed, stored: RowsAt, num_rows: int, num_inputs: in
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def _widen_columns(packed: Packed, body: np.ndarray, rows: Span, k: int, num_inputs: int, to: RowsAt) -> None:
+def _widen_columns(packed: Packing, body: np.ndarray, rows: Span, k: int, num_inputs: int, to: RowsAt) -> None:
     """`widen_packed` of codes in columns, of which `rows` are a multiple of UNIT_ROWS."""
     first, num_rows, way, apart = rows[0], rows[1] - rows[0], packed.way, packed.apart
     zeros = RowsAt(packed.groups.zeros, first, packed.num_rows)
@@ -131,7 +316,7 @@ def _widen_columns(packed: Packed, body: np.ndarray, rows: Span, k: int, num_inp
 
 @njit(fastmath=REORDERED, forceinline=True)
 def widen_packed(
-    packed: Packed, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, apart: int
+    packed: Packing, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, apart: int
 ) -> None:
     """Rows' inputs of a chain as float32, `apart` numbers apart; escapes with an exponent of 0. Steps are given all
     rows: to count references to arrays takes as long as one."""
@@ -155,25 +340,12 @@ def widen_packed(
 
 
 @kept
-def unpack_rows(
-    body: np.ndarray,
-    layout: np.ndarray,
-    starts: np.ndarray,
-    columns: np.ndarray,
-    exponents: np.ndarray,
-    scales: np.ndarray,
-    zeros: np.ndarray,
-    factors: np.ndarray,
-    table: np.ndarray,
-    groups: np.ndarray,
-    first: int,
-    out_RK: np.ndarray,
-) -> None:
+def unpack_rows(stored: StoredRows, first: int, out_RK: np.ndarray) -> None:
     """Rows from `first` on as float32, as many as `out_RK` (contiguous) holds; of codes in rows alone."""
-    packed, (R, K) = as_packed(layout, starts, columns, exponents, scales, zeros, factors, table, groups), out_RK.shape
+    packed, (R, K) = packing_of(stored), out_RK.shape
     numbers = out_RK.reshape(R * K)
-    widen_packed(packed, body, K, (first, first + R), (0, K), numbers, K)
+    widen_packed(packed, stored.body, K, (first, first + R), (0, K), numbers, K)
     if packed.way == WINDOW4:
         escapes, bits = packed.escapes, numbers.view(np.uint32)
         for r in range(R):
-            put_escapes(escapes, int(starts[first + r]), first + r, 0, K, bits, r * K)
+            put_escapes(escapes, int(stored.starts[first + r]), first + r, 0, K, bits, r * K)

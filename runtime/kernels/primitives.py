@@ -18,8 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from .compiled import FUSED
-from .target import features
+from .compiled import FUSED, features
 
 Builder: TypeAlias = Any  # llvmlite says too little of its types
 Value: TypeAlias = Any

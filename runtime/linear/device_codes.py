@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from ..kernels import arguments as ways
-from ..kernels.device.arguments import (
+from ..kernels.arguments import (
     AWQ_FIELDS,
     DIVIDED,
     EXPONENTS,
@@ -43,8 +43,8 @@ from ..kernels.device.arguments import (
     PLAIN_ZEROS,
     SAME_ZERO,
     SMALL_FLOATS,
-    Kind,
     Matrix,
+    MatrixKind,
 )
 from .rows import Codes, Rows
 
@@ -87,9 +87,9 @@ def _launching(device: torch.device) -> Iterator[Any]:
 
 def _kernels() -> Any:
     """The module of kernels: Triton takes 0.2 s to import, and types of its own."""
-    from ..kernels.device import matrices
+    from ..kernels import device_matrices
 
-    return matrices
+    return device_matrices
 
 
 @cache
@@ -158,7 +158,7 @@ def grouped_mm(x_VK: torch.Tensor, stack_EKN: torch.Tensor, *, offs: torch.Tenso
     num_experts, num_columns, num_rows = stack_EKN.shape
     expert, column, row = stack_EKN.stride()
     matrix = Matrix(body=stack_EKN, body_expert=expert, body_row=row, body_column=column, num_columns=num_columns)
-    kind = Kind(ways.PLAIN, FLOATS, NO_ZEROS, 0, NO_OVERALL, False, False, False, 0, 1)
+    kind = MatrixKind(ways.PLAIN, FLOATS, NO_ZEROS, 0, NO_OVERALL, False, False, False, 0, 1)
     assert len(offs) == num_experts
     assert x_VK.dtype == stack_EKN.dtype
     return _in_groups(x_VK, matrix, lambda width: kind, ways.PLAIN, num_rows, 0, offs)
@@ -167,7 +167,7 @@ def grouped_mm(x_VK: torch.Tensor, stack_EKN: torch.Tensor, *, offs: torch.Tenso
 def _in_groups(
     x_VK: torch.Tensor,
     matrix: Matrix,
-    kind_of: Callable[[int], Kind],
+    kind_of: Callable[[int], MatrixKind],
     way: int,
     num_rows: int,
     lead: int,
@@ -337,7 +337,7 @@ def _expert_stride(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or len(tensor) == 1 else tensor.stride(0)
 
 
-def _kind(codes: Codes, tile_columns: int) -> Kind:
+def _kind(codes: Codes, tile_columns: int) -> MatrixKind:
     """What a kernel is compiled for, with tiles of so many columns."""
     num_groups = 1 if codes.scales is None else codes.scales.shape[2]
     width = 0 if num_groups == 1 else codes.width
@@ -347,7 +347,7 @@ def _kind(codes: Codes, tile_columns: int) -> Kind:
         group_tile = 1
     else:
         group_tile = tile_columns // width if tile_columns % width == 0 else tile_columns
-    return Kind(
+    return MatrixKind(
         way=codes.way,
         scales=FLOATS if codes.scales is None else SCALE_KINDS.get(codes.scales.dtype, FLOATS),
         zeros=_kind_of_zeros(codes),

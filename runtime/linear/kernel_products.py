@@ -8,22 +8,30 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
 
 from ..attention.host_attention import BITS
 from ..config.profiles import LinearBackend
-from ..kernels.amx.scratch import TILE_DIMS, TILE_ROWS
-from ..kernels.arguments import BFLOAT16, FLOAT16, FLOAT32, GROUP_NUMBERS, PAIR_ROWS, aligned_zeros
+from ..kernels.arguments import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    GROUP_NUMBERS,
+    PAIR_ROWS,
+    TILE_DIMS,
+    TILE_ROWS,
+    Product,
+    aligned_zeros,
+)
 from ..kernels.compiler import has_compiler
 from ..shared_work import Spares, parallel_for
 from ..units import round_down, round_up
 from .blocks import Block
 from .packed_rows import zero_rows
 from .work_items import (
-    Target,
+    ProductTarget,
     Workspace,
     fit_kernel,
     in_runs_of_rows,
@@ -120,7 +128,7 @@ def multiply_groups_in_vectors(
         with _workspace(pairs) as own:
             for block in blocks:
                 for target in targets_of(block, out_MN, column):
-                    _run(target, (kernel.CHUNK_ROWS, np.zeros(1, np.int64), inputs), KINDS[x_VK.dtype], own)
+                    _run(target, kernel.CHUNK_ROWS, np.zeros(1, np.int64), inputs, KINDS[x_VK.dtype], own)
                 column += block.shape[0]
         _inputs().give_back(laid_out)
 
@@ -128,7 +136,7 @@ def multiply_groups_in_vectors(
     return out_VN
 
 
-def _multiply(x_MW: np.ndarray, targets: Sequence[Target], *, kind: int, pairs: bool) -> None:
+def _multiply(x_MW: np.ndarray, targets: Sequence[ProductTarget], *, kind: int, pairs: bool) -> None:
     """All but the rows of w that `in_runs_of_rows` leaves to torch."""
     kernel = _kernel()
     (num_rows, num_words), num_threads, most_rows = x_MW.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
@@ -143,7 +151,7 @@ def _multiply(x_MW: np.ndarray, targets: Sequence[Target], *, kind: int, pairs: 
     def multiply_what_is_left(thread: int) -> None:
         with _workspace(pairs) as own:
             for target, step, taken in zip(targets, steps, taken_of_each, strict=True):
-                _run(target, (step, taken, inputs), kind, own)
+                _run(target, step, taken, inputs, kind, own)
 
     parallel_for_groups(x_MW, kernel.INPUT_ROWS, lay_out_some)
     parallel_for(range(num_threads), multiply_what_is_left, num_threads)
@@ -154,10 +162,13 @@ def _words_of(x_MK: torch.Tensor, pairs: bool) -> torch.dtype:
     return torch.float32 if pairs else BITS[x_MK.dtype]
 
 
-def _run(target: Target, given: tuple[Any, ...], kind: int, own: tuple[np.ndarray, ...]) -> None:
-    words, out_MN, column = target
+def _run(
+    target: ProductTarget, step: int, begun: np.ndarray, inputs: np.ndarray, kind: int, own: tuple[np.ndarray, ...]
+) -> None:
+    (words, out_MN, column), (panel, tile, sums) = target, own
     halves = out_MN.view(np.uint16)
-    getattr(_kernel(), words.kernel)(*words.arguments, *given, halves, kind, column, len(out_MN), *own)
+    product = Product(step, begun, inputs, halves, kind, column, len(out_MN), panel, tile, sums)
+    getattr(_kernel(), words.kernel)(words.weights, product)
 
 
 def prepare_vectors(
@@ -198,7 +209,7 @@ def multiply_all_in_tiles(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]
     return in_runs_of_rows(x_MK, weights, _multiply_tiles, words=torch.float32, number_bytes=PART_BYTES)
 
 
-def _multiply_tiles(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
+def _multiply_tiles(x_MK: np.ndarray, targets: Sequence[ProductTarget]) -> None:
     """All but the rows of w behind the last pair of tiles. numba takes 0.2 s to import."""
     from ..kernels.amx.linear import CHUNK_ROWS, PANEL_NUMBERS, lay_out_inputs, linear, num_sums
 
@@ -209,14 +220,13 @@ def _multiply_tiles(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
     def lay_out_some(span: tuple[int, int]) -> None:
         lay_out_inputs(x_MK, *span, tiles)
 
-    def multiply_some(item: tuple[Target, range]) -> None:
+    def multiply_some(item: tuple[ProductTarget, range]) -> None:
         (words, out, column), rows = item
         own = spares.take(lambda: Workspace.make(PANEL_NUMBERS, np.uint16)).with_room(num_sums(num_rows))
-        (words_NK,) = words.arguments
-        linear(words_NK, rows.start, rows.stop, tiles, out, column, out.shape[1], num_rows, *own, tiles_shape())
+        linear(words.weights, rows.start, rows.stop, tiles, out, column, out.shape[1], num_rows, *own, tiles_shape())
         spares.give_back(own)
 
-    items, num_threads = list[tuple[Target, range]](), torch.get_num_threads()
+    items, num_threads = list[tuple[ProductTarget, range]](), torch.get_num_threads()
     for target in targets:
         height = target.words.num_rows
         whole, step = round_down(height, PAIR_ROWS), step_of(height, num_threads, CHUNK_ROWS)

@@ -13,12 +13,23 @@ N rows of K numbers, of which R are wanted; G groups of columns.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..kernels.arguments import BYTES, CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT4_MIDDLE, INT8, ROW_WORDS, SIGNED_BYTES
+from ..kernels.arguments import (
+    BYTES,
+    CODE_RUN,
+    FLOAT8,
+    GROUP_NUMBERS,
+    INT4,
+    INT4_MIDDLE,
+    INT8,
+    ROW_WORDS,
+    SIGNED_BYTES,
+    StoredRows,
+)
 from ..kernels.arguments import SCALED_FLOAT8 as SCALED_FLOAT8
 from ..kernels.compiler import has_compiler
 from .rows import Codes, Rows, Words
@@ -27,8 +38,9 @@ ALL_COLUMNS = 31  # a shift by which every column is in the first group
 
 
 class Layout(NamedTuple):
-    """What `kernels.packed.as_packed` wants to know, in its order. `base` is of window4; `num_groups` of a row, and the
-    shift of a column to its group, of codes; see `kernels.packed.Packed` and `kernels.grouped.Groups` for the rest."""
+    """What `kernels.packed.packing_of` wants to know, in its order. `base` is of window4; `num_groups` of a row, and
+    the shift of a column to its group, of codes; for the rest see `kernels.packed.Packing` and
+    `kernels.grouped.GroupArrays`."""
 
     way: int
     num_rows: int
@@ -42,7 +54,7 @@ class Layout(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """What goes along with the bytes of rows, flat, as `kernels.packed.as_packed` wants it, in its order."""
+    """What goes along with the bytes of rows, flat, as `kernels.packed.packing_of` wants it, in its order."""
 
     starts: np.ndarray = np.zeros(0, np.uint32)
     columns: np.ndarray = np.zeros(0, np.uint16)
@@ -60,7 +72,7 @@ def shift_to_group(num_columns: int, num_groups: int) -> int:
 
 
 def packed_words(body: np.ndarray, layout: Layout, arrays: Arrays) -> Words:
-    return Words("linear_packed", (body, np.array(layout, np.int64), *arrays), layout.num_rows)
+    return Words("linear_packed", StoredRows(body, np.array(layout, np.int64), *arrays), layout.num_rows)
 
 
 class PackedRows(ABC):
@@ -94,8 +106,7 @@ class PackedRows(ABC):
         if isinstance(rows, slice) and rows.step is None and self.device.type == "cpu" and has_compiler():
             from ..kernels.packed import unpack_rows  # numba takes 0.2 s to import
 
-            arguments: tuple[Any, ...] = (*self._whole.arguments, rows.start or 0, out_RK.numpy())
-            unpack_rows(*arguments)
+            unpack_rows(self._whole.weights, rows.start or 0, out_RK.numpy())
         else:
             self.decode(rows, out_RK)
 

@@ -124,10 +124,10 @@ class Rows(Protocol):
 
 
 class Words(NamedTuple):
-    """Rows as the kernel for vectors of that name takes them: what it is given for them before all else."""
+    """Rows as the kernel for vectors of that name takes them."""
 
     kernel: str
-    arguments: tuple[Any, ...]  # arrays and numbers
+    weights: Any  # (N, K), or StoredRows
     num_rows: int
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from ..attention.host_attention import BITS
-from ..kernels.amx.scratch import TILE_ROWS
-from ..kernels.arguments import PAIR_ROWS, aligned_zeros
+from ..kernels.arguments import PAIR_ROWS, TILE_ROWS, aligned_zeros
 from ..plan.placement.memory import LAID_OUT_BYTES
 from ..shared_work import parallel_for
 from ..units import round_down, round_up
@@ -26,7 +25,7 @@ MADE_BYTES = 4 << 20  # of zero points and factors at a time, as floats
 SHARED_INPUTS = 1 << 18  # take 0.1 ms to lay out: below it, to wake a thread takes longer
 
 
-class Target(NamedTuple):
+class ProductTarget(NamedTuple):
     """A block of rows of w as kernels know it, and where its products belong: in columns of `out_MN` from `column`
     on."""
 
@@ -35,7 +34,7 @@ class Target(NamedTuple):
     column: int
 
 
-Multiply = Callable[[np.ndarray, Sequence[Target]], None]  # x (M, W)
+Multiply = Callable[[np.ndarray, Sequence[ProductTarget]], None]  # x (M, W)
 
 
 class Workspace(NamedTuple):
@@ -97,12 +96,12 @@ class _Part(NamedTuple):
         num_rows = self.rows.stop - self.rows.start
         return 0 if isinstance(self.block, torch.Tensor) else cast(KernelRows, self.block).made_bytes * num_rows
 
-    def target(self) -> Target:
+    def target(self) -> ProductTarget:
         if isinstance(self.block, torch.Tensor):
-            words = Words("linear", (self.block.view(BITS[self.block.dtype]).numpy(),), len(self.block))
+            words = Words("linear", self.block.view(BITS[self.block.dtype]).numpy(), len(self.block))
         else:
             words = cast(KernelRows, self.block).words(self.rows)
-        return Target(words, self.out_MN, self.column)
+        return ProductTarget(words, self.out_MN, self.column)
 
 
 def _parts(block: Block, out_MN: np.ndarray, column: int) -> Iterator[_Part]:
@@ -114,7 +113,7 @@ def _parts(block: Block, out_MN: np.ndarray, column: int) -> Iterator[_Part]:
         yield _Part(block, slice(first, min(first + step, num_rows)), out_MN, column + first)
 
 
-def targets_of(block: Block, out_MN: np.ndarray, column: int) -> Iterator[Target]:
+def targets_of(block: Block, out_MN: np.ndarray, column: int) -> Iterator[ProductTarget]:
     """A block, part by part, as a kernel takes it."""
     return (part.target() for part in _parts(block, out_MN, column))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from ..cache_root import cache_root
 from ..config.profiles import BackendTable, DTypeRates, LinearBackend, MeasuredRates
 from ..errors import ConfigError
+from ..kernels.arguments import ISA
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def isa() -> str:
     empty where none of these is known."""
     flags = cpu_flags()
     widest = next((name for name, flag in ISAS.items() if flag in flags), "")
-    return os.environ.get("MILLRACE_ISA") or widest
+    return os.environ.get(ISA) or widest
 
 
 def cpu_flags() -> frozenset[str]:

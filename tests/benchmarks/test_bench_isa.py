@@ -21,7 +21,7 @@ from benchmarks.runner import python_of
 from benchmarks.suites import run_suite
 from benchmarks.task import Result, Task
 from runtime.errors import ConfigError
-from runtime.kernels import target
+from runtime.kernels import compiled
 from tests.benchmarks.test_bench_isolated_peers import TASK
 
 ALL_FLAGS = frozenset(flag for flags in NEEDED.values() for flag in flags)
@@ -74,7 +74,7 @@ def test_workers_that_measure_products_and_reading_are_told_too(monkeypatch: pyt
     told: list[str | None] = []
 
     def measure(task: Task) -> Result:
-        told.append(os.environ.get(target.VARIABLE))
+        told.append(os.environ.get(compiled.ISA))
         raise Started
 
     with pytest.raises(Started):
@@ -99,8 +99,8 @@ def test_what_stood_in_the_environment_stands_there_again(monkeypatch: pytest.Mo
 
 
 def test_kernels_know_the_variable_and_its_values() -> None:
-    assert instruction_sets.OURS == target.VARIABLE
-    assert {environment[target.VARIABLE] for environment in ENVIRONMENTS.values()} <= set(target.LACKING)
+    assert instruction_sets.ISA == compiled.ISA
+    assert {environment[compiled.ISA] for environment in ENVIRONMENTS.values()} <= set(compiled.LACKING)
 
 
 def test_torch_takes_what_it_is_told(tmp_path: Path) -> None:

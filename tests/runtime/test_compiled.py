@@ -13,7 +13,7 @@ from numba import config
 from numba.core.caching import InTreeCacheLocator
 
 from runtime import cache_root, errors
-from runtime.kernels import compiled
+from runtime.kernels import arguments, compiled
 
 PLACES = "CACHE_LOCATOR_CLASSES"
 PART = """
@@ -38,7 +38,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Kernels of its own beside a copy of `compiled`; a kernel in one file is made of a part in another."""
     folder = tmp_path / "own_runtime" / "kernels"
     (folder / "folder").mkdir(parents=True)
-    shutil.copy(compiled.__file__, folder)
+    for module in (compiled, arguments):
+        shutil.copy(str(module.__file__), folder)
     for module in (cache_root, errors):
         shutil.copy(str(module.__file__), folder.parent)
     (folder / "kernel.py").write_text(KERNEL)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.kernels import target
+from runtime.kernels import compiled
 from runtime.measure.machine_cache import isa
 
 TABLE = (
@@ -20,7 +20,7 @@ LESS_OR_SAME = {"avx2": ("avx2", "avx512", "amx"), "avx512": ("avx512", "amx"), 
 
 @pytest.fixture(autouse=True)
 def anew() -> None:
-    target.features.cache_clear()
+    compiled.features.cache_clear()
 
 
 @pytest.mark.slow
@@ -37,20 +37,20 @@ def test_kernels_pass_their_tests_for_it(wanted: str) -> None:
 
 def test_less_than_the_processor_has_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     all_of_it = {"avx2": True, "fma": True, "avx512f": True, "avx512bf16": True, "amx-bf16": True}
-    monkeypatch.setattr(target.binding, "get_host_cpu_features", lambda: all_of_it)
-    monkeypatch.delenv(target.VARIABLE, raising=False)
-    assert target.features() == all_of_it
-    assert not target.has_fma_alone()
+    monkeypatch.setattr(compiled.binding, "get_host_cpu_features", lambda: all_of_it)
+    monkeypatch.delenv(compiled.ISA, raising=False)
+    assert compiled.features() == all_of_it
+    assert not compiled.has_fma_alone()
     for wanted, kept in {"avx2": 2, "avx512": 4, "amx": 5}.items():
-        target.features.cache_clear()
-        monkeypatch.setenv(target.VARIABLE, wanted)
-        assert sum(target.features().values()) == kept
-        assert target.has_fma_alone() == (wanted == "avx2")
+        compiled.features.cache_clear()
+        monkeypatch.setenv(compiled.ISA, wanted)
+        assert sum(compiled.features().values()) == kept
+        assert compiled.has_fma_alone() == (wanted == "avx2")
 
 
 @pytest.mark.parametrize(("wanted", "message"), [("avx1024", "known are avx2"), ("amx", "no amx-bf16; unset")])
 def test_what_is_unknown_or_not_there_is_refused(wanted: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target.binding, "get_host_cpu_features", lambda: {"avx2": True, "avx512f": True})
-    monkeypatch.setenv(target.VARIABLE, wanted)
+    monkeypatch.setattr(compiled.binding, "get_host_cpu_features", lambda: {"avx2": True, "avx512f": True})
+    monkeypatch.setenv(compiled.ISA, wanted)
     with pytest.raises(ConfigError, match=message):
-        target.features()
+        compiled.features()

@@ -24,7 +24,7 @@ def adversarial() -> torch.Tensor:
 def test_each_is_the_nearest_number(dtype: torch.dtype) -> None:
     from numba import njit
 
-    from runtime.kernels.outputs import as_output, give_rows, place_in
+    from runtime.kernels.linear_parts import as_output, give_rows, place_in
     from runtime.kernels.primitives import RowsAt
 
     @njit

@@ -11,7 +11,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from runtime.kernels.device import matrices
+from runtime.kernels import device_matrices as matrices
 from runtime.linear import device_codes
 from tests.runtime.stored_rows import CPU, MAKERS
 

@@ -22,10 +22,9 @@ from llvmlite import ir
 from numba import config, types
 from numba.extending import intrinsic
 
-from ..arguments import CHUNK_TOKENS
+from ..arguments import CHUNK_TOKENS, PAIRED, TILE_DIMS, TILE_ROWS
+from ..compiled import features
 from ..primitives import LANES, Builder, Value, call, place_of
-from ..target import features
-from .scratch import PAIRED, TILE_DIMS, TILE_ROWS
 
 log = logging.getLogger(__name__)
 
