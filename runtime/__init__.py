@@ -35,8 +35,8 @@ from .config.settings import (
 
 if TYPE_CHECKING:
     from .library.api import Runtime
-    from .library.completions import CompletionStream, Result
     from .library.encoding import Classified, Embedded, Filled
+    from .library.generation import CompletionStream, Result
     from .library.keywords import Settings
     from .library.prompt import Prompt, PromptLike
     from .library.scoring import Scored, ScoredDocument, Targets
@@ -57,7 +57,7 @@ __all__ = [
 LATER = {
     "Classified": "library.encoding",
     "Completion": "sequences.sequence",
-    "CompletionStream": "library.completions",
+    "CompletionStream": "library.generation",
     "Embedded": "library.encoding",
     "Filled": "library.encoding",
     "FinishReason": "sequences.sequence",
@@ -65,7 +65,7 @@ LATER = {
     "PromptLike": "library.prompt",
     "Rejected": "requests.prompts",
     "Request": "sequences.sequence",
-    "Result": "library.completions",
+    "Result": "library.generation",
     "Runtime": "library.api",
     "Scored": "library.scoring",
     "ScoredDocument": "library.scoring",

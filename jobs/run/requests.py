@@ -143,7 +143,7 @@ def _text(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected:
     try:
         return renderer.render(row.messages, row.template_kwargs)
     except TemplateRefusal as error:
-        return Rejected(id=row.id, error=f"the model's chat template refuses the messages: {error}")
+        return Rejected(id=row.id, error=error.as_error)
 
 
 def seat(asked: Asked, blocks: Sequence[Block], first_block: int = 0) -> list[PlannedRequest]:

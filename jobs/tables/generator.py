@@ -20,8 +20,9 @@ from runtime.errors import require
 from runtime.library.api import Runtime
 from runtime.library.columns import result_schema
 from runtime.library.full_blocks import MANY_ROWS, few_rows
+from runtime.library.generation import make_requests, require_unique_ids
 from runtime.library.keywords import Settings, changed
-from runtime.library.prompt import Prompt, make_requests, require_unique_ids
+from runtime.library.prompt import Prompt
 from runtime.library.tables import Asked, TableColumns
 from runtime.sequences.sequence import Request
 

@@ -5,10 +5,10 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar, Unpack
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import torch
 
@@ -19,7 +19,6 @@ from ..config.settings import (
     Attention,
     PolicyKind,
     Pooling,
-    Readout,
     RuntimeConfig,
     SamplingOverrides,
     require_beams_fit,
@@ -33,12 +32,13 @@ from ..engine.engine import Engine, alone
 from ..engine.self_check import check_lanes, is_due
 from ..engine.session import Session
 from ..engine.setup import Setup, kernels_of, open_streams, prepare_attention
-from ..errors import ClosedError, require
+from ..errors import ClosedError
 from ..measure.contests import known_backends
 from ..measure.machine_cache import Host, find_products
 from ..model.head import slice_head
 from ..model.loading import LoadedModel, load_model
 from ..origin.generation_config import as_the_model_says
+from ..out_of_memory import first_line, is_out_of_memory, memory_shortage, out_of_memory
 from ..plan.cost.rates import MachineRates
 from ..plan.facts import PlanFacts, why_unshared
 from ..plan.placement.memory import SequenceSize
@@ -49,11 +49,10 @@ from ..plan.search.policy import Policy
 from ..plan.shape.dtypes import keeping_kv
 from ..plan.shape.model import ModelShape
 from ..planning.budgets import device_limited, require_within
-from ..planning.planner import Planner, open_confirmed
+from ..planning.planner import Planner
 from ..probing.heads import Head
 from ..ranks.ranks import Ranks
-from ..requests.encoding import Wanted, require_readable, require_text
-from ..requests.joining import join, with_beams
+from ..requests.encoding import require_text
 from ..requests.prompts import Rejected, make_request, tokenize
 from ..sequences.grammar import with_schema
 from ..sequences.sampler import Sampler, sampler_for
@@ -64,20 +63,21 @@ from ..stream.filling import Together
 from ..stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
 from ..trace import Trace
 from ..units import MIB, format_bytes
-from .completions import CompletionStream, Result, ResultStream
-from .encoding import Classified, Embedded, Encoded, Filled, ask_encodings, encoded, refused
-from .kept import Kept
+from .encoding import CLASSIFYING, Classified, Embedded, Filled, embedding, filling_masks
+from .generation import CompletionStream, Generation, Result, samples
+from .kept import RuntimeCache
 from .keywords import Settings, changed
-from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows_of
-from .scoring import Scored, ScoredDocument, Targets, TargetsLike, ask_scores, cut_documents
+from .prompt import PromptLike
+from .scoring import Scored, ScoredDocument, ScoringTask, TargetsLike, score_documents
+from .task import ResultStream, Task, require_many
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+L = TypeVar("L")
 V = TypeVar("V")
-E = TypeVar("E", bound=Encoded)
+T = TypeVar("T")
 
 
 class Runtime(Closing):
@@ -109,25 +109,37 @@ class Runtime(Closing):
     ):
         self.config = changed(config, settings)
         self.config = replace(self.config, sampling=with_schema(self.config.sampling))
-        self._should_stop, self.trace, self.ranks, self._encodes = should_stop, trace, ranks, encodes
+        self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
         self._shared = None if ranks is None else SharedRun.of(ranks)
         if self._shared is not None:
             self.config = self._shared.config(self.config)
-        self._kept: Kept | None = None
+        self._kept: RuntimeCache | None = None
         self._kernels: CompiledKernels | None = None
         self._shape_with_kernels: ModelShape | None = None  # while a run computes without
         self.baseline_bytes = 0
         self._is_closed = False
-        self._latest: weakref.ref[ResultStream[Result] | ResultStream[Scored] | ResultStream[Encoded]] | None = None
+        self._latest: weakref.ref[ResultStream[Any]] | None = None
         name = device if isinstance(device, str) else self.config.machine.device
         self.device = device if isinstance(device, ComputeDevice) else device_of(ranks, name)
         if self.config.machine.num_threads is not None:
             torch.set_num_threads(self.config.machine.num_threads)
         if not self.device.is_accelerator:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
-        self.model: LoadedModel = self._loaded()
-        self.config = as_the_model_says(self.config, self.model.generation, self.model.shape.vocab_size)
-        self._refuse_early()
+        loaded = load_model(
+            self.config.model,
+            self.device.torch_device,
+            self.config.offload.cache_dir,
+            should_stop=should_stop,
+            gathering=None if self._shared is None else self._shared.gathering,
+            encodes=encodes,
+        )
+        loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
+        self.model: LoadedModel = loaded.placed(self.device)
+        self.config = as_the_model_says(self.config, loaded.generation, loaded.shape.vocab_size)
+        # What cannot be by the settings and the model alone is refused before rows are read, not behind them.
+        require_beams_fit(self.config.policy, self.config.sampling)
+        kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
+        self._sampler()
         if self._shared is not None:
             self.model = self._shared.joined(self.model, self.config.offload, self.device)
         self._advised: set[str] = set()
@@ -152,22 +164,11 @@ class Runtime(Closing):
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
 
-    def _loaded(self) -> LoadedModel:
-        loaded = load_model(
-            self.config.model,
-            self.device.torch_device,
-            self.config.offload.cache_dir,
-            should_stop=self._should_stop,
-            gathering=None if self._shared is None else self._shared.gathering,
-            encodes=self._encodes,
-        )
-        return replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype)).placed(self.device)
-
     def open(self) -> Self:
         """Keeps from now on what calls read and measure, until `close`: what `with` does at its begin."""
         self._require_open()
         if self._kept is None:
-            self._kept = Kept(self.reader)
+            self._kept = RuntimeCache(self.reader)
         return self
 
     def __enter__(self) -> Self:
@@ -199,12 +200,6 @@ class Runtime(Closing):
         if stream is not None:
             stream.end(by)
 
-    def _refuse_early(self) -> None:
-        """Refuses what cannot be by the settings and the model alone: before rows are read, not behind them."""
-        require_beams_fit(self.config.policy, self.config.sampling)
-        kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
-        self._sampler()
-
     def _sampler(self) -> Sampler:
         return sampler_for(self.model, self.config.sampling, self.device.torch_device)
 
@@ -216,8 +211,7 @@ class Runtime(Closing):
 
     def samples(self, made: Request | Rejected, count: int | None = None) -> list[Request | Rejected]:
         """`count` times the same, each with its `sample_index`; None is `sampling.n` times."""
-        count = self.config.sampling.n if count is None else count
-        return [made, *(replace(made, sample_index=index) for index in range(1, count))]
+        return samples(made, self.config.sampling.n if count is None else count)
 
     def tokenize(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
         """Token ids of each text; many at once take half the time. `is_rendered`: they came out of a chat template,
@@ -378,6 +372,7 @@ class Runtime(Closing):
             self._kept.close_reader()
             raise
 
+    @contextmanager
     def confirmed_session(
         self,
         requests: Sequence[Request],
@@ -387,22 +382,35 @@ class Runtime(Closing):
         known: Policy | None = None,
         chunk_tokens: int | None = None,
         backends: BackendTable | None = None,
-    ) -> AbstractContextManager[tuple[RunPlan, Session]]:
+    ) -> Iterator[tuple[RunPlan, Session]]:
         """Plans, as `plan` does, and opens a session. Unless the policy is fixed or there are `blocks` of an earlier
         start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more
         with blocks of half the size. Where kernels are yet to be compiled, it waits for them, or computes without if
-        that is done sooner.
+        that is done sooner. Raises BudgetError where memory does not suffice for the last plan either, and
+        MemoryShortage where it runs out later on. Of ranks this is what rank 0 calls; the others `follow`.
         """
         self._prepare_for(requests)
         if self._shared is not None:
-            return self._session_of_ranks(self._shared, requests, blocks, chunk_tokens)
+            told = self._shared.plan(self.planner, requests, blocks, chunk_tokens)
+            plan = self._shared.plan_told(told, self.planner, requests)
+            self._check_lanes(plan, requests)
+            reset_peak()
+            together = self._shared.begin(told)
+            self.planner.announce(plan, self._advised)
+            with self.session(plan, together) as session:
+                assert isinstance(session, RankSession)
+                yield plan, session
+                session.tell_closed()
+            return
         if not self._begins_without_kernels(requests):
             self.wait_for_kernels()
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
-
-        def plan(rates: MachineRates | None, num_halvings: int) -> RunPlan:
-            found = self.plan(
+        for num_halvings in range(2):
+            if num_halvings:
+                gc.collect()  # the engine of the first try refers to itself
+                reset_peak()
+            plan = self.plan(
                 requests,
                 rates=rates,
                 blocks=blocks,
@@ -411,18 +419,41 @@ class Runtime(Closing):
                 backends=backends,
                 num_halvings=num_halvings,
             )
-            self.planner.announce(found, self._advised)
-            self._check_lanes(found, requests)
-            self._count_from_here()
-            return found
-
-        def confirm(plan: RunPlan, session: Session) -> None:
-            if may_back_off and plan.blocks:
-                log.info("trying the first pass, whether memory suffices")
-                session.probe(requests)
-                self.require_within_budget(plan)
-
-        return open_confirmed(plan, self.session, confirm, rates=rates, kind=kind, may_back_off=may_back_off)
+            rates = plan.rates
+            self.planner.announce(plan, self._advised)
+            self._check_lanes(plan, requests)
+            # Memory is counted from what the process holds now: what measuring, the self-check, compiled kernels and a
+            # first try left behind is not the run's. Kept weights are, and were allocated behind an earlier beginning,
+            # which then stays.
+            if self._kept is None or not (self._kept.weights.compute_bytes or self._kept.weights.pinned_bytes):
+                trim_heap()
+                self.baseline_bytes = resident_bytes()
+            reset_peak()
+            with ExitStack() as stack:
+                session: Session | None = None
+                try:
+                    session = stack.enter_context(self.session(plan))
+                    if may_back_off and plan.blocks:
+                        log.info("trying the first pass, whether memory suffices")
+                        session.probe(requests)
+                        self.require_within_budget(plan)
+                except (MemoryError, OSError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    if num_halvings or not may_back_off:
+                        raise out_of_memory(plan.placement.ledgers, error) from error
+                    said = first_line(error)  # a record of the log would keep the error, and all that its frames hold
+                    log.warning("policy=%s: %s; once more with blocks of half as many sequences", kind.value, said)
+                    session = None  # so that its memory is free as the stack closes
+                if session is None:
+                    continue
+                try:
+                    yield plan, session
+                except (MemoryError, OSError, RuntimeError) as error:
+                    if is_out_of_memory(error):
+                        raise memory_shortage(plan.placement.ledgers, error) from error
+                    raise
+                return
 
     def _prepare_for(self, requests: Sequence[Request]) -> None:
         """Mutates the model, where they ask for more than the next token. Raises ConfigError where it, or ranks, cannot
@@ -435,22 +466,6 @@ class Runtime(Closing):
             self.model.head is not Head.none and any(request.encoding is not None for request in requests)
         ):
             slice_head(self.model.staged)
-
-    @contextmanager
-    def _session_of_ranks(
-        self, shared: SharedRun, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
-    ) -> Iterator[tuple[RunPlan, Session]]:
-        """Rank 0's session, which the others follow."""
-        told = shared.plan(self.planner, requests, blocks, chunk_tokens)
-        plan = shared.plan_told(told, self.planner, requests)
-        self._check_lanes(plan, requests)
-        reset_peak()
-        together = shared.begin(told)
-        self.planner.announce(plan, self._advised)
-        with self.session(plan, together) as session:
-            assert isinstance(session, RankSession)
-            yield plan, session
-            session.tell_closed()
 
     def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
         """Takes part, as another rank than 0, in each session that rank 0 opens for these requests, until it says that
@@ -478,19 +493,9 @@ class Runtime(Closing):
             gc.collect()  # a model refers to itself
         self._checked |= {scores, False}
 
-    def _count_from_here(self) -> None:
-        """Counts the memory of the session that is about to be opened from what the process holds now: what measuring,
-        the self-check, compiled kernels and a first try left behind is not the run's. Kept weights are, and were
-        allocated behind an earlier beginning, which then stays."""
-        if self._kept is None or not (self._kept.weights.compute_bytes or self._kept.weights.pinned_bytes):
-            trim_heap()
-            self.baseline_bytes = resident_bytes()
-        reset_peak()
-
     def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
         """`sampling.n` results per prompt, in order of prompts and then of samples. `prompts` as for `stream`."""
-        with self.stream(prompts) as stream:
-            return sorted(stream, key=lambda result: (result.prompt_index, result.sample_index))
+        return self._all(Generation(sampling=self.config.sampling), prompts)
 
     def stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> CompletionStream:
         """Completions as they finish, `sampling.n` for each prompt; what cannot be generated from comes first, with its
@@ -502,16 +507,7 @@ class Runtime(Closing):
         call ends it. Raises ConfigError at once where `prompts` is one text; later what `plan` and sessions raise, and
         the runtime stays usable.
         """
-        self._require_open()
-        require_prompts(prompts, window)
-        require_text(self.model)
-        self._end_latest("a later call")
-        ids: dict[str, int] = {}
-        stream = ResultStream(
-            self._by_window(windows_of(prompts, Prompt.of, window), partial(self._results_of, ids), window)
-        )
-        self._latest = weakref.ref(stream)
-        return stream
+        return self._stream(Generation(sampling=self.config.sampling), prompts, window)
 
     def generate_table(
         self,
@@ -530,22 +526,15 @@ class Runtime(Closing):
         `prefix` stands before the names of added columns. Raises ConfigError where the table has no such columns, or
         has those of results; else as `stream`.
         """
-        from .tables import TableColumns, results_table  # pyarrow, which nothing else of the library needs
+        from .tables import TableColumns  # pyarrow, which nothing else of the library needs
 
         columns = TableColumns(prompt=prompt, id=id, overrides=overrides or {}, prefix=prefix)
-        columns.schema(table.schema, self.config.sampling)
-        found: list[Prompt | Result] = [*columns.prompts(table)]
-        places = [place for place, each in enumerate(found) if isinstance(each, Prompt)]
-        for result in self.generate([each for each in found if isinstance(each, Prompt)]):
-            found[places[result.prompt_index]] = result
-        results = [each for each in found if not isinstance(each, Prompt)]
-        return columns.answered(table, results_table(results, self.config.sampling), self.config.sampling)
+        return columns.generated(table, self.config.sampling, self.generate)
 
     def score(self, pairs: Iterable[TargetsLike]) -> list[Scored]:
         """The log-probability of each target behind its prompt, in order of pairs and then of targets. `pairs` as for
         `score_stream`."""
-        with self.score_stream(pairs) as stream:
-            return sorted(stream, key=lambda scored: (scored.prompt_index, scored.target_index))
+        return self._all(ScoringTask(), pairs)
 
     def score_stream(self, pairs: Iterable[TargetsLike], *, window: int | None = None) -> ResultStream[Scored]:
         """Scores of targets as their prompts are done; what cannot be scored comes first, with its `error`. A pair is
@@ -554,30 +543,21 @@ class Runtime(Closing):
         Targets that differ in their last token alone share one pass over the tokens before it. `window`, and what is
         raised, as for `stream`; ConfigError where the class's head is not apart from its layers.
         """
-        self._require_open()
-        require_prompts(pairs, window)
-        require_text(self.model)
-        self._end_latest("a later call")
-        parts = windows_of(pairs, Targets.of, window)
-        stream = ResultStream(self._by_window(parts, self._scored_of, window))
-        self._latest = weakref.ref(stream)
-        return stream
+        return self._stream(ScoringTask(), pairs, window)
 
     def score_documents(
         self, documents: Iterable[str | Sequence[int]], *, max_tokens: int | None = None
     ) -> list[ScoredDocument]:
         """The rolling log-likelihood of each document, a text or token ids, in windows of `max_tokens`; None: of the
         model's context. Raises what `score` raises."""
-        require_prompts(documents, None)
-        cut = cut_documents(self.model, documents, max_tokens)
-        return cut.scored(self.score(cut.pairs) if cut.pairs else [])
+        require_many(documents, None)
+        return score_documents(self.model, documents, max_tokens, self.score)
 
     def embed(
         self, prompts: Iterable[PromptLike], *, pooling: str | Pooling | None = None, normalize: bool = False
     ) -> list[Embedded]:
         """A vector for each prompt, in their order; `embed_stream` says of what."""
-        with self.embed_stream(prompts, pooling=pooling, normalize=normalize) as stream:
-            return sorted(stream, key=lambda each: each.prompt_index)
+        return self._all(embedding(pooling, normalize=normalize), prompts)
 
     def embed_stream(
         self,
@@ -593,103 +573,53 @@ class Runtime(Closing):
 
         `prompts`, `window` and what is raised as for `stream`; texts get the tokenizer's special tokens.
         """
-        names = [way.value for way in Pooling]
-        require(isinstance(pooling, Pooling | None) or pooling in names, f"pooling is one of {names}, got {pooling!r}")
-        wanted = Wanted(pooling=None if pooling is None else Pooling(pooling), normalize=normalize)
-        return self._encoded_stream(prompts, wanted, window, Embedded)
+        return self._stream(embedding(pooling, normalize=normalize), prompts, window)
 
     def classify(self, prompts: Iterable[PromptLike]) -> list[Classified]:
         """What a `*ForSequenceClassification` checkpoint says of each prompt, in their order."""
-        with self.classify_stream(prompts) as stream:
-            return sorted(stream, key=lambda each: each.prompt_index)
+        return self._all(CLASSIFYING, prompts)
 
     def classify_stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> ResultStream[Classified]:
         """Classes, or rewards, as their prompts are done; otherwise as `embed_stream`."""
-        return self._encoded_stream(prompts, Wanted(readout=Readout.classes), window, Classified)
+        return self._stream(CLASSIFYING, prompts, window)
 
     def fill_masks(self, prompts: Iterable[PromptLike], *, num_top: int = 5) -> list[Filled]:
         """What fits the masks of each prompt, in their order, of a `*ForMaskedLM` checkpoint."""
-        with self.fill_masks_stream(prompts, num_top=num_top) as stream:
-            return sorted(stream, key=lambda each: each.prompt_index)
+        return self._all(filling_masks(self.model, num_top), prompts)
 
     def fill_masks_stream(
         self, prompts: Iterable[PromptLike], *, num_top: int = 5, window: int | None = None
     ) -> ResultStream[Filled]:
         """The `num_top` likeliest tokens in place of each mask, as their prompts are done; otherwise as
         `embed_stream`."""
-        most = self.model.shape.vocab_size
-        require(1 <= num_top <= most, f"num_top must be 1 to {most:,} tokens, got {num_top}")
-        return self._encoded_stream(prompts, Wanted(readout=Readout.masks, num_top=num_top), window, Filled)
+        return self._stream(filling_masks(self.model, num_top), prompts, window)
 
-    def _encoded_stream(
-        self, prompts: Iterable[PromptLike], wanted: Wanted, window: int | None, kind: type[E]
-    ) -> ResultStream[E]:
+    def _all(self, task: Task[L, V, T], values: Iterable[L]) -> list[T]:
+        """The results in the order of their inputs."""
+        with self._stream(task, values, None) as stream:
+            return sorted(stream, key=attrgetter(*task.places))
+
+    def _stream(self, task: Task[L, V, T], values: Iterable[L], window: int | None) -> ResultStream[T]:
         self._require_open()
-        require_prompts(prompts, window)
-        require_readable(self.model, wanted)
+        require_many(values, window)
+        task.require(self.model)
         self._end_latest("a later call")
-
-        def results_of(part: Sequence[tuple[int, Prompt]]) -> Generator[E]:
-            for each in self._encoded_of(wanted, part):
-                assert isinstance(each, kind)
-                yield each
-
-        stream = ResultStream(self._by_window(windows_of(prompts, Prompt.of, window), results_of, window))
+        stream = ResultStream(self._results(task, values, window))
         self._latest = weakref.ref(stream)
         return stream
 
-    def _encoded_of(self, wanted: Wanted, prompts: Sequence[tuple[int, Prompt]]) -> Generator[Encoded]:
-        asked = ask_encodings(self.model, wanted, prompts)
-        for why in asked.rejected:
-            yield refused(why, wanted.readout)
-        for place, completion in self._completions(asked.requests):
-            yield encoded(self.model, wanted, asked.places[place], completion)
-
-    def _by_window(
-        self,
-        parts: Iterable[list[tuple[int, V]]],
-        results_of: Callable[[list[tuple[int, V]]], Generator[T]],
-        window: int | None,
-    ) -> Generator[T]:
-        with self._kept_between_windows() if window is not None else nullcontext():
-            for part in parts:
+    def _results(self, task: Task[L, V, T], values: Iterable[L], window: int | None) -> Generator[T]:
+        """What `task` gives, one window after the other, between which weights are kept."""
+        with ExitStack() as stack:
+            if window is not None and self._kept is None:
+                self._kept = stack.enter_context(RuntimeCache(self.reader))
+                stack.callback(setattr, self, "_kept", None)
+            for inputs in task.windows(values, window):
                 try:
-                    yield from results_of(part)
+                    yield from task.results(self.model, inputs, self._completions)
                 finally:
                     if self._kept is not None:
                         self._reclaim()
-
-    def _scored_of(self, pairs: Sequence[tuple[int, Targets]]) -> Generator[Scored]:
-        asked = ask_scores(self.model, pairs)
-        yield from asked.rejected
-        for place, completion in self._completions(asked.requests):
-            yield from asked.scored(place, completion)
-
-    @contextmanager
-    def _kept_between_windows(self) -> Iterator[None]:
-        if self._kept is not None:
-            yield
-            return
-        with Kept(self.reader) as self._kept:
-            try:
-                yield
-            finally:
-                self._kept = None
-
-    def _results_of(self, ids: dict[str, int], prompts: Sequence[tuple[int, Prompt]]) -> Generator[Result]:
-        """The results of one window: rejected ones, then completions as they finish. `ids`: of earlier windows."""
-        require_unique_ids(prompts, ids)
-        asked = make_requests(self.model, self.config.sampling, prompts)
-        pairs = zip(prompts, asked, strict=True)
-        made = [(index, item) for (index, _), request in pairs for item in self.samples(request)]
-        for index, item in made:
-            if isinstance(item, Rejected):
-                yield replace(item, prompt_index=index)
-        places = [index for index, item in made if isinstance(item, Request)]
-        joined = list(with_beams(join([item for _, item in made if isinstance(item, Request)])))
-        for place, completion in self._completions([each.request for each in joined]):
-            for member in joined[place].members:
-                yield replace(completion, prompt_index=places[member])
 
     def _completions(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
         """What requests come to, as they finish, with their places."""

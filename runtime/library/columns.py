@@ -8,7 +8,7 @@ import pyarrow as pa
 from ..config.settings import SamplingConfig
 
 if TYPE_CHECKING:
-    from .completions import Result
+    from .generation import Result
 
 RESULT_FIELDS = (
     pa.field("status", pa.string(), nullable=False),  # ok or error

@@ -2,19 +2,21 @@
 `Embedded`, a `Classified` or a `Filled`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from itertools import chain
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from ..config.settings import Readout
+from ..config.settings import Pooling, Readout
+from ..errors import require
 from ..model.loading import LoadedModel
-from ..requests.chat import TemplateRefusal
 from ..requests.encoding import Wanted, make_encoding, require_readable
-from ..requests.prompts import Rejected, tokenize_each
+from ..requests.prompts import Rejected
 from ..sequences.sequence import Completion, Request, Vector
-from .prompt import Prompt, texts_of
+from .prompt import Prompt, PromptLike, tokenized
+from .task import Complete, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,41 +73,57 @@ class Filled(_Read):
 Encoded: TypeAlias = Embedded | Classified | Filled
 
 
+E = TypeVar("E", bound=Encoded)
+
+
 @dataclass(frozen=True, kw_only=True)
-class AskedOfPrompts:
-    """`requests` and the place in the input of each, and `rejected`, of which nothing is asked."""
+class EncodingTask(Task[PromptLike, Prompt, E]):
+    """What is `wanted` of each prompt, which comes to a `kind`."""
 
-    requests: Sequence[Request]
-    places: Sequence[int]
-    rejected: Sequence[Rejected]
+    wanted: Wanted
+    kind: type[E]
+
+    def require(self, model: LoadedModel) -> None:
+        require_readable(model, self.wanted)
+
+    def read(self, value: PromptLike, index: int) -> Prompt:
+        return Prompt.of(value, index)
+
+    def results(self, model: LoadedModel, inputs: Sequence[tuple[int, Prompt]], complete: Complete) -> Generator[E]:
+        every = tokenized(model, [prompt for _, prompt in inputs], model.shape.context_tokens)
+        requests, places, rejected = list[Request](), list[int](), list[Rejected]()
+        for (index, prompt), ids in zip(inputs, every, strict=True):
+            id = prompt.id or str(index)
+            failed = Rejected(id=id, error=ids) if isinstance(ids, str) else None
+            made = failed or make_encoding(model, id, () if isinstance(ids, str) else ids, self.wanted)
+            if isinstance(made, Rejected):
+                rejected.append(replace(made, prompt_index=index))
+            else:
+                requests.append(made)
+                places.append(index)
+        found = (refused(why, self.wanted.readout) for why in rejected)
+        done = (encoded(model, self.wanted, places[place], completion) for place, completion in complete(requests))
+        for each in chain(found, done):
+            assert isinstance(each, self.kind)
+            yield each
 
 
-def ask_encodings(model: LoadedModel, wanted: Wanted, prompts: Sequence[tuple[int, Prompt]]) -> AskedOfPrompts:
-    """What is asked of the model. Raises ConfigError where it cannot be: texts without a tokenizer, classes of a model
-    that has none."""
-    require_readable(model, wanted)
-    texts = texts_of(model, [prompt for _, prompt in prompts])
-    requests, places, rejected = list[Request](), list[int](), list[Rejected]()
-    for (index, prompt), text in zip(prompts, texts, strict=True):
-        made = _made(model, wanted, prompt.id or str(index), prompt, text)
-        if isinstance(made, Rejected):
-            rejected.append(replace(made, prompt_index=index))
-        else:
-            requests.append(made)
-            places.append(index)
-    return AskedOfPrompts(requests=requests, places=places, rejected=rejected)
+def embedding(pooling: str | Pooling | None, *, normalize: bool) -> EncodingTask[Embedded]:
+    """A vector of each prompt. Raises ConfigError."""
+    names = [way.value for way in Pooling]
+    require(isinstance(pooling, Pooling | None) or pooling in names, f"pooling is one of {names}, got {pooling!r}")
+    wanted = Wanted(pooling=None if pooling is None else Pooling(pooling), normalize=normalize)
+    return EncodingTask(wanted=wanted, kind=Embedded)
 
 
-def _made(
-    model: LoadedModel, wanted: Wanted, id: str, prompt: Prompt, text: str | Sequence[int] | TemplateRefusal
-) -> Request | Rejected:
-    if isinstance(text, TemplateRefusal):
-        return Rejected(id=id, error=f"the model's chat template refuses the messages: {text}")
-    if not isinstance(text, str):
-        return make_encoding(model, id, text, wanted)
-    is_chat = prompt.messages is not None
-    [ids] = tokenize_each(model, [text], is_rendered=is_chat, most_tokens=model.shape.context_tokens)
-    return Rejected(id=id, error=ids) if isinstance(ids, str) else make_encoding(model, id, ids, wanted)
+def filling_masks(model: LoadedModel, num_top: int) -> EncodingTask[Filled]:
+    """The likeliest tokens in place of each mask. Raises ConfigError."""
+    most = model.shape.vocab_size
+    require(1 <= num_top <= most, f"num_top must be 1 to {most:,} tokens, got {num_top}")
+    return EncodingTask(wanted=Wanted(readout=Readout.masks, num_top=num_top), kind=Filled)
+
+
+CLASSIFYING = EncodingTask(wanted=Wanted(readout=Readout.classes), kind=Classified)
 
 
 def refused(why: Rejected, readout: Readout) -> Encoded:

@@ -10,7 +10,7 @@ from ..store.reader import Reader
 from ..stream.kept_weights import KeptWeights
 
 
-class Kept(Closing):
+class RuntimeCache(Closing):
     """The weights that sessions hold whole, the reader of the others, and the rates that were measured.
 
     `open_reader` is called for the first reader, and for another one where a call has failed and left reads behind.

@@ -1,21 +1,18 @@
 """What a caller of the library asks: a prompt in one of three forms, and what it wants otherwise than the run."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
-from itertools import islice
-from typing import TypeAlias, TypeVar
+from operator import index
+from typing import TypeAlias
 
-from ..config.settings import SamplingConfig, SamplingOverrides
+from ..config.settings import SamplingOverrides
 from ..errors import ConfigError, require
 from ..model.loading import LoadedModel
 from ..requests.chat import ChatRenderer, TemplateRefusal
-from ..requests.prompts import Rejected, make_request, tokenize_each
-from ..sequences.sequence import Request
+from ..requests.prompts import tokenize_each
 
-T = TypeVar("T")
-V = TypeVar("V")
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 
 
@@ -73,7 +70,7 @@ class Prompt:
         )
 
     @staticmethod
-    def of(value: "PromptLike", index: int) -> "Prompt":
+    def of(value: "PromptLike", place: int) -> "Prompt":
         """A prompt of what stands for one: a text, token ids or messages. Raises ConfigError naming its place."""
         if isinstance(value, Prompt):
             return value
@@ -83,11 +80,12 @@ class Prompt:
             items = list(value)
             if items and all(isinstance(item, Mapping) for item in items):
                 return Prompt(messages=[item for item in items if isinstance(item, Mapping)])
-            ids = [token for token in map(_token_id, items) if token is not None]
-            if len(ids) == len(items):
+            # Whole numbers may be of any library's kind.
+            if all(hasattr(item, "__index__") and not isinstance(item, bool) for item in items):
+                ids = [index(item) for item in items]  # pyright: ignore[reportArgumentType] - just seen
                 return Prompt(token_ids=ids)
         raise ConfigError(
-            f"prompt {index} must be a text, a list of token ids, a list of messages or a Prompt, got {value!r:.80}"
+            f"prompt {place} must be a text, a list of token ids, a list of messages or a Prompt, got {value!r:.80}"
         )
 
 
@@ -97,53 +95,6 @@ PromptLike: TypeAlias = str | Sequence[int] | Messages | Prompt
 def as_json(schema: str | Mapping[str, object]) -> str:
     """JSON of an object; a text is taken for JSON."""
     return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-
-
-def _token_id(value: object) -> int | None:
-    """A whole number of any library's kind."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return None
-    return value.__index__()  # pyright: ignore[reportAttributeAccessIssue] - just seen
-
-
-def windows_of(values: Iterable[V], of: Callable[[V, int], T], size: int | None) -> Iterator[list[tuple[int, T]]]:
-    """What `of` makes of each value and its place in the input, with that place, so many at once; None: all of them."""
-    numbered = ((index, of(value, index)) for index, value in enumerate(values))
-    while window := list(islice(numbered, size)):
-        yield window
-
-
-def make_requests(
-    model: LoadedModel, sampling: SamplingConfig, prompts: Sequence[tuple[int, Prompt]]
-) -> list[Request | Rejected]:
-    """What each prompt asks of the model, or why it cannot be generated from. Raises ConfigError where chats or stop
-    strings are asked for and the model has no template or tokenizer."""
-    texts = texts_of(model, [prompt for _, prompt in prompts])
-    limits = {sampling.max_new_tokens, *(prompt.max_new_tokens for _, prompt in prompts)}
-    most_tokens = None if 0 in limits else model.shape.context_tokens
-    found: dict[int, tuple[int, ...] | str] = {}
-    for is_chat in (False, True):
-        places = [
-            i for i, text in enumerate(texts) if isinstance(text, str) and text and _is_chat(prompts[i]) == is_chat
-        ]
-        asked = [text for i in places if isinstance(text := texts[i], str)]
-        ids = tokenize_each(model, asked, is_rendered=is_chat, most_tokens=most_tokens)
-        found |= dict(zip(places, ids, strict=True))
-
-    def request(place: int) -> Request | Rejected:
-        index, prompt = prompts[place]
-        id, text, ids = prompt.id or str(index), texts[place], found.get(place)
-        if isinstance(text, TemplateRefusal):
-            return Rejected(id=id, error=f"the model's chat template refuses the messages: {text}")
-        if isinstance(ids, str):
-            return Rejected(id=id, error=ids)
-        return make_request(model, sampling, id, ids if ids is not None else text, prompt.overrides)
-
-    return [request(place) for place in range(len(prompts))]
-
-
-def _is_chat(prompt: tuple[int, Prompt]) -> bool:
-    return prompt[1].messages is not None
 
 
 def texts_of(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | Sequence[int] | TemplateRefusal]:
@@ -167,17 +118,20 @@ def texts_of(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | Sequen
     return texts
 
 
-def require_unique_ids(prompts: Sequence[tuple[int, Prompt]], seen: dict[str, int]) -> None:
-    """Adds the prompts' ids to `seen`, by which those of earlier windows are known. Raises ConfigError."""
-    for index, prompt in prompts:
-        first = seen.setdefault(prompt.id or str(index), index)
-        require(
-            first == index, f"prompts {first} and {index} have the same id {prompt.id or str(index)!r}: ids are unique"
-        )
-
-
-def require_prompts(prompts: object, window: int | None) -> None:
-    """Raises ConfigError for one prompt where many are expected."""
-    is_many = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping | Prompt)
-    require(is_many, f"prompts must be an iterable of prompts, got one {type(prompts).__name__}: put it into a list")
-    require(window is None or window >= 1, f"window must be 1 or more prompts, got {window}")
+def tokenized(
+    model: LoadedModel, prompts: Sequence[Prompt], most_tokens: int | None, *, keeps_empty: bool = False
+) -> list[Sequence[int] | str]:
+    """The ids of each prompt, or why it has none; see `tokenize_each`. `keeps_empty`: empty texts stay such. Raises
+    ConfigError where there are chats and no template, CheckpointError where there are texts and no tokenizer."""
+    texts = texts_of(model, prompts)
+    found: list[Sequence[int] | str] = [text.as_error if isinstance(text, TemplateRefusal) else text for text in texts]
+    for is_chat in (False, True):
+        given = {
+            place: text
+            for place, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
+            if isinstance(text, str) and (prompt.messages is not None) == is_chat and (text or not keeps_empty)
+        }
+        ids = tokenize_each(model, list(given.values()), is_rendered=is_chat, most_tokens=most_tokens)
+        for place, each in zip(given, ids, strict=True):
+            found[place] = each
+    return found

@@ -2,17 +2,19 @@
 to becomes a `Scored` for each target.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeGuard
+from typing import ClassVar, TypeAlias, TypeGuard
 
 from ..errors import ConfigError, require
 from ..model.loading import LoadedModel
+from ..requests.encoding import require_text
 from ..requests.joining import Joined, join, scores_of
 from ..requests.prompts import Rejected
 from ..requests.scoring import TextPair, TextSize, document_windows, encode_pairs, make_scoring
 from ..sequences.sequence import Completion, Request
 from .prompt import Prompt, PromptLike, texts_of
+from .task import Complete, Task
 
 Target: TypeAlias = str | Sequence[int]
 
@@ -113,7 +115,7 @@ class ScoredDocument(_Logprobs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ScoringBatch:
     """`joined` bring the scores of `members`, each of which is for the target at the same place in `found`; `rejected`
     are targets that cannot be scored."""
 
@@ -142,7 +144,7 @@ class Asked:
             )
 
 
-def ask_scores(model: LoadedModel, pairs: Sequence[tuple[int, Targets]]) -> Asked:
+def ask_scores(model: LoadedModel, pairs: Sequence[tuple[int, Targets]]) -> ScoringBatch:
     """What the targets ask of the model. Raises ConfigError where texts are given and there is no tokenizer, or chats
     and no template."""
     prompts = [Prompt.of(pair.prompt, index) for index, pair in pairs]
@@ -168,45 +170,57 @@ def ask_scores(model: LoadedModel, pairs: Sequence[tuple[int, Targets]]) -> Aske
             else:
                 members.append(made)
                 found.append(replace(scored, token_ids=tuple(ids.target)))
-    return Asked(members=members, found=found, joined=join(members), rejected=rejected)
+    return ScoringBatch(members=members, found=found, joined=join(members), rejected=rejected)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Windows:
-    """Documents as pairs of token ids. `documents` say what is known of each before it is scored, `pairs` are all of
-    their windows, in order, and `owners` the document of each."""
+class ScoringTask(Task[TargetsLike, Targets, Scored]):
+    """A score of each target of each pair."""
 
-    documents: Sequence[ScoredDocument]
-    pairs: Sequence[Targets]
-    owners: Sequence[int]
+    places: ClassVar[tuple[str, ...]] = ("prompt_index", "target_index")
 
-    def scored(self, windows: Sequence[Scored]) -> list[ScoredDocument]:
-        """The documents, of whose windows these are the scores, in order."""
-        values: list[list[float]] = [[] for _ in self.documents]
-        errors = [document.error for document in self.documents]
-        for owner, window in zip(self.owners, windows, strict=True):
-            values[owner] += window.token_logprobs
-            errors[owner] = errors[owner] or window.error
-        return [
-            replace(document, token_logprobs=() if error else tuple(own), error=error)
-            for document, own, error in zip(self.documents, values, errors, strict=True)
-        ]
+    def require(self, model: LoadedModel) -> None:
+        require_text(model)
+
+    def read(self, value: TargetsLike, index: int) -> Targets:
+        return Targets.of(value, index)
+
+    def results(
+        self, model: LoadedModel, inputs: Sequence[tuple[int, Targets]], complete: Complete
+    ) -> Generator[Scored]:
+        batch = ask_scores(model, inputs)
+        yield from batch.rejected
+        for place, completion in complete(batch.requests):
+            yield from batch.scored(place, completion)
 
 
-def cut_documents(
-    model: LoadedModel, documents: Iterable[str | Sequence[int]], most_tokens: int | None = None
-) -> Windows:
-    """The windows of documents, of up to `most_tokens`; None: as many as the model's context has room for. Raises
-    ConfigError where nothing says what a document begins behind, or a window has no room."""
+def score_documents(
+    model: LoadedModel,
+    documents: Iterable[str | Sequence[int]],
+    most_tokens: int | None,
+    score: Callable[[Sequence[Targets]], Sequence[Scored]],
+) -> list[ScoredDocument]:
+    """What `score` says of the windows of documents, of up to `most_tokens`; None: as many as the model's context has
+    room for. Raises ConfigError where nothing says what a document begins behind, or a window has no room."""
     given = list(documents)
-    known, pairs, owners = list[ScoredDocument](), list[Targets](), list[int]()
-    for index, (document, windows) in enumerate(zip(given, document_windows(model, given, most_tokens), strict=True)):
-        size = TextSize.of(document if isinstance(document, str) else "")
-        error = windows if isinstance(windows, str) else None
-        known.append(
-            ScoredDocument(prompt_index=index, num_words=size.num_words, num_bytes=size.num_bytes, error=error)
-        )
+    pairs, owners = list[Targets](), list[int]()
+    errors, values = list[str | None](), list[list[float]]()
+    for index, windows in enumerate(document_windows(model, given, most_tokens)):
+        errors.append(windows if isinstance(windows, str) else None)
+        values.append([])
         for window in () if isinstance(windows, str) else windows:
             pairs.append(Targets(Prompt(token_ids=list(window.prompt)), [list(window.target)]))
             owners.append(index)
-    return Windows(documents=known, pairs=pairs, owners=owners)
+    for owner, scored in zip(owners, score(pairs) if pairs else (), strict=True):
+        values[owner] += scored.token_logprobs
+        errors[owner] = errors[owner] or scored.error
+    sizes = [TextSize.of(document if isinstance(document, str) else "") for document in given]
+    return [
+        ScoredDocument(
+            prompt_index=index,
+            num_words=size.num_words,
+            num_bytes=size.num_bytes,
+            token_logprobs=() if error else tuple(own),
+            error=error,
+        )
+        for index, (size, error, own) in enumerate(zip(sizes, errors, values, strict=True))
+    ]

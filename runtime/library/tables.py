@@ -12,7 +12,7 @@ from ..config.texts import did_you_mean
 from ..errors import ConfigError, require
 from ..requests.prompts import Rejected
 from .columns import result_schema, result_values
-from .completions import Result
+from .generation import Result
 from .prompt import Prompt
 
 Asked: TypeAlias = Prompt | Rejected
@@ -118,6 +118,18 @@ class TableColumns:
             return Prompt(id=id, **_content(row[self.prompt]), **own)  # pyright: ignore[reportArgumentType]
         except ConfigError as error:
             return Rejected(id=f"row {place}", error=str(error))
+
+    def generated(
+        self, table: pa.Table, sampling: SamplingConfig, generate: Callable[[Sequence[Prompt]], Sequence[Result]]
+    ) -> pa.Table:
+        """`table` with what `generate` makes of its rows' prompts. Raises ConfigError as `schema`."""
+        self.schema(table.schema, sampling)
+        found: list[Prompt | Result] = [*self.prompts(table)]
+        places = [place for place, each in enumerate(found) if isinstance(each, Prompt)]
+        for result in generate([each for each in found if isinstance(each, Prompt)]):
+            found[places[result.prompt_index]] = result
+        results = [each for each in found if not isinstance(each, Prompt)]
+        return self.answered(table, results_table(results, sampling), sampling)
 
     def answered(self, table: pa.Table, results: pa.Table, sampling: SamplingConfig) -> pa.Table:
         """`table` with the columns of its rows' results, by RESULT_FIELDS, behind its own."""

@@ -1,11 +1,9 @@
-"""Plans the run of some requests, and opens its session: rates are measured where nobody gave them, and where the
-policy is left open, one that a search has chosen before is found again, or a new one is searched.
+"""Plans the run of some requests: rates are measured where nobody gave them, and where the policy is left open, one
+that a search has chosen before is found again, or a new one is searched.
 """
 
-import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,16 +11,14 @@ import torch
 from ..batching.balance import Block
 from ..config.profiles import BY_RULE, BackendTable
 from ..config.settings import PolicyKind, RuntimeConfig
-from ..engine.session import Session
 from ..errors import BudgetError
 from ..kernels.compiler import has_compiler
-from ..library.kept import Kept
+from ..library.kept import RuntimeCache
 from ..measure.calibrate import measure_rates
 from ..measure.contests import compare_backends
 from ..measure.machine import device_name
 from ..measure.machine_cache import Host, this_host
 from ..model.loading import LoadedModel
-from ..out_of_memory import first_line, is_out_of_memory, memory_shortage, out_of_memory
 from ..plan.advice import advice
 from ..plan.cost.calibration import TypicalLoad
 from ..plan.cost.rates import MachineRates
@@ -37,7 +33,6 @@ from ..plan.search.candidate import Problem
 from ..plan.search.policy import Policy
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
-from ..stream.host_memory import reset_peak
 from ..units import MIB
 from .budgets import budgets_of, reclaim
 from .choices import plan_by_choice, policies_directory, question
@@ -63,7 +58,7 @@ class Planner:
     config: RuntimeConfig
     device: ComputeDevice
     open_reader: Callable[[], Reader]
-    kept: Kept | None = None
+    kept: RuntimeCache | None = None
     predicts: bool = True
     given_budgets: Budgets | None = None
     compares: bool = False
@@ -198,65 +193,3 @@ class Planner:
             if sentence not in advised:
                 log.warning("%s", sentence)
         advised.update(found)
-
-
-@contextmanager
-def open_confirmed(
-    make_plan: Callable[[MachineRates | None, int], RunPlan],
-    open_session: Callable[[RunPlan], AbstractContextManager[Session]],
-    confirm: Callable[[RunPlan, Session], None],
-    *,
-    rates: MachineRates | None,
-    kind: PolicyKind,
-    may_back_off: bool,
-) -> Iterator[tuple[RunPlan, Session]]:
-    """The session of the first plan that memory suffices for, and that plan; where memory runs out although the plan
-    fits its budget, it is opened once more, with blocks of half as many sequences.
-
-    `make_plan` makes the plan by rates, None where they are to be measured, and by how often memory has run out;
-    `open_session` holds the memory of a plan while it is open; `confirm` raises MemoryError, or what torch raises,
-    where that is more than there is. `kind` and `may_back_off` say whose choice the size of blocks is. Raises
-    BudgetError where memory does not suffice for the last plan either, and MemoryShortage where it runs out later on.
-    """
-    for num_halvings in range(2):
-        if num_halvings:
-            gc.collect()  # the engine of the first try refers to itself
-            reset_peak()
-        plan = make_plan(rates, num_halvings)
-        rates = plan.rates
-        with ExitStack() as stack:
-            session = _opened(stack, plan, open_session, confirm, kind, may_fail=may_back_off and not num_halvings)
-            if session is None:
-                continue
-            try:
-                yield plan, session
-            except (MemoryError, OSError, RuntimeError) as error:
-                if is_out_of_memory(error):
-                    raise memory_shortage(plan.placement.ledgers, error) from error
-                raise
-            return
-
-
-def _opened(
-    stack: ExitStack,
-    plan: RunPlan,
-    open_session: Callable[[RunPlan], AbstractContextManager[Session]],
-    confirm: Callable[[RunPlan, Session], None],
-    kind: PolicyKind,
-    *,
-    may_fail: bool,
-) -> Session | None:
-    """A session that `stack` closes. None where memory has run out as it was opened or confirmed, and that `may_fail`:
-    nobody holds it then, so that its memory is free as `stack` closes."""
-    try:
-        session = stack.enter_context(open_session(plan))
-        confirm(plan, session)
-    except (MemoryError, OSError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        if not may_fail:
-            raise out_of_memory(plan.placement.ledgers, error) from error
-        said = first_line(error)  # a record of the log would keep the error, with all that its frames hold
-        log.warning("policy=%s: %s; once more with blocks of half as many sequences", kind.value, said)
-        return None
-    return session

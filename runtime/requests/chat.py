@@ -28,6 +28,11 @@ MOST_DEATHS = 3  # of the process before it has rendered anything
 class TemplateRefusal(ValueError):
     """Why the template makes no text of these messages, in its own words."""
 
+    @property
+    def as_error(self) -> str:
+        """What is wrong with a prompt."""
+        return f"the model's chat template refuses the messages: {self}"
+
 
 class ChatRenderer(Closing):
     """Starts its process with the first chat, and another where a chat has cost it. `cpu_seconds`: for each chat.

@@ -107,7 +107,7 @@ def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds
 def _wanted(model: LoadedModel, pair: TextPair, target: Target) -> _Wanted | str:
     prompt, is_rendered = pair.prompt, pair.is_rendered
     if isinstance(prompt, TemplateRefusal):
-        return f"the model's chat template refuses the messages: {prompt}"
+        return prompt.as_error
     own = Text(target, True) if isinstance(target, str) else target
     if not isinstance(prompt, str) or not isinstance(target, str):
         return _Wanted(prompt=Text(prompt, is_rendered) if isinstance(prompt, str) else prompt, target=own)

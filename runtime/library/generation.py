@@ -1,0 +1,80 @@
+"""Generating in the library: prompts become requests, and each of their samples a completion."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeAlias
+
+from ..config.settings import SamplingConfig
+from ..errors import require
+from ..model.loading import LoadedModel
+from ..requests.encoding import require_text
+from ..requests.joining import join, with_beams
+from ..requests.prompts import Rejected, make_request
+from ..sequences.sequence import Completion, Request
+from .prompt import Prompt, PromptLike, tokenized
+from .task import Complete, ResultStream, Task
+
+Result: TypeAlias = Completion | Rejected
+CompletionStream: TypeAlias = ResultStream[Result]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(Task[PromptLike, Prompt, Result]):
+    """`sampling.n` completions of each prompt. `seen`: the ids of prompts, those of earlier windows among them."""
+
+    places: ClassVar[tuple[str, ...]] = ("prompt_index", "sample_index")
+    sampling: SamplingConfig
+    seen: dict[str, int] = field(default_factory=dict)
+
+    def require(self, model: LoadedModel) -> None:
+        require_text(model)
+
+    def read(self, value: PromptLike, index: int) -> Prompt:
+        return Prompt.of(value, index)
+
+    def results(
+        self, model: LoadedModel, inputs: Sequence[tuple[int, Prompt]], complete: Complete
+    ) -> Generator[Result]:
+        require_unique_ids(inputs, self.seen)
+        asked = zip(inputs, make_requests(model, self.sampling, inputs), strict=True)
+        made = [(index, item) for (index, _), request in asked for item in samples(request, self.sampling.n)]
+        for index, item in made:
+            if isinstance(item, Rejected):
+                yield replace(item, prompt_index=index)
+        places = [index for index, item in made if isinstance(item, Request)]
+        joined = list(with_beams(join([item for _, item in made if isinstance(item, Request)])))
+        for place, completion in complete([each.request for each in joined]):
+            for member in joined[place].members:
+                yield replace(completion, prompt_index=places[member])
+
+
+def samples(made: Request | Rejected, count: int) -> list[Request | Rejected]:
+    """`count` times the same, each with its `sample_index`."""
+    return [made, *(replace(made, sample_index=index) for index in range(1, count))]
+
+
+def require_unique_ids(prompts: Sequence[tuple[int, Prompt]], seen: dict[str, int]) -> None:
+    """Adds the prompts' ids to `seen`, by which those of earlier windows are known. Raises ConfigError."""
+    for index, prompt in prompts:
+        first = seen.setdefault(prompt.id or str(index), index)
+        require(
+            first == index, f"prompts {first} and {index} have the same id {prompt.id or str(index)!r}: ids are unique"
+        )
+
+
+def make_requests(
+    model: LoadedModel, sampling: SamplingConfig, prompts: Sequence[tuple[int, Prompt]]
+) -> list[Request | Rejected]:
+    """What each prompt asks of the model, or why it cannot be generated from. Raises ConfigError where chats or stop
+    strings are asked for and the model has no template or tokenizer."""
+    limits = {sampling.max_new_tokens, *(prompt.max_new_tokens for _, prompt in prompts)}
+    most_tokens = None if 0 in limits else model.shape.context_tokens
+    every = tokenized(model, [prompt for _, prompt in prompts], most_tokens, keeps_empty=True)
+    found: list[Request | Rejected] = []
+    for (index, prompt), given in zip(prompts, every, strict=True):
+        id = prompt.id or str(index)
+        if isinstance(given, str) and given:
+            found.append(Rejected(id=id, error=given))
+        else:
+            found.append(make_request(model, sampling, id, given, prompt.overrides))
+    return found
