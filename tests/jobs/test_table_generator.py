@@ -15,9 +15,9 @@ import pytest
 from jobs.files import publishing
 from jobs.tables import TableGenerator
 from jobs.tables import generator as tables
+from jobs.tables.generator import FewRows, few_rows
 from runtime import PolicyConfig, Runtime
 from runtime.errors import ConfigError, RunMismatchError
-from runtime.library.full_blocks import FewRows, few_rows
 from runtime.sequences.sequence import Request
 
 NUM_ROWS = 12
