@@ -16,7 +16,7 @@ from runtime import Runtime, RuntimeConfig
 from runtime.config.profiles import LinearBackend
 from runtime.config.settings import ModelConfig
 from runtime.engine import compiling
-from runtime.engine.compiling import Part
+from runtime.engine.compiling import KernelSet
 from runtime.linear import backends, work_items
 from runtime.linear.window4_rows import WINDOW4
 from runtime.model import loading, traits
@@ -150,12 +150,12 @@ def compiled_once(shared_home: Path) -> None:
     if not number:
         return
     parts = (
-        Part("attention", "float32"),
-        Part("products", "float32", ("bfloat16",)),
-        Part("products", "float32", ("float32",)),
-        Part("products", "float32", (), (WINDOW4,)),
-        Part("attention", "bfloat16"),
-        Part(compiling.HOST_OPS, "float32"),
+        KernelSet("attention", "float32"),
+        KernelSet("products", "float32", ("bfloat16",)),
+        KernelSet("products", "float32", ("float32",)),
+        KernelSet("products", "float32", (), (WINDOW4,)),
+        KernelSet("attention", "bfloat16"),
+        KernelSet(compiling.HOST_OPS, "float32"),
     )
     for turn in range(len(parts)):
         place = (turn + int(number)) % len(parts)
@@ -170,7 +170,7 @@ def compiled_apart() -> Iterator[None]:
     compiles a kernel itself, the linker takes functions that it is made of from what was compiled before, and last bits
     may differ from those of whoever loads it: of a test and its child processes, for example."""
 
-    def compile_apart(parts: Sequence[Part]) -> list[Sequence[Part]]:
+    def compile_apart(parts: Sequence[KernelSet]) -> list[Sequence[KernelSet]]:
         for part in parts:
             alone(prepare, part)
         return []

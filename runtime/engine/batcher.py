@@ -9,7 +9,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import islice
 
-from ..batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
+from ..batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
 from ..batching.prefixes import (
     HeldPrefix,
     Place,
@@ -32,14 +32,11 @@ from .records import Phase
 def sizes_sharing(requests: Rows[Request]) -> list[SequenceSize]:
     """The sizes of all requests of a run, with what they share."""
     prompts = [request.prompt_ids for request in requests]
-    found = shared_prefixes(prompts, [_most_shared(request) for request in requests])
+    # Of its prompt a request computes this much at least: somebody has to be asked for logits.
+    most_shared = [len(request.prompt_ids) - max(1, request.num_scored) for request in requests]
+    found = shared_prefixes(prompts, most_shared)
     pairs = zip(requests, found, strict=True)
     return [request.size.behind(prefix) for request, prefix in pairs]
-
-
-def _most_shared(request: Request) -> int:
-    """Tokens of its prompt that it need not compute itself: somebody has to be asked for logits."""
-    return len(request.prompt_ids) - max(1, request.num_scored)
 
 
 def with_prefixes(
@@ -50,28 +47,20 @@ def with_prefixes(
 ) -> list[list[Sequence]]:
     """Lanes of those of each group that are running, and before them, in the first lane that needs it, each prefix that
     they go on from. Which these are follows from all members of `groups`, running or not. Mutates `running`."""
-    return [lane for part in rule.parts(groups) for lane in _lanes(part, prefixes, running, rule)]
-
-
-def _lanes(
-    groups: Rows[Rows[int]],
-    prefixes: Rows[SharedPrefix | None],
-    running: Mapping[int, Sequence],
-    rule: SharingRule,
-) -> list[list[Sequence]]:
-    members = [i for group in groups for i in group]
-    shares = Shares.among([prefixes[i] for i in members])
-    prefix_of = dict(zip(members, shares.of, strict=True))
-    opened = dict[SharedPrefix, SharedPages]()
     lanes = list[list[Sequence]]()
-    for group in groups:
-        lanes.append([])
-        for i in group:
-            if i in running:
-                sequence, prefix = running[i], prefix_of[i]
-                if prefix is not None:
-                    sequence.behind = _opened(prefix, shares, sequence.request.prompt_ids, rule, opened, lanes[-1])
-                lanes[-1].append(sequence)
+    for part in rule.parts(groups):
+        members = [i for group in part for i in group]
+        shares = Shares.among([prefixes[i] for i in members])
+        prefix_of = dict(zip(members, shares.of, strict=True))
+        opened = dict[SharedPrefix, SharedPages]()
+        for group in part:
+            lanes.append([])
+            for i in group:
+                if i in running:
+                    sequence, prefix = running[i], prefix_of[i]
+                    if prefix is not None:
+                        sequence.behind = _opened(prefix, shares, sequence.request.prompt_ids, rule, opened, lanes[-1])
+                    lanes[-1].append(sequence)
     return lanes
 
 
@@ -177,34 +166,28 @@ class StaticBatcher(Batcher):
         return StaticBatcher(map(lanes.lane, micro_batches), num_lanes=num_lanes)
 
     def next_batch(self) -> Batch | None:
-        self._close_done()
+        for lane in self._lanes:
+            if lane.is_done:
+                lane.close()
+        self._lanes = [lane for lane in self._lanes if not lane.is_done]
         self._lanes.extend(islice(self._line, self._num_lanes - len(self._lanes)))
         if not self._lanes:
             return None
         unfilled = [lane for lane in self._lanes if lane.is_filling]  # by themselves: an encoder is theirs alone
-        return self._chosen(Phase.prefill, unfilled) if unfilled else self._chosen(self._phase(), self._lanes)
-
-    def _chosen(self, phase: Phase, lanes: Rows[Lane]) -> Batch:
-        """A pass of those of `lanes` that have something to do in it: others wait for what they go on from."""
-        choices = [(lane, lane.choose_tokens()) for lane in lanes]
-        busy = [(lane, new) for lane, new in choices if new is None or any(new)]
+        if unfilled:
+            phase = Phase.prefill
+        else:
+            # A sequence that begins again does so beside those that decode, and a decoder whose encoder has run may be
+            # behind what it had generated before.
+            phase = Phase.decode if all(lane.is_prefilled for lane in self._lanes) else Phase.mixed
+        choices = [(lane, lane.choose_tokens()) for lane in unfilled or self._lanes]
+        busy = [(lane, new) for lane, new in choices if new is None or any(new)]  # others wait for what they go on from
         return self._batch(phase, [lane for lane, _ in busy], [new for _, new in busy])
 
     def close(self) -> None:
         for lane in self._lanes:
             lane.close()
         self._lanes = []
-
-    def _phase(self) -> Phase:
-        """Where no lane is filled: a sequence that begins again does so beside those that decode, and a decoder whose
-        encoder has run may be behind what it had generated before."""
-        return Phase.decode if all(lane.is_prefilled for lane in self._lanes) else Phase.mixed
-
-    def _close_done(self) -> None:
-        for lane in self._lanes:
-            if lane.is_done:
-                lane.close()
-        self._lanes = [lane for lane in self._lanes if not lane.is_done]
 
 
 class ContinuousBatcher(Batcher):
@@ -238,7 +221,9 @@ class ContinuousBatcher(Batcher):
         new_tokens = self._seat()
         news = {lane: [new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes}
         busy = {lane: new for lane, new in news.items() if any(new)}
-        return self._batch(_phase(busy), list(busy), list(busy.values()))
+        are_prefilled = {sequence.is_prefilled for lane in busy for sequence in lane.sequences}
+        phase = Phase.mixed if len(are_prefilled) > 1 else Phase.decode if True in are_prefilled else Phase.prefill
+        return self._batch(phase, list(busy), list(busy.values()))
 
     def close(self) -> None:
         for place in list(self._held):
@@ -248,7 +233,26 @@ class ContinuousBatcher(Batcher):
 
     def _seat(self) -> dict[int, int]:
         """Moves sequences in and out; returns how many tokens each (by `id`) brings into the pass."""
-        plan = self._planned()
+        most = self._limits.num_lanes * self._limits.lane_size
+        waiting = [self._waiting(i) for i in islice(self._line, most)]
+        seats = list[SeatState]()
+        for i, lane in self._lane_of.items():
+            known = self._waiting(i)
+            state = SeatState(
+                request=i,
+                lane=lane,
+                num_cached=self._sequences[i].num_cached,
+                num_known=known.num_known,
+                num_most=known.num_most,
+                prefix=known.prefix,
+            )
+            seats.append(state)
+        held = [
+            HeldPrefix(prefix=prefix, lane=lane, num_cached=sequence.num_cached)
+            for (prefix, _), (lane, sequence) in self._held.items()
+        ]
+        free_pages = self._factory.num_free_pages - self._limits.others_pages
+        plan = plan_pass(waiting, seats, free_pages, self._limits, held)
         for i in reversed(plan.preempted):
             self._lanes[self._lane_of.pop(i)].leave(self._sequences[i])
             self._line.appendleft(i)
@@ -260,17 +264,6 @@ class ContinuousBatcher(Batcher):
             self._lane_of[i] = lane
         new_tokens = {id(self._sequences[i]): count for i, count in plan.new_tokens.items()}
         return new_tokens | {id(self._held[place][1]): count for place, count in plan.filled.items()}
-
-    def _planned(self) -> PassPlan:
-        most = self._limits.num_lanes * self._limits.lane_size
-        waiting = [self._waiting(i) for i in islice(self._line, most)]
-        seats = [self._state(i) for i in self._lane_of]
-        held = [
-            HeldPrefix(prefix=prefix, lane=lane, num_cached=sequence.num_cached)
-            for (prefix, _), (lane, sequence) in self._held.items()
-        ]
-        free_pages = self._factory.num_free_pages - self._limits.others_pages
-        return plan_pass(waiting, seats, free_pages, self._limits, held)
 
     def _enter(self, sequence: Sequence, prefix: SharedPrefix | None, lane: int) -> None:
         """Has it enter behind what it goes on from, which begins to be computed in this lane where it is not held."""
@@ -297,19 +290,3 @@ class ContinuousBatcher(Batcher):
         s = self._sequences[i]
         num_most = most_cached(len(s.request.prompt_ids), s.request.max_new_tokens)
         return Waiting(request=i, num_known=s.num_known, num_most=num_most, prefix=self._prefixes.get(i))
-
-    def _state(self, i: int) -> SeatState:
-        s, waiting = self._sequences[i], self._waiting(i)
-        return SeatState(
-            request=i,
-            lane=self._lane_of[i],
-            num_cached=s.num_cached,
-            num_known=waiting.num_known,
-            num_most=waiting.num_most,
-            prefix=waiting.prefix,
-        )
-
-
-def _phase(lanes: Iterable[PackedLane]) -> Phase:
-    is_prefilled = {sequence.is_prefilled for lane in lanes for sequence in lane.sequences}
-    return Phase.mixed if len(is_prefilled) > 1 else Phase.decode if True in is_prefilled else Phase.prefill

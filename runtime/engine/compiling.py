@@ -37,7 +37,7 @@ LEAST_TOKENS = 64  # of a first look at a model: a prompt and its answer
 HOST_OPS = "host_ops"  # compiled by this process, in half a second: to import them takes another one four
 
 
-class Part(NamedTuple):
+class KernelSet(NamedTuple):
     """Some kernels, by the words that say what they are for: names of dtypes and storage formats."""
 
     kind: str
@@ -46,7 +46,7 @@ class Part(NamedTuple):
     formats: tuple[str, ...] = ()
 
 
-def prepare(part: Part) -> None:
+def prepare(part: KernelSet) -> None:
     """Loads them, and compiles what is not on disk."""
     import torch
 
@@ -82,7 +82,7 @@ class CompiledKernels(Closing):
     """The kernels of some parts, of which those on disk are loaded at once. Until the others are, a session computes
     with them, after `wait`, or without any, after `does_without`."""
 
-    def __init__(self, parts: Collection[Part]):
+    def __init__(self, parts: Collection[KernelSet]):
         self._processes: list[subprocess.Popen[bytes]] = []
         self._seconds_without, self.is_held_back = 0.0, False
         with not_held_back():
@@ -162,7 +162,7 @@ class CompiledKernels(Closing):
         self._missing = []
 
 
-def _is_kept(part: Part) -> bool:
+def _is_kept(part: KernelSet) -> bool:
     """Loads a part where it is on disk."""
     import torch
 
@@ -180,7 +180,7 @@ def _is_kept(part: Part) -> bool:
         torch.set_num_threads(num_threads)
 
 
-def _shares(parts: Sequence[Part]) -> list[Sequence[Part]]:
+def _shares(parts: Sequence[KernelSet]) -> list[Sequence[KernelSet]]:
     """What each process compiles: nothing where it would be lost with it, or memory is short."""
     from ..kernels.compiled import COMPILATION
 
@@ -198,5 +198,5 @@ def _end_with_parent() -> None:
 if __name__ == "__main__":
     Thread(target=_end_with_parent, daemon=True).start()
     for values in json.loads(sys.argv[1]):
-        prepare(Part(*values))
+        prepare(KernelSet(*values))
     os._exit(0)

@@ -49,7 +49,11 @@ class DequantizedWeights:
         if area is None:
             area = self._areas[0]
             area.holds = None
-            wanted = {name: weight for name, weight in stored.items() if self._is_sized(weight)}
+            wanted = {
+                name: weight
+                for name, weight in stored.items()
+                if isinstance(weight, StoredWeight) and weight.compute_dtype == self._dtype
+            }
             for name in self._staying(stored) if has_few_rows else ():
                 wanted.pop(name, None)
             area.weights = dequantized(wanted, area.buffer)
@@ -58,30 +62,23 @@ class DequantizedWeights:
         self._areas.append(area)  # the one that was asked for last goes last
         return {**stored, **area.weights}
 
-    def _is_sized(self, weight: torch.Tensor) -> bool:
-        return isinstance(weight, StoredWeight) and weight.compute_dtype == self._dtype
-
     def _staying(self, stored: Weights) -> set[str]:
         """The names of weights that kernels multiply as they lie. Of stacks of experts, which are multiplied together,
         all do or none."""
-        found = {name for name, weight in stored.items() if self._fits(name, weight)}
-        stacks = {name for name, weight in stored.items() if _is_stack(weight)}
+        found, stacks = set[str](), set[str]()
+        for name, weight in stored.items():
+            if weight.is_stacked if isinstance(weight, StoredWeight) else weight.dim() == 3:
+                stacks.add(name)
+            if not isinstance(weight, StoredWeight) or not weight.needs_dequantizing or not weight.has_kernels:
+                continue
+            if not weight.is_stacked or weight.is_flipped == (name in self._transposed):
+                found.add(name)
         return found if stacks <= found else found - stacks
 
     def forget(self) -> None:
         """Has the next pass dequantize all that it asks for: others may have written into the areas, or will."""
         for area in self._areas:
             area.holds = None
-
-    def _fits(self, name: str, weight: torch.Tensor) -> bool:
-        """Whether kernels multiply a stored weight as it lies."""
-        if not isinstance(weight, StoredWeight) or not weight.needs_dequantizing or not weight.has_kernels:
-            return False
-        return not weight.is_stacked or weight.is_flipped == (name in self._transposed)
-
-
-def _is_stack(weight: torch.Tensor) -> bool:
-    return weight.is_stacked if isinstance(weight, StoredWeight) else weight.dim() == 3
 
 
 def room_for(stored: Weights) -> int:

@@ -15,12 +15,10 @@ from ..model.experts import Experts, is_experts, matrix_names
 from ..model.loading import LoadedModel
 from ..plan.placement.defaults import chunk_tokens
 from ..plan.placement.experts import dense_shape
-from ..plan.placement.kv import KVLayout
 from ..plan.placement.memory import FEW_ROWS, head_rows
 from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
-from ..plan.shape.model import ModelShape
 from ..ranks.collectives import PipelineLink
 from ..sequences.sampler import Sampler
 from ..stream.host_memory import peak_resident_bytes, resident_bytes
@@ -78,13 +76,19 @@ class Engine:
         self._copied = {stage for stage, num_bytes in enumerate(misaligned) if num_bytes}
         self._schedule = lru_cache(_checked_schedule)
         self._inquiry = Inquiry(loaded, self.lanes, partial(self.step, may_replay=False), self._weights)
-        experts = BatchedExperts(
-            loaded,
-            placement.paged,
-            streams.experts,
-            is_together=device.is_accelerator,
-            cpu=self._cpu_experts(),
-        )
+        cpu = None
+        if placement.cpu_share is not None and streams.experts is not None and streams.trips is not None:
+            cpu = CpuExperts(
+                loaded=loaded,
+                share=placement.cpu_share,
+                shared=placement.shared,
+                stream=streams.experts,
+                exchange=streams.trips,
+                monitor=self._monitor,
+                first_layer=loaded.shape.layers[0].index,
+            )
+        together = device.is_accelerator
+        experts = BatchedExperts(loaded, placement.paged, streams.experts, is_together=together, cpu=cpu)
         is_alone = agree is alone and line is None
         self._recorded = None
         if setup.config.model.graphs:
@@ -165,20 +169,6 @@ class Engine:
             peak_device_bytes=self._device.peak_bytes(),
         )
 
-    def _cpu_experts(self) -> CpuExperts | None:
-        share, streams = self._placement.cpu_share, self._streams
-        if share is None or streams.experts is None or streams.trips is None:
-            return None
-        return CpuExperts(
-            loaded=self._loaded,
-            share=share,
-            shared=self._placement.shared,
-            stream=streams.experts,
-            exchange=streams.trips,
-            monitor=self._monitor,
-            first_layer=self._loaded.shape.layers[0].index,
-        )
-
     def _weights(self, stage: int) -> Weights:
         """Views are made once per place: a slot holds the same stages' bytes at the same offsets every time. Those that
         would hold copies of misaligned tensors are kept while their stage is computed."""
@@ -191,9 +181,9 @@ class Engine:
                 self._stages[stage], placed.buffer, placed.tensor_offsets, on_device=self._device.is_accelerator
             )
         views = self._views[key]
-        return (
-            views if self._dequantized is None else self._dequantized.of(stage, views, has_few_rows=self._has_few_rows)
-        )
+        if self._dequantized is None:
+            return views
+        return self._dequantized.of(stage, views, has_few_rows=self._has_few_rows)
 
 
 def _transposed(loaded: LoadedModel) -> frozenset[str]:
@@ -208,44 +198,32 @@ def _transposed(loaded: LoadedModel) -> frozenset[str]:
 
 
 def _lanes(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:
-    loaded, placement, device = setup.model, setup.placement, setup.device
-    pages = KVPages(
-        placement.kv.num_pages,
-        device,
-        placement.host_layers,
-        streams.exchange,
-        _pool(placement.kv),
-        dtype=loaded.shape.kv_dtype,
-    )
+    loaded, placement, device, kv = setup.model, setup.placement, setup.device, setup.placement.kv
+    # Pages that copies carry lie side by side. Elsewhere memory that was in use is taken again first: it is there
+    # already, and in a processor's caches.
+    are_copied = kv.tier is KVTier.cpu and kv.num_slots > 0
+    pool = (NeighbourPool if are_copied else PagePool)(kv.num_pages)
+    kv_dtype = loaded.shape.kv_dtype
+    pages = KVPages(kv.num_pages, device, placement.host_layers, streams.exchange, pool, dtype=kv_dtype)
     context = LaneContext(
         model=loaded.staged.model,
         sampler=sampler,
         device=device,
         pool=pages.pool,
-        travels=frozenset(placement.kv.page_bytes) - placement.host_layers,
+        travels=frozenset(kv.page_bytes) - placement.host_layers,
         prefill_chunk_tokens=chunk_tokens(setup.config.policy),
         has_whole_prompts=loaded.shape.has_whole_prompts,
         head_rows=head_rows(loaded.shape.vocab_size),
         last_stage=len(loaded.shape.stages) - 1,
         rope_lengths=loaded.rope_lengths,
-        passed_layers=_passed_layers(loaded.shape),
+        passed_layers=frozenset(
+            layer for layer, stage in enumerate(loaded.shape.layers) if stage.index not in loaded.shape.own_stages
+        ),
     )
     return LaneFactory(model=loaded, context=context, pages=pages, rule=placement.sharing)
-
-
-def _passed_layers(shape: ModelShape) -> frozenset[int]:
-    """Decoder layers that other ranks compute."""
-    return frozenset(layer for layer, stage in enumerate(shape.layers) if stage.index not in shape.own_stages)
 
 
 def _checked_schedule(walk: Walk, num_lanes: int) -> Schedule:
     schedule = make_schedule(walk, num_lanes)
     check_schedule(schedule, walk, num_lanes)
     return schedule
-
-
-def _pool(layout: KVLayout) -> PagePool:
-    """Pages that copies carry lie side by side. Elsewhere memory that was in use is taken again first: it is there
-    already, and in a processor's caches."""
-    are_copied = layout.tier is KVTier.cpu and layout.num_slots > 0
-    return NeighbourPool(layout.num_pages) if are_copied else PagePool(layout.num_pages)

@@ -92,16 +92,12 @@ class CpuExperts:
         out_VD, first = torch.empty_like(x_VD), 0
         for expert, num_visits in zip(errand.experts, errand.num_visits, strict=True):
             rows = slice(first, first + num_visits)
-            matrices = self._matrices(errand, expert)
+            found = self.stream.in_host(errand.stage, expert)
+            buffer, offsets = found.placed.buffer, found.placed.tensor_offsets
+            matrices = host_matrices(self.loaded, found.stage, buffer, offsets, prefix=f"{errand.path}.")
             out_VD[rows] = multiplied_bare(errand.module, matrices, expert, x_VD[rows].float())
             first = rows.stop
         return out_VD
-
-    def _matrices(self, errand: Errand, expert: int) -> dict[str, torch.Tensor]:
-        found = self.stream.in_host(errand.stage, expert)
-        return host_matrices(
-            self.loaded, found.stage, found.placed.buffer, found.placed.tensor_offsets, prefix=f"{errand.path}."
-        )
 
 
 def host_matrices(
@@ -152,7 +148,11 @@ class BatchedExperts:
         """
         module = asked[0].module
         assert all(each.module is module for each in asked), "lanes wait at different experts"
-        hidden_TD, index_TK, weights_TK = _all_of(asked)
+        hidden_TD, index_TK, weights_TK = asked[0].hidden_TD, asked[0].top_k_index_TK, asked[0].top_k_weights_TK
+        if len(asked) > 1:  # all tokens, lane by lane
+            hidden_TD = torch.cat([each.hidden_TD for each in asked])
+            index_TK = torch.cat([each.top_k_index_TK for each in asked])
+            weights_TK = torch.cat([each.top_k_weights_TK for each in asked])
         is_divided = gathering_of(module) is not None
         is_together = self._is_together and not is_divided and stage not in self._paged
         out_TD = together(module, hidden_TD, index_TK, weights_TK) if is_together else None
@@ -162,8 +162,14 @@ class BatchedExperts:
             errand = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None and not is_divided else None
             if cpu is None or errand is None:
                 out_TD = self._mixed(stage, module, hidden_TD, visits)
-            else:
-                out_TD = self._shared(cpu, errand, hidden_TD, visits)
+            else:  # each token's sum, in the same order
+                brought = [expert for expert in visits.hit if expert not in errand.experts]
+                outputs = {
+                    expert: output_of(module, matrices, expert, hidden_TD, visits)
+                    for expert, matrices in self._hit(stage, module, brought)
+                }
+                outputs.update(cpu.outputs(errand))
+                out_TD = added(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
         return list(out_TD.split([len(each.hidden_TD) for each in asked]))
 
     def _mixed(self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
@@ -177,17 +183,6 @@ class BatchedExperts:
             return mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit)) if found is None else found
         hit = [expert for expert in visits.hit if expert in own]
         return mixed_among(module, hidden_TD, visits, self._hit(stage, module, hit, first=own.start))
-
-    def _shared(self, cpu: CpuExperts, errand: Errand, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
-        """The sum over each token's experts where the CPU multiplies those of the errand, in the same order."""
-        stage, module = errand.stage, errand.module
-        brought = [expert for expert in visits.hit if expert not in errand.experts]
-        outputs = {
-            expert: output_of(module, matrices, expert, hidden_TD, visits)
-            for expert, matrices in self._hit(stage, module, brought)
-        }
-        outputs.update(cpu.outputs(errand))
-        return added(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
 
     def _hit(
         self, stage: int, module: torch.nn.Module, hit: Sequence[int], first: int = 0
@@ -204,14 +199,3 @@ class BatchedExperts:
             )
             paged = {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}
             yield found.expert, bound_matrices(module, found.expert, instead=paged)
-
-
-def _all_of(asked: Sequence[NeedExperts]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, experts and their weights of all tokens, lane by lane."""
-    if len(asked) == 1:
-        return asked[0].hidden_TD, asked[0].top_k_index_TK, asked[0].top_k_weights_TK
-    return (
-        torch.cat([each.hidden_TD for each in asked]),
-        torch.cat([each.top_k_index_TK for each in asked]),
-        torch.cat([each.top_k_weights_TK for each in asked]),
-    )

@@ -46,7 +46,12 @@ class PassMonitor:
         return self._device.clock.begin(self._stream)
 
     def end_compute(self, stage: int, action: object, begin: Moment) -> None:
-        self._device.clock.end(begin, partial(self._computed, stage, action), self._stream)
+        def computed(begin: float, end: float) -> None:
+            self._compute[stage] += end - begin
+            if self._trace is not None:
+                self._trace.span(Resource.compute, str(action), begin, end)
+
+        self._device.clock.end(begin, computed, self._stream)
 
     def end_attention(self, stage: int, begin: Moment) -> None:
         """Ends attention that runs where its lane runs. It is part of the lane's action, so it has no span of its
@@ -100,11 +105,6 @@ class PassMonitor:
             bytes_copied_host=sum(c.bytes_returned for c in counters),
             bytes_written_disk=sum(c.bytes_written for c in counters),
         )
-
-    def _computed(self, stage: int, action: object, begin: float, end: float) -> None:
-        self._compute[stage] += end - begin
-        if self._trace is not None:
-            self._trace.span(Resource.compute, str(action), begin, end)
 
     def _attended(self, stage: int, begin: float, end: float) -> None:
         self._attention.append((stage, end - begin))

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from greenlet import getcurrent
@@ -17,7 +16,6 @@ from ..model.stages import EMBEDDING, StreamedModule
 from ..sequences.sequence import Sequence
 from .batcher import Batcher, StaticBatcher
 from .lanes.factory import LaneFactory
-from .lanes.lane import Lane
 from .records import PassCounts
 
 MOST_EXPLAINED = 16  # passes of a session: a run of many broken rows shall not take twice its time
@@ -52,39 +50,6 @@ def repeated(sequence: Sequence, *, has_encoder: bool) -> Sequence:
     return Sequence(request=replace(sequence.request, prompt_ids=known, max_new_tokens=1, num_beams=1))
 
 
-@dataclass(kw_only=True)
-class Watch:
-    """Looks at what each module gives while `lanes` pass them. `origins`: by the `id` of a sequence of theirs."""
-
-    lanes: Rows[Lane]
-    weights_of: Callable[[int], Weights]
-    origins: dict[int, Origin] = field(default_factory=dict)
-
-    @contextmanager
-    def over(self, modules: Rows[StreamedModule]) -> Iterator[None]:
-        handles = [module.register_forward_hook(self._look) for module in modules]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _look(self, module: torch.nn.Module, inputs: object, output: object) -> None:
-        assert isinstance(module, StreamedModule)
-        hidden = output[0] if isinstance(output, tuple) else output
-        lane = next((lane for lane in self.lanes if lane.is_running(getcurrent())), None)
-        if lane is None or not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
-            return
-        rows = lane.rows_with(~hidden.isfinite().all(-1))
-        news = [s for s, is_broken in zip(lane.sequences, rows, strict=True) if is_broken and id(s) not in self.origins]
-        if news:
-            tensors = tuple(_broken_weights(self.weights_of(module.stage), f"{module.name}."))
-            for sequence in news:
-                self.origins[id(sequence)] = Origin(
-                    module=module.name, stage=module.stage, tensors=tensors, dtype=hidden.dtype
-                )
-
-
 class Inquiry:
     """Says of rows without finite numbers where these began. `step` runs the passes of a batcher."""
 
@@ -111,7 +76,10 @@ class Inquiry:
         self._num_explained += 1
         has_encoder = self._model.start_token_id is not None
         again = [[repeated(s, has_encoder=has_encoder) for s in group] for group in broken if group]
-        origins = self._origins(again) if self._has_room(again) else {}
+        # There must be pages for all of them, each by itself: they may have shared theirs with rows that go on.
+        wanted = sum(num_pages_for(s.num_known + 1) for group in again for s in group)
+        has_room = not self._model.shape.is_packed or wanted <= self._lanes.num_free_pages
+        origins = self._origins(again) if has_room else {}
         for sequence, copy in zip(all_broken, [s for group in again for s in group], strict=True):
             if (origin := origins.get(id(copy))) is not None:
                 sequence.error = f"{sequence.error}; {origin}"
@@ -123,36 +91,46 @@ class Inquiry:
                 f"first with: {all_broken[0].error}. What is committed stays good; mend the weights, or fetch them anew"
             )
 
-    def _has_room(self, groups: Rows[Rows[Sequence]]) -> bool:
-        """Whether there are pages for all of them, each by itself: they may have shared theirs with rows that go on."""
-        wanted = sum(num_pages_for(s.num_known + 1) for group in groups for s in group)
-        return not self._model.shape.is_packed or wanted <= self._lanes.num_free_pages
-
     def _origins(self, groups: Rows[Rows[Sequence]]) -> Mapping[int, Origin]:
-        lanes = [self._lanes.lane(group) for group in groups]
-        watch = Watch(lanes=lanes, weights_of=self._weights_of)
+        """Where each row's numbers began, by its `id`: looks at what each module gives while lanes pass them."""
+        lanes, found = [self._lanes.lane(group) for group in groups], dict[int, Origin]()
+
+        def look(module: torch.nn.Module, inputs: object, output: object) -> None:
+            assert isinstance(module, StreamedModule)
+            hidden = output[0] if isinstance(output, tuple) else output
+            lane = next((lane for lane in lanes if lane.is_running(getcurrent())), None)
+            if lane is None or not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
+                return
+            rows = lane.rows_with(~hidden.isfinite().all(-1))
+            news = [s for s, is_broken in zip(lane.sequences, rows, strict=True) if is_broken and id(s) not in found]
+            if news:
+                tensors = tuple(_broken_weights(self._weights_of(module.stage), f"{module.name}."))
+                origin = Origin(module=module.name, stage=module.stage, tensors=tensors, dtype=hidden.dtype)
+                found.update((id(sequence), origin) for sequence in news)
+
+        handles = [module.register_forward_hook(look) for module in self._model.staged.modules]
         self._is_asking = True
         try:
-            with watch.over(self._model.staged.modules), StaticBatcher(iter(lanes), num_lanes=len(lanes)) as batcher:
+            with StaticBatcher(iter(lanes), num_lanes=len(lanes)) as batcher:
                 while self._step(batcher) is not None:
                     pass
         finally:
             self._is_asking = False
-        return watch.origins
+            for handle in handles:
+                handle.remove()
+        return found
 
 
 def _broken_weights(weights: Weights, prefix: str) -> Iterator[str]:
-    for name, weight in _under(weights, prefix).items():
-        blocks = (
-            [block for entry in weight.entries for block in entry] if isinstance(weight, StoredWeight) else [weight]
-        )
+    for name, weight in weights.items():
+        if not name.startswith(prefix):
+            continue
+        blocks = [weight]
+        if isinstance(weight, StoredWeight):
+            blocks = [block for entry in weight.entries for block in entry]
         plain = [block for block in blocks if isinstance(block, torch.Tensor) and block.dtype in FLOATS]
         if not all(bool(block.isfinite().all()) for block in plain):
             yield name
-
-
-def _under(weights: Weights, prefix: str) -> Mapping[str, torch.Tensor]:
-    return {name: weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

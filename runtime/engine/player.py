@@ -37,7 +37,14 @@ class PipelinePeers:
     def begin(self, lanes: Sequence[Lane]) -> None:
         """A pass of these lanes, which have come to the first stage of this rank."""
         self._lanes = lanes
-        self._come = [self._beside(lane.entering) for lane in lanes]
+        self._come = [lane.entering for lane in lanes]
+        if self._device.is_accelerator:  # host memory for what is to come there
+            self._come = [
+                None
+                if target is None
+                else self._device.host_pages(target.nbytes)[: target.nbytes].view(target.dtype).view(target.shape)
+                for target in self._come
+            ]
         self._line.begin(self._come)
 
     def receive(self, lane: int) -> None:
@@ -66,12 +73,6 @@ class PipelinePeers:
         self._device.finish()  # what was sent here has left host memory
         self._come = ()
         return whole.view(-1, self._num_numbers).split(counts)
-
-    def _beside(self, target: torch.Tensor | None) -> torch.Tensor | None:
-        """Host memory for what is to come into `target`: that itself, unless an accelerator has it."""
-        if target is None or not self._device.is_accelerator:
-            return target
-        return self._device.host_pages(target.nbytes)[: target.nbytes].view(target.dtype).view(target.shape)
 
 
 GO_ON = "start the same command again to go on"
@@ -147,7 +148,12 @@ class Player:
             ]
             if self._context.peers is not None:
                 self._peers.begin(lanes)
-            for action in self._actions(schedule):
+            actions = schedule.cycle
+            if self._played is None or self._played.prologue != schedule.prologue:
+                # The slots do not hold what the schedule expects because the last pass has left it there.
+                self._context.weights.drop()
+                actions = (*schedule.prologue, *schedule.cycle)
+            for action in actions:
                 if action.lane is None or action.lane < len(lanes):
                     self._do[action.op](action)
             assert not any(self._events), f"lanes still wait for {self._events} after the last stage"
@@ -160,14 +166,6 @@ class Player:
             self._lanes, self._events = (), []  # what lanes hold is free with them, not when garbage is next collected
         self._played = schedule
 
-    def _actions(self, schedule: Schedule) -> Rows[Action]:
-        """The cycle, and before it the prologue where the slots do not hold what the schedule expects because the last
-        pass has left it there."""
-        if self._played is not None and self._played.prologue == schedule.prologue:
-            return schedule.cycle
-        self._context.weights.drop()
-        return *schedule.prologue, *schedule.cycle
-
     def _advance(self, answer_to: Callable[[Action], Answer | None], stops: Stops, action: Action) -> None:
         """Carries a lane on, with the answer that it waits for, until it asks for another stage or for one of `stops`;
         where it waits for none it stays. A stage may be several modules: the lane asks for its weights again."""
@@ -177,7 +175,9 @@ class Player:
         stage, lane = action.turn
         begin = self._context.monitor.begin_compute()
         event = self._lanes[lane].advance(answer)
-        while event is not None and not isinstance(event, stops) and not _leaves(event, stage):
+        while event is not None and not isinstance(event, stops):
+            if isinstance(event, NeedStage) and event.stage != stage:
+                break
             event = self._lanes[lane].advance(self._answer(stage, event))
         self._events[lane] = event
         self._context.monitor.end_compute(stage, action, begin)
@@ -276,7 +276,3 @@ class Player:
 
     def _layer(self, stage: int) -> int:
         return stage - self._context.first_layer
-
-
-def _leaves(event: Event, stage: int) -> bool:
-    return isinstance(event, NeedStage) and event.stage != stage

@@ -50,11 +50,6 @@ class _Fixed(NamedTuple):
         self.rows.fill(view.decoding, view.here)
 
 
-class _Kept(NamedTuple):
-    fixed: _Fixed
-    recording: Recording[torch.Tensor]  # of logits, in memory that all recordings share
-
-
 class RecordedPasses:
     """Plays the passes that it `takes`. Passes of one kind run as they are once, and are recorded when they come again.
     Raises ConfigError where a run could have none."""
@@ -76,7 +71,8 @@ class RecordedPasses:
         self._last_stage = len(setup.model.shape.stages) - 1
         self._cuts: Cuts | None = None
         self._logits_BV: torch.Tensor | None = None  # of the most rows so far
-        self._seen, self._kept, self._failed = Counter[int](), dict[Key, _Kept](), set[int]()
+        self._seen, self._failed = Counter[int](), set[int]()
+        self._kept: dict[Key, tuple[_Fixed, Recording[torch.Tensor]]] = {}  # of logits, in memory that all share
 
     def play(self, lane: Lane, new_tokens: Rows[int] | None, launch: Callable[[], None]) -> None:
         """Takes a lane through a pass, whose tokens are then ready to be drawn. `launch` does so operator by operator,
@@ -102,9 +98,9 @@ class RecordedPasses:
             return
         inputs = _repeated(lane.inputs[0], num_rows), _repeated(lane.inputs[1], num_rows)
         if key in self._kept:
-            kept = self._kept[key]
-            kept.fixed.fill(inputs, view)
-            self._replay(lane, kept.recording)
+            fixed, recording = self._kept[key]
+            fixed.fill(inputs, view)
+            self._replay(lane, recording)
             return
         fixed = _Fixed(
             inputs,
@@ -117,7 +113,9 @@ class RecordedPasses:
         self._seen[num_rows] += 1
         if self._seen[num_rows] == 1:
             launch()  # as it will be recorded, so that kernels of these shapes are loaded
-            self._make_room(lane.take_logits())
+            logits_BV = lane.take_logits()
+            if self._logits_BV is None or len(self._logits_BV) < len(logits_BV):
+                self._logits_BV = torch.empty_like(logits_BV)
             return
         if len(self._kept) == NUM_RECORDINGS:
             del self._kept[next(iter(self._kept))]
@@ -129,7 +127,7 @@ class RecordedPasses:
             lane.abandon()
             launch()
             return
-        self._kept[key] = _Kept(fixed, recording)
+        self._kept[key] = fixed, recording
         self._replay(lane, recording)
 
     def _replay(self, lane: PackedLane, recording: Recording[torch.Tensor]) -> None:
@@ -148,10 +146,6 @@ class RecordedPasses:
             event = lane.advance(self._answer(stage, event))
         assert self._logits_BV is not None, "as many rows were launched before"
         return self._logits_BV[: lane.cache.view.num_rows].copy_(lane.take_logits())
-
-    def _make_room(self, logits_BV: torch.Tensor) -> None:
-        if self._logits_BV is None or len(self._logits_BV) < len(logits_BV):
-            self._logits_BV = torch.empty_like(logits_BV)
 
     def _answer(self, stage: int, event: Event) -> Weights | torch.Tensor:
         if isinstance(event, NeedAttention):

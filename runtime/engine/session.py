@@ -114,9 +114,13 @@ class Session:
         none of them begun, a block always comes to the same bits.
         """
         left = with_whole_searches(left, requests)
-        lanes = [
-            self._resumed_lane([i for i in group if i in left], requests, unfinished) for group in block.micro_batches
-        ]
+        lanes = list[dict[int, Running]]()
+        device, is_packed = self._engine.torch_device, self._model.shape.is_packed
+        for group in block.micro_batches:
+            members = [i for i in group if i in left]
+            states = [unfinished.get(i) for i in members]
+            running = resumed_lane([requests[i] for i in members], states, device, is_packed=is_packed)
+            lanes.append(dict(zip(members, running, strict=True)))
         self._open = {i: sequence for lane in lanes for i, sequence in lane.items()}
         entering = [[sequence for sequence in lane.values() if sequence.finish is None] for lane in lanes]
         chunks = self._chunks(block, requests, entering)
@@ -132,7 +136,10 @@ class Session:
     ) -> Generator[tuple[int, Completion]]:
         """Continuous admission: requests enter in `order` as others finish, and come out as they finish. `unfinished`
         as in `wave`."""
-        self._open = {i: self._resumed(requests[i], unfinished.get(i)) for i in order}
+        # In padded lanes a sequence begins again: with its answer among others' prompts a lane would be wider than
+        # planned, and behind an encoder answers of unequal lengths cannot be prefilled.
+        states, device = unfinished if self._model.shape.is_packed else {}, self._engine.torch_device
+        self._open = {i: resumed(requests[i], states.get(i), device) for i in order}
         entering = {i: sequence for i, sequence in self._open.items() if sequence.finish is None}
         return self._generate(self._continuous(entering), on_pass)
 
@@ -147,23 +154,6 @@ class Session:
         """The state of the sequences of `wave` or `stream` that have begun and not finished; also after it was
         interrupted."""
         return {i: s.snapshot() for i, s in self._open.items() if s.generated and s.finish is None}
-
-    def _resumed(self, request: Request, unfinished: Unfinished | None) -> Running:
-        """A sequence that goes on from where it was. In padded lanes it begins again: with its answer among others'
-        prompts a lane would be wider than planned, and behind an encoder answers of unequal lengths cannot be
-        prefilled."""
-        is_packed = self._model.shape.is_packed
-        return resumed(request, unfinished if is_packed else None, self._engine.torch_device)
-
-    def _resumed_lane(
-        self, members: Sequence[int], requests: Sequence[Request], unfinished: Mapping[int, Unfinished]
-    ) -> dict[int, Running]:
-        states = [unfinished.get(i) for i in members]
-        lane = [requests[i] for i in members]
-        is_packed = self._model.shape.is_packed
-        return dict(
-            zip(members, resumed_lane(lane, states, self._engine.torch_device, is_packed=is_packed), strict=True)
-        )
 
     def _sharing(self, block: Block, running: Mapping[int, Running], lanes: list[list[Running]]) -> list[list[Running]]:
         """`lanes`, or where the plan has prompts share what they begin with such lanes with those prefixes in them."""
@@ -215,7 +205,12 @@ class Session:
 
     def _completion(self, sequence: Running) -> Completion:
         assert sequence.finish is not None, "the block ended before its sequences"
-        parts = self._parts(sequence)
+        if self._reasoning is not None:
+            parts = self._reasoning.parts(sequence)
+        else:
+            texts = self._detokenizer
+            text = texts.completion(sequence.request, sequence.generated) if texts is not None else ""
+            parts = Parts(reasoning=None, text=text[: sequence.text_end])
         return Completion(
             request=sequence.request,
             token_ids=tuple(sequence.generated),
@@ -228,10 +223,3 @@ class Session:
             scores=tuple(sequence.scores),
             vector=sequence.vector,
         )
-
-    def _parts(self, sequence: Running) -> Parts:
-        if self._reasoning is not None:
-            return self._reasoning.parts(sequence)
-        texts = self._detokenizer
-        text = texts.completion(sequence.request, sequence.generated) if texts is not None else ""
-        return Parts(reasoning=None, text=text[: sequence.text_end])

@@ -30,7 +30,7 @@ from ..stream.weights import WeightStream
 from ..trace import Trace
 from ..units import MIB
 from ..weights.stage_weights import TORCH_DTYPES
-from .compiling import HOST_OPS, CompiledKernels, Part, prepare
+from .compiling import HOST_OPS, CompiledKernels, KernelSet, prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +64,25 @@ def kernels_of(model: LoadedModel) -> CompiledKernels:
     parameters = (parameter for stage in model.shape.stages for parameter in stage.parameters)
     parts = [*attention_of(model), products_of(parameters, model.compute_dtype)]
     if model.compute_dtype in DTYPES:
-        parts.append(Part(HOST_OPS, _name(model.compute_dtype)))
+        parts.append(KernelSet(HOST_OPS, _name(model.compute_dtype)))
     return CompiledKernels(parts)
 
 
-def attention_of(model: LoadedModel) -> list[Part]:
+def attention_of(model: LoadedModel) -> list[KernelSet]:
     """What attends to a model's pages on the CPU, if anything compiled does."""
     kv_dtype, computed = model.shape.kv_dtype, model.compute_dtype
     if kv_dtype.is_quantized:
-        return [Part("quantized_attention", _name(computed), (kv_dtype.value,))]
-    return [Part("attention", _name(stored_dtype(kv_dtype, computed)))] if model.shape.is_packed else []
+        return [KernelSet("quantized_attention", _name(computed), (kv_dtype.value,))]
+    return [KernelSet("attention", _name(stored_dtype(kv_dtype, computed)))] if model.shape.is_packed else []
 
 
-def products_of(parameters: Iterable[Parameter], inputs: torch.dtype) -> Part:
+def products_of(parameters: Iterable[Parameter], inputs: torch.dtype) -> KernelSet:
     """What multiplies inputs of a dtype with these weights."""
     slices = [piece for parameter in parameters for piece in parameter.slices]
     stored = {piece.dtype for piece in slices if len(piece.shape) >= 2 and not piece.format}
     dtypes = [_name(TORCH_DTYPES[name]) for name in sorted(stored & TORCH_DTYPES.keys())]
     formats = sorted({piece.format for piece in slices if piece.format})
-    return Part("products", _name(inputs), tuple(dtypes), tuple(formats))
+    return KernelSet("products", _name(inputs), tuple(dtypes), tuple(formats))
 
 
 def _name(dtype: torch.dtype) -> str:

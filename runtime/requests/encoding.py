@@ -83,24 +83,31 @@ def mask_id(model: LoadedModel) -> int | None:
 def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], wanted: Wanted) -> Request | Rejected:
     """The request for what is `wanted` of a prompt."""
     ids = tuple(prompt_ids)
-    error = _problem(model, ids)
+    context = model.shape.context_tokens
+    if not ids:
+        error = "the prompt has no tokens"
+    elif len(ids) > context:
+        error = f"the prompt has {len(ids):,} tokens; the model's context has room for {context:,}"
+    else:
+        error = outside_vocabulary(model, ids)
     if error is None and wanted.readout is Readout.masks and mask_id(model) not in ids:
         error = f"the prompt has no mask: {getattr(model.tokenizer, 'mask_token', None)!r} stands for one"
     if error is not None:
         return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
-    if wanted.readout is Readout.classes and not model.looks_ahead:
-        ids = _without_padding(ids, getattr(model.staged.model.config, "pad_token_id", None))
-    return Request(id=id, prompt_ids=ids, max_new_tokens=1, encoding=_encoding(model, ids, wanted))
-
-
-def _encoding(model: LoadedModel, ids: tuple[int, ...], wanted: Wanted) -> Encoding:
     if wanted.readout is Readout.masks:
         masked = tuple(place for place, token in enumerate(ids) if token == mask_id(model))
-        return Encoding(num_read=len(masked), masked=masked, num_top=wanted.num_top)
-    if wanted.readout is Readout.classes:
-        return Encoding(num_read=1, has_classes=True)
-    pooling = wanted.pooling or own_pooling(model)
-    return Encoding(num_read=1 if pooling is Pooling.last else len(ids), pooling=pooling, normalize=wanted.normalize)
+        encoding = Encoding(num_read=len(masked), masked=masked, num_top=wanted.num_top)
+    elif wanted.readout is Readout.classes:
+        encoding = Encoding(num_read=1, has_classes=True)
+        pad_id = getattr(model.staged.model.config, "pad_token_id", None)
+        # transformers takes the last token that is none of padding, which sees none behind it.
+        while not model.looks_ahead and len(ids) > 1 and ids[-1] == pad_id:
+            ids = ids[:-1]
+    else:
+        pooling = wanted.pooling or own_pooling(model)
+        num_read = 1 if pooling is Pooling.last else len(ids)
+        encoding = Encoding(num_read=num_read, pooling=pooling, normalize=wanted.normalize)
+    return Request(id=id, prompt_ids=ids, max_new_tokens=1, encoding=encoding)
 
 
 def own_pooling(model: LoadedModel) -> Pooling:
@@ -116,20 +123,3 @@ def own_pooling(model: LoadedModel) -> Pooling:
         raise ConfigError(f"{path}: {error}; set pooling") from error
     require(len(modes) == 1 and modes[0] in POOLING_KEYS, f"{path} pools by {', '.join(modes)}: set pooling")
     return POOLING_KEYS[modes[0]]
-
-
-def _without_padding(ids: tuple[int, ...], pad_id: int | None) -> tuple[int, ...]:
-    """transformers takes the last token that is none of padding, which sees none behind it."""
-    end = len(ids)
-    while end > 1 and ids[end - 1] == pad_id:
-        end -= 1
-    return ids[:end]
-
-
-def _problem(model: LoadedModel, ids: tuple[int, ...]) -> str | None:
-    if not ids:
-        return "the prompt has no tokens"
-    context = model.shape.context_tokens
-    if len(ids) > context:
-        return f"the prompt has {len(ids):,} tokens; the model's context has room for {context:,}"
-    return outside_vocabulary(model, ids)

@@ -26,17 +26,17 @@ def join(requests: Rows[Request], seats: Rows[object] | None = None) -> list[Joi
         scoring = request.scoring
         computed = request.key if scoring is None else (request.prompt_ids, scoring.decoder_ids, seat)
         groups.setdefault(computed, []).append(i)
-    return [Joined(request=_joined([requests[i] for i in group]), members=group) for group in groups.values()]
-
-
-def _joined(requests: Rows[Request]) -> Request:
-    if len(requests) == 1:
-        return requests[0]
-    scorings = [request.scoring for request in requests if request.scoring is not None]
-    last_ids = dict.fromkeys(token for scoring in scorings for token in scoring.last_ids)
-    num_positions = max(scoring.num_positions for scoring in scorings)
-    scoring = replace(scorings[0], num_positions=num_positions, last_ids=tuple(last_ids))
-    return replace(requests[0], scoring=scoring)
+    found = list[Joined]()
+    for group in groups.values():
+        first = requests[group[0]]
+        if len(group) > 1:
+            scorings = [each for i in group if (each := requests[i].scoring) is not None]
+            last_ids = dict.fromkeys(token for scoring in scorings for token in scoring.last_ids)
+            num_positions = max(scoring.num_positions for scoring in scorings)
+            scoring = replace(scorings[0], num_positions=num_positions, last_ids=tuple(last_ids))
+            first = replace(first, scoring=scoring)
+        found.append(Joined(request=first, members=group))
+    return found
 
 
 def scores_of(member: Request, completion: Completion) -> tuple[TokenScore, ...]:

@@ -130,14 +130,17 @@ def make_request(
     if prompt == "":
         return Rejected(id=id, error="the prompt is empty")
     ids = tokenize(model, [prompt])[0] if isinstance(prompt, str) else tuple(prompt)
-    room = model.shape.context_tokens - len(ids)
-    error = _problem(model, ids, needs_room=own.max_new_tokens > 0)
+    context = model.shape.context_tokens
+    error = None if ids else "the prompt has no tokens"
+    if own.max_new_tokens > 0 and len(ids) >= context:
+        error = f"the prompt has {len(ids):,} tokens; the model's context of {context:,} leaves none to generate"
+    error = error or outside_vocabulary(model, ids)
     if error is not None:
         return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
     return Request(
         id=id,
         prompt_ids=ids,
-        max_new_tokens=max(0, min(own.max_new_tokens, room)),
+        max_new_tokens=max(0, min(own.max_new_tokens, context - len(ids))),
         temperature=own.temperature or 0.0,
         stop=tuple(own.stop or ()),
         own_seed=overrides.seed,
@@ -156,15 +159,6 @@ def shortened(overrides: SamplingOverrides) -> str:
     """What a request asks otherwise than the run, for a message."""
     shown = str(overrides.given)
     return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
-
-
-def _problem(model: LoadedModel, ids: tuple[int, ...], *, needs_room: bool) -> str | None:
-    context = model.shape.context_tokens
-    if not ids:
-        return "the prompt has no tokens"
-    if needs_room and len(ids) >= context:
-        return f"the prompt has {len(ids):,} tokens; the model's context of {context:,} leaves none to generate"
-    return outside_vocabulary(model, ids)
 
 
 def outside_vocabulary(model: LoadedModel, ids: tuple[int, ...]) -> str | None:

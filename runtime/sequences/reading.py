@@ -12,7 +12,7 @@ import torch
 from ..attention.upload import upload
 from ..config.settings import Pooling
 from ..model.head import class_logits, hidden_states
-from .sequence import Encoding, FinishReason, Sequence, TokenScore, Vector, num_written, read_logprobs
+from .sequence import Encoding, FinishReason, Sequence, TokenScore, num_written, read_logprobs
 
 SLICE_BYTES = 4 * 2**20  # of float32 logits that become log-probabilities at a time
 NUM_OF_TOKEN = 2  # the likeliest token, whether the logits are finite
@@ -47,7 +47,7 @@ class Given:
         return Given(places=places, rows=rows, tokens=tokens, sequences=sequences)
 
 
-class Scores:
+class TokenScorer:
     """Adds up what slices of logits say of the given tokens. `num_top`: how many of the likeliest tokens are wanted in
     place of each."""
 
@@ -144,9 +144,8 @@ def _share(sequence: Sequence, hidden_ND: torch.Tensor) -> torch.Tensor:
     encoding = _encoding(sequence)
     if encoding.pooling is Pooling.mean:
         return hidden_ND.float().sum(0) / encoding.num_read
-    is_first = sequence.vector is None
     if encoding.pooling is Pooling.cls:
-        return hidden_ND[0].float() * is_first
+        return hidden_ND[0].float() * (sequence.vector is None)
     return hidden_ND[-1].float()
 
 
@@ -184,14 +183,9 @@ def tell_vectors(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) ->
             continue
         num_good += 1
         vector = row.copy() if sequence.vector is None else sequence.vector + row
-        is_read = sequence.num_cached == len(sequence.request.prompt_ids)
-        sequence.vector = _finished(_encoding(sequence), vector) if is_read else vector
-        if is_read:
+        if sequence.num_cached == len(sequence.request.prompt_ids):
+            if _encoding(sequence).normalize:
+                vector = vector / np.float32(max(float(np.linalg.norm(vector)), SMALLEST_NORM))
             sequence.finish = FinishReason.length
+        sequence.vector = vector
     return num_good
-
-
-def _finished(encoding: Encoding, vector: Vector) -> Vector:
-    if not encoding.normalize:
-        return vector
-    return vector / np.float32(max(float(np.linalg.norm(vector)), SMALLEST_NORM))

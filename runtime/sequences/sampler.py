@@ -4,7 +4,6 @@ Every sequence draws from a generator of its own, seeded by its request: the sam
 `generate(do_sample=True)` gives for that prompt alone under `torch.manual_seed` of the same seed.
 """
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 
 import torch
@@ -27,12 +26,6 @@ from .sequence import FinishReason, Sequence, num_written, read_logprobs, writte
 
 def require_known_tokens(config: SamplingConfig, vocab_size: int) -> None:
     """Raises ConfigError where a setting names a token that the model does not have."""
-    for key, token in _named_tokens(config):
-        known = f"the model's vocabulary of {vocab_size:,} (0 to {vocab_size - 1:,})"
-        require(0 <= token < vocab_size, f"sampling.{key}: token id {token} is outside {known}")
-
-
-def _named_tokens(config: SamplingConfig) -> Iterator[tuple[str, int]]:
     ends = config.forced_eos_token_id
     lists: dict[str, Rows[int]] = {
         "suppress_tokens": config.suppress_tokens or [],
@@ -40,13 +33,14 @@ def _named_tokens(config: SamplingConfig) -> Iterator[tuple[str, int]]:
         "forced_bos_token_id": [] if config.forced_bos_token_id is None else [config.forced_bos_token_id],
         "forced_eos_token_id": [] if ends is None else [ends] if isinstance(ends, int) else ends,
         "bad_words_ids": [token for word in config.bad_words_ids or [] for token in word],
-        "sequence_bias": _biased(config.sequence_bias or []),
+        "sequence_bias": [
+            token for pair in config.sequence_bias or [] for part in pair if isinstance(part, list) for token in part
+        ],
     }
-    return ((key, token) for key, tokens in lists.items() for token in tokens)
-
-
-def _biased(pairs: Rows[Rows[list[int] | float]]) -> list[int]:
-    return [token for pair in pairs for part in pair if isinstance(part, list) for token in part]
+    known = f"the model's vocabulary of {vocab_size:,} (0 to {vocab_size - 1:,})"
+    for key, tokens in lists.items():
+        for token in tokens:
+            require(0 <= token < vocab_size, f"sampling.{key}: token id {token} is outside {known}")
 
 
 def bad_word_ids(
@@ -164,7 +158,12 @@ class Sampler:
             else:
                 sequence.generated.append(token)
                 sequence.logprobs += [logprobs[row]] if logprobs else []
-                self._mark_finished(sequence)
+                if token in self._eos and not sequence.request.ignore_eos:
+                    sequence.finish = FinishReason.eos
+                elif self._hits_stop(sequence):
+                    sequence.finish = FinishReason.stop
+                elif len(sequence.generated) >= sequence.request.max_new_tokens:
+                    sequence.finish = FinishReason.length
         self._grammars.begin([sequence for sequence in sequences if sequence.finish is None])
 
     def _beam_scores(self, sequences: Rows[Sequence], logprobs_BV: torch.Tensor) -> torch.Tensor:
@@ -201,64 +200,42 @@ class Sampler:
             scores_BV = masked(scores_BV, masks_BW)
         is_finite_B = logits_BV.abs().amax(-1) < torch.inf  # NaN is below nothing; five times as fast as isfinite
         is_open_B = is_finite_B if scores_BV is logits_BV else scores_BV.amax(-1) > -torch.inf
-        tokens_B = self._choose(sequences, scores_BV)
+        # Rows of one temperature and the same cuts together; each row gets what it would get alone.
+        rows_of: dict[tuple[float | None, ...], list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            rows_of.setdefault(sequence.request.cuts, []).append(row)
+        if len(rows_of) == 1:
+            tokens_B = self._chosen(sequences, scores_BV)
+        else:
+            tokens_B = torch.zeros_like(scores_BV[:, 0], dtype=torch.int64)
+            for rows in rows_of.values():
+                rows_R = upload(rows, scores_BV.device)
+                tokens_B[rows_R] = self._chosen([sequences[row] for row in rows], scores_BV[rows_R])
         numbers_B3 = torch.stack([tokens_B.int(), is_finite_B.int(), is_open_B.int()], 1)
         if not self._config.logprobs:
             return numbers_B3
         return torch.cat([numbers_B3, written_logprobs(logits_BV, tokens_B, self._config.logprobs)], 1)
 
-    def _choose(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
-        """Rows of one temperature and the same cuts together; each row gets what it would get alone."""
-        rows_of: dict[tuple[float | None, ...], list[int]] = {}
-        for row, sequence in enumerate(sequences):
-            rows_of.setdefault(sequence.request.cuts, []).append(row)
-        if len(rows_of) == 1:
-            return self._chosen(sequences, scores_BV)
-        tokens_B = torch.zeros_like(scores_BV[:, 0], dtype=torch.int64)
-        for rows in rows_of.values():
-            rows_R = upload(rows, scores_BV.device)
-            tokens_B[rows_R] = self._chosen([sequences[row] for row in rows], scores_BV[rows_R])
-        return tokens_B
-
     def _chosen(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
-        """The tokens of rows that are alike in what `_choose` goes by."""
+        """The tokens of rows that are alike in their temperature and cuts."""
         asked = sequences[0].request
-        last = warpers(self._config, asked)
-        warped_BV = process(last, no_history(scores_BV), self._choosable(scores_BV)) if last else scores_BV
+        if last := warpers(self._config, asked):
+            if self._config.top_h is not None or self._config.eta_cutoff:
+                # Zeros in place of a row that has no largest score: it is an error row, and these warpers refuse all
+                # for one. They wait for a device anyway.
+                scores_BV = torch.where(scores_BV.amax(-1, keepdim=True).isfinite(), scores_BV, 0.0)
+            scores_BV = process(last, no_history(scores_BV), scores_BV)
         if asked.temperature == 0:
-            return warped_BV.argmax(-1)
-        probabilities_BV = torch.softmax(warped_BV, -1).nan_to_num_(1.0)  # error rows get any draw; it is discarded
-        return probabilities_BV.div_(self._noise(sequences, probabilities_BV)).argmax(-1)
-
-    def _noise(self, sequences: Rows[Sequence], like_BV: torch.Tensor) -> torch.Tensor:
-        """Numbers by which a token's probability is divided, so that the largest quotient is a draw: what
-        torch.multinomial does, bit by bit, once it has waited for the device to see whether the row is one of
-        probabilities."""
-        noise_BV = torch.empty_like(like_BV)
+            return scores_BV.argmax(-1)
+        probabilities_BV = torch.softmax(scores_BV, -1).nan_to_num_(1.0)  # error rows get any draw; it is discarded
+        # Each token's probability is divided by noise, so that the largest quotient is a draw: what torch.multinomial
+        # does, bit by bit, once it has waited for the device to see whether the row is one of probabilities.
+        noise_BV = torch.empty_like(probabilities_BV)
         for sequence, row in zip(sequences, noise_BV, strict=True):
-            row.exponential_(1, generator=self._generator(sequence, row.device))
-        return noise_BV
-
-    def _choosable(self, scores_BV: torch.Tensor) -> torch.Tensor:
-        """Zeros in place of a row that has no largest score: it is an error row, and some warpers refuse all for
-        one. Those wait for a device anyway."""
-        if self._config.top_h is None and not self._config.eta_cutoff:
-            return scores_BV
-        return torch.where(scores_BV.amax(-1, keepdim=True).isfinite(), scores_BV, 0.0)
-
-    def _generator(self, sequence: Sequence, device: torch.device) -> torch.Generator:
-        """Kept by the sequence, so that a request that is started afresh draws afresh."""
-        if sequence.generator is None:
-            sequence.generator = torch.Generator(device).manual_seed(sequence.request.seed(self._config.seed))
-        return sequence.generator
-
-    def _mark_finished(self, sequence: Sequence) -> None:
-        if sequence.generated[-1] in self._eos and not sequence.request.ignore_eos:
-            sequence.finish = FinishReason.eos
-        elif self._hits_stop(sequence):
-            sequence.finish = FinishReason.stop
-        elif len(sequence.generated) >= sequence.request.max_new_tokens:
-            sequence.finish = FinishReason.length
+            if sequence.generator is None:  # kept by it, so that a request that is started afresh draws afresh
+                sequence.generator = torch.Generator(row.device).manual_seed(sequence.request.seed(self._config.seed))
+            row.exponential_(1, generator=sequence.generator)
+        return probabilities_BV.div_(noise_BV).argmax(-1)
 
     def _hits_stop(self, sequence: Sequence) -> bool:
         if not sequence.request.stop:

@@ -272,10 +272,9 @@ class Sequence:
         or those that scored tokens follow on. `SequenceSize.num_selected` says the same to a plan."""
         if self.fills is not None:
             return 0
-        return self._ends_known(new) if self.request.generates else len(self.given(self.num_cached, new))
-
-    def _ends_known(self, new: int) -> int:
-        return int(new > 0 and self.num_cached + new == self.num_known)
+        if self.request.generates:
+            return int(new > 0 and self.num_cached + new == self.num_known)
+        return len(self.given(self.num_cached, new))
 
     def given(self, past: int, new: int) -> list[tuple[int, ...]]:
         """What is scored behind each of `new` tokens behind `past` others that a scored token follows on: one token, or

@@ -13,13 +13,13 @@ import pytest
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import ModelConfig
 from runtime.engine import compiling
-from runtime.engine.compiling import CompiledKernels, Part, seconds_without
+from runtime.engine.compiling import CompiledKernels, KernelSet, seconds_without
 from runtime.errors import Interrupted
 from runtime.kernels import compiler
 from runtime.kernels.compiler import has_compiler
 from tests.toy import toy_shape
 
-PART = Part("products", "float32", ("bfloat16",))
+PART = KernelSet("products", "float32", ("bfloat16",))
 PROMPTS = ["Q: What is 94 + 78?", "Q: Spell the word old."]
 
 
@@ -29,7 +29,7 @@ class Compiled:
     def __init__(self) -> None:
         self.parts: list[str] = []
 
-    def prepare(self, part: Part) -> None:
+    def prepare(self, part: KernelSet) -> None:
         assert has_compiler(), "kernels are prepared while they are held back"
         self.parts.append(part.kind)
 

@@ -18,7 +18,7 @@ from ...events import Event, LaneRun, NeedStage, Weights, need_stage
 from ...model.head import HasLogits, sliced_logits
 from ...model.part import until_it_leaves
 from ...model.rope_lengths import RopeLengths
-from ...sequences.reading import Given, Picked, Scores, read_vectors, tell_scores, tell_vectors
+from ...sequences.reading import Given, Picked, TokenScorer, read_vectors, tell_scores, tell_vectors
 from ...sequences.sampler import Sampler
 from ...sequences.sequence import FinishReason, Sequence
 from ...stream.device import ComputeDevice
@@ -204,7 +204,7 @@ class Lane(ABC):
             return
         assert given is not None, "asked of a pass that generates"
         num_top = max((s.request.encoding.num_top for s in self.sequences if s.request.encoding is not None), default=0)
-        scores = Scores(given, max(num_top, self._sampler.num_top), self._device)
+        scores = TokenScorer(given, max(num_top, self._sampler.num_top), self._device)
         for begin, logits_NV in sliced_logits(forward, upload(given.places, self._device), self._head_rows):
             scores.add(begin, logits_NV)
         self._read = scores.numbers
