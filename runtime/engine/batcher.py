@@ -84,7 +84,6 @@ def _opened(
 
 
 def _computing(pages: SharedPages, tokens: tuple[int, ...], behind: SharedPages | None) -> Sequence:
-    """The row that computes what `tokens` begin with."""
     request = Request(id="", prompt_ids=tokens[: pages.num_tokens], max_new_tokens=0)
     return Sequence(request=request, fills=pages, behind=behind)
 

@@ -183,7 +183,6 @@ class Player:
         self._context.monitor.end_compute(stage, action, begin)
 
     def _answer(self, stage: int, event: Event) -> Answer:
-        """What is answered at once, where the lane stands."""
         if isinstance(event, NeedStage):
             return self._context.weights_of(stage)
         if isinstance(event, NeedExperts):

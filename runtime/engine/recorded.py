@@ -34,8 +34,6 @@ Key: TypeAlias = tuple[int, frozenset[tuple[Reach, Size]]]  # rows, and position
 
 
 class _Fixed(NamedTuple):
-    """What a recording computes on."""
-
     inputs: tuple[torch.Tensor, torch.Tensor]
     view: PassView
     rows: FixedRows

@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,12 +62,15 @@ class Dictated:
 
     requests: tuple[Request, ...]
     tokens: Mapping[str, tuple[int, ...]]
-    chunk_tokens: int = CHUNK_TOKENS
 
 
 def dictated(model: LoadedModel, *, seed: int) -> Dictated | None:
     """Random tokens that mean nothing special to the class; None where its context or vocabulary has no room."""
-    special = {int(i) for part in _configs(model.staged.model.config) for i in _special_ids(part)}
+    config, special = model.staged.model.config, set[int]()
+    for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
+        for name, value in vars(part).items():
+            if name.endswith(SPECIAL):
+                special.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
     ordinary = [i for i in range(min(model.shape.vocab_size, 4096)) if i not in special]
     if model.shape.context_tokens < max(PROMPT_LENGTHS) + NUM_NEW_TOKENS or not ordinary:
         return None
@@ -83,19 +86,7 @@ def dictated(model: LoadedModel, *, seed: int) -> Dictated | None:
     return Dictated(requests=requests, tokens={request.id: some(NUM_NEW_TOKENS) for request in requests})
 
 
-def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    return [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]
-
-
-def _special_ids(config: PreTrainedConfig) -> Iterable[int]:
-    for name, value in vars(config).items():
-        if name.endswith(SPECIAL):
-            yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
-
-
 class _Forced(LogitsProcessor):
-    """Leaves `tokens[i]` alone at the i-th new token."""
-
     def __init__(self, tokens: tuple[int, ...], num_before: int):
         self._tokens, self._num_before = tokens, num_before
 
@@ -150,19 +141,16 @@ def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated, s
             logits_processor=LogitsProcessorList([_Forced(tokens, num_before)]),
         )
         logits[request.id] = torch.cat(out.logits).float()
-        if scores:
-            logprobs[request.id] = _logprobs(model, ids, torch.tensor([tokens]), opened.start_token_id)
+        if scores:  # of one forward without a cache
+            tokens_1T, start = torch.tensor([tokens]), opened.start_token_id
+            if start is not None:
+                decoded_1T = torch.cat([torch.tensor([[start]]), tokens_1T[:, :-1]], 1)
+                logits_TV = model(input_ids=ids, decoder_input_ids=decoded_1T).logits[0]
+            else:
+                logits_TV = model(input_ids=torch.cat([ids, tokens_1T], 1)).logits[0, ids.shape[1] - 1 : -1]
+            logprobs_TV = logits_TV.float().log_softmax(-1)
+            logprobs[request.id] = logprobs_TV.gather(-1, tokens_1T[0, :, None])[:, 0]
     return Heard(logits=logits, logprobs=logprobs)
-
-
-def _logprobs(model: Any, ids_1S: torch.Tensor, tokens_1T: torch.Tensor, start_token_id: int | None) -> torch.Tensor:
-    """(T,), of one forward without a cache."""
-    if start_token_id is not None:
-        decoded_1T = torch.cat([torch.tensor([[start_token_id]]), tokens_1T[:, :-1]], 1)
-        logits_TV = model(input_ids=ids_1S, decoder_input_ids=decoded_1T).logits[0]
-    else:
-        logits_TV = model(input_ids=torch.cat([ids_1S, tokens_1T], 1)).logits[0, ids_1S.shape[1] - 1 : -1]
-    return logits_TV.float().log_softmax(-1).gather(-1, tokens_1T[0, :, None])[:, 0]
 
 
 class Dictation(Sampler):
@@ -284,7 +272,16 @@ class _Check:
         if not found.is_rounding:  # two experts may have been as good as equal for a token
             found = self._compared(excerpt, seed=1)
         if not found.worst.is_rounding:
-            raise ConfigError(self._refusal(excerpt, found))
+            plan, worst = found.plan, found.worst
+            groups = [group for block in plan.blocks for group in block.micro_batches]
+            lengths = [[len(found.told.requests[i].prompt_ids) for i in group] for group in groups]
+            raise ConfigError(
+                f"model.self_check: {type(self.model.staged.model).__name__} does in {self._lanes(plan)} not what it "
+                f"does alone: the sequence of {len(worst.request.prompt_ids)} prompt tokens differs at new token "
+                f"{worst.step} by {worst.size:.2g} of its logits' deviation (rounding: below {TOLERANCE}); lanes with "
+                f"prompts of {lengths} tokens, {excerpt.num_layers} of {len(self.model.shape.layers)} layers, float32. "
+                f"{self._ways_on()}"
+            )
         if not found.is_rounding:
             raise ConfigError(
                 f"model.self_check: {type(self.model.staged.model).__name__} gives other log-probabilities here than "
@@ -300,10 +297,18 @@ class _Check:
         )
 
     def _compared(self, excerpt: Excerpt, seed: int) -> _Compared:
-        told = self._told(seed)
-        theirs = self._theirs(excerpt, told)
+        told = dictated(self.model, seed=seed)
+        if told is None:
+            raise _CannotJudge(f"its context of {self.model.shape.context_tokens} tokens is too short to see anything")
+        opened = self._opened(excerpt)
+        try:
+            with one_line(f"the class's own generate does not run its first {excerpt.num_layers} layers"):
+                theirs = heard_from_generate(opened, excerpt, told, self.scores)
+        except CheckpointError as error:
+            raise _CannotJudge(str(error)) from error
+        del opened
         sampler = Dictation(told.tokens)
-        plan, _ = self._ours(excerpt, told.requests, sampler, told.chunk_tokens)
+        plan, _ = self._ours(excerpt, told.requests, sampler)
         ours = {id: torch.stack(rows) for id, rows in sampler.heard.items()}
         worst = _largest_difference(told, ours, theirs.logits)
         return _Compared(told=told, plan=plan, worst=worst, score=self._score(excerpt, told, theirs))
@@ -316,7 +321,7 @@ class _Check:
         made = [make_scoring(self.model, r.id, r.prompt_ids, told.tokens[r.id]) for r in told.requests]
         requests = [request for request in made if isinstance(request, Request)]
         sampler = sampler_for(self.model, SamplingConfig(), CPU)
-        _, sequences = self._ours(excerpt, requests, sampler, told.chunk_tokens)
+        _, sequences = self._ours(excerpt, requests, sampler)
         sizes = [0.0]
         for sequence in sequences:
             id, own_T = sequence.request.id, torch.tensor([score.own for score in sequence.scores])
@@ -339,27 +344,10 @@ class _Check:
             )
         return Excerpt(num_layers=max(fitting), is_packed=shape.is_packed), wanted
 
-    def _told(self, seed: int) -> Dictated:
-        told = dictated(self.model, seed=seed)
-        if told is None:
-            raise _CannotJudge(f"its context of {self.model.shape.context_tokens} tokens is too short to see anything")
-        return told
-
-    def _theirs(self, excerpt: Excerpt, told: Dictated) -> Heard:
-        """What the class itself gives for each prompt alone."""
-        opened = self._opened(excerpt)
-        try:
-            with one_line(f"the class's own generate does not run its first {excerpt.num_layers} layers"):
-                return heard_from_generate(opened, excerpt, told, self.scores)
-        except CheckpointError as error:
-            raise _CannotJudge(str(error)) from error
-
-    def _ours(
-        self, excerpt: Excerpt, requests: Rows[Request], sampler: Sampler, chunk_tokens: int
-    ) -> tuple[RunPlan, list[Sequence]]:
+    def _ours(self, excerpt: Excerpt, requests: Rows[Request], sampler: Sampler) -> tuple[RunPlan, list[Sequence]]:
         """The sequences that these requests come to, in lanes."""
         try:
-            return self._in_lanes(self._opened(excerpt), requests, sampler, chunk_tokens)
+            return self._in_lanes(self._opened(excerpt), requests, sampler)
         except (BudgetError, MemoryError) as error:
             raise _CannotJudge(str(error).partition("\n")[0]) from error
         except MillraceError:
@@ -378,7 +366,7 @@ class _Check:
             raise _CannotJudge(f"it cannot be cut to {excerpt.num_layers} layers: {error}") from error
 
     def _in_lanes(
-        self, model: LoadedModel, requests: Rows[Request], sampler: Sampler, chunk_tokens: int
+        self, model: LoadedModel, requests: Rows[Request], sampler: Sampler
     ) -> tuple[RunPlan, list[Sequence]]:
         if any(request.scoring is not None for request in requests):
             slice_head(model.staged)
@@ -386,7 +374,7 @@ class _Check:
             model=replace(self.config.model, graphs=False),
             offload=OffloadConfig(tier=Tier.none),
             policy=PolicyConfig(
-                kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2, prefill_chunk_tokens=chunk_tokens
+                kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2, prefill_chunk_tokens=CHUNK_TOKENS
             ),
         )
         sizes = [request.size for request in requests]
@@ -418,18 +406,6 @@ class _Check:
     def _ways_on(self) -> str:
         padded = "model.lanes=padded may be right; " if self.model.shape.is_packed else ""
         return f"{padded}model.self_check=off runs it all the same, with tokens that may be wrong"
-
-    def _refusal(self, excerpt: Excerpt, found: _Compared) -> str:
-        plan, worst, told = found.plan, found.worst, found.told
-        groups = [group for block in plan.blocks for group in block.micro_batches]
-        lengths = [[len(told.requests[i].prompt_ids) for i in group] for group in groups]
-        return (
-            f"model.self_check: {type(self.model.staged.model).__name__} does in {self._lanes(plan)} not what it does "
-            f"alone: the sequence of {len(worst.request.prompt_ids)} prompt tokens differs at new token {worst.step} "
-            f"by {worst.size:.2g} of its logits' deviation (rounding: below {TOLERANCE}); lanes with prompts of "
-            f"{lengths} tokens, {excerpt.num_layers} of {len(self.model.shape.layers)} layers, float32. "
-            f"{self._ways_on()}"
-        )
 
 
 def _largest_difference(

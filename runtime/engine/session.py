@@ -179,7 +179,6 @@ class Session:
         )
 
     def _seats(self) -> Seats:
-        """Those of continuous admission."""
         return Seats(self._plan.num_lanes, self._plan.lane_size, chunk_tokens(self._policy))
 
     def _continuous(self, sequences: Mapping[int, Running]) -> Batcher:

@@ -14,7 +14,6 @@ from ..config.settings import Attention, KVTier, RuntimeConfig
 from ..model.fused_ops import DTYPES
 from ..model.loading import LoadedModel
 from ..plan.placement.feedforward import trip_size
-from ..plan.placement.kv import KVLayout
 from ..plan.placement.placement import Placement
 from ..plan.shape.shapes import Parameter
 from ..store.kv_file import KVFile
@@ -104,7 +103,20 @@ class AttentionWorkers(Closing):
     def __init__(self, *, num_workers: int = 1, max_pending: int = 8):
         self._room = BoundedSemaphore(max_pending)
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="attend")
-        self._limit_torch_threads(num_workers)
+        # The limit of torch's threads is each thread's own, but torch also keeps the last number set, and gives it to a
+        # thread that first asks: so a worker asks before it sets its own, and afterwards the number is put back for
+        # threads to come.
+        num_threads = torch.get_num_threads()
+        all_started = Barrier(num_workers)
+
+        def limit() -> None:
+            torch.get_num_threads()
+            torch.set_num_threads(1)
+            all_started.wait()
+
+        for started in [self._pool.submit(limit) for _ in range(num_workers)]:
+            started.result()
+        torch.set_num_threads(num_threads)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -119,21 +131,6 @@ class AttentionWorkers(Closing):
             raise
         future.add_done_callback(lambda _: self._room.release())
         return future
-
-    def _limit_torch_threads(self, num_workers: int) -> None:
-        """The limit is each thread's own, but torch also keeps the last number set, and gives it to a thread that first
-        asks: so a worker asks before it sets its own, and afterwards the number is put back for threads to come."""
-        num_threads = torch.get_num_threads()
-        all_started = Barrier(num_workers)
-
-        def limit() -> None:
-            torch.get_num_threads()
-            torch.set_num_threads(1)
-            all_started.wait()
-
-        for started in [self._pool.submit(limit) for _ in range(num_workers)]:
-            started.result()
-        torch.set_num_threads(num_threads)
 
 
 @torch.inference_mode()
@@ -195,7 +192,17 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
             )
         layout, pages = placement.kv, None
         if layout.page_bytes and not placement.host_layers:
-            file = stack.enter_context(_kv_file(layout, setup.config)) if layout.tier is KVTier.nvme else None
+            file = None
+            if layout.tier is KVTier.nvme:  # read and written as weights are read
+                offload = setup.config.offload
+                file = KVFile(
+                    layout,
+                    directory=setup.config.kv.directory,
+                    num_threads=offload.reader_threads,
+                    chunk_bytes=offload.read_chunk_mib * MIB,
+                    direct=offload.direct_io,
+                )
+                stack.enter_context(file)
             pages = stack.enter_context(KVStream(layout, device, file, first_stage=first, trace=trace))
         weights = WeightStream(shape, placement, device, reader, trace, held=kept.stages, together=setup.together)
         yield Streams(
@@ -206,15 +213,3 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
             trips=trips,
             workers=stack.enter_context(AttentionWorkers()) if setup.config.policy.attention is Attention.cpu else None,
         )
-
-
-def _kv_file(layout: KVLayout, config: RuntimeConfig) -> KVFile:
-    """Read and written as weights are read."""
-    offload = config.offload
-    return KVFile(
-        layout,
-        directory=config.kv.directory,
-        num_threads=offload.reader_threads,
-        chunk_bytes=offload.read_chunk_mib * MIB,
-        direct=offload.direct_io,
-    )

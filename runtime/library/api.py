@@ -64,12 +64,12 @@ from ..stream.host_memory import reset_peak, resident_bytes, set_allocator, trim
 from ..trace import Trace
 from ..units import MIB, format_bytes
 from .encoding import CLASSIFYING, Classified, Embedded, Filled, embedding, filling_masks
-from .generation import CompletionStream, Generation, Result, samples
+from .generation import CompletionStream, GenerationTask, Result, samples
 from .kept import RuntimeCache
 from .keywords import Settings, changed
 from .prompt import PromptLike
 from .scoring import Scored, ScoredDocument, ScoringTask, TargetsLike, score_documents
-from .task import ResultStream, Task, require_many
+from .task import ResultStream, RuntimeTask, require_many
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -495,7 +495,7 @@ class Runtime(Closing):
 
     def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
         """`sampling.n` results per prompt, in order of prompts and then of samples. `prompts` as for `stream`."""
-        return self._all(Generation(sampling=self.config.sampling), prompts)
+        return self._all(GenerationTask(sampling=self.config.sampling), prompts)
 
     def stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> CompletionStream:
         """Completions as they finish, `sampling.n` for each prompt; what cannot be generated from comes first, with its
@@ -507,7 +507,7 @@ class Runtime(Closing):
         call ends it. Raises ConfigError at once where `prompts` is one text; later what `plan` and sessions raise, and
         the runtime stays usable.
         """
-        return self._stream(Generation(sampling=self.config.sampling), prompts, window)
+        return self._stream(GenerationTask(sampling=self.config.sampling), prompts, window)
 
     def generate_table(
         self,
@@ -594,12 +594,11 @@ class Runtime(Closing):
         `embed_stream`."""
         return self._stream(filling_masks(self.model, num_top), prompts, window)
 
-    def _all(self, task: Task[L, V, T], values: Iterable[L]) -> list[T]:
-        """The results in the order of their inputs."""
+    def _all(self, task: RuntimeTask[L, V, T], values: Iterable[L]) -> list[T]:
         with self._stream(task, values, None) as stream:
             return sorted(stream, key=attrgetter(*task.places))
 
-    def _stream(self, task: Task[L, V, T], values: Iterable[L], window: int | None) -> ResultStream[T]:
+    def _stream(self, task: RuntimeTask[L, V, T], values: Iterable[L], window: int | None) -> ResultStream[T]:
         self._require_open()
         require_many(values, window)
         task.require(self.model)
@@ -608,7 +607,7 @@ class Runtime(Closing):
         self._latest = weakref.ref(stream)
         return stream
 
-    def _results(self, task: Task[L, V, T], values: Iterable[L], window: int | None) -> Generator[T]:
+    def _results(self, task: RuntimeTask[L, V, T], values: Iterable[L], window: int | None) -> Generator[T]:
         """What `task` gives, one window after the other, between which weights are kept."""
         with ExitStack() as stack:
             if window is not None and self._kept is None:
@@ -622,7 +621,6 @@ class Runtime(Closing):
                         self._reclaim()
 
     def _completions(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
-        """What requests come to, as they finish, with their places."""
         if not requests:
             return
         if self._kept is not None:

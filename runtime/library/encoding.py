@@ -16,7 +16,7 @@ from ..requests.encoding import Wanted, make_encoding, require_readable
 from ..requests.prompts import Rejected
 from ..sequences.sequence import Completion, Request, Vector
 from .prompt import Prompt, PromptLike, tokenized
-from .task import Complete, Task
+from .task import Complete, RuntimeTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ E = TypeVar("E", bound=Encoded)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodingTask(Task[PromptLike, Prompt, E]):
+class EncodingTask(RuntimeTask[PromptLike, Prompt, E]):
     """What is `wanted` of each prompt, which comes to a `kind`."""
 
     wanted: Wanted

@@ -12,14 +12,14 @@ from ..requests.joining import join, with_beams
 from ..requests.prompts import Rejected, make_request
 from ..sequences.sequence import Completion, Request
 from .prompt import Prompt, PromptLike, tokenized
-from .task import Complete, ResultStream, Task
+from .task import Complete, ResultStream, RuntimeTask
 
 Result: TypeAlias = Completion | Rejected
 CompletionStream: TypeAlias = ResultStream[Result]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation(Task[PromptLike, Prompt, Result]):
+class GenerationTask(RuntimeTask[PromptLike, Prompt, Result]):
     """`sampling.n` completions of each prompt. `seen`: the ids of prompts, those of earlier windows among them."""
 
     places: ClassVar[tuple[str, ...]] = ("prompt_index", "sample_index")

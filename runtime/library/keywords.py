@@ -130,7 +130,9 @@ def changed(config: RuntimeConfig | None, settings: Mapping[str, object]) -> Run
     groups = {field.name for field in fields(RuntimeConfig)}
     places = key_places()
     for name in settings:
-        require(name in groups or name in places, _unknown(name, [*groups, *places]))
+        near = did_you_mean(name, [*groups, *places])
+        known = near or ": groups, and last parts of their keys, are settings"
+        require(name in groups or name in places, f"Runtime has no setting {name}{known}")
     if given := {name: settings[name] for name in settings if name in groups}:
         found = replace(found, **given)
     for group in sorted({places[name] for name in settings if name in places}):
@@ -146,8 +148,3 @@ def key_places() -> dict[str, str]:
     num_groups = Counter(name for names in keys.values() for name in names)
     found = {name: group for group, names in keys.items() for name in names if num_groups[name] == 1}
     return {name: group for name, group in (found | OWNERS).items() if name != "device"}
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    near = did_you_mean(name, known)
-    return f"Runtime has no setting {name}{near or ': groups, and last parts of their keys, are settings'}"

@@ -14,7 +14,7 @@ from ..requests.prompts import Rejected
 from ..requests.scoring import TextPair, TextSize, document_windows, encode_pairs, make_scoring
 from ..sequences.sequence import Completion, Request
 from .prompt import Prompt, PromptLike, texts_of
-from .task import Complete, Task
+from .task import Complete, RuntimeTask
 
 Target: TypeAlias = str | Sequence[int]
 
@@ -173,7 +173,7 @@ def ask_scores(model: LoadedModel, pairs: Sequence[tuple[int, Targets]]) -> Scor
     return ScoringBatch(members=members, found=found, joined=join(members), rejected=rejected)
 
 
-class ScoringTask(Task[TargetsLike, Targets, Scored]):
+class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):
     """A score of each target of each pair."""
 
     places: ClassVar[tuple[str, ...]] = ("prompt_index", "target_index")

@@ -29,10 +29,6 @@ def _is_list_of(kind: pa.DataType, of: Callable[[pa.DataType], bool]) -> bool:
     return (is_list or kinds.is_list_view(kind)) and of(kind.value_type)
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return kinds.is_integer(kind) or kinds.is_floating(kind)
-
-
 def _are_texts(kind: pa.DataType) -> bool:
     return _is_list_of(kind, _is_text)
 
@@ -41,7 +37,7 @@ PROMPTS = (_is_text, lambda kind: _is_list_of(kind, kinds.is_integer), lambda ki
 # What a row may ask otherwise than the runtime: the fields of `Prompt`, what a column with them holds, and its test.
 OVERRIDES: Mapping[str, tuple[str, Callable[[pa.DataType], bool]]] = {
     "max_new_tokens": ("whole numbers", kinds.is_integer),
-    "temperature": ("numbers", _is_number),
+    "temperature": ("numbers", lambda kind: kinds.is_integer(kind) or kinds.is_floating(kind)),
     "stop": ("texts or lists of texts", lambda kind: _is_text(kind) or _are_texts(kind)),
     "seed": ("whole numbers", kinds.is_integer),
     "json_schema": ("texts", _is_text),
@@ -90,7 +86,11 @@ class TableColumns:
 
     def _require_kinds(self, given: pa.Schema) -> None:
         for name in self.read:
-            _require_column(given, name)
+            num = given.names.count(name)
+            listed = ", ".join(map(repr, given.names[:MAX_LISTED])) or "none"
+            near = did_you_mean(name, given.names)
+            require(num > 0, f"the table has no column {name!r}; its columns: {listed}{near}")
+            require(num == 1, f"the table has {num} columns {name!r}: which one is meant cannot be told")
         kind = given.field(self.prompt).type
         is_prompt = kinds.is_null(kind) or any(test(kind) for test in PROMPTS)
         what = "a prompt is a text, a list of token ids, or a list of messages"
@@ -106,18 +106,17 @@ class TableColumns:
 
     def prompts(self, table: pa.Table) -> list[Asked]:
         """What each row asks, or why it cannot. Its id is its place where it has none of its own."""
-        chosen = table.select(self.read)
-        return [self._prompt(place, row) for place, row in enumerate(chosen.to_pylist())]
-
-    def _prompt(self, place: int, row: Mapping[str, object]) -> Asked:
-        id = str(place) if self.id is None else str(row[self.id])
-        try:
-            if self.id is not None and row[self.id] is None:
-                raise ConfigError(f"its {self.id!r}, which ids come from, is null")
-            own = {key: row[column] for key, column in self.overrides.items() if row[column] is not None}
-            return Prompt(id=id, **_content(row[self.prompt]), **own)  # pyright: ignore[reportArgumentType]
-        except ConfigError as error:
-            return Rejected(id=f"row {place}", error=str(error))
+        found = list[Asked]()
+        for place, row in enumerate(table.select(self.read).to_pylist()):
+            id = str(place) if self.id is None else str(row[self.id])
+            try:
+                if self.id is not None and row[self.id] is None:
+                    raise ConfigError(f"its {self.id!r}, which ids come from, is null")
+                own = {key: row[column] for key, column in self.overrides.items() if row[column] is not None}
+                found.append(Prompt(id=id, **_content(row[self.prompt]), **own))
+            except ConfigError as error:
+                found.append(Rejected(id=f"row {place}", error=str(error)))
+        return found
 
     def generated(
         self, table: pa.Table, sampling: SamplingConfig, generate: Callable[[Sequence[Prompt]], Sequence[Result]]
@@ -143,13 +142,6 @@ def results_table(results: Sequence[Result], sampling: SamplingConfig) -> pa.Tab
     schema = result_schema(sampling)
     rows = [result_values(result) for result in results]
     return pa.Table.from_pylist([{name: row[name] for name in schema.names} for row in rows], schema=schema)
-
-
-def _require_column(given: pa.Schema, name: str) -> None:
-    num = given.names.count(name)
-    listed = ", ".join(map(repr, given.names[:MAX_LISTED])) or "none"
-    require(num > 0, f"the table has no column {name!r}; its columns: {listed}{did_you_mean(name, given.names)}")
-    require(num == 1, f"the table has {num} columns {name!r}: which one is meant cannot be told")
 
 
 def _content(value: object) -> dict[str, object]:

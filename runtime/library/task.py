@@ -20,7 +20,7 @@ L = TypeVar("L")
 Complete: TypeAlias = Callable[[Sequence[Request]], Generator[tuple[int, Completion]]]
 
 
-class Task(ABC, Generic[L, V, T]):
+class RuntimeTask(ABC, Generic[L, V, T]):
     """What is asked of each of many inputs; `places` are what a result's place among the others is by."""
 
     places: ClassVar[tuple[str, ...]] = ("prompt_index",)

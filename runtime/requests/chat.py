@@ -70,20 +70,17 @@ class ChatRenderer(Closing):
         that it is given."""
         if not messages:
             raise TemplateRefusal("there are no messages")
-        answer = self._ask({"messages": [dict(message) for message in messages], "given": dict(given or {})})
-        if answer is None:
+        if self._process is None:
+            self._start()
+        assert self._process is not None, "it has just been started"
+        asked = {"messages": [dict(message) for message in messages], "given": dict(given or {})}
+        answer = _exchange(self._process, asked)
+        if answer is None:  # it has ended over the question, or was ended
             raise self._death()
         if "text" not in answer:
             raise TemplateRefusal(answer.get("error", "its process gave no answer"))
         self._num_rendered += 1
         return answer["text"]
-
-    def _ask(self, value: object) -> dict[str, str] | None:
-        """The process's answer; None where it has ended over the question, or was ended."""
-        if self._process is None:
-            self._start()
-        assert self._process is not None, "it has just been started"
-        return _exchange(self._process, value)
 
     def _start(self) -> None:
         command = [sys.executable, "-P", str(Path(__file__).with_name("chat_worker.py"))]

@@ -76,18 +76,13 @@ class PairIds:
     target: Rows[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Wanted:
+class _Wanted(NamedTuple):
     """What a target's ids are made of. `whole`: prompt and target in one text, whose ids are parted where the prompt's
-    end; None: the target's own."""
+    end; nothing: the target's own."""
 
     prompt: Text | Rows[int]
     target: Text | Rows[int] = ()
-    whole: Text | None = None
-
-    @property
-    def texts(self) -> list[Text]:
-        return [part for part in (self.prompt, self.target, self.whole) if isinstance(part, Text)]
+    whole: Text | Rows[int] = ()
 
 
 def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds | str]]:
@@ -98,9 +93,8 @@ def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds
     itself. An empty prompt is the token that texts begin with. Raises CheckpointError where there is no tokenizer.
     """
     wanted = [[_wanted(model, pair, target) for target in pair.targets] for pair in pairs]
-    found = _tokenised(
-        model, [text for each in wanted for one in each if not isinstance(one, str) for text in one.texts]
-    )
+    parts = (part for each in wanted for one in each if not isinstance(one, str) for part in one)
+    found = _tokenised(model, [part for part in parts if isinstance(part, Text)])
     return [[one if isinstance(one, str) else _ids(one, found) for one in each] for each in wanted]
 
 
@@ -124,16 +118,14 @@ def _wanted(model: LoadedModel, pair: TextPair, target: Target) -> _Wanted | str
 
 
 def _ids(wanted: _Wanted, found: Mapping[Text, tuple[int, ...] | str]) -> PairIds | str:
-    failed = [ids for ids in map(found.__getitem__, wanted.texts) if isinstance(ids, str)]
-    if failed:
-        return failed[0]
-    prompt, target, whole = (_found(part, found) for part in (wanted.prompt, wanted.target, wanted.whole or ()))
+    known = list[Rows[int]]()
+    for part in wanted:
+        ids = found[part] if isinstance(part, Text) else part
+        if isinstance(ids, str):
+            return ids
+        known.append(ids)
+    prompt, target, whole = known
     return PairIds(prompt=prompt, target=whole[len(prompt) :] if whole else target)
-
-
-def _found(part: Text | Rows[int], found: Mapping[Text, tuple[int, ...] | str]) -> Rows[int]:
-    ids = found[part] if isinstance(part, Text) else part
-    return () if isinstance(ids, str) else ids
 
 
 def _tokenised(model: LoadedModel, texts: Rows[Text]) -> dict[Text, tuple[int, ...] | str]:

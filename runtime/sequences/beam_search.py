@@ -59,15 +59,15 @@ class BeamSearch:
         size = self._rules.num_beams
         num_rows = size * max(1, slice_bytes // (4 * logits_BV.shape[-1] * size))
         slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
-        return torch.cat([self._candidates(sequences[rows], logits_BV[rows].float()) for rows in slices])
-
-    def _candidates(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """Processors see log-probabilities here, and what they make of them is summed up, as in transformers."""
-        logprobs_BV = logits_BV.log_softmax(-1)
-        scores_BV, searches = self._scores(sequences, logprobs_BV), list(of_searches(sequences))
-        best = best_candidates(searches, scores_BV, logprobs_BV, self._rules, self._num_top)
-        is_finite_B = logits_BV.abs().amax(-1) < torch.inf
-        return torch.cat([is_finite_B.int()[:, None], best], 1)
+        parts = list[torch.Tensor]()
+        for rows in slices:  # processors see log-probabilities here, which are then summed up, as in transformers
+            slice_BV = logits_BV[rows].float()
+            logprobs_BV = slice_BV.log_softmax(-1)
+            scores_BV, searches = self._scores(sequences[rows], logprobs_BV), list(of_searches(sequences[rows]))
+            best = best_candidates(searches, scores_BV, logprobs_BV, self._rules, self._num_top)
+            is_finite_B = slice_BV.abs().amax(-1) < torch.inf
+            parts.append(torch.cat([is_finite_B.int()[:, None], best], 1))
+        return torch.cat(parts)
 
     def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
         """Takes each search a token further, or ends it by an error. Mutates the sequences."""

@@ -104,7 +104,6 @@ def _merged(
     ended: Rows[T | None],
     num_new: int,
 ) -> tuple[Hypothesis[T], ...]:
-    """The best of the hypotheses and of what has ended now."""
     ways = [way if rank < rules.num_beams else None for rank, way in enumerate(ended)]
     normalized_K = rules.normalized(scores_K, num_new) + torch.tensor([way is None for way in ways]) * NEVER
     merged = torch.cat([torch.tensor([each.score for each in hypotheses], dtype=torch.float32), normalized_K])

@@ -38,7 +38,13 @@ class Spelling:
     @property
     def is_whole(self) -> bool:
         """Whether it has no part of a character, whatever stands beside it."""
-        return not self.is_byte and _is_utf8(self.text)
+        if self.is_byte:
+            return False
+        try:
+            self.text.decode()
+        except UnicodeDecodeError:
+            return False
+        return True
 
 
 class Detokenizer:
@@ -168,17 +174,8 @@ class Detokenizer:
 
 
 def _num_common(one: str, other: str) -> int:
-    """Characters that both begin with."""
     shorter = min(len(one), len(other))
     return next((place for place in range(shorter) if one[place] != other[place]), shorter)
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 UNKNOWN = b"\xff"  # in the place of an id that the tokenizer lacks: in no stop string's UTF-8

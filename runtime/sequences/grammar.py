@@ -5,7 +5,7 @@ form, checked by llguidance itself. The library is an extra.
 # pyright: reportMissingImports=false
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,7 +27,6 @@ from .sequence import Sequence
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of a document; endless, a weak model would never end
 SPECIAL = b"\xff"  # before the name of a token without a text, by llguidance's convention: it is in no UTF-8
@@ -96,17 +95,10 @@ def _grammar(compiler: "type[LLMatcher]", key: str, value: str | tuple[str, ...]
     if isinstance(value, tuple):
         # One terminal, an automaton: as rules, each text is a symbol, of which 65,000 are the most.
         return compiler.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, value))}")
-    made: dict[str, Callable[[str], str]] = {
-        "json_schema": lambda text: compiler.grammar_from_json_schema(text, _spacing(text)),
-        "regex": compiler.grammar_from_regex,
-        "grammar": compiler.grammar_from_lark,
-    }
-    return made[key](value)
-
-
-def _spacing(schema: str) -> "JsonCompileOptions":
-    """How far the parts of a document may stand apart, unless the schema's `x-guidance` says how it is read."""
-    return {} if "x-guidance" in json.loads(schema) else {"whitespace_pattern": WHITESPACE}
+    if key == "json_schema":  # whose `x-guidance`, if any, says how far the parts of a document may stand apart
+        has_own = "x-guidance" in json.loads(value)
+        return compiler.grammar_from_json_schema(value, {} if has_own else {"whitespace_pattern": WHITESPACE})
+    return compiler.grammar_from_regex(value) if key == "regex" else compiler.grammar_from_lark(value)
 
 
 def one_line(problem: str) -> str:

@@ -34,19 +34,16 @@ class Guide:
         """Follows the tokens of the completion that it has not seen yet."""
         if self.num_told < len(generated):
             self.mask()
-            self._follow(list(generated[self.num_told :]))
+            tokens = list(generated[self.num_told :])
+            if self.opening is not None:  # in the structure, in the tag, or in both as long as the tokens are of both
+                if self.opening.validate_tokens(tokens) < len(tokens):
+                    self.opening = None
+                elif self.matcher.validate_tokens(tokens) < len(tokens):
+                    self.matcher, self.opening = self.opening, None
+                else:
+                    self.opening.consume_tokens(tokens)
+            self.matcher.consume_tokens(tokens)
             self.num_told, self.ahead = len(generated), None
-
-    def _follow(self, tokens: list[int]) -> None:
-        """Goes on in the structure, in the tag, or in both as long as the tokens are of both."""
-        if self.opening is not None:
-            if self.opening.validate_tokens(tokens) < len(tokens):
-                self.opening = None
-            elif self.matcher.validate_tokens(tokens) < len(tokens):
-                self.matcher, self.opening = self.opening, None
-            else:
-                self.opening.consume_tokens(tokens)
-        self.matcher.consume_tokens(tokens)
 
     def mask(self) -> torch.Tensor | None:
         """The mask behind the tokens that it was told, int32 (words), waited for; None where none was begun."""

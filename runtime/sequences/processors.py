@@ -86,52 +86,51 @@ class Processors:
         eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
         self._history_steps = lru_cache(NUM_PENALTIES)(lambda penalty: _history_steps(config, bad_words, eos, penalty))
         self._run_penalty = config.repetition_penalty
-        ending = [] if eos is None else [*self._least_lengths(config, eos)]
-        growing = [] if eos is None else [*_growing_penalty(config, eos)]
-        self._by_length = [*ending, *self._forced_tokens(config), *growing, *self._suppressed_tokens(config)]
+        self._by_length = [*self._length_steps(config, eos)]
 
     def __call__(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Scores, a tensor of their own where anything is applied: `logits_BV` is left as it is."""
-        scores_BV = self._by_history(sequences, logits_BV)
-        for step in self._by_length:
-            scores_BV = step(sequences, scores_BV)
-        return scores_BV
-
-    def _by_history(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """Rows of one repetition penalty together."""
-        rows_of: dict[float | None, list[int]] = {}
+        rows_of: dict[float | None, list[int]] = {}  # those of one repetition penalty together
         for row, sequence in enumerate(sequences):
             own = sequence.request.repetition_penalty
             rows_of.setdefault(self._run_penalty if own is None else own, []).append(row)
         if len(rows_of) == 1:
             [penalty] = rows_of
-            return self._penalised(sequences, logits_BV, penalty)
-        made_BV = logits_BV.clone()
-        for penalty, rows in rows_of.items():
-            rows_R = upload(rows, logits_BV.device)
-            made_BV[rows_R] = self._penalised([sequences[row] for row in rows], logits_BV[rows_R], penalty)
-        return made_BV
+            scores_BV = self._penalised(sequences, logits_BV, penalty)
+        else:
+            scores_BV = logits_BV.clone()
+            for penalty, rows in rows_of.items():
+                rows_R = upload(rows, logits_BV.device)
+                scores_BV[rows_R] = self._penalised([sequences[row] for row in rows], logits_BV[rows_R], penalty)
+        for step in self._by_length:
+            scores_BV = step(sequences, scores_BV)
+        return scores_BV
 
     def _penalised(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, penalty: float | None) -> torch.Tensor:
         steps = self._history_steps(penalty)
         if not steps:
             return logits_BV
-        ids_BT = upload(self._history(sequences, pad=logits_BV.shape[-1]), logits_BV.device)
+        # What each row's decoder has seen and generated, padded on the left with what no row contains. Behind an
+        # encoder the prompt is not among it.
+        start, pad = self._start_token_id, logits_BV.shape[-1]
+        seen = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
+        width = max(map(len, seen))
+        ids_BT = upload([[pad] * (width - len(row)) + row for row in seen], logits_BV.device)
         return process(steps, ids_BT, F.pad(logits_BV, (0, 1)))[:, :-1]  # the pad has a column too
 
-    def _least_lengths(self, config: SamplingConfig, eos: torch.Tensor) -> Iterator[LengthStep]:
+    def _length_steps(self, config: SamplingConfig, eos: torch.Tensor | None) -> Iterator[LengthStep]:
         least, fewest = config.min_length or 0, config.min_new_tokens or 0
-        if least:
+        if eos is not None and least:
             yield LengthStep(
                 processor=MinLengthLogitsProcessor(least, eos),
                 length=lambda row: self._num_seen(row) if self._num_seen(row) < least and _may_end(row) else None,
             )
-        yield LengthStep(  # which bans the end wherever it is shown a length
-            processor=MinNewTokensLengthLogitsProcessor(0, MAX_NEW_TOKENS, eos),
-            length=lambda row: _num_new(row) if _num_new(row) < _fewest(row, fewest) and _may_end(row) else None,
-        )
-
-    def _forced_tokens(self, config: SamplingConfig) -> Iterator[LengthStep]:
+        if eos is not None:
+            yield LengthStep(  # which bans the end wherever it is shown a length
+                processor=MinNewTokensLengthLogitsProcessor(0, MAX_NEW_TOKENS, eos),
+                length=lambda row: _num_new(row) if _num_new(row) < _fewest(row, fewest) and _may_end(row) else None,
+            )
+        is_forced = config.forced_bos_token_id is not None
         if config.forced_bos_token_id is not None:
             yield LengthStep(
                 processor=ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id),
@@ -142,9 +141,13 @@ class Processors:
                 processor=ForcedEOSTokenLogitsProcessor(1, config.forced_eos_token_id, self._device),
                 length=lambda row: 0 if _num_new(row) == row.request.max_new_tokens - 1 else None,
             )
-
-    def _suppressed_tokens(self, config: SamplingConfig) -> Iterator[LengthStep]:
-        is_forced = config.forced_bos_token_id is not None
+        if eos is not None and config.exponential_decay_length_penalty is not None:
+            # The end's score is raised by more with each new token.
+            begin, factor = int(config.exponential_decay_length_penalty[0]), config.exponential_decay_length_penalty[1]
+            yield LengthStep(
+                processor=ExponentialDecayLengthPenalty((begin, factor), eos, 0),
+                length=lambda row: _num_new(row) if _num_new(row) > begin and _may_end(row) else None,
+            )
         if config.suppress_tokens:
             yield LengthStep(
                 processor=SuppressTokensLogitsProcessor(config.suppress_tokens, self._device), length=lambda _: 0
@@ -162,14 +165,6 @@ class Processors:
     def _num_seen(self, row: Sequence) -> int:
         """What generate calls the length: the prompt's tokens, or a decoder's one start token, and new ones."""
         return row.num_known if self._start_token_id is None else 1 + _num_new(row)
-
-    def _history(self, sequences: Rows[Sequence], pad: int) -> list[list[int]]:
-        """What each row's decoder has seen and generated, padded on the left with `pad`, which no row contains. Behind
-        an encoder the prompt is not among it."""
-        start = self._start_token_id
-        rows = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
-        width = max(map(len, rows))
-        return [[pad] * (width - len(row)) + row for row in rows]
 
 
 def _num_new(row: Sequence) -> int:
@@ -198,16 +193,6 @@ def _history_steps(
     if banned := [*bad_words, *(config.bad_words_ids or [])]:
         made.append(NoBadWordsLogitsProcessor(banned, eos))
     return made
-
-
-def _growing_penalty(config: SamplingConfig, eos: torch.Tensor) -> Iterator[LengthStep]:
-    """The processor of `exponential_decay_length_penalty` raises the end's score by more with each new token."""
-    if config.exponential_decay_length_penalty is not None:
-        begin, factor = int(config.exponential_decay_length_penalty[0]), config.exponential_decay_length_penalty[1]
-        yield LengthStep(
-            processor=ExponentialDecayLengthPenalty((begin, factor), eos, 0),
-            length=lambda row: _num_new(row) if _num_new(row) > begin and _may_end(row) else None,
-        )
 
 
 def warpers(config: SamplingConfig, asked: Request) -> LogitsProcessorList:

@@ -167,7 +167,6 @@ class Sampler:
         self._grammars.begin([sequence for sequence in sequences if sequence.finish is None])
 
     def _beam_scores(self, sequences: Rows[Sequence], logprobs_BV: torch.Tensor) -> torch.Tensor:
-        """What the run's processors make of log-probabilities."""
         scores_BV, last = self._processors(sequences, logprobs_BV), warpers(self._config, sequences[0].request)
         return process(last, no_history(scores_BV), scores_BV) if last else scores_BV
 

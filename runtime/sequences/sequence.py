@@ -204,7 +204,6 @@ class Request:
 
 
 def _digest(text: str) -> int:
-    """63 bits."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little") >> 1
 
 

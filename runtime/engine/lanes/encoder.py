@@ -14,7 +14,7 @@ from ...cache.rectangle import RectangleKV, cross_rectangle_cache
 from ...model.head import HasLogits
 from ...model.stages import accepted
 from ...probing.layer_lists import config_behind_encoder
-from ...sequences.reading import Given, Picked
+from ...sequences.reading import Given
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
 from .lane import Lane, LaneContext
@@ -51,22 +51,17 @@ class WholeLane(Lane):
         width = max(map(len, rows))
         self._ids_BS = upload([row + [self._pad_id] * (width - len(row)) for row in rows], self._device)
         self._mask_BS = upload([[1] * len(row) + [0] * (width - len(row)) for row in rows], self._device)
-        self._given = self._asked(width)
-
-    def _asked(self, width: int) -> Given | Picked:
-        """What is read of the rows: tokens in masks' places, or hidden states."""
         encodings = [s.request.encoding for s in self.sequences]
-        if any(encoding is not None and encoding.masked for encoding in encodings):
-            return Given.of(
+        if any(encoding is not None and encoding.masked for encoding in encodings):  # tokens in masks' places
+            self._given = Given.of(
                 (s, row * width + place, [(s.request.prompt_ids[place],)])
                 for row, (s, encoding) in enumerate(zip(self.sequences, encodings, strict=True))
                 for place in (encoding.masked if encoding is not None else ())
             )
-        given = (s.given(0, len(s.request.prompt_ids)) for s in self.sequences)
-        ends = (row * width + len(s.request.prompt_ids) for row, s in enumerate(self.sequences))
-        return Picked.of(
-            (s, end - len(tokens), tokens) for s, end, tokens in zip(self.sequences, ends, given, strict=True)
-        )
+            return
+        lengths = (len(s.request.prompt_ids) for s in self.sequences)
+        each = enumerate(zip(self.sequences, lengths, strict=True))
+        self._given = self._given_of((s, row * width + length, s.given(0, length)) for row, (s, length) in each)
 
     def _forward(self) -> None:
         encoding = self.sequences[0].request.encoding
@@ -151,21 +146,16 @@ class Seq2SeqLane(RectangleLane):
 
     def _prepare(self) -> None:
         """The next columns of the start token and all that was generated: nearly always the last one alone."""
-        if self._is_read:
-            self._given = self._prepare_scored()
+        if self._is_read:  # the decoder's whole input, and what is scored of it
+            rows = [[self._start_token_id, *s.request.decoder_ids] for s in self.sequences]
+            width = max(map(len, rows))
+            self._ids_BT = upload([row + [0] * (width - len(row)) for row in rows], self._device)
+            each = enumerate(zip(self.sequences, rows, strict=True))
+            self._given = Given.of((s, number * width, s.given(0, len(row))) for number, (s, row) in each)
             return
         begin, end = max(0, self._done - 1), self._done + self._columns - 1
         start = [] if self._done else [self._start_token_id]
         self._ids_BT = upload([start + s.generated[begin:end] for s in self.sequences], self._device)
-
-    def _prepare_scored(self) -> Given:
-        """The decoder's whole input, and what is scored of it."""
-        rows = [[self._start_token_id, *s.request.decoder_ids] for s in self.sequences]
-        width = max(map(len, rows))
-        self._ids_BT = upload([row + [0] * (width - len(row)) for row in rows], self._device)
-        given = (s.given(0, len(row)) for s, row in zip(self.sequences, rows, strict=True))
-        each = zip(self.sequences, given, strict=True)
-        return Given.of((s, number * width, tokens) for number, (s, tokens) in enumerate(each))
 
     def _forward(self) -> None:
         if self._given is not None:

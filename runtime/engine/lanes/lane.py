@@ -190,8 +190,10 @@ class Lane(ABC):
         return any(not sequence.request.generates for sequence in self.sequences)
 
     def _given_of(self, parts: Iterable[tuple[Sequence, int, list[tuple[int, ...]]]]) -> Given | Picked:
-        """What `parts` say, as `Given.of` takes them: of a run, all are scored, or all are read."""
-        return (Given if any(s.request.num_scores for s in self.sequences) else Picked).of(parts)
+        """What the pass scores or reads: of each sequence, the place behind its last token, and what is given at its
+        last ones. Of a run, all are scored, or all are read."""
+        kind = Given if any(s.request.num_scores for s in self.sequences) else Picked
+        return kind.of((sequence, end - len(tokens), tokens) for sequence, end, tokens in parts)
 
     def _read_given(self, forward: Callable[[], HasLogits]) -> None:
         """Runs the model. Its head over a slice of what is scored at a time; of hidden states none but that of

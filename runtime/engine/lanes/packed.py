@@ -1,6 +1,7 @@
 """Lanes without padding: the tokens of all sequences of a micro-batch side by side, as one row."""
 
 from collections.abc import Sequence as Rows
+from itertools import accumulate
 
 import torch
 
@@ -8,7 +9,7 @@ from ...attention.upload import upload
 from ...cache.paged import PagedKV, PassView
 from ...cache.pages import SharedPages
 from ...model.head import HasLogits
-from ...sequences.reading import Given, Picked
+from ...sequences.reading import Picked
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
 from .lane import Lane, LaneContext
@@ -131,17 +132,10 @@ class PackedLane(Lane):
         pairs = zip(self.sequences, self._new, strict=True)
         self._num_selected = [sequence.num_selected(new) for sequence, new in pairs]
         self._cache.begin_pass(self._new, self._num_selected)
-        self._given = self._scored() if self._is_read else None
-
-    def _scored(self) -> Given | Picked:
-        """What the pass scores or reads."""
-        parts = list[tuple[Sequence, int, list[tuple[int, ...]]]]()
-        end = 0
-        for s, past, new in zip(self.sequences, self._cache.past, self._new, strict=True):
-            end += new
-            tokens = s.given(past, new)
-            parts.append((s, end - len(tokens), tokens))
-        return self._given_of(parts)
+        self._given = None
+        if self._is_read:
+            each = zip(self.sequences, self._cache.past, self._new, accumulate(self._new), strict=True)
+            self._given = self._given_of((s, end, s.given(past, new)) for s, past, new, end in each)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:

@@ -20,7 +20,7 @@ from ...events import Event, LaneRun, NeedStage, need_stage, need_tensor
 from ...plan.placement.memory import chunk_columns
 from ...probing.padded_probe import PassInputs
 from ...sequences.beam_search import of_searches
-from ...sequences.reading import Given, Picked
+from ...sequences.reading import Picked
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
 from .lane import Lane, LaneContext
@@ -46,7 +46,6 @@ class RectangleLane(Lane):
         )
 
     def _prompt(self, sequence: Sequence) -> Rows[int]:
-        """What the row begins with."""
         return sequence.known_ids
 
     @property
@@ -89,7 +88,6 @@ class RectangleLane(Lane):
         self.sequences = [self.sequences[row] for row in kept]
 
     def _keep(self, rows_B: torch.Tensor) -> None:
-        """Lets go of all rows but these, which ascend."""
         self._cache.reorder_cache(rows_B)  # pyright: ignore[reportArgumentType] - a legacy type, as in processors.py
         self._mask_BS = self._mask_BS[rows_B]
 
@@ -128,18 +126,14 @@ class PaddedLane(RectangleLane):
             self._ids_BT = self._prompts_BS[:, self._done : self._done + self._columns]
         self._end = self._done + self._ids_BT.shape[1]
         self._positions_BT = (self._mask_BS.cumsum(-1) - 1).clamp(min=0)[:, self._done : self._end]
-        self._given = self._scored() if self._is_read else None
-
-    def _scored(self) -> Given | Picked:
-        """What the pass scores or reads: all prompts end in the last column."""
-        parts = list[tuple[Sequence, int, list[tuple[int, ...]]]]()
-        num_columns = self._ids_BT.shape[1]
-        for row, s in enumerate(self.sequences):
-            num_pads = self._width - self._num_prompt[s.request.key]
-            past, end = max(0, self._done - num_pads), max(0, self._end - num_pads)
-            tokens = s.given(past, end - past)
-            parts.append((s, (row + 1) * num_columns - len(tokens), tokens))
-        return self._given_of(parts)
+        self._given = None
+        if self._is_read:  # all prompts end in the last column
+            parts = list[tuple[Sequence, int, list[tuple[int, ...]]]]()
+            for row, s in enumerate(self.sequences, 1):
+                num_pads = self._width - self._num_prompt[s.request.key]
+                past, end = max(0, self._done - num_pads), max(0, self._end - num_pads)
+                parts.append((s, row * self._ids_BT.shape[1], s.given(past, end - past)))
+            self._given = self._given_of(parts)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
@@ -187,14 +181,11 @@ class PaddedLane(RectangleLane):
         self._move_beams()
         self._drop_finished_rows()
         if any(self._begins_again(s) for s in sampled):
-            self._begin_again()
+            self._kv.close()
+            for sequence in self.sequences:
+                sequence.num_cached = 0
+            self._fill(*self._empty(self.sequences))
         return counts
-
-    def _begin_again(self) -> None:
-        self._kv.close()
-        for sequence in self.sequences:
-            sequence.num_cached = 0
-        self._fill(*self._empty(self.sequences))
 
 
 class ApartLane(Lane):
@@ -278,8 +269,6 @@ def _through_stage(run: LaneRun, event: Event | None) -> Event | None:
 
 
 class _TogetherKV(KVCache):
-    """The travelling layers of rows, one behind the other."""
-
     def __init__(self, parts: Rows[KVCache]):
         self._parts = parts
 
