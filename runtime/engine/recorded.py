@@ -17,7 +17,7 @@ from ..attention.fixed import Cuts, FixedRows, Size, cuts_of, sizes_of
 from ..attention.views import Reach
 from ..cache.paged import PassView
 from ..errors import ConfigError, Interrupted
-from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
+from ..events import Event, NeedAttention, NeedStage, Weights
 from ..plan.placement.memory import NUM_RECORDINGS
 from ..stream.device import ComputeDevice, Recording
 from .experts import BatchedExperts
@@ -141,16 +141,14 @@ class RecordedPasses:
         while event is not None:
             if isinstance(event, NeedStage):
                 stage = event.stage
-            event = lane.advance(self._answer(stage, event))
+                answer = self._weights_of(stage)
+            elif isinstance(event, NeedAttention):
+                answer = event.compute()
+            else:
+                answer = self._experts.run(stage, [event])[0]
+            event = lane.advance(answer)
         assert self._logits_BV is not None, "as many rows were launched before"
         return self._logits_BV[: lane.cache.view.num_rows].copy_(lane.take_logits())
-
-    def _answer(self, stage: int, event: Event) -> Weights | torch.Tensor:
-        if isinstance(event, NeedAttention):
-            return event.compute()
-        if isinstance(event, NeedExperts):
-            return self._experts.run(stage, [event])[0]
-        return self._weights_of(stage)
 
 
 def _repeated(tensor_1T: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attention.upload import upload
-from .beams import Advanced, BeamRules, BeamState, advanced
+from .beams import BeamRules, BeamState, advanced
 from .sequence import BeamWay, FinishReason, Sequence, TokenLogprobs
 
 # Whether tokens that a beam may come to are a whole completion: why, and where a stop string begins in its text.
@@ -141,40 +141,37 @@ def go_on(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends:
     `source` says whose keys and values go with them; where the search is over, each that is returned has its
     completion."""
     found = [(beams[beam], token) for beam, token in zip(candidates.beams, candidates.tokens, strict=True)]
+    ways = list[BeamWay | None]()
+    for rank, (beam, token) in enumerate(found):
+        tokens = [*beam.generated, token]
+        way = None
+        if (end := ends(beam, tokens)) is not None:
+            logprobs = (*beam.logprobs, *candidates.logprobs(rank))
+            way = BeamWay(token_ids=tuple(tokens), finish=end[0], text_end=end[1], logprobs=logprobs)
+        ways.append(way)
     step = advanced(
         rules,
         search_of(beams),
         candidates.scores,
-        [_way(beam, token, candidates.logprobs(rank), ends) for rank, (beam, token) in enumerate(found)],
+        ways,
         num_new=len(beams[0].generated) + 1,
         max_new=beams[0].request.max_new_tokens,
     )
     if step.is_over:
-        _finish(beams, step)
+        for beam, hypothesis in zip(beams, step.state.hypotheses, strict=True):
+            way = hypothesis.way
+            if not beam.request.is_returned:
+                beam.finish = FinishReason.length
+            elif way is None:
+                beam.fail("its beam search came to fewer completions than sampling.n: too few tokens may come next")
+            else:
+                beam.generated, beam.logprobs = list(way.token_ids), list(way.logprobs)
+                beam.finish, beam.text_end, beam.beam_score = way.finish, way.text_end, hypothesis.score
         return
     news = [(*found[rank], candidates.logprobs(rank)) for rank in step.kept]
     made = [([*source.generated, token], [*source.logprobs, *own], source) for source, token, own in news]
     for beam, (beam.generated, beam.logprobs, beam.source) in zip(beams, made, strict=True):
         beam.search = step.state
-
-
-def _way(beam: Sequence, token: int, logprobs: Rows[TokenLogprobs], ends: Ends) -> BeamWay | None:
-    tokens = [*beam.generated, token]
-    if (end := ends(beam, tokens)) is None:
-        return None
-    return BeamWay(token_ids=tuple(tokens), finish=end[0], text_end=end[1], logprobs=(*beam.logprobs, *logprobs))
-
-
-def _finish(beams: Rows[Sequence], step: Advanced[BeamWay]) -> None:
-    for beam, hypothesis in zip(beams, step.state.hypotheses, strict=True):
-        way = hypothesis.way
-        if not beam.request.is_returned:
-            beam.finish = FinishReason.length
-        elif way is None:
-            beam.fail("its beam search came to fewer completions than sampling.n: too few tokens may come next")
-        else:
-            beam.generated, beam.logprobs = list(way.token_ids), list(way.logprobs)
-            beam.finish, beam.text_end, beam.beam_score = way.finish, way.text_end, hypothesis.score
 
 
 def search_of(beams: Rows[Sequence]) -> BeamState[BeamWay]:

@@ -88,7 +88,11 @@ def advanced(
     going_K = scores_K + hits_K.float() * NEVER
     kept_B = going_K.topk(rules.num_beams).indices
     hypotheses = _merged(rules, state.hypotheses, scores_K, ended, num_new)
-    may_improve = _may_improve(rules, going_K[kept_B], hypotheses, rules.best_length(num_new, max_new))
+    # The best beam, if it lost nothing more, may be better than the worst hypothesis, or than a place that is free.
+    worst = torch.tensor([each.score for each in hypotheses], dtype=torch.float32).min()
+    bars = torch.where(torch.tensor([each.way is not None for each in hypotheses]), worst, NEVER)
+    best = rules.normalized(going_K[kept_B][:1], rules.best_length(num_new, max_new))
+    may_improve = bool((best > bars).any())
     is_full = rules.early_stopping is True and all(each.way is not None for each in hypotheses)
     return Advanced(
         state=BeamState(scores=tuple(going_K[kept_B].tolist()), hypotheses=hypotheses),
@@ -111,12 +115,3 @@ def _merged(
     all_ways = [*(each.way for each in hypotheses), *ways]
     pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
     return tuple(Hypothesis(score=score, way=all_ways[place]) for score, place in pairs)
-
-
-def _may_improve(rules: BeamRules, going_B: torch.Tensor, hypotheses: Rows[Hypothesis[T]], best_length: int) -> bool:
-    """Whether the best beam, if it lost nothing more, would be better than the worst hypothesis, or than a place that
-    is free."""
-    worst = torch.tensor([each.score for each in hypotheses], dtype=torch.float32).min()
-    is_there = torch.tensor([each.way is not None for each in hypotheses])
-    bars = torch.where(is_there, worst, NEVER)
-    return bool((rules.normalized(going_B[:1], best_length) > bars).any())

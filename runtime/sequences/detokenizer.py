@@ -195,18 +195,9 @@ class StopStrings:
         in the last token. To be asked after each token, or after `num_new`. With `begin` above 0 a stop string may not
         begin before it."""
         stops = [stop.encode(errors="surrogatepass") for stop in request.stop]
-        pieces = self._last_pieces(request, ids, begin, num_new, max(map(len, stops)))
-        text = b"".join(pieces)
-        num_seen = len(text) - sum(map(len, pieces[len(pieces) - min(num_new, len(ids) - begin) :]))
-        places = [text.find(stop, max(0, num_seen - len(stop) + 1)) for stop in stops]
-        place = min((place for place in places if place >= 0), default=None)
-        return None if place is None else self._num_characters(request, ids, begin, pieces, place)
-
-    def _last_pieces(self, request: "Request", ids: Rows[int], begin: int, num_new: int, longest: int) -> list[bytes]:
-        """What the last tokens spell, `num_new` of them and so many before that a stop string may begin in them."""
-        known = islice(reversed(ids), len(ids) - begin)
+        longest, known = max(map(len, stops)), islice(reversed(ids), len(ids) - begin)
         prompt = self._detokenizer.prompt_ids(request) if not begin and request.stops_begin_in_prompt else ()
-        pieces: list[bytes] = []
+        pieces: list[bytes] = []  # of the new tokens and so many before that a stop string may begin in them
         num_bytes = 0
         for token in islice(chain(known, reversed(prompt)), num_new + longest - 1):  # theirs is such a window too
             spelling = self._detokenizer.spelling(token)
@@ -214,10 +205,13 @@ class StopStrings:
             num_bytes += len(pieces[-1]) if len(pieces) > num_new else 0
             if len(pieces) >= num_new and num_bytes >= longest - 1:
                 break
-        return pieces[::-1]
-
-    def _num_characters(self, request: "Request", ids: Rows[int], begin: int, pieces: Rows[bytes], place: int) -> int:
-        """Characters of the text of `ids[begin:]` before a byte of the last `pieces`, where a character begins."""
+        pieces.reverse()
+        text = b"".join(pieces)
+        num_seen = len(text) - sum(map(len, pieces[len(pieces) - min(num_new, len(ids) - begin) :]))
+        places = [text.find(stop, max(0, num_seen - len(stop) + 1)) for stop in stops]
+        place = min((place for place in places if place >= 0), default=None)
+        if place is None:
+            return None
         ends = list(accumulate(map(len, pieces)))
         index = next(index for index, end in enumerate(ends) if place < end)
         token, left = len(ids) - len(pieces) + index, pieces[index][place - ends[index] :]

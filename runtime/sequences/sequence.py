@@ -302,22 +302,6 @@ class Sequence:
             search=self.search,
         )
 
-    @staticmethod
-    def restored(request: Request, unfinished: "Unfinished", device: torch.device) -> "Sequence":
-        """Goes on where the snapshot was taken: the same tokens, and the same draws to come."""
-        generator = None
-        if unfinished.generator_state is not None:
-            generator = torch.Generator(device)
-            generator.set_state(torch.frombuffer(bytearray(unfinished.generator_state), dtype=torch.uint8))
-        return Sequence(
-            request=request,
-            generated=list(unfinished.token_ids),
-            num_unstopped=len(unfinished.token_ids),
-            logprobs=list(unfinished.logprobs),
-            generator=generator,
-            search=unfinished.search,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
@@ -387,11 +371,24 @@ def resumed(request: Request, unfinished: Unfinished | None, device: torch.devic
     is of another kind of device, whose draws cannot go on here."""
     if unfinished is None or (request.num_beams > 1 and unfinished.search is None):
         return begun(request)
-    try:
-        return Sequence.restored(request, unfinished, device)
-    except RuntimeError as error:
-        log.warning("row %r begins again: the state of its generator does not fit %s: %s", request.id, device, error)
-        return begun(request)
+    generator = None
+    if unfinished.generator_state is not None:
+        try:
+            generator = torch.Generator(device)
+            generator.set_state(torch.frombuffer(bytearray(unfinished.generator_state), dtype=torch.uint8))
+        except RuntimeError as error:
+            log.warning(
+                "row %r begins again: the state of its generator does not fit %s: %s", request.id, device, error
+            )
+            return begun(request)
+    return Sequence(
+        request=request,
+        generated=list(unfinished.token_ids),
+        num_unstopped=len(unfinished.token_ids),
+        logprobs=list(unfinished.logprobs),
+        generator=generator,
+        search=unfinished.search,
+    )
 
 
 def resumed_lane(

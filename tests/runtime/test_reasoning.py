@@ -14,7 +14,7 @@ from runtime import Completion, Runtime, SamplingConfig
 from runtime.errors import ConfigError
 from runtime.sequences.reasoning import Parts, Reasoning, reasoning_of
 from runtime.sequences.sampler import Sampler
-from runtime.sequences.sequence import FinishReason, Request
+from runtime.sequences.sequence import FinishReason, Request, resumed
 from runtime.sequences.sequence import Sequence as Running
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.runtime.sampling_support import logits_for, step
@@ -108,7 +108,7 @@ def test_a_row_that_goes_on_stops_where_it_would_have_stopped(known: int, tokeni
     sampler = Sampler(SamplingConfig(reasoning="auto"), vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
     sampler.reasoning = Reasoning(tokenizer, "<think>", "</think>")
     left = Running(request=whole.request, generated=whole.generated[:known]).snapshot()
-    row = Running.restored(whole.request, left, torch.device("cpu"))
+    row = resumed(whole.request, left, torch.device("cpu"))
     for token in ids_of(tokenizer, "<thread>")[known:]:
         if row.finish is None:
             step(sampler, [row], logits_for(token, size=VOCAB_SIZE), 0)

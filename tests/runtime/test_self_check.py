@@ -20,7 +20,7 @@ from runtime.model.families import FAMILIES, Family
 from runtime.probing import guards
 from runtime.probing.meta import auto_class
 from runtime.probing.padded_probe import PaddedHabits
-from runtime.sequences import reading as scoring
+from runtime.sequences import reading
 from runtime.stream.device import ComputeDevice
 from runtime.synthesize.checkpoints import config_for
 from tests.fake_device import FakeDevice
@@ -183,12 +183,12 @@ def test_a_run_of_scores_has_its_log_probabilities_compared(
     with caplog.at_level(logging.INFO, logger=self_check.__name__):
         check_lanes(runtime.model, asked, runtime.budgets(), runtime.reader, lambda: False, scores=True)
     assert "logits and log-probabilities" in caplog.text
-    written = scoring.Scores._written
+    written = reading.TokenScorer._written
 
-    def off(self: scoring.Scores, logits_NV: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+    def off(self: reading.TokenScorer, logits_NV: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
         return written(self, logits_NV.cumsum(0), *args)  # right for the first of each slice alone
 
-    monkeypatch.setattr(scoring.Scores, "_written", off)
+    monkeypatch.setattr(reading.TokenScorer, "_written", off)
     check(runtime, SelfCheck.full)  # generates: nothing of it is wrong
     with pytest.raises(ConfigError, match=r"gives other log-probabilities .*its greedy tokens are right"):
         check_lanes(runtime.model, asked, runtime.budgets(), runtime.reader, lambda: False, scores=True)

@@ -124,7 +124,12 @@ class PackedLane(Lane):
         return whole
 
     def _prepare(self) -> None:
-        tokens = [token for s, new in zip(self.sequences, self._new, strict=True) for token in _next_tokens(s, new)]
+        tokens = list[int]()  # known and not cached yet
+        for s, new in zip(self.sequences, self._new, strict=True):
+            if s.is_prefilled:  # to decode, which is nearly always, no list of all is made
+                tokens += s.generated[-1:] if new else ()
+            else:
+                tokens += s.known_ids[s.num_cached : s.num_cached + new]
         pasts = zip(self._cache.past, self._new, strict=True)
         places = [place for past, new in pasts for place in range(past, past + new)]
         self._ids_1T = upload([tokens], self._device)
@@ -211,10 +216,3 @@ def _num_spared(sequence: Sequence, new: int) -> int:
         return -new
     begin = sequence.behind.num_tokens if sequence.behind is not None else 0
     return begin if sequence.num_cached == begin else 0
-
-
-def _next_tokens(sequence: Sequence, count: int) -> list[int]:
-    """Known and not cached yet. To decode, which is nearly always, no list of all is made."""
-    if sequence.is_prefilled:
-        return sequence.generated[-1:] if count else []
-    return sequence.known_ids[sequence.num_cached : sequence.num_cached + count]
