@@ -49,7 +49,7 @@ from ..plan.search.policy import Policy
 from ..plan.shape.dtypes import keeping_kv
 from ..plan.shape.model import ModelShape
 from ..planning.budgets import device_limited, require_within
-from ..planning.planner import Planner
+from ..planning.planner import Planner, RuntimeCache
 from ..probing.heads import Head
 from ..ranks.ranks import Ranks
 from ..requests.encoding import require_text
@@ -65,7 +65,6 @@ from ..trace import Trace
 from ..units import MIB, format_bytes
 from .encoding import CLASSIFYING, Classified, Embedded, Filled, embedding, filling_masks
 from .generation import CompletionStream, GenerationTask, Result, samples
-from .kept import RuntimeCache
 from .keywords import Settings, changed
 from .prompt import PromptLike
 from .scoring import Scored, ScoredDocument, ScoringTask, TargetsLike, score_documents

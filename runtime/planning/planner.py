@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..batching.balance import Block
+from ..closing import Closing
 from ..config.profiles import BY_RULE, BackendTable
 from ..config.settings import PolicyKind, RuntimeConfig
 from ..errors import BudgetError
 from ..kernels.compiler import has_compiler
-from ..library.kept import RuntimeCache
 from ..measure.calibrate import measure_rates
 from ..measure.contests import compare_backends
 from ..measure.machine import device_name
@@ -33,9 +33,52 @@ from ..plan.search.candidate import Problem
 from ..plan.search.policy import Policy
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
+from ..stream.kept_weights import KeptWeights
 from ..units import MIB
 from .budgets import budgets_of, reclaim
 from .choices import plan_by_choice, policies_directory, question
+
+
+class RuntimeCache(Closing):
+    """The weights that sessions hold whole, the reader of the others, and the rates that were measured.
+
+    `open_reader` is called for the first reader, and for another one where a call has failed and left reads behind.
+    """
+
+    def __init__(self, open_reader: Callable[[], Reader]):
+        self.weights = KeptWeights()
+        self._open_reader = open_reader
+        self._reader: Reader | None = None
+        self._rates: list[tuple[TypicalLoad, frozenset[int], BackendTable, MachineRates]] = []
+
+    def close(self) -> None:
+        self.close_reader()
+        self.weights.clear()
+
+    def reader(self) -> Reader:
+        """The reader, which stays open."""
+        if self._reader is None:
+            self._reader = self._open_reader()
+        return self._reader
+
+    def close_reader(self) -> None:
+        """Closes the reader; the next call opens another."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable) -> MachineRates | None:
+        """Rates that were measured with these backends for a load that covers this one."""
+        found = (rates for usual, *rest, rates in self._rates if rest == [paged, backends] and usual.covers(load))
+        return next(found, None)
+
+    def keep_rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable, rates: MachineRates) -> None:
+        self._rates.append((load, paged, backends, rates))
+
+    def forget_rates(self) -> None:
+        """Drops the rates, as the model is computed in another way from now on."""
+        self._rates.clear()
+
 
 log = logging.getLogger(__name__)
 
