@@ -39,7 +39,7 @@ def measured_rows(rows: Rows) -> Result:
 
 def measure(rows: Rows, begun: float) -> Result:
     """Seconds since `begun`, by the monotonic clock, until the first pass that would be kept. Memory counts from 0."""
-    from jobs.run.generation import generate  # torch, whose loading counts
+    from jobs.run.tasks.generate import generate  # torch, whose loading counts
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"

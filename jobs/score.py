@@ -3,17 +3,24 @@
 import logging
 import sys
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from jobs.config.process import start_settled, uncollected
+from jobs.config.process import start_settled
 
 if __name__ == "__main__":
     start_settled()  # before the imports that take long
 
 import hydra
 
-from jobs.config.cli import as_job, ended, run_job, say, with_kind
+from jobs.config.cli import as_job, run_job, say, with_kind
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, ScoreConfig, load
+from jobs.run.door import run_door
+
+if TYPE_CHECKING:
+    from jobs.run.run import Outcome
+    from jobs.run.tasks.task import Task
 
 HOW_TO_READ = """
 output: {folder}
@@ -30,29 +37,20 @@ def main(composed: Composed) -> int:
     config = load(ScoreConfig, composed)
     log_start(logging.getLogger("jobs.score"), config)
 
-    # torch and transformers are loaded only once the config is known to be good
-    if config.num_workers != 1:
-        from jobs.workers.local import led
+    return run_door(config, _load_task, _tell, at=began_at, clock=began)
 
-        if (result := led(config, sys.argv[1:], [sys.executable, *sys.orig_argv[1:]])) is not None:
-            return ended(*result)
-    with uncollected():
-        from jobs.config.signals import StopFlag
-        from jobs.record.passes import Start
-        from jobs.run.ranks import perform_in_ranks
-        from jobs.run.row_errors import told_outcome
-        from jobs.run.scoring import scoring, sentence
 
-    with StopFlag() as stop:
-        outcome = perform_in_ranks(*scoring(config), stop, Start(at=began_at, clock=began))
-    if isinstance(outcome, int):
-        return outcome
-    if outcome.was_finished:
-        say(f"{outcome.directory} is finished: nothing to do")
-    say(told_outcome(outcome))
+def _load_task() -> "Callable[[ScoreConfig], tuple[Task, ScoreConfig]]":
+    from jobs.run.tasks.score import scoring
+
+    return scoring
+
+
+def _tell(outcome: "Outcome") -> None:
+    from jobs.run.tasks.score import sentence
+
     say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
     say(f"\n{sentence(outcome.summary.totals or {})}")
-    return outcome.exit_code
 
 
 if __name__ == "__main__":

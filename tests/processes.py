@@ -12,7 +12,7 @@ PROCESSES.set_forkserver_preload(
     [
         "tests.unsynced",
         "jobs.generate",
-        "jobs.run.generation",
+        "jobs.run.run",
         *(f"runtime.kernels.{name}" for name in ("attention", "rowwise", "linear_steps")),
         "transformers.models.llama.modeling_llama",  # what follows would be imported late
         "pandas",

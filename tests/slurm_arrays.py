@@ -14,7 +14,7 @@ from pathlib import Path
 from jobs.config.settings import GenerateConfig, Workers
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations
 from tests.slurm_cluster import Cluster, running_cluster

@@ -13,7 +13,7 @@ from pathlib import Path
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, Tier
 from tests.generations import read_generations
 from tests.slurm_cluster import Cluster, running_cluster

@@ -62,7 +62,7 @@ JOBS = {
     "pictures": {"files"},
     "record": {"config", "datasets", "files"},
     "workers": {"config", "files", "record"},
-    "run": {"config", "files", "datasets", "pictures", "record", "workers"},
+    "run": {"config", "files", "datasets", "exporting", "pictures", "record", "workers"},
     "evaluating": {"config", "datasets", "files", "record", "run"},
     "exporting": {"datasets", "files", "record"},
     "serving": {"config", "datasets", "files", "record", "exporting"},

@@ -7,7 +7,7 @@ import sys
 from runtime.config.settings import Way
 from runtime.ranks.launch import Launch
 
-from .settings import GenerateConfig, LogLevel, doubtful_settings, run_directory, to_yaml
+from .settings import LogLevel, RunSettings, doubtful_settings, run_directory, to_yaml
 
 TOLD_TOO_MUCH = ("botocore", "aiobotocore")  # log requests to stores with what signs them
 
@@ -25,7 +25,7 @@ def log_to_stderr(level: LogLevel) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def log_start(log: logging.Logger, config: GenerateConfig) -> None:
+def log_start(log: logging.Logger, config: RunSettings) -> None:
     """Writes to stderr from now on, first what is doubtful about the settings, which model is opened and where its
     results go. Of several ranks the first one writes; the others warn. Raises ConfigError for a device that is not
     here."""

@@ -89,8 +89,8 @@ class TableFormat(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """All settings of `jobs.generate`; mirrors conf/generate.yaml."""
+class RunSettings:
+    """What every run is told, whatever is asked of its rows. Each job of runs adds its own."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -128,11 +128,6 @@ class GenerateConfig:
         require(
             keeps or self.output is Output.parts or not is_batch,
             "output=openai_batch needs dataset.keep_columns=true; output=parts does without",
-        )
-        require(
-            self.sampling.n == 1 or not self.dataset.has_turns,
-            f"sampling.n={self.sampling.n} has no meaning where a later turn follows on one answer: "
-            "dataset.repeat asks each chat several times",
         )
         require(
             self.dataset.window_rows is None or not self.dataset.has_turns,
@@ -173,8 +168,6 @@ class GenerateConfig:
         """What ranks cannot do together is refused."""
         way = f"devices={self.devices.way.value}"
         require(not self.is_elastic, f"{way} is one worker in several processes: take workers=one")
-        is_told = type(self) is GenerateConfig or self.devices.way is not Way.pipeline
-        require(is_told, f"{way} tells no scores or embeddings as yet: take devices=sharded, tensor or one")
         is_held = self.dataset.window_rows is None
         require(is_held, f"{way} holds all rows as yet: leave dataset.window_rows null, or take devices=one")
 
@@ -205,6 +198,30 @@ class GenerateConfig:
             machine=self.machine,
         )
 
+    def _require_no_answer(self, doing: str) -> None:
+        """What is of generated tokens is refused where none are: `doing` says what is done in their place."""
+        sampling, way = self.sampling, self.devices.way
+        require(sampling.n == 1, f"sampling.n={sampling.n} means nothing where {doing}")
+        beams = sampling.num_beams
+        require(beams in (None, 1), f"sampling.num_beams={beams} means nothing where {doing}")
+        structures = [key for key in STRUCTURES if getattr(sampling, key) is not None]
+        require(not structures, f"sampling.{''.join(structures)} means nothing where {doing}")
+        told = f"devices={way.value} tells no scores or embeddings as yet: take devices=sharded, tensor or one"
+        require(way is not Way.pipeline, told)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(RunSettings):
+    """All settings of `jobs.generate`; mirrors conf/generate.yaml."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.sampling.n == 1 or not self.dataset.has_turns,
+            f"sampling.n={self.sampling.n} has no meaning where a later turn follows on one answer: "
+            "dataset.repeat asks each chat several times",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreSettings:
@@ -223,18 +240,14 @@ class ScoreSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreConfig(GenerateConfig):
+class ScoreConfig(RunSettings):
     """All settings of `jobs.score`; mirrors conf/score.yaml."""
 
     score: ScoreSettings = field(default_factory=ScoreSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.sampling.n == 1, f"sampling.n={self.sampling.n} means nothing where targets are scored")
-        num_beams = self.sampling.num_beams
-        require(num_beams in (None, 1), f"sampling.num_beams={num_beams} means nothing where targets are scored")
-        structures = [key for key in STRUCTURES if getattr(self.sampling, key) is not None]
-        require(not structures, f"sampling.{''.join(structures)} means nothing where targets are scored")
+        self._require_no_answer("targets are scored")
         require(not self.dataset.has_turns, "targets are scored behind one prompt: dataset.turns have no meaning here")
         is_held = self.score.rolling and self.dataset.window_rows is not None
         require(not is_held, "dataset.window_rows reads rows in windows, and score.rolling=true holds its documents")
@@ -260,18 +273,14 @@ class EncodeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeConfig(GenerateConfig):
+class EncodeConfig(RunSettings):
     """All settings of `jobs.encode`; mirrors conf/encode.yaml."""
 
     encode: EncodeSettings = field(default_factory=EncodeSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.sampling.n == 1, f"sampling.n={self.sampling.n} means nothing where prompts are encoded")
-        num_beams = self.sampling.num_beams
-        require(num_beams in (None, 1), f"sampling.num_beams={num_beams} means nothing where prompts are encoded")
-        structures = [key for key in STRUCTURES if getattr(self.sampling, key) is not None]
-        require(not structures, f"sampling.{''.join(structures)} means nothing where prompts are encoded")
+        self._require_no_answer("prompts are encoded")
         require(not self.dataset.has_turns, "one prompt of a row is encoded: dataset.turns have no meaning here")
         require(
             not self.is_batch or self.encode.output is not Readout.masks,
@@ -358,7 +367,7 @@ def load(cls: type[T], composed: Composed) -> T:
     return build(cls, {str(key): value for key, value in values.items()})
 
 
-def semantic(config: GenerateConfig) -> dict[str, JsonValue]:
+def semantic(config: RunSettings) -> dict[str, JsonValue]:
     """The keys that can change the text of a completion, flat and JSON-ready; a resumed run must have the same.
 
     `policy` is among them because a row's numerics depend on which rows share its micro-batch.
@@ -366,7 +375,7 @@ def semantic(config: GenerateConfig) -> dict[str, JsonValue]:
     return {key: value for key, value in flatten(config).items() if _is_semantic(key) and not _is_unset(key, value)}
 
 
-def operational(config: GenerateConfig) -> dict[str, JsonValue]:
+def operational(config: RunSettings) -> dict[str, JsonValue]:
     """The other keys: they may change on resume (tiers, prefetch, schedule, machine, paths of results, log level)."""
     return {key: value for key, value in flatten(config).items() if not _is_semantic(key)}
 
@@ -383,7 +392,7 @@ def _is_unset(key: str, value: JsonValue) -> bool:
     return key.startswith("sampling.") and (value is None or (key == "sampling.follow_model" and value is False))
 
 
-def run_name(config: GenerateConfig) -> str:
+def run_name(config: RunSettings) -> str:
     """The directory name of this run below `<output_root>/generate`: `run`, or a name derived from what `semantic` says
     otherwise than by default, so that a key that is added, or goes, changes no name.
 
@@ -401,13 +410,13 @@ def run_name(config: GenerateConfig) -> str:
     return name if config.shard.count == 1 else f"{name}-{config.shard.index:05d}-of-{config.shard.count:05d}"
 
 
-def run_directory(config: GenerateConfig) -> Path:
+def run_directory(config: RunSettings) -> Path:
     jobs = {ScoreConfig: "score", EncodeConfig: "encode"}
     job = next((name for kind, name in jobs.items() if isinstance(config, kind)), "generate")
     return Path(config.output_root) / job / run_name(config)
 
 
-def doubtful_settings(config: GenerateConfig) -> list[str]:
+def doubtful_settings(config: RunSettings) -> list[str]:
     """A sentence for each setting that has no effect beside the others, or another than was surely meant; for the job
     to log as warnings. Those that the model or the plan leaves without effect: `runtime.plan.advice`."""
     return [*_ignored_settings(config), *_unread_escapes(config.sampling.stop or [])]
@@ -423,7 +432,7 @@ def _unread_escapes(stop: list[str]) -> list[str]:
     ]
 
 
-def _ignored_settings(config: GenerateConfig) -> list[str]:
+def _ignored_settings(config: RunSettings) -> list[str]:
     sampling = config.sampling
     off = {"top_k": 0, "top_p": 1, "min_p": 0, "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
     is_greedy = sampling.is_greedy and config.dataset.temperature_field is None
@@ -452,7 +461,7 @@ def read_yaml(path: Path) -> dict[str, object]:
     return {str(key): value for key, value in values.items()}
 
 
-def to_yaml(config: GenerateConfig | SynthesizeConfig) -> str:
+def to_yaml(config: RunSettings | SynthesizeConfig) -> str:
     """The settings as YAML, readable and safe to load as plain data."""
     values = plain(config)
     assert isinstance(values, dict)

@@ -39,7 +39,9 @@ from ..files.publishing import json_digest, publish, write_all
 from ..record.output_rows import score_schema
 from ..record.passes import Start
 from ..record.run_dir import RunDirectory
-from ..run.generation import Task, generation, perform
+from ..run.run import perform
+from ..run.tasks.generate import generation
+from ..run.tasks.task import Task
 from ..run.requests import Prompt, completions_of
 from .config import EvaluateConfig
 
@@ -118,7 +120,7 @@ class Answerer:
         sampling = replace(self._config.sampling, logprobs=1, max_new_tokens=0)
         task = Task(
             directory=self.directory / kind,
-            columns=partial(score_schema, has_top=True),
+            columns=lambda _: score_schema(has_top=True),
             requests=lambda _, pending: [[replace(joined[row.index].request, id=row.id)] for row, _ in pending],
             rows=lambda *_: rows,
         )

@@ -60,11 +60,9 @@ SCORE_SCHEMA = pa.schema(
 )
 
 
-def score_schema(*, has_top: bool, has_logprobs: bool = True, has_beams: bool = False) -> pa.Schema:
+def score_schema(*, has_top: bool) -> pa.Schema:
     """`generation_schema`, of a run that scores, which is nothing but log-probabilities. `has_top`: with the likeliest
     tokens in place of each."""
-    del has_beams
-    assert has_logprobs, "scores are asked for by them"
     return pa.schema([*SCORE_SCHEMA, *(LOGPROB_FIELDS[1:] if has_top else ())])
 
 

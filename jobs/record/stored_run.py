@@ -21,7 +21,7 @@ from runtime.errors import DamagedRunError, MillraceError, RunInUseError, Storag
 from runtime.remote.object_store import ObjectStore, Patience, StoredFile, never
 from runtime.units import counted
 
-from ..config.settings import GenerateConfig
+from ..config.settings import RunSettings
 from ..files.publishing import (
     JsonValue,
     canonical_json,
@@ -237,13 +237,13 @@ class StoredRun(RunCopy):
         return value
 
 
-def add_batch_files(config: GenerateConfig, directory: Path) -> None:
+def add_batch_files(config: RunSettings, directory: Path) -> None:
     """Takes OpenAI's files of the finished run in `directory` to its copy. Raises what `RunCopy` raises."""
     run = RunDirectory(path=directory)
     copy_of(config, directory, never).add(run.batch_output, run.batch_errors)
 
 
-def copy_of(config: GenerateConfig, directory: Path, should_stop: Callable[[], bool]) -> RunCopy:
+def copy_of(config: RunSettings, directory: Path, should_stop: Callable[[], bool]) -> RunCopy:
     """The copy that the run in `directory` has by `config`. Raises ConfigError where it cannot be looked at."""
     if config.output_url is None:
         return RunCopy()

@@ -19,7 +19,7 @@ from runtime.errors import CheckpointError, DamagedRunError
 from runtime.library.api import Runtime
 from runtime.model.loading import LoadedModel
 
-from ..config.settings import GenerateConfig, operational, semantic
+from ..config.settings import RunSettings, operational, semantic
 from ..files.publishing import JsonValue, canonical_json, read_json
 from ..record.input_digests import InputDigests
 from ..record.manifest import DIGEST_OF_WEIGHTS, RunManifest
@@ -37,7 +37,7 @@ VERSIONS = frozenset({"transformers_version", "dtype"})  # the dtype is `model.d
 MAX_KEYS, MAX_CHARS = 64, 400  # of a mapping and of a value that are kept as they are; of larger ones a digest
 
 
-def manifest_of(config: GenerateConfig, runtime: Runtime, digests: InputDigests) -> RunManifest:
+def manifest_of(config: RunSettings, runtime: Runtime, digests: InputDigests) -> RunManifest:
     """The dtype is the one that `auto` came to here: on another kind of machine the same config may be another run.
     Sampling is what holds, with the model's own settings where they are followed."""
     settings, model = semantic(replace(config, sampling=runtime.config.sampling)), runtime.model
@@ -53,12 +53,12 @@ def manifest_of(config: GenerateConfig, runtime: Runtime, digests: InputDigests)
         operational=operational(config) | {key: value for key, value in settings.items() if key in PATHS},
         versions={"millrace": __version__, **versions},
         facts={**model_facts(model), **digests.facts},
-        defaults=semantic(GenerateConfig()),
+        defaults=semantic(type(config)()),
         sources={**_sources(config, model.checkpoint.path), **_weight_sources(model)},
     )
 
 
-def _sources(config: GenerateConfig, checkpoint: Path) -> dict[str, str]:
+def _sources(config: RunSettings, checkpoint: Path) -> dict[str, str]:
     folder = Path(config.model.tokenizer or checkpoint)
     template = folder / "chat_template.jinja"
     return {

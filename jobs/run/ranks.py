@@ -13,10 +13,11 @@ from runtime.errors import ConfigError, Interrupted, PeerEnded, require
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
 
-from ..config.settings import GenerateConfig
-from ..record.passes import Start
-from .generation import Outcome, Task, perform, prepared
+from ..config.settings import RunSettings
+from ..record.stored_run import copy_of
 from .requests import ask
+from .run import open_model
+from .tasks.task import Task
 
 log = logging.getLogger(__name__)
 START = "torchrun --nproc-per-node 2 -m jobs.generate devices=sharded ..., or srun --ntasks 2 ..."
@@ -48,23 +49,14 @@ def ranks_of(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterato
     ranks.close()
 
 
-def perform_in_ranks(
-    task: Task, config: GenerateConfig, should_stop: Callable[[], bool], start: Start
-) -> Outcome | int:
-    """`perform`, together with the ranks that a launcher has started; the exit code of one that is not the first."""
-    with ranks_of(config.devices, should_stop) as ranks:
-        if ranks is not None and ranks.rank:
-            return follow(task, config, should_stop, ranks)
-        return perform(task, config, should_stop, start, ranks)
-
-
-def follow(task: Task, config: GenerateConfig, should_stop: Callable[[], bool], ranks: Ranks) -> int:
+def follow(task: Task, config: RunSettings, should_stop: Callable[[], bool], ranks: Ranks) -> int:
     """Takes part in what rank 0 does; returns the exit code. Of a stop the first of those ranks tells that are
     there."""
-    ready = prepared(task, config, should_stop, ranks=ranks)
-    asked = ask(ready.runtime, ready.asked.first_rows(), task.requests)
+    begun = copy_of(config, task.directory, should_stop).begun
+    runtime, rows = open_model(task, config, should_stop, begun, ranks=ranks)
+    asked = ask(runtime, rows.first_rows(), task.requests)
     try:
-        for _ in ready.runtime.follow(asked.computed):
+        for _ in runtime.follow(asked.computed):
             pass
     except Interrupted as error:
         ended = error.ranks if isinstance(error, PeerEnded) else ()

@@ -1,11 +1,21 @@
-"""The table a person reads at the end of a run."""
+"""The table a person reads at the end of a run, and why rows have an error."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet as pq
 
 from runtime.plan.shape.dtypes import Loss
 from runtime.units import counted, format_bytes, format_seconds
 
+from ..record.part_files import visible
 from ..record.passes import PhaseTimes
 from ..record.summary import MemoryUse, Rates, Summary, Utilisation
+from .run import Outcome
 
+MOST_REASONS = 3
+NUMBER = re.compile(r"\d[\d,.]*")
 NOTHING = format_seconds(0)
 Line = tuple[str, str, str]  # what it is, measured, and predicted or planned
 
@@ -166,3 +176,23 @@ def _experts(summary: Summary) -> list[Line]:
     if use is None:
         return []
     return [("experts hit, decode", f"{use.hit:.1%}", ""), ("experts read, decode", f"{use.read:.1%}", "")]
+
+
+def outcome_text(outcome: Outcome) -> str:
+    """The table of a run's summary, and below it why rows have an error, where any has."""
+    table = format_table(outcome.summary)
+    return f"{table}\n\n{reasons(outcome.directory)}" if outcome.summary.rows["error"] else table
+
+
+def reasons(directory: Path) -> str:
+    """The commonest errors of a run's rows, a line each. Those that differ by numbers alone count as one, of which the
+    first is said."""
+    counts, firsts = Counter[str](), dict[str, str]()
+    for path in visible(directory / "generations"):
+        for error in pq.read_table(path, columns=["error"])["error"].drop_null().to_pylist():
+            kind = NUMBER.sub("0", error)
+            counts[kind] += 1
+            firsts.setdefault(kind, error)
+    lines = [f"{count:>8,} x {firsts[kind]}" for kind, count in counts.most_common(MOST_REASONS)]
+    others = [f"and {len(counts) - len(lines)} other reasons"] if len(counts) > len(lines) else []
+    return "\n".join(["rows with an error, by their column `error`:", *lines, *others])

@@ -31,7 +31,8 @@ from runtime.sequences.sequence import Request
 from ..config.settings import GenerateConfig, Workers
 from ..datasets import Row, input_digest
 from ..record.run_dir import RunDirectory
-from ..run.generation import generation, perform
+from ..run.run import perform
+from ..run.tasks.generate import generation
 
 MANY_ROWS = 8_192  # that a block is looked for in
 FAR_FEWER, WORTH_SAYING = 2.0, 1.5  # a block's rows by those that there are; its rows a second by theirs

@@ -24,7 +24,7 @@ from runtime.stream.device import choose_device
 from runtime.stream.shared_weights import SharedWeights, new_shared_memory
 from runtime.units import GIB, format_bytes
 
-from ..config.settings import GenerateConfig
+from ..config.settings import RunSettings
 from ..config.signals import StopFlag
 from .processors import processors_by_node, split_processors
 
@@ -36,7 +36,7 @@ POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
 
 
-def is_leader(config: GenerateConfig, words: Sequence[str]) -> bool:
+def is_leader(config: RunSettings, words: Sequence[str]) -> bool:
     """Whether this process, called with `words`, is to start workers, and is none itself. Raises ConfigError."""
     if config.num_workers == 1 or VARIABLE in os.environ:
         return False
@@ -68,9 +68,7 @@ class Share:
     settings: Sequence[str]
 
 
-def shares(
-    config: GenerateConfig, device: torch.device, nodes: Sequence[Sequence[int]], num_devices: int
-) -> list[Share]:
+def shares(config: RunSettings, device: torch.device, nodes: Sequence[Sequence[int]], num_devices: int) -> list[Share]:
     """The share of each worker. Raises ConfigError where there are more of them than devices."""
     is_cpu, asked = device.type == "cpu", config.num_workers
     count = asked or (len(nodes) if is_cpu else num_devices)
@@ -138,7 +136,7 @@ class _Worker:
                 file.close()
 
 
-def led(config: GenerateConfig, words: Sequence[str], command: Sequence[str]) -> Led | None:
+def led(config: RunSettings, words: Sequence[str], command: Sequence[str]) -> Led | None:
     """What the workers came to that this process, called with `words`, had to start by `command`; None where it is
     itself the one to work. Raises ConfigError."""
     if not is_leader(config, words):
@@ -147,7 +145,7 @@ def led(config: GenerateConfig, words: Sequence[str], command: Sequence[str]) ->
         return lead(config, command, stop)
 
 
-def lead(config: GenerateConfig, command: Sequence[str], stop: StopFlag) -> Led:
+def lead(config: RunSettings, command: Sequence[str], stop: StopFlag) -> Led:
     """Starts workers, each by `command` and what is its share, and waits until all have ended. Whoever is killed leaves
     its blocks to the others. Raises ConfigError."""
     device = choose_device(config.machine.device)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.config.settings import GenerateConfig
+from jobs.config.settings import GenerateConfig, run_directory
 from jobs.datasets import DatasetConfig
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate, run_directory
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from tests.fuzz.mutate import mutated, mutated_json
 from tests.fuzz.target import Files, OutsideError, Target

@@ -12,20 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jobs.run.open_run import OpenRun
+from jobs.run.block_loop import OpenBlocks
 from runtime.engine.player import Player
 
 
 def note(path: Path) -> None:
     """Makes every pass of this process write the directory of its run and the ids of its rows to the end of `path`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    begin, play = OpenRun.__init__, Player.play
+    begin, play = OpenBlocks.__post_init__, Player.play
     place = ""
 
-    def begun(self: OpenRun, session: Any, blocks: Any, around: Any) -> None:
+    def begun(self: OpenBlocks) -> None:
         nonlocal place
-        place = around.store.directory.path.name
-        begin(self, session, blocks, around)
+        place = self.store.directory.path.name
+        begin(self)
 
     def played(self: Player, schedule: Any, walk: Any, lanes: Any, new_tokens: Any = None) -> None:
         ids = {sequence.request.id for lane in lanes for sequence in lane.sequences}
@@ -33,7 +33,7 @@ def note(path: Path) -> None:
         os.write(descriptor, f"{json.dumps([place, sorted(ids)])}\n".encode())
         play(self, schedule, walk, lanes, new_tokens)
 
-    OpenRun.__init__, Player.play = begun, played
+    OpenBlocks.__post_init__, Player.play = begun, played
 
 
 def noted(path: Path) -> Iterator[tuple[str, frozenset[str]]]:

@@ -11,9 +11,10 @@ from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, run_
 from jobs.datasets import DatasetConfig
 from jobs.datasets.config import DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.encoding import encode
-from jobs.run.generation import Outcome, generate
-from jobs.run.scoring import score
+from jobs.run.run import Outcome
+from jobs.run.tasks.encode import encode
+from jobs.run.tasks.generate import generate
+from jobs.run.tasks.score import score
 from runtime.config.sampling import SamplingConfig
 from runtime.config.settings import (
     Admission,

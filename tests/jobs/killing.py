@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from jobs import generate as job
 from jobs.config.cli import run_job
 from jobs.config.settings import GenerateConfig
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from tests.processes import PROCESSES
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import (
     Admission,
     OffloadConfig,

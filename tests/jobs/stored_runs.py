@@ -9,7 +9,7 @@ import pytest
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted
 from runtime.remote.object_store import ObjectStore

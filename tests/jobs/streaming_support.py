@@ -12,7 +12,7 @@ from jobs.record.parts import PartStore
 from jobs.record.plan_file import fix_plan
 from jobs.record.run_dir import RunDirectory
 from jobs.record.running import remove_committed
-from jobs.run.open_run import Surroundings, generate_blocks
+from jobs.run.block_loop import OpenBlocks
 from jobs.run.progress import Progress
 from jobs.run.requests import Asked, seat
 from runtime.batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
@@ -107,14 +107,16 @@ def generate_left(
     checkpoint_seconds: float | None,
 ) -> None:
     with Progress(asked.requests, blocks_of(asked), is_wave=admission is Admission.wave) as progress:
-        around = Surroundings(
-            asked=asked,
-            store=store,
-            admission=admission,
-            checkpoint_seconds=checkpoint_seconds,
-            progress=progress,
-        )
-        generate_blocks(session, left, around)
+        for group in [[block] for block in left] if admission is Admission.wave else [left]:
+            OpenBlocks(
+                session=session,
+                blocks=group,
+                asked=asked,
+                store=store,
+                is_wave=admission is Admission.wave,
+                checkpoint_seconds=checkpoint_seconds,
+                progress=progress,
+            ).finish()
 
 
 @dataclass(kw_only=True)

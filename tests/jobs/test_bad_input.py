@@ -15,10 +15,10 @@ from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig
 from jobs.datasets import DatasetConfig
 from jobs.datasets.config import DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.conversation import converse
-from jobs.run.encoding import encode
-from jobs.run.generation import generate
-from jobs.run.scoring import score
+from jobs.run.tasks.converse import converse
+from jobs.run.tasks.encode import encode
+from jobs.run.tasks.generate import generate
+from jobs.run.tasks.score import score
 from runtime.config.settings import MachineConfig, ModelConfig, OffloadConfig, SamplingConfig, Tier
 from runtime.errors import BudgetError, CheckpointError, ConfigError, DatasetError, MillraceError
 from runtime.units import MIB

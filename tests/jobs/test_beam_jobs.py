@@ -9,7 +9,7 @@ import pytest
 from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, run_directory
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import ConfigError, Interrupted
 from tests.generations import read_generations

@@ -12,7 +12,7 @@ from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
 from jobs.run.chat import require_template
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError

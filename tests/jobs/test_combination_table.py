@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, load
 from jobs.evaluating.config import EvaluateConfig
-from jobs.run.encoding import encoding
+from jobs.run.tasks.encode import encoding
 from runtime import Runtime
 from runtime.config.settings import DevicesConfig, Way
 from runtime.errors import MillraceError

@@ -18,8 +18,9 @@ from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
 from jobs.pictures.trace_file import trace_files
 from jobs.record.run_dir import RunDirectory
-from jobs.run.conversation import converse
-from jobs.run.generation import Outcome, generate
+from jobs.run.run import Outcome
+from jobs.run.tasks.converse import converse
+from jobs.run.tasks.generate import generate
 from runtime.errors import ConfigError, Interrupted
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.jobs.killing import start_job

@@ -10,7 +10,7 @@ from jobs.config.settings import GenerateConfig, Workers
 from jobs.files.locks import RunLock
 from jobs.record.found import Condition, find_runs
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from jobs.workers.elastic import Worker
 from runtime.batching.balance import Block
 from runtime.config.settings import Admission, PolicyConfig, PolicyKind

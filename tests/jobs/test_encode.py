@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from jobs.config.settings import EncodeConfig, load, run_directory
-from jobs.run.encoding import encode
+from jobs.run.tasks.encode import encode
 from runtime import Runtime
 from runtime.errors import ConfigError, Interrupted
 from tests.runtime.encoding_support import checkpoints

@@ -20,7 +20,7 @@ from jobs.evaluating.config import EvaluateConfig, HarnessConfig
 from jobs.evaluating.harness import Answerer, Evaluation, Generation, evaluate, evaluation_directory
 from jobs.record.output_rows import GenerationRow
 from jobs.record.passes import Start
-from jobs.run.open_run import OpenParts
+from jobs.run.block_loop import OpenParts
 from runtime.config.settings import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
 from runtime.errors import ConfigError, EvaluationError, Interrupted
 from runtime.sequences.detokenizer import Detokenizer, StopStrings

@@ -15,7 +15,8 @@ from jobs.files.publishing import write_json
 from jobs.record.passes import PassRow
 from jobs.record.run_dir import RunDirectory
 from jobs.run.feedback import Feedback, worked
-from jobs.run.generation import Outcome, generate
+from jobs.run.run import Outcome
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import (
     KVConfig,
     KVTier,

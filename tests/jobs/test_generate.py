@@ -18,8 +18,9 @@ from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig
 from jobs.packing.config import PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import Outcome, generate
+from jobs.run.run import Outcome
 from jobs.run.summary_table import format_table
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import (
     KVConfig,
     KVDType,

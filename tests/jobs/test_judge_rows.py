@@ -12,7 +12,7 @@ from jobs.exporting.config import ExportConfig, ExportFormat
 from jobs.exporting.export import export
 from jobs.grading.config import Metric, MetricsConfig
 from jobs.grading.judging import judged
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import SamplingConfig
 from runtime.errors import ConfigError, DatasetError
 

@@ -14,7 +14,7 @@ import torch
 from jobs.config.settings import GenerateConfig, Workers
 from jobs.config.signals import StopFlag
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from jobs.workers.local import VARIABLE, Led, is_leader, lead, shares
 from jobs.workers.processors import processors_by_node, split_processors
 from runtime.config.settings import MachineConfig, OffloadConfig

@@ -14,7 +14,7 @@ from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.grading.config import Metric, MetricsConfig
 from jobs.grading.grading import bbh, describe, exact_match, grade, graded_tables, gsm8k, gsm8k_answer, scorers
 from jobs.grading.intervals import estimate, wilson
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import SamplingConfig
 from runtime.errors import ConfigError
 

@@ -14,7 +14,7 @@ from jobs.datasets import DatasetConfig, DatasetKind, Row, read_rows
 from jobs.exporting.config import ErrorRows, ExportConfig, ExportFormat
 from jobs.exporting.export import export, write_batch_files
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime import Runtime
 from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig, SamplingOverrides
 from runtime.errors import ConfigError

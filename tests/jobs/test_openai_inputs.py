@@ -17,8 +17,8 @@ from jobs.datasets import DatasetConfig, DatasetKind, read_rows
 from jobs.datasets.rows import Inputs
 from jobs.exporting.export import write_batch_files
 from jobs.record.run_dir import RunDirectory
-from jobs.run.encoding import encode
-from jobs.run.generation import generate
+from jobs.run.tasks.encode import encode
+from jobs.run.tasks.generate import generate
 from runtime import Prompt, Runtime
 from runtime.config.settings import DType, ModelConfig, PolicyConfig, PolicyKind, Pooling, Readout
 from runtime.errors import ConfigError, DatasetError

@@ -19,7 +19,7 @@ from jobs.packing import packing as packing_module
 from jobs.packing.config import PackConfig, SourceConfig
 from jobs.packing.packing import Packing, describe, pack
 from jobs.packing.shard import compare
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime import Runtime
 from runtime.config.settings import ExpertPaging, ModelConfig, Tier, Verify
 from runtime.errors import BudgetError, CheckpointError, ConfigError, RunMismatchError

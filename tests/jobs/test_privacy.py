@@ -9,7 +9,7 @@ import pytest
 
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import SamplingConfig
 from runtime.store.kv_file import open_unnamed
 

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from jobs.config.settings import GenerateConfig, doubtful_settings, load
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.sampling import AS_THE_MODEL_SAYS
 from runtime.config.settings import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, RunMismatchError

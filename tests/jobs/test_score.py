@@ -12,9 +12,10 @@ from hydra import compose, initialize_config_dir
 
 from jobs.config.settings import ScoreConfig, load, run_directory
 from jobs.record.plan_file import Seat, read_plan
-from jobs.run.generation import dataset_rows, perform
-from jobs.run.row_errors import told_outcome
-from jobs.run.scoring import score, scoring, sentence
+from jobs.run.run import perform
+from jobs.run.summary_table import outcome_text
+from jobs.run.tasks.score import score, scoring, sentence
+from jobs.run.tasks.task import dataset_rows
 from runtime import Runtime
 from runtime.errors import ConfigError, Interrupted, RunMismatchError
 from runtime.requests.joining import Joined
@@ -128,7 +129,7 @@ def test_other_targets_are_another_run(tmp_path: Path) -> None:
 
 def test_it_is_said_why_rows_have_errors_the_commonest_reason_first(tmp_path: Path) -> None:
     rows = [{"id": str(i), "prompt": "a b", "target": [" c"] if i == 0 else 1 if i > 3 else None} for i in range(9)]
-    told = told_outcome(score(config_for(tmp_path, rows), never))
+    told = outcome_text(score(config_for(tmp_path, rows), never))
     first, second = told.splitlines()[-2:]
     assert first.endswith("5 x neither a text nor a list of texts is in the field 'target' (score.target_field)")
     assert second.endswith("3 x there is no field 'target' (score.target_field)")

@@ -15,7 +15,7 @@ from jobs.exporting.export import export
 from jobs.record.found import find_runs
 from jobs.reporting.config import ReportConfig, StatusConfig
 from jobs.reporting.status import status_of
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, Interrupted, RunInUseError, RunMismatchError, StorageError
 from runtime.remote.object_store import ObjectStore

@@ -19,7 +19,7 @@ from jobs.config.settings import GenerateConfig, TraceConfig, Workers
 from jobs.datasets import DatasetConfig
 from jobs.pictures.trace_file import PREDICTED, RUN, read_processes, read_trace
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import (
     OffloadConfig,
     PolicyConfig,

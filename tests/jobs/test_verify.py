@@ -12,7 +12,8 @@ import pytest
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import Outcome, generate
+from jobs.run.run import Outcome
+from jobs.run.tasks.generate import generate
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig, Verify
 from runtime.errors import Interrupted, RunMismatchError

@@ -119,7 +119,7 @@ def test_null_saves_nothing_takes_nothing_up_and_keeps_every_byte(tmp_path: Path
 def test_it_is_saved_as_often_as_asked_and_not_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session, saved = FakeSession(), list[int]()
     clock = SimpleNamespace(monotonic=lambda: float(session.num_passes))
-    monkeypatch.setattr("jobs.run.open_run.time", clock)
+    monkeypatch.setattr("jobs.run.block_loop.time", clock)
     monkeypatch.setattr("jobs.record.running.RunningFile.save", lambda file, running: saved.append(len(running.passes)))
     start_waves(tmp_path, session, checkpoint_seconds=4)
     assert saved == [4, 8, 4, 8, 4]

@@ -23,9 +23,9 @@ from jobs.exporting.export import export
 from jobs.record.found import Condition, find_runs
 from jobs.record.run_dir import RunDirectory
 from jobs.reporting.status import as_text, status_of
-from jobs.run import run_input
-from jobs.run.generation import generate
-from jobs.run.scoring import score
+from jobs.run import input as run_input
+from jobs.run.tasks.generate import generate
+from jobs.run.tasks.score import score
 from runtime.config.profiles import BY_RULE, BackendTable, LinearBackend
 from runtime.config.settings import Admission, DevicesConfig, PolicyConfig, PolicyKind, SamplingConfig, Way
 from runtime.engine.engine import Engine

@@ -25,7 +25,7 @@ from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.files.locks import read_lease
 from jobs.record.leased import lease_name, leased_blocks
 from jobs.record.run_dir import RunDirectory
-from jobs.run.generation import generate
+from jobs.run.tasks.generate import generate
 from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations
 from tests.jobs.killing import start_job

@@ -14,7 +14,7 @@ from runtime.config.settings import Way
 from runtime.errors import CheckpointError, DamagedRunError, DatasetError, require
 from runtime.store.file_digests import digest_files
 
-from ..config.settings import GenerateConfig, ScoreConfig
+from ..config.settings import RunSettings, ScoreConfig
 from ..datasets import Row, shard_rows
 from ..datasets.fields import WINDOW_ROWS
 from ..datasets.templates import as_examples
@@ -29,7 +29,7 @@ WINDOW_KEY = "dataset.window_rows"  # among the settings of run.json, of a run i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class InputWindow:
     """One of `count` windows of a run. `read` reads its rows, of this shard alone. Raises DatasetError."""
 
     number: int
@@ -49,7 +49,7 @@ class RunInput(Protocol):
     """`identity`: what makes the run this run beside its settings and digests."""
 
     @property
-    def windows(self) -> Sequence[Window]: ...
+    def windows(self) -> Sequence[InputWindow]: ...
 
     @property
     def identity(self) -> Mapping[str, JsonValue]: ...
@@ -76,10 +76,10 @@ class RunInput(Protocol):
 class HeldRows:
     """All rows of an input, in memory."""
 
-    def __init__(self, rows: Sequence[Row], config: GenerateConfig):
+    def __init__(self, rows: Sequence[Row], config: RunSettings):
         self._all, self._rows = rows, shard_rows(rows, config.shard)
         self.identity: Mapping[str, JsonValue] = {}
-        self.windows = [Window(number=0, count=1, read=lambda: self._rows)]
+        self.windows = [InputWindow(number=0, count=1, read=lambda: self._rows)]
 
     def columns(self, fixed: pa.Schema) -> pa.Schema:
         return infer_column_schema([row.columns for row in self._all], fixed)
@@ -112,9 +112,9 @@ class RowsInWindows:
     _read_ahead: list[Sequence[Row]] = field(default_factory=list)
 
     @property
-    def windows(self) -> Sequence[Window]:
+    def windows(self) -> Sequence[InputWindow]:
         count = len(self.rows)
-        return [Window(number=i, count=count, read=lambda number=i: self._read(number)) for i in range(count)]
+        return [InputWindow(number=i, count=count, read=lambda number=i: self._read(number)) for i in range(count)]
 
     @property
     def identity(self) -> Mapping[str, JsonValue]:
@@ -153,7 +153,7 @@ class RowsInWindows:
 
 
 def rows_in_windows(
-    config: GenerateConfig,
+    config: RunSettings,
     directory: Path,
     should_stop: Callable[[], bool],
     begun: Mapping[str, JsonValue] | None = None,
@@ -193,7 +193,7 @@ def rows_in_windows(
     )
 
 
-def _window_rows(config: GenerateConfig, directory: Path, begun: Mapping[str, JsonValue] | None) -> int | None:
+def _window_rows(config: RunSettings, directory: Path, begun: Mapping[str, JsonValue] | None) -> int | None:
     """How many rows of the output a window of the run has; None where all rows are held. Where nobody says, a run goes
     on as it was begun. Raises ConfigError where ranks are to go on with one in windows."""
     asked, run = config.dataset.window_rows, RunDirectory(path=directory)
@@ -226,7 +226,7 @@ def _stamp(path: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _digests(paths: Sequence[Path], config: GenerateConfig, should_stop: Callable[[], bool]) -> Mapping[str, str]:
+def _digests(paths: Sequence[Path], config: RunSettings, should_stop: Callable[[], bool]) -> Mapping[str, str]:
     """The SHA-256 of each file, by name; of files that lie in several folders by their paths."""
     names = [path.name for path in paths]
     keys = names if len(set(names)) == len(names) else [str(path) for path in paths]

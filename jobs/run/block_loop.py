@@ -12,7 +12,6 @@ from functools import partial
 from typing import Protocol
 
 from runtime.batching.balance import Block
-from runtime.config.settings import Admission
 from runtime.engine.records import PassRecord
 from runtime.engine.session import ignore
 from runtime.errors import MillraceError
@@ -63,21 +62,6 @@ class BlockSession(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What the blocks of one start have in common. `checkpoint_seconds`: None saves nothing, and takes nothing up.
-    `start`: when the process was started."""
-
-    asked: Asked
-    store: PartStore
-    admission: Admission
-    checkpoint_seconds: float | None
-    progress: Progress
-    start: Start = field(default_factory=Start)
-    after_pass: Callable[[PassRecord], None] = ignore
-    prediction: Prediction | None = None
-
-
 class OpenParts:
     """The rows of the parts that lack some, and the passes that no part has yet: a part is committed once its last row
     is there, and a pass goes into the part that is committed next, and into no other."""
@@ -118,57 +102,64 @@ class OpenParts:
         return complete
 
 
-def generate_blocks(session: BlockSession, blocks: Sequence[Block], around: Surroundings) -> None:
-    """Generates and commits `blocks`, as their rows are admitted. Raises Interrupted or OutputError: what was sampled
-    of the blocks that were open is then saved, or, with `checkpoint_seconds` None, lost."""
-    groups = [[block] for block in blocks] if around.admission is Admission.wave else [blocks]
-    for group in groups:
-        OpenRun(session, group, around).finish()
+@dataclass(kw_only=True, eq=False)
+class OpenBlocks:
+    """One start of blocks that are open together: all that are left, or, in waves, one. Takes up what an earlier start
+    has saved of them. `checkpoint_seconds`: None saves nothing, and takes nothing up. `start`: when the process was
+    started."""
 
+    session: BlockSession
+    blocks: Sequence[Block]
+    asked: Asked
+    store: PartStore
+    is_wave: bool
+    checkpoint_seconds: float | None
+    progress: Progress
+    start: Start = field(default_factory=Start)
+    after_pass: Callable[[PassRecord], None] = ignore
+    prediction: Prediction | None = None
 
-class OpenRun:
-    """One start of blocks that are open together: all that are left, or, in waves, one. Reads what an earlier start has
-    saved of them."""
-
-    def __init__(self, session: BlockSession, blocks: Sequence[Block], around: Surroundings):
-        self._session, self._around = session, around
-        store, self._is_wave = around.store, around.admission is Admission.wave
-        self._stream = partial(session.wave, blocks[0]) if self._is_wave else session.stream
-        block = blocks[0].index if self._is_wave else None
-        recorded = frozenset[int]() if self._is_wave else frozenset(row.pass_index for row in store.passes())
+    def __post_init__(self) -> None:
+        store, blocks = self.store, self.blocks
+        recorded = frozenset[int]() if self.is_wave else frozenset(row.pass_index for row in store.passes())
         self._parts = OpenParts(store, blocks)
-        self._checkpoint = RunningFile(directory=store.directory, manifest=store.manifest, plan=store.plan, block=block)
+        self._checkpoint = RunningFile(
+            directory=store.directory,
+            manifest=store.manifest,
+            plan=store.plan,
+            block=blocks[0].index if self.is_wave else None,
+        )
         self._order = [i for each in blocks for i in each.members]
         self._unfinished: dict[int, Unfinished] = {}  # of an earlier start, and not finished by this one
         self._num_passes = 1 + max(recorded, default=-1)
-        if around.checkpoint_seconds is not None:
+        if self.checkpoint_seconds is not None:
             self._restore(self._checkpoint.load(), recorded)
         known = {i: len(self._unfinished[i].token_ids) if i in self._unfinished else 0 for i in self._order}
-        around.progress.open(blocks, known)
+        self.progress.open(blocks, known)
         self._saved_at = time.monotonic()
 
     def finish(self) -> None:
         """Generates what is open and commits each part as it is complete. Saves the rest every `checkpoint_seconds`,
         and when an error of ours ends the run; what any other exception leaves may be half a pass, and only what was
         saved before it counts. Raises Interrupted or OutputError."""
-        requests, unfinished = self._around.asked.computed, dict(self._unfinished)
-
+        asked, session = self.asked, self.session
+        stream = partial(session.wave, self.blocks[0]) if self.is_wave else session.stream
         try:
-            for i, completion in self._stream(self._order, requests, unfinished, self._end_pass):
-                for row in completed_rows(self._around.asked, i, completion):
+            for i, completion in stream(self._order, asked.computed, dict(self._unfinished), self._end_pass):
+                for row in completed_rows(asked, i, completion):
                     self._parts.add(row)
                 self._unfinished.pop(i, None)
-                self._around.progress.finish_row(i, completion)
+                self.progress.finish_row(i, completion)
         except MillraceError:
             self._save()
             raise
         self._commit_complete()
         self._checkpoint.remove()
-        self._around.store.copy.drop(self._checkpoint.path)
+        self.store.copy.drop(self._checkpoint.path)
 
     def _restore(self, saved: Running, recorded: frozenset[int]) -> None:
         """Drops what parts have: rows, and passes by their index. They were saved before the parts were committed."""
-        asked = self._around.asked
+        asked = self.asked
         places = {asked.requests[member].key: (i, member) for i in self._order for member in asked.joined[i].members}
         finished = [(row, *places[row.key]) for row in saved.finished if row.key in places]
         for row, _, member in finished:
@@ -181,7 +172,7 @@ class OpenRun:
         self._parts.passes = [row for row in saved.passes if row.pass_index not in recorded]
         self._num_passes = 1 + max({*recorded, *(row.pass_index for row in saved.passes)}, default=-1)
         has_begun = bool(self._parts.rows or self._unfinished)
-        self._parts.num_stops = saved.num_stops + has_begun if self._is_wave else 0
+        self._parts.num_stops = saved.num_stops + has_begun if self.is_wave else 0
         if has_begun:
             log.info(
                 "going on: %d rows of open parts are finished, %d are begun, with %d tokens",
@@ -191,30 +182,30 @@ class OpenRun:
             )
 
     def _end_pass(self, record: PassRecord) -> None:
-        row = pass_row(record, self._num_passes, self._around.prediction, self._around.start)
+        row = pass_row(record, self._num_passes, self.prediction, self.start)
         self._parts.passes.append(row)
         self._num_passes += 1
-        self._around.progress.advance(row)
-        self._around.after_pass(record)
+        self.progress.advance(row)
+        self.after_pass(record)
         self._commit_complete()
-        seconds = self._around.checkpoint_seconds
+        seconds = self.checkpoint_seconds
         if len(self._parts) and seconds is not None and time.monotonic() - self._saved_at >= seconds:
             self._save()
 
     def _commit_complete(self) -> None:
-        self._around.progress.finish_blocks(self._parts.commit_complete())
+        self.progress.finish_blocks(self._parts.commit_complete())
 
     def _save(self) -> None:
         """A sequence that waits to go on since an earlier start is not in the session's snapshot."""
-        if self._around.checkpoint_seconds is None:
+        if self.checkpoint_seconds is None:
             return
-        known = {**self._unfinished, **self._session.snapshot()}
+        known = {**self._unfinished, **self.session.snapshot()}
         running = Running(
             finished=list(self._parts.rows.values()),
-            unfinished={self._around.asked.computed[i].key: state for i, state in known.items()},
+            unfinished={self.asked.computed[i].key: state for i, state in known.items()},
             passes=self._parts.passes,
             num_stops=self._parts.num_stops,
         )
         if self._checkpoint.save(running):
-            self._around.store.copy.offer(self._checkpoint.path)
+            self.store.copy.offer(self._checkpoint.path)
         self._saved_at = time.monotonic()

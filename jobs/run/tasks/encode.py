@@ -15,13 +15,14 @@ from runtime.requests.encoding import Wanted, make_encoding, require_readable
 from runtime.requests.prompts import Rejected
 from runtime.sequences.sequence import Completion, Request
 
-from ..config.settings import EncodeConfig, EncodeSettings, run_directory
-from ..datasets import Row
-from ..record.output_rows import SOURCE_FIELDS
-from ..record.passes import Start
-from .batch_encoding import lines_of
-from .generation import Outcome, Task, perform
-from .requests import Prompt, Read, tokenized
+from ...config.settings import EncodeConfig, EncodeSettings, run_directory
+from ...datasets import Row
+from ...record.output_rows import SOURCE_FIELDS
+from ...record.passes import Start
+from ..batch_encoding import lines_of
+from ..requests import Prompt, Read, tokenized
+from ..run import Outcome, perform
+from .task import Task
 
 FIRST_FIELDS = (
     pa.field("id", pa.string(), nullable=False),
@@ -51,9 +52,8 @@ LAST_FIELDS = (
 )
 
 
-def encode_schema(readout: Readout, *, has_logprobs: bool, has_beams: bool = False) -> pa.Schema:
-    """`generation_schema`, of a run that encodes, where log-probabilities of generated tokens have no place."""
-    del has_logprobs, has_beams
+def encode_schema(readout: Readout) -> pa.Schema:
+    """`generation_schema`, of a run that encodes."""
     return pa.schema([*FIRST_FIELDS, *READ_FIELDS[readout], *LAST_FIELDS])
 
 
@@ -75,7 +75,7 @@ def encoding(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
     )
     task = Task(
         directory=run_directory(config),
-        columns=partial(encode_schema, settings.output),
+        columns=lambda _: encode_schema(settings.output),
         requests=partial(lines_of if config.is_batch else encodings_of, wanted),
         check=partial(_check, wanted),
         read=lambda runtime: _reader(settings, wanted, runtime),

@@ -16,15 +16,16 @@ from runtime.requests.prompts import Rejected
 from runtime.requests.scoring import PairIds, TextPair, TextSize, document_windows, encode_pairs, make_scoring
 from runtime.sequences.sequence import Request
 
-from ..config.settings import ScoreConfig, ScoreSettings, run_directory
-from ..datasets import Row
-from ..datasets.records import has_field, listed_fields, value_at
-from ..files.publishing import JsonValue
-from ..record.output_rows import score_schema
-from ..record.part_files import visible
-from ..record.passes import Start
-from .generation import Outcome, Task, perform
-from .requests import Prompt
+from ...config.settings import ScoreConfig, ScoreSettings, run_directory
+from ...datasets import Row
+from ...datasets.records import has_field, listed_fields, value_at
+from ...files.publishing import JsonValue
+from ...record.output_rows import score_schema
+from ...record.part_files import visible
+from ...record.passes import Start
+from ..requests import Prompt
+from ..run import Outcome, perform
+from .task import Task
 
 PERPLEXITIES = ("token_perplexity", "word_perplexity", "byte_perplexity")
 MOST_EXPONENT = 700.0  # of a number that a float64 holds
@@ -38,7 +39,7 @@ def scoring(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
     sampling = config.sampling
     task = Task(
         directory=run_directory(config),
-        columns=partial(score_schema, has_top=config.sampling.logprobs > 0),
+        columns=lambda _: score_schema(has_top=sampling.logprobs > 0),
         requests=partial(windows_of if config.score.rolling else targets_of, config.score),
         problem=partial(_problem, config.score),
         totals=lambda directory, read: Totals.of(directory, read() if config.score.rolling else ()).to_plain(),

@@ -11,14 +11,16 @@ from runtime.origin.location import find_tokenizer
 from runtime.ranks.ranks import Ranks
 from runtime.sequences.detokenizer import Detokenizer
 
-from ..config.settings import GenerateConfig, run_directory
-from ..datasets import Row
-from ..datasets.records import Json
-from ..record.found import find_runs
-from ..record.passes import Start
-from ..record.run_dir import RunDirectory
-from .generation import Outcome, Task, dataset_rows, generation, perform, require_usable
-from .ranks import follow
+from ...config.settings import GenerateConfig, run_directory
+from ...datasets import Row
+from ...datasets.records import Json
+from ...record.found import find_runs
+from ...record.passes import Start
+from ...record.run_dir import RunDirectory
+from ..ranks import follow
+from ..run import Outcome, perform, require_usable
+from .generate import generation
+from .task import Task, dataset_rows
 
 ANSWERS = "answers"  # of a message between ranks
 TURN = "turn"  # the output's column; one of the input by that name becomes `row_turn`

@@ -1,0 +1,53 @@
+"""What the windows of one start of a run have in common."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from runtime.library.api import Runtime
+
+from ..config.settings import RunSettings
+from ..record.parts import PartStore
+from ..record.passes import Start
+from ..record.plan_file import PlannedRequest, read_plan
+from ..record.run_dir import RunState
+from ..record.stored_run import RunCopy
+from ..workers.elastic import Worker
+from .input import InputWindow
+from .tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """`columns` are the output's, of which every row has the `fixed` ones. `worker`: this process among the run's; None
+    where it is the only one. `copy`: the run's in an object store."""
+
+    config: RunSettings
+    task: Task
+    runtime: Runtime
+    state: RunState
+    copy: RunCopy
+    worker: Worker | None
+    start: Start
+    columns: pa.Schema
+    fixed: pa.Schema
+    windows: Sequence[InputWindow]
+
+    def store_of(self, planned: list[PlannedRequest]) -> PartStore:
+        """The store of the parts of a window, by its plan."""
+        return PartStore(
+            directory=self.state.directory,
+            manifest=self.state.manifest,
+            plan=planned,
+            columns=self.columns,
+            fixed=self.fixed,
+            is_shared=self.config.is_elastic,
+            is_window=len(self.windows) > 1,
+            copy=self.copy,
+        )
+
+    def known_plan(self, window: InputWindow) -> list[PlannedRequest] | None:
+        """The plan that is fixed; None where there is none, and it is to be computed. Raises DamagedRunError."""
+        path = window.plan_in(self.state.directory)
+        return read_plan(path) if path.exists() else None

@@ -1,0 +1,249 @@
+"""A run from rows to parts: its windows one after another, each planned, generated and committed, and summed up."""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from runtime.errors import DatasetError, RunMismatchError
+from runtime.library.api import Runtime
+from runtime.ranks.ranks import Ranks
+from runtime.stream.device import ComputeDevice
+from runtime.trace import Trace
+from runtime.units import counted
+
+from ..config.mistakes import mistakes_logged
+from ..config.settings import EncodeConfig, RunSettings, ScoreConfig
+from ..datasets import Row
+from ..datasets.config import looks_otherwise
+from ..datasets.files import COPIES
+from ..files.publishing import PRIVATE_FOLDER_MODE, JsonValue, files_made_private
+from ..record.input_digests import first_changed
+from ..record.parts import PartInfo, PartStore
+from ..record.passes import PassRow, Start, without_stages
+from ..record.run_dir import RunDirectory, open_run
+from ..record.stored_run import copy_of
+from ..record.success import is_finished
+from ..record.summary import MemoryUse, Summary, summarize, write_summary
+from ..workers.elastic import Worker
+from ..workers.local import shared_weights
+from .chat import require_template
+from .context import RunContext
+from .identity import manifest_of
+from .input import HeldRows, RunInput, rows_in_windows
+from .tasks.task import Task, dataset_rows
+from .window import WindowRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """`summary` covers the whole run, `was_finished` says that there was nothing left to do."""
+
+    directory: Path
+    summary: Summary
+    was_finished: bool
+
+    @property
+    def exit_code(self) -> int:
+        return 3 if self.summary.rows["error"] else 0
+
+
+def perform(
+    task: Task,
+    config: RunSettings,
+    should_stop: Callable[[], bool],
+    start: Start | None = None,
+    ranks: Ranks | None = None,
+    runtime: Runtime | None = None,
+) -> Outcome:
+    """Runs, or goes on with, the job that `config` describes. `start`: of the process; None is now. `ranks`: of which
+    this one is the first. `runtime`: one of these settings that is there already; it is left open. Raises the errors of
+    runtime.errors."""
+    privacy = files_made_private() if config.output_private else nullcontext()
+    with privacy, shared_weights() as shared:
+        device = ComputeDevice(config.machine.device, shared)
+        with Run.open(task, config, should_stop, start or Start(), ranks, device, runtime) as run:
+            return run.outcome_if_finished() or run.finish()
+
+
+def open_model(
+    task: Task,
+    config: RunSettings,
+    should_stop: Callable[[], bool],
+    begun: Mapping[str, JsonValue] | None,
+    *,
+    ranks: Ranks | None = None,
+    device: ComputeDevice | None = None,
+    runtime: Runtime | None = None,
+) -> tuple[Runtime, RunInput]:
+    """Reads the data set and opens the model, on `device` or the one that the settings name, unless it is there as
+    `runtime`, and writes nothing. `begun`: the run.json of the run's copy. Rows that need no tokenizer come before the
+    model, which may have to be asked for far away."""
+    COPIES.set(config.offload.cache_dir)
+    is_read, rows = task.rows is dataset_rows, None
+    if is_read:
+        rows = rows_in_windows(config, task.directory, should_stop, begun)
+    if rows is None and config.dataset.window_tokens is None:
+        rows = HeldRows(task.rows(config, None), config)
+    if rows is not None and is_read:
+        require_usable(task, config, rows.every_row())
+    if runtime is None:
+        # As many log-probabilities of each token as any row of the whole input asks for.
+        held = rows.every_row() if isinstance(rows, HeldRows) else ()
+        most = max(config.sampling.logprobs, *(row.overrides.logprobs or 0 for row in held), 0)
+        runtime = Runtime(
+            replace(config.runtime, sampling=replace(config.sampling, logprobs=most)),
+            should_stop=should_stop,
+            trace=Trace() if config.trace and (ranks is None or not ranks.rank) else None,
+            ranks=ranks,
+            device=device,
+            encodes=isinstance(config, EncodeConfig),
+        )
+    task.check(runtime)
+    require_template(runtime.model.tokenizer, config.dataset)
+    if rows is None:
+        rows = HeldRows(task.rows(config, runtime), config)
+        if is_read:
+            require_usable(task, config, rows.every_row())
+    require_template(runtime.model.tokenizer, config.dataset, rows.first_rows())
+    return runtime, rows
+
+
+def require_usable(task: Task, config: RunSettings, rows: Iterable[Row]) -> None:
+    """Raises DatasetError where nothing can be asked of any of these rows: of one for most inputs no more is read. A
+    batch is answered all the same, with an error for each of its lines."""
+    if config.is_batch and not isinstance(config, ScoreConfig):
+        return
+    num_rows, first = 0, ""
+    for row in rows:
+        problem = task.problem(row)
+        if problem is None:
+            return
+        num_rows, first = num_rows + 1, first or problem
+    raise DatasetError(
+        f"none of {counted(num_rows, 'row')} of {config.dataset.place} can be used; the first: {first}"
+        f"{looks_otherwise(config.dataset)}"
+    )
+
+
+class Run:
+    """One start of a run: its windows one after another, and what they come to together."""
+
+    def __init__(self, context: RunContext):
+        self._context, self._directory = context, context.state.directory
+        # Of the windows that are done: a few bytes for each of their rows, as a pass serves many.
+        self._parts: dict[int, PartInfo] = {}
+        self._passes: list[PassRow] = []
+
+    @staticmethod
+    @contextmanager
+    def open(
+        task: Task,
+        config: RunSettings,
+        should_stop: Callable[[], bool],
+        start: Start,
+        ranks: Ranks | None,
+        device: ComputeDevice,
+        runtime: Runtime | None,
+    ) -> Iterator["Run"]:
+        """Begins the run's directory or opens it again, with its rows and its model; holds its lock, its log and its
+        place among the workers, which are given back in the opposite order."""
+        copy = copy_of(config, task.directory, should_stop)
+        runtime, rows = open_model(task, config, should_stop, copy.begun, ranks=ranks, device=device, runtime=runtime)
+        fixed = task.columns(runtime.config.sampling)
+        columns = rows.columns(fixed)
+        digests = rows.digests(columns)
+        manifest = manifest_of(config, runtime, digests)
+        manifest = replace(manifest, semantic={**manifest.semantic, **rows.identity, **task.identity})
+        try:
+            state = open_run(task.directory, manifest, is_shared=config.is_elastic, begun=copy.begun)
+        except RunMismatchError as error:
+            known = RunDirectory(path=task.directory).row_digests
+            if (changed := first_changed(known, digests, rows.first_rows())) is None:
+                raise
+            raise RunMismatchError(f"{error}\n{changed}") from error
+        directory, seconds = state.directory, config.lease_seconds
+        with (
+            state,
+            mistakes_logged(directory.log),
+            Worker(directory, seconds, should_stop) if config.is_elastic else nullcontext() as worker,
+        ):
+            if config.output_private:
+                directory.path.chmod(PRIVATE_FOLDER_MODE)  # of an earlier start it may be open
+            copy.take_up()
+            copy.keep(rows.keep(directory, digests))
+            yield Run(
+                RunContext(
+                    config=config,
+                    task=task,
+                    runtime=runtime,
+                    state=state,
+                    copy=copy,
+                    worker=worker,
+                    start=start,
+                    columns=columns,
+                    fixed=fixed,
+                    windows=rows.windows,
+                )
+            )
+
+    def outcome_if_finished(self) -> Outcome | None:
+        """What a run came to whose every part is there; None where something is left to do. Raises DamagedRunError."""
+        if not is_finished(self._directory):
+            return None
+        plans = [self._context.known_plan(window) for window in self._context.windows]
+        stores = [self._context.store_of(plan) for plan in plans if plan is not None]
+        if len(stores) < len(plans):
+            return None
+        for store in stores[:-1]:
+            self._add(store)
+        outcome = self._outcome(stores[-1], was_finished=True)
+        self._context.copy.end(is_new=False)
+        return outcome
+
+    def finish(self) -> Outcome:
+        """Generates what is left, window by window, commits it and sums the run up. Windows of which nothing is left
+        are passed over by their plans and parts; the last is planned anyway, as the summary tells of a plan."""
+        context, first_block = self._context, 0
+        for window in context.windows[:-1]:
+            store, first_block = WindowRun(context, window, first_block).finish()
+            self._add(store)
+            gc.collect()  # an engine refers to itself
+        last = WindowRun(context, context.windows[-1], first_block)
+        store, _ = last.finish()
+        if context.worker is not None and not context.worker.may_end():
+            return replace(self._outcome(store, last, was_finished=True), was_finished=False)  # another wrote it down
+        outcome = self._outcome(store, last, was_finished=False)
+        facts = outcome.summary.plan
+        store.finish(None if facts is None else facts.numbers, self._parts)
+        context.copy.end(is_new=True)
+        return outcome
+
+    def _add(self, store: PartStore) -> None:
+        self._parts |= store.committed()
+        self._passes += map(without_stages, store.passes())
+
+    def _outcome(self, store: PartStore, last: WindowRun | None = None, *, was_finished: bool) -> Outcome:
+        context, counts = self._context, dict.fromkeys(("ok", "error", "skipped"), 0)
+        for part in (*self._parts.values(), *store.committed().values()):
+            for status, count in part.rows.items():
+                counts[status] += count
+        runtime, plan = context.runtime, last.plan if last is not None else None
+        ledgers = {ledger.memory: ledger.total_bytes for ledger in plan.placement.ledgers} if plan is not None else {}
+        summary = summarize(
+            [*self._passes, *store.passes()],
+            rows=counts,
+            planned=MemoryUse(
+                host_bytes=ledgers["host"] + runtime.baseline_bytes, device_bytes=ledgers.get("device", 0)
+            )
+            if ledgers
+            else None,
+            plan=runtime.facts(plan) if plan is not None else None,
+            weights_seconds=last.weights_seconds if last is not None else None,
+            ledgers=plan.placement.ledgers if plan is not None else (),
+        )
+        summary = replace(summary, totals=context.task.totals(self._directory.path, context.windows[0].read))
+        if not was_finished:
+            write_summary(self._directory.summary, summary)
+        return Outcome(directory=self._directory.path, summary=summary, was_finished=was_finished)

@@ -1,0 +1,212 @@
+"""One window of a run, which for most is all of it: its plan fixed, its blocks generated and committed.
+
+Blocks are numbered through all windows; a plan's own, before it is fixed, begin at 0.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from runtime.batching.balance import Block
+from runtime.config.profiles import BackendTable
+from runtime.config.settings import Admission, PolicyKind
+from runtime.engine.records import PassRecord
+from runtime.engine.session import ignore
+from runtime.errors import DamagedRunError
+from runtime.plan.placement.defaults import chunk_tokens
+from runtime.plan.planner import RunPlan
+from runtime.plan.timeline import schedule_text
+from runtime.trace import Span
+
+from ..files.publishing import publish, write_all
+from ..pictures.trace_file import tracing
+from ..record.parts import PartStore
+from ..record.plan_file import PlannedRequest, backends_of, chunk_tokens_of, fix_plan
+from ..record.running import remove_committed
+from .block_loop import OpenBlocks
+from .context import RunContext
+from .feedback import Feedback
+from .input import InputWindow
+from .predicted_spans import PredictedSpans
+from .progress import Progress
+from .requests import Asked, ask, rejected_rows, seat, unseat
+
+log = logging.getLogger(__name__)
+
+
+class WindowRun:
+    """One start of a window, whose blocks are numbered from `first_block` on. `plan` is None where nothing is computed,
+    or was to be; `weights_seconds`: what opening its session took."""
+
+    def __init__(self, context: RunContext, window: InputWindow, first_block: int):
+        self._context, self._window, self._first_block = context, window, first_block
+        self._plan_path = window.plan_in(context.state.directory)
+        self.plan: RunPlan | None = None
+        self.weights_seconds: float | None = None
+
+    def finish(self) -> tuple[PartStore, int]:
+        """Generates what is left and commits it. Returns the parts, all of which are there then, and the first block of
+        the next window."""
+        context, count, number = self._context, self._window.count, self._window.number + 1
+        known = self._known_plan() if not self._window.is_last else None
+        store = context.store_of(known) if known is not None else None
+        if store is not None and not store.blocks.keys() - store.committed().keys():
+            log.info("window %d of %d is committed", number, count)  # no row of it is read
+            return store, self._next_block(store)
+        if count > 1:
+            log.info("window %d of %d: reading its rows", number, count)
+        asked = ask(context.runtime, self._window.read(), context.task.requests)
+        asked = replace(asked, read=context.task.read(context.runtime))
+        is_planner = context.worker is not None and context.worker.may_plan(self._plan_path)
+        if (begun := self._known_plan()) is not None:
+            asked = asked.seated(begun)
+        if asked.requests:
+            store = self._generated(asked, is_planner=is_planner)
+        else:
+            store = self._seated(asked, (), None, is_planner=is_planner)
+        rejects = self._first_block + (len(self.plan.blocks) if self.plan is not None else 0)
+        if asked.rejected and rejects not in store.committed():
+            store.commit(rejects, rejected_rows(asked), [])
+        return store, self._next_block(store)
+
+    def _next_block(self, store: PartStore) -> int:
+        """A shard may have no row in its last window, and that no block."""
+        return 1 + max(store.blocks, default=self._first_block - 1)
+
+    def _known_plan(self) -> list[PlannedRequest] | None:
+        planned = self._context.known_plan(self._window)
+        begins = min((each.block for each in planned or ()), default=self._first_block)
+        if begins != self._first_block:
+            raise DamagedRunError(
+                f"{self._plan_path} begins with block {begins}, where the plans before it end with "
+                f"{self._first_block - 1}: put back the one that was there, or choose another directory with run="
+            )
+        return planned
+
+    def _generated(self, asked: Asked, *, is_planner: bool) -> PartStore:
+        """Generates what is left of the requests. Where the first block shows that another way is faster, the session
+        ends, and the window goes on as one that is resumed would."""
+        context, config, runtime = self._context, self._context.config, self._context.runtime
+        feedback, is_wave = self._feedback(asked), config.policy.admission is Admission.wave
+        while True:
+            fixed = self._known_plan()
+            policy = feedback.policy if feedback is not None else None
+            with runtime.confirmed_session(
+                asked.computed,
+                rates=feedback.rates if feedback is not None else None,
+                blocks=_shifted(unseat(fixed, asked), -self._first_block) if fixed is not None else None,
+                known=policy,
+                chunk_tokens=chunk_tokens_of(self._plan_path) if policy is None else None,
+                backends=self._known_backends(),
+            ) as (plan, session):
+                plan = replace(plan, blocks=_shifted(plan.blocks, self._first_block))
+                store = self._seated(asked, plan.blocks, plan, is_planner=is_planner)
+                is_planner = False
+                trace = context.state.directory.trace
+                with (
+                    Progress(asked.computed, plan.blocks, is_wave=is_wave) as progress,
+                    tracing(trace, runtime.trace, is_worker=context.worker is not None) as write_trace,
+                ):
+                    for blocks, way in self._spans(plan, store, feedback, progress):
+                        if (way.policy, way.kv) != (plan.policy, plan.kv):
+                            log.info("policy: from now on %s", way.searched)
+                            break
+                        after_pass = self._tracer(way, asked, write_trace)
+                        for group in [[block] for block in blocks] if is_wave else [blocks]:
+                            OpenBlocks(
+                                session=session,
+                                blocks=group,
+                                asked=asked,
+                                store=store,
+                                is_wave=is_wave,
+                                checkpoint_seconds=config.checkpoint_seconds,
+                                progress=progress,
+                                start=context.start,
+                                after_pass=after_pass,
+                                prediction=way.prediction,
+                            ).finish()
+                    else:
+                        self.plan, self.weights_seconds = plan, session.opening_seconds
+                        return store
+
+    def _known_backends(self) -> BackendTable | None:
+        """The linear backends that the run was begun with on this host: those of this window, or of the one before."""
+        before = self._context.state.directory.window_plan(self._window.number - 1)
+        found = (backends_of(path, self._context.runtime.host) for path in (self._plan_path, before))
+        return next((table for table in found if table is not None), None)
+
+    def _tracer(
+        self, plan: RunPlan, asked: Asked, write: Callable[[Sequence[Span]], None]
+    ) -> Callable[[PassRecord], None]:
+        """What writes the spans of a pass that has just ended, and beside them those that the plan predicts of it."""
+        if self._context.runtime.trace is None:
+            return ignore
+        shape, sizes = self._context.runtime.model.shape, [request.size for request in asked.computed]
+        predicted = PredictedSpans.of(shape, plan, sizes)
+        return lambda record: write(predicted.beginning(record.phase, time.monotonic() - record.seconds))
+
+    def _feedback(self, asked: Asked) -> Feedback | None:
+        """What the run learns from its first block, where its policy may be a search's and one machine does it all."""
+        context, policy = self._context, self._context.config.policy
+        if (
+            context.worker is not None
+            or context.runtime.ranks is not None
+            or policy.kind is PolicyKind.fixed
+            or policy.pin is not None
+            or policy.admission is not Admission.wave
+        ):
+            return None
+        feedback = Feedback(path=context.state.directory.rates, runtime=context.runtime, requests=asked.computed)
+        feedback.restore()
+        return feedback
+
+    def _seated(self, asked: Asked, blocks: Sequence[Block], plan: RunPlan | None, *, is_planner: bool) -> PartStore:
+        """The store of the plan's parts; writes the plan down, or checks it against what is written."""
+        context, planned = self._context, seat(asked, blocks, self._first_block)
+        store = context.store_of(planned)
+        if not self._plan_path.exists():
+            store.require_seats()
+        fix_plan(
+            self._plan_path,
+            planned,
+            chunk_tokens=None if plan is None else chunk_tokens(plan.policy),
+            backends=None if plan is None or plan.backends is None else (context.runtime.host, plan.backends),
+        )
+        context.copy.keep(self._plan_path)
+        if context.worker is not None and is_planner:
+            context.worker.has_planned()
+        return store
+
+    def _spans(
+        self, plan: RunPlan, store: PartStore, feedback: Feedback | None, progress: Progress
+    ) -> Iterator[tuple[list[Block], RunPlan]]:
+        """The blocks that are left, those together that go by one plan, and that plan: where the run learns from its
+        first block, that one first. Each span is asked for when the one before it is committed."""
+        done = store.committed()
+        progress.expect(plan.prediction, done)
+        if self._context.state.is_resumed:
+            log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))
+        directory, text = self._context.state.directory, schedule_text(plan).encode()
+        publish(directory.schedule, lambda file: write_all(file, text), exclusive=False)
+        remove_committed(directory, done)
+        left, first = [block for block in plan.blocks if block.index not in done], plan.blocks[0]
+        if plan.searched is None:
+            feedback = None
+        if feedback is not None and first in left:
+            feedback.record(plan)
+            yield [first], plan
+            left.remove(first)
+        if feedback is not None and feedback.is_due and left:
+            plan = feedback.learn(plan, store.passes([first.index]))
+            progress.expect(plan.prediction, {*done, first.index})
+        if self._context.worker is None:
+            yield left, plan
+            return
+        for block, done_by_all in self._context.worker.blocks(left):
+            progress.expect(plan.prediction, done_by_all)
+            yield [block], plan
+
+
+def _shifted(blocks: Sequence[Block], by: int) -> tuple[Block, ...]:
+    return tuple(replace(block, index=block.index + by) for block in blocks) if by else tuple(blocks)
