@@ -14,7 +14,7 @@ from runtime.units import counted
 
 from ..record.found import Condition, FoundRun, find_runs, is_locked
 from ..record.lacking import listed, missing_rows, told_lacking
-from ..record.leased import leased_blocks
+from ..record.lacking import leased_blocks
 
 log = logging.getLogger(__name__)
 POLL_SECONDS, SECONDS_PER_LINE = 2.0, 10.0

@@ -7,16 +7,15 @@ it, or with one that is damaged or another run's, requests are generated again f
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
 from runtime.errors import OutputError
 from runtime.library.columns import LOGPROB_FIELDS, clean_text
-from runtime.sequences.sequence import TokenLogprobs, Unfinished
 
 from ..files.publishing import (
     PARQUET_PROBLEMS,
@@ -34,7 +33,11 @@ from .output_rows import COMPLETION_FIELDS, GenerationRow
 from .passes import PassRow
 from .plan_file import PlannedRequest, plan_digest
 from .run_dir import RunDirectory
-from .saved_search import read_search, written_search
+
+if TYPE_CHECKING:  # they load torch, and who reads what a run has written needs none
+    from runtime.sequences.beams import BeamState
+    from runtime.sequences.sequence import BeamWay, Unfinished
+
 
 LOG = logging.getLogger(__name__)
 FORMAT = "1"
@@ -62,7 +65,7 @@ class Running:
     often a wave's block went on inside before."""
 
     finished: Sequence[GenerationRow] = ()
-    unfinished: Mapping[RequestKey, Unfinished]
+    unfinished: "Mapping[RequestKey, Unfinished]"
     passes: Sequence[PassRow] = ()
     num_stops: int = 0
 
@@ -183,7 +186,7 @@ def _finished_row(values: RunningRow) -> GenerationRow:
     return GenerationRow(**{key: value for key, value in values.items() if key not in ("generator_state", "search")})
 
 
-def _unfinished_values(key: RequestKey, unfinished: Unfinished) -> dict[str, object]:
+def _unfinished_values(key: RequestKey, unfinished: "Unfinished") -> dict[str, object]:
     return {
         "id": key[0],
         "sample_index": key[1],
@@ -198,11 +201,46 @@ def _unfinished_values(key: RequestKey, unfinished: Unfinished) -> dict[str, obj
     }
 
 
-def _unfinished(values: RunningRow) -> Unfinished:
+def _unfinished(values: RunningRow) -> "Unfinished":
+    from runtime.sequences.sequence import TokenLogprobs, Unfinished
+
     logprobs = zip(values["logprobs"], values["top_token_ids"], values["top_logprobs"], strict=True)
     return Unfinished(
         token_ids=tuple(values["token_ids"]),
         logprobs=tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in logprobs),
         generator_state=values["generator_state"],
         search=read_search(values.get("search")),
+    )
+
+
+def written_search(state: "BeamState[BeamWay] | None") -> bytes | None:
+    """JSON that `read_search` reads."""
+    return None if state is None else json.dumps(asdict(state), default=lambda reason: reason.value).encode()
+
+
+def read_search(data: bytes | None) -> "BeamState[BeamWay] | None":
+    """The inverse of `written_search`. Raises ValueError, KeyError or TypeError where `data` is something else."""
+    if data is None:
+        return None
+    from runtime.sequences.beams import BeamState, Hypothesis
+
+    values = json.loads(data)
+    hypotheses = (Hypothesis(score=each["score"], way=_read_way(each["way"])) for each in values["hypotheses"])
+    return BeamState(scores=tuple(values["scores"]), hypotheses=tuple(hypotheses))
+
+
+def _read_way(values: Mapping[str, Any] | None) -> "BeamWay | None":
+    from runtime.sequences.sequence import BeamWay, FinishReason, TokenLogprobs
+
+    if values is None:
+        return None
+    logprobs = (
+        TokenLogprobs(own=each["own"], top_ids=tuple(each["top_ids"]), top=tuple(each["top"]))
+        for each in values["logprobs"]
+    )
+    return BeamWay(
+        token_ids=tuple(values["token_ids"]),
+        finish=FinishReason(values["finish"]),
+        text_end=values["text_end"],
+        logprobs=tuple(logprobs),
     )

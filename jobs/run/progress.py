@@ -19,7 +19,149 @@ from runtime.sequences.sequence import Completion, Request
 from runtime.units import counted
 
 from ..record.passes import PassRow
-from .forecast import Forecast
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from runtime.batching.balance import Block
+from runtime.plan.cost.predict import Prediction
+from runtime.sequences.sequence import Request
+from ..record.passes import PassRow
+
+
+@dataclass(kw_only=True)
+class _Phase:
+    """`step_seconds`: predicted, of a step. The others are those of the steps that this start has done."""
+
+    step_seconds: float
+    predicted_seconds: float = 0.0
+    measured_seconds: float = 0.0
+
+    def add(self, num_steps: float, seconds: float) -> None:
+        self.predicted_seconds += num_steps * self.step_seconds
+        self.measured_seconds += seconds
+
+
+class Forecast:
+    """Goes by steps: prefill's are prompt tokens; those of decoding are passes over a block in waves, and tokens where
+    requests come and go. Blocks, or requests, that ended before their limits say how far the others will come.
+
+    A block is waiting, open or done. Requests are known by their positions in `requests`.
+    """
+
+    def __init__(self, prediction: Prediction, requests: Sequence[Request], blocks: Sequence[Block], *, is_wave: bool):
+        self._requests, self._is_wave = requests, is_wave
+        self._members = {block.index: [i for i in block.members if requests[i].max_new_tokens] for block in blocks}
+        self._prompts = {index: sum(map(self._num_prompt, rows)) for index, rows in self._members.items()}
+        self._steps = {index: self._most_steps(self._limits(rows)) for index, rows in self._members.items()}
+        self._waiting = set(self._members)
+        self._prefill = _Phase(step_seconds=_each(prediction.prefill.seconds, sum(self._prompts.values())))
+        self._decode = _Phase(step_seconds=_each(prediction.decode.seconds, sum(self._steps.values())))
+        self._skipped_seconds = 0.0  # predicted, of what earlier starts have done
+        self._open: dict[int, int] = {}  # by request that is not finished, the most tokens it may still get
+        self._num_prompts_left = 0
+        self._begun_most, self._num_steps_done = 0, 0.0  # steps of what is open: its limit, and those that are done
+        # Of what has ended. Of tokens a tenth is held as if it ran to its limit: what ends first is what is short.
+        self._finished_steps = self._finished_most = 0.0 if is_wave else sum(self._steps.values()) / 10
+
+    def skip(self, blocks: Iterable[int]) -> None:
+        """Takes blocks as done that an earlier start has committed."""
+        for index in self._waiting & set(blocks):
+            self._waiting.remove(index)
+            self._skipped_seconds += self._predicted(self._prompts[index], self._steps[index])
+
+    def open(self, blocks: Iterable[int], known: Mapping[int, int]) -> None:
+        """Opens blocks of which the requests in `known` are left, each with so many tokens that it has already. What
+        they have is prefilled again."""
+        if self._is_wave:
+            self._finish(self._num_steps_done, self._begun_most)
+        indices = self._waiting & set(blocks)
+        self._waiting -= indices
+        self._open = {i: most for i, num in known.items() if (most := self._requests[i].max_new_tokens - num) > 0}
+        num_prompts, self._begun_most = sum(map(self._num_prompt, self._open)), self._most_steps(self._open)
+        self._num_prompts_left = num_prompts + sum(known[i] for i in self._open)
+        fresh_prompts = sum(self._prompts[index] for index in indices)
+        fresh_steps = sum(self._steps[index] for index in indices)
+        self._skipped_seconds += self._predicted(fresh_prompts - num_prompts, fresh_steps - self._begun_most)
+
+    def advance(self, row: PassRow) -> None:
+        """Counts a pass of the open blocks."""
+        share, num_steps = row.prefill_share, float(row.decode_issued)
+        if self._is_wave:
+            num_steps = 1.0 if share < 1.0 else 0.0
+        self._num_prompts_left = max(0, self._num_prompts_left - row.prompt_tokens)
+        self._num_steps_done += num_steps
+        self._prefill.add(row.prompt_tokens, share * row.seconds)
+        self._decode.add(num_steps, (1 - share) * row.seconds)
+
+    def finish_row(self, i: int, num_tokens: int) -> None:
+        """Counts out a request that ended with so many tokens, those included that it had when it was opened."""
+        most = self._open.pop(i, None)
+        if most is not None and not self._is_wave:
+            self._begun_most -= most - 1
+            self._finish(num_tokens - (self._requests[i].max_new_tokens - most) - 1, most - 1)
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds that what is left will take, as far as is known."""
+        num_prompts = self._num_prompts_left + sum(self._prompts[index] for index in self._waiting)
+        return (
+            self._correction(self._prefill) * self._prefill.step_seconds * num_prompts
+            + self._correction(self._decode) * self._decode.step_seconds * self._num_steps_left
+        )
+
+    @property
+    def share_done(self) -> float:
+        """How much of the run is done, between 0 and 1, by predicted time."""
+        done = self._skipped_seconds + self._prefill.predicted_seconds + self._decode.predicted_seconds
+        num_prompts = self._num_prompts_left + sum(self._prompts[index] for index in self._waiting)
+        left = self._predicted(num_prompts, self._num_steps_left)
+        return done / (done + left) if done + left else 1.0
+
+    @property
+    def _num_steps_left(self) -> float:
+        waiting = sum(self._steps[index] for index in self._waiting)
+        most = self._most_steps(self._open) if self._is_wave else self._begun_most
+        likely = self._length * most - self._num_steps_done
+        return (max(1.0, likely) if self._open else 0.0) + self._length * waiting
+
+    @property
+    def _length(self) -> float:
+        """How much of their limits answers reach, as those show that have ended."""
+        return self._finished_steps / self._finished_most if self._finished_most else 1.0
+
+    def _finish(self, num_steps: float, most: float) -> None:
+        self._finished_steps += num_steps
+        self._finished_most += most
+        self._num_steps_done -= num_steps
+
+    def _correction(self, phase: _Phase) -> float:
+        """What was measured over what was predicted; of a phase that has not begun, that of the other."""
+        phases = (phase,) if phase.predicted_seconds else (self._prefill, self._decode)
+        predicted = sum(each.predicted_seconds for each in phases)
+        return sum(each.measured_seconds for each in phases) / predicted if predicted else 1.0
+
+    def _predicted(self, num_prompts: float, num_steps: float) -> float:
+        return self._prefill.step_seconds * num_prompts + self._decode.step_seconds * num_steps
+
+    def _num_prompt(self, i: int) -> int:
+        return len(self._requests[i].prompt_ids)
+
+    def _limits(self, rows: Iterable[int]) -> dict[int, int]:
+        return {i: self._requests[i].max_new_tokens for i in rows}
+
+    def _most_steps(self, limits: Mapping[int, int]) -> int:
+        """Steps of decoding up to these limits; the first token of each comes out of prefill."""
+        if self._is_wave:
+            return max(limits.values(), default=1) - 1
+        return sum(most - 1 for most in limits.values())
+
+
+def _each(seconds: float, count: int) -> float:
+    return seconds / count if count else 0.0
+
+
+
 
 log = logging.getLogger(__name__)
 SECONDS_PER_LINE, SECONDS_PER_PICTURE = 60.0, 0.2

@@ -28,7 +28,7 @@ from ..record.success import is_finished
 from ..record.summary import MemoryUse, Summary, summarize, write_summary
 from ..workers.elastic import Worker
 from ..workers.local import shared_weights
-from .chat import require_template
+from .requests import require_template
 from .context import RunContext
 from .identity import manifest_of
 from .input import HeldRows, RunInput, rows_in_windows

@@ -14,7 +14,7 @@ from runtime.errors import Interrupted
 
 from ..files.locks import Leases
 from ..files.publishing import make_directory
-from ..record.leased import lease_name
+from ..record.lacking import lease_name
 from ..record.part_files import visible
 from ..record.run_dir import RunDirectory
 

@@ -11,7 +11,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.chat import require_template
+from jobs.run.requests import require_template
 from jobs.run.tasks.generate import generate
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import ModelConfig, SamplingConfig

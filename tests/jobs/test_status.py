@@ -11,7 +11,7 @@ import pytest
 from jobs.files.locks import Holder, Leases, RunLock, this_process
 from jobs.files.publishing import canonical_json
 from jobs.record.found import find_runs
-from jobs.record.leased import lease_name
+from jobs.record.lacking import lease_name
 from jobs.record.passes import PassRow
 from jobs.record.run_dir import RunDirectory
 from jobs.reporting.config import StatusConfig

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from jobs.config.settings import GenerateConfig, Workers
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.files.locks import read_lease
-from jobs.record.leased import lease_name, leased_blocks
+from jobs.record.lacking import lease_name, leased_blocks
 from jobs.record.run_dir import RunDirectory
 from jobs.run.tasks.generate import generate
 from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from jobs.record.saved_search import read_search, written_search
+from jobs.record.running import read_search, written_search
 from runtime import PolicyConfig, PrefetchConfig, Runtime, SamplingConfig
 from runtime.config.sampling import AS_THE_MODEL_SAYS
 from runtime.config.settings import (

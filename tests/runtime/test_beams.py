@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.record.saved_search import read_search, written_search
+from jobs.record.running import read_search, written_search
 from runtime.batching.balance import plan_blocks
 from runtime.batching.prefixes import SharedPrefix
 from runtime.cache.rectangle import row_moves
