@@ -18,7 +18,7 @@ def main(composed: Composed) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
 
     from jobs.record.found import find_runs
-    from jobs.record.lacking import lacking
+    from jobs.record.unfinished import lacking
     from jobs.reporting.figures import RunFigures
     from jobs.reporting.overview import overview, write_overview
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,10 +38,10 @@ from ..files.publishing import json_digest, publish, write_all
 from ..record.output_rows import score_schema
 from ..record.passes import Start
 from ..record.run_dir import RunDirectory
+from ..run.requests import Prompt, completions_of
 from ..run.run import perform
 from ..run.tasks.generate import generation
 from ..run.tasks.task import Task
-from ..run.requests import Prompt, completions_of
 from .config import EvaluateConfig
 
 KNOWN = frozenset({"do_sample", "temperature", "max_gen_toks", "until"})

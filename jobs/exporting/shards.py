@@ -13,8 +13,7 @@ from runtime.errors import ConfigError, DamagedRunError, Interrupted
 from runtime.units import counted
 
 from ..record.found import Condition, FoundRun, find_runs, is_locked
-from ..record.lacking import listed, missing_rows, told_lacking
-from ..record.lacking import leased_blocks
+from ..record.unfinished import leased_blocks, listed, missing_rows, told_lacking
 
 log = logging.getLogger(__name__)
 POLL_SECONDS, SECONDS_PER_LINE = 2.0, 10.0

@@ -5,53 +5,42 @@
 
 import errno
 import fcntl
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from fnmatch import fnmatchcase
 from functools import cached_property
 from glob import glob
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runtime.config.texts import is_url
+from runtime.cache_root import cache_root
+from runtime.config.texts import is_url, url_child
 from runtime.errors import ConfigError, DamagedRunError
+from runtime.remote.object_store import ObjectStore, Patience, StoredFile
 
-from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular
+from ..files.publishing import (
+    PARQUET_PROBLEMS,
+    PRIVATE_FOLDER_MODE,
+    JsonValue,
+    make_directory,
+    publish,
+    read_json,
+    read_regular,
+    write_all,
+    write_json,
+)
 from .part_files import PART_NAME, parse_part, visible
 from .plan_file import read_plan_table
 from .run_dir import RunDirectory
-import hashlib
-import re
-from collections.abc import Mapping
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path
-from pathlib import PurePosixPath
-from runtime.cache_root import cache_root
-from runtime.config.texts import url_child
-from runtime.errors import ConfigError
-from runtime.errors import DamagedRunError
-from runtime.remote.object_store import ObjectStore
-from runtime.remote.object_store import Patience
-from runtime.remote.object_store import StoredFile
-from ..files.publishing import PRIVATE_FOLDER_MODE
-from ..files.publishing import make_directory
-from ..files.publishing import publish
-from ..files.publishing import read_json
-from ..files.publishing import write_all
-from ..files.publishing import write_json
-from .stored_run import NUM_FETCHES
-from .stored_run import OWN
-from .stored_run import RUN
-
+from .stored_run import NUM_FETCHES, OWN, RUN
 
 PATIENCE_SECONDS = 30.0  # somebody waits
 PLAIN = re.compile(r"[^/\\\0*?\[]*[^/\\\0*?\[.][^/\\\0*?\[]*")  # a folder's name: no pattern, and more than dots
@@ -131,8 +120,6 @@ def _fetch(store: ObjectStore, prefix: str, names: Sequence[str], path: Path) ->
 
     with ThreadPoolExecutor(NUM_FETCHES) as pool:
         list(pool.map(fetch, names))
-
-
 
 
 TURN_NAME = re.compile(r"turn-([1-9]\d*)")

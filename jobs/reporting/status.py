@@ -16,7 +16,7 @@ from runtime.units import counted
 from ..files.locks import told
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular
 from ..record.found import FoundRun, is_locked
-from ..record.lacking import LeasedBlock, leased_blocks, told_slurm
+from ..record.unfinished import LeasedBlock, leased_blocks, told_slurm
 from ..run.progress import roughly
 
 log = logging.getLogger(__name__)

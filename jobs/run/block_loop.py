@@ -23,7 +23,7 @@ from ..record.parts import PartStore
 from ..record.passes import PassRow, Start, pass_row
 from ..record.running import RequestKey, Running, RunningFile
 from .progress import Progress
-from .requests import Asked, completed_rows
+from .requests import RequestBatch, completed_rows
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class OpenBlocks:
 
     session: BlockSession
     blocks: Sequence[Block]
-    asked: Asked
+    asked: RequestBatch
     store: PartStore
     is_wave: bool
     checkpoint_seconds: float | None

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -18,14 +18,6 @@ from runtime.plan.cost.predict import Prediction
 from runtime.sequences.sequence import Completion, Request
 from runtime.units import counted
 
-from ..record.passes import PassRow
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from runtime.batching.balance import Block
-from runtime.plan.cost.predict import Prediction
-from runtime.sequences.sequence import Request
 from ..record.passes import PassRow
 
 
@@ -159,8 +151,6 @@ class Forecast:
 
 def _each(seconds: float, count: int) -> float:
     return seconds / count if count else 0.0
-
-
 
 
 log = logging.getLogger(__name__)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
 from runtime.batching.balance import Block
 from runtime.errors import ConfigError, require
 from runtime.library.api import Runtime
@@ -14,19 +16,11 @@ from runtime.requests.joining import Joined, join, scores_of, whole_searches, wi
 from runtime.requests.prompts import Rejected, tokenize_each
 from runtime.sequences.sequence import Completion, Request
 
-from ..datasets import Row
+from ..datasets import DatasetConfig, Row
 from ..datasets.fields import MAX_ROWS
 from ..datasets.records import shorten
 from ..record.output_rows import GenerationRow
 from ..record.plan_file import PlannedRequest, Seat
-from collections.abc import Sequence
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from runtime.errors import ConfigError
-from runtime.requests.chat import ChatRenderer
-from runtime.requests.chat import TemplateRefusal
-from ..datasets import DatasetConfig
-from ..datasets import Row
-
 
 QUESTION = {"role": "user", "content": "?"}
 
@@ -89,8 +83,6 @@ def _require_any(renderer: ChatRenderer, rows: Sequence[Row]) -> None:
         )
 
 
-
-
 Prompt: TypeAlias = str | tuple[int, ...]  # a text, which a template has spelt out where the row is a chat, or tokens
 # What rows with these prompts ask of the engine: of each, in their order, its output rows, or why there are none.
 MakeRequests: TypeAlias = Callable[[Runtime, Sequence[tuple[Row, Prompt]]], Iterable[Sequence[Request | Rejected]]]
@@ -99,7 +91,7 @@ ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together;
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RequestBatch:
     """Each row's output rows: one of `requests` for each that is computed, `rejected` are all the others. Both by row,
     then by sample, and beside each the row that it came from. `seats`: those of a plan that is fixed, by key: what has
     one of its own there is computed by itself. `read`: the columns of what a request with an encoding came to."""
@@ -121,7 +113,7 @@ class Asked:
         """The requests of `joined`."""
         return [each.request for each in self.joined]
 
-    def seated(self, planned: Iterable[PlannedRequest]) -> "Asked":
+    def seated(self, planned: Iterable[PlannedRequest]) -> "RequestBatch":
         """The same, joined as a plan that is fixed has it."""
         return replace(self, seats={each.key: each.seat for each in planned})
 
@@ -148,7 +140,7 @@ def tokenized(
         yield row, next(found[row.messages is not None]) if isinstance(text, str) else text
 
 
-def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Asked:
+def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> RequestBatch:
     """Tokenises every row and makes its request. A row that there is none for is rejected, never raised. Raises
     ConfigError for more completions than a run can have."""
     num_samples = runtime.config.sampling.n
@@ -163,7 +155,7 @@ def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Asked:
     asked = zip(rows, _requests(runtime, rows, make), strict=True)
     made = [(row, item) for row, items in asked for item in items]
     require(len(made) <= MAX_ROWS, f"{len(made):,} requests are above the {MAX_ROWS:,} that a run can have")
-    return Asked(
+    return RequestBatch(
         requests=[item for _, item in made if isinstance(item, Request)],
         request_rows=[row for row, item in made if isinstance(item, Request)],
         rejected=[item for _, item in made if isinstance(item, Rejected)],
@@ -216,7 +208,7 @@ def _text(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected:
         return Rejected(id=row.id, error=error.as_error)
 
 
-def seat(asked: Asked, blocks: Sequence[Block], first_block: int = 0) -> list[PlannedRequest]:
+def seat(asked: RequestBatch, blocks: Sequence[Block], first_block: int = 0) -> list[PlannedRequest]:
     """The plan as it is written down: what is computed as one has one seat. Rejected rows share a block of their own
     behind the others. `first_block`: the number of the first block, which those that are there have already."""
     planned = [
@@ -244,7 +236,7 @@ def _planned(row: Row, item: Request | Rejected, block: int, micro_batch: int, p
     )
 
 
-def unseat(planned: Iterable[PlannedRequest], asked: Asked) -> tuple[Block, ...]:
+def unseat(planned: Iterable[PlannedRequest], asked: RequestBatch) -> tuple[Block, ...]:
     """The blocks of a plan read back; `seat` of the result gives the plan again if the rows are the same."""
     place_of = {asked.requests[i].key: place for place, each in enumerate(asked.joined) for i in each.members}
     seats: dict[int, dict[int, dict[int, None]]] = {}
@@ -261,7 +253,7 @@ def unseat(planned: Iterable[PlannedRequest], asked: Asked) -> tuple[Block, ...]
     )
 
 
-def completed_rows(asked: Asked, place: int, completion: Completion) -> Iterator[GenerationRow]:
+def completed_rows(asked: RequestBatch, place: int, completion: Completion) -> Iterator[GenerationRow]:
     """The output rows that what is computed at `place` has come to."""
     for i in asked.joined[place].members:
         row = _completed(asked.request_rows[i], asked.requests[i], completion)
@@ -290,7 +282,7 @@ def _completed(row: Row, request: Request, completion: Completion) -> Generation
     )
 
 
-def rejected_rows(asked: Asked) -> list[GenerationRow]:
+def rejected_rows(asked: RequestBatch) -> list[GenerationRow]:
     return [
         GenerationRow(
             id=why.id,

@@ -28,10 +28,10 @@ from ..record.success import is_finished
 from ..record.summary import MemoryUse, Summary, summarize, write_summary
 from ..workers.elastic import Worker
 from ..workers.local import shared_weights
-from .requests import require_template
 from .context import RunContext
 from .identity import manifest_of
 from .input import HeldRows, RunInput, rows_in_windows
+from .requests import require_template
 from .tasks.task import Task, dataset_rows
 from .window import WindowRun
 

@@ -5,18 +5,21 @@ Blocks are numbered through all windows; a plan's own, before it is fixed, begin
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from runtime.batching.balance import Block
 from runtime.config.profiles import BackendTable
 from runtime.config.settings import Admission, PolicyKind
-from runtime.engine.records import PassRecord
+from runtime.engine.records import PassRecord, Phase
 from runtime.engine.session import ignore
 from runtime.errors import DamagedRunError
+from runtime.plan.cost.simulator import PlayedPass
 from runtime.plan.placement.defaults import chunk_tokens
+from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import RunPlan
-from runtime.plan.timeline import schedule_text
+from runtime.plan.shape.model import ModelShape
+from runtime.plan.timeline import make_timeline, schedule_text
 from runtime.trace import Span
 
 from ..files.publishing import publish, write_all
@@ -29,17 +32,7 @@ from .context import RunContext
 from .feedback import Feedback
 from .input import InputWindow
 from .progress import Progress
-from .requests import Asked, ask, rejected_rows, seat, unseat
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from runtime.engine.records import Phase
-from runtime.plan.cost.simulator import PlayedPass
-from runtime.plan.placement.memory import SequenceSize
-from runtime.plan.planner import RunPlan
-from runtime.plan.shape.model import ModelShape
-from runtime.plan.timeline import make_timeline
-from runtime.trace import Span
+from .requests import RequestBatch, ask, rejected_rows, seat, unseat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +61,6 @@ class PredictedSpans:
             return []
         late = begin - played.begin
         return [Span(s.resource, str(s.action), s.begin + late, s.end + late) for s in played.spans]
-
-
 
 
 log = logging.getLogger(__name__)
@@ -124,7 +115,7 @@ class WindowRun:
             )
         return planned
 
-    def _generated(self, asked: Asked, *, is_planner: bool) -> PartStore:
+    def _generated(self, asked: RequestBatch, *, is_planner: bool) -> PartStore:
         """Generates what is left of the requests. Where the first block shows that another way is faster, the session
         ends, and the window goes on as one that is resumed would."""
         context, config, runtime = self._context, self._context.config, self._context.runtime
@@ -177,7 +168,7 @@ class WindowRun:
         return next((table for table in found if table is not None), None)
 
     def _tracer(
-        self, plan: RunPlan, asked: Asked, write: Callable[[Sequence[Span]], None]
+        self, plan: RunPlan, asked: RequestBatch, write: Callable[[Sequence[Span]], None]
     ) -> Callable[[PassRecord], None]:
         """What writes the spans of a pass that has just ended, and beside them those that the plan predicts of it."""
         if self._context.runtime.trace is None:
@@ -186,7 +177,7 @@ class WindowRun:
         predicted = PredictedSpans.of(shape, plan, sizes)
         return lambda record: write(predicted.beginning(record.phase, time.monotonic() - record.seconds))
 
-    def _feedback(self, asked: Asked) -> Feedback | None:
+    def _feedback(self, asked: RequestBatch) -> Feedback | None:
         """What the run learns from its first block, where its policy may be a search's and one machine does it all."""
         context, policy = self._context, self._context.config.policy
         if (
@@ -201,7 +192,9 @@ class WindowRun:
         feedback.restore()
         return feedback
 
-    def _seated(self, asked: Asked, blocks: Sequence[Block], plan: RunPlan | None, *, is_planner: bool) -> PartStore:
+    def _seated(
+        self, asked: RequestBatch, blocks: Sequence[Block], plan: RunPlan | None, *, is_planner: bool
+    ) -> PartStore:
         """The store of the plan's parts; writes the plan down, or checks it against what is written."""
         context, planned = self._context, seat(asked, blocks, self._first_block)
         store = context.store_of(planned)

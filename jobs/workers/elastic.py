@@ -14,9 +14,9 @@ from runtime.errors import Interrupted
 
 from ..files.locks import Leases
 from ..files.publishing import make_directory
-from ..record.lacking import lease_name
 from ..record.part_files import visible
 from ..record.run_dir import RunDirectory
+from ..record.unfinished import lease_name
 
 MOST_POLL_SECONDS = 2.0
 PLAN, CLOSING = "plan", "closing"  # leases beside those of blocks

@@ -14,6 +14,8 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import IO, NamedTuple
 
 import torch
@@ -26,12 +28,6 @@ from runtime.units import GIB, format_bytes
 
 from ..config.settings import RunSettings
 from ..config.signals import StopFlag
-import os
-from collections.abc import Collection
-from collections.abc import Sequence
-from itertools import pairwise
-from pathlib import Path
-
 
 SYSTEM = Path("/sys/devices/system")
 
@@ -68,8 +64,6 @@ def _numbers(path: Path) -> list[int]:
     except OSError:
         return []
     return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]
-
-
 
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from jobs.record.run_dir import RunDirectory
 from jobs.record.running import remove_committed
 from jobs.run.block_loop import OpenBlocks
 from jobs.run.progress import Progress
-from jobs.run.requests import Asked, seat
+from jobs.run.requests import RequestBatch, seat
 from runtime.batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
 from runtime.batching.balance import Block, plan_blocks
 from runtime.config.settings import Admission
@@ -45,7 +45,7 @@ TIMES = StageTimes(
 )
 
 
-def made(num_rows: int = 11) -> Asked:
+def made(num_rows: int = 11) -> RequestBatch:
     requests = [
         Request(id=f"row {i}", prompt_ids=tuple(range(1, 3 + i % 5)), max_new_tokens=MAX_NEW_TOKENS, sample_index=i % 2)
         for i in range(num_rows)
@@ -54,15 +54,15 @@ def made(num_rows: int = 11) -> Asked:
         Row(index=i, id=request.id, prompt="", messages=None, columns={"own": i}, error=None)
         for i, request in enumerate(requests)
     ]
-    return Asked(requests=requests, request_rows=rows, rejected=[], rejected_rows=[])
+    return RequestBatch(requests=requests, request_rows=rows, rejected=[], rejected_rows=[])
 
 
-def blocks_of(asked: Asked) -> tuple[Block, ...]:
+def blocks_of(asked: RequestBatch) -> tuple[Block, ...]:
     lengths = [len(request.prompt_ids) for request in asked.requests]
     return plan_blocks(lengths, micro_batch_size=2, num_micro_batches=2, is_packed=True)
 
 
-def store_at(path: Path, asked: Asked) -> PartStore:
+def store_at(path: Path, asked: RequestBatch) -> PartStore:
     run, planned = RunDirectory(path=path), seat(asked, blocks_of(asked))
     for folder in (run.generations, run.throughput):
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def store_at(path: Path, asked: Asked) -> PartStore:
 
 
 def start_waves(
-    path: Path, session: "FakeSession", *, asked: Asked | None = None, checkpoint_seconds: float | None = 0.0
+    path: Path, session: "FakeSession", *, asked: RequestBatch | None = None, checkpoint_seconds: float | None = 0.0
 ) -> PartStore:
     """A start of the run in waves at `path`, up to its end."""
     asked = asked or made()
@@ -87,7 +87,7 @@ def start_waves(
 
 
 def run_at(
-    path: Path, session: "FakeSession", *, asked: Asked | None = None, checkpoint_seconds: float = 0.0
+    path: Path, session: "FakeSession", *, asked: RequestBatch | None = None, checkpoint_seconds: float = 0.0
 ) -> PartStore:
     """A start of the run at `path`, up to its end."""
     asked = asked or made()
@@ -101,7 +101,7 @@ def run_at(
 def generate_left(
     session: "FakeSession",
     left: Sequence[Block],
-    asked: Asked,
+    asked: RequestBatch,
     store: PartStore,
     admission: Admission,
     checkpoint_seconds: float | None,

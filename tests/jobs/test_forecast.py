@@ -7,8 +7,7 @@ from datetime import datetime
 import pytest
 
 from jobs.record.passes import PassRow
-from jobs.run.progress import Forecast
-from jobs.run.progress import Progress, roughly, time_left
+from jobs.run.progress import Forecast, Progress, roughly, time_left
 from runtime.batching.balance import Block
 from runtime.plan.cost.predict import PhaseTime, Prediction
 from runtime.sequences.sequence import Completion, FinishReason, Request

@@ -15,8 +15,7 @@ from jobs.config.settings import GenerateConfig, Workers
 from jobs.config.signals import StopFlag
 from jobs.record.run_dir import RunDirectory
 from jobs.run.tasks.generate import generate
-from jobs.workers.local import VARIABLE, Led, is_leader, lead, shares
-from jobs.workers.local import processors_by_node, split_processors
+from jobs.workers.local import VARIABLE, Led, is_leader, lead, processors_by_node, shares, split_processors
 from runtime.config.settings import MachineConfig, OffloadConfig
 from runtime.errors import ConfigError
 from tests.generations import read_generations

@@ -10,8 +10,7 @@ from jobs.exporting.export import export
 from jobs.exporting.shards import wait_for_end
 from jobs.files.locks import Leases, RunLock
 from jobs.record.found import find_runs
-from jobs.record.lacking import lacking
-from jobs.record.lacking import lease_name
+from jobs.record.unfinished import lacking, lease_name
 from runtime.errors import ConfigError, Interrupted
 from tests.jobs.sharded_run import NUM_SHARDS, ShardedRun
 

@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from jobs.config.settings import GenerateConfig, Workers
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.files.locks import read_lease
-from jobs.record.lacking import lease_name, leased_blocks
 from jobs.record.run_dir import RunDirectory
+from jobs.record.unfinished import lease_name, leased_blocks
 from jobs.run.tasks.generate import generate
 from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations

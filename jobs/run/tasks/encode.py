@@ -1,6 +1,6 @@
 """Encoding as a run's task: an embedding of each row's prompt, the classes of a classifier, or what fits its masks."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,35 +11,19 @@ from runtime.errors import require
 from runtime.library.api import Runtime
 from runtime.library.columns import clean_text
 from runtime.library.encoding import Classified, Embedded, encoded
+from runtime.model.loading import LoadedModel
+from runtime.origin.net import PASS_ON, reason_of
 from runtime.requests.encoding import Wanted, make_encoding, require_readable
-from runtime.requests.prompts import Rejected
+from runtime.requests.prompts import Rejected, tokenize_each
 from runtime.sequences.sequence import Completion, Request
 
 from ...config.settings import EncodeConfig, EncodeSettings, run_directory
-
+from ...datasets.rows import Inputs, Row
 from ...record.output_rows import SOURCE_FIELDS
 from ...record.passes import Start
 from ..requests import Prompt, Read, tokenized
 from ..run import Outcome, perform
 from .task import Task
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import replace
-from runtime.config.settings import Readout
-from runtime.library.api import Runtime
-from runtime.model.loading import LoadedModel
-from runtime.origin.net import PASS_ON
-from runtime.origin.net import reason_of
-from runtime.requests.encoding import Wanted
-from runtime.requests.encoding import make_encoding
-from runtime.requests.prompts import Rejected
-from runtime.requests.prompts import tokenize_each
-from runtime.sequences.sequence import Request
-from ...datasets.rows import Inputs
-from ...datasets.rows import Row
-from ..requests import Prompt
-
 
 SIGMOID = "Sigmoid"
 
@@ -100,8 +84,6 @@ def _pair_ids(model: LoadedModel, first: str, second: str) -> Sequence[int] | st
     if any(made.get("token_type_ids", [])):
         return "the model tells the two texts of a pair apart by token types, which are not passed on to it"
     return made["input_ids"]
-
-
 
 
 FIRST_FIELDS = (

@@ -1,21 +1,20 @@
-"""What a run lacks until it is finished, for people: rows, their blocks, and who is at work on them."""
+"""What a run lacks until it is finished, for people: rows and their blocks, and who is at work on them, as leases say:
+whose a block in progress is, since when, and when its worker last gave a sign.
+"""
 
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from runtime.units import counted
 
+from ..files.locks import read_lease, told
+from ..files.publishing import JsonValue, OddFileError
 from .found import Condition, FoundRun
-import re
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from ..files.locks import read_lease
-from ..files.locks import told
-from ..files.publishing import JsonValue
-from ..files.publishing import OddFileError
 
 
 def lease_name(block: int) -> str:
@@ -80,8 +79,6 @@ def leased_blocks(folder: Path) -> list[LeasedBlock]:
             )
         )
     return leases
-
-
 
 
 NUM_LISTED = 10
