@@ -25,7 +25,7 @@ from ..kernels.arguments import (
     Paused,
     QuantizedPages,
     QuantizedScratch,
-    Rows,
+    RowTables,
     Scratch,
     Softmax,
     Span,
@@ -175,7 +175,9 @@ def decode_attention_torch(
     return out_BHD
 
 
-def in_vectors(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, softmax: Softmax, value_dim: int) -> Work:
+def in_vectors(
+    q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: RowTables, softmax: Softmax, value_dim: int
+) -> Work:
     from ..kernels.attention import attend
 
     scaled_BHGD = (q_BHGD.float() * scale).contiguous()
@@ -190,7 +192,9 @@ def in_vectors(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, sof
     return run, out_BHGD
 
 
-def in_tiles(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, softmax: Softmax, value_dim: int) -> Work:
+def in_tiles(
+    q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: RowTables, softmax: Softmax, value_dim: int
+) -> Work:
     """Takes queries and gives answers in bfloat16 as they are. Torch would convert them on OpenMP's threads, and these
     then wait actively, in the way of ours: of 11 ms a thread began its first item 2 ms late."""
     from ..kernels.amx.attention import attend
@@ -230,9 +234,9 @@ def pages_of(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> Pages:
     return Pages(_flat(k_NPHD), _flat(v_NPHD), *strides, num_pages=k_NPHD.shape[0], page_tokens=k_NPHD.shape[1])
 
 
-def rows_of(tables_Bn: torch.Tensor, begins_B: torch.Tensor, ends_B: torch.Tensor, page_tokens: int) -> Rows:
+def rows_of(tables_Bn: torch.Tensor, begins_B: torch.Tensor, ends_B: torch.Tensor, page_tokens: int) -> RowTables:
     tables, ends = _numpy(tables_Bn, torch.int32), _numpy(ends_B, torch.int64)
-    return Rows(tables, _numpy(begins_B, torch.int64), ends, _shared(tables, ends // page_tokens, page_tokens))
+    return RowTables(tables, _numpy(begins_B, torch.int64), ends, _shared(tables, ends // page_tokens, page_tokens))
 
 
 def _shared(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_tokens: int) -> np.ndarray:
@@ -297,7 +301,7 @@ def work_items(
     num_kv_heads: int,
     position_bytes: int,
     num_threads: int,
-) -> tuple[Rows, np.ndarray]:
+) -> tuple[RowTables, np.ndarray]:
     assert len(tables_Bn) == len(begins_B) == len(ends_B)
     capacity = tables_Bn.shape[1] * page_tokens
     if len(ends_B):

@@ -32,7 +32,7 @@ from .tails import Tails
 
 
 @dataclass(kw_only=True)
-class Row:
+class PagedRow:
     """One sequence: `past` positions are cached, in `pages`. `fills`: what it computes for others. `behind`: what it
     goes on from; the last page of that, if it is not full, is copied to `pages` in the row's first pass. So is that of
     another row that it goes on from. `tail`: its slot among the tails, where pages are quantised."""
@@ -125,7 +125,7 @@ class PagedKV(Cache, KVCache):
         self._tails = Tails(pages.device) if pages.dtype.is_quantized else None
         self._host = HostLane(pages, pages.exchange) if pages.exchange is not None else None
         self._device = pages.device.torch_device
-        self._rows: list[Row] = []
+        self._rows: list[PagedRow] = []
         self._new: list[int] = []
         self._selected: list[int] = []  # of each row, how many of its last tokens
         self._bound: dict[int, torch.Tensor] = {}
@@ -187,11 +187,11 @@ class PagedKV(Cache, KVCache):
         return sorted(self._place_of[page] for row, new in pairs for page in pages_of(row, new))
 
     @staticmethod
-    def _touched(row: Row, new: int) -> list[int]:
+    def _touched(row: PagedRow, new: int) -> list[int]:
         return row.pages[num_pages_for(row.past + 1) - 1 : num_pages_for(row.past + new) if new else 0]
 
     @staticmethod
-    def _filled(row: Row, new: int) -> list[int]:
+    def _filled(row: PagedRow, new: int) -> list[int]:
         return row.pages[row.past // PAGE_TOKENS : (row.past + new) // PAGE_TOKENS]
 
     def add(self, past: int = 0, *, fills: SharedPages | None = None, behind: SharedPages | None = None) -> None:
@@ -199,7 +199,7 @@ class PagedKV(Cache, KVCache):
         are for those who go on from them. `behind`: it begins with these, which must be filled when it begins, by an
         earlier pass, or in this one by a row before it or by a lane before this one."""
         begin, tail = behind.num_tokens if behind is not None else past, self._tails.take() if self._tails else 0
-        self._rows.append(Row(past=begin, fills=fills, behind=behind, tail=tail))
+        self._rows.append(PagedRow(past=begin, fills=fills, behind=behind, tail=tail))
 
     def remove(self, position: int) -> None:
         """Takes a row out; those behind it move up."""
@@ -298,7 +298,7 @@ class PagedKV(Cache, KVCache):
         held |= {row.copied for row, _ in growing if row.copied is not None}
         self._place_of = {page: place for place, page in enumerate(sorted(held))}
 
-    def _begin_behind(self, row: Row) -> None:
+    def _begin_behind(self, row: PagedRow) -> None:
         """Takes the pages that the row goes on from, before it has any of its own."""
         behind = row.behind
         if behind is None:
@@ -311,7 +311,7 @@ class PagedKV(Cache, KVCache):
         row.behind = None
         self.release(behind)
 
-    def _take(self, row: Row, count: int) -> None:
+    def _take(self, row: PagedRow, count: int) -> None:
         if count:
             row.pages += self._pages.pool.take(count, self._last_page)
             self._last_page = row.pages[-1]
@@ -394,7 +394,7 @@ class PagedKV(Cache, KVCache):
             if new:
                 self._end_copy(row)
 
-    def _end_copy(self, row: Row) -> None:
+    def _end_copy(self, row: PagedRow) -> None:
         if row.copied is not None:
             self._pages.pool.give([row.copied])
             row.copied = None

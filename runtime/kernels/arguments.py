@@ -90,7 +90,7 @@ class QuantizedPages(NamedTuple):
     page_tokens: int
 
 
-class Rows(NamedTuple):
+class RowTables(NamedTuple):
     """Row b sees positions [begins[b], ends[b]) of the pages that `tables[b]` names, in order. The first `shared[b]`,
     whole chunks of them, are in the same pages as those of a row next to it."""
 
@@ -124,7 +124,7 @@ class Softmax(NamedTuple):
     total: np.float32
 
 
-class Scores(Protocol):
+class ScoreScratch(Protocol):
     """What a softmax turns into weights."""
 
     @property

@@ -12,7 +12,18 @@ B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n
 import numpy as np
 from numba import njit
 
-from .arguments import CHUNK_TOKENS, Pages, Paused, QuantizedPages, Rows, Scores, Scratch, Softmax, Span, WorkItems
+from .arguments import (
+    CHUNK_TOKENS,
+    Pages,
+    Paused,
+    QuantizedPages,
+    RowTables,
+    ScoreScratch,
+    Scratch,
+    Softmax,
+    Span,
+    WorkItems,
+)
 from .attention_blocks import ADD_BLOCK, SCORE_BLOCK, add_block, add_one, score_block, score_one
 from .compiled import FUSED, REORDERED, kept
 from .primitives import EXP_MIN, ONE, ZERO, begin_items, exp, highest_of
@@ -43,7 +54,7 @@ def _fade(
 
 
 @njit(fastmath=REORDERED)
-def _raise_tops(num: int, heads: Span, scratch: Scores, sums_HGD: np.ndarray) -> None:
+def _raise_tops(num: int, heads: Span, scratch: ScoreScratch, sums_HGD: np.ndarray) -> None:
     """Raises each query's maximum to that of its scores; its total and sums are then seen from there."""
     _, Gs, S = scratch.scores_HGS.shape
     for h in range(heads[0], heads[1]):
@@ -65,7 +76,7 @@ def _exponentiate(scores_HGS: np.ndarray, h: int, g: int, num: int, top: np.floa
 
 
 @njit(fastmath=REORDERED)
-def weigh(num: int, heads: Span, softcap: np.float32, scratch: Scores, sums_HGD: np.ndarray) -> None:
+def weigh(num: int, heads: Span, softcap: np.float32, scratch: ScoreScratch, sums_HGD: np.ndarray) -> None:
     """Turns `num` scores of each query into weights, as seen from the maximum so far."""
     G = scratch.tops_HG.shape[1]
     if softcap > ZERO:
@@ -142,7 +153,7 @@ def attend_chunk(
     end: int,
     heads: Span,
     softcap: np.float32,
-    scratch: Scores,
+    scratch: ScoreScratch,
     sums_HGD: np.ndarray,
 ) -> None:
     """Takes up positions [first, last), a chunk at most, of one row that ends at `end`."""
@@ -166,7 +177,7 @@ def attend_chunk(
 
 
 @njit(fastmath=REORDERED)
-def begin(softmax: Softmax, heads: Span, scratch: Scores) -> None:
+def begin(softmax: Softmax, heads: Span, scratch: ScoreScratch) -> None:
     """Sets a row's maxima and sums of weights to where they start."""
     for h in range(heads[0], heads[1]):
         for g in range(scratch.tops_HG.shape[1]):
@@ -191,7 +202,7 @@ def _resume(paused: Paused, row: int, heads: Span, scratch: Scratch) -> None:
 def _attend_shared(
     q_BHGD: np.ndarray,
     pages: Pages,
-    rows: Rows,
+    rows: RowTables,
     softmax: Softmax,
     out_BHGD: np.ndarray,
     own_rows: Span,
@@ -220,7 +231,7 @@ def _attend_shared(
 
 
 @njit(fastmath=REORDERED)
-def finish(out_BHGD: np.ndarray, row: int, heads: Span, scratch: Scores) -> None:
+def finish(out_BHGD: np.ndarray, row: int, heads: Span, scratch: ScoreScratch) -> None:
     """Divides a row's sums by their weights."""
     G, Dv = out_BHGD.shape[2:]
     for h in range(heads[0], heads[1]):
@@ -234,7 +245,7 @@ def finish(out_BHGD: np.ndarray, row: int, heads: Span, scratch: Scores) -> None
 def _attend_item(
     q_BHGD: np.ndarray,
     pages: Pages,
-    rows: Rows,
+    rows: RowTables,
     softmax: Softmax,
     out_BHGD: np.ndarray,
     own_rows: Span,
@@ -264,7 +275,7 @@ def _attend_item(
 def attend(
     q_BHGD: np.ndarray,
     pages: Pages,
-    rows: Rows,
+    rows: RowTables,
     softmax: Softmax,
     out_BHGD: np.ndarray,
     items: WorkItems,

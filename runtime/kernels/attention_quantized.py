@@ -9,7 +9,7 @@ B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n
 import numpy as np
 from numba import njit
 
-from .arguments import CHUNK_TOKENS, Pages, QuantizedPages, QuantizedScratch, Rows, Softmax, Span, WorkItems
+from .arguments import CHUNK_TOKENS, Pages, QuantizedPages, QuantizedScratch, RowTables, Softmax, Span, WorkItems
 from .attention import attend_chunk, begin, finish, page_run, weigh
 from .attention_blocks import ADD_BLOCK, SCORE_BLOCK
 from .attention_codes import add_code, add_codes, ask_for, scale_by, score_code, score_codes
@@ -141,7 +141,7 @@ def _attend_item(
     pages: QuantizedPages,
     tails: Pages,
     slots_B1: np.ndarray,
-    rows: Rows,
+    rows: RowTables,
     softmax: Softmax,
     num_codes: int,
     out_BHGD: np.ndarray,
@@ -172,7 +172,7 @@ def attend(
     pages: QuantizedPages,
     tails: Pages,
     slots_B1: np.ndarray,
-    rows: Rows,
+    rows: RowTables,
     softmax: Softmax,
     num_codes: int,
     out_BHGD: np.ndarray,
