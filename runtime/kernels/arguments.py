@@ -31,7 +31,7 @@ Span: TypeAlias = tuple[int, int]  # from the first number up to the second
 
 class StoredRows(NamedTuple):
     """Rows of packed weights as bytes, one behind the other, and what goes along with them, flat. `layout`: see
-    `linear/packed_rows.py`; for the rest `packed.Packing` and `grouped.GroupArrays`."""
+    `linear/packed_rows.py`; for the rest `packed.RowPacking` and `grouped.GroupArrays`."""
 
     body: np.ndarray
     layout: np.ndarray
@@ -45,7 +45,7 @@ class StoredRows(NamedTuple):
     groups: np.ndarray
 
 
-class Product(NamedTuple):
+class VectorProduct(NamedTuple):
     """A product in vectors, whatever its weights are: of the `num_rows` rows of x in `inputs`, into columns from
     `begin` on of an output of a `kind`, all of whose rows the `halves` are, see `linear_parts.OutputRows`. Threads that
     share one `begun`, of which the first number was 0, share the rows of w, `step` at a time, a multiple of PAIR_ROWS

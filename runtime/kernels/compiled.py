@@ -140,7 +140,11 @@ class _CompiledByOne(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Returns what is kept for a signature; where that is nothing, this process is to compile it."""
-        found = super().load_overload(sig, target_context)
+        try:
+            found = super().load_overload(sig, target_context)
+        except (AttributeError, ImportError):  # an index of other sources: it names a class of arguments that is gone
+            self._cache_file.flush()
+            found = None
         if found is None and self._held is None and not getattr(_asked, "only_kept", False):
             self._held = _locked(Path(self.cache_path) / f"{self._impl.filename_base}.lock")
             found = super().load_overload(sig, target_context)

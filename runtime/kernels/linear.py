@@ -5,7 +5,7 @@ of x; elsewhere they are rows of w.
 
 import numpy as np
 
-from .arguments import Product, StoredRows
+from .arguments import StoredRows, VectorProduct
 from .compiled import kept
 from .packed import packing_of
 from .primitives import LANES
@@ -36,13 +36,13 @@ def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) 
 
 
 @kept
-def linear(w_NK: np.ndarray, product: Product) -> None:
+def linear(w_NK: np.ndarray, product: VectorProduct) -> None:
     """All rows of w but those behind the last `PAIR_ROWS`, times the rows of x."""
     multiply(w_NK, w_NK.shape[0], w_NK.shape[1], None, product)
 
 
 @kept
-def linear_packed(stored: StoredRows, product: Product) -> None:
+def linear_packed(stored: StoredRows, product: VectorProduct) -> None:
     """See `linear`, bit by bit the same, of packed rows."""
     packed = packing_of(stored)
     multiply(stored.body, packed.num_rows, stored.layout[2], packed, product)

@@ -19,7 +19,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Product, Span
+from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Span, VectorProduct
 from .compiled import REORDERED, has_fma_alone
 from .linear_parts import (
     Ahead,
@@ -36,7 +36,7 @@ from .linear_parts import (
     row_apart,
     set_cursors,
 )
-from .packed import Packing, put_escapes, widen_packed
+from .packed import RowPacking, put_escapes, widen_packed
 from .primitives import (
     FLOATS,
     INT,
@@ -343,7 +343,7 @@ def _multiply_panels(
 def _lay_out_weights(
     w: np.ndarray,
     K: int,
-    packed: Packing | None,
+    packed: RowPacking | None,
     cursors: np.ndarray,
     own: int,
     rows: Span,
@@ -352,7 +352,7 @@ def _lay_out_weights(
     bits: np.ndarray,
     panels: np.ndarray,
 ) -> None:
-    """Inputs of a chain of rows of w as panels. Packing ones become float32 in `tile` before, whose `bits` these are;
+    """Inputs of a chain of rows of w as panels. Packed ones become float32 in `tile` before, whose `bits` these are;
     their next escapes are in `cursors` from number `own` on."""
     (first, last), (k, end) = rows, chain
     for top in range(first, last, LANES):
@@ -371,7 +371,7 @@ def _lay_out_weights(
 
 
 @njit(fastmath=REORDERED)
-def multiply(w: np.ndarray, num_weights: int, K: int, packed: Packing | None, product: Product) -> None:
+def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None, product: VectorProduct) -> None:
     """See `linear`. `num_weights` rows of w are numbers, or packed so."""
     step, begun, inputs, begin, num_rows = product.step, product.begun, product.inputs, product.begin, product.num_rows
     out, panels, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums

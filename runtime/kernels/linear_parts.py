@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from .arguments import BFLOAT16, FLOAT16, FLOAT32, GROUP_NUMBERS, WINDOW4
 from .compiled import REORDERED
-from .packed import Packing, packed_place
+from .packed import RowPacking, packed_place
 from .primitives import (
     FLOATS,
     INTS,
@@ -148,19 +148,19 @@ def num_blocks(num_groups: int, usual: int) -> int:
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def place_in_rows(K: int, packed: Packing | None, row: int, k: int) -> int:
+def place_in_rows(K: int, packed: RowPacking | None, row: int, k: int) -> int:
     """Where input `k` of a row of w lies, in its stored numbers or, if it is packed, bytes."""
     return row * K + k if packed is None else packed_place(K, packed.group_bytes, row, k)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def group_elements(packed: Packing | None) -> int:
+def group_elements(packed: RowPacking | None) -> int:
     """How many of those GROUP_NUMBERS inputs of a row take."""
     return GROUP_NUMBERS if packed is None else packed.group_bytes
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def row_apart(w: np.ndarray, num_weights: int, packed: Packing | None) -> int:
+def row_apart(w: np.ndarray, num_weights: int, packed: RowPacking | None) -> int:
     """How many elements of w there are from one row to the next; 0 where it lies in columns, of which none are asked
     for ahead: a line of them serves many rows."""
     if packed is None:
@@ -169,13 +169,13 @@ def row_apart(w: np.ndarray, num_weights: int, packed: Packing | None) -> int:
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def cursors_of(packed: Packing | None, num_rows: int) -> np.ndarray:
+def cursors_of(packed: RowPacking | None, num_rows: int) -> np.ndarray:
     """Room for those of as many rows."""
     return np.empty(0 if packed is None else num_rows, np.int64)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def set_cursors(packed: Packing | None, cursors: np.ndarray, first: int, count: int) -> None:
+def set_cursors(packed: RowPacking | None, cursors: np.ndarray, first: int, count: int) -> None:
     """Each block of x meets the rows from their first inputs on."""
     if packed is None:
         return

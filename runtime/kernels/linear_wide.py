@@ -18,7 +18,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Product, Span
+from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Span, VectorProduct
 from .compiled import REORDERED
 from .grouped import UNIT_ROWS
 from .linear_parts import (
@@ -37,7 +37,7 @@ from .linear_parts import (
     row_apart,
     set_cursors,
 )
-from .packed import Packing, put_escapes, widen_packed
+from .packed import RowPacking, put_escapes, widen_packed
 from .primitives import (
     FLOATS,
     INT,
@@ -380,7 +380,7 @@ def _multiply_tile(
 def _widen_rows(
     w: np.ndarray,
     K: int,
-    packed: Packing | None,
+    packed: RowPacking | None,
     cursors: np.ndarray,
     own: int,
     rows: Span,
@@ -421,7 +421,7 @@ def _widen_rows(
 
 
 @njit(fastmath=REORDERED)
-def multiply(w: np.ndarray, num_weights: int, K: int, packed: Packing | None, product: Product) -> None:
+def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None, product: VectorProduct) -> None:
     """See `linear`. `num_weights` rows of w are numbers, or packed so."""
     step, begun, inputs, begin, num_rows = product.step, product.begun, product.inputs, product.begin, product.num_rows
     out, words, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums

@@ -245,7 +245,7 @@ class Scales(NamedTuple):
     shift: int
 
 
-class Packing(NamedTuple):
+class RowPacking(NamedTuple):
     """How `num_rows` of numbers lie in bytes: `way` is one of those in `arguments.py`. In rows: GROUP_NUMBERS take
     `group_bytes`. In columns: `apart` bytes lie between a word and that of the next columns. `escapes` are of WINDOW4,
     `scales` of codes that we have rounded, `groups` of the others."""
@@ -260,14 +260,14 @@ class Packing(NamedTuple):
 
 
 @njit(fastmath=REORDERED)
-def packing_of(stored: StoredRows) -> Packing:
+def packing_of(stored: StoredRows) -> RowPacking:
     """How rows are packed, of what Python hands over flat."""
     layout = stored.layout
     way, num_rows, group_bytes, apart = layout[0], layout[1], layout[3], layout[4]
     escapes = Escapes(layout[5], stored.starts, stored.columns, stored.exponents)
     own, others = Scales(stored.scales, layout[6], layout[7]), stored.groups
     grouped = GroupArrays(stored.zeros, stored.factors, stored.table, others, layout[8] > 0)
-    return Packing(way, num_rows, group_bytes, apart, escapes, own, grouped)
+    return RowPacking(way, num_rows, group_bytes, apart, escapes, own, grouped)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
@@ -277,7 +277,7 @@ def packed_place(K: int, group_bytes: int, row: int, k: int) -> int:
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def _widen_grouped(packed: Packing, stored: RowsAt, num_rows: int, num_inputs: int, at: int, to: RowsAt) -> None:
+def _widen_grouped(packed: RowPacking, stored: RowsAt, num_rows: int, num_inputs: int, at: int, to: RowsAt) -> None:
     """`widen_packed` of codes that others have published, whose zero points and factors begin at number `at`."""
     way, num_groups, shift = packed.way, packed.scales.num_groups, packed.scales.shift
     zeros, factors = RowsAt(packed.groups.zeros, at, num_groups), RowsAt(packed.groups.factors, at, num_groups)
@@ -297,7 +297,7 @@ def _widen_grouped(packed: Packing, stored: RowsAt, num_rows: int, num_inputs: i
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def _widen_columns(packed: Packing, body: np.ndarray, rows: Span, k: int, num_inputs: int, to: RowsAt) -> None:
+def _widen_columns(packed: RowPacking, body: np.ndarray, rows: Span, k: int, num_inputs: int, to: RowsAt) -> None:
     """`widen_packed` of codes in columns, of which `rows` are a multiple of UNIT_ROWS."""
     first, num_rows, way, apart = rows[0], rows[1] - rows[0], packed.way, packed.apart
     zeros = RowsAt(packed.groups.zeros, first, packed.num_rows)
@@ -316,7 +316,7 @@ def _widen_columns(packed: Packing, body: np.ndarray, rows: Span, k: int, num_in
 
 @njit(fastmath=REORDERED, forceinline=True)
 def widen_packed(
-    packed: Packing, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, apart: int
+    packed: RowPacking, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, apart: int
 ) -> None:
     """Rows' inputs of a chain as float32, `apart` numbers apart; escapes with an exponent of 0. Steps are given all
     rows: to count references to arrays takes as long as one."""

@@ -22,7 +22,7 @@ from ..kernels.arguments import (
     PAIR_ROWS,
     TILE_DIMS,
     TILE_ROWS,
-    Product,
+    VectorProduct,
     aligned_zeros,
 )
 from ..kernels.compiler import has_compiler
@@ -167,7 +167,7 @@ def _run(
 ) -> None:
     (words, out_MN, column), (panel, tile, sums) = target, own
     halves = out_MN.view(np.uint16)
-    product = Product(step, begun, inputs, halves, kind, column, len(out_MN), panel, tile, sums)
+    product = VectorProduct(step, begun, inputs, halves, kind, column, len(out_MN), panel, tile, sums)
     getattr(_kernel(), words.kernel)(words.weights, product)
 
 

@@ -39,7 +39,7 @@ ALL_COLUMNS = 31  # a shift by which every column is in the first group
 
 class Layout(NamedTuple):
     """What `kernels.packed.packing_of` wants to know, in its order. `base` is of window4; `num_groups` of a row, and
-    the shift of a column to its group, of codes; for the rest see `kernels.packed.Packing` and
+    the shift of a column to its group, of codes; for the rest see `kernels.packed.RowPacking` and
     `kernels.grouped.GroupArrays`."""
 
     way: int
