@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -254,3 +255,26 @@ def test_nothing_loads_pickles_or_remote_code() -> None:
 def test_only_the_command_line_prints() -> None:
     others = {*RUNTIME, *IN_ROOMS} - {"jobs.config.cli"}
     assert offending(others, lambda module: {call.lineno for called, call in calls(module) if called == "print"}) == {}
+
+
+def test_what_a_run_has_written_is_read_without_torch() -> None:
+    modules = [module for module in MODULES if module.startswith("jobs.record")]
+    program = f"import sys, {', '.join(modules)}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == []
+
+
+def test_a_room_has_at_most_25_files() -> None:
+    """One with more has several trades, and its listing tells no story."""
+    rooms = Counter(str(path.parent.relative_to(ROOT)) for path in sources().values())
+    assert {room: count for room, count in rooms.items() if count > 25} == {}
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    places = defaultdict[str, list[str]](list)
+    for module in MODULES:
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
