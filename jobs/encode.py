@@ -36,7 +36,6 @@ def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(EncodeConfig, composed)
     log_start(logging.getLogger("jobs.encode"), config)
-
     return run_door(config, _load_task, _tell, at=began_at, clock=began)
 
 

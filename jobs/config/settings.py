@@ -254,6 +254,11 @@ class ScoreConfig(RunSettings):
         is_read = self.score.rolling or self.dataset.keep_columns
         require(is_read, "score.target_field is read from a row's other fields: dataset.keep_columns must be true")
 
+    @property
+    def has_batch_files(self) -> bool:
+        """OpenAI's batches have no requests for scores."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeSettings:
