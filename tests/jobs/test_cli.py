@@ -112,7 +112,6 @@ def test_job_ends_with_its_own_code_and_at_most_one_line(
         ("sampling.max_tokens=3", "unknown key sampling.max_tokens: did you mean sampling.max_new_tokens?"),
         ("+sampling.max_tokens=3", "unknown key sampling.max_tokens: did you mean sampling.max_new_tokens?"),
         ("ofload=cpu", "unknown key ofload: did you mean offload?"),
-        ("model.products=int8", "model.products does not exist any more: products are exact, as with"),
         ("hydra.nothing=1", "unknown key hydra.nothing: --cfg hydra shows those of Hydra"),
         ("model=gtp2", "model=gtp2 does not exist: did you mean gpt2? model is one of bloom, "),
         ("+model=gpt2", "model is chosen already: write model=<option> without the +"),

@@ -53,7 +53,7 @@ def test_what_our_own_code_raises_is_not_called_the_class_code(tmp_path: Path, m
 def test_what_a_class_asks_of_our_stand_ins_in_vain_is_not_called_its_code() -> None:
     block = torch.zeros(2, 2)
     with (
-        pytest.raises(ConfigError, match=r"what stands for its weights here \(panels\.py\) raised IndexError"),
+        pytest.raises(ConfigError, match=r"what stands for its weights here \(blocks\.py\) raised IndexError"),
         class_refused("Strange"),
     ):
         plain_rows(block, torch.float32, torch.tensor([5]))  # raised by torch, which ours called

@@ -95,7 +95,7 @@ def test_keys_and_values_take_two_batches_of_copies_a_layer_and_lane(
     soon those that it has open too."""
     num_visits = NUM_LANES * NUM_LAYERS
     for counts in decoded(family, order, KVTier.cpu).passes:
-        carried = [batch for batch in counts.batches if "kv_pages" in batch[0].where]
+        carried = [batch for batch in counts.batches if "stream/kv.py" in batch[0].where]
         assert len(carried) == 2 * num_visits
         assert sum(batch[0].is_down for batch in carried) == num_visits
         assert sum(map(len, carried)) <= 4 * num_visits
