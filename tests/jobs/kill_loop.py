@@ -58,7 +58,7 @@ def loop(case: Case, *, num_kills: int, num_stops: int, seed: int = 0) -> Tally:
     case.run("whole", lambda: False)
     expected = case.rows("whole")
     passes = pq.read_table(case.directory("whole").throughput)
-    assert case.reads or (sum(passes["spared_tokens"].to_pylist()) > 0) == case.has_own_rows
+    assert case.reads or not case.has_own_rows or sum(passes["spared_tokens"].to_pylist()) > 0
     while tally.num_kills < num_kills or tally.num_stops < num_stops:
         name = f"ended-{tally.num_runs}"
         while not _ended(case, name, tally, moments, num_kills, num_stops):
