@@ -1,4 +1,4 @@
-"""Runs as they are found on disk, by whatever version and however far: read without their engine, and left as they are.
+"""Runs as they are found on disk, however far: read without their engine, and left as they are.
 
 `runs=` and `run=` name directories, URLs of object stores, or globs of them.
 """
@@ -120,9 +120,6 @@ def _fetch(store: ObjectStore, prefix: str, names: Sequence[str], path: Path) ->
 
     with ThreadPoolExecutor(NUM_FETCHES) as pool:
         list(pool.map(fetch, names))
-
-
-TURN_NAME = re.compile(r"turn-([1-9]\d*)")
 
 
 class Condition(Enum):
@@ -336,7 +333,7 @@ def _here(name: str, key: str) -> list[Path]:
 
 def _runs_at(path: Path) -> list[Path]:
     """The run at `path`, or its turns, in their order."""
-    turns = {int(turn[1]): child for child in path.glob("turn-*") if (turn := TURN_NAME.fullmatch(child.name))}
+    turns = {int(turn[1]): child for child in path.glob("turn-*") if (turn := TURN.fullmatch(child.name))}
     runs = [path, *(turns[turn] for turn in sorted(turns))]
     return [run for run in runs if RunDirectory(path=run).manifest.is_file()]
 

@@ -78,7 +78,6 @@ def told(error: Exception) -> str:
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # of ours, by scheme
 TAGS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
 LASTING = (FileNotFoundError, PermissionError)  # where nothing was begun: a mistake in the command
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
