@@ -3,10 +3,10 @@
 Letters: B rows that decode, T tokens of the pass, S positions, N pages, P positions of a page, n pages of a row, H KV
 heads, D head size.
 
-Where layers cache latents that they expand themselves (MLA), `update` hands back all that is cached of the pass's rows,
-one behind the other. Layers in `travels` keep their pages in another tier: the engine binds the memory that those of
-this lane have been brought to, in row order, before the lane enters the layer. Pages that stay in host memory are
-`HostLane`'s.
+`PageTable` says which pages a row has; here is what layers store in them and see of them. Where layers cache latents
+that they expand themselves (MLA), `update` hands back all that is cached of the pass's rows, one behind the other.
+Layers in `travels` keep their pages in another tier: the engine binds the memory that those of this lane have been
+brought to, in row order, before the lane enters the layer. Pages that stay in host memory are `HostLane`'s.
 """
 
 import weakref
@@ -27,22 +27,9 @@ from ..attention.views import DecodeRows, Prompts, Segment
 from ..config.settings import KVDType
 from ..plan.placement.memory import PAGE_TOKENS
 from .host_lane import CPU, HostLane, HostVisit
-from .pages import KVCache, KVPages, SharedPages, num_pages_for, split_pages
+from .page_table import PageTable
+from .pages import KVCache, KVPages, split_pages
 from .tails import Tails
-
-
-@dataclass(kw_only=True)
-class PagedRow:
-    """One sequence: `past` positions are cached, in `pages`. `fills`: what it computes for others. `behind`: what it
-    goes on from; the last page of that, if it is not full, is copied to `pages` in the row's first pass. So is that of
-    another row that it goes on from. `tail`: its slot among the tails, where pages are quantised."""
-
-    past: int = 0
-    tail: int = 0
-    pages: list[int] = field(default_factory=list)
-    fills: SharedPages | None = None
-    behind: SharedPages | None = None
-    copied: int | None = None  # the page that is copied in its next pass
 
 
 @dataclass(frozen=True)
@@ -103,8 +90,7 @@ class StoredAlone(Exception):
 
 
 class PagedKV(Cache, KVCache):
-    """Rows are in the order of the lane's sequences. Pages are taken in `begin_pass` and given back by `remove` or
-    `close`.
+    """What layers store in a pass, and see of it, in the pages that `table` says are its rows'.
 
     `expands`: the layers cache latents and want all of them back. `heads`: those of this rank, None: all.
     """
@@ -125,12 +111,10 @@ class PagedKV(Cache, KVCache):
         self._tails = Tails(pages.device) if pages.dtype.is_quantized else None
         self._host = HostLane(pages, pages.exchange) if pages.exchange is not None else None
         self._device = pages.device.torch_device
-        self._rows: list[PagedRow] = []
+        self.table = PageTable(pages.pool, self._tails, lies_close=bool(travels))
         self._new: list[int] = []
         self._selected: list[int] = []  # of each row, how many of its last tokens
         self._bound: dict[int, torch.Tensor] = {}
-        self._last_page: int | None = None
-        self._place_of: dict[int, int] = {}
         self._copies: _Copies | None = None
         self._view = self._look([], [])
         self._is_stored = False  # whether the layer has all tokens of the pass, and is asked for the selected ones
@@ -170,92 +154,15 @@ class PagedKV(Cache, KVCache):
         return sum(self._selected)
 
     @property
-    def past(self) -> list[int]:
-        return [row.past for row in self._rows]
-
-    @property
     def pages(self) -> list[int]:
-        """The pages of all rows, and those that rows copy from, ascending, so that few copies carry them: what a layer
-        that travels brings along."""
-        return list(self._place_of)
+        return list(self.table.place_of)
 
     @property
     def changed(self) -> list[int]:
-        """Positions in `pages` of those that the pass writes to, ascending."""
-        pages_of = self._touched if self._tails is None else self._filled
-        pairs = zip(self._rows, self._new, strict=True)
-        return sorted(self._place_of[page] for row, new in pairs for page in pages_of(row, new))
-
-    @staticmethod
-    def _touched(row: PagedRow, new: int) -> list[int]:
-        return row.pages[num_pages_for(row.past + 1) - 1 : num_pages_for(row.past + new) if new else 0]
-
-    @staticmethod
-    def _filled(row: PagedRow, new: int) -> list[int]:
-        return row.pages[row.past // PAGE_TOKENS : (row.past + new) // PAGE_TOKENS]
-
-    def add(self, past: int = 0, *, fills: SharedPages | None = None, behind: SharedPages | None = None) -> None:
-        """A row for a new sequence, behind the others; `past` of its positions are taken for cached. `fills`: its pages
-        are for those who go on from them. `behind`: it begins with these, which must be filled when it begins, by an
-        earlier pass, or in this one by a row before it or by a lane before this one."""
-        begin, tail = behind.num_tokens if behind is not None else past, self._tails.take() if self._tails else 0
-        self._rows.append(PagedRow(past=begin, fills=fills, behind=behind, tail=tail))
-
-    def remove(self, position: int) -> None:
-        """Takes a row out; those behind it move up."""
-        row = self._rows.pop(position)
-        self._end_copy(row)
-        if self._tails is not None:
-            self._tails.give(row.tail)
-        if row.behind is not None:  # it has never begun
-            self.release(row.behind)
-        if row.fills is None:
-            self._pages.pool.give(row.pages)
-        else:
-            row.fills.is_left = True
-            self._drop(row.fills)
-
-    def release(self, shared: SharedPages) -> None:
-        """One user fewer, who has not begun or holds the pages by itself now."""
-        shared.num_users -= 1
-        self._drop(shared)
-
-    def follow(self, sources: Sequence[int]) -> None:
-        """Row i goes on from what row `sources[i]` has cached: nothing is copied but, in the row's next pass, a page
-        that is not full and that another goes on with. All rows between that share it have cached equally much."""
-        pool, held = self._pages.pool, [row.pages for row in self._rows]
-        going = {source: source for i, source in enumerate(sources) if i == source}  # who goes on with its last page
-        for i, source in enumerate(sources):
-            going.setdefault(source, i)
-        for i, (row, source) in enumerate(zip(self._rows, sources, strict=True)):
-            if i == source:
-                continue
-            is_going, num_whole = going[source] == i, row.past // PAGE_TOKENS
-            pool.share(held[source])
-            row.pages = held[source] if is_going else held[source][:num_whole]
-            row.copied = None if is_going or row.past % PAGE_TOKENS == 0 else held[source][num_whole]
-        moved = [(i, source) for i, source in enumerate(sources) if i != source]
-        for i, _ in moved:
-            pool.give(held[i])
-        if self._tails is not None and moved:
-            self._follow_tails(self._tails, moved)
-
-    def _follow_tails(self, tails: Tails, moved: Sequence[tuple[int, int]]) -> None:
-        """A page that is not full is a tail where pages are quantised: it is copied at once, and no page."""
-        rows = self._rows
-        tails.copy([rows[source].tail for _, source in moved], [rows[i].tail for i, _ in moved])
-        for i, _ in moved:
-            self._end_copy(rows[i])
-
-    def _drop(self, shared: SharedPages) -> None:
-        if shared.is_left and not shared.num_users:
-            self._pages.pool.give(shared.pages)
-            shared.pages = []
+        return self.table.changed
 
     def close(self) -> None:
-        """Takes all rows out."""
-        while self._rows:
-            self.remove(len(self._rows) - 1)
+        self.table.close()
 
     def bind(self, layer: int, pages: torch.Tensor) -> None:
         self._bound[layer] = pages
@@ -271,50 +178,14 @@ class PagedKV(Cache, KVCache):
         self._selected = [min(1, new) for new in self._new] if selected is None else list(selected)
         if not any(self._selected):
             self._selected[max(i for i, new in enumerate(self._new) if new)] = 1
-        self._take_pages()
-        self._copies = self._beginnings()
-        self._view = self._look(self.past, self._new)
+        self.table.begin_pass(self._new)
+        self._copies = self._places_copied()
+        self._view = self._look(self.table.past, self._new)
         ends = zip(accumulate(self._new), self._selected, strict=True)
         self.selected_B = upload([token for end, count in ends for token in range(end - count, end)], self._device)
         if self._host is not None:
             copies = self._copies.host if self._copies is not None else None
-            self._host.begin_pass([row.pages for row in self._rows], self.decoding, self.segments, copies)
-
-    def _take_pages(self) -> None:
-        """Where layers travel, the pages that the pass leaves open lie side by side, behind those that it fills: only
-        open ones are carried back later."""
-        growing = [(row, row.past + new) for row, new in zip(self._rows, self._new, strict=True) if new]
-        for row, end in growing:
-            self._begin_behind(row)
-            if row.fills is not None:
-                self._take(row, num_pages_for(end) - len(row.pages))
-                row.fills.pages = row.pages  # all that it will have, as it grows
-        if self.travels:
-            for row, end in growing:
-                self._take(row, max(0, end // PAGE_TOKENS - len(row.pages)))
-        for row, end in growing:
-            self._take(row, num_pages_for(end) - len(row.pages))
-        held = {page for row in self._rows for page in row.pages}
-        held |= {row.copied for row, _ in growing if row.copied is not None}
-        self._place_of = {page: place for place, page in enumerate(sorted(held))}
-
-    def _begin_behind(self, row: PagedRow) -> None:
-        """Takes the pages that the row goes on from, before it has any of its own."""
-        behind = row.behind
-        if behind is None:
-            return
-        num_whole = behind.num_tokens // PAGE_TOKENS
-        assert self._tails is None or not behind.num_tokens % PAGE_TOKENS, "quantised pages are shared whole"
-        row.pages = behind.pages[:num_whole]
-        row.copied = behind.pages[num_whole] if behind.num_tokens % PAGE_TOKENS else None
-        self._pages.pool.share(behind.pages[: num_pages_for(behind.num_tokens)])
-        row.behind = None
-        self.release(behind)
-
-    def _take(self, row: PagedRow, count: int) -> None:
-        if count:
-            row.pages += self._pages.pool.take(count, self._last_page)
-            self._last_page = row.pages[-1]
+            self._host.begin_pass(self.table.pages, self.decoding, self.segments, copies)
 
     @contextmanager
     def storing_alone(self, layer: int) -> Iterator[None]:
@@ -340,9 +211,9 @@ class PagedKV(Cache, KVCache):
     def repeated(self, num_rows: int) -> PassView:
         """A pass of rows that decode, as one of so many: the first comes again behind the others, and writes the same
         to the same places."""
-        own = len(self._rows)
-        numbers = [*range(own), *[0] * (num_rows - own)]
-        return self._look([self._rows[row].past for row in numbers], [1] * num_rows, numbers)
+        past = self.table.past
+        numbers = [*range(len(past)), *[0] * (num_rows - len(past))]
+        return self._look([past[row] for row in numbers], [1] * num_rows, numbers)
 
     def stand_in(self, view: PassView, selected_B: torch.Tensor) -> None:
         """Has layers see this for the pass that has begun."""
@@ -374,10 +245,10 @@ class PagedKV(Cache, KVCache):
         def layout(pages: Sequence[Sequence[int]]) -> PassLayout:
             return PassLayout(pages, places, decoding, segments, self._device, expands=self.expands, slots=slots)
 
-        slots = [row.tail for row in self._rows]
-        pages, there = [row.pages for row in self._rows], None
+        slots, pages, there = self.table.tails, self.table.pages, None
         if self.travels:
-            there = layout([[self._place_of[page] for page in own] for own in pages])
+            place_of = self.table.place_of
+            there = layout([[place_of[page] for page in own] for own in pages])
         return PassView(
             past=past,
             new=new_tokens,
@@ -389,23 +260,10 @@ class PagedKV(Cache, KVCache):
 
     def end_pass(self) -> None:
         """Counts the pass's tokens as cached."""
-        for row, new in zip(self._rows, self._new, strict=True):
-            row.past += new
-            if new:
-                self._end_copy(row)
+        self.table.end_pass()
 
-    def _end_copy(self, row: PagedRow) -> None:
-        if row.copied is not None:
-            self._pages.pool.give([row.copied])
-            row.copied = None
-
-    def _beginnings(self) -> "_Copies | None":
-        """What rows copy that begin in this pass behind a page that is not full."""
-        each = [
-            (row.copied, row.pages[row.past // PAGE_TOKENS], row.past % PAGE_TOKENS)
-            for row, new in zip(self._rows, self._new, strict=True)
-            if row.copied is not None and new
-        ]
+    def _places_copied(self) -> "_Copies | None":
+        each = self.table.copies
         if not each:
             return None
 
@@ -418,7 +276,7 @@ class PagedKV(Cache, KVCache):
 
         return _Copies(
             here=pairs(int, self._device),
-            there=pairs(self._place_of.__getitem__, self._device) if self.travels else None,
+            there=pairs(self.table.place_of.__getitem__, self._device) if self.travels else None,
             host=pairs(int, CPU) if self._host is not None else None,
         )
 
@@ -438,13 +296,20 @@ class PagedKV(Cache, KVCache):
             self._host.store_prompts(layer_idx, key_states, value_states)
             return key_states, value_states
         if self._tails is not None:
-            self._keep(self._tails, layer_idx, key_states, value_states)
+            if not self._is_stored:
+                quantized = self._quantized(self._tails, layer_idx, key_states, value_states, {})
+                self._tails.store(quantized, (key_states, value_states), self.decoding, self.segments)
+            if layer_idx == self._stop_after:
+                raise StoredAlone
             return key_states, value_states
         kv = self._exact(layer_idx, key_states, value_states)
         new_T = kv.layout.new_T
         for pages, states in ((kv.k_NPHD, key_states), (kv.v_NPHD, value_states)):
             new_T.put(pages, narrowed(states.squeeze(0).transpose(0, 1), pages.dtype))
-        self._copy_beginnings(layer_idx, kv)
+        if self._copies is not None:
+            copies = self._copies.there if layer_idx in self.travels else self._copies.here
+            assert copies is not None, "the pass was begun before layers travelled"
+            copy_places(kv, copies)
         if layer_idx == self._stop_after:
             raise StoredAlone
         if kv.layout.cached_S is None:
@@ -457,20 +322,6 @@ class PagedKV(Cache, KVCache):
         """What pages will hold of them, which every token of the pass is to see, however prompts are cut."""
         stored = stored_dtype(self._pages.dtype, states.dtype)
         return widened(narrowed(states, stored), states.dtype)
-
-    def _keep(self, tails: Tails, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if not self._is_stored:
-            kv = self._quantized(tails, index, key_states, value_states, {})
-            tails.store(kv, (key_states, value_states), self.decoding, self.segments)
-        if index == self._stop_after:
-            raise StoredAlone
-
-    def _copy_beginnings(self, index: int, kv: LayerKV) -> None:
-        if self._copies is None:
-            return
-        pairs = self._copies.there if index in self.travels else self._copies.here
-        assert pairs is not None, "the pass was begun before layers travelled"
-        copy_places(kv, pairs)
 
     def cut_heads(self, layer: int) -> HeadShare | None:
         """Who made keys and values of this rank's heads of those that the layer has just made; None where the layer

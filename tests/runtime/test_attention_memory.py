@@ -47,7 +47,7 @@ def most_taken(kinds: tuple[Kind, ...], dtype: torch.dtype) -> int:
     """By a pass, beside pages and what a layer hands in."""
     cache, peak = PagedKV(KVPages(80, FakeDevice((False,)))), 0
     for _ in LENGTHS:
-        cache.add()
+        cache.table.add()
     with torch.inference_mode():
         for new in passes():
             given = [

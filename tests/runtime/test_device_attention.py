@@ -46,7 +46,7 @@ def cache_for(
     pages = PoisonedPages(64, device or FakeDevice((False,)))
     cache = PagedKV(pages, expands=kind.expand is not None, travels=travels)
     for _ in rows:
-        cache.add()
+        cache.table.add()
     return cache
 
 

@@ -184,7 +184,7 @@ def test_attention_on_the_device_equals_plain_attention(kind: str, dtype: torch.
     rows = [Row(num_prompt, 4, (8, 2), (64, 64), num_prompt, KINDS[kind]) for num_prompt in (3, 40, 300)]
     cache = PagedKV(KVPages(64, device))
     for _ in rows:
-        cache.add()
+        cache.table.add()
     for new in ([3, 20, 300], [1, 20, 1], [1, 1, 1]):
         cache.begin_pass(new)
         for layer in range(LAYERS):

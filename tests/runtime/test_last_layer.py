@@ -101,8 +101,8 @@ class Layer(torch.nn.Module):
 def cache() -> PagedKV:
     """Of two rows, of which 4 and 3 tokens are in the pass and the first one asks."""
     found = PagedKV(KVPages(4, ComputeDevice("cpu")))
-    found.add()
-    found.add()
+    found.table.add()
+    found.table.add()
     found.begin_pass([4, 3], [1, 0])
     return found
 
@@ -148,7 +148,7 @@ def test_a_layer_that_stores_nothing_has_all_tokens(cache: PagedKV) -> None:
 
 def test_rows_that_are_not_in_the_pass_stay_where_they_are(cache: PagedKV) -> None:
     cache.end_pass()
-    cache.add()
+    cache.table.add()
     cache.begin_pass([1, 0, 4], [1, 0, 1])
     with cache.selected_alone():
         assert cache.decoding is not None

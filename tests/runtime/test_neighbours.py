@@ -56,7 +56,7 @@ def test_once_all_decode_a_lane_has_all_its_pages_in_one_stretch_and_so_the_open
     for lane in lanes:
         prompts = [rng.randint(1, 90) for _ in range(12)]
         for _ in prompts:
-            lane.add()
+            lane.table.add()
         for row, prompt in enumerate(prompts):
             lane.begin_pass([prompt if other == row else 0 for other in range(12)])
             lane.end_pass()

@@ -126,7 +126,7 @@ def run_pass(cache: PagedKV, rows: list[Row], new: list[int], kind: Kind = PLAIN
     cache.end_pass()
     for row, n in zip(rows, new, strict=True):
         row.past += n
-    assert cache.past == [row.past for row in rows]
+    assert cache.table.past == [row.past for row in rows]
 
 
 def make(
@@ -145,7 +145,7 @@ def cache_for(rows: list[Row], *, expands: bool = False, num_pages: int = 64) ->
     """Pages begin as NaN: what no token has written must not be looked at."""
     cache = PagedKV(PoisonedPages(num_pages, DEVICE), expands=expands)
     for _ in rows:
-        cache.add()
+        cache.table.add()
     return cache
 
 
@@ -172,9 +172,9 @@ def test_prefill_in_chunks_decode_and_removal_equal_plain_attention(
         run_pass(cache, rows, [1] * len(rows))
         for position in reversed(range(len(rows))):
             if rows[position].past == rows[position].capacity or rng.random() < 0.1:
-                cache.remove(position)
+                cache.table.remove(position)
                 del rows[position]
-        assert cache.past == [row.past for row in rows]
+        assert cache.table.past == [row.past for row in rows]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,8 +193,8 @@ def test_rows_may_enter_beside_others_that_decode() -> None:
     cache, rows = make(3, 1)
     run_pass(cache, rows, [row.num_prompt for row in rows])
     rows += make(2, 2)[1]
-    cache.add()
-    cache.add()
+    cache.table.add()
+    cache.table.add()
     run_pass(cache, rows, [1, 1, 1, rows[3].num_prompt, rows[4].num_prompt])
     run_pass(cache, rows, [1] * 5)
 
@@ -209,7 +209,7 @@ def test_a_row_takes_a_page_when_it_grows_into_it_and_gives_all_back_when_it_lea
     assert pool.num_free == 2
     run_pass(cache, rows, [1, 1])
     assert pool.num_free == 1
-    cache.remove(0)
+    cache.table.remove(0)
     assert pool.num_free == 3
 
 
@@ -219,10 +219,10 @@ def test_pages_that_are_used_again_hold_nothing_of_their_last_owner() -> None:
     cache = cache_for(rows, num_pages=4)
     run_pass(cache, rows, [20, 20])
     for tensor in cache._pages.layer(0, rows[0].qkv[0][1][None], rows[0].qkv[0][2][None]):
-        tensor[cache._rows[0].pages] = float("nan")
-    cache.remove(0)
+        tensor[cache.table.pages[0]] = float("nan")
+    cache.table.remove(0)
     fresh = Row(17, 4, (4, 2), (8, 8), 3, PLAIN)
-    cache.add()
+    cache.table.add()
     run_pass(cache, [rows[1], fresh], [1, 17])
     run_pass(cache, [rows[1], fresh], [1, 1])
 
@@ -253,7 +253,7 @@ def test_layers_that_travel_attend_over_the_memory_they_were_brought_to(kind: st
     home, rows = make(5, 3, heads, kind=KINDS[kind])
     cache = PagedKV(home._pages, expands=home.expands, travels=frozenset(range(LAYERS)))
     for _ in rows:
-        cache.add()
+        cache.table.add()
     page_bytes = PAGE_TOKENS * heads[1] * 16 * 4
     tiers = [torch.zeros(64, page_bytes, dtype=torch.uint8) for _ in range(LAYERS)]
     rng = random.Random(3)

@@ -45,19 +45,19 @@ class PackedLane(Lane):
         profiling pass takes for cached, and but for what it goes on from, which another computes."""
         sequence.num_cached = sequence.behind.num_tokens if sequence.behind is not None else past
         self.sequences.append(sequence)
-        self._cache.add(past, fills=sequence.fills, behind=sequence.behind)
+        self._cache.table.add(past, fills=sequence.fills, behind=sequence.behind)
 
     def leave(self, sequence: Sequence) -> None:
         """Gives its pages back."""
         if sequence.fills is not None:
             sequence.fills.num_computed = sequence.num_cached
         position = next(i for i, other in enumerate(self.sequences) if other is sequence)
-        self._cache.remove(position)
+        self._cache.table.remove(position)
         del self.sequences[position]
 
     def release(self, shared: SharedPages) -> None:
         """One user fewer of these pages, who has not begun."""
-        self._cache.release(shared)
+        self._cache.table.release(shared)
 
     def close(self) -> None:
         for sequence in list(self.sequences):
@@ -130,7 +130,7 @@ class PackedLane(Lane):
                 tokens += s.generated[-1:] if new else ()
             else:
                 tokens += s.known_ids[s.num_cached : s.num_cached + new]
-        pasts = zip(self._cache.past, self._new, strict=True)
+        pasts = zip(self._cache.table.past, self._new, strict=True)
         places = [place for past, new in pasts for place in range(past, past + new)]
         self._ids_1T = upload([tokens], self._device)
         self._positions_1T = upload([places], self._device)
@@ -139,13 +139,13 @@ class PackedLane(Lane):
         self._cache.begin_pass(self._new, self._num_selected)
         self._given = None
         if self._is_read:
-            each = zip(self.sequences, self._cache.past, self._new, accumulate(self._new), strict=True)
+            each = zip(self.sequences, self._cache.table.past, self._new, accumulate(self._new), strict=True)
             self._given = self._given_of((s, end, s.given(past, new)) for s, past, new, end in each)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
             return None
-        each = zip(self.sequences, self._cache.past, self._new, strict=True)
+        each = zip(self.sequences, self._cache.table.past, self._new, strict=True)
         return torch.tensor([[n for s, past, new in each for n in self._lengths_of(s, range(past, past + new))]])
 
     def _forward(self) -> None:
@@ -190,7 +190,7 @@ class PackedLane(Lane):
             spared_tokens=num_spared,
         )
         if (sources := self._take_sources()) is not None:
-            self._cache.follow(sources)
+            self._cache.table.follow(sources)
         for sequence in [s for s in self.sequences if s.finish is not None or s.is_filled]:
             self.leave(sequence)
         for sequence in [s for s in sampled if self._begins_again(s)]:
