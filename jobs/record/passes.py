@@ -69,12 +69,12 @@ class PassRow:
     predicted_copy_seconds: float | None = None
     predicted_attention_seconds: float | None = None
     predicted_stall_seconds: float | None = None
-    host_bytes: int | None = None
-    device_bytes: int | None = None
-    started_at: float | None = None
-    since_start_seconds: float | None = None
-    spared_tokens: int | None = None
-    worker: str | None = None
+    host_bytes: int = 0
+    device_bytes: int = 0
+    started_at: float = 0.0
+    since_start_seconds: float = 0.0
+    spared_tokens: int = 0
+    worker: str = ""
 
     @property
     def prefill_share(self) -> float:
@@ -196,9 +196,7 @@ def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
 APART = ("block", "index", "phase", "counts", "times")
 
 
-def pass_row(
-    record: PassRecord, pass_index: int, prediction: Prediction | None = None, start: Start | None = None
-) -> PassRow:
+def pass_row(record: PassRecord, pass_index: int, prediction: Prediction | None, start: Start) -> PassRow:
     """The row of a pass that has just ended. `prediction` is of the whole run."""
     times = record.times
     lists = {f"stage_{name}": list(value) for name, value in vars(times).items() if isinstance(value, tuple)}
@@ -206,9 +204,9 @@ def pass_row(
     row = PassRow(
         pass_index=pass_index,
         phase=record.phase.value,
-        started_at=start.at if start is not None else None,
-        since_start_seconds=start.seconds if start is not None else None,
-        worker=start.worker if start is not None else None,
+        started_at=start.at,
+        since_start_seconds=start.seconds,
+        worker=start.worker,
         load_seconds=sum(times.read_seconds),
         copy_seconds=sum(times.copy_seconds),
         compute_seconds=sum(times.compute_seconds),

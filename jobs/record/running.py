@@ -137,7 +137,7 @@ class RunningFile:
                 (row["id"], row["sample_index"]): _unfinished(row) for row in rows if row["status"] == UNFINISHED
             },
             passes=[PassRow(**row) for row in json.loads(values["passes"])],
-            num_stops=int(values.get("num_stops", "0")),
+            num_stops=int(values["num_stops"]),
         )
 
     @cached_property
@@ -209,7 +209,7 @@ def _unfinished(values: RunningRow) -> "Unfinished":
         token_ids=tuple(values["token_ids"]),
         logprobs=tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in logprobs),
         generator_state=values["generator_state"],
-        search=read_search(values.get("search")),
+        search=read_search(values["search"]),
     )
 
 

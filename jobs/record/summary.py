@@ -104,7 +104,7 @@ class Summary:
     """A run in numbers. `predicted` and `planned` stand beside what was measured, and are None when nobody said: what
     was predicted of each pass before its block ran, over the tokens that it then computed. `plan` is that of the last
     start, and so are `ledgers`, what is planned of each memory, term by term, and `weights_seconds`, which opening a
-    session took. `mean` is over the time of passes. What passes of earlier versions do not say is None.
+    session took. `mean` is over the time of passes.
     `totals`: what a task says of its own, such as perplexities. `spared_prompt_tokens` were not computed, because other
     prompts begin with them."""
 
@@ -200,37 +200,30 @@ def summarize(
         planned=planned,
         plan=plan,
         ledgers=ledgers,
-        spared_prompt_tokens=sum(row.spared_tokens or 0 for row in passes),
+        spared_prompt_tokens=sum(row.spared_tokens for row in passes),
     )
 
 
 def elapsed(passes: Sequence[PassRow]) -> Elapsed | None:
-    """The time on the wall of these passes' starts; None where one does not say when it was."""
+    """The time on the wall of these passes' starts, each second once, as workers of one run work at the same time; None
+    where there are no passes."""
     starts: dict[float, list[PassRow]] = defaultdict(list)
     for row in passes:
-        if row.started_at is None or row.since_start_seconds is None:
-            return None
         starts[row.started_at].append(row)
     if not starts:
         return None
-    ends = {at: [row.since_start_seconds or 0.0 for row in rows] for at, rows in starts.items()}
-    first = starts[min(starts)]
-    tokens = [row.since_start_seconds or 0.0 for row in first if row.issued_tokens]
-    return Elapsed(
-        num_starts=len(starts),
-        seconds=_covered([(at, at + max(own)) for at, own in ends.items()]),
-        first_token_seconds=min(tokens, default=None),
-        before_passes_seconds=min((row.since_start_seconds or 0.0) - row.seconds for row in first),
-    )
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The seconds that at least one of these spans covers: workers of one run work at the same time."""
     seconds, until = 0.0, -inf
-    for begin, end in sorted(spans):
+    for begin, rows in sorted(starts.items()):
+        end = begin + max(row.since_start_seconds for row in rows)
         seconds += max(0.0, end - max(begin, until))
         until = max(until, end)
-    return seconds
+    first = starts[min(starts)]
+    return Elapsed(
+        num_starts=len(starts),
+        seconds=seconds,
+        first_token_seconds=min((row.since_start_seconds for row in first if row.issued_tokens), default=None),
+        before_passes_seconds=min(row.since_start_seconds - row.seconds for row in first),
+    )
 
 
 def peak_memory(passes: Sequence[PassRow]) -> MemoryUse:
@@ -242,13 +235,13 @@ def peak_memory(passes: Sequence[PassRow]) -> MemoryUse:
 
 
 def mean_memory(passes: Sequence[PassRow]) -> MemoryUse | None:
-    """The memory in use, on average over the time of passes; None where one does not say it."""
+    """The memory in use, on average over the time of passes; None where there is none."""
     seconds = sum(row.seconds for row in passes)
-    if not seconds or any(row.host_bytes is None for row in passes):
+    if not seconds:
         return None
     return MemoryUse(
-        host_bytes=round(sum((row.host_bytes or 0) * row.seconds for row in passes) / seconds),
-        device_bytes=round(sum((row.device_bytes or 0) * row.seconds for row in passes) / seconds),
+        host_bytes=round(sum(row.host_bytes * row.seconds for row in passes) / seconds),
+        device_bytes=round(sum(row.device_bytes * row.seconds for row in passes) / seconds),
     )
 
 

@@ -17,7 +17,7 @@ from ..record.passes import PassRow
 from ..record.summary import Summary, summarize
 
 log = logging.getLogger(__name__)
-OF_A_PASS = frozenset(field.name for field in fields(PassRow) if not field.name.startswith("stage_"))
+OF_A_PASS = [field.name for field in fields(PassRow) if not field.name.startswith("stage_")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,7 @@ class RunFigures:
             path = self.run.directory.throughput_part(block)
             try:
                 with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
-                    known = [name for name in file.schema_arrow.names if name in OF_A_PASS]
-                    rows += [PassRow(**row) for row in file.read(known).to_pylist()]
+                    rows += [PassRow(**row) for row in file.read(OF_A_PASS).to_pylist()]
             except PARQUET_PROBLEMS as error:
                 log.warning("the figures lack the passes of block %d: %s: %s", block, path, error)
         return rows
@@ -83,7 +82,7 @@ class RunFigures:
 
     @property
     def elapsed_seconds(self) -> float | None:
-        """The time on the wall of all starts; None of runs of earlier versions, which did not note it down."""
+        """The time on the wall of all starts; None where no pass has ended."""
         return self.summary.elapsed.seconds if self.summary.elapsed is not None else None
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nsmallest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pyarrow.parquet as pq
 from ..datasets.records import BadRecord
 from ..datasets.templates import Template, read_template
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular
-from ..record.output_rows import SOURCE_FIELDS
 from .figures import RunFigures
 
-OURS = ("id", "status", "completion", "error", "finish_reason", "num_prompt_tokens", "num_completion_tokens")
+OURS = (
+    *("id", "row_index", "status", "completion", "error", "finish_reason"),
+    *("num_prompt_tokens", "num_completion_tokens"),
+)
 FIELDS_OF_PROMPTS = ("dataset.messages_field", "dataset.prompt_field", "dataset.article_field")
 
 
@@ -27,7 +30,7 @@ class SampleRow:
     keep any."""
 
     id: str
-    row_index: int | None
+    row_index: int
     status: str
     prompt: str | None
     completion: str
@@ -46,7 +49,7 @@ def good_rows(figures: RunFigures, count: int) -> list[SampleRow]:
         rows = [row for row in _rows(figures, path) if row.status == "ok"]
         wanted = (count * (i + 1)) // len(chosen) - len(found)
         found += [rows[k * len(rows) // wanted] for k in range(wanted)] if len(rows) > wanted else rows
-    return sorted(found, key=_place)
+    return sorted(found, key=attrgetter("row_index"))
 
 
 def failed_rows(figures: RunFigures, count: int) -> list[SampleRow]:
@@ -54,25 +57,18 @@ def failed_rows(figures: RunFigures, count: int) -> list[SampleRow]:
     if not figures.num_errors:
         return []
     rows = (row for path in figures.run.parts.values() for row in _rows(figures, path) if row.status != "ok")
-    return nsmallest(count, rows, key=_place)
-
-
-def _place(row: SampleRow) -> int:
-    return -1 if row.row_index is None else row.row_index
+    return nsmallest(count, rows, key=attrgetter("row_index"))
 
 
 def _rows(figures: RunFigures, path: Path) -> Iterator[SampleRow]:
     try:
         with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
             prompts = _Prompts.kept_in(file, figures.settings)
-            # an input may have a column of that name, where a run was begun before rows had a place
-            places = [column.name for column in file.schema_arrow if column.equals(SOURCE_FIELDS[0])]
-            rows = file.read([*OURS, *places, *prompts.columns]).to_pylist()
+            rows = file.read([*OURS, *prompts.columns]).to_pylist()
     except PARQUET_PROBLEMS:
         return
     for row in rows:
-        place = row["row_index"] if places else None
-        yield SampleRow(prompt=prompts.of(row), row_index=place, **{name: row[name] for name in OURS})
+        yield SampleRow(prompt=prompts.of(row), **{name: row[name] for name in OURS})
 
 
 @dataclass(frozen=True, kw_only=True)

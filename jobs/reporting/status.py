@@ -5,8 +5,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,12 +45,17 @@ class WorkerRate:
 
 
 def worker_rates(run: FoundRun, rows_by_block: Mapping[int, int]) -> list[WorkerRate]:
-    """Those who had a part in the last parts, the fastest first. Parts of earlier versions do not say whose they are;
-    what cannot be read is left out, with a warning."""
+    """Those who had a part in the last parts, the fastest first. What cannot be read is left out, with a warning."""
     last = sorted((path.stat().st_mtime, block) for block, path in run.parts.items() if block in rows_by_block)
     rates: dict[str, WorkerRate] = {}
     for _, block in last[-NUM_PARTS:]:
-        passes = _passes(run.directory.throughput_part(block))
+        path = run.directory.throughput_part(block)
+        try:
+            with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
+                passes = file.read(["worker", "seconds", "useful_tokens"]).to_pylist()
+        except PARQUET_PROBLEMS as error:
+            log.warning("the rates lack %s: %s", path, error)
+            continue
         seconds = sum(each["seconds"] for each in passes)
         for name in {each["worker"] for each in passes}:
             own = [each for each in passes if each["worker"] == name]
@@ -73,18 +76,6 @@ def _holder(text: str) -> Mapping[str, JsonValue]:
     return value if isinstance(value, dict) else {}
 
 
-def _passes(path: Path) -> list[dict[str, Any]]:
-    """Its passes, as far as they say who ran them."""
-    fields = ["worker", "seconds", "useful_tokens"]
-    try:
-        with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
-            passes = file.read(fields).to_pylist() if {*fields} <= {*file.schema_arrow.names} else []
-    except PARQUET_PROBLEMS as error:
-        log.warning("the rates lack %s: %s", path, error)
-        return []
-    return [each for each in passes if each["worker"] is not None]
-
-
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
     """`rate`: None before a part of its own; `leased`: None of one that has no block, as it waits or has ended."""
@@ -98,7 +89,7 @@ class WorkerStatus:
 class RunStatus:
     """`state`: done, running or interrupted; unfinished in an object store, which says of no one whether he is at work.
     Blocks and rows that are planned are None before the plan is fixed; of `num_windows` windows, `num_windows_planned`
-    have a plan. `rows_per_second` is that of the workers who are at work or, where the run does not say, of the last
+    have a plan. `rows_per_second` is that of the workers who are at work or, where there are no leases, of the last
     parts; None where there are too few, and of an object store."""
 
     run: str

@@ -48,6 +48,8 @@ PASSES = [
         bytes_written_disk=4096,
         stage_read_seconds=[0.0, 0.25, 0.125],
         stage_attention_seconds=[0.0, 0.5],
+        started_at=1e9,
+        since_start_seconds=3.0 + index,
     )
     for index in range(2)
 ]

@@ -43,7 +43,7 @@ def test_a_line_holds_what_the_passes_come_to(case: ShardedRun) -> None:
         "tokens", "peak memory",
     ]  # fmt: skip
     # 16 rows in 4 blocks, each of 2 passes of half a second: 4 prompt tokens in one, 3 useful tokens in the other
-    assert lines["shard 0 of 3"] == ["done", "16", "0", "-", "4 s", "240.0", "8.0", "6.0", "24", "0 B"]
+    assert lines["shard 0 of 3"] == ["done", "16", "0", "4 s", "4 s", "240.0", "8.0", "6.0", "24", "0 B"]
 
 
 def test_shards_stand_under_their_run_with_their_states(case: ShardedRun) -> None:
