@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 from runtime.config.profiles import BackendTable, DataSheet, MeasuredRates
@@ -33,14 +33,18 @@ class Measurement:
 
 
 def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
-    """A row for each figure; measured more than once, its values side by side and whether they agree."""
+    """A row for each figure; measured more than once, its values side by side and whether they agree. One that was not
+    measured each time is not compared."""
     head = ["", *(["measured", "spread"] * len(times)), "unit", *(["agree"] if len(times) > 1 else [])]
     lines = [head]
-    for name in times[0]:
-        row = [figures[name] for figures in times]
-        cells = [cell for figure in row for cell in (format_value(figure.value), f"{figure.spread:.0%}")]
-        agree = [("yes" if _agree(row) else "no")] if len(row) > 1 else []
-        lines.append([name, *cells, row[0].unit, *agree])
+    for name in dict.fromkeys(name for figures in times for name in figures):
+        row = [figures.get(name) for figures in times]
+        found = [figure for figure in row if figure is not None]
+        values = [
+            ("-", "-") if figure is None else (format_value(figure.value), f"{figure.spread:.0%}") for figure in row
+        ]
+        agree = "-" if len(found) < len(row) else "yes" if _agree(found) else "no"
+        lines.append([name, *chain(*values), found[0].unit, *([agree] if len(times) > 1 else [])])
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     is_left = [column in (0, 1 + 2 * len(times)) for column in range(len(head))]
     return "\n".join(
@@ -54,8 +58,9 @@ def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
 
 def agreement(times: Sequence[Mapping[str, Figure]]) -> str:
     """One line: of how many figures all measurements have a value in common, within the spreads that they state."""
-    agreeing = [name for name in times[0] if _agree([figures[name] for figures in times])]
-    return f"{len(agreeing)} of {len(times[0])} figures agree within their spreads"
+    names = [name for name in times[0] if all(name in figures for figures in times)]  # measured each time
+    num_agreeing = sum(_agree([figures[name] for figures in times]) for name in names)
+    return f"{num_agreeing} of {len(names)} figures agree within their spreads"
 
 
 def _agree(figures: Sequence[Figure]) -> bool:

@@ -74,6 +74,15 @@ def test_measurements_side_by_side_say_which_figures_agree() -> None:
     assert agreement([FIGURES, FIGURES]) == "2 of 2 figures agree within their spreads"
 
 
+def test_a_figure_that_was_not_measured_each_time_has_a_place_and_is_not_compared() -> None:
+    shorter = {name: figure for name, figure in FIGURES.items() if name != "a turn"}
+    for times in ([FIGURES, shorter], [shorter, FIGURES]):
+        rows = {line.split("  ")[0]: line.split() for line in format_table(times).splitlines()[1:]}
+        assert rows["disk, sustained"][-2:] == ["GB/s", "yes"]
+        assert rows["a turn"].count("-") == 3
+        assert agreement(times) == "1 of 1 figures agree within their spreads"
+
+
 @pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (0.00041234, "0.000412"), (99.95, "100"), (1234.5, "1234")])
 def test_values_have_three_digits(value: float, text: str) -> None:
     assert format_value(value) == text
