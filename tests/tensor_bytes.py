@@ -19,6 +19,7 @@ from runtime import Runtime
 from runtime.cache.pages import KVPages
 from runtime.config.settings import DevicesConfig, DividedExperts, Way
 from runtime.ranks.ranks import Ranks
+from runtime.ranks.tensor import SplitHeads
 from runtime.units import MIB
 from tests.rank_processes import in_ranks
 from tests.runtime.rank_runs import completed
@@ -62,7 +63,7 @@ def held(ranks: Ranks, directory: Path, num_new_tokens: int, experts: DividedExp
         kv_bytes_per_token=runtime.model.shape.kv_bytes_per_token,
         read_bytes=read.num_bytes,
         num_kv_heads=num_kv_heads,
-        received_bytes=0 if heads is None else heads.gathering.received_bytes,
+        received_bytes=heads.gathering.received_bytes if isinstance(heads, SplitHeads) else 0,
     )
 
 

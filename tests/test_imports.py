@@ -27,7 +27,6 @@ MODEL = {
     "events",
     "probing",
     "origin",
-    "ranks",
 }
 ALLOWED = {
     "plan": {"batching"},
@@ -35,8 +34,7 @@ ALLOWED = {
     "trace": set[str](),
     "store": {"plan"},
     "remote": set[str](),
-    "ranks": set[str](),
-    "stream": {"plan", "store", "trace", "ranks", "out_of_memory"},
+    "stream": {"plan", "store", "trace", "out_of_memory"},
     "kernels": set[str](),
     "attention": {"plan", "stream", "kernels"},
     "cache": {"plan", "stream", "attention"},
@@ -49,9 +47,10 @@ ALLOWED = {
     "synthesize": {"store", "probing", "foreign"},
     "origin": {"store", "remote", "synthesize", "foreign", "out_of_memory"},
     "model": MODEL,
+    "ranks": {"plan", "store", "stream", "probing", "model"},
     "sequences": {"plan", "attention", "cache", "model"},
     "requests": {"origin", "probing", "model", "sequences"},
-    "engine": {*MODEL, "model", "batching", "sequences", "requests", "trace"},
+    "engine": {*MODEL, "model", "ranks", "batching", "sequences", "requests", "trace"},
     "measure": {*MODEL, "model", "batching", "sequences", "engine"},
 }
 FOR_ALL = {"cache_root", "closing", "config", "errors", "resources", "shared_work", "units"}

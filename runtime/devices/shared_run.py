@@ -13,7 +13,7 @@ from ..batching.balance import Block
 from ..config.profiles import BackendTable
 from ..config.settings import OffloadConfig, RuntimeConfig, Way
 from ..errors import BudgetError, ConfigError, require
-from ..model.loading import LoadedModel
+from ..model.loading import LoadedModel, ModelSplit
 from ..model.part import handed_on, keep_part
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan
@@ -25,6 +25,7 @@ from ..probing.meta import build_meta_model
 from ..ranks.collectives import Collectives, Gathering, PipelineLink
 from ..ranks.ranks import Message, Ranks
 from ..ranks.shared_memory import SharedMemory
+from ..ranks.tensor import TensorSplit
 from ..sequences.sequence import Request
 from ..stream.device import ComputeDevice, choose_device
 from ..stream.filling import Together
@@ -101,9 +102,10 @@ def _require_same(rank: int, found: str, own: str, how: str, remedy: str) -> Non
 class SharedRun(ABC):
     """This rank's part of what all ranks compute; they make the same calls in the same order, but that where rank 0
     plans and begins sessions, the others hear of them, and join. `gathering` and `line`: what they hand one another
-    by. `budgets`: of the plan; None: each rank's are its own affair."""
+    by. `split`: how they divide the model's matrices. `budgets`: of the plan; None: each rank's are its own affair."""
 
     gathering: Gathering | None = None
+    split: ModelSplit | None = None
     line: PipelineLink | None = None
     budgets: Budgets | None = None
     session_kind: type[RankSession] = SameRowsSession
@@ -216,6 +218,7 @@ class TensorRun(SharedRun):
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
         self.gathering = Gathering(ranks)
+        self.split = TensorSplit(self.gathering)
 
     def products(self, found: BackendTable | None) -> BackendTable | None:
         """Rank 0's, so that all ranks make the same products in the same way."""

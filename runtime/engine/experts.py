@@ -24,9 +24,9 @@ from ..model.experts import (
     output_of,
 )
 from ..model.loading import LoadedModel
-from ..model.split_experts import gathering_of, mixed_among, own_experts, split_mixed
 from ..plan.placement.feedforward import CpuShare
 from ..plan.shape.shapes import Stage
+from ..ranks.tensor_experts import gathering_of, mixed_among, own_experts, split_mixed
 from ..stream.exchange import HostExchange, Trip
 from ..stream.experts import ExpertStream
 from ..weights.stage_weights import stage_weights

@@ -129,7 +129,7 @@ class Runtime(Closing):
             self.device.torch_device,
             self.config.offload.cache_dir,
             should_stop=should_stop,
-            gathering=None if self._shared is None else self._shared.gathering,
+            split=None if self._shared is None else self._shared.split,
             encodes=encodes,
         )
         loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))

@@ -4,6 +4,7 @@ staged.
 
 import hashlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ..cache.paged import HeadShare
 from ..cache_root import cache_root
 from ..config.profiles import BackendTable
 from ..config.settings import ANY, DType, Lanes, ModelConfig, Verify
@@ -30,7 +32,6 @@ from ..probing.guards import NO_DECODER
 from ..probing.heads import Head, head_of, looks_ahead
 from ..probing.meta import build_meta_model, zeroed_rows
 from ..probing.padded_probe import PaddedHabits, padded_habits
-from ..ranks.collectives import Gathering
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import check_packed, digest_files
 from ..store.reader import Fill
@@ -45,9 +46,8 @@ from .excerpt import Excerpt, leave_unread
 from .fused import fuse
 from .fused_ops import DTYPES, compiled_ops, host_ops, require_accelerator
 from .rope_lengths import RopeLengths, follow_lengths
-from .split import SplitHeads, share_heads, split_model
 from .stages import StagedModel, stage_model
-from .traits import ExpertKind, choose_lanes, expert_kind, measure_cache, shape_of, without_cache
+from .traits import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache, shape_of, without_cache
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class LoadedModel:
     stored: StoredNumbers
     rounded: RoundedTensors | None  # by model.quantize, while they are read
     rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
-    split_heads: SplitHeads | None = None  # of a model of which this is one rank's part
+    split_heads: HeadShare | None = None  # of a model of which this is one rank's part
     backends: BackendTable | None = None  # which linear backend is taken for what; None: by the rule
 
     @property
@@ -104,6 +104,21 @@ class LoadedModel:
         return stage_weights(stage, buffer, tensor_offsets, self.dtypes, self.backends, on_device=on_device)
 
 
+class ModelSplit(ABC):
+    """How a model is divided among `count` ranks that compute each token together, of which this is one."""
+
+    count: int
+
+    @abstractmethod
+    def share_heads(self, cache: CacheShape, *, is_packed: bool) -> HeadShare:
+        """Who shares which heads. Raises ConfigError where lanes are not packed, or heads cannot be shared."""
+
+    @abstractmethod
+    def split_model(self, model: PreTrainedModel, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+        """Leaves the model this rank's part of its matrices, and gives where the bytes of those lie. Mutates the model.
+        Raises ConfigError where its class, or the way in which its weights are stored, makes that impossible."""
+
+
 def load_model(
     config: ModelConfig,
     device: torch.device,
@@ -112,13 +127,13 @@ def load_model(
     express: bool = True,
     excerpt: Excerpt | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    gathering: Gathering | None = None,
+    split: ModelSplit | None = None,
     encodes: bool = False,
 ) -> LoadedModel:
     """Opens a checkpoint, maps its bytes to parameters, and stages the model that asks for them.
 
-    `express`: see `map_weights`; `excerpt`: a part of it alone; `gathering`: of the ranks that compute each token
-    together, of which this one is given its part; `encodes`: of an encoder-decoder its encoder alone. Raises
+    `express`: see `map_weights`; `excerpt`: a part of it alone; `split`: among ranks that compute each token together,
+    of which this one is given its part; `encodes`: of an encoder-decoder its encoder alone. Raises
     CheckpointError or ConfigError, with what to do.
     """
     hollow = _open(config, device, cache_dir, excerpt, should_stop, encodes=encodes)
@@ -148,9 +163,9 @@ def load_model(
 
     rounded = _rounded(hollow, config)
     parameters, digests = _map_bytes(hollow, rounded, config, cache_root(cache_dir), express, should_stop)
-    heads = None if gathering is None else share_heads(cache, gathering, is_packed=is_packed)
-    if gathering is not None:
-        parameters = split_model(model, parameters, gathering)
+    heads = None if split is None else split.share_heads(cache, is_packed=is_packed)
+    if split is not None:
+        parameters = split.split_model(model, parameters)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
 
     # Stand-ins take the places of modules, where there are operations for this device.
@@ -175,7 +190,7 @@ def load_model(
     return LoadedModel(
         staged=staged,
         shape=replace(
-            shape if gathering is None or gathering.count == 1 else shape.part(gathering.count),
+            shape if split is None or split.count == 1 else shape.part(split.count),
             has_decode_kernel=is_packed and not cache.is_latent and device.type == "cpu" and can_compile(),
             has_whole_prompts=bool(habits.whole),
             restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,

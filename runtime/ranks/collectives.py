@@ -5,6 +5,8 @@ without; parts of a token's numbers, made whole within a pass; and hidden states
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -15,12 +17,18 @@ import torch.distributed as dist
 
 from ..closing import Closing
 from ..errors import Interrupted
+from ..plan.shape.extents import Extent, even_shares_of
+from ..store.reader import Reader
+from ..store.transfer import ChunkTiming, PendingTransfer
+from ..stream.device import ComputeDevice
+from ..stream.filling import Filling, OwnFilling, Together, Transfer
 from .ranks import STOPPED, Ranks
 
 POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks whether a piece is there; looks between two at the others
+LOOK_SECONDS = 0.02  # between two looks for a stop, or for one that has ended
 
 
-class Collectives(Closing):
+class Collectives(Closing, Together):
     """The gathering of pieces of weights in one session, of one thread at a time but for `abandon`. It has a process
     group of its own, so that its order is none of the messages'. All ranks come to each piece in one order, that of
     the schedule."""
@@ -39,6 +47,9 @@ class Collectives(Closing):
             self._group.abort()
         else:
             dist.destroy_process_group(self._group)
+
+    def filling(self, device: ComputeDevice, reader: Reader, *, count: int) -> "GatheredFilling":
+        return GatheredFilling(self, device, reader)
 
     def abandon(self) -> None:
         """Nobody waits any more for what has begun, and nothing else can be gathered: ranks that go on would take one
@@ -73,7 +84,75 @@ class Collectives(Closing):
             raise
 
 
-class Gathering:
+class GatheredFilling(Filling):
+    """Reads of all ranks, wherever they are, each its share of every page, into memory of this process.
+
+    Shares are of one size, in whole blocks; the few blocks that do not divide by the ranks each of them reads itself. A
+    slot is this process' own, so it may be filled again once compute here has left it. A thread of its own comes to
+    the collectives, in the order in which pages are asked for, which is the schedule's and so the same everywhere.
+    """
+
+    def __init__(self, collectives: Collectives, device: ComputeDevice, reader: Reader):
+        self._collectives, self._device, self._reader = collectives, device, reader
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shares-gathered")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    def abandon(self) -> None:
+        self._collectives.abandon()
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        return self._device.host_buffer(num_bytes)
+
+    def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> "GatheredTransfer":
+        ranks = self._collectives.ranks
+        own, begin, end = even_shares_of(extents, ranks.rank, ranks.size)
+        reading = self._reader.submit(own, buffer.numpy().data)
+        return GatheredTransfer(self._collectives, self._thread.submit(self._gather, reading, buffer[begin:end]))
+
+    def gathered(self, read: Transfer) -> ChunkTiming | None:
+        return read.gathered if isinstance(read, GatheredTransfer) else None
+
+    def _gather(self, reading: PendingTransfer, pieces: torch.Tensor) -> tuple[ChunkTiming, ChunkTiming]:
+        try:
+            reading.wait()
+        except BaseException:
+            self._collectives.abandon()  # the next page is not this one
+            raise
+        begin = time.monotonic()
+        if len(pieces):
+            self._collectives.gather(pieces)
+        return reading.timing, ChunkTiming(begin, time.monotonic(), pieces.nbytes)
+
+
+class GatheredTransfer:
+    """A page on its way, of which each rank reads a share; `timing` is of this one's."""
+
+    def __init__(self, collectives: Collectives, told: Future[tuple[ChunkTiming, ChunkTiming]]):
+        self._ranks, self._told = collectives.ranks, told
+
+    @property
+    def is_done(self) -> bool:
+        return self._told.done()
+
+    def wait(self) -> None:
+        """Returns when all shares are there; raises what this rank's read raised, PeerEnded, and Interrupted."""
+        while not wait_for([self._told], LOOK_SECONDS).done:
+            self._ranks.require_going()
+        self._told.result()
+
+    @property
+    def timing(self) -> ChunkTiming:
+        return self._told.result()[0]
+
+    @property
+    def gathered(self) -> ChunkTiming:
+        """When the page was gathered, once it was waited for."""
+        return self._told.result()[1]
+
+
+class Gathering(Together):
     """All ranks make the same calls in the same order, of equal shapes. Outside of its `with` block each is alone, and
     takes its own part for that of all others: shapes are right then, and numbers are not. What an accelerator has
     goes by way of host memory. `received_bytes`: from all others, so far. Raises PeerEnded where one has ended."""
@@ -94,6 +173,10 @@ class Gathering:
 
     def __exit__(self, *raised: object) -> None:
         self._is_going = False
+
+    def filling(self, device: ComputeDevice, reader: Reader, *, count: int) -> OwnFilling:
+        """This rank alone reads its part of the model."""
+        return OwnFilling(device, reader)
 
     def whole(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The parts of all ranks behind one another along `dim`."""

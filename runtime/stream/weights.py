@@ -29,7 +29,7 @@ from ..store.reader import Reader
 from ..trace import Trace
 from .clock import StreamCounters
 from .device import ComputeDevice, Part
-from .filling import GatheredTransfer, Together, Transfer, filling_of
+from .filling import OwnFilling, Together, Transfer
 from .kept_weights import StageBytes, StreamWeights
 from .slots import Slot, Staging
 
@@ -71,7 +71,11 @@ class WeightStream:
         num_slots = num_staged if has_device else walk.num_slots  # that are filled from files
         num_once = 1 + len(walk.in_host) if has_device else len(placement.resident)
         self._once = count(num_slots)  # numbers of memory that is filled once
-        self._filling = filling_of(together, device, reader, count=num_slots + num_once)
+        self._filling = (
+            OwnFilling(device, reader)
+            if together is None
+            else together.filling(device, reader, count=num_slots + num_once)
+        )
         buffer = device.compute_buffer if has_device else self._filling.buffer
         self._free_slots = [Slot(n, buffer(size), device) for n in range(walk.num_slots)]
         self._staging = Staging(device, self._filling, num_slots=num_staged, slot_bytes=size) if num_staged else None
@@ -219,8 +223,7 @@ class WeightStream:
         self._counters.bytes_read += timing.num_bytes
         self._counters.reads[self._index(stage)] += timing.end - timing.begin
         self._span(Resource.disk, "read", stage, page, timing.begin, timing.end)
-        if isinstance(read, GatheredTransfer):
-            gathered = read.gathered
+        if (gathered := self._filling.gathered(read)) is not None:
             self._span(Resource.host_to_device, "gather", stage, page, gathered.begin, gathered.end)
 
     def _wait(self, stage: int, read: Transfer) -> None:

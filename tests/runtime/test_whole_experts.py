@@ -13,8 +13,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from runtime.model.experts import Visits, bound_matrices, matrix_names, mixed
-from runtime.model.split_experts import GATHERING, OWN, mixed_among, own_experts
 from runtime.plan.shape.rank_shares import runs_of
+from runtime.ranks.tensor_experts import GATHERING, OWN, mixed_among, own_experts
 
 NUM_RANKS, NUM_EXPERTS, HIDDEN = 3, 5, 32
 SIZES: Any = {

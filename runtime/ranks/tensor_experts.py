@@ -17,11 +17,11 @@ from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from ..config.settings import DividedExperts
+from ..model.experts import Experts, Matrices, Visits, activated, bias_of, has_norm, matrix_names, output_of
+from ..model.fused import is_code_of
 from ..plan.shape.rank_shares import RowShare, cut, runs_of, sends_less_whole, take_experts
 from ..plan.shape.shapes import Parameter
-from ..ranks.collectives import Gathering
-from .experts import Experts, Matrices, Visits, activated, bias_of, has_norm, matrix_names, output_of
-from .fused import is_code_of
+from .collectives import Gathering
 
 GATHERING = "gathering"  # the attribute of an experts module that is split
 OWN = "own_experts"  # the attribute of an experts module that has some of them

@@ -22,15 +22,16 @@ from transformers import PreTrainedModel
 
 from ..config.settings import DividedExperts
 from ..errors import ConfigError
+from ..model.experts import is_experts, matrix_names
+from ..model.loading import ModelSplit
+from ..model.traits import CacheShape, filled_cache
 from ..plan.shape.rank_shares import RowShare, cut
 from ..plan.shape.shapes import Parameter, distinct_bytes
 from ..probing.hollow import UNKNOWING, without_values
 from ..probing.layer_lists import layer_lists
-from ..ranks.collectives import Gathering
 from ..units import format_bytes
-from .experts import is_experts, matrix_names
-from .split_experts import divide_experts, not_apart
-from .traits import CacheShape, filled_cache
+from .collectives import Gathering
+from .tensor_experts import divide_experts, not_apart
 
 log = logging.getLogger(__name__)
 
@@ -74,32 +75,32 @@ class SplitHeads:
         return self.gathering.whole(part, dim)
 
 
-def share_heads(cache: CacheShape, gathering: Gathering, *, is_packed: bool) -> SplitHeads:
-    """Who shares which heads. Raises ConfigError where lanes are not packed, or heads cannot be shared."""
-    count, heads = gathering.count, [num_heads for num_heads, *_ in cache.heads]
-    odd = [num_heads for num_heads in heads if num_heads % count or not num_heads]
-    why = f"{odd[0]} KV heads are no multiple of {count}" if odd else ""
-    why = "latents are of all heads" if cache.is_latent else why
-    why = why if is_packed else "padded lanes keep all heads"
-    if why:
-        raise ConfigError(
-            f"devices=tensor: keys and values cannot be shared by {count} ranks: {why}; take fewer ranks, or "
-            "devices=sharded"
-        )
-    return SplitHeads(gathering=gathering, num_kv_heads=heads)
+class TensorSplit(ModelSplit):
+    """A model's division among the ranks of `gathering`, as a loader asks for it."""
 
+    def __init__(self, gathering: Gathering):
+        self._gathering, self.count = gathering, gathering.count
 
-def split_model(
-    model: PreTrainedModel, parameters: Mapping[str, Parameter], gathering: Gathering
-) -> dict[str, Parameter]:
-    """Leaves the model this rank's part of its matrices, and gives where the bytes of those lie. Mutates the model.
-    Raises ConfigError where its class, or the way in which its weights are stored, makes that impossible."""
-    splitting = _Splitting(model, parameters, gathering)
-    splitting.take_linears()
-    splitting.take_experts()
-    splitting.take_tables()
-    splitting.tell()
-    return {**parameters, **splitting.taken}
+    def share_heads(self, cache: CacheShape, *, is_packed: bool) -> SplitHeads:
+        count, heads = self.count, [num_heads for num_heads, *_ in cache.heads]
+        odd = [num_heads for num_heads in heads if num_heads % count or not num_heads]
+        why = f"{odd[0]} KV heads are no multiple of {count}" if odd else ""
+        why = "latents are of all heads" if cache.is_latent else why
+        why = why if is_packed else "padded lanes keep all heads"
+        if why:
+            raise ConfigError(
+                f"devices=tensor: keys and values cannot be shared by {count} ranks: {why}; take fewer ranks, or "
+                "devices=sharded"
+            )
+        return SplitHeads(gathering=self._gathering, num_kv_heads=heads)
+
+    def split_model(self, model: PreTrainedModel, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+        splitting = _Splitting(model, parameters, self._gathering)
+        splitting.take_linears()
+        splitting.take_experts()
+        splitting.take_tables()
+        splitting.tell()
+        return {**parameters, **splitting.taken}
 
 
 class _Splitting:
