@@ -9,7 +9,7 @@ from typing import TypeVar
 import hydra
 from hydra.errors import HydraException
 
-from jobs.config.cli import as_job, explain, quoted, run_job
+from jobs.config.cli import as_job, explain, meant, quoted, run_job
 from jobs.config.settings import Composed, EncodeConfig, GenerateConfig, load
 from jobs.config.typed import flatten, known_keys
 from jobs.serving.config import ServeConfig, absolute_paths, settings_of
@@ -42,6 +42,8 @@ def main(composed: Composed) -> None:
 
 def _composed(job: str, kind: type[C], settings: list[str]) -> C:
     """The settings of each such job. Raises ConfigError for those that it would not take."""
+    if (said := meant(settings, kind)) is not None:
+        raise ConfigError(said)
     try:
         return load(kind, hydra.compose(job, settings))
     except HydraException as error:

@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
 from jobs.config.typed import build
 from jobs.datasets.config import DatasetConfig, DatasetKind
+from jobs.planning.config import PlanConfig
 from runtime.config.settings import (
     DevicesConfig,
     KVConfig,
@@ -70,6 +71,14 @@ def read(path: Path) -> dict[str, object]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
+def read_option(group: str, option: str) -> dict[str, object]:
+    """An option's keys of its group, also where its file has others beside."""
+    values = read(CONF / group / f"{option}.yaml")
+    own = values.get(group, values)
+    assert isinstance(own, dict)
+    return own
+
+
 COMMON = {group: set(values) for group, values in read(CONF / "generate.yaml").items() if isinstance(values, dict)}
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
 TEXTS = tracked("*.md", "docs/*.md", "slurm/*", "conf/**/*.yaml", "Makefile", ".ci/run")
@@ -84,7 +93,7 @@ def test_yaml_is_data(path: Path) -> None:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_option_has_the_keys_of_its_dataclass(group: str, option: str) -> None:
-    values = read(CONF / group / f"{option}.yaml")
+    values = read_option(group, option)
     has_path = "path" in {field.name for field in fields(GROUPS[group])}
     needs_path = has_path and option not in ("tiny", "random", "sample", "tasks")
     is_path_free = group == "dataset" and option in ("helm_synthetic_reasoning", "prompt")
@@ -109,7 +118,7 @@ def test_every_choice_of_the_code_is_an_option_by_its_name(group: str) -> None:
 
 @pytest.mark.parametrize("group", ["model", "machine"])
 def test_option_is_called_by_its_name(group: str) -> None:
-    assert [read(CONF / group / f"{option}.yaml")["name"] for option in options(group)] == options(group)
+    assert [read_option(group, option)["name"] for option in options(group)] == options(group)
 
 
 def test_defaults_of_yaml_and_code_are_the_same() -> None:
@@ -126,18 +135,29 @@ def test_every_key_can_be_set_on_the_command_line() -> None:
             assert set(composed[field.name]) == {inner.name for inner in fields(field.type)}
 
 
-@pytest.mark.parametrize("option", options("architecture"))
+@pytest.mark.parametrize("option", [option for option in options("model") if option != "hf"])
 def test_architecture_follows_the_model(option: str) -> None:
     with initialize_config_dir(str(CONF), version_base=None):
         composed = compose("synthesize", overrides=[f"model={option}", "out=somewhere"])
     config = load(SynthesizeConfig, composed)
     assert config.model.name == option
-    assert config.architecture == read(CONF / "architecture" / f"{option}.yaml")
+    assert config.architecture == read(CONF / "model" / f"{option}.yaml")["architecture"]
     assert set(composed) == {field.name for field in fields(SynthesizeConfig)}
 
 
 def test_every_named_model_has_an_architecture() -> None:
-    assert set(options("architecture")) == set(options("model")) - {"hf"}
+    has_one = {option for option in options("model") if "architecture" in read(CONF / "model" / f"{option}.yaml")}
+    assert has_one == set(options("model")) - {"hf"}
+
+
+@pytest.mark.parametrize(("job", "schema"), [("generate", GenerateConfig), ("plan", PlanConfig)])
+def test_the_architecture_of_a_model_is_no_setting_of_a_run(job: str, schema: type) -> None:
+    with initialize_config_dir(str(CONF), version_base=None):
+        named = compose(job, overrides=["model=mixtral"])
+        bare = compose(job, overrides=["model=hf", "model.name=mixtral", f"model.path={named.model.path}"])
+    assert named.architecture.hidden_size == 4096
+    assert "architecture" not in bare
+    assert load(schema, named) == load(schema, bare)
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=relative)

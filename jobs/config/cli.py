@@ -22,7 +22,7 @@ from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, Mi
 from .help import help_text
 from .mistakes import mistakes_logged, told
 from .process import end_among_ranks, ready
-from .typed import known_keys, unknown_key
+from .typed import ARCHITECTURE, known_keys, unknown_key
 
 C = TypeVar("C")
 
@@ -124,7 +124,7 @@ def _answered(job: str, words: list[str], schema: type) -> int | None:
             say(f"millrace {runtime.__version__}")
         elif {"--help", "-h"} & {*words}:
             say(help_text(job, words))
-        elif (said := _meant(words, schema)) is not None:
+        elif (said := meant(words, schema)) is not None:
             raise ConfigError(said)
         else:
             return None
@@ -166,11 +166,18 @@ def quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def _meant(words: list[str], schema: type) -> str | None:
-    """What a word that looks like an option and is a key was meant to be, or None."""
+def meant(words: list[str], schema: type) -> str | None:
+    """What a word that looks like an option and is a key was meant to be, or one of a model's architecture that Hydra
+    would take and the job has no use for; None where there is neither."""
     keys = known_keys(schema)
     for word, after in zip_longest(words, words[1:], fillvalue="VALUE"):
         name, _, value = word.removeprefix("--").partition("=")
+        key = name.lstrip("+~")
+        if key.partition(".")[0] == ARCHITECTURE:
+            if ARCHITECTURE not in keys:
+                return unknown_key(key, keys)
+            if key == ARCHITECTURE and not value.startswith("{"):
+                return f"{word}: a model's architecture stands in its file: model={value or 'OPTION'} chooses it"
         if word.startswith("--") and name in keys and name != "run":  # which Hydra has an option for
             return f"{word} is no option but a setting: write {name}={value or after}"
     return None

@@ -6,7 +6,7 @@ settings, or importing what the jobs import, would take longer than a user waits
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -28,17 +28,19 @@ WIDTH, COLUMN = 120, 40  # of a line, and where what a key means begins
 ALL = "all"
 PLACEHOLDER = re.compile(r"\{(settings|options):? ?([^}]*)\}")  # in a page of `jobs/data/help`
 SHELLS = ("bash", "zsh", "fish")
+AT_THE_TOP = "@package _global_"  # Hydra's word for a file whose keys are a job's own: below a group, and beside it
 FLAGS = ("--help", "--version", "--multirun", "--cfg")  # two of ours, and of Hydra's those of which a user has a use
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFile:
     """One file of `conf/`. `comments` has what stands before and behind each dotted key; `about` is what stands above
-    them all."""
+    them all. `beside`: what an option brings along beside its group; its comments are below the same keys."""
 
     values: Settings
     comments: Mapping[str, str]
     about: Sequence[str]
+    beside: Settings = field(default_factory=dict)
 
 
 class JobSettings:
@@ -60,9 +62,10 @@ class JobSettings:
         chosen = (word.partition("=") for word in words)
         self._options: dict[str, str] = options | {key: value for key, _, value in chosen}
         self.groups = list(options)
-        self._tree: Settings = {}
-        for settings in (self._primary.values, *({group: self.option(group).values} for group in self.groups)):
-            self._tree = _merged(self._tree, settings)
+        self._tree: Settings = self._primary.values
+        for group in self.groups:
+            beside = {key: value for key, value in self.option(group).beside.items() if key in self._primary.values}
+            self._tree = _merged(self._tree, {group: self.option(group).values, **beside})
 
     def at(self, key: str) -> object:
         """The value of a key, a mapping for a group, or None where there is no such key; the empty key is all."""
@@ -92,11 +95,13 @@ class JobSettings:
         option that has one. A key that chooses the option has what stands at the top of that option's file."""
         group, _, name = key.partition(".")
         if group not in self.groups:
-            return self._primary.comments.get(key, "")
+            bringing = (self.option(other) for other in self.groups if group in self.option(other).beside)
+            found = (file.comments.get(key, "") for file in (self._primary, *bringing))
+            return next(filter(None, found), "")
         option = self.option(group)
         if self.selects(key):
             return " ".join(takewhile(lambda line: line[:1].strip(), option.about))
-        others = (read(option_file(group, other)) for other in options_of(group))
+        others = (read_option(group, other) for other in options_of(group))
         found = [option.comments.get(name), self._primary.comments.get(key), *(o.comments.get(name) for o in others)]
         return next((comment for comment in found if comment), "")
 
@@ -109,7 +114,7 @@ class JobSettings:
         if isinstance(value, bool):
             return ["true", "false"]
         if group in self.groups:
-            comments += [read(option_file(group, other)).comments.get(name, "") for other in options_of(group)]
+            comments += [read_option(group, other).comments.get(name, "") for other in options_of(group)]
         for comment in comments:
             if listed := LISTED.match(comment):
                 return [*listed[0].split(" | "), *(["null"] if value is None else [])]
@@ -119,13 +124,14 @@ class JobSettings:
         """True for a key whose value names the option that it is in, such as `offload.tier`."""
         group, _, name = key.partition(".")
         return group in self.groups and all(
-            read(option_file(group, option)).values.get(name) == option for option in options_of(group)
+            read_option(group, option).values.get(name) == option for option in options_of(group)
         )
 
     def option(self, group: str) -> SettingsFile:
         """The file of the option that a group stands at, an empty one where there is none."""
-        file = option_file(group, self.chosen(group))
-        return read(file) if file.is_file() else SettingsFile(values={}, comments={}, about=())
+        option = self.chosen(group)
+        is_there = option_file(group, option).is_file()
+        return read_option(group, option) if is_there else SettingsFile(values={}, comments={}, about=())
 
 
 def job_file(job: str) -> Traversable:
@@ -151,6 +157,19 @@ def read(file: Traversable) -> SettingsFile:
     assert isinstance(values, dict), f"{file} holds no mapping"
     comments, about = _comments(text)
     return SettingsFile(values=values, comments=comments, about=about)
+
+
+@cache
+def read_option(group: str, option: str) -> SettingsFile:
+    """The result is what the file of an option holds, its keys as they are called within the group."""
+    file = read(option_file(group, option))
+    if AT_THE_TOP not in file.about:
+        return file
+    values, beside = file.values[group], {key: value for key, value in file.values.items() if key != group}
+    assert isinstance(values, dict), f"{option} of {group} holds no mapping"
+    comments = {key.removeprefix(f"{group}."): comment for key, comment in file.comments.items()}
+    about = [line for line in file.about if line != AT_THE_TOP]
+    return SettingsFile(values=values, comments=comments, about=about, beside=beside)
 
 
 def _merged(settings: Settings, others: Settings) -> Settings:
@@ -240,7 +259,7 @@ def _options(settings: JobSettings, group: str) -> Iterator[str]:
     """A line for each option, and all that the chosen one's file begins with."""
     chosen = settings.chosen(group)
     for option in options_of(group):
-        about = " ".join(read(option_file(group, option)).about)
+        about = " ".join(read_option(group, option).about)
         first = re.split(r"(?<=\.) ", about, maxsplit=1)[0]
         yield _columns(f"  {option}{' (chosen)' if option == chosen else ''}", first, 24)
     about = settings.option(group).about

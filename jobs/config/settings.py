@@ -36,7 +36,7 @@ from runtime.errors import ConfigError
 from ..datasets.config import DatasetConfig
 from ..datasets.fields import ShardConfig
 from ..files.publishing import JsonValue, json_digest
-from .typed import build, flatten, plain
+from .typed import ARCHITECTURE, build, field_types, flatten, plain
 
 T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
@@ -297,7 +297,8 @@ class EncodeConfig(RunSettings):
 class SynthesizeConfig:
     """All settings of `jobs.synthesize`; mirrors conf/synthesize.yaml. Of `model` only the name is used.
 
-    `architecture` holds transformers' own config keys, `model_type` among them; which exist is for transformers to say.
+    `architecture`, which stands beside `model` in the model's file, holds transformers' own config keys, `model_type`
+    among them; which exist is for transformers to say.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -321,6 +322,11 @@ class SynthesizeConfig:
         require(
             self.alignment_bytes >= 8 and self.alignment_bytes % 8 == 0,
             f"alignment_bytes must be a multiple of 8 bytes, as safetensors asks, got {self.alignment_bytes}",
+        )
+        require(
+            bool(self.architecture),
+            f"model={self.model.name} has no architecture: choose another model, or begin one with "
+            "+architecture.model_type=llama",
         )
         model_type = self.architecture.get("model_type")
         require(
@@ -358,7 +364,8 @@ class TraceConfig:
 
 
 def load(cls: type[T], composed: Composed) -> T:
-    """The config that Hydra composed, as an instance of `cls`; interpolations are resolved.
+    """The config that Hydra composed, as an instance of `cls`; interpolations are resolved. The architecture that a
+    model's file brings along is left out where `cls` has none.
 
     Raises ConfigError in one line: an unknown key (with the closest known one), a value of the wrong type (with what
     is allowed), values that cannot go together, a missing or broken interpolation.
@@ -369,6 +376,8 @@ def load(cls: type[T], composed: Composed) -> T:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{error.full_key or 'config'} cannot be resolved: {reason}") from error
     assert isinstance(values, dict)
+    if ARCHITECTURE not in field_types(cls):  # no setting here: `jobs.config.cli` refuses the word
+        values.pop(ARCHITECTURE, None)
     return build(cls, {str(key): value for key, value in values.items()})
 
 

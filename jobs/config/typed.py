@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # it needs pyarrow, and measuring on a plain image does not
 
 T = TypeVar("T")
 
+ARCHITECTURE = "architecture"  # what a model's file has beside `model`: of those jobs alone whose settings have it
+
 
 def build(cls: type[T], values: Mapping[str, object], prefix: str = "") -> T:
     """`values` (nested mappings, lists, strings, numbers) as an instance of the dataclass `cls`; absent keys default.

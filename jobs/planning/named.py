@@ -97,8 +97,8 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 def architectures() -> dict[str, dict[str, object]]:
     """The architectures of the models that have a name, by that name."""
-    paths = sorted((CONF / "architecture").glob("*.yaml"))
-    return {path.stem: read_yaml(path) for path in paths if (CONF / "model" / path.name).exists()}
+    found = {path.stem: read_yaml(path).get("architecture") for path in sorted((CONF / "model").glob("*.yaml"))}
+    return {name: architecture for name, architecture in found.items() if isinstance(architecture, dict)}
 
 
 def architecture_digest(architecture: Mapping[str, object]) -> str:

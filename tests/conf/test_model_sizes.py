@@ -16,13 +16,13 @@ from runtime.synthesize.checkpoints import config_for
 from runtime.units import GIB, MIB
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-PUBLISHED = sorted(path.stem for path in (CONF / "architecture").glob("*.yaml") if path.stem not in ("tiny", "random"))
+PUBLISHED = sorted(p.stem for p in (CONF / "model").glob("*.yaml") if p.stem not in ("hf", "tiny", "random"))
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_top_k")
 
 
 def architecture(name: str) -> dict[str, object]:
-    return yaml.safe_load((CONF / "architecture" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8"))["architecture"]
 
 
 def value_of(keys: tuple[str, ...], values: Mapping[str, object]) -> int:

@@ -233,6 +233,13 @@ def test_a_sweep_that_cannot_be_written_is_refused_by_its_key(end_of: Callable[.
     ]
 
 
+def test_a_key_of_an_architecture_is_unknown_to_a_run(end_of: Callable[..., End]) -> None:
+    for word in ("architecture.hidden_size=64", "+architecture.hidden_size=64"):
+        end = end_of("model=tiny", word)
+        assert (end.code, end.done) == (2, [])
+        assert end.errors[-1].startswith("error: unknown key architecture.hidden_size: known here are ")
+
+
 def test_errors_reach_a_launcher_that_runs_the_job_in_its_own_process() -> None:
     @as_job
     def body(_: None) -> None:
@@ -278,7 +285,11 @@ def test_control_characters_of_a_message_never_reach_the_terminal(capfd: pytest.
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("model=hf", "architecture=hf does not exist: architecture is one of bloom, "),
+        ("model=hf", "out is not set"),
+        (
+            "architecture=mixtral",
+            "architecture=mixtral: a model's architecture stands in its file: model=mixtral chooses",
+        ),
         (
             "architecture.num_layers=2",
             "unknown key architecture.num_layers: to set it for architecture all the same, write +arch",

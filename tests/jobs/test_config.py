@@ -255,6 +255,11 @@ def test_architecture_takes_any_key_of_transformers() -> None:
     assert config.dtype is DType.bfloat16
 
 
+def test_a_model_without_an_architecture_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model=hf has no architecture: choose another model, or begin one with"):
+        load(SynthesizeConfig, OmegaConf.from_dotlist(["out=x", "model.name=hf"]))
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -23,7 +23,8 @@ from runtime.units import GIB
 from tests.support import synthesize
 from tests.toy import sizes_of
 
-NAMED = [path.stem for path in sorted((Path(__file__).parents[2] / "conf" / "architecture").glob("*.yaml"))]
+MODELS = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
+NAMED = [path.stem for path in MODELS if path.stem != "hf"]
 REMADE = ["gpt2", "llama-3.2-1b"]  # the quick ones; every other line is held by the digest of its architecture
 TINY = ["llama, tied", "mixtral", "gpt2", "deepseek-v2", "flan-t5", "qwen3-next", "dbrx", "bloom"]
 

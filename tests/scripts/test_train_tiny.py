@@ -56,7 +56,8 @@ def test_an_example_does_not_see_the_one_before_it_in_its_row() -> None:
 
 
 def test_the_bundled_model_is_the_recipes_and_small() -> None:
-    config = read(CONF / "architecture" / "tiny.yaml")
+    config = read(CONF / "model" / "tiny.yaml")["architecture"]
+    assert isinstance(config, dict)
     told = {key: value for key, value in SHAPE.items() if key != "initializer_range"}
     assert told.items() <= config.items()
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) < 10_000_000
