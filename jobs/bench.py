@@ -1,7 +1,6 @@
 """python -m jobs.bench: Millrace beside its peers, its own predictions or other policies; rounds alternate, each
 measurement in a process of its own. It needs a checkout of the source: `benchmarks` are not installed."""
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import hydra
 
 from jobs.config.cli import REFUSED, as_job, report, run_job, say
+from jobs.config.logs import log_plainly
 from jobs.config.settings import Composed, load
 
 CHECKOUT = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ NAMES_FILES = ("path=", "questions=", "tokenizer=")  # where something lies is n
 @as_job
 def main(composed: Composed) -> None:
     config = load(BenchConfig, composed)
-    logging.basicConfig(level=config.log_level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    log_plainly(config.log_level)
 
     import pyarrow as pa
     import pyarrow.parquet as pq

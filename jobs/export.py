@@ -1,12 +1,10 @@
 """python -m jobs.export: a run's output as one file, JSONL, CSV or Parquet, in the order of its input."""
 
-import logging
-import sys
-
 import hydra
 
 from jobs.config.cli import as_job, run_job, say
-from jobs.config.settings import Composed, load
+from jobs.config.logs import log_plainly
+from jobs.config.settings import Composed, LogLevel, load
 from jobs.exporting.config import ExportConfig
 
 
@@ -14,7 +12,7 @@ from jobs.exporting.config import ExportConfig
 @as_job
 def main(composed: Composed) -> None:
     config = load(ExportConfig, composed)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+    log_plainly(LogLevel.warning)
 
     from jobs.config.signals import StopFlag
     from jobs.exporting.export import describe, export, require_free

@@ -9,6 +9,7 @@ from pathlib import Path
 import hydra
 
 from jobs.config.cli import as_job, run_job, say
+from jobs.config.logs import log_plainly
 from jobs.config.process import start_settled
 from jobs.config.settings import Composed, load
 from jobs.measuring.config import MeasureJobConfig
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 @as_job
 def main(composed: Composed) -> None:
     config = load(MeasureJobConfig, composed)
-    logging.basicConfig(level=config.log_level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    log_plainly(config.log_level)
 
     from jobs.files.named import publish_named, require_replaceable
     from jobs.files.publishing import make_directory, write_all

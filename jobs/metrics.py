@@ -1,12 +1,10 @@
 """python -m jobs.metrics: what the answers of a finished run are worth, beside references from a column."""
 
-import logging
-import sys
-
 import hydra
 
 from jobs.config.cli import as_job, run_job, say
-from jobs.config.settings import Composed, load
+from jobs.config.logs import log_plainly
+from jobs.config.settings import Composed, LogLevel, load
 from jobs.grading.config import Metric, MetricsConfig
 
 
@@ -14,7 +12,7 @@ from jobs.grading.config import Metric, MetricsConfig
 @as_job
 def main(composed: Composed) -> None:
     config = load(MetricsConfig, composed)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+    log_plainly(LogLevel.warning)
 
     from jobs.grading.grading import describe, grade
     from jobs.grading.judging import describe_judged, judged

@@ -1,13 +1,11 @@
 """python -m jobs.pack: a model's weights in three quarters of their bytes without loss, or rounded, verified."""
 
-import logging
-import sys
-
 import hydra
 from tqdm import tqdm
 
 from jobs.config.cli import as_job, run_job, say
-from jobs.config.settings import Composed, load
+from jobs.config.logs import log_plainly
+from jobs.config.settings import Composed, LogLevel, load
 from jobs.packing.config import PackConfig
 
 
@@ -15,7 +13,7 @@ from jobs.packing.config import PackConfig
 @as_job
 def main(composed: Composed) -> None:
     config = load(PackConfig, composed)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+    log_plainly(LogLevel.info)
 
     from jobs.packing.packing import describe, pack
 

@@ -1,13 +1,12 @@
 """python -m jobs.report: runs side by side as a table, and one run as a page for a browser."""
 
-import logging
-import sys
 from pathlib import Path
 
 import hydra
 
 from jobs.config.cli import as_job, run_job, say
-from jobs.config.settings import Composed, load
+from jobs.config.logs import log_plainly
+from jobs.config.settings import Composed, LogLevel, load
 from jobs.reporting.config import ReportConfig
 
 
@@ -15,7 +14,7 @@ from jobs.reporting.config import ReportConfig
 @as_job
 def main(composed: Composed) -> None:
     config = load(ReportConfig, composed)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+    log_plainly(LogLevel.warning)
 
     from jobs.record.found import find_runs
     from jobs.record.unfinished import lacking

@@ -1,12 +1,10 @@
 """python -m jobs.status: how far a run is: blocks and rows that are done, in work and left, and who is at work."""
 
-import logging
-import sys
-
 import hydra
 
 from jobs.config.cli import as_job, run_job, say
-from jobs.config.settings import Composed, load
+from jobs.config.logs import log_plainly
+from jobs.config.settings import Composed, LogLevel, load
 from jobs.reporting.config import StatusConfig, StatusFormat
 
 
@@ -14,7 +12,7 @@ from jobs.reporting.config import StatusConfig, StatusFormat
 @as_job
 def main(composed: Composed) -> None:
     config = load(StatusConfig, composed)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+    log_plainly(LogLevel.warning)
 
     from jobs.record.found import find_runs
     from jobs.reporting.status import as_json, as_text, status_of

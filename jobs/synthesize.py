@@ -1,13 +1,12 @@
 """python -m jobs.synthesize: a checkpoint of random weights in a real architecture, without ever holding the model."""
 
-import logging
-import sys
 from pathlib import Path
 
 import hydra
 from tqdm import tqdm
 
 from jobs.config.cli import as_job, run_job, say
+from jobs.config.logs import log_plainly
 from jobs.config.settings import Composed, SynthesizeConfig, load
 from runtime.units import GIB, counted, format_bytes, format_seconds
 
@@ -16,7 +15,7 @@ from runtime.units import GIB, counted, format_bytes, format_seconds
 @as_job
 def main(composed: Composed) -> None:
     config = load(SynthesizeConfig, composed)
-    logging.basicConfig(level=config.log_level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    log_plainly(config.log_level)
 
     import torch
 

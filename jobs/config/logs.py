@@ -1,4 +1,4 @@
-"""What a job that takes long writes to the screen before its first row: its log, and what it is about to do."""
+"""What a job writes to the screen beside its results: its log and, where it takes long, what it is about to do."""
 
 import logging
 import os
@@ -23,6 +23,11 @@ def log_to_stderr(level: LogLevel) -> None:
     )
     for name in TOLD_TOO_MUCH:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def log_plainly(level: LogLevel) -> None:
+    """The log of a job that is soon done: lines without their time."""
+    logging.basicConfig(level=level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
 
 
 def log_start(log: logging.Logger, config: RunSettings) -> None:
