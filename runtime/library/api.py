@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import torch
 
-from ..batching.balance import Block
 from ..closing import Closing
-from ..config.profiles import BY_RULE, BackendTable
+from ..config.profiles import BY_RULE
 from ..config.settings import (
     Attention,
     PolicyKind,
@@ -45,11 +44,10 @@ from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
 from ..plan.placement.placer import kv_tiers
 from ..plan.planner import RunPlan
-from ..plan.search.policy import Policy
 from ..plan.shape.dtypes import keeping_kv
 from ..plan.shape.model import ModelShape
 from ..planning.budgets import device_limited, require_within
-from ..planning.planner import Planner, RuntimeCache
+from ..planning.planner import Planner, PlanOptions, RuntimeCache
 from ..probing.heads import Head
 from ..ranks.ranks import Ranks
 from ..requests.encoding import require_text
@@ -265,30 +263,12 @@ class Runtime(Closing):
         self.model = replace(self.model, shape=replace(shape, has_decode_kernel=False, has_fused_gates=False))
         return True
 
-    def plan(
-        self,
-        requests: Sequence[Request],
-        *,
-        rates: MachineRates | None = None,
-        blocks: tuple[Block, ...] | None = None,
-        known: Policy | None = None,
-        chunk_tokens: int | None = None,
-        backends: BackendTable | None = None,
-        num_halvings: int = 0,
-    ) -> RunPlan:
-        """The plan of a run of these requests; see `Planner.plan`. `rates`: None measures them. Sessions multiply from
-        now on as the plan says."""
+    def plan(self, requests: Sequence[Request], **options: Unpack[PlanOptions]) -> RunPlan:
+        """The plan of a run of these requests, by keywords as in `PlanOptions`. Sessions multiply from now on as the
+        plan says."""
         if self._shape_with_kernels is None:
             self.wait_for_kernels()
-        plan = self.planner.plan(
-            self.sizes(requests),
-            rates=rates,
-            blocks=blocks,
-            known=known,
-            chunk_tokens=chunk_tokens,
-            backends=backends,
-            num_halvings=num_halvings,
-        )
+        plan = self.planner.plan(self.sizes(requests), **options)
         if plan.backends is not None and plan.backends != (self.model.backends or BY_RULE):
             self.model = replace(self.model, backends=plan.backends)
             self._may_compare = False
@@ -373,14 +353,7 @@ class Runtime(Closing):
 
     @contextmanager
     def confirmed_session(
-        self,
-        requests: Sequence[Request],
-        *,
-        rates: MachineRates | None = None,
-        blocks: tuple[Block, ...] | None = None,
-        known: Policy | None = None,
-        chunk_tokens: int | None = None,
-        backends: BackendTable | None = None,
+        self, requests: Sequence[Request], **options: Unpack[PlanOptions]
     ) -> Iterator[tuple[RunPlan, Session]]:
         """Plans, as `plan` does, and opens a session. Unless the policy is fixed or there are `blocks` of an earlier
         start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more
@@ -389,8 +362,9 @@ class Runtime(Closing):
         MemoryShortage where it runs out later on. Of ranks this is what rank 0 calls; the others `follow`.
         """
         self._prepare_for(requests)
+        blocks = options.get("blocks")
         if self._shared is not None:
-            told = self._shared.plan(self.planner, requests, blocks, chunk_tokens)
+            told = self._shared.plan(self.planner, requests, blocks, options.get("chunk_tokens"))
             plan = self._shared.plan_told(told, self.planner, requests)
             self._check_lanes(plan, requests)
             reset_peak()
@@ -409,16 +383,8 @@ class Runtime(Closing):
             if num_halvings:
                 gc.collect()  # the engine of the first try refers to itself
                 reset_peak()
-            plan = self.plan(
-                requests,
-                rates=rates,
-                blocks=blocks,
-                known=known,
-                chunk_tokens=chunk_tokens,
-                backends=backends,
-                num_halvings=num_halvings,
-            )
-            rates = plan.rates
+            plan = self.plan(requests, **(options | {"num_halvings": num_halvings}))
+            options["rates"] = plan.rates
             self.planner.announce(plan, self._advised)
             self._check_lanes(plan, requests)
             # Memory is counted from what the process holds now: what measuring, the self-check, compiled kernels and a

@@ -5,6 +5,7 @@ that a search has chosen before is found again, or a new one is searched.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -87,6 +88,20 @@ COMPARED_SECONDS = 10.0  # of a run's products at the best rate: beside it a com
 WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it predictions say nothing
 
 
+class PlanOptions(TypedDict, total=False):
+    """What a plan goes by where it is known before. `rates` are measured where there are none. `blocks`, `chunk_tokens`
+    of its prompts and `backends`: of the run that is resumed, the chunks as long as they fit; otherwise the policy
+    chooses them, and the backends are those that are known here or turn out to be faster. `known`: what a search came
+    to before, which is gone by as long as it fits. `num_halvings` as for `plan_policy`. None is as good as left out."""
+
+    rates: MachineRates | None
+    blocks: tuple[Block, ...] | None
+    known: Policy | None
+    chunk_tokens: int | None
+    backends: BackendTable | None
+    num_halvings: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planner:
     """What every plan of one runtime follows from. `open_reader` opens a reader of the model's weights, for measuring.
@@ -118,30 +133,16 @@ class Planner:
             return self.given_budgets
         return budgets_of(self.config.offload, self.device, self.kept.weights if self.kept is not None else None)
 
-    def plan(
-        self,
-        sizes: Sequence[SequenceSize],
-        *,
-        rates: MachineRates | None = None,
-        blocks: tuple[Block, ...] | None = None,
-        known: Policy | None = None,
-        chunk_tokens: int | None = None,
-        backends: BackendTable | None = None,
-        num_halvings: int = 0,
-    ) -> RunPlan:
-        """The plan of requests of these sizes. `rates` are measured where there are none. `blocks`, `chunk_tokens` of
-        its prompts and `backends`: of the run that is resumed, the chunks as long as they fit; otherwise the policy
-        chooses them, and the backends are those that are known here or turn out to be faster. `known`: what a search
-        came to before, which is gone by as long as it fits. `num_halvings` as for `plan_policy`."""
-        if backends is not None:
+    def plan(self, sizes: Sequence[SequenceSize], **options: Unpack[PlanOptions]) -> RunPlan:
+        """The plan of requests of these sizes, by the options that are given."""
+        if (backends := options.get("backends")) is not None:
             begun = replace(self, model=replace(self.model, backends=backends), compares=False)
-            return begun.plan(
-                sizes, rates=rates, blocks=blocks, known=known, chunk_tokens=chunk_tokens, num_halvings=num_halvings
-            )
+            return begun.plan(sizes, **(options | {"backends": None}))
+        chunk_tokens = options.get("chunk_tokens")
         if chunk_tokens is not None and self.config.policy.prefill_chunk_tokens is None:
             begun = replace(self, config=in_chunks(self.config, chunk_tokens))
             try:
-                return begun.plan(sizes, rates=rates, blocks=blocks, known=known, num_halvings=num_halvings)
+                return begun.plan(sizes, **(options | {"chunk_tokens": None}))
             except BudgetError:
                 log.warning(
                     "prompts went by %d tokens at a time when the run was begun, which do not fit any more: last bits "
@@ -149,16 +150,16 @@ class Planner:
                     chunk_tokens,
                 )
         reclaim(self.device)
-        budgets = self.budgets
+        budgets, blocks, num_halvings = self.budgets, options.get("blocks"), options.get("num_halvings", 0)
         first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
         for walk in (first.placement.walk, first.placement.decode_walk):
             require_slots(walk, first.num_lanes)
-        given = rates
+        rates = options.get("rates")
         if rates is None and sizes and self.predicts:
             rates = self.measured(first, sizes)
         problem = Problem(shape=self.model.shape, config=self.config, budgets=budgets, sizes=sizes, rates=rates)
         if self.compares and rates is not None and (table := self._compared(first, sizes, rates)) is not None:
-            return self.plan(sizes, rates=given, blocks=blocks, known=known, backends=table, num_halvings=num_halvings)
+            return self.plan(sizes, **(options | {"backends": table, "chunk_tokens": None}))
         if self.config.policy.kind is PolicyKind.fixed or not sizes:
             kept = blocks if budgets.has_device else first.blocks
             plan = plan_policy(problem, blocks=kept, num_halvings=num_halvings)
@@ -171,7 +172,7 @@ class Planner:
                 problem,
                 blocks=blocks,
                 num_halvings=num_halvings,
-                known=known,
+                known=options.get("known"),
             )
         return replace(plan, backends=None if self.device.is_accelerator else self._backends)
 
