@@ -36,15 +36,12 @@ class Helpers:
     def ask(self, call: Callable[[], None], num_threads: int) -> None:
         """Each of so many threads may make it, sooner or later. It must not raise."""
         if self._num_threads < num_threads:
-            self._start(num_threads)
+            with self._starting:
+                for number in range(self._num_threads, num_threads):
+                    Thread(target=self._serve, name=f"helper-{number}", daemon=True).start()
+                    self._num_threads += 1
         for _ in range(num_threads):
             self._calls.put(call)
-
-    def _start(self, num_threads: int) -> None:
-        with self._starting:
-            for number in range(self._num_threads, num_threads):
-                Thread(target=self._serve, name=f"helper-{number}", daemon=True).start()
-                self._num_threads += 1
 
     def _serve(self) -> None:
         while True:

@@ -144,8 +144,14 @@ class PageTable:
         self._new = list(new_tokens)
         growing = [(row, row.past + new) for row, new in zip(self._rows, self._new, strict=True) if new]
         for row, end in growing:
-            if row.behind is not None:
-                self._begin_behind(row, row.behind)
+            if (behind := row.behind) is not None:  # the pages that it goes on from, before it has any of its own
+                num_whole = behind.num_tokens // PAGE_TOKENS
+                assert self._tails is None or not behind.num_tokens % PAGE_TOKENS, "quantised pages are shared whole"
+                row.pages = behind.pages[:num_whole]
+                row.copied = behind.pages[num_whole] if behind.num_tokens % PAGE_TOKENS else None
+                self._pool.share(behind.pages[: num_pages_for(behind.num_tokens)])
+                row.behind = None
+                self.release(behind)
             if row.fills is not None:
                 self._take(row, num_pages_for(end) - len(row.pages))
                 row.fills.pages = row.pages  # all that it will have, as it grows
@@ -157,16 +163,6 @@ class PageTable:
         held = {page for row in self._rows for page in row.pages}
         held |= {row.copied for row, _ in growing if row.copied is not None}
         self._place_of = {page: place for place, page in enumerate(sorted(held))}
-
-    def _begin_behind(self, row: PagedRow, behind: SharedPages) -> None:
-        """Takes the pages that the row goes on from, before it has any of its own."""
-        num_whole = behind.num_tokens // PAGE_TOKENS
-        assert self._tails is None or not behind.num_tokens % PAGE_TOKENS, "quantised pages are shared whole"
-        row.pages = behind.pages[:num_whole]
-        row.copied = behind.pages[num_whole] if behind.num_tokens % PAGE_TOKENS else None
-        self._pool.share(behind.pages[: num_pages_for(behind.num_tokens)])
-        row.behind = None
-        self.release(behind)
 
     def _take(self, row: PagedRow, count: int) -> None:
         if count:

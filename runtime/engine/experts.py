@@ -95,7 +95,7 @@ class CpuExperts:
             found = self.stream.in_host(errand.stage, expert)
             buffer, offsets = found.placed.buffer, found.placed.tensor_offsets
             matrices = host_matrices(self.loaded, found.stage, buffer, offsets, prefix=f"{errand.path}.")
-            out_VD[rows] = multiplied_bare(errand.module, matrices, expert, x_VD[rows].float())
+            out_VD[rows] = multiplied_bare(errand.module, matrices, x_VD[rows].float())
             first = rows.stop
         return out_VD
 

@@ -220,14 +220,10 @@ def is_due(model: LoadedModel, mode: SelfCheck, run_seconds: float) -> bool:
         return False
     if mode is not SelfCheck.auto:
         return mode is SelfCheck.full
-    if not is_proven(model):
+    if model.config.get("model_type") not in {family.model_type for family in FAMILIES.values()}:
         return True
     num_layers = num_telling_layers(model.shape, model.staged.model.config)
     return run_seconds >= LONG_SECONDS and dense_bytes(model.shape, num_layers) <= LITTLE_BYTES
-
-
-def is_proven(model: LoadedModel) -> bool:
-    return model.config.get("model_type") in {family.model_type for family in FAMILIES.values()}
 
 
 def check_lanes(

@@ -52,12 +52,6 @@ def prepare_attention(model: LoadedModel) -> None:
         prepare(part)
 
 
-def prepare_experts(model: LoadedModel) -> None:
-    """Products with experts on the CPU beside an accelerator."""
-    stacks = (parameter for stage in model.shape.stages for parameter in stage.stacks)
-    prepare(products_of(stacks, model.compute_dtype))
-
-
 def kernels_of(model: LoadedModel) -> CompiledKernels:
     """Loads the kernels that a model on the CPU computes with, as far as they are compiled."""
     parameters = (parameter for stage in model.shape.stages for parameter in stage.parameters)
@@ -185,7 +179,8 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
             exchange = stack.enter_context(HostExchange(placement.exchange, device, first_stage=first, trace=trace))
         trips = None
         if placement.cpu_share is not None:
-            prepare_experts(setup.model)
+            stacks = (parameter for stage in shape.stages for parameter in stage.stacks)
+            prepare(products_of(stacks, setup.model.compute_dtype))
             size = trip_size(shape, placement.cpu_share)
             trips = stack.enter_context(
                 HostExchange(size, device, first_stage=first, trace=trace, what="tokens of experts")

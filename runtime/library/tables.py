@@ -73,18 +73,6 @@ class TableColumns:
         """The columns of a table with results: the given ones, then those of results. Raises ConfigError where a
         column that is read is missing or of another type, where a name is taken, and where a row has several
         results."""
-        self._require_kinds(given)
-        require(sampling.n == 1, f"sampling.n={sampling.n}: a table has one row out for each row in; repeat its rows")
-        added = [each.with_name(f"{self.prefix}{each.name}") for each in result_schema(sampling)]
-        taken = [each.name for each in added if each.name in given.names]
-        require(
-            not taken,
-            f"the table has {', '.join(map(repr, taken))} already, which results are called: rename what is there, or "
-            "set prefix",
-        )
-        return pa.schema([*given, *added], metadata=given.metadata)
-
-    def _require_kinds(self, given: pa.Schema) -> None:
         for name in self.read:
             num = given.names.count(name)
             listed = ", ".join(map(repr, given.names[:MAX_LISTED])) or "none"
@@ -103,6 +91,15 @@ class TableColumns:
             (what, test), kind = OVERRIDES[key], given.field(name).type
             is_own = kinds.is_null(kind) or test(kind)
             require(is_own, f"the column {name!r} holds {kind}: a row's own {key} are {what}")
+        require(sampling.n == 1, f"sampling.n={sampling.n}: a table has one row out for each row in; repeat its rows")
+        added = [each.with_name(f"{self.prefix}{each.name}") for each in result_schema(sampling)]
+        taken = [each.name for each in added if each.name in given.names]
+        require(
+            not taken,
+            f"the table has {', '.join(map(repr, taken))} already, which results are called: rename what is there, or "
+            "set prefix",
+        )
+        return pa.schema([*given, *added], metadata=given.metadata)
 
     def prompts(self, table: pa.Table) -> list[Asked]:
         """What each row asks, or why it cannot. Its id is its place where it has none of its own."""
@@ -128,20 +125,16 @@ class TableColumns:
         for result in generate([each for each in found if isinstance(each, Prompt)]):
             found[places[result.prompt_index]] = result
         results = [each for each in found if not isinstance(each, Prompt)]
-        return self.answered(table, results_table(results, sampling), sampling)
+        schema = result_schema(sampling)
+        rows = [result_values(result) for result in results]
+        values = [{name: row[name] for name in schema.names} for row in rows]
+        return self.answered(table, pa.Table.from_pylist(values, schema=schema), sampling)
 
     def answered(self, table: pa.Table, results: pa.Table, sampling: SamplingConfig) -> pa.Table:
         """`table` with the columns of its rows' results, by RESULT_FIELDS, behind its own."""
         schema = self.schema(table.schema, sampling)
         added = [results.column(name) for name in result_schema(sampling).names]
         return pa.Table.from_arrays([*table.columns, *added], schema=schema)
-
-
-def results_table(results: Sequence[Result], sampling: SamplingConfig) -> pa.Table:
-    """The columns of results, in their order."""
-    schema = result_schema(sampling)
-    rows = [result_values(result) for result in results]
-    return pa.Table.from_pylist([{name: row[name] for name in schema.names} for row in rows], schema=schema)
 
 
 def _content(value: object) -> dict[str, object]:

@@ -72,10 +72,6 @@ class AttentionShape:
     def page_format(self) -> PageFormat:
         return PageFormat(self.kv_dtype, self.num_kv_heads, self.head_dim, self.head_dim)
 
-    @staticmethod
-    def of_llama_3_8b(dtype: torch.dtype) -> "AttentionShape":
-        return AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype)
-
 
 def decoding(
     shape: AttentionShape, device: ComputeDevice, num_rows: int, num_positions: int, *, num_layers: int = 1
@@ -128,7 +124,7 @@ def prefill_name(dtype: str) -> str:
 
 def attention_probes(dtype: str, device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
     """A layer of Llama-3-8B over `num_bytes` of keys and values: more than a cache holds."""
-    shape = AttentionShape.of_llama_3_8b(DTYPES[dtype])
+    shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=DTYPES[dtype])
     row_bytes = num_pages_for(NUM_POSITIONS) * PAGE_TOKENS * shape.position_bytes
     num_rows = max(1, num_bytes // row_bytes)
     places = [ComputeDevice("cpu"), *([device] if device.is_accelerator else [])]

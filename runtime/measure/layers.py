@@ -193,4 +193,4 @@ def on_cpu(loaded: LoadedModel, stage: Stage, host: torch.Tensor) -> Timed:
     matrices = host_matrices(loaded, expert, host, offsets, prefix=f"{streamed.name}.{path}.")
     x_VD = torch.ones(HOST_ROWS, loaded.shape.hidden_size)
     work = stage_works(loaded.shape, frozenset())[stage.index]
-    return Timed(2.0 * HOST_ROWS * work.expert_weights, lambda: multiplied_bare(module, matrices, 0, x_VD))
+    return Timed(2.0 * HOST_ROWS * work.expert_weights, lambda: multiplied_bare(module, matrices, x_VD))

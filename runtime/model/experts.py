@@ -148,7 +148,7 @@ def multiplied(module: torch.nn.Module, matrices: Matrices, expert: int, x: torc
     return experts.post_expert_norm(out) if has_norm(experts) else out
 
 
-def multiplied_bare(module: torch.nn.Module, matrices: Matrices, expert: int, x: torch.Tensor) -> torch.Tensor:
+def multiplied_bare(module: torch.nn.Module, matrices: Matrices, x: torch.Tensor) -> torch.Tensor:
     """The same of an expert that `is_bare`, wherever its matrices are: nothing else that is bound to the module is
     looked at, and the steps between products are transformers' own."""
     experts, (up, down) = cast("Experts", module), matrices

@@ -1,7 +1,7 @@
 """A plan under the hierarchical roofline: the roofs over a decode pass, and where its operations stand below them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from .cost.machine import Machine
@@ -66,8 +66,8 @@ def roofs_of(shape: ModelShape, machine: Machine, plan: RunPlan) -> Roofs:
     num_rows = num_sequences if is_batched else plan.lane_size
     point = operating_point(work, machine, reads=reads, num_sequences=num_sequences, num_rows=num_rows)
     links = {  # P1 is about the link, P2 about the whole way of streamed weights
-        "P1": (point.points.p1, machine.rates.link_in_bytes_per_second),
-        "P2": (point.points.p2, link_bytes_per_second(machine, reads=reads)),
+        "P1": (point.p1, machine.rates.link_in_bytes_per_second),
+        "P2": (point.p2, link_bytes_per_second(machine, reads=reads)),
     }
     return Roofs(
         roofs=_roofs(work, machine),
@@ -98,11 +98,10 @@ def _roofs(work: LayerWork, machine: Machine) -> list[Roof]:
     )
     roofs = [
         over("device memory", compute.bytes_per_second),
-        Roof(level=Level(name="CPU", flops_per_second=cpu.flops_per_second, bytes_per_second=cpu.bytes_per_second),
-             link="host memory"),
+        Roof(level=replace(cpu, name="CPU"), link="host memory"),
         over("link", rates.link_in_bytes_per_second),
         disk,
-    ]  # fmt: skip
+    ]
     return [roof for roof in roofs if roof.level.bytes_per_second < inf]
 
 

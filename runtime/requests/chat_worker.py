@@ -17,7 +17,8 @@ ERROR_CHARS = 500  # of why there is no text
 def main() -> None:
     """A line of JSON in for each chat, a line of JSON out: `text` or `error`. The first line in has the settings."""
     told = json.loads(sys.stdin.readline())
-    _limit(resource.RLIMIT_AS, _address_bytes() + told["memory_bytes"])
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])  # of addresses that it has now
+    _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + told["memory_bytes"])
     _limit(resource.RLIMIT_CORE, 0)
     _say({"ready": True})
     for line in sys.stdin:
@@ -51,11 +52,6 @@ def _in_one_line(reason: str) -> str:
 def _limit(kind: int, value: int) -> None:
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
-
-
-def _address_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    return pages * resource.getpagesize()
 
 
 def _say(answer: dict[str, str] | dict[str, bool]) -> None:

@@ -105,7 +105,12 @@ class Sampler:
         self._grammars = Grammars(tokenizer, vocab_size, self._eos, self.reasoning)
         self._processors = Processors(config, self._eos, bad_words, start_token_id, device or torch.device("cpu"))
         self._search = BeamSearch(
-            rules_of(config, self._eos),
+            BeamRules(
+                num_beams=config.num_beams or 1,
+                length_penalty=1.0 if config.length_penalty is None else config.length_penalty,
+                early_stopping=config.early_stopping or False,
+                num_ends=len(self._eos),
+            ),
             scores=self._beam_scores,
             ends=self._end_of,
             vocab_size=vocab_size,
@@ -252,15 +257,6 @@ class Sampler:
             sequence.num_unstopped = 0
         sequence.text_end = self._stops.find(sequence.request, ids, begin=begin, num_new=num_new)
         return sequence.text_end is not None
-
-
-def rules_of(config: SamplingConfig, eos_token_ids: frozenset[int]) -> BeamRules:
-    return BeamRules(
-        num_beams=config.num_beams or 1,
-        length_penalty=1.0 if config.length_penalty is None else config.length_penalty,
-        early_stopping=config.early_stopping or False,
-        num_ends=len(eos_token_ids),
-    )
 
 
 def _is_search(sequences: Rows[Sequence]) -> bool:

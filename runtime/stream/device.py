@@ -170,7 +170,8 @@ class ComputeDevice:
         if self.is_accelerator:
             let_segments_grow(self.torch_device)
         self.copy_stream = self.new_stream()
-        self.clock = DeviceClock(self._timed_event if self.is_accelerator else None, self.compute_stream)
+        new_event = (lambda: torch.Event(device=self.torch_device, enable_timing=True)) if self.is_accelerator else None
+        self.clock = DeviceClock(new_event, self.compute_stream)
 
     def new_stream(self) -> torch.Stream | None:
         """A stream for copies that are not to queue behind others; None on a CPU, where a copy is done when the call
@@ -179,9 +180,6 @@ class ComputeDevice:
 
     def new_event(self) -> Event:
         return torch.Event(device=self.torch_device) if self.is_accelerator else NullEvent()
-
-    def _timed_event(self) -> torch.Event:
-        return torch.Event(device=self.torch_device, enable_timing=True)
 
     def host_pages(self, num_bytes: int) -> torch.Tensor:
         """uint8 host memory that only the device's copies look at: pinned, and not aligned to the disk's blocks."""

@@ -171,11 +171,6 @@ def disk_read_bytes() -> int:
         return 0
 
 
-def is_heap_exact() -> bool:
-    """Whether this process was started so that glibc reuses freed blocks of the same size, see `set_allocator`."""
-    return HEAP_TUNABLE in os.environ.get("GLIBC_TUNABLES", "")
-
-
 def set_allocator(*, is_budget_hard: bool) -> None:
     """Tells glibc what to do with freed activations; a no-op with another C library.
 
@@ -188,7 +183,7 @@ def set_allocator(*, is_budget_hard: bool) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
-    if is_budget_hard and not is_heap_exact():
+    if is_budget_hard and HEAP_TUNABLE not in os.environ.get("GLIBC_TUNABLES", ""):
         mallopt(MALLOC_MMAP_THRESHOLD, SMALLEST_MAPPED_BYTES)
         return
     mallopt(MALLOC_FAST_BINS, 0)

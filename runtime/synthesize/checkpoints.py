@@ -100,12 +100,12 @@ def synthesize_checkpoint(
 
 
 def outline_checkpoint(
-    *, model_type: str, directory: Path, overrides: Mapping[str, object], dtype: torch.dtype, seed: int = 0
+    *, model_type: str, directory: Path, overrides: Mapping[str, object], dtype: torch.dtype
 ) -> RandomWeights:
     """Writes a checkpoint whose weight files are headers and holes, for weights that are drawn straight into memory;
     answers with what draws them. Takes next to no disk. Raises as `synthesize_checkpoint`."""
     meta_model, tokenizer = _prepare(model_type, overrides, dtype, None)
-    weights = RandomWeights(meta_model, seed)
+    weights = RandomWeights(meta_model, 0)
     with _as_output_error(directory), _claimed(directory):
         tokenizer.save_pretrained(directory)
         _save_configs(meta_model, dtype, directory)

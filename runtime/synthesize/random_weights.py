@@ -64,7 +64,12 @@ class RandomWeights:
         seed = _tensor_seed(self._seed, spec.name)
         std, own_values = self._recipe(self._origins[spec.name], seed)
         if own_values is None:
-            return _normal(spec, std, seed)
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.empty(spec.shape, dtype=spec.dtype)
+            chunk = torch.empty(min(_CHUNK_ELEMENTS, spec.num_elements))
+            for part in drawn.view(-1).split(_CHUNK_ELEMENTS):
+                part.copy_(chunk[: part.numel()].normal_(0.0, std, generator=generator))
+            return drawn
         repeats = -(-spec.num_elements // own_values.numel())
         return own_values.flatten().repeat(repeats)[: spec.num_elements].view(spec.shape).to(spec.dtype)
 
@@ -153,15 +158,6 @@ def _norm_weight(values: torch.Tensor, gain: float, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     signs = 1.0 - 2.0 * torch.randint(2, values.shape, generator=generator)
     return gain * signs - (1.0 - values)
-
-
-def _normal(spec: TensorSpec, std: float, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    tensor = torch.empty(spec.shape, dtype=spec.dtype)
-    chunk = torch.empty(min(_CHUNK_ELEMENTS, spec.num_elements))
-    for part in tensor.view(-1).split(_CHUNK_ELEMENTS):
-        part.copy_(chunk[: part.numel()].normal_(0.0, std, generator=generator))
-    return tensor
 
 
 def _tensor_seed(seed: int, name: str) -> int:

@@ -52,7 +52,7 @@ def test_the_roofline_says_from_how_many_sequences_the_disk_no_longer_bounds_dec
     config = BenchConfig(prompt_tokens=16, num_new_tokens=3, micro_batch_size=2, num_micro_batches=2, num_threads=1)
     found = measured_point(task_of(config, Contender.nvme, path, 4))
     assert found.needed_sequences > 0
-    assert found.points.p1 is None  # nothing but the disk is below compute memory
+    assert found.p1 is None  # nothing but the disk is below compute memory
 
 
 def test_the_suite_measures_each_block_draws_them_and_names_the_knee(

@@ -30,18 +30,6 @@ class Level:
         return np.minimum(self.flops_per_second, self.bytes_per_second * intensity)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurningPoints:
-    """Intensities across levels, in FLOPs for each byte that would come over the link.
-
-    Below `p1` an operation is faster where its bytes are; above `p2` the link no longer bounds it. Between the two the
-    link does, and what helps is more work for each byte: more sequences.
-    """
-
-    p1: float | None  # None: how fast the lower level multiplies is not known
-    p2: float
-
-
 def first_turning_point(lower: Level, link_bytes_per_second: float) -> float:
     """P1. Brought over, an operation of intensity I gets at most link * I; where its bytes lie, min(peak, memory * I).
 
@@ -64,9 +52,15 @@ def second_turning_point(upper: Level, intensity: float, link_bytes_per_second: 
 @dataclass(frozen=True, kw_only=True)
 class OperatingPoint:
     """Intensities in FLOPs per byte: decode attention's, and that of feed-forward weights which N sequences share.
-    `needed_sequences`: N that reaches P2."""
+    `needed_sequences`: N that reaches P2.
 
-    points: TurningPoints
+    `p1` and `p2`, the turning points, are intensities across levels, for each byte that would come over the link. Below
+    `p1` an operation is faster where its bytes are; above `p2` the link no longer bounds it. Between the two the link
+    does, and what helps is more work for each byte: more sequences.
+    """
+
+    p1: float | None  # None: how fast the lower level multiplies is not known
+    p2: float
     attention: float
     feed_forward: float
     needed_sequences: float
@@ -80,15 +74,13 @@ def operating_point(
     lower = host_level(rates) if machine.device_bytes is not None else None
     per_sequence = work.ffn_flops_per_token / work.ffn_bytes
     upper = compute_level(work, rates)
-    points = TurningPoints(
-        p1=None if lower is None else first_turning_point(lower, rates.link_in_bytes_per_second),
-        p2=second_turning_point(upper, num_rows * per_sequence / hit_share(work, num_rows), link),
-    )
+    p2 = second_turning_point(upper, num_rows * per_sequence / hit_share(work, num_rows), link)
     return OperatingPoint(
-        points=points,
+        p1=None if lower is None else first_turning_point(lower, rates.link_in_bytes_per_second),
+        p2=p2,
         attention=work.pair_flops / work.kv_bytes if work.kv_bytes else float("inf"),
         feed_forward=num_sequences * per_sequence,
-        needed_sequences=points.p2 / per_sequence,
+        needed_sequences=p2 / per_sequence,
     )
 
 

@@ -82,7 +82,7 @@ class Choice:
         parts = [f"{resource.value} {s:.3g} s" for resource, s in self.busy_seconds.items() if s]
         is_same = self.binding is self.roofline_binding
         roofline = "" if is_same else f"; of such a pass alone {self.roofline_binding.value} would be"
-        p1, p2 = at.points.p1, at.points.p2
+        p1, p2 = at.p1, at.p2
         return (
             f"policy {best.policy.digest}: {best.policy}: {best.tokens_per_second:.4g} tokens/s predicted",
             *([f"runner-up: {other.policy}: {other.tokens_per_second:.4g} tokens/s predicted"] if other else []),
