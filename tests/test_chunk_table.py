@@ -4,9 +4,10 @@ import pytest
 
 from runtime.config.settings import PolicyConfig, Tier
 from tests.chunk_table import BEFORE, MACHINES, RESIDENT, planned
+from tests.dealt import with_slow_others
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", with_slow_others(MACHINES, ["rtx4090"]))
 def test_weights_from_the_disk_come_in_for_fewer_and_larger_chunks(name: str) -> None:
     before, after = (planned(name, "mixtral", Tier.nvme, policy) for policy in (BEFORE, PolicyConfig()))
     assert before is not None

@@ -7,6 +7,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests import model_type_verdict
+from tests.dealt import with_slow_others
 from tests.model_type_verdict import Outcome, judge
 from tests.model_types import main
 from tests.tiny_checkpoints import Answers, answers
@@ -15,7 +16,7 @@ EXACT = ("gemma4", "video_llama_3", "git", "youtu")
 REFUSED = {"xlm": "XLMWithLMHeadModel takes no cache"}
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", with_slow_others(EXACT, ["gemma4"]))
 def test_greedy_tokens_and_scores_equal_transformers(name: str) -> None:
     verdict = judge(name)
     assert verdict.outcome is Outcome.exact, verdict

@@ -24,6 +24,7 @@ from runtime.config.settings import DType, ModelConfig, OffloadConfig, Order
 from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint
 from runtime.units import MIB
+from tests.dealt import with_slow_others
 
 GENERATING = [
     contender
@@ -75,7 +76,7 @@ def test_every_contender_generates_the_same_tokens_and_has_its_row() -> None:
     assert table.count("5 of 5") == len(rounds)
 
 
-@pytest.mark.parametrize("contender", IN_BFLOAT16)
+@pytest.mark.parametrize("contender", with_slow_others(IN_BFLOAT16, IN_BFLOAT16[:1]))
 def test_ours_in_bfloat16_computes_in_bfloat16(contender: Contender) -> None:
     runtime, _ = opened(task_for(contender), OffloadConfig())
     assert runtime.model.compute_dtype is torch.bfloat16
@@ -89,7 +90,7 @@ def test_reading_contenders_read_the_streamed_layers_in_every_pass(contender: Co
     assert result.tokens == []
 
 
-@pytest.mark.parametrize("contender", SWEEPING)
+@pytest.mark.parametrize("contender", with_slow_others(SWEEPING, SWEEPING[:1]))
 def test_sweeping_contenders_go_over_more_than_a_cache_holds_as_often_as_they_say(
     contender: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:

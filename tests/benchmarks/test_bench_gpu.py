@@ -34,6 +34,7 @@ from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.checkpoint import open_checkpoint
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB, MIB
+from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice
 from tests.packed import write_packed
 
@@ -60,7 +61,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "DEVICE_SHARE", 0.03)  # of so small a device most is room to work in
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", with_slow_others(MODELS, ["llama"]))
 def test_every_way_is_measured_and_bytes_over_the_link_are_counted(model: str) -> None:
     shape = {key: TOY[key] for key in TOY if model == "mixtral" or key != "num_local_experts"}
     if model == "llama":

@@ -135,6 +135,7 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow("jobs/test_elastic_workers.py::test_workers_that_are_killed_stopped_and_paused_make_the_rows_of_one")
 def test_workers_of_one_command_go_on_without_one_that_is_killed_and_make_the_rows_of_one(tmp_path: Path) -> None:
     case, pipe = Case(home=tmp_path, num_rows=12), subprocess.PIPE
     generate(case.config("alone", Workers.one), lambda: False)

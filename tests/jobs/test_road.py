@@ -19,6 +19,7 @@ def look(frame, event, argument):
             if frame.f_code.co_filename.startswith(ROOMS):
                 found.append(f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}")
             frame = frame.f_back
+        sys.setprofile(None)
 import jobs.run.tasks.generate, jobs.run.tasks.score, jobs.run.tasks.encode
 sys.argv[:] = sys.argv[2:]
 sys.setprofile(look)
@@ -26,7 +27,6 @@ try:
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 except SystemExit:
     pass
-sys.setprofile(None)
 print(json.dumps(found))
 """
 
@@ -34,10 +34,13 @@ print(json.dumps(found))
 @pytest.mark.parametrize(
     "words",
     [
-        ["jobs.generate", "dataset.limit=1", "sampling.max_new_tokens=2"],
-        ["jobs.score", "dataset.limit=1", "dataset.path={rows}", "dataset.kind=jsonl"],
+        pytest.param(["jobs.generate", "dataset.limit=1", "sampling.max_new_tokens=2"], id="generate"),
+        pytest.param(
+            ["jobs.score", "dataset.limit=1", "dataset.path={rows}", "dataset.kind=jsonl"],
+            id="score",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=lambda words: words[0],
 )
 def test_few_frames_stand_between_main_and_a_wave(words: list[str], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"

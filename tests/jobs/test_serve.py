@@ -690,6 +690,7 @@ def embedded(client: "openai.OpenAI", folder: Path) -> "openai.types.CreateEmbed
     return openai.types.CreateEmbeddingResponse.model_validate(result["response"]["body"], strict=True)
 
 
+@pytest.mark.slow("jobs/test_serve.py::test_the_next_server_never_doubles_a_job_that_has_not_locked_its_run_yet")
 def test_a_job_outlives_its_server_and_the_next_one_takes_it_up(tmp_path: Path) -> None:
     port, client_id = free_port(), {"endpoint": URL, "completion_window": "24h"}
     with server(port, tmp_path) as first:

@@ -83,6 +83,7 @@ def test_beams_are_those_of_transformers_by_every_length_penalty_and_way_to_stop
     require_equal(runtime, of, places_of(family))
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("kind", Prefetch)
 def test_tier_and_prefetch_do_not_change_beams(
@@ -93,6 +94,7 @@ def test_tier_and_prefetch_do_not_change_beams(
     require_equal(Runtime(config), beams("llama"), [WIDEST])
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("size", [4, 9])
 def test_beams_take_each_step_together_whatever_the_chunks_and_lanes(
@@ -104,6 +106,7 @@ def test_beams_take_each_step_together_whatever_the_chunks_and_lanes(
         require_equal(runtime, beams("llama"), [0, WIDEST])
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("kv", [KVConfig(tier=tier, device_fraction=0.5) for tier in (KVTier.cpu, KVTier.nvme)])
 @pytest.mark.parametrize("order", Order)
 def test_beams_part_and_share_pages_wherever_keys_and_values_are(
@@ -248,6 +251,7 @@ def test_a_model_that_asks_for_beams_is_followed(beams: Callable[[str], Searched
     assert "num_beams=4, length_penalty=2.0: sampling does not follow it" in (left_out.sentence or "")
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("tier", [KVTier.device, KVTier.nvme])
 @pytest.mark.parametrize("dtype", [KVDType.float8, KVDType.int8, KVDType.int4])
 def test_beams_part_in_pages_of_fewer_bytes(

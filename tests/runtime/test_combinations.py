@@ -193,6 +193,7 @@ def test_whatever_a_search_may_choose_is_among_them(name: str, bench: Callable[[
     assert tried <= {(order, attention) for kind_name, order, attention in COUNTS if kind_name == name}
 
 
+@pytest.mark.dealt("name", "order", "attention")
 @pytest.mark.parametrize(("name", "order", "attention", "expected"), CASES)
 def test_every_combination_gives_transformers_tokens_or_is_refused(
     name: str,

@@ -29,41 +29,40 @@ def skip_where_the_interpreter_is_too_old() -> None:
         pytest.skip("the interpreter of Triton 3.6 does not know numpy 2.4")
 
 
-def pass_in_a_process(cases: str, *options: str, **environment: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", f"tests/runtime/{cases}"]
-    command += options
+def pass_in_a_process(*options: str, **environment: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", *options]
     ended = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, cwd=ROOT, timeout=300
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
 
 
+CASES, RUNS, COMPILES = (f"tests/runtime/triton_{part}.py" for part in ("cases", "runs", "compiles"))
+
+
 @HAS_TRITON
-def test_numbers_and_products_in_triton_s_interpreter_are_those_of_torch() -> None:
-    """All of `triton_cases.py`."""
+def test_numbers_products_and_tokens_in_triton_s_interpreter_are_those_of_torch() -> None:
+    """All of `triton_cases.py`, and one run of `triton_runs.py` in front of a double whose kernels are interpreted."""
     skip_where_the_interpreter_is_too_old()
-    pass_in_a_process("triton_cases.py", TRITON_INTERPRET="1")
+    pass_in_a_process(CASES, RUNS, "-k", "triton_cases or gptq", TRITON_INTERPRET="1")
 
 
 @HAS_TRITON
-def test_runs_in_front_of_a_double_whose_kernels_are_interpreted_give_the_numbers_tokens() -> None:
-    """Two of `triton_runs.py`: matrices that are decoded, and few rows that meet codes of experts as they lie."""
-    skip_where_the_interpreter_is_too_old()
-    pass_in_a_process("triton_runs.py", "-k", "gptq or (few_rows and mxfp4)", TRITON_INTERPRET="1")
-
-
-@HAS_TRITON
-@pytest.mark.slow
+@pytest.mark.slow(
+    "runtime/test_device_kernels.py::test_numbers_products_and_tokens_in_triton_s_interpreter_are_those_of_torch"
+)
 def test_all_runs_in_front_of_a_double_whose_kernels_are_interpreted() -> None:
     skip_where_the_interpreter_is_too_old()
-    pass_in_a_process("triton_runs.py", TRITON_INTERPRET="1")
+    pass_in_a_process(RUNS, TRITON_INTERPRET="1")
 
 
 @HAS_TRITON
-@pytest.mark.slow
+@pytest.mark.slow(
+    "runtime/test_device_kernels.py::test_numbers_products_and_tokens_in_triton_s_interpreter_are_those_of_torch"
+)
 def test_kernels_compile_for_cards_that_are_not_here() -> None:
     """All of `triton_compiles.py`."""
-    pass_in_a_process("triton_compiles.py", TRITON_INTERPRET="0")
+    pass_in_a_process(COMPILES, TRITON_INTERPRET="0")
 
 
 class Recorder:

@@ -54,9 +54,12 @@ def tokens(runtime: Runtime, prompts: list[list[int]]) -> list[list[int]]:
     return [list(result.token_ids) for result in results if isinstance(result, Completion)]
 
 
+@pytest.mark.dealt
+@pytest.mark.parametrize("tier", PRODUCTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers_in_every_tier(
     family: str,
+    tier: Tier,
     reference: References,
     opened: Runtimes,
     backend_is: Callable[[LinearBackend], None],
@@ -66,12 +69,10 @@ def test_greedy_tokens_equal_transformers_in_every_tier(
     unit, what would go there goes through vectors. Packed lanes narrow their last layer, if it attends once."""
     ref, narrowed, narrow = reference(family), list[int](), PagedKV.selected_alone
     monkeypatch.setattr(PagedKV, "selected_alone", lambda cache: narrowed.append(cache.num_selected) or narrow(cache))
-    for tier in (Tier.none, Tier.cpu, Tier.nvme):
-        runtime = opened(config_for(ref, tier, micro_batch_size=4, num_micro_batches=2))
-        backend_is(PRODUCTS[tier])
-        narrowed.clear()
-        assert tokens(runtime, ref.prompts) == ref.expected, (tier, PRODUCTS[tier])
-        assert bool(narrowed) == (runtime.model.shape.is_packed and family != "longcat-flash")
+    runtime = opened(config_for(ref, tier, micro_batch_size=4, num_micro_batches=2))
+    backend_is(PRODUCTS[tier])
+    assert tokens(runtime, ref.prompts) == ref.expected
+    assert bool(narrowed) == (runtime.model.shape.is_packed and family != "longcat-flash")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,6 +87,7 @@ def test_sampled_tokens_equal_transformers_with_the_same_seeds(
     assert tokens(opened(config), ref.prompts[:NUM_SAMPLED]) == ref.sampled
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_a_prefill_do_not_change_tokens(

@@ -23,7 +23,7 @@ def anew() -> None:
     compiled.features.cache_clear()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runtime/test_vector_products.py::test_products_are_as_precise_as_in_float32")
 @pytest.mark.parametrize("wanted", LESS_OR_SAME)
 def test_kernels_pass_their_tests_for_it(wanted: str) -> None:
     if isa() not in LESS_OR_SAME[wanted]:

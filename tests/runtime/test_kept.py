@@ -36,6 +36,7 @@ from tests.runtime.test_fidelity import config_for, tokens_of
 __all__ = ["rates_of_any_load", "reads"]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     ("family", "device", "tier"),
     [

@@ -29,6 +29,9 @@ def test_the_best_roofline_is_near_what_was_measured_and_less_optimistic_than_th
     assert LEAST < tokens_per_second / setting.moe_lightning < MOST_OPTIMISTIC
 
 
+@pytest.mark.slow(
+    "runtime/test_published.py::test_the_best_roofline_is_near_what_was_measured_and_less_optimistic_than_the_papers_own"
+)
 def test_a_published_setting_is_searched_through_to_plans_that_fit() -> None:
     setting = next(each for each in settings() if each.task == "MTBench 128")
     choice = choose(setting)

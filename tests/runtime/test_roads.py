@@ -166,6 +166,7 @@ def test_each_family_takes_every_pair_of_settings_and_each_road_is_taken() -> No
     assert {road for share in SHARES.values() for road in share} == {*ROADS}
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     ("family", "road"), [(family, road) for family in FAMILIES for road in SHARES[family]], ids=str
 )

@@ -64,6 +64,7 @@ def tokens(runtime: Runtime, prompts: Sequence[list[int]]) -> list[list[int]]:
     return [list(result.token_ids) for result in results if isinstance(result, Completion)]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     ("rows", "chunk", "admission"),
     [

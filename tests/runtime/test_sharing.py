@@ -52,6 +52,7 @@ def test_sharing_changes_no_token_in_any_family(
     assert ran.num_pages_left == 0
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("chunk", [1, 7, 16, 40])
 @pytest.mark.parametrize("size", [1, 2, 9])
 def test_sharing_changes_no_token_whatever_the_chunks_and_lanes(
@@ -80,6 +81,7 @@ WAYS_OF = {  # every way is taken by a family, each order and each tier by all t
 }
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(("family", "order", "tier"), [(family, *way) for family in WAYS_OF for way in WAYS_OF[family]])
 def test_sharing_changes_no_token_wherever_keys_and_values_are(
     family: str, order: Order, tier: KVTier, alike: Callable[[str], Alike], reference: References
@@ -197,6 +199,7 @@ def test_a_line_that_was_stopped_goes_on_with_the_same_tokens(
     assert sum(record.counts.spared_tokens for record in passes) > 0
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     ("family", "seed"),
     [*(("llama", seed) for seed in range(6)), ("deepseek-v3", 0), ("deepseek-v3", 3), ("gpt-oss", 1), ("gpt-oss", 4)],
@@ -242,6 +245,7 @@ def drawn_run(seed: int, place: str, ref: Reference) -> tuple[RuntimeConfig, Fak
     return config, device, prompts
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     ("seed", "place"),
     [(seed, PLACES[(turn + further) % 4]) for turn, seed in enumerate((0, 1, 3, 5, 7, 9)) for further in (0, 1)],

@@ -101,7 +101,9 @@ def test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name(referenc
     assert "rank 1 has come to other tokens than rank 0" in unlike.error
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    "runtime/test_tensor_parallel.py::test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name"
+)
 def test_four_ranks_come_to_the_tokens_of_one_process(tmp_path: Path) -> None:
     """Greedy and drawn ones, with weights that are rounded as they are read and with keys and values of 8 bits; whole
     experts of a published format and of a packed one, of which two ranks have one more."""

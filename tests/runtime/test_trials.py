@@ -149,7 +149,12 @@ def test_of_requests_that_begin_alike_some_are_neighbours() -> None:
 @pytest.mark.parametrize(
     ("case", "tier"),
     [
-        pytest.param(Case(model="glm-4.7", machine="rtx3060", max_new_tokens=512), Tier.nvme, id="dense first layers"),
+        pytest.param(
+            Case(model="glm-4.7", machine="rtx3060", max_new_tokens=512),
+            Tier.nvme,
+            id="dense first layers",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(Case(model="opt-30b", machine="cpu", max_new_tokens=32), Tier.none, id="a short last chunk"),
     ],
 )

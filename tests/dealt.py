@@ -1,0 +1,53 @@
+"""A few cases of a parametrised test that show each value of its parameters, or each pair of values."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from itertools import combinations
+from typing import TypeVar
+
+import pytest
+from _pytest.mark import ParameterSet
+
+T = TypeVar("T")
+
+
+def dealt(cases: Sequence[Sequence[object]], by: int = 1) -> list[int]:
+    """Positions of a few of `cases`, each a value for each parameter: every value that occurs in them occurs in the
+    few as well, and with `by` = 2 every pair of values. Greedy: the case with most that is missing; among several the
+    one whose values were taken least often, so that the values of each parameter take turns."""
+    values = [[*enumerate(value if value.__hash__ is not None else repr(value) for value in case)] for case in cases]
+    shown = [{*combinations(case, by)} for case in values]
+    missing, taken, found = {each for case in shown for each in case}, Counter[object](), list[int]()
+    while missing:
+        best = max(range(len(cases)), key=lambda i: (len(shown[i] & missing), -sum(taken[each] for each in values[i])))
+        taken.update(values[best])
+        missing -= shown[best]
+        found.append(best)
+    return sorted(found)
+
+
+def deal(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves of each test with the marker `dealt` the cases that it asks for, and of all others all."""
+    groups = dict[str, list[pytest.Function]]()
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("dealt"):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    others = set[pytest.Item]()
+    for group in groups.values():
+        marker = group[0].get_closest_marker("dealt")
+        assert marker is not None
+        names = marker.args or [*group[0].callspec.params]
+        cases = [[item.callspec.params[name] for name in names] for item in group]
+        kept = {*dealt(cases, marker.kwargs.get("by", 1))}
+        others |= {item for position, item in enumerate(group) if position not in kept}
+    if others:
+        config.hook.pytest_deselected(items=[*others])
+        items[:] = [item for item in items if item not in others]
+
+
+def with_slow_others(cases: Iterable[T], quick: Collection[object]) -> list[T | ParameterSet]:
+    """`cases` for `parametrize`, of which `make test` runs those in `quick` alone."""
+    return [
+        case if case in quick else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+        for case in cases
+    ]
