@@ -74,7 +74,7 @@ class HostVisit:
         kv: LayerKV,
         rows: DecodeRows,
         tokens_B: torch.Tensor,
-        copies: tuple[Places, Places] | None = None,
+        copies: tuple[Places, Places] | None,
     ):
         """`copies`: what rows that part from others copy of the page that is not full."""
         self._trip, self._kv, self._rows, self._tokens_B, self._copies = trip, kv, rows, tokens_B, copies

@@ -229,7 +229,7 @@ def cross_rectangle_cache(
     num_decoded: int,
     num_encoded: int,
     device: ComputeDevice,
-    travels: frozenset[int] = frozenset(),
+    travels: frozenset[int],
 ) -> EncoderDecoderCache:
     """`config` is the decoder's own. What it keeps of the encoder's positions is written once, by the first pass, and
     stays in compute memory."""

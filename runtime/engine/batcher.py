@@ -217,21 +217,6 @@ class ContinuousBatcher(Batcher):
         self._lane_of = {i: lane for i, lane in self._lane_of.items() if self._sequences[i].finish is None}
         if not self._line and not self._lane_of:
             return None
-        new_tokens = self._seat()
-        news = {lane: [new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes}
-        busy = {lane: new for lane, new in news.items() if any(new)}
-        are_prefilled = {sequence.is_prefilled for lane in busy for sequence in lane.sequences}
-        phase = Phase.mixed if len(are_prefilled) > 1 else Phase.decode if True in are_prefilled else Phase.prefill
-        return self._batch(phase, list(busy), list(busy.values()))
-
-    def close(self) -> None:
-        for place in list(self._held):
-            self._drop(place)
-        for lane in self._lanes:
-            lane.close()
-
-    def _seat(self) -> dict[int, int]:
-        """Moves sequences in and out; returns how many tokens each (by `id`) brings into the pass."""
         most = self._limits.num_lanes * self._limits.lane_size
         waiting = [self._waiting(i) for i in islice(self._line, most)]
         seats = list[SeatState]()
@@ -261,8 +246,20 @@ class ContinuousBatcher(Batcher):
             assert self._line.popleft() == i, "requests enter in the order of the line"
             self._enter(self._sequences[i], self._prefixes.get(i), lane)
             self._lane_of[i] = lane
+        # How many tokens each sequence brings into the pass.
         new_tokens = {id(self._sequences[i]): count for i, count in plan.new_tokens.items()}
-        return new_tokens | {id(self._held[place][1]): count for place, count in plan.filled.items()}
+        new_tokens |= {id(self._held[place][1]): count for place, count in plan.filled.items()}
+        news = {lane: [new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes}
+        busy = {lane: new for lane, new in news.items() if any(new)}
+        are_prefilled = {sequence.is_prefilled for lane in busy for sequence in lane.sequences}
+        phase = Phase.mixed if len(are_prefilled) > 1 else Phase.decode if True in are_prefilled else Phase.prefill
+        return self._batch(phase, list(busy), list(busy.values()))
+
+    def close(self) -> None:
+        for place in list(self._held):
+            self._drop(place)
+        for lane in self._lanes:
+            lane.close()
 
     def _enter(self, sequence: Sequence, prefix: SharedPrefix | None, lane: int) -> None:
         """Has it enter behind what it goes on from, which begins to be computed in this lane where it is not held."""

@@ -30,9 +30,7 @@ class DequantizedWeights:
     products of the stage before. What was dequantized stays right when its stage's slot is filled with others' bytes.
     """
 
-    def __init__(
-        self, device: ComputeDevice, size: DequantizedSize, dtype: torch.dtype, transposed: Collection[str] = ()
-    ):
+    def __init__(self, device: ComputeDevice, size: DequantizedSize, dtype: torch.dtype, transposed: Collection[str]):
         """`dtype`: the model's, for which areas are sized; the few matrices that a class keeps in another are left to
         their products. `transposed`: names of stacks whose experts a class keeps as (inputs, outputs)."""
         self._areas = [_Area(device.compute_buffer(size.area_bytes)) for _ in range(size.num_areas)]

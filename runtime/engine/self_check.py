@@ -106,7 +106,7 @@ class Heard:
 
 
 @torch.no_grad()
-def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated, scores: bool = False) -> Heard:
+def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated, scores: bool) -> Heard:
     """Runs the class's unchanged code on dense float32 weights, each prompt by itself. `opened` is the excerpt as lanes
     have it, which says where its weights lie. May raise whatever the class raises."""
     config = read_config(opened.checkpoint.path)

@@ -117,12 +117,6 @@ def expert_kind(model: PreTrainedModel) -> ExpertKind:
     return ExpertKind.own if is_mixture else ExpertKind.none
 
 
-def expanded_width(model: PreTrainedModel) -> int:
-    """Elements of keys and values that a layer makes of the latents of one position, its own temporaries included."""
-    config = decoder_config(model.config)
-    return config.num_attention_heads * (2 * (config.qk_nope_head_dim + config.v_head_dim) + config.qk_rope_head_dim)
-
-
 def bounded_layers(model: PreTrainedModel) -> frozenset[int]:
     """Layers of which transformers' own cache keeps a window, or a state, and not every position."""
     layers = DynamicCache(config=decoder_config(model.config)).layers
@@ -267,6 +261,11 @@ def shape_of(
         f"{num_experts}: one of the two numbers is wrong",
     )
     all_experts = [module for module in model.modules() if is_experts(module)]
+    # What a layer makes of the latents of one position, its own temporaries included.
+    expanded_width = 0
+    if cache.is_latent:
+        own = 2 * (config.qk_nope_head_dim + config.v_head_dim) + config.qk_rope_head_dim
+        expanded_width = config.num_attention_heads * own
     return ModelShape(
         name=name,
         stages=tuple(stages),
@@ -285,7 +284,7 @@ def shape_of(
         state_bytes_per_sequence=cache.bytes_per_sequence,
         state_layer_bytes=cache.layer_bytes_per_sequence,
         cross_kv_bytes_per_token=cache.cross_bytes_per_token,
-        expanded_kv_width=expanded_width(model) if cache.is_latent else 0,
+        expanded_kv_width=expanded_width,
         bounded_layers=frozenset() if is_packed or not cache.is_kept else bounded_layers(model),
         has_fused_gates=not cache.bytes_per_sequence  # beside recurrent mixers, which may be as wide
         and all(has_fused_gate(m.inner) for m in staged.modules if staged.kinds[m.stage].is_layer),

@@ -54,7 +54,7 @@ def budgets_of(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights 
 
 
 @contextmanager
-def device_limited(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None = None) -> Iterator[None]:
+def device_limited(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None) -> Iterator[None]:
     """Holds torch's allocator to `offload.device_memory_gib`, if there is one, less what libraries take past it; what
     is in tensors already is not the run's, but for the weights that are kept. Says in the end what the allocator came
     to."""

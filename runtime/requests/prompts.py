@@ -121,7 +121,9 @@ def make_request(
         own = sampling.overridden(overrides)
         grammar = grammar_of(own)
     except ConfigError as error:
-        return Rejected(id=id, error=f"its own {shortened(overrides)}: {error}")
+        shown = str(overrides.given)
+        shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
+        return Rejected(id=id, error=f"its own {shown}: {error}")
     if grammar is not None:
         tokens_of(model.tokenizer, model.shape.vocab_size, model.eos_token_ids)
     require(
@@ -153,12 +155,6 @@ def make_request(
         grammar=grammar,
         num_beams=own.num_beams or 1,
     )
-
-
-def shortened(overrides: SamplingOverrides) -> str:
-    """What a request asks otherwise than the run, for a message."""
-    shown = str(overrides.given)
-    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
 
 
 def outside_vocabulary(model: LoadedModel, ids: tuple[int, ...]) -> str | None:

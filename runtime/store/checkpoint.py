@@ -86,10 +86,26 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise unreadable(str(path), names_below(path))
     if not entry.exists():
         raise CheckpointError(f"{entry}: missing, but {CONFIG} names it ({NAMED})")
-    if is_index(entry):
-        return _sharded(path, entry)
-    warn_of_index(entry)
-    return Checkpoint(path=path, tensors=read_header(entry))
+    if not is_index(entry):
+        warn_of_index(entry)
+        return Checkpoint(path=path, tensors=read_header(entry))
+    # The index decides. A tensor that it does not list is one more that there is, as transformers has it.
+    weight_map = read_index(entry)
+    tensors, files = dict[str, TensorSlice](), dict[str, list[str]]()
+    for file in shards_of(entry):
+        if not (path / file).exists():
+            raise CheckpointError(f"{path / file}: missing, but {entry.name} names it")
+        header = read_header(path / file)
+        for name in header:
+            files.setdefault(name, []).append(file)
+        tensors |= listed_in(path / file, header, weight_map)
+    contested = {name: tensors[name].file for name, several in files.items() if len(several) > 1}
+    for name, read in list(contested.items())[:1]:
+        others = ", ".join(file for file in files[name] if file != Path(read).name)
+        why = f"as {entry.name} says" if name in weight_map else f"the last, since {entry.name} does not list it"
+        count = f" ({len(contested)} tensors lie in several files)" if len(contested) > 1 else ""
+        log.warning("%s: %r lies in %s too: that of %s is read, %s%s", path, name, others, Path(read).name, why, count)
+    return Checkpoint(path=path, tensors=tensors, contested=contested)
 
 
 def read_bytes(tensor: TensorSlice) -> bytes:
@@ -113,28 +129,6 @@ def read_integers(tensor: TensorSlice) -> "array[int]":
 
 def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and path.is_file()
-
-
-def _sharded(directory: Path, index: Path) -> Checkpoint:
-    """The index decides. A tensor that it does not list is one more that there is, as transformers has it."""
-    weight_map = read_index(index)
-    tensors, files = dict[str, TensorSlice](), dict[str, list[str]]()
-    for file in shards_of(index):
-        if not (directory / file).exists():
-            raise CheckpointError(f"{directory / file}: missing, but {index.name} names it")
-        header = read_header(directory / file)
-        for name in header:
-            files.setdefault(name, []).append(file)
-        tensors |= listed_in(directory / file, header, weight_map)
-    contested = {name: tensors[name].file for name, several in files.items() if len(several) > 1}
-    for name, read in list(contested.items())[:1]:
-        others = ", ".join(file for file in files[name] if file != Path(read).name)
-        why = f"as {index.name} says" if name in weight_map else f"the last, since {index.name} does not list it"
-        count = f" ({len(contested)} tensors lie in several files)" if len(contested) > 1 else ""
-        log.warning(
-            "%s: %r lies in %s too: that of %s is read, %s%s", directory, name, others, Path(read).name, why, count
-        )
-    return Checkpoint(path=directory, tensors=tensors, contested=contested)
 
 
 def listed_in(shard: Path, header: Mapping[str, TensorSlice], weight_map: Mapping[str, str]) -> dict[str, TensorSlice]:

@@ -167,22 +167,6 @@ def sums_of(path: Path, begin: int) -> str:
     return "".join(sums)
 
 
-def check_pieces(path: Path, begin: int, sums: str, pieces: Sequence[int]) -> None:
-    """Reads these pieces. Raises CheckpointError for one that is not as it was written."""
-    try:
-        with path.open("rb") as file:
-            for number in pieces:
-                file.seek(begin + number * PIECE_BYTES)
-                found = f"{zlib.crc32(file.read(PIECE_BYTES)):08x}"
-                if found != sums[8 * number : 8 * number + 8]:
-                    raise CheckpointError(
-                        f"{path}: the 4 MiB at byte {begin + number * PIECE_BYTES:,} are not as packed (CRC-32 "
-                        f"{found}, not {sums[8 * number : 8 * number + 8]}): pack the original anew"
-                    )
-    except OSError as error:
-        raise read_fault(path, "checking pieces of it", error) from error
-
-
 def told_of(path: Path) -> tuple[Mapping[str, object], int]:
     """Returns what the header of a packed shard says of its original, and where its data begins. Raises CheckpointError
     for a file that is no such shard."""
@@ -210,4 +194,16 @@ def check_packed(files: Sequence[str], *, is_full: bool) -> None:
     count = len(pieces) if is_full else min(NUM_SAMPLED, len(pieces))
     chosen = [pieces[turn * len(pieces) // count] for turn in range(count)]
     for file, (about, begin) in told.items():
-        check_pieces(Path(file), begin, str(about["crc32"]), [number for name, number in chosen if name == file])
+        sums = str(about["crc32"])
+        try:
+            with Path(file).open("rb") as opened:
+                for number in (number for name, number in chosen if name == file):
+                    opened.seek(begin + number * PIECE_BYTES)
+                    found, packed = f"{zlib.crc32(opened.read(PIECE_BYTES)):08x}", sums[8 * number : 8 * number + 8]
+                    if found != packed:
+                        raise CheckpointError(
+                            f"{file}: the 4 MiB at byte {begin + number * PIECE_BYTES:,} are not as packed (CRC-32 "
+                            f"{found}, not {packed}): pack the original anew"
+                        )
+        except OSError as error:
+            raise read_fault(file, "checking pieces of it", error) from error

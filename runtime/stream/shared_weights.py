@@ -78,28 +78,24 @@ class SharedWeights(Closing):
                 with suppress(OSError):  # a kernel without huge pages in shared memory
                     memory.madvise(mmap.MADV_HUGEPAGE)
             buffer = torch.frombuffer(memory, dtype=torch.uint8)
-            self._hold(piece, lambda: fill(buffer))
+            try:  # it is filled if it is not, and others are kept from giving it back
+                self._lock(fcntl.F_RDLCK, piece.offset)
+                if not self._is_full(piece):
+                    self._lock(fcntl.F_UNLCK, piece.offset)
+                    self._lock(fcntl.F_WRLCK, piece.offset)
+                    if not self._is_full(piece):
+                        fill(buffer)
+                        self._mark(piece, is_full=True)
+                    self._lock(fcntl.F_RDLCK, piece.offset)
+            except BaseException:
+                if not self._users[piece.place]:
+                    self._lock(fcntl.F_UNLCK, piece.offset)
+                raise
+            self._users[piece.place] += 1
             memory.let_go = partial(self._let_go, piece)
         if is_pinned:
             pin(memory, buffer)
         return buffer
-
-    def _hold(self, piece: _Piece, fill: Callable[[], None]) -> None:
-        """Has it filled if it is not, and keeps others from giving it back."""
-        try:
-            self._lock(fcntl.F_RDLCK, piece.offset)
-            if not self._is_full(piece):
-                self._lock(fcntl.F_UNLCK, piece.offset)
-                self._lock(fcntl.F_WRLCK, piece.offset)
-                if not self._is_full(piece):
-                    fill()
-                    self._mark(piece, is_full=True)
-                self._lock(fcntl.F_RDLCK, piece.offset)
-        except BaseException:
-            if not self._users[piece.place]:
-                self._lock(fcntl.F_UNLCK, piece.offset)
-            raise
-        self._users[piece.place] += 1
 
     def _piece(self, key: bytes, num_bytes: int) -> _Piece:
         """The piece of this key, with a place in the memory if it had none."""

@@ -246,9 +246,7 @@ def _per_second(gb_per_second: float | None, share: float = 1.0) -> float:
     return UNLIMITED if gb_per_second is None else gb_per_second * GIGA * share
 
 
-def rank_machine(
-    machine: Machine, shape: ModelShape, way: Way, num_ranks: int, experts: DividedExperts = DividedExperts.auto
-) -> Machine:
+def rank_machine(machine: Machine, shape: ModelShape, way: Way, num_ranks: int, experts: DividedExperts) -> Machine:
     """The share of each of `num_ranks` ranks of a `machine` as `machine_of` describes it. `shape` is the whole model.
     Raises ConfigError where so many do not go onto the machine."""
     if way is Way.one:

@@ -140,9 +140,7 @@ LOWERED_BY = {  # which terms a lower value of the key makes smaller
 }
 
 
-def ways_to_fit(
-    ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig, at_least: frozenset[str] = frozenset()
-) -> str:
+def ways_to_fit(ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig, at_least: frozenset[str]) -> str:
     """The ways to make a run fit, by the terms that the ledger has, and the budget that this plan takes. A key whose
     value is at its end already is not named. Weights that are rounded while they are read cannot be read from disk in
     each pass."""
