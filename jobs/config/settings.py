@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runtime.config.sampling import STRUCTURES
+from runtime.config.sampling import PASSED_ON, STRUCTURES
 from runtime.config.settings import (
     BUILT_IN,
     Admission,
@@ -36,7 +36,7 @@ from runtime.errors import ConfigError
 from ..datasets.config import DatasetConfig
 from ..datasets.fields import ShardConfig
 from ..files.publishing import JsonValue, json_digest
-from .typed import ARCHITECTURE, build, field_types, flatten, plain
+from .typed import ARCHITECTURE, TRANSFORMERS, build, field_types, flatten, plain
 
 T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
@@ -476,9 +476,12 @@ def read_yaml(path: Path) -> dict[str, object]:
 
 
 def to_yaml(config: RunSettings | SynthesizeConfig) -> str:
-    """The settings as YAML, readable and safe to load as plain data."""
+    """The settings as YAML, readable and safe to load as plain data, by the keys that `load` takes."""
     values = plain(config)
     assert isinstance(values, dict)
+    if isinstance(sampling := values.get("sampling"), dict):
+        passed = {key: value for key in PASSED_ON if (value := sampling.pop(key)) is not None}
+        sampling[TRANSFORMERS] = passed or None
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
+from runtime.config.sampling import PASSED_ON, SamplingConfig
 from runtime.config.texts import TextField, closest, did_you_mean
 from runtime.errors import ConfigError
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # it needs pyarrow, and measuring on a plain image does not
 
 T = TypeVar("T")
 
+TRANSFORMERS = "transformers"  # the setting of sampling that holds those of `PASSED_ON`
 ARCHITECTURE = "architecture"  # what a model's file has beside `model`: of those jobs alone whose settings have it
 
 
@@ -25,11 +27,12 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "") -> T:
     Stricter than a YAML loader: 3.7 is no int, 1 is no bool, infinity and NaN are no floats.
     Raises ConfigError naming the dotted key, the value and what is allowed, or the closest key for an unknown one.
     """
-    hints = field_types(cls)
+    keys, hints = key_types(cls), field_types(cls)
     for name in values:
-        if name not in hints:
+        if name not in keys:
             raise ConfigError(unknown_key(f"{prefix}{name}", [f"{prefix}{key}" for key in known_keys(cls)]))
-    return cls(**{name: _convert(hints[name], value, f"{prefix}{name}") for name, value in values.items()})
+    given = values if keys == hints else _spread(values, prefix)
+    return cls(**{name: _convert(hints[name], value, f"{prefix}{name}") for name, value in given.items()})
 
 
 def known_keys(cls: type) -> list[str]:
@@ -45,6 +48,9 @@ def unknown_key(key: str, known: list[str]) -> str:
         alone = f"; {key}.path alone says which" if f"{key}.path" in known else ""
         return f"{key} has no effect in this job: leave it out{alone}"
     parent, _, name = key.rpartition(".")
+    group = f"{parent.removesuffix(f'.{TRANSFORMERS}')}.{TRANSFORMERS}"
+    if name in PASSED_ON and group in known:
+        return f"unknown key {key}: it is passed on to transformers: write '{group}={{{name}: <value>}}'"
     if f"{parent}.*" in known:
         return f"unknown key {key}: to set it for {parent} all the same, write +{key}=<value>"
     elsewhere = [other for other in known if other.rpartition(".")[2] == name]
@@ -74,6 +80,17 @@ def plain(value: object) -> "JsonValue":
     return value
 
 
+def key_types(cls: type) -> dict[str, object]:
+    """The type of each key that is set below the dataclass `cls`: a field's, but for those of `PASSED_ON`."""
+    types = field_types(cls)
+    if cls is not SamplingConfig:
+        return types
+    return {
+        **{name: hint for name, hint in types.items() if name not in PASSED_ON},
+        TRANSFORMERS: dict[str, object] | None,
+    }
+
+
 def field_types(cls: type) -> dict[str, object]:
     """The type of each field's value, by name."""
     hints = typing.get_type_hints(cls)
@@ -85,12 +102,25 @@ def _held(hint: object) -> object:
 
 
 def _known_keys(cls: type, prefix: str) -> Iterator[str]:
-    for name, hint in field_types(cls).items():
+    for name, hint in key_types(cls).items():
         yield f"{prefix}{name}"
         if typing.get_origin(hint) is dict:
             yield f"{prefix}{name}.*"
         if isinstance(hint, type) and is_dataclass(hint):
             yield from _known_keys(hint, f"{prefix}{name}.")
+
+
+def _spread(values: Mapping[str, object], prefix: str) -> Mapping[str, object]:
+    """Settings of sampling as its fields, those that are passed on among them. Raises ConfigError for a name that is
+    none of theirs, with the one that was meant."""
+    keys, group = key_types(SamplingConfig), f"{prefix}{TRANSFORMERS}"
+    passed = _convert(keys[TRANSFORMERS], values.get(TRANSFORMERS), group) or {}
+    assert isinstance(passed, dict)
+    known = [*(f"{group}.{name}" for name in PASSED_ON), *(f"{prefix}{name}" for name in keys)]
+    for name in passed:
+        if name not in PASSED_ON:
+            raise ConfigError(unknown_key(f"{group}.{name}", known))
+    return {**{name: value for name, value in values.items() if name != TRANSFORMERS}, **passed}
 
 
 def _closest(name: str, known: list[str]) -> list[str]:

@@ -9,6 +9,22 @@ MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # beyond any context
 MAX_BEAMS = 1_000
 # Of the whole completion, or of all behind its reasoning; one of them at most.
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")
+# What transformers' own processors of scores are told as it is: rarely set, and on a command line one setting.
+PASSED_ON = (
+    "min_length",
+    "top_h",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "bad_words_ids",
+    "sequence_bias",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "renormalize_logits",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

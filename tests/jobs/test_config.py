@@ -20,6 +20,7 @@ from jobs.config.settings import (
 )
 from jobs.config.typed import known_keys
 from jobs.datasets.config import DatasetKind
+from runtime.config.sampling import PASSED_ON
 from runtime.config.settings import DType, Prefetch, Tier
 from runtime.errors import ConfigError
 
@@ -122,7 +123,10 @@ def test_every_key_is_either_semantic_or_operational() -> None:
     groups = {key.rpartition(".")[0] for key in known_keys(GenerateConfig)}
     assert not text.keys() & work.keys()
     unset = {f"sampling.{key}" for key, value in vars(config.sampling).items() if value is None}
-    assert text.keys() | work.keys() | unset | {"sampling.follow_model"} == set(known_keys(GenerateConfig)) - groups
+    told = set(known_keys(GenerateConfig)) - groups - {"sampling.transformers"} | {
+        f"sampling.{key}" for key in PASSED_ON
+    }
+    assert text.keys() | work.keys() | unset | {"sampling.follow_model"} == told
 
 
 def test_a_setting_that_is_off_leaves_a_run_of_before_it_existed_its_name_and_manifest() -> None:
@@ -143,9 +147,9 @@ def test_a_setting_that_is_off_leaves_a_run_of_before_it_existed_its_name_and_ma
         "sampling.stop=[x]",
         "sampling.logprobs=1",
         "sampling.follow_model=true",
-        "sampling.suppress_tokens=[5]",
-        "sampling.forced_bos_token_id=0",
-        "sampling.sequence_bias=[[[5,6],-2]]",
+        "sampling.transformers={suppress_tokens: [5]}",
+        "sampling.transformers={forced_bos_token_id: 0}",
+        "sampling.transformers={sequence_bias: [[[5,6],-2]]}",
         "dataset={kind: jsonl, path: x, stop_field: s}",
         "policy.micro_batch_size=8",
         "kv.dtype=int8",
@@ -154,6 +158,15 @@ def test_a_setting_that_is_off_leaves_a_run_of_before_it_existed_its_name_and_ma
 def test_what_can_change_the_text_changes_the_run(override: str) -> None:
     assert semantic(generate(override)) != semantic(generate())
     assert run_name(generate(override)) != run_name(generate())
+
+
+def test_what_is_passed_on_to_transformers_is_kept_by_its_own_names() -> None:
+    """So a run goes on that was begun when each of them was a setting of its own."""
+    config = generate("sampling.transformers={typical_p: 0.9, min_length: 3}", "sampling.temperature=1")
+    kept = {key: value for key, value in semantic(config).items() if key not in semantic(generate())}
+    assert kept == {"sampling.typical_p": 0.9, "sampling.min_length": 3}
+    assert run_name(config) == "tiny-tasks-7631cd5642"
+    assert semantic(generate("sampling.transformers=null")) == semantic(generate())
 
 
 def test_weights_that_are_rounded_make_another_run() -> None:
@@ -226,8 +239,8 @@ def test_run_name_is_a_plain_file_name(path: str) -> None:
         (["sampling.top_k=4", "dataset={kind: jsonl, path: x, temperature_field: t}"], []),
         (["sampling.min_new_tokens=4"], []),
         (["sampling.min_new_tokens=4", "sampling.ignore_eos=true"], ["sampling.min_new_tokens"]),
-        (["sampling.min_length=4", "sampling.ignore_eos=true"], ["sampling.min_length"]),
-        (["sampling.top_h=0.5", "sampling.typical_p=0.5", "sampling.eta_cutoff=0.1"], ["top_h", "typical_p", "eta"]),
+        (["sampling.transformers.min_length=4", "sampling.ignore_eos=true"], ["sampling.min_length"]),
+        (["sampling.transformers={top_h: 0.5, typical_p: 0.5, eta_cutoff: 0.1}"], ["top_h", "typical_p", "eta"]),
         (["sampling={follow_model: true, temperature: null, top_k: 4}"], []),
     ],
 )
@@ -238,7 +251,8 @@ def test_settings_without_effect_are_named(overrides: list[str], keys: list[str]
 
 
 def test_yaml_reads_back_as_the_same_config() -> None:
-    config = generate("offload.tier=nvme", "prefetch={kind: 'off'}", "sampling.stop=['a: b']", "model.dtype=bfloat16")
+    words = ["offload.tier=nvme", "prefetch={kind: 'off'}", "sampling.stop=['a: b']", "model.dtype=bfloat16"]
+    config = generate(*words, "sampling.transformers={typical_p: 0.9, suppress_tokens: [5]}")
     values: dict[str, object] = yaml.safe_load(to_yaml(config))
     assert load(GenerateConfig, OmegaConf.create(values)) == config
 

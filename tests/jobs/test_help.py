@@ -11,7 +11,7 @@ import runtime
 from benchmarks.config import BenchConfig
 from jobs.config.help import JobSettings, help_text, options_of, read
 from jobs.config.settings import EncodeConfig, GenerateConfig, ModelsConfig, ScoreConfig, SynthesizeConfig, TraceConfig
-from jobs.config.typed import enum_members, field_types, known_keys
+from jobs.config.typed import enum_members, key_types, known_keys
 from jobs.evaluating.config import EvaluateConfig
 from jobs.exporting.config import ExportConfig
 from jobs.grading.config import MetricsConfig
@@ -48,7 +48,7 @@ OF_TRANSFORMERS = "architecture."  # whose documents explain these keys
 def hint_of(schema: type, key: str) -> object:
     hint: object = schema
     for name in key.split("."):
-        hint = field_types(hint)[name] if isinstance(hint, type) else None
+        hint = key_types(hint)[name] if isinstance(hint, type) else None
     return hint
 
 

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 
+from jobs.config.cli import explain
 from jobs.config.settings import GenerateConfig, doubtful_settings, load
+from jobs.config.typed import known_keys
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
 from jobs.run.tasks.generate import generate
-from runtime.config.sampling import AS_THE_MODEL_SAYS
+from runtime.config.sampling import AS_THE_MODEL_SAYS, PASSED_ON
 from runtime.config.settings import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, RunMismatchError
 from tests.generations import read_generations
@@ -30,28 +33,50 @@ def composed(*overrides: str) -> SamplingConfig:
 
 def test_the_option_leaves_all_that_a_model_can_say_to_it_and_the_command_line_wins() -> None:
     assert composed("sampling=model") == AS_THE_MODEL_SAYS
-    one = composed("sampling=model", "sampling.temperature=0", "sampling.sequence_bias=[[[5,6],-2]]")
+    one = composed("sampling=model", "sampling.temperature=0", "sampling.transformers={sequence_bias: [[[5,6],-2]]}")
     assert (one.temperature, one.sequence_bias, one.top_k) == (0.0, [[[5, 6], -2.0]], None)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sampling.sequence_bias=[[5,-2]]", r"sampling\.sequence_bias must hold pairs like"),
-        ("sampling.sequence_bias=[[[],-2]]", r"sampling\.sequence_bias must hold pairs like"),
-        ("sampling.exponential_decay_length_penalty=[5]", r"sampling\.exponential_decay_length_penalty must be like"),
-        ("sampling.exponential_decay_length_penalty=[5.5,1]", r"sampling\.exponential_decay_length_penalty must be"),
-        ("sampling.bad_words_ids=[[]]", r"sampling\.bad_words_ids holds an empty list"),
-        ("sampling.min_length=-1", r"sampling\.min_length must be 0 to 100,000,000, got -1"),
-        ("sampling.top_h=0", r"sampling\.top_h must be in \(0, 1\], got 0"),
-        ("sampling.typical_p=2", r"sampling\.typical_p must be in \(0, 1\], got 2"),
-        ("sampling.eta_cutoff=1", r"sampling\.eta_cutoff must be in \[0, 1\), got 1"),
-        ("sampling.suppress_tokens=[a]", r"sampling\.suppress_tokens.* must be .*a whole number"),
+        ("sequence_bias: [[5,-2]]", r"sampling\.sequence_bias must hold pairs like"),
+        ("sequence_bias: [[[],-2]]", r"sampling\.sequence_bias must hold pairs like"),
+        ("exponential_decay_length_penalty: [5]", r"sampling\.exponential_decay_length_penalty must be like"),
+        ("exponential_decay_length_penalty: [5.5,1]", r"sampling\.exponential_decay_length_penalty must be"),
+        ("bad_words_ids: [[]]", r"sampling\.bad_words_ids holds an empty list"),
+        ("min_length: -1", r"sampling\.min_length must be 0 to 100,000,000, got -1"),
+        ("top_h: 0", r"sampling\.top_h must be in \(0, 1\], got 0"),
+        ("typical_p: 2", r"sampling\.typical_p must be in \(0, 1\], got 2"),
+        ("eta_cutoff: 1", r"sampling\.eta_cutoff must be in \[0, 1\), got 1"),
+        ("suppress_tokens: [a]", r"sampling\.suppress_tokens.* must be .*a whole number"),
+        (
+            "typcal_p: 0.5",
+            r"unknown key sampling\.transformers\.typcal_p: did you mean sampling\.transformers\.typical_p\?",
+        ),
+        ("top_k: 5", r"unknown key sampling\.transformers\.top_k: did you mean sampling\.top_k\?"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_its_key(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        composed(override)
+        composed(f"sampling.transformers={{{override}}}")
+
+
+@pytest.mark.parametrize("value", ["1", "typical_p", "[typical_p]"])
+def test_what_is_passed_on_is_a_group_of_keys(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.transformers must be a group of keys or null, got "):
+        composed(f"sampling.transformers={value}")
+
+
+@pytest.mark.parametrize("key", PASSED_ON)
+def test_what_is_passed_on_is_no_setting_of_its_own_and_the_refusal_says_how_it_is_written(key: str) -> None:
+    assert getattr(composed(f"+sampling.transformers.{key}=null"), key) is None
+    told = rf"unknown key sampling\.{key}: .* write 'sampling\.transformers=\{{{key}: <value>\}}'"
+    with pytest.raises(ConfigError, match=told):
+        composed(f"+sampling.{key}=1")
+    with initialize_config_dir(str(CONF), version_base=None), pytest.raises(HydraException) as refused:
+        compose("generate", overrides=[f"sampling.{key}=1"])
+    assert re.match(told, explain(refused.value, known_keys(GenerateConfig)))
 
 
 @pytest.mark.parametrize(
