@@ -22,11 +22,11 @@ from ..model.experts import (
     mixed,
     multiplied_bare,
     output_of,
+    share_of,
 )
 from ..model.loading import LoadedModel
 from ..plan.placement.feedforward import CpuShare
 from ..plan.shape.shapes import Stage
-from ..ranks.tensor_experts import gathering_of, mixed_among, own_experts, split_mixed
 from ..stream.exchange import HostExchange, Trip
 from ..stream.experts import ExpertStream
 from ..weights.stage_weights import stage_weights
@@ -153,7 +153,7 @@ class BatchedExperts:
             hidden_TD = torch.cat([each.hidden_TD for each in asked])
             index_TK = torch.cat([each.top_k_index_TK for each in asked])
             weights_TK = torch.cat([each.top_k_weights_TK for each in asked])
-        is_divided = gathering_of(module) is not None
+        is_divided = share_of(module) is not None
         is_together = self._is_together and not is_divided and stage not in self._paged
         out_TD = together(module, hidden_TD, index_TK, weights_TK) if is_together else None
         if out_TD is None:
@@ -174,15 +174,15 @@ class BatchedExperts:
 
     def _mixed(self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
         """The sum over each token's experts, of which other ranks may have some, or parts of each."""
-        own = own_experts(module)
-        if own is None:
-            if gathering_of(module) is not None:
-                return split_mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
+        share = share_of(module)
+        if share is None:
             is_there = not self._is_together and stage not in self._paged
             found = in_host_memory(module, hidden_TD, visits) if is_there else None
             return mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit)) if found is None else found
-        hit = [expert for expert in visits.hit if expert in own]
-        return mixed_among(module, hidden_TD, visits, self._hit(stage, module, hit, first=own.start))
+        hit, first = visits.hit, 0
+        if share.own is not None:
+            hit, first = [expert for expert in hit if expert in share.own], share.own.start
+        return share.mixed(module, hidden_TD, visits, self._hit(stage, module, hit, first))
 
     def _hit(
         self, stage: int, module: torch.nn.Module, hit: Sequence[int], first: int = 0

@@ -7,6 +7,7 @@ for several at once (engine/experts.py). The module still owns gating, activatio
 Shapes: T tokens of D numbers, each visiting K experts; V = T x K visits.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -80,6 +81,27 @@ class Visits:
 
     def _begin(self, expert: int) -> int:
         return self.ends[expert - 1] if expert else 0
+
+
+class ExpertShare(ABC):
+    """What one of several ranks has of an experts module: its `own` experts, or where None, a part of each."""
+
+    def __init__(self, own: range | None = None):
+        self.own = own
+
+    @abstractmethod
+    def mixed(
+        self, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
+    ) -> torch.Tensor:
+        """What `mixed` gives of what all ranks have, (T, D). `hit` yields what this rank has, ascending."""
+
+
+SHARE = "expert_share"  # the attribute of an experts module that ranks divide
+
+
+def share_of(module: torch.nn.Module) -> ExpertShare | None:
+    """This rank's share; None where it has all of them."""
+    return getattr(module, SHARE, None)
 
 
 def asking_experts(

@@ -17,23 +17,27 @@ from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from ..config.settings import DividedExperts
-from ..model.experts import Experts, Matrices, Visits, activated, bias_of, has_norm, matrix_names, output_of
+from ..model.experts import (
+    SHARE,
+    Experts,
+    ExpertShare,
+    Matrices,
+    Visits,
+    activated,
+    bias_of,
+    has_norm,
+    matrix_names,
+    output_of,
+)
 from ..model.fused import is_code_of
 from ..plan.shape.rank_shares import RowShare, cut, runs_of, sends_less_whole, take_experts
 from ..plan.shape.shapes import Parameter
 from .collectives import Gathering
 
-GATHERING = "gathering"  # the attribute of an experts module that is split
-OWN = "own_experts"  # the attribute of an experts module that has some of them
 GATED: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
 LEAST_VISITS = 512  # whose numbers are made whole together
 
 Stacks = Mapping[str, Parameter]  # by their names in an experts module
-
-
-def gathering_of(module: nn.Module) -> Gathering | None:
-    """Who makes its numbers whole; None of experts that are not split."""
-    return getattr(module, GATHERING, None)
 
 
 def num_runs(module: nn.Module) -> int:
@@ -42,26 +46,6 @@ def num_runs(module: nn.Module) -> int:
     experts = cast("Experts", module)
     is_usual = is_code_of(getattr(type(module), "_apply_gate", None), GATED._apply_gate)
     return 2 if experts.has_gate and is_usual and not experts.has_bias else 1
-
-
-def split_mixed(
-    module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
-) -> torch.Tensor:
-    """What `experts.mixed` gives, (T, D), of matrices of which each rank has some rows. Sums are made in its order."""
-    gathering = gathering_of(module)
-    assert gathering is not None, "asked of experts that are whole"
-    experts = cast("Experts", module)
-    is_last_whole = experts.has_bias or has_norm(experts)
-    out_TM, width = None, 0
-    for run in _runs(visits, hit, max(len(hidden_TD), LEAST_VISITS)):
-        for expert, found in _outputs(module, gathering, run, hidden_TD, visits, is_whole=is_last_whole):
-            mine = visits.of(expert)
-            if out_TM is None:
-                width = found.shape[1]
-                out_TM = hidden_TD.new_zeros(len(hidden_TD), width)
-            out_TM.index_add_(0, visits.tokens_V[mine], (found * visits.weights_V[mine, None]).to(out_TM.dtype))
-    assert out_TM is not None, "each token visits an expert"
-    return out_TM if is_last_whole else gathering.whole(out_TM)
 
 
 def _runs(
@@ -80,63 +64,88 @@ def _runs(
         yield run
 
 
-def _outputs(
-    module: nn.Module,
-    gathering: Gathering,
-    run: Sequence[tuple[int, Matrices]],
-    hidden_TD: torch.Tensor,
-    visits: Visits,
-    *,
-    is_whole: bool,
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """What each expert of a run makes of its visits, (V, D) where it `is_whole`, else this rank's (V, M)."""
-    experts, (up, down) = cast("Experts", module), matrix_names(module)
-    counts = [visits.of(expert).stop - visits.of(expert).start for expert, _ in run]
-    parts = [F.linear(hidden_TD[visits.tokens_V[visits.of(expert)]], own[up]) for expert, own in run]
-    if num_runs(module) == 2 or (not experts.has_gate and not experts.has_bias):
-        inner_VH = gathering.whole(torch.cat([activated(experts, part) for part in parts]))
-    else:
-        whole = gathering.whole(torch.cat(parts)).split(counts)
-        pairs = zip(run, whole, strict=True)
-        inner_VH = torch.cat([activated(experts, _biased(experts, up, expert, x)) for (expert, _), x in pairs])
-    pairs = zip(run, inner_VH.split(counts), strict=True)
-    found = [F.linear(inner, own[down]) for (_, own), inner in pairs]
-    if is_whole:
-        found = gathering.whole(torch.cat(found)).split(counts)
-        found = [_biased(experts, down, expert, x) for (expert, _), x in zip(run, found, strict=True)]
-        found = [experts.post_expert_norm(x) for x in found] if has_norm(experts) else found
-    yield from zip((expert for expert, _ in run), found, strict=True)
-
-
 def _biased(experts: Experts, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
     bias = bias_of(experts, name)
     return x if bias is None else x + bias[expert]
 
 
-def own_experts(module: nn.Module) -> range | None:
-    """Those whose matrices the module has, where other ranks have others."""
-    return getattr(module, OWN, None)
+class ExpertRows(ExpertShare):
+    """Rows of the matrices of each expert."""
+
+    def __init__(self, gathering: Gathering):
+        super().__init__()
+        self._gathering = gathering
+
+    def mixed(
+        self, module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
+    ) -> torch.Tensor:
+        """Sums are made in the order of `experts.mixed`."""
+        experts = cast("Experts", module)
+        is_last_whole = experts.has_bias or has_norm(experts)
+        out_TM, width = None, 0
+        for run in _runs(visits, hit, max(len(hidden_TD), LEAST_VISITS)):
+            for expert, found in self._outputs(module, run, hidden_TD, visits, is_whole=is_last_whole):
+                mine = visits.of(expert)
+                if out_TM is None:
+                    width = found.shape[1]
+                    out_TM = hidden_TD.new_zeros(len(hidden_TD), width)
+                out_TM.index_add_(0, visits.tokens_V[mine], (found * visits.weights_V[mine, None]).to(out_TM.dtype))
+        assert out_TM is not None, "each token visits an expert"
+        return out_TM if is_last_whole else self._gathering.whole(out_TM)
+
+    def _outputs(
+        self,
+        module: nn.Module,
+        run: Sequence[tuple[int, Matrices]],
+        hidden_TD: torch.Tensor,
+        visits: Visits,
+        *,
+        is_whole: bool,
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """What each expert of a run makes of its visits, (V, D) where it `is_whole`, else this rank's (V, M)."""
+        experts, (up, down) = cast("Experts", module), matrix_names(module)
+        counts = [visits.of(expert).stop - visits.of(expert).start for expert, _ in run]
+        parts = [F.linear(hidden_TD[visits.tokens_V[visits.of(expert)]], own[up]) for expert, own in run]
+        if num_runs(module) == 2 or (not experts.has_gate and not experts.has_bias):
+            inner_VH = self._gathering.whole(torch.cat([activated(experts, part) for part in parts]))
+        else:
+            whole = self._gathering.whole(torch.cat(parts)).split(counts)
+            pairs = zip(run, whole, strict=True)
+            inner_VH = torch.cat([activated(experts, _biased(experts, up, expert, x)) for (expert, _), x in pairs])
+        pairs = zip(run, inner_VH.split(counts), strict=True)
+        found = [F.linear(inner, own[down]) for (_, own), inner in pairs]
+        if is_whole:
+            found = self._gathering.whole(torch.cat(found)).split(counts)
+            found = [_biased(experts, down, expert, x) for (expert, _), x in zip(run, found, strict=True)]
+            found = [experts.post_expert_norm(x) for x in found] if has_norm(experts) else found
+        yield from zip((expert for expert, _ in run), found, strict=True)
 
 
-def mixed_among(
-    module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
-) -> torch.Tensor:
-    """What `experts.mixed` gives, (T, D). `hit` yields this rank's experts alone, ascending."""
-    gathering, num_experts = gathering_of(module), cast("Experts", module).num_experts
-    assert gathering is not None, "asked of experts that no other rank has"
-    experts, tokens = runs_of(num_experts, gathering.count), runs_of(len(hidden_TD), gathering.count)
-    own, mine = experts[gathering.index], tokens[gathering.index]
-    given, sizes_given = _given(module, hidden_TD, visits, hit, own, tokens)
-    summed = visits.of_tokens(mine)
-    sizes_taken = [summed.of(each[-1]).stop - summed.of(each.start).start for each in experts]
-    taken = gathering.exchanged(given, sizes_given, sizes_taken)
-    out_tD = hidden_TD.new_zeros(len(mine), hidden_TD.shape[1])
-    for expert in summed.hit:
-        rows = summed.of(expert)
-        out_tD.index_add_(0, summed.tokens_V[rows] - mine.start, taken[rows])
-    return gathering.exchanged(
-        out_tD.repeat(gathering.count, 1), [len(mine)] * gathering.count, [len(each) for each in tokens]
-    )
+class WholeExperts(ExpertShare):
+    """Some experts, whose matrices no other rank has."""
+
+    def __init__(self, gathering: Gathering, own: range):
+        super().__init__(own)
+        self._gathering = gathering
+
+    def mixed(
+        self, module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
+    ) -> torch.Tensor:
+        """`hit` yields this rank's experts alone."""
+        gathering, num_experts = self._gathering, cast("Experts", module).num_experts
+        experts, tokens = runs_of(num_experts, gathering.count), runs_of(len(hidden_TD), gathering.count)
+        own, mine = experts[gathering.index], tokens[gathering.index]
+        given, sizes_given = _given(module, hidden_TD, visits, hit, own, tokens)
+        summed = visits.of_tokens(mine)
+        sizes_taken = [summed.of(each[-1]).stop - summed.of(each.start).start for each in experts]
+        taken = gathering.exchanged(given, sizes_given, sizes_taken)
+        out_tD = hidden_TD.new_zeros(len(mine), hidden_TD.shape[1])
+        for expert in summed.hit:
+            rows = summed.of(expert)
+            out_tD.index_add_(0, summed.tokens_V[rows] - mine.start, taken[rows])
+        return gathering.exchanged(
+            out_tD.repeat(gathering.count, 1), [len(mine)] * gathering.count, [len(each) for each in tokens]
+        )
 
 
 def _given(
@@ -196,8 +205,8 @@ def divide_experts(module: nn.Module, stacks: Stacks, gathering: Gathering, aske
             module._parameters[name] = nn.Parameter(
                 torch.empty(part.shape, device="meta", dtype=before.dtype), requires_grad=False
             )
-        setattr(module, GATHERING, gathering)
-        setattr(module, OWN, found.own)
+        own = found.own
+        setattr(module, SHARE, ExpertRows(gathering) if own is None else WholeExperts(gathering, own))
     return found
 
 

@@ -12,9 +12,9 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from runtime.model.experts import Visits, bound_matrices, matrix_names, mixed
+from runtime.model.experts import SHARE, Visits, bound_matrices, matrix_names, mixed, share_of
 from runtime.plan.shape.rank_shares import runs_of
-from runtime.ranks.tensor_experts import GATHERING, OWN, mixed_among, own_experts
+from runtime.ranks.tensor_experts import WholeExperts
 
 NUM_RANKS, NUM_EXPERTS, HIDDEN = 3, 5, 32
 SIZES: Any = {
@@ -40,21 +40,22 @@ class Handing:
         return torch.cat(found)
 
 
-def of_rank(module: torch.nn.Module, handing: Handing) -> torch.nn.Module:
+def of_rank(module: torch.nn.Module, handing: Any) -> torch.nn.Module:
     part, own = copy.deepcopy(module), runs_of(NUM_EXPERTS, NUM_RANKS)[handing.index]
     for name in matrix_names(part):
         part.register_parameter(name, torch.nn.Parameter(getattr(module, name)[own.start : own.stop]))
-    setattr(part, GATHERING, handing)
-    setattr(part, OWN, own)
+    setattr(part, SHARE, WholeExperts(handing, own))
     return part
 
 
 def mixed_by(part: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
-    own = own_experts(part)
-    assert own is not None
+    share = share_of(part)
+    assert share is not None
+    assert share.own is not None
+    own = share.own
     hit = [(expert, bound_matrices(part, expert - own.start)) for expert in visits.hit if expert in own]
     with torch.inference_mode():
-        return mixed_among(part, hidden_TD, visits, hit)
+        return share.mixed(part, hidden_TD, visits, hit)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 40])
