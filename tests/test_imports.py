@@ -47,7 +47,7 @@ ALLOWED = {
     "synthesize": {"store", "probing", "foreign"},
     "origin": {"store", "remote", "synthesize", "foreign", "out_of_memory"},
     "model": MODEL,
-    "ranks": {"plan", "store", "stream", "probing", "model"},
+    "ranks": {"plan", "store", "stream", "events", "probing", "model"},
     "sequences": {"plan", "attention", "cache", "model"},
     "requests": {"origin", "probing", "model", "sequences"},
     "engine": {*MODEL, "model", "ranks", "batching", "sequences", "requests", "trace"},

@@ -14,7 +14,6 @@ from ..config.profiles import BackendTable
 from ..config.settings import OffloadConfig, RuntimeConfig, Way
 from ..errors import BudgetError, ConfigError, require
 from ..model.loading import LoadedModel, ModelSplit
-from ..model.part import handed_on, keep_part
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan
 from ..plan.shape.model import ModelShape
@@ -23,6 +22,7 @@ from ..planning.budgets import budgets_of
 from ..planning.planner import Planner
 from ..probing.meta import build_meta_model
 from ..ranks.collectives import Collectives, Gathering, PipelineLink
+from ..ranks.pipeline import handed_on, keep_part
 from ..ranks.ranks import Message, Ranks
 from ..ranks.shared_memory import SharedMemory
 from ..ranks.tensor import TensorSplit

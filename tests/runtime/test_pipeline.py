@@ -23,13 +23,13 @@ from runtime.config.settings import (
     Way,
 )
 from runtime.errors import ConfigError
-from runtime.model.part import handed_on
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import Schedule, make_schedule
 from runtime.plan.schedule.walk import Walk
 from runtime.plan.shape.rank_shares import divided
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.probing.meta import build_meta_model
+from runtime.ranks.pipeline import handed_on
 from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks
 from tests.runtime.rank_runs import completed, faulted_once, stopped_once

@@ -16,8 +16,8 @@ from ...attention.upload import upload
 from ...cache.pages import KVCache, PagePool
 from ...events import Event, LaneRun, NeedStage, Weights, need_stage
 from ...model.head import HasLogits, sliced_logits
-from ...model.part import until_it_leaves
 from ...model.rope_lengths import RopeLengths
+from ...ranks.pipeline import until_it_leaves
 from ...sequences.reading import Given, Picked, TokenScorer, read_vectors, tell_scores, tell_vectors
 from ...sequences.sampler import Sampler
 from ...sequences.sequence import FinishReason, Sequence

@@ -21,10 +21,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import ConfigError
 from ..events import Weights, lane_run
+from ..model.stages import EMBEDDING, StagedModel, StreamedModule, hollow_weights
 from ..probing.hollow import with_values, without_values
 from ..probing.layer_lists import layer_lists
 from ..probing.padded_probe import cache_argument
-from .stages import EMBEDDING, StagedModel, StreamedModule, hollow_weights
 
 NUM_TOKENS = 2
 WEIGHTS = -1  # where a number comes from: a weight outside of all layers, or the layer of that index
