@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def dealt(cases: Sequence[Sequence[object]], by: int = 1) -> list[int]:
-    """Positions of a few of `cases`, each a value for each parameter: every value that occurs in them occurs in the
-    few as well, and with `by` = 2 every pair of values. Greedy: the case with most that is missing; among several the
-    one whose values were taken least often, so that the values of each parameter take turns."""
-    values = [[*enumerate(value if value.__hash__ is not None else repr(value) for value in case)] for case in cases]
+    """Positions of a few of `cases`, each a value for each parameter: every value (by its repr) that occurs in them
+    occurs in the few as well, and with `by` = 2 every pair of values. Greedy: the case with most that is missing; among
+    several the one whose values were taken least often, so that the values of each parameter take turns."""
+    values = [[*enumerate(map(repr, case))] for case in cases]
     shown = [{*combinations(case, by)} for case in values]
     missing, taken, found = {each for case in shown for each in case}, Counter[object](), list[int]()
     while missing:

@@ -27,6 +27,11 @@ NUM_SAMPLED = 3
 TEMPERATURE, TOP_P = 0.8, 0.95
 CLEAR_MARGIN = 1e-3  # of logits, whose rounding differs by about 1e-5
 
+# Of families those whose lanes, attention, caches or experts differ from one another's.
+KINDS_OF_ATTENTION = (
+    *("llama", "mistral", "mixtral", "qwen3-next", "deepseek-v3", "opt", "bloom", "falcon, new", "gemma-3", "gpt-oss"),
+    *("llama-4", "phi-3", "cohere-2", "jamba", "mamba-2", "lfm-2", "kimi-linear", "t5"),
+)
 MANY_EXPERTS: dict[str, dict[str, object]] = {  # as many as in the published models, 80 MB and more in a layer
     "glm-4-moe": {
         "n_routed_experts": 160, "num_experts_per_tok": 8, "hidden_size": 256, "moe_intermediate_size": 336,

@@ -157,6 +157,7 @@ def test_tier_and_prefetch_may_change_on_resume(tmp_path: Path, plain: pa.Table)
     assert rows(tmp_path).equals(plain)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("kind", Prefetch)
 def test_every_tier_and_prefetch_gives_the_same_rows(

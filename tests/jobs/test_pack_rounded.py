@@ -52,6 +52,7 @@ def decoded(directory: Path) -> Tensors:
     return found
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(("family", "kind", "group_size"), CASES, ids=str)
 def test_tokens_are_those_of_the_stored_numbers_in_every_tier(
     family: str, kind: Format, group_size: int, reference: References, tmp_path: Path

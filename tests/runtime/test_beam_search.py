@@ -32,6 +32,7 @@ from runtime.errors import ConfigError
 from runtime.origin.generation_config import ModelGeneration, effective_sampling
 from runtime.sequences.sequence import FinishReason, Unfinished
 from runtime.synthesize.checkpoints import config_for as tiny_config
+from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice
 from tests.runtime.beam_support import (
     GRID,
@@ -72,7 +73,7 @@ def policy(**settings: object) -> PolicyConfig:
     return PolicyConfig(kind=PolicyKind.fixed, **{**usual, **settings})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow_others(FAMILIES, ["llama", "qwen3-next", "t5"]))
 def test_beams_are_those_of_transformers_by_every_length_penalty_and_way_to_stop(
     family: str, beams: Callable[[str], Searched], reference: References
 ) -> None:

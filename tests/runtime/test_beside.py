@@ -53,6 +53,7 @@ ROADS = [
 CASES = [("llama", *road) for road in ROADS] + [(family, *road) for family in FAMILIES[1:] for road in ROADS[:2]]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(("family", "schedule", "admission", "tier"), CASES)
 def test_tokens_equal_transformers(
     family: str, schedule: Order, admission: Admission, tier: Tier, reference: References

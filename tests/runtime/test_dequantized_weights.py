@@ -29,6 +29,7 @@ from runtime.sequences.sequence import Request
 from runtime.store.checkpoint import open_checkpoint
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.weights.stage_weights import load_tensor
+from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice
 from tests.host_counts import HostCounts
 from tests.published_formats import PUBLISHED, write_published
@@ -153,7 +154,7 @@ def test_a_pass_takes_at_most_three_times_the_launches_of_plain_weights(
     assert found.num_syncs == of_plain(family).num_syncs
 
 
-@pytest.mark.parametrize("name", ["int4", "lossless", "gptq", "awq"])
+@pytest.mark.parametrize("name", with_slow_others(["int4", "lossless", "gptq", "awq"], ["lossless", "gptq"]))
 def test_launches_do_not_grow_with_sizes(name: str, reference: References, tmp_path: Path) -> None:
     counts = list[int]()
     for turn, size in enumerate((192, 768)):

@@ -64,6 +64,7 @@ def run_mixed(rows: list[Row], seed: int, once: Callable[[list[int]], None]) -> 
             once(new)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_passes_may_mix_prefill_and_decode(way: str, kind: str, seed: int) -> None:

@@ -96,6 +96,7 @@ def test_a_checkpoint_without_a_head_is_embedded_in_each_way(
     require_embeddings(Runtime(config_for(path)).embed(PROMPTS, pooling=pooling), loaded(AutoModel, path), pooling)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     ("tier", "order"),
     [(Tier.none, None), (Tier.cpu, None), *((Tier.nvme, order) for order in Order)],

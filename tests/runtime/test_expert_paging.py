@@ -98,6 +98,7 @@ def decode_passes(runtime: Runtime, requests: list[Request]) -> tuple[RunPlan, l
     return plan, [record for record in records if record.phase is Phase.decode]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     ("paging", "order", "admission"),
     [
@@ -125,6 +126,7 @@ def test_tokens_equal_transformers_in_less_memory_than_one_layer(
     runtime.require_within_budget(plan)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(("order", "num_lanes"), [(Order.zigzag, 1), (Order.module_batched, 4)])
 @pytest.mark.parametrize("family", MANY_EXPERTS)
 def test_a_decode_pass_reads_the_experts_that_are_hit_and_no_more(

@@ -18,6 +18,7 @@ from runtime.model.loading import load_model
 from runtime.origin import location as origin
 from runtime.sequences.sequence import Completion, FinishReason
 from runtime.synthesize.checkpoints import synthesize_checkpoint
+from tests.dealt import with_slow_others
 from tests.gguf_files import write_gguf
 from tests.runtime.test_fidelity import config_for, tokens_of
 from tests.support import NUM_NEW_TOKENS, Reference, greedy
@@ -59,6 +60,15 @@ CASES: dict[str, tuple[str, dict[str, object], dict[str, Type]]] = {
     ),
     "qwen3.5 Q8_0": ("qwen3.5", {}, {"conv1d": Type.F32, "ssm_alpha": Type.F32, "ssm_beta": Type.F32, "": Type.Q8_0}),
 }  # fmt: skip
+QUICK = (
+    "llama F16",
+    "llama Q5_0, Q5_1",
+    "llama Q4_K_M",
+    "llama Q2_K, Q3_K, Q5_K",
+    "experts Q4_0",
+    "gpt2 Q8_0",
+    "qwen3.5 Q8_0",
+)
 
 
 def make(name: str, directory: Path) -> Path:
@@ -87,7 +97,7 @@ def at(reference: Reference, cache: Path, tier: Tier = Tier.nvme) -> RuntimeConf
     return config
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_slow_others(CASES, QUICK))
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     ref = reference_for(make(name, tmp_path))
     runtime = Runtime(at(ref, tmp_path))

@@ -165,6 +165,7 @@ def at(path: Path, tier: Tier, quantize: Quantize | None = None) -> RuntimeConfi
     return replace(config, model=replace(config.model, quantize=quantize))
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("name", STORES)
 def test_stored_weights_give_the_tokens_of_their_numbers(
     name: str, place: Place, published: Callable[[str], Path], tmp_path: Path
@@ -177,6 +178,7 @@ def test_stored_weights_give_the_tokens_of_their_numbers(
         assert place.tokens(at(stored, tier), prompts) == expected, tier
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("quantize", Quantize)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_weights_rounded_as_they_are_read_give_the_tokens_of_a_packed_store(

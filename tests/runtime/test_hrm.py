@@ -92,6 +92,7 @@ def usual_choice() -> Choice:
     return choose(SHAPES["moe"], WITH_DEVICE, config())
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("machine", [WITH_DEVICE, WITHOUT], ids=lambda machine: machine.name)
 @pytest.mark.parametrize("tier", [Tier.nvme, Tier.cpu])
@@ -125,6 +126,7 @@ def roofline_seconds(shape: ModelShape, machine: Machine, asked: RuntimeConfig) 
     return float(np.min(roofline_of(shape, machine, WORKLOAD, asked).seconds(within)))
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("has_device", [True, False])
 def test_more_memory_never_gives_a_slower_choice(name: str, has_device: bool) -> None:
@@ -150,6 +152,7 @@ def test_a_faster_road_never_gives_a_slower_choice(key: str) -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
     ("has_device", "chunk", "num_sharers"),

@@ -82,6 +82,7 @@ def test_experts_in_host_memory_are_kept_too(reference: References, reads: Reads
         assert reads.take() == 0
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("tier", ["auto", "none", "cpu", "nvme"])
 @pytest.mark.parametrize("make", [Remembering, RememberingFake])
 def test_between_calls_weights_are_held_and_nothing_else_and_after_the_end_nothing(

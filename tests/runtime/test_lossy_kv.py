@@ -101,6 +101,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(("family", "dtype"), FAMILIES)
 def test_tokens_are_those_of_transformers_with_a_cache_kept_so(family: str, dtype: KVDType, answers: Answers) -> None:
     """A mixture, a window of nine and sinks among them; by prompts whole and in pieces of seven."""

@@ -80,6 +80,7 @@ CASES = [
 ]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     ("family", "order", "prefetch", "paging"),
     [case for case in CASES if case[2] != "off" or case[1].style.num_slots == 1],

@@ -65,6 +65,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Models(published=synthesize(request.param, directory / "published", **SIZES), stores=directory)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("quantize", Quantize)
 def test_tokens_and_error_are_those_of_the_packed_store(quantize: Quantize, models: Models) -> None:
     store = models.runtime(models.packed(quantize), None)
@@ -158,6 +159,7 @@ def test_the_class_itself_is_given_the_rounded_weights_by_the_self_check(
     assert "of their deviation" in said
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("device", [None, FakeDevice], ids=["host", "accelerator"])
 @pytest.mark.parametrize("tier", [Tier.auto, Tier.nvme])
 def test_where_all_of_it_stays_any_tier_rounds_once(

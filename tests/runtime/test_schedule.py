@@ -80,6 +80,7 @@ def computed(schedule: Schedule) -> list[Action]:
     return [action for action in schedule.cycle if action.op not in others]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("streamed", STREAMED)
 @pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.parametrize("order", Order)

@@ -15,10 +15,11 @@ from runtime.config.settings import Admission, Attention, KVConfig, KVTier, Mode
 from runtime.library.scoring import Scored, Targets
 from runtime.model.families import FAMILIES
 from runtime.requests.joining import Joined
+from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice
 from tests.runtime.combination_support import RATES, TIERS
 from tests.runtime.long_rope import LIMIT, long_rope_reference
-from tests.support import Reference, short_bart
+from tests.support import KINDS_OF_ATTENTION, Reference, short_bart
 
 References = Callable[[str], Reference]
 Runtimes = Callable[[RuntimeConfig], Runtime]
@@ -100,7 +101,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     monkeypatch.setattr("runtime.engine.engine.head_rows", lambda vocab_size: num_rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow_others(FAMILIES, KINDS_OF_ATTENTION))
 def test_scores_equal_the_log_softmax_of_transformers_in_every_family(
     family: str, reference: References, opened: Runtimes
 ) -> None:

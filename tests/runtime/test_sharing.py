@@ -16,12 +16,13 @@ from runtime.library.scoring import ask_scores
 from runtime.model.families import FAMILIES
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.sequences.sequence import Request, Unfinished
+from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice
 from tests.runtime.sharing_support import Alike, run_alike, unshared
 from tests.runtime.test_fidelity import config_for
 from tests.runtime.test_prefixes import drawn_prompts
 from tests.runtime.test_resumption import Stops
-from tests.support import Reference
+from tests.support import KINDS_OF_ATTENTION, Reference
 
 References = Callable[[str], Reference]
 Runtimes = Callable[[RuntimeConfig], Runtime]
@@ -38,7 +39,7 @@ def policy(**settings: object) -> PolicyConfig:
     return PolicyConfig(kind=PolicyKind.fixed, **{**usual, **settings})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow_others(FAMILIES, KINDS_OF_ATTENTION))
 def test_sharing_changes_no_token_in_any_family(
     family: str, alike: Callable[[str], Alike], reference: References, opened: Runtimes
 ) -> None:

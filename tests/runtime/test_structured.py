@@ -35,6 +35,7 @@ from runtime.sequences.sequence import FinishReason, Request
 from runtime.sequences.sequence import Sequence as Running
 from runtime.synthesize.tokenizer import byte_level_tokenizer, tokenizer_from
 from tests.api_schemas import MAX_NEW_TOKENS, SCHEMAS, invalid, prompts
+from tests.dealt import with_slow_others
 from tests.runtime.sampling_support import logits_for, step
 from tests.support import SHARED_DATA
 from tests.tokenizer_kinds import EOS_ID, EVEN, tokenizer_of
@@ -137,7 +138,7 @@ STRUCTURES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", with_slow_others(STRUCTURES, ["regex", "json_schema"]))
 def test_behind_reasoning_tokens_equal_transformers_with_the_mask_from_the_end_tag_on(
     structure: str, temperature: float, model: PreTrainedModel
 ) -> None:
@@ -186,7 +187,7 @@ def grammar_accepts(tokenizer: PreTrainedTokenizerBase, sampling: SamplingConfig
     return matcher.consume_tokens(tokenizer(text, add_special_tokens=False)["input_ids"]) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 def test_stopped_anywhere_a_row_that_thinks_goes_on_to_the_same_answer(temperature: float) -> None:
     runtime = runtime_of(json_schema=SCHEMA, reasoning=TAGS, temperature=temperature, seed=6)
     request = runtime.request("0", THOUGHTS[0])
@@ -328,7 +329,7 @@ def test_a_row_that_is_cut_says_so_and_is_the_beginning_of_a_document() -> None:
     assert short.token_ids == long.token_ids[:20]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_stopped_anywhere_a_row_goes_on_in_its_grammar(temperature: float) -> None:
     runtime = runtime_of(json_schema=SCHEMA, temperature=temperature)
     request = runtime.request("a", "An invoice:")
