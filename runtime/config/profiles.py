@@ -19,7 +19,7 @@ LANES = (1, 2, 4, 8, SHEET_LANES)
 @dataclass(frozen=True, kw_only=True)
 class DataSheet:
     """Peaks that vendors print: of one device, and of the host around `num_devices` of it. What a run attains of them
-    is for `runtime/plan/cost/profile.py` to say. `bfloat16_tflops` None: no units for it, float32's are used. Of the
+    is for `runtime/plan/cost/machine.py` to say. `bfloat16_tflops` None: no units for it, float32's are used. Of the
     two clocks the peaks are at the boost one, and a power limit under load holds no more than the base one for
     certain. `link_lanes` is the fewer of the card's and the slot's: the link is as many sixteenths as fast."""
 

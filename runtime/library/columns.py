@@ -19,7 +19,7 @@ RESULT_FIELDS = (
     pa.field("num_completion_tokens", pa.int32(), nullable=False),
     pa.field("error", pa.string()),
 )
-LOGPROB_FIELDS = (  # an entry per token of `token_ids`; of the raw distribution, see runtime/engine/logprobs.py
+LOGPROB_FIELDS = (  # an entry per token of `token_ids`; of the raw distribution, see runtime/sequences/sequence.py
     pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
     pa.field("top_token_ids", pa.list_(pa.list_(pa.int32())), nullable=False),
     pa.field("top_logprobs", pa.list_(pa.list_(pa.float32())), nullable=False),

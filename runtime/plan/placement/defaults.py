@@ -39,7 +39,7 @@ def micro_batch_sizes(shape: ModelShape, config: RuntimeConfig, budgets: Budgets
 
 
 def chunk_sizes(shape: ModelShape, policy: PolicyConfig, blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Tokens of a micro-batch in one prefill pass, the best first; `chunks.py` may find more to be better. One that
+    """Tokens of a micro-batch in one prefill pass, the best first; a search may find more to be better. One that
     takes the place of four has as many as they; where that finds no room, as many as the two that would else, so that
     weights are read no more often. Those two have no more than each of the four, and a block of them reads the weights
     twice as often: of a dense model that takes less time than its products on a CPU, of experts that few tokens visit
