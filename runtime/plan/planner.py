@@ -125,14 +125,16 @@ def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
     usual = plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
     if not search_pays(problem.config.policy.kind, usual):
         return usual
-    found = search(problem, blocks=blocks, usual=None if blocks else _policy_of(usual, problem.shape))
-    best = found.choice.best.policy.halved(num_halvings)
+    choice, fastest = search(problem, blocks=blocks, usual=None if blocks else _policy_of(usual, problem.shape))
+    best = choice.best.policy.halved(num_halvings)
     if num_halvings:
         fixed = problem.of(best)
-        plan = plan_policy(fixed, blocks=blocks if blocks is not None else fixed.blocks_of(best))
+        if blocks is None:  # all requests in blocks of its sizes
+            blocks = fixed.blocks(best.micro_batch_size, best.num_micro_batches)
+        plan = plan_policy(fixed, blocks=blocks)
     else:
-        plan = _run_plan(problem, found.best.run, found.best.prediction)
-    return replace(plan, choice=found.choice, searched=best)
+        plan = _run_plan(problem, fastest.run, fastest.prediction)
+    return replace(plan, choice=choice, searched=best)
 
 
 def search_pays(kind: PolicyKind, usual: RunPlan) -> bool:

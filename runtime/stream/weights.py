@@ -264,10 +264,10 @@ class WeightStream:
             else:
                 buffer = self._device.compute_buffer(layout.num_bytes)
                 placed = device_layout(groups[key], layout)
-                for window in layout.windows(len(staging)):
-                    self._filling.fill(number, window.extents, staging).wait()
-                    for move in placed.within(window.begin, window.end):
-                        source, target = _part(window.begin, staging, move, buffer)
+                for begin, end, extents in layout.windows(len(staging)):
+                    self._filling.fill(number, extents, staging).wait()
+                    for move in placed.within(begin, end):
+                        source, target = _part(begin, staging, move, buffer)
                         target.copy_(source)
                     self._filling.free(number)
             self._held.resident[key] = StageBytes(buffer, placed.tensor_offsets, id(buffer))

@@ -94,7 +94,10 @@ class RandomWeights:
         if "bias" in leaf and not values.any():
             return _BIAS_STD, None
         if parameter.ndim >= 2:
-            return (_fan_in_std(module, parameter), None) if _is_centred(values) else (0.0, values)
+            # Values drawn around zero, and constants 0 or 1, which no matrix can live with.
+            std, mean = torch.std_mean(values)
+            is_centred = bool(std == 0) or bool(mean.abs() < 4 * std * values.numel() ** -0.5)
+            return (_fan_in_std(module, parameter), None) if is_centred else (0.0, values)
         if leaf == "weight" and bool((values == values[0]).all()) and values[0].item() in (0.0, 1.0):
             return 0.0, _norm_weight(values, _GAIN if _HEAD_NORM.search(module_name) else 1.0, seed)
         return 0.0, values
@@ -142,12 +145,6 @@ def _own_initial_values(model: PreTrainedModel, module_name: str, leaf: str, see
         owner._init_weights(replica)
     values = replica.get_parameter(leaf).detach()
     return values.nan_to_num(nan=1.0 if leaf == "weight" else 0.0)
-
-
-def _is_centred(values: torch.Tensor) -> bool:
-    """True of values drawn around zero, and of constants 0 or 1, which no matrix can live with."""
-    std, mean = torch.std_mean(values)
-    return bool(std == 0) or bool(mean.abs() < 4 * std * values.numel() ** -0.5)
 
 
 def _norm_weight(values: torch.Tensor, gain: float, seed: int) -> torch.Tensor:

@@ -84,7 +84,7 @@ def problem(shape: ModelShape, machine: Machine, asked: RuntimeConfig, workload:
 
 
 def choose(shape: ModelShape, machine: Machine, asked: RuntimeConfig) -> Choice:
-    return search(problem(shape, machine, asked), workload=WORKLOAD).choice
+    return search(problem(shape, machine, asked), workload=WORKLOAD)[0]
 
 
 @cache
@@ -108,15 +108,14 @@ def test_what_is_chosen_fits_and_is_the_fastest_of_what_was_simulated(
     predicted = Problem.predicted
     monkeypatch.setattr(Problem, "predicted", timed)
     asked = problem(SHAPES[name], machine, config(tier))
-    found = search(asked, workload=WORKLOAD)
-    choice = found.choice
+    choice, fastest = search(asked, workload=WORKLOAD)
     assert made
     assert all(each.placement.fits for each in made)
     assert [each.seconds for each in choice.table] == sorted(each.seconds for each in choice.table)
     again = plan_policy(asked.of(choice.best.policy))
     assert again.prediction is not None
     assert again.prediction.prefill_seconds + again.prediction.decode_seconds == choice.best.seconds
-    assert (again.placement, again.prediction) == (found.best.run.placement, found.best.prediction)
+    assert (again.placement, again.prediction) == (fastest.run.placement, fastest.prediction)
     assert choice.best.tokens_per_second == pytest.approx(300 * 24 / choice.best.seconds)
 
 
@@ -337,7 +336,7 @@ def test_the_usual_policy_stays_where_another_is_faster_by_a_hair_alone(monkeypa
     usual = next(each.policy for each in table[1:] if each.policy != table[0].policy)
     for share, expected in ((1.0, usual), (0.0, table[0].policy)):
         monkeypatch.setattr(hrm, "NOTABLE", share)
-        assert search(asked, usual=replace(usual, prefill_chunk_tokens=None)).choice.best.policy == expected
+        assert search(asked, usual=replace(usual, prefill_chunk_tokens=None))[0].best.policy == expected
 
 
 @pytest.mark.parametrize("num_halvings", range(8))

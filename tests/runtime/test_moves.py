@@ -51,8 +51,8 @@ def bound(loaded: LoadedModel, stage: Stage, device: ComputeDevice) -> dict[str,
     host, buffer = device.host_buffer(layout.num_bytes), device.compute_buffer(layout.num_bytes)
     with Reader(num_threads=1) as reader:
         reader.submit(layout.extents, host.numpy().data).wait()
-    for window in layout.windows(ALIGNMENT_BYTES):
-        for move in placed.within(window.begin, window.end):
+    for begin, end, _ in layout.windows(ALIGNMENT_BYTES):
+        for move in placed.within(begin, end):
             buffer[move.target : move.target + move.num_bytes].copy_(host[move.begin : move.end])
     return stage_weights(stage, buffer, placed.tensor_offsets, loaded.dtypes)
 

@@ -64,10 +64,6 @@ class Problem:
         """The problem with `policy` in the place of a search."""
         return replace(self, config=policy.applied(self.config, has_device=self.budgets.has_device))
 
-    def blocks_of(self, policy: Policy) -> tuple[Block, ...]:
-        """All requests in blocks of the policy's sizes."""
-        return self.blocks(policy.micro_batch_size, policy.num_micro_batches)
-
     def blocks(self, micro_batch_size: int, num_micro_batches: int) -> tuple[Block, ...]:
         """All requests in blocks of up to so many micro-batches of up to so many sequences."""
         return plan_blocks(

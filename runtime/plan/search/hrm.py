@@ -206,14 +206,6 @@ def _as_asked(policy: Policy) -> Policy:
     return replace(policy, resident_layers=0, prefill_chunk_tokens=None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a search came to, and the run of the best policy."""
-
-    choice: Choice
-    best: Finalist
-
-
 def search(
     problem: Problem,
     *,
@@ -221,10 +213,10 @@ def search(
     choices: Choices | None = None,
     blocks: tuple[Block, ...] | None = None,
     usual: Policy | None = None,
-) -> Found:
-    """The best policy for the tiers, prefetch and chunks of `problem`, which has rates. `workload`: None samples the
-    problem's requests. `choices`: None looks at all, or with `blocks`, which are given, at the ways that these can go.
-    `usual`: what it would be without a search, which is simulated in any case.
+) -> tuple[Choice, Finalist]:
+    """The best policy for the tiers, prefetch and chunks of `problem`, which has rates, and the run of that policy.
+    `workload`: None samples the problem's requests. `choices`: None looks at all, or with `blocks`, which are given, at
+    the ways that these can go. `usual`: what it would be without a search, which is simulated in any case.
 
     Raises BudgetError, with the equation, when even the smallest block does not fit.
     """
@@ -264,7 +256,7 @@ def search(
             num_rows=float((only.sequences if best.schedule.style.batches_experts else only.rows)[0]),
         ),
     )
-    return Found(choice=choice, best=finalists[0])
+    return choice, finalists[0]
 
 
 def roofline_of(shape: ModelShape, machine: Machine, workload: Workload, config: RuntimeConfig) -> Roofline:

@@ -94,24 +94,16 @@ class SlotLayout:
         """What fills `page_bounds`."""
         return self._within(*self.page_bounds(page, num_pages))
 
-    def windows(self, window_bytes: int) -> Iterator["SlotWindow"]:
-        """All of it through memory of so many bytes, a multiple of `ALIGNMENT_BYTES`."""
+    def windows(self, window_bytes: int) -> Iterator[tuple[int, int, tuple[Extent, ...]]]:
+        """All of it through memory of so many bytes, a multiple of `ALIGNMENT_BYTES`: bytes [begin, end) of the slot,
+        and the extents that fill them, counted from there."""
         for begin in range(0, self.num_bytes, window_bytes):
             end = min(begin + window_bytes, self.num_bytes)
             moved = [replace(part, slot_offset=part.slot_offset - begin) for part in self._within(begin, end)]
-            yield SlotWindow(begin=begin, end=end, extents=tuple(moved))
+            yield begin, end, tuple(moved)
 
     def _within(self, begin: int, end: int) -> tuple[Extent, ...]:
         return tuple(part for extent in self.extents if (part := extent.within(begin, end)) is not None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotWindow:
-    """Bytes [begin, end) of a slot; `extents` count from `begin`."""
-
-    begin: int
-    end: int
-    extents: tuple[Extent, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
