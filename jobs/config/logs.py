@@ -27,7 +27,7 @@ def log_to_stderr(level: LogLevel) -> None:
 
 def log_plainly(level: LogLevel) -> None:
     """The log of a job that is soon done: lines without their time."""
-    logging.basicConfig(level=level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+    logging.basicConfig(level=level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
 
 
 def log_start(log: logging.Logger, config: RunSettings) -> None:
