@@ -48,17 +48,10 @@ TURN = re.compile(r"turn-([1-9]\d*)")
 RECORD = ".fetched.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FetchedRun:
-    """A run at `url`, and the directory that its files were fetched to."""
-
-    url: str
-    path: Path
-
-
-def fetch_runs(url: str, key: str) -> list[FetchedRun]:
-    """The run at `url`, the value of the setting `key`, or its turns; or those that a pattern in it matches. What is
-    generated and in no part yet is left there. Raises ConfigError, StorageError and OutputError."""
+def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
+    """The run at `url`, the value of the setting `key`, or its turns; or those that a pattern in it matches: of each
+    the directory that its files were fetched to, and its own URL. What is generated and in no part yet is left there.
+    Raises ConfigError, StorageError and OutputError."""
     scheme, _, place = url.rstrip("/").partition("://")
     steps = place.split("/")
     num_plain = next((i for i, step in enumerate(steps) if not PLAIN.fullmatch(step)), len(steps))
@@ -68,7 +61,12 @@ def fetch_runs(url: str, key: str) -> list[FetchedRun]:
     store = ObjectStore(base, key, Patience(seconds=PATIENCE_SECONDS))
     files = store.listed(is_deep=True)
     names = [name.removesuffix(RUN).rstrip("/") for name in files if name == RUN or name.endswith(f"/{RUN}")]
-    found = sorted((name for name in names if _is_meant(name, pattern)), key=_order)
+
+    def order(name: str) -> tuple[str, int]:
+        turn = TURN.fullmatch(PurePosixPath(name).name)
+        return (name, 0) if turn is None else (str(PurePosixPath(name).parent), int(turn[1]))
+
+    found = sorted((name for name in names if _is_meant(name, pattern)), key=order)
     if not found:
         runs = f"; {len(names)} runs lie below it, of which {url_child(base, names[0])} is one" if names else ""
         raise ConfigError(f"{key}={url} is no run: there is no {RUN}{runs}")
@@ -86,12 +84,7 @@ def _is_meant(name: str, pattern: str) -> bool:
     return is_plain and len(steps) == len(meant) and all(map(fnmatchcase, steps, meant))
 
 
-def _order(name: str) -> tuple[str, int]:
-    turn = TURN.fullmatch(PurePosixPath(name).name)
-    return (name, 0) if turn is None else (str(PurePosixPath(name).parent), int(turn[1]))
-
-
-def _fetched(store: ObjectStore, name: str, files: Mapping[str, StoredFile], path: Path) -> FetchedRun:
+def _fetched(store: ObjectStore, name: str, files: Mapping[str, StoredFile], path: Path) -> tuple[Path, str]:
     """Fetches what is not here as it is there, and drops what is not there any more."""
     prefix = f"{name}/" if name else ""
     there = {each.removeprefix(prefix): file for each, file in files.items() if each.startswith(prefix)}
@@ -103,12 +96,7 @@ def _fetched(store: ObjectStore, name: str, files: Mapping[str, StoredFile], pat
     for each in here.keys() - told.keys():
         (path / each).unlink(missing_ok=True)
     new = [each for each, value in told.items() if here.get(each) != value or not (path / each).exists()]
-    _fetch(store, prefix, new, path)
-    write_json(record, told, exclusive=False)
-    return FetchedRun(url=url_child(store.url, name) if name else store.url, path=path)
 
-
-def _fetch(store: ObjectStore, prefix: str, names: Sequence[str], path: Path) -> None:
     def fetch(name: str) -> None:
         try:
             data = store.read(f"{prefix}{name}")
@@ -119,7 +107,9 @@ def _fetch(store: ObjectStore, prefix: str, names: Sequence[str], path: Path) ->
         publish(target, lambda file: write_all(file, data), exclusive=False, expected_bytes=len(data))
 
     with ThreadPoolExecutor(NUM_FETCHES) as pool:
-        list(pool.map(fetch, names))
+        list(pool.map(fetch, new))
+    write_json(record, told, exclusive=False)
+    return path, url_child(store.url, name) if name else store.url
 
 
 class Condition(Enum):
@@ -205,7 +195,16 @@ class FoundRun:
     def rows_by_block(self) -> Mapping[int, int]:
         """How many rows each block has; nothing before a plan is fixed. Quick also where there are many. Raises
         DamagedRunError."""
-        return {block: count for plan in self.directory.plans for block, count in _rows_by_block(plan).items()}
+        counts: dict[int, int] = {}
+        for plan in self.directory.plans:
+            try:
+                blocks = pq.read_table(pa.BufferReader(read_regular(plan)[0]), columns=["block"])["block"]
+            except FileNotFoundError:
+                continue
+            except PARQUET_PROBLEMS as error:
+                raise DamagedRunError(f"{plan} is damaged ({error}): the run's own command says what to do") from error
+            counts |= {each["values"]: each["counts"] for each in blocks.value_counts().to_pylist()}
+        return counts
 
     @cached_property
     def parts(self) -> Mapping[int, Path]:
@@ -230,7 +229,13 @@ class FoundRun:
     def problem(self) -> str | None:
         """What is wrong with the files, as far as names, footers and the plan say; None where nothing is."""
         try:
-            recorded = self._recorded
+            recorded: dict[
+                str, int
+            ] = {}  # rows by part, as _SUCCESS.json lists them; nothing before the run is finished
+            if self.directory.success.exists():
+                listed = read_json(self.directory.success).get("parts")
+                parts = [part for part in listed if isinstance(part, dict)] if isinstance(listed, list) else []
+                recorded = {str(each.get("file")): n for each in parts if isinstance(n := each.get("num_rows"), int)}
             gone = sorted(set(recorded) - {path.name for path in self.parts.values()})
             if gone:
                 return f"{self.directory.success.name} lists {gone[0]}, which is gone"
@@ -263,15 +268,6 @@ class FoundRun:
         if any(footer.get(key) != str(value).encode() for key, value in owner.items()):
             raise DamagedRunError(f"{path} belongs to another run or block: the run's own command moves it aside")
         return table
-
-    @property
-    def _recorded(self) -> Mapping[str, int]:
-        """Rows by part, as _SUCCESS.json lists them; nothing before the run is finished."""
-        if not self.directory.success.exists():
-            return {}
-        listed = read_json(self.directory.success).get("parts")
-        parts = [part for part in listed if isinstance(part, dict)] if isinstance(listed, list) else []
-        return {str(part.get("file")): rows for part in parts if isinstance(rows := part.get("num_rows"), int)}
 
     def _rows_of(self, path: Path) -> int:
         try:
@@ -309,48 +305,31 @@ def find_runs(names: Sequence[str], key: str) -> list[FoundRun]:
     found: dict[Path, FoundRun] = {}  # by what they are once links are followed
     for name in names:
         if is_url(name):
-            runs = [_found(fetched.path, fetched.url) for fetched in fetch_runs(name, key)]
+            places: Sequence[tuple[Path, str | None]] = fetch_runs(name, key)
         else:
-            runs = [_found(path) for path in _here(name, key)]
-        for run in runs:
-            found.setdefault(run.path.resolve(), run)
+            places = [(path, None) for path in _here(name, key)]
+        for path, url in places:
+            directory = RunDirectory(path=path)
+            run = FoundRun(directory=directory, manifest=read_json(directory.manifest), url=url)
+            found.setdefault(path.resolve(), run)
     return list(found.values())
 
 
-def _found(path: Path, url: str | None = None) -> FoundRun:
-    run = RunDirectory(path=path)
-    return FoundRun(directory=run, manifest=read_json(run.manifest), url=url)
-
-
 def _here(name: str, key: str) -> list[Path]:
+    """The runs on this machine that `name` means, of chats their turns in their order."""
     path = Path(name).expanduser()
     matches = [path] if path.exists() else [Path(match) for match in sorted(glob(str(path)))]  # noqa: PTH207
-    found = [run for match in matches for run in _runs_at(match)]
-    if not found:
-        raise ConfigError(_nothing_found(key, name, path, matches))
-    return found
-
-
-def _runs_at(path: Path) -> list[Path]:
-    """The run at `path`, or its turns, in their order."""
-    turns = {int(turn[1]): child for child in path.glob("turn-*") if (turn := TURN.fullmatch(child.name))}
-    runs = [path, *(turns[turn] for turn in sorted(turns))]
-    return [run for run in runs if RunDirectory(path=run).manifest.is_file()]
-
-
-def _nothing_found(key: str, name: str, path: Path, matches: Sequence[Path]) -> str:
+    found: list[Path] = []
+    for match in matches:
+        turns = {int(turn[1]): child for child in match.glob("turn-*") if (turn := TURN.fullmatch(child.name))}
+        runs = [match, *(turns[turn] for turn in sorted(turns))]
+        found += [run for run in runs if RunDirectory(path=run).manifest.is_file()]
+    if found:
+        return found
     if not matches:
-        return f"{key}={name} does not exist (looked for {path.absolute()}): runs lie in <output_root>/generate"
+        raise ConfigError(
+            f"{key}={name} does not exist (looked for {path.absolute()}): runs lie in <output_root>/generate"
+        )
     inside = [child for child in sorted(matches[0].glob("*")) if RunDirectory(path=child).manifest.is_file()]
     hint = f": {len(inside)} runs lie in it, of which {inside[0]} is the first" if inside and len(matches) == 1 else ""
-    return f"{key}={name} is no run: there is no run.json in {matches[0]}{hint}"
-
-
-def _rows_by_block(plan: Path) -> Mapping[int, int]:
-    try:
-        counts = pq.read_table(pa.BufferReader(read_regular(plan)[0]), columns=["block"])["block"].value_counts()
-    except FileNotFoundError:
-        return {}
-    except PARQUET_PROBLEMS as error:
-        raise DamagedRunError(f"{plan} is damaged ({error}): the run's own command says what to do") from error
-    return {each["values"]: each["counts"] for each in counts.to_pylist()}
+    raise ConfigError(f"{key}={name} is no run: there is no run.json in {matches[0]}{hint}")

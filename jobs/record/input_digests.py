@@ -110,11 +110,8 @@ def first_changed(path: Path, digests: InputDigests, rows: Sequence[Row]) -> str
     place = next((place for place, (old, new) in enumerate(pairs) if old != new), None)
     if place is not None:
         what = "what it asks" if was[0][place] != now[0][place] else "a column that is passed through"
-        return f"The first row that differs is number {place}, id {_quoted(rows[place].id)}: {what}"
+        row_id = rows[place].id if len(rows[place].id) <= 60 else f"{rows[place].id[:60]}..."
+        return f"The first row that differs is number {place}, id {json.dumps(row_id)}: {what}"
     if len(was[0]) == len(rows):
         return None
     return f"There were {len(was[0])} rows and are {len(rows)}: the first {min(len(was[0]), len(rows))} are the same"
-
-
-def _quoted(row_id: str) -> str:
-    return json.dumps(row_id if len(row_id) <= 60 else f"{row_id[:60]}...")

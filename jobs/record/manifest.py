@@ -68,7 +68,8 @@ class RunManifest:
         """This manifest with the identity that `stored`, the run.json at `path`, gives the run: the footers of parts
         follow from that one. Raises RunMismatchError with a diff when they are two runs', DamagedRunError when `stored`
         was edited. Logs what another version of a library says otherwise."""
-        semantic, facts, versions = (_mapping(stored.get(key)) for key in ("semantic", "facts", "versions"))
+        groups = (stored.get(key) for key in ("semantic", "facts", "versions"))
+        semantic, facts, versions = (group if isinstance(group, dict) else {} for group in groups)
         number = stored.get("format")
         if number != FORMAT:
             raise RunMismatchError(
@@ -83,34 +84,37 @@ class RunManifest:
         return begun
 
 
-def _mapping(value: JsonValue) -> Values:
-    return value if isinstance(value, dict) else {}
-
-
 def run_name(semantic: Values) -> str:
     """`<model>-<data set>-<8 hex of the digest>`: the same settings always find the same directory."""
     values = [semantic.get(f"{group}.name", semantic.get(group)) for group in ("model", "dataset")]
-    words = [_slug(value) for value in values if isinstance(value, str)]
+    names = [value.rstrip("/").rpartition("/")[2].lower() for value in values if isinstance(value, str)]
+    words = [re.sub(r"[^a-z0-9._]+", "-", name)[:32].strip("-._") for name in names]
     return "-".join([*(word for word in words if word), json_digest(semantic)[:8]])
-
-
-def _slug(text: str) -> str:
-    base = text.rstrip("/").rpartition("/")[2].lower()
-    return re.sub(r"[^a-z0-9._]+", "-", base)[:32].strip("-._")
 
 
 def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: list[str]) -> None:
     for line in version_lines:
         LOG.warning("%s was begun with other library versions; rounding may differ: %s", run, line)
-    was, values = begun.identity, now.identity
-    by_default = {key for key in now.semantic if key not in was and _same(now.defaults, now.semantic, key)}
+    was, values, defaults = begun.identity, now.identity, now.defaults
+    new = {key: value for key, value in now.semantic.items() if key not in was and key in defaults}
+    by_default = {key for key, value in new.items() if canonical_json(defaults[key]) == canonical_json(value)}
     unrecorded = _unrecorded_digests(run, was, values)
     compared = {key: value for key, value in values.items() if key not in by_default | unrecorded}
     lines = _diff(was, compared, now.sources)
     if any(line.startswith("transformers:") for line in version_lines):
-        lines = _without_what_is_said_newly(run, lines)
-    if lines:
-        raise RunMismatchError(_mismatch(run, lines))
+        # Another version of transformers may know more or fewer keys of a model's config: no one has changed those.
+        newly = [line for line in lines if ABSENT in line and _subject(line).endswith(".json")]
+        for line in newly:
+            LOG.warning("%s: another version of transformers says more or less of the model: %s", run, line)
+        lines = [line for line in lines if line not in newly]
+    if not lines:
+        return
+    shown = [f"  {line}" for line in lines[:MAX_DIFF_LINES]]
+    more = [f"  and {len(lines) - MAX_DIFF_LINES} more"] if len(lines) > MAX_DIFF_LINES else []
+    verb = "differs" if len(lines) == 1 else "differ"
+    head = f"{run} belongs to another run; {counted(len(lines), 'value')} {verb} (key: was -> is):"
+    tail = "Nothing was written. Put them back as they were, or choose another directory with run="
+    raise RunMismatchError("\n".join([head, *shown, *more, tail]))
 
 
 def _unrecorded_digests(run: Path, was: Values, now: Values) -> set[str]:
@@ -135,35 +139,14 @@ def _subject(key: str) -> str:
     return WEIGHTS if key.endswith(DIGEST_OF_WEIGHTS) else key
 
 
-def _without_what_is_said_newly(run: Path, lines: list[str]) -> list[str]:
-    """Another version of transformers may know more or fewer keys of a model's config: no one has changed those."""
-    newly = [line for line in lines if ABSENT in line and _subject(line).endswith(".json")]
-    for line in newly:
-        LOG.warning("%s: another version of transformers says more or less of the model: %s", run, line)
-    return [line for line in lines if line not in newly]
-
-
-def _same(one: Values, other: Values, key: str) -> bool:
-    return key in one and canonical_json(one[key]) == canonical_json(other[key])
-
-
-def _mismatch(run: Path, lines: list[str]) -> str:
-    shown = [f"  {line}" for line in lines[:MAX_DIFF_LINES]]
-    more = [f"  and {len(lines) - MAX_DIFF_LINES} more"] if len(lines) > MAX_DIFF_LINES else []
-    verb = "differs" if len(lines) == 1 else "differ"
-    head = f"{run} belongs to another run; {counted(len(lines), 'value')} {verb} (key: was -> is):"
-    tail = "Nothing was written. Put them back as they were, or choose another directory with run="
-    return "\n".join([head, *shown, *more, tail])
-
-
 def _diff(was: Values, now: Values, sources: Mapping[str, str] | None = None) -> list[str]:
-    pairs = [(key, _show(was, key), _show(now, key)) for key in sorted({*was, *now})]
-    return [f"{key}: {_cut(old)} -> {_cut(new)}{_source(key, sources or {})}" for key, old, new in pairs if old != new]
-
-
-def _source(key: str, sources: Mapping[str, str]) -> str:
-    place = sources.get(key, sources.get(key.partition(" ")[0]))
-    return "" if place is None else f"  (from {place})"
+    places, lines = sources or {}, list[str]()
+    for key in sorted({*was, *now}):
+        old, new = _show(was, key), _show(now, key)
+        if old != new:
+            place = places.get(key, places.get(key.partition(" ")[0]))
+            lines.append(f"{key}: {_cut(old)} -> {_cut(new)}" + ("" if place is None else f"  (from {place})"))
+    return lines
 
 
 def _show(values: Values, key: str) -> str:

@@ -105,6 +105,7 @@ class GenerationRow:
 
     def values(self, request: PlannedRequest, columns: pa.Schema) -> dict[str, object]:
         """The row as it is published: by the names of GENERATION_SCHEMA, LOGPROB_FIELDS and `columns`."""
+        is_ok, likeliest = self.status == "ok", [ids[0] for ids in self.top_token_ids if ids]
         return {
             "id": self.id,
             "sample_index": self.sample_index,
@@ -124,20 +125,14 @@ class GenerationRow:
             "top_logprobs": list(self.top_logprobs),
             "beam_score": self.beam_score,
             "reasoning": None if self.reasoning is None else clean_text(self.reasoning),
-            **self._scores(request),
-            **self.encoding,
-            **encode_columns(columns, self.columns),
-        }
-
-    def _scores(self, request: PlannedRequest) -> dict[str, object]:
-        """What SCORE_SCHEMA has beside. The likeliest token in place of each is there wherever tokens are scored."""
-        is_ok, likeliest = self.status == "ok", [ids[0] for ids in self.top_token_ids if ids]
-        return {
+            # What SCORE_SCHEMA has beside. The likeliest token in place of each is there wherever tokens are scored.
             "target_index": self.sample_index,
             "logprob": sum(self.logprobs) if is_ok else None,
             "is_greedy": likeliest == list(self.token_ids) if is_ok else None,
             "token_logprobs": list(self.logprobs),
             "num_target_tokens": len(self.token_ids),
+            **self.encoding,
+            **encode_columns(columns, self.columns),
         }
 
 
@@ -156,11 +151,20 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
     """`infer_column_schema`, from what kinds of values the columns have."""
     taken = {*fixed.names, *kinds}
     columns: list[pa.Field] = []
+    agreements = (
+        ({"string"}, pa.string()),
+        ({"bool"}, pa.bool_()),
+        ({"int", "wide int"}, pa.int64()),
+        ({"int", "float"}, pa.float64()),
+    )
     for name, kind in kinds.items():
-        column_type = _column_type(kind)
+        # The simple type that all values have; None where they agree on none.
+        column_type = next((column_type for allowed, column_type in agreements if kind <= allowed), None)
         encoding = b"json" if column_type is None else b"plain"
         metadata = {b"column": name.encode("utf-8", "surrogatepass"), b"encoding": encoding}
-        final = _free_name(name, taken) if name in fixed.names else name
+        final = name
+        while name in fixed.names and final in taken:
+            final = f"row_{final}"
         taken.add(final)
         columns.append(pa.field(clean_text(final), column_type or pa.string(), metadata=metadata))
     return pa.schema(columns)
@@ -169,24 +173,6 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
 def encode_columns(schema: pa.Schema, columns: Mapping[str, object]) -> dict[str, object]:
     """One row's own columns as values of `schema`; a column that the row lacks is null."""
     return {column.name: _encode(column.metadata, columns) for column in schema}
-
-
-def _column_type(kinds: AbstractSet[str]) -> pa.DataType | None:
-    """The simple type that all values have; None where they agree on none."""
-    agreements = (
-        ({"string"}, pa.string()),
-        ({"bool"}, pa.bool_()),
-        ({"int", "wide int"}, pa.int64()),
-        ({"int", "float"}, pa.float64()),
-    )
-    return next((column_type for allowed, column_type in agreements if kinds <= allowed), None)
-
-
-def _free_name(name: str, taken: AbstractSet[str]) -> str:
-    final = f"row_{name}"
-    while final in taken:
-        final = f"row_{final}"
-    return final
 
 
 def _encode(metadata: Mapping[bytes, bytes], columns: Mapping[str, object]) -> object:

@@ -43,13 +43,6 @@ NUM_STOPS = b"millrace.num_stops"  # in the footer of a part whose block went on
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Checked:
-    block: int
-    table: pa.Table
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class PartInfo:
     """A committed generations part, read whole and found right."""
 
@@ -99,7 +92,13 @@ class PartStore:
         if self.directory.generations_part(block).exists():
             LOG.info("block %d is committed already: the second result is discarded", block)
             return False
-        table, passes = self._generation_table(block, generations), self._throughput_table(block, throughput)
+        planned, rows = self.blocks[block], {row.key: row for row in generations}
+        assert len(rows) == len(generations) == len(planned), f"block {block}: not one row per planned request"
+        values = [rows[request.key].values(request, self.columns) for request in planned]
+        table = pa.Table.from_pylist(values, schema=self._schema)
+        operational = canonical_json({**self.manifest.operational, "versions": self.manifest.versions})
+        costs = [{"block": block, **vars(row), "operational": operational} for row in throughput]
+        passes = pa.Table.from_pylist(costs, schema=THROUGHPUT_SCHEMA)
         if num_stops:
             table = table.replace_schema_metadata({NUM_STOPS: str(num_stops).encode()})
         paths = self.directory.throughput_part(block), self.directory.generations_part(block)
@@ -123,7 +122,7 @@ class PartStore:
             recorded = recorded_parts(self.directory) or {}
             verdicts = {path: self._verdict(path, recorded) for path in self._own(self.directory.generations)}
             caches = {path: self._checked(path, THROUGHPUT_SCHEMA) for path in self._own(self.directory.throughput)}
-            for path, verdict in (verdicts | caches).items():
+            for path, verdict in (*verdicts.items(), *caches.items()):
                 if isinstance(verdict, Exception):
                     set_aside(path, self.directory.quarantine, str(verdict))
             found = {part.block: part for part in verdicts.values() if isinstance(part, PartInfo)}
@@ -137,24 +136,22 @@ class PartStore:
     def require_seats(self) -> None:
         """That a plan which was computed again seats rows as parts were made. Raises DamagedRunError, with nothing
         moved: another machine, or one with less memory, may plan otherwise."""
-        others = [path.name for path in self._own(self.directory.generations) if self._sits_elsewhere(path)]
+        others: list[str] = []
+        for path in self._own(self.directory.generations):
+            try:
+                footer = parse_part(read_regular(path)[0]).schema.metadata or {}
+            except PARQUET_PROBLEMS:  # what cannot be read is not asked
+                continue
+            block = self._block_by_name.get(path.name)
+            ours = footer.get(b"millrace.config") == self.manifest.digest.encode()
+            if ours and (block is None or any(footer.get(key) != value for key, value in self._footer(block).items())):
+                others.append(path.name)
         if others:
             raise DamagedRunError(
                 f"{self.directory.plan} is gone, and computed again it seats rows otherwise than {len(others)} parts "
                 f"were made ({others[0]}): put it back, give the memory that the run began with "
                 f"(offload.host_memory_gib, offload.device_memory_gib), or choose another directory with run="
             )
-
-    def _sits_elsewhere(self, path: Path) -> bool:
-        """Whether a part is this run's, but of a block that the plan does not have so. What cannot be read is not
-        asked."""
-        try:
-            footer = parse_part(read_regular(path)[0]).schema.metadata or {}
-        except PARQUET_PROBLEMS:
-            return False
-        block = self._block_by_name.get(path.name)
-        ours = footer.get(b"millrace.config") == self.manifest.digest.encode()
-        return ours and (block is None or any(footer.get(key) != value for key, value in self._footer(block).items()))
 
     def passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
         """The passes of those of `blocks` that are committed; None: of all, for the summary. A block whose cache is
@@ -174,61 +171,42 @@ class PartStore:
 
     def _own(self, folder: Path) -> list[Path]:
         """What is to be judged here: all but parts that other windows may have. Raises OSError."""
-        return [path for path in visible(folder) if not self._is_of_others(path)]
-
-    def _is_of_others(self, path: Path) -> bool:
-        return self.is_window and path.name not in self._block_by_name and PART_NAME.fullmatch(path.name) is not None
+        paths = visible(folder)
+        if not self.is_window:
+            return paths
+        return [path for path in paths if path.name in self._block_by_name or not PART_NAME.fullmatch(path.name)]
 
     def finish(
         self, numbers: Mapping[str, JsonValue] | None = None, earlier: Mapping[int, PartInfo] | None = None
     ) -> None:
         """Publish `_SUCCESS.json` last of all, with `numbers` as `write_success` takes them. `earlier`: the parts of
         the windows before. Raises OutputError when a planned block is not there."""
-        parts = {**(earlier or {}), **self._whole()}
-        self._set_strangers_aside(parts)
-        rows: Counter[Status] = Counter()
-        for part in parts.values():
-            rows.update(part.rows)
-        tell_of_remade(self.directory, {self._name(block): part.sha256 for block, part in parts.items()})
-        listed = [self._listing(part) for part in parts.values()]
-        write_success(self.directory, self.manifest.digest, {**rows}, listed, numbers)
-
-    def _whole(self) -> dict[int, PartInfo]:
-        parts = self.committed()
-        missing = sorted(set(self.blocks) - set(parts))
+        own = self.committed()
+        missing = sorted(set(self.blocks) - set(own))
         if missing:
             raise OutputError(
                 f"{self.directory.generations} lacks {len(missing)} of {len(self.blocks)} blocks (first: {missing[0]}) "
                 f"that were committed or never ran. Start the same command again to make them"
             )
-        return parts
-
-    def _set_strangers_aside(self, parts: Mapping[int, PartInfo]) -> None:
-        """Moves parts away that no window of the run has planned. Raises OutputError."""
-        names = {self._name(block) for block in parts}
+        parts = {self._name(block): part for block, part in {**(earlier or {}), **own}.items()}
         try:
             for path in visible(self.directory.generations) if self.is_window else []:
-                if path.name not in names:
+                if path.name not in parts:
                     set_aside(path, self.directory.quarantine, "no block of any plan has this file name")
         except OSError as error:
             raise output_error(self.directory.path, error) from error
-
-    def _listing(self, part: PartInfo) -> dict[str, JsonValue]:
-        return {"file": self._name(part.block), "block": part.block, "num_rows": part.num_rows, "sha256": part.sha256}
+        rows: Counter[Status] = Counter()
+        for part in parts.values():
+            rows.update(part.rows)
+        tell_of_remade(self.directory, {name: part.sha256 for name, part in parts.items()})
+        listed: list[dict[str, JsonValue]] = [
+            {"file": name, "block": part.block, "num_rows": part.num_rows, "sha256": part.sha256}
+            for name, part in parts.items()
+        ]
+        write_success(self.directory, self.manifest.digest, {**rows}, listed, numbers)
 
     def _name(self, block: int) -> str:
         return self.directory.generations_part(block).name
-
-    def _generation_table(self, block: int, generations: Sequence[GenerationRow]) -> pa.Table:
-        planned, rows = self.blocks[block], {row.key: row for row in generations}
-        assert len(rows) == len(generations) == len(planned), f"block {block}: not one row per planned request"
-        values = [rows[request.key].values(request, self.columns) for request in planned]
-        return pa.Table.from_pylist(values, schema=self._schema)
-
-    def _throughput_table(self, block: int, passes: Sequence[PassRow]) -> pa.Table:
-        operational = canonical_json({**self.manifest.operational, "versions": self.manifest.versions})
-        values = [{"block": block, **vars(row), "operational": operational} for row in passes]
-        return pa.Table.from_pylist(values, schema=THROUGHPUT_SCHEMA)
 
     @cached_property
     def _schema(self) -> pa.Schema:
@@ -246,19 +224,20 @@ class PartStore:
 
     def _publish(self, path: Path, table: pa.Table, block: int, *, exclusive: bool) -> bool:
         signed = sign(table, {**(table.schema.metadata or {}), **self._footer(block)})
+
+        def check(temp: Path) -> None:
+            try:
+                self._read(temp.read_bytes(), block, table.schema)
+            except (pa.ArrowException, ValueError) as error:
+                raise OSError(errno.EIO, f"what was written reads back wrong: {error}") from error
+
         return publish(
             path,
             lambda file: write_parquet(signed, file),
             exclusive=exclusive,
-            check=lambda temp: self._check_written(temp, block, table.schema),
+            check=check,
             expected_bytes=table.nbytes,
         )
-
-    def _check_written(self, temp: Path, block: int, schema: pa.Schema) -> None:
-        try:
-            self._read(temp.read_bytes(), block, schema)
-        except (pa.ArrowException, ValueError) as error:
-            raise OSError(errno.EIO, f"what was written reads back wrong: {error}") from error
 
     def _read(self, data: bytes, block: int, schema: pa.Schema) -> pa.Table:
         """The table in a part's bytes. Raises one of PARQUET_PROBLEMS when they are damaged or belong elsewhere."""
@@ -278,28 +257,28 @@ class PartStore:
                 raise ValueError("its rows are not those of the plan")
         return table
 
-    def _block_of(self, path: Path) -> int:
-        """Raises ValueError when no block of the plan has this file name, as with a copy."""
-        if path.name not in self._block_by_name:
-            raise ValueError("no block of the plan has this file name")
-        return self._block_by_name[path.name]
-
-    def _checked(self, path: Path, schema: pa.Schema, recorded: str | None = None) -> "_Checked | Exception":
-        """The part, or why it cannot be used. OSError is the disk's fault and no verdict on the part."""
+    def _checked(
+        self, path: Path, schema: pa.Schema, recorded: str | None = None
+    ) -> tuple[int, pa.Table, str] | Exception:
+        """The part's block, table and SHA-256, or why it cannot be used. OSError is the disk's fault and no verdict on
+        the part."""
         if path.is_symlink():
             return ValueError("it is a symbolic link")
         data = path.read_bytes() if path.is_file() else b""
         sha256 = hashlib.sha256(data).hexdigest()
         if recorded not in (None, sha256):
             return ValueError(f"its SHA-256 is not the one that {self.directory.success.name} records")
+        block = self._block_by_name.get(path.name)
+        if block is None:
+            return ValueError("no block of the plan has this file name")  # as with a copy
         try:
-            block = self._block_of(path)
-            return _Checked(block=block, table=self._read(data, block, schema), sha256=sha256)
+            return block, self._read(data, block, schema), sha256
         except PARQUET_PROBLEMS as error:
             return error
 
     def _verdict(self, path: Path, recorded: Mapping[str, str]) -> PartInfo | Exception:
-        part = self._checked(path, self._schema, recorded.get(path.name))
-        if isinstance(part, Exception):
-            return part
-        return PartInfo(block=part.block, rows=Counter(part.table["status"].to_pylist()), sha256=part.sha256)
+        found = self._checked(path, self._schema, recorded.get(path.name))
+        if isinstance(found, Exception):
+            return found
+        block, table, sha256 = found
+        return PartInfo(block=block, rows=Counter(table["status"].to_pylist()), sha256=sha256)

@@ -90,7 +90,16 @@ def fix_plan(
 
     Raises RunMismatchError when it is another plan, DamagedRunError when it cannot be read or was edited, OutputError.
     """
-    if path.exists() or not publish(path, lambda file: _write(requests, chunk_tokens, backends, file), exclusive=True):
+
+    def write(file: BinaryIO) -> None:
+        columns = {name: [getattr(request, name) for request in requests] for name in PLAN_SCHEMA.names}
+        metadata = {} if chunk_tokens is None else {CHUNK_TOKENS: str(chunk_tokens).encode()}
+        if backends is not None:
+            host, table = backends
+            metadata[BACKENDS] = json.dumps({"host": asdict(host), "table": table.to_plain()}).encode()
+        write_parquet(sign(pa.table(columns, schema=PLAN_SCHEMA), metadata), file)
+
+    if path.exists() or not publish(path, write, exclusive=True):
         _compare(path, read_plan(path), requests)
 
 
@@ -136,17 +145,6 @@ def backends_of(path: Path, host: Host) -> BackendTable | None:
 
 def _footer(path: Path) -> Mapping[bytes, bytes]:
     return (read_plan_table(path).schema.metadata or {}) if path.exists() else {}
-
-
-def _write(
-    requests: Sequence[PlannedRequest], chunk_tokens: int | None, backends: Chosen | None, file: BinaryIO
-) -> None:
-    columns = {name: [getattr(request, name) for request in requests] for name in PLAN_SCHEMA.names}
-    metadata = {} if chunk_tokens is None else {CHUNK_TOKENS: str(chunk_tokens).encode()}
-    if backends is not None:
-        host, table = backends
-        metadata[BACKENDS] = json.dumps({"host": asdict(host), "table": table.to_plain()}).encode()
-    write_parquet(sign(pa.table(columns, schema=PLAN_SCHEMA), metadata), file)
 
 
 def _compare(path: Path, stored: Sequence[PlannedRequest], requests: Sequence[PlannedRequest]) -> None:

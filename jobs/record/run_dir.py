@@ -145,7 +145,13 @@ def open_run(
     """
     run = RunDirectory(path=path)
     try:
-        _refuse_links(run)
+        # A run writes into its own directory alone.
+        for own in (run.lock, run.generations, run.throughput, run.quarantine, run.trace, run.leases):
+            if own.is_symlink():
+                raise DamagedRunError(
+                    f"{own} is a symbolic link, to {own.readlink()}: a run writes only into its own directory. Remove "
+                    f"the link, or choose another directory with run="
+                )
         bound = _bound(run, manifest, begun)
         run.path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run.lock, is_shared=is_shared)
@@ -154,7 +160,10 @@ def open_run(
     try:
         if not run.manifest.exists() and not write_json(run.manifest, begun or manifest.to_json(), exclusive=True):
             bound = _bound(run, manifest, begun)  # another process was first
-        _make_folders(run)
+        for folder in (run.generations, run.throughput):
+            folder.mkdir(exist_ok=True)
+        fsync_directory(run.path)
+        fsync_directory(run.path.parent)
     except OSError as error:
         lock.release()
         raise unusable(run, error) from error
@@ -170,7 +179,13 @@ def _bound(run: RunDirectory, manifest: RunManifest, begun: Mapping[str, JsonVal
     try:
         stored = read_json(run.manifest)
     except FileNotFoundError:
-        _refuse_foreign(run)
+        names = sorted(entry.name for entry in run.path.iterdir()) if run.path.exists() else []
+        strangers = [name for name in names if not name.startswith(".") and not name.endswith(".log")]
+        if strangers:
+            raise ConfigError(
+                f"{run.path} is no run directory: it has no run.json but holds {len(strangers)} other entries "
+                f"({', '.join(map(json.dumps, strangers[:3]))}). Choose a new or empty directory with run="
+            ) from None
         stored = begun
     if stored is None:
         return None
@@ -181,35 +196,6 @@ def _bound(run: RunDirectory, manifest: RunManifest, begun: Mapping[str, JsonVal
             f"another output_root"
         )
     return manifest.as_begun(stored, run.manifest)
-
-
-def _refuse_links(run: RunDirectory) -> None:
-    """A run writes into its own directory alone."""
-    for path in (run.lock, run.generations, run.throughput, run.quarantine, run.trace, run.leases):
-        if path.is_symlink():
-            raise DamagedRunError(
-                f"{path} is a symbolic link, to {path.readlink()}: a run writes only into its own directory. Remove "
-                f"the link, or choose another directory with run="
-            )
-
-
-def _refuse_foreign(run: RunDirectory) -> None:
-    if not run.path.exists():
-        return
-    names = sorted(entry.name for entry in run.path.iterdir())
-    strangers = [name for name in names if not name.startswith(".") and not name.endswith(".log")]
-    if strangers:
-        raise ConfigError(
-            f"{run.path} is no run directory: it has no run.json but holds {len(strangers)} other entries "
-            f"({', '.join(map(json.dumps, strangers[:3]))}). Choose a new or empty directory with run="
-        )
-
-
-def _make_folders(run: RunDirectory) -> None:
-    for folder in (run.generations, run.throughput):
-        folder.mkdir(exist_ok=True)
-    fsync_directory(run.path)
-    fsync_directory(run.path.parent)
 
 
 def unusable(run: RunDirectory, error: OSError) -> MillraceError:

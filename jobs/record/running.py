@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # they load torch, and who reads what a run has written needs
 LOG = logging.getLogger(__name__)
 FORMAT = "1"
 UNFINISHED = "running"  # in the place of the status of a finished row
+OF_UNFINISHED = frozenset({"generator_state", "search"})  # columns that finished rows have no value for
 
 RequestKey: TypeAlias = tuple[str, int]  # id and sample index
 RunningRow: TypeAlias = dict[str, Any]  # a row of RUNNING_SCHEMA
@@ -85,9 +86,36 @@ class RunningFile:
 
     def save(self, running: Running) -> bool:
         """Replaces what was saved before. False, and a warning, when it cannot be written: the run goes on without."""
-        rows = [_finished_values(row) for row in running.finished]
-        rows += [_unfinished_values(key, unfinished) for key, unfinished in running.unfinished.items()]
-        table = sign(pa.Table.from_pylist(rows, schema=RUNNING_SCHEMA), self._footer(running))
+        rows = [
+            {
+                **{name: getattr(row, name) for name in RUNNING_SCHEMA.names if hasattr(row, name)},
+                "completion": clean_text(row.completion),
+                "error": None if row.error is None else clean_text(row.error),
+            }
+            for row in running.finished
+        ]
+        rows += [
+            {
+                "id": row_id,
+                "sample_index": sample_index,
+                "status": UNFINISHED,
+                "completion": "",
+                "token_ids": unfinished.token_ids,
+                "logprobs": [token.own for token in unfinished.logprobs],
+                "top_token_ids": [token.top_ids for token in unfinished.logprobs],
+                "top_logprobs": [token.top for token in unfinished.logprobs],
+                "generator_state": unfinished.generator_state,
+                "search": written_search(unfinished.search),
+            }
+            for (row_id, sample_index), unfinished in running.unfinished.items()
+        ]
+        values = {
+            **self._owner,
+            "passes": canonical_json([vars(row) for row in running.passes]),
+            "num_stops": str(running.num_stops),
+        }
+        footer = {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
+        table = sign(pa.Table.from_pylist(rows, schema=RUNNING_SCHEMA), footer)
         try:
             return publish(
                 self.path,
@@ -112,7 +140,10 @@ class RunningFile:
         try:
             return self._parse(data)
         except (*PARQUET_PROBLEMS, TypeError) as error:  # TypeError: passes of another version of Millrace
-            self._set_aside(str(error))
+            try:
+                set_aside(path, self.directory.quarantine, f"{error}; its requests begin again")
+            except OSError as fault:
+                LOG.warning("%s cannot be used (%s) nor moved away: %s", path, error, fault)
             return Running(unfinished={})
 
     def remove(self) -> None:
@@ -124,7 +155,11 @@ class RunningFile:
 
     def _parse(self, data: bytes) -> Running:
         table = parse_parquet(data)
-        values = self._read_footer(table.schema.metadata or {})
+        footer = table.schema.metadata or {}
+        values = {key.decode().removeprefix("millrace."): value.decode() for key, value in footer.items()}
+        wrong = [key for key, value in self._owner.items() if values.get(key) != value]
+        if wrong:
+            raise ValueError(f"it belongs to another run: {', '.join(wrong)} differ")
         if not table.schema.equals(RUNNING_SCHEMA):
             raise ValueError("its columns are not those of a checkpoint")
         if not is_signed(table):
@@ -132,7 +167,11 @@ class RunningFile:
         require_intact(table)
         rows: list[RunningRow] = table.to_pylist()
         return Running(
-            finished=[_finished_row(row) for row in rows if row["status"] != UNFINISHED],
+            finished=[
+                GenerationRow(**{key: value for key, value in row.items() if key not in OF_UNFINISHED})
+                for row in rows
+                if row["status"] != UNFINISHED
+            ],
             unfinished={
                 (row["id"], row["sample_index"]): _unfinished(row) for row in rows if row["status"] == UNFINISHED
             },
@@ -145,27 +184,6 @@ class RunningFile:
         plan, block = plan_digest(self.plan), {} if self.block is None else {"block": str(self.block)}
         return {"format": FORMAT, "run": self.manifest.name, "config": self.manifest.digest, "plan": plan, **block}
 
-    def _footer(self, running: Running) -> dict[bytes, bytes]:
-        values = {
-            **self._owner,
-            "passes": canonical_json([vars(row) for row in running.passes]),
-            "num_stops": str(running.num_stops),
-        }
-        return {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
-
-    def _read_footer(self, metadata: Mapping[bytes, bytes]) -> dict[str, str]:
-        values = {key.decode().removeprefix("millrace."): value.decode() for key, value in metadata.items()}
-        wrong = [key for key, value in self._owner.items() if values.get(key) != value]
-        if wrong:
-            raise ValueError(f"it belongs to another run: {', '.join(wrong)} differ")
-        return values
-
-    def _set_aside(self, reason: str) -> None:
-        try:
-            set_aside(self.path, self.directory.quarantine, f"{reason}; its requests begin again")
-        except OSError as error:
-            LOG.warning("%s cannot be used (%s) nor moved away: %s", self.path, reason, error)
-
 
 def remove_committed(directory: RunDirectory, blocks: Iterable[int]) -> None:
     """Files of blocks whose parts are committed: a kill between the two left them. Raises OutputError."""
@@ -174,31 +192,6 @@ def remove_committed(directory: RunDirectory, blocks: Iterable[int]) -> None:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise output_error(path, error) from error
-
-
-def _finished_values(row: GenerationRow) -> dict[str, object]:
-    values = {name: getattr(row, name) for name in RUNNING_SCHEMA.names if name in GenerationRow.__dataclass_fields__}
-    error = None if row.error is None else clean_text(row.error)
-    return {**values, "completion": clean_text(row.completion), "error": error, "generator_state": None, "search": None}
-
-
-def _finished_row(values: RunningRow) -> GenerationRow:
-    return GenerationRow(**{key: value for key, value in values.items() if key not in ("generator_state", "search")})
-
-
-def _unfinished_values(key: RequestKey, unfinished: "Unfinished") -> dict[str, object]:
-    return {
-        "id": key[0],
-        "sample_index": key[1],
-        "status": UNFINISHED,
-        "completion": "",
-        "token_ids": unfinished.token_ids,
-        "logprobs": [token.own for token in unfinished.logprobs],
-        "top_token_ids": [token.top_ids for token in unfinished.logprobs],
-        "top_logprobs": [token.top for token in unfinished.logprobs],
-        "generator_state": unfinished.generator_state,
-        "search": written_search(unfinished.search),
-    }
 
 
 def _unfinished(values: RunningRow) -> "Unfinished":

@@ -48,15 +48,14 @@ def is_finished(directory: RunDirectory) -> bool:
     """Whether every part is the one that `_SUCCESS.json` lists, by SHA-256, with none beside them."""
     try:
         recorded = recorded_parts(directory)
-        paths = visible(directory.generations)
-        return recorded is not None and {path.name: _sha256(path) for path in paths} == recorded
+        # A link is as good as no file: what it leads to is not the run's.
+        found = {
+            path.name: file_sha256(path) if path.is_file() and not path.is_symlink() else None
+            for path in visible(directory.generations)
+        }
+        return recorded is not None and found == recorded
     except OSError:
         return False
-
-
-def _sha256(path: Path) -> str | None:
-    """The digest of a file; None for a link, as what it leads to is not the run's, and for what is no file."""
-    return file_sha256(path) if path.is_file() and not path.is_symlink() else None
 
 
 def tell_of_remade(directory: RunDirectory, parts: Mapping[str, str]) -> None:

@@ -22,12 +22,6 @@ def lease_name(block: int) -> str:
     return f"block-{block:06d}"
 
 
-def _block_of(name: str) -> int | None:
-    """The block whose lease has this file name; None of other files."""
-    found = re.fullmatch(r"block-(\d{6,})\.json", name)
-    return None if found is None else int(found[1])
-
-
 @dataclass(frozen=True, kw_only=True)
 class LeasedBlock:
     """A block in work. `holder`: the process, as its lease names it. `since_seconds` and `heartbeat_seconds`: how long
@@ -64,7 +58,7 @@ def leased_blocks(folder: Path) -> list[LeasedBlock]:
     now, leases = time.time(), list[LeasedBlock]()
     for path in sorted(folder.glob("block-*.json")):
         try:
-            block, lease = _block_of(path.name), read_lease(path)
+            block, lease = re.fullmatch(r"block-(\d{6,})\.json", path.name), read_lease(path)
         except OddFileError:  # nobody's
             continue
         if block is None or lease is None:  # given back in between
@@ -72,7 +66,7 @@ def leased_blocks(folder: Path) -> list[LeasedBlock]:
         since = lease.holder.get("since")
         leases.append(
             LeasedBlock(
-                block=block,
+                block=int(block[1]),
                 holder=lease.holder,
                 since_seconds=max(0.0, now - since) if isinstance(since, float) else 0.0,
                 heartbeat_seconds=max(0.0, now - lease.touched_ns / 1e9),
@@ -108,22 +102,16 @@ def told_lacking(run: FoundRun, rows: Sequence[int]) -> str:
         return f"{name} {state}: nothing is planned yet"
     texts = [f"{run.num_done:,} of {run.num_rows:,} rows are done"]
     if len(rows):
-        texts.append(f"missing are rows {listed(rows)}, in {_told_blocks(run)}")
-    return f"{name} {state}: {', '.join(texts)}{_told_workers(run)}"
-
-
-def _told_blocks(run: FoundRun) -> str:
-    missing = sorted(set(run.rows_by_block) - set(run.parts))
-    return f"{len(missing):,} of {counted(len(run.rows_by_block), 'block')} ({listed(missing)})"
-
-
-def _told_workers(run: FoundRun) -> str:
-    """Who has which block; of a run of one worker, or that nobody works on, there are no leases that mean anything."""
+        missing = sorted(set(run.rows_by_block) - set(run.parts))
+        blocks = f"{len(missing):,} of {counted(len(run.rows_by_block), 'block')} ({listed(missing)})"
+        texts.append(f"missing are rows {listed(rows)}, in {blocks}")
+    said = f"{name} {state}: {', '.join(texts)}"
+    # Of a run of one worker, or that nobody works on, there are no leases that mean anything.
     leased = leased_blocks(run.directory.leases) if run.condition is Condition.running else []
     if not leased:
-        return ""
+        return said
     more = f" and {len(leased) - NUM_LISTED} more" if len(leased) > NUM_LISTED else ""
-    return f"; leased are {', '.join(str(each) for each in leased[:NUM_LISTED])}{more}"
+    return f"{said}; leased are {', '.join(str(each) for each in leased[:NUM_LISTED])}{more}"
 
 
 def listed(numbers: Sequence[int]) -> str:

@@ -1,8 +1,7 @@
 """The one door of runs: what generate, score and encode do with settings that are good, whatever is asked of a row."""
 
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from ..config.cli import ended, say
@@ -53,7 +52,13 @@ def run_door(
         if isinstance(config, GenerateConfig) and config.dataset.has_turns:
             if ranks is not None and ranks.rank:
                 return follow_turns(config, stop, ranks)
-            return _tell_turns(converse(config, stop, start, ranks), run_directory(config))
+            code = 0
+            for turn, outcome in enumerate(converse(config, stop, start, ranks), start=1):
+                say(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
+                say(outcome_text(outcome))
+                code = max(code, outcome.exit_code)
+            say(HOW_TO_READ_TURNS.format(folder=run_directory(config)))
+            return code  # of the worst turn
         task, settings = task_of(config)
         if ranks is not None and ranks.rank:
             return follow(task, settings, stop, ranks)
@@ -66,16 +71,3 @@ def run_door(
         add_batch_files(config, outcome.directory)
     tell(outcome)
     return outcome.exit_code
-
-
-def _tell_turns(outcomes: "Iterator[Outcome]", directory: Path) -> int:
-    """Says what each turn came to, as it ends; the exit code of the worst of them."""
-    from .summary_table import outcome_text
-
-    code = 0
-    for turn, outcome in enumerate(outcomes, start=1):
-        say(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
-        say(outcome_text(outcome))
-        code = max(code, outcome.exit_code)
-    say(HOW_TO_READ_TURNS.format(folder=directory))
-    return code

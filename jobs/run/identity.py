@@ -47,6 +47,9 @@ def manifest_of(config: RunSettings, runtime: Runtime, digests: InputDigests) ->
         "tokenizer": tokenizer_fingerprint(model.tokenizer),
         "input": digests.asked,
     }
+    checkpoint = str(model.checkpoint.path)
+    folder = Path(config.model.tokenizer or checkpoint)
+    template = folder / "chat_template.jinja"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "pyarrow": pyarrow.__version__}
     return RunManifest(
         semantic={key: value for key, value in settings.items() if key not in PATHS} | came_to,
@@ -54,29 +57,19 @@ def manifest_of(config: RunSettings, runtime: Runtime, digests: InputDigests) ->
         versions={"millrace": __version__, **versions},
         facts={**model_facts(model), **digests.facts},
         defaults=semantic(type(config)()),
-        sources={**_sources(config, model.checkpoint.path), **_weight_sources(model)},
+        sources={
+            **dict.fromkeys(("weights", "config.json", "generation_config.json", "adapter_config.json"), checkpoint),
+            "tokenizer": str(folder),
+            "tokenizer_config.json": str(folder),
+            "chat_template": str(template if template.exists() else folder / "tokenizer_config.json"),
+            "input": config.dataset.path or f"dataset={config.dataset.kind.value}",
+            # Where no digest is, what would give one.
+            **dict.fromkeys(
+                map(_digest_key, model.checkpoint.files), "model.verify=sampled; model.verify=full takes it"
+            ),
+            **{_digest_key(file): file for file in model.digests},
+        },
     )
-
-
-def _sources(config: RunSettings, checkpoint: Path) -> dict[str, str]:
-    folder = Path(config.model.tokenizer or checkpoint)
-    template = folder / "chat_template.jinja"
-    return {
-        "weights": str(checkpoint),
-        "config.json": str(checkpoint),
-        "generation_config.json": str(checkpoint),
-        "adapter_config.json": str(checkpoint),
-        "tokenizer": str(folder),
-        "tokenizer_config.json": str(folder),
-        "chat_template": str(template if template.exists() else folder / "tokenizer_config.json"),
-        "input": config.dataset.path or f"dataset={config.dataset.kind.value}",
-    }
-
-
-def _weight_sources(model: LoadedModel) -> dict[str, str]:
-    """Where no digest is, what would give one."""
-    files = dict.fromkeys(model.checkpoint.files, "model.verify=sampled; model.verify=full takes it")
-    return {_digest_key(file): place for file, place in {**files, **{file: file for file in model.digests}}.items()}
 
 
 def _digest_key(file: str) -> str:

@@ -45,7 +45,8 @@ class Forecast:
         self._requests, self._is_wave = requests, is_wave
         self._members = {block.index: [i for i in block.members if requests[i].max_new_tokens] for block in blocks}
         self._prompts = {index: sum(map(self._num_prompt, rows)) for index, rows in self._members.items()}
-        self._steps = {index: self._most_steps(self._limits(rows)) for index, rows in self._members.items()}
+        limits = {index: {i: requests[i].max_new_tokens for i in rows} for index, rows in self._members.items()}
+        self._steps = {index: self._most_steps(most) for index, most in limits.items()}
         self._waiting = set(self._members)
         self._prefill = _Phase(step_seconds=_each(prediction.prefill.seconds, sum(self._prompts.values())))
         self._decode = _Phase(step_seconds=_each(prediction.decode.seconds, sum(self._steps.values())))
@@ -138,9 +139,6 @@ class Forecast:
 
     def _num_prompt(self, i: int) -> int:
         return len(self._requests[i].prompt_ids)
-
-    def _limits(self, rows: Iterable[int]) -> dict[int, int]:
-        return {i: self._requests[i].max_new_tokens for i in rows}
 
     def _most_steps(self, limits: Mapping[int, int]) -> int:
         """Steps of decoding up to these limits; the first token of each comes out of prefill."""

@@ -50,18 +50,15 @@ def require_template(
     assert tokenizer is not None, "it has a template"
     with renderer_for(tokenizer) as renderer:
         if config.system_prompt is not None and not rows:
-            _require_system_prompt(renderer, config)
+            chat = [{"role": "system", "content": config.system_prompt}, QUESTION]
+            try:
+                renderer.render(chat, config.chat_template_kwargs)
+            except TemplateRefusal as error:
+                raise ConfigError(
+                    f"dataset.system_prompt is set, but the model's chat template takes no system message ({error}): "
+                    "set it to null, or put its text into the prompts"
+                ) from error
         _require_any(renderer, [row for row in rows if row.error is None])
-
-
-def _require_system_prompt(renderer: ChatRenderer, config: DatasetConfig) -> None:
-    try:
-        renderer.render([{"role": "system", "content": config.system_prompt}, QUESTION], config.chat_template_kwargs)
-    except TemplateRefusal as error:
-        raise ConfigError(
-            f"dataset.system_prompt is set, but the model's chat template takes no system message ({error}): "
-            "set it to null, or put its text into the prompts"
-        ) from error
 
 
 def _require_any(renderer: ChatRenderer, rows: Sequence[Row]) -> None:
@@ -166,8 +163,11 @@ def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> RequestBat
 def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Iterator[Sequence[Request | Rejected]]:
     pending: list[tuple[Row, Prompt | Rejected]] = []
     num_characters = 0
+    tokenizer = runtime.model.tokenizer
     with ExitStack() as stack:
-        renderer = _renderer(runtime, rows, stack)
+        renderer: ChatRenderer | None = None
+        if tokenizer is not None and has_template(tokenizer) and any(row.messages is not None for row in rows):
+            renderer = stack.enter_context(renderer_for(tokenizer))
         for row in rows:
             text = _text(renderer, row)
             pending.append((row, text))
@@ -184,13 +184,6 @@ def _made(
     made = iter(make(runtime, [(row, prompt) for row, prompt in pending if not isinstance(prompt, Rejected)]))
     for row, prompt in pending:
         yield runtime.samples(prompt, row.overrides.n) if isinstance(prompt, Rejected) else next(made)
-
-
-def _renderer(runtime: Runtime, rows: Sequence[Row], stack: ExitStack) -> ChatRenderer | None:
-    if all(row.messages is None for row in rows) or not has_template(runtime.model.tokenizer):
-        return None
-    assert runtime.model.tokenizer is not None, "it has a template"
-    return stack.enter_context(renderer_for(runtime.model.tokenizer))
 
 
 def _text(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from runtime.batching.balance import Block
-from runtime.config.profiles import BackendTable
 from runtime.config.settings import Admission, PolicyKind
 from runtime.engine.records import PassRecord, Phase
 from runtime.engine.session import ignore
@@ -120,7 +119,10 @@ class WindowRun:
         ends, and the window goes on as one that is resumed would."""
         context, config, runtime = self._context, self._context.config, self._context.runtime
         feedback, is_wave = self._feedback(asked), config.policy.admission is Admission.wave
+        # Backends that the run was begun with on this host: of this window, or of the one before.
+        plans = (self._plan_path, context.state.directory.window_plan(self._window.number - 1))
         while True:
+            begun_with = (backends_of(path, runtime.host) for path in plans)
             fixed = self._known_plan()
             policy = feedback.policy if feedback is not None else None
             with runtime.confirmed_session(
@@ -129,7 +131,7 @@ class WindowRun:
                 blocks=_shifted(unseat(fixed, asked), -self._first_block) if fixed is not None else None,
                 known=policy,
                 chunk_tokens=chunk_tokens_of(self._plan_path) if policy is None else None,
-                backends=self._known_backends(),
+                backends=next((table for table in begun_with if table is not None), None),
             ) as (plan, session):
                 plan = replace(plan, blocks=_shifted(plan.blocks, self._first_block))
                 store = self._seated(asked, plan.blocks, plan, is_planner=is_planner)
@@ -160,12 +162,6 @@ class WindowRun:
                     else:
                         self.plan, self.weights_seconds = plan, session.opening_seconds
                         return store
-
-    def _known_backends(self) -> BackendTable | None:
-        """The linear backends that the run was begun with on this host: those of this window, or of the one before."""
-        before = self._context.state.directory.window_plan(self._window.number - 1)
-        found = (backends_of(path, self._context.runtime.host) for path in (self._plan_path, before))
-        return next((table for table in found if table is not None), None)
 
     def _tracer(
         self, plan: RunPlan, asked: RequestBatch, write: Callable[[Sequence[Span]], None]

@@ -13,7 +13,6 @@ from runtime.sequences.detokenizer import Detokenizer
 
 from ...config.settings import GenerateConfig, run_directory
 from ...datasets import Row
-from ...datasets.records import Json
 from ...record.found import find_runs
 from ...record.passes import Start
 from ...record.run_dir import RunDirectory
@@ -68,18 +67,14 @@ def _num_turns(rows: Sequence[Row]) -> int:
 
 
 def _task(config: GenerateConfig, rows: Sequence[Row], turn: int, num_turns: int) -> Task:
-    asked = [replace(row, columns=_columns(row, turn)) for row in rows]
+    own = [{f"row_{TURN}" if name == TURN else name: value for name, value in row.columns.items()} for row in rows]
+    asked = [replace(row, columns={**columns, TURN: turn}) for row, columns in zip(rows, own, strict=True)]
     return replace(
         generation(config),
         directory=run_directory(config) / f"turn-{turn}",
         rows=lambda *_: asked,
         identity={"turn": turn, "num_turns": num_turns},
     )
-
-
-def _columns(row: Row, turn: int) -> dict[str, Json]:
-    own = {f"row_{TURN}" if name == TURN else name: value for name, value in row.columns.items()}
-    return {**own, TURN: turn}
 
 
 def _answers(outcome: Outcome, config: GenerateConfig) -> Mapping[str, Mapping[str, str | None]]:
@@ -105,17 +100,18 @@ def _answers(outcome: Outcome, config: GenerateConfig) -> Mapping[str, Mapping[s
 
 def _continued(rows: Sequence[Row], turn: int, answers: Mapping[str, Mapping[str, str | None]]) -> list[Row]:
     """The rows that have another turn. Those of other shards, which have no answer here, are not asked here."""
-    return [_next(row, turn, answers.get(row.id, {})) for row in rows if row.later_turns]
-
-
-def _next(row: Row, turn: int, answer: Mapping[str, str | None]) -> Row:
-    said, *later = row.later_turns
-    error = answer.get("error")
-    if row.error is not None or error is not None:
-        return replace(row, messages=None, later_turns=tuple(later), error=row.error or _why(turn, error))
-    messages = [*(row.messages or []), {"role": "assistant", "content": answer.get("content")}]
-    return replace(row, messages=[*messages, {"role": "user", "content": said}], later_turns=tuple(later))
-
-
-def _why(turn: int, error: str | None) -> str:
-    return f"turn {turn} has no answer: {error}"
+    found: list[Row] = []
+    for row in rows:
+        if not row.later_turns:
+            continue
+        said, *later = row.later_turns
+        answer = answers.get(row.id, {})
+        error = answer.get("error")
+        if row.error is not None or error is not None:
+            why = row.error or f"turn {turn} has no answer: {error}"
+            found.append(replace(row, messages=None, later_turns=tuple(later), error=why))
+            continue
+        messages = [*(row.messages or []), {"role": "assistant", "content": answer.get("content")}]
+        messages.append({"role": "user", "content": said})
+        found.append(replace(row, messages=messages, later_turns=tuple(later)))
+    return found

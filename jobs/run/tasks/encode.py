@@ -17,11 +17,11 @@ from runtime.requests.encoding import Wanted, make_encoding, require_readable
 from runtime.requests.prompts import Rejected, tokenize_each
 from runtime.sequences.sequence import Completion, Request
 
-from ...config.settings import EncodeConfig, EncodeSettings, run_directory
+from ...config.settings import EncodeConfig, run_directory
 from ...datasets.rows import Inputs, Row
 from ...record.output_rows import SOURCE_FIELDS
 from ...record.passes import Start
-from ..requests import Prompt, Read, tokenized
+from ..requests import Prompt, tokenized
 from ..run import Outcome, perform
 from .task import Task
 
@@ -37,12 +37,12 @@ def lines_of(
         assert row.inputs is not None, "what a batch has for another job is an error row"
         unfit = _unfit(runtime.model, wanted, row.inputs)
         found = [unfit] if unfit is not None else _token_ids(runtime.model, wanted, row.inputs)
-        yield [_made(runtime.model, wanted, row.id, index, ids) for index, ids in enumerate(found)]
+        made = [_made(runtime.model, wanted, row.id, ids) for ids in found]
+        yield [replace(each, sample_index=index) for index, each in enumerate(made)]
 
 
-def _made(model: LoadedModel, wanted: Wanted, id: str, index: int, ids: Sequence[int] | str) -> Request | Rejected:
-    made = Rejected(id=id, error=ids) if isinstance(ids, str) else make_encoding(model, id, ids, wanted)
-    return replace(made, sample_index=index)
+def _made(model: LoadedModel, wanted: Wanted, id: str, ids: Sequence[int] | str) -> Request | Rejected:
+    return Rejected(id=id, error=ids) if isinstance(ids, str) else make_encoding(model, id, ids, wanted)
 
 
 def _unfit(model: LoadedModel, wanted: Wanted, inputs: Inputs) -> str | None:
@@ -135,12 +135,18 @@ def encoding(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
         normalize=settings.normalize or (config.is_batch and settings.output is Readout.embedding),
         num_top=settings.num_top if settings.output is Readout.masks else 1,
     )
+
+    def check(runtime: Runtime) -> None:
+        require_readable(runtime.model, wanted)
+        most = runtime.model.shape.vocab_size
+        require(wanted.num_top <= most, f"encode.num_top={wanted.num_top:,} is above the model's {most:,} tokens")
+
     task = Task(
         directory=run_directory(config),
         columns=lambda _: encode_schema(settings.output),
         requests=partial(lines_of if config.is_batch else encodings_of, wanted),
-        check=partial(_check, wanted),
-        read=lambda runtime: _reader(settings, wanted, runtime),
+        check=check,
+        read=lambda runtime: partial(_columns, settings.num_top, wanted, runtime.model),
     )
     return task, replace(config, checkpoint_seconds=None)
 
@@ -150,39 +156,24 @@ def encodings_of(
 ) -> Iterable[Sequence[Request | Rejected]]:
     """The request for what is `wanted` of each prompt."""
     for row, ids in tokenized(runtime, asked, runtime.model.shape.context_tokens):
-        if isinstance(ids, str):
-            yield [Rejected(id=row.id, error=ids)]
-        else:
-            yield [make_encoding(runtime.model, row.id, ids, wanted)]
+        yield [_made(runtime.model, wanted, row.id, ids)]
 
 
-def _check(wanted: Wanted, runtime: Runtime) -> None:
-    require_readable(runtime.model, wanted)
-    most = runtime.model.shape.vocab_size
-    require(wanted.num_top <= most, f"encode.num_top={wanted.num_top:,} is above the model's {most:,} tokens")
-
-
-def _reader(settings: EncodeSettings, wanted: Wanted, runtime: Runtime) -> Read:
-    def read(completion: Completion) -> Mapping[str, object]:
-        found = encoded(runtime.model, wanted, 0, completion)
-        if isinstance(found, Embedded):
-            return {"embedding": found.vector.tolist()}
-        if isinstance(found, Classified):
-            return _likeliest(found, settings.num_top)
+def _columns(num_top: int, wanted: Wanted, model: LoadedModel, completion: Completion) -> Mapping[str, object]:
+    """What was read off a prompt, by its columns."""
+    found = encoded(model, wanted, 0, completion)
+    if isinstance(found, Embedded):
+        return {"embedding": found.vector.tolist()}
+    if isinstance(found, Classified):
+        order = sorted(range(len(found.logits)), key=lambda place: -found.logits[place])[:num_top]
         return {
-            "filled_text": clean_text(found.text),
-            "mask_token_ids": [list(ids) for ids in found.token_ids],
-            "mask_logprobs": [list(values) for values in found.logprobs],
+            "label": found.label,
+            "labels": [found.labels[place] for place in order],
+            "logits": [found.logits[place] for place in order],
+            "probabilities": [found.probabilities[place] for place in order],
         }
-
-    return read
-
-
-def _likeliest(found: Classified, num_top: int) -> Mapping[str, object]:
-    order = sorted(range(len(found.logits)), key=lambda place: -found.logits[place])[:num_top]
     return {
-        "label": found.label,
-        "labels": [found.labels[place] for place in order],
-        "logits": [found.logits[place] for place in order],
-        "probabilities": [found.probabilities[place] for place in order],
+        "filled_text": clean_text(found.text),
+        "mask_token_ids": [list(ids) for ids in found.token_ids],
+        "mask_logprobs": [list(values) for values in found.logprobs],
     }

@@ -2,10 +2,6 @@
 
 from collections.abc import Callable
 
-import pyarrow as pa
-
-from runtime.config.settings import SamplingConfig
-
 from ...config.settings import GenerateConfig, run_directory
 from ...record.output_rows import generation_schema
 from ...record.passes import Start
@@ -16,14 +12,14 @@ from .task import Task
 
 def generation(config: GenerateConfig) -> Task:
     """A row for each completion of each prompt."""
-    return Task(directory=run_directory(config), columns=_columns, requests=completions_of)
-
-
-def _columns(sampling: SamplingConfig) -> pa.Schema:
-    return generation_schema(
-        has_logprobs=sampling.logprobs > 0,
-        has_reasoning=sampling.reasoning is not None,
-        has_beams=(sampling.num_beams or 1) > 1,
+    return Task(
+        directory=run_directory(config),
+        columns=lambda sampling: generation_schema(
+            has_logprobs=sampling.logprobs > 0,
+            has_reasoning=sampling.reasoning is not None,
+            has_beams=(sampling.num_beams or 1) > 1,
+        ),
+        requests=completions_of,
     )
 
 

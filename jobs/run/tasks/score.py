@@ -36,13 +36,18 @@ Made: TypeAlias = Iterable[Sequence[Request | Rejected]]
 def scoring(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
     """A row of scores for each target of each row, or for each window of each document; and the settings that it takes:
     the likeliest token in place of each is always asked for, as it says what is greedy."""
-    sampling = config.sampling
+    sampling, settings = config.sampling, config.score
+
+    def problem(row: Row) -> str | None:
+        targets = _targets(settings, row) if row.error is None and not settings.rolling else ()
+        return targets if isinstance(targets, str) else row.error
+
     task = Task(
         directory=run_directory(config),
         columns=lambda _: score_schema(has_top=sampling.logprobs > 0),
-        requests=partial(windows_of if config.score.rolling else targets_of, config.score),
-        problem=partial(_problem, config.score),
-        totals=lambda directory, read: Totals.of(directory, read() if config.score.rolling else ()).to_plain(),
+        requests=partial(windows_of if settings.rolling else targets_of, settings),
+        problem=problem,
+        totals=lambda directory, read: Totals.of(directory, read() if settings.rolling else ()).to_plain(),
     )
     most = max(1, sampling.logprobs)
     return task, replace(config, sampling=replace(sampling, logprobs=most, max_new_tokens=0))
@@ -65,12 +70,6 @@ def targets_of(settings: ScoreSettings, runtime: Runtime, asked: Sequence[tuple[
             yield [Rejected(id=row.id, error=each)]
         else:
             yield [_made(runtime, row, index, ids) for index, ids in enumerate(found)]
-
-
-def _problem(settings: ScoreSettings, row: Row) -> str | None:
-    """Why nothing of a row can be scored."""
-    targets = _targets(settings, row) if row.error is None and not settings.rolling else ()
-    return targets if isinstance(targets, str) else row.error
 
 
 def _targets(settings: ScoreSettings, row: Row) -> list[str] | str:
