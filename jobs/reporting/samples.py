@@ -27,17 +27,17 @@ FIELDS_OF_PROMPTS = ("dataset.messages_field", "dataset.prompt_field", "dataset.
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
     """`prompt`: as it was asked, as the input has it, or the columns of the input by name; None where the run did not
-    keep any."""
+    keep any. Runs that score or encode complete nothing."""
 
     id: str
     row_index: int
     status: str
     prompt: str | None
-    completion: str
     error: str | None
-    finish_reason: str | None
     num_prompt_tokens: int
-    num_completion_tokens: int
+    completion: str | None = None
+    finish_reason: str | None = None
+    num_completion_tokens: int | None = None
 
 
 def good_rows(figures: RunFigures, count: int) -> list[SampleRow]:
@@ -64,11 +64,17 @@ def _rows(figures: RunFigures, path: Path) -> Iterator[SampleRow]:
     try:
         with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
             prompts = _Prompts.kept_in(file, figures.settings)
-            rows = file.read([*OURS, *prompts.columns]).to_pylist()
+            # an input's column may have the name of one of ours that this run has not
+            ours = [column.name for column in file.schema_arrow if not _is_of_input(column) and column.name in OURS]
+            rows = file.read([*ours, *prompts.columns]).to_pylist()
     except PARQUET_PROBLEMS:
         return
     for row in rows:
-        yield SampleRow(prompt=prompts.of(row), **{name: row[name] for name in OURS})
+        yield SampleRow(prompt=prompts.of(row), **{name: row[name] for name in ours})
+
+
+def _is_of_input(column: pa.Field) -> bool:
+    return b"column" in (column.metadata or {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +92,9 @@ class _Prompts:
     def kept_in(file: pq.ParquetFile, settings: Mapping[str, JsonValue]) -> "_Prompts":
         kept: dict[str, tuple[str, bool]] = {}
         for column in file.schema_arrow:
-            metadata = column.metadata or {}
-            if b"column" in metadata:
-                name = metadata[b"column"].decode("utf-8", "surrogatepass")
-                kept[column.name] = (name, metadata.get(b"encoding") == b"json")
+            if _is_of_input(column):
+                name = column.metadata[b"column"].decode("utf-8", "surrogatepass")
+                kept[column.name] = (name, column.metadata.get(b"encoding") == b"json")
         if isinstance(text := settings.get("dataset.template"), str):
             template = read_template(text, "template")
             needed = {each: value for each, value in kept.items() if any(_leads(value[0], n) for n in template.names)}

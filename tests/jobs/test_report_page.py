@@ -10,7 +10,7 @@ import pytest
 from jobs.files.publishing import JsonValue, write_json
 from jobs.pictures.trace_file import RUN, publish_trace
 from jobs.record.found import find_runs
-from jobs.record.output_rows import GenerationRow, infer_column_schema
+from jobs.record.output_rows import GenerationRow, infer_column_schema, score_schema
 from jobs.record.parts import PartStore
 from jobs.record.plan_file import PlannedRequest, fix_plan
 from jobs.record.run_dir import RunDirectory
@@ -161,6 +161,25 @@ def test_a_sample_shows_what_was_asked_or_the_columns_that_were_kept(
     text = "\n".join(page(run.path, tmp_path).texts)
     assert "dataset.keep_columns=true does" not in text
     assert "float32" in text.partition("What the run is bound to")[2], "nobody has changed it"
+
+
+def test_a_scored_run_has_samples_without_a_completion(tmp_path: Path) -> None:
+    run = RunDirectory(path=tmp_path / "run")
+    for folder in (run.generations, run.throughput):
+        folder.mkdir(parents=True)
+    write_json(run.manifest, MANIFEST.to_json(), exclusive=True)
+    plan = [
+        PlannedRequest(row_id="0", row_index=0, sample_index=0, block=0, micro_batch=0, position=0, num_prompt_tokens=3)
+    ]
+    fix_plan(run.plan, plan)
+    fixed = score_schema(has_top=False)
+    columns = infer_column_schema([{"prompt": "2+2", "completion": "4"}], fixed)
+    store = PartStore(directory=run, manifest=MANIFEST, plan=plan, columns=columns, fixed=fixed)
+    row = GenerationRow(id="0", sample_index=0, status="ok", columns={"prompt": "2+2", "completion": "4"})
+    store.commit(0, [row], PASSES)
+    [sample] = good_rows(figures_of(run.path), 1)
+    assert (sample.prompt, sample.completion, sample.num_prompt_tokens) == ("prompt: 2+2\ncompletion: 4", None, 3)
+    assert "completion: 4" in "\n".join(page(run.path, tmp_path).texts)
 
 
 def test_samples_are_spread_over_the_run_and_as_many_as_asked(tmp_path: Path) -> None:
