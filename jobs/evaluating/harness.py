@@ -239,14 +239,12 @@ class HarnessModel(TemplateLM):
         for number, (_, members) in enumerate(groupby(order, key=lambda index: asked[index].sampling)):
             indices = list(members)
             found = self._answerer.generated(f"generate_until-{number}", [asked[index] for index in indices])
-            texts |= {index: self._text(ids, asked[index].stop) for index, ids in zip(indices, found, strict=True)}
+            for index, ids in zip(indices, found, strict=True):
+                # Decoded alone as in the harness' `hf` model, whose numbers these are: a SentencePiece decoder strips a
+                # first space here, which `completion` has.
+                text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+                texts[index] = postprocess_generated_text(text, list(asked[index].stop), None)
         return [texts[index] for index in range(len(asked))]
-
-    def _text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """Decoded alone as in the harness' `hf` model, whose numbers these are: a SentencePiece decoder strips a first
-        space here, which `completion` has."""
-        text = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-        return postprocess_generated_text(text, list(stop), None)
 
     def _target(self, context: Sequence[int], target: Sequence[int]) -> tuple[Tokens, Tokens]:
         if self.backend == "seq2seq":  # the target is the decoder's, whose context is its own

@@ -208,8 +208,11 @@ class Sorter(Closing):
             return
         places = table["row_index"].to_numpy()
         files = np.minimum(places * self._num_files // self._num_places, self._num_files - 1)
-        for number in np.unique(files):
-            self._writer(int(number), table.schema).write_table(table.filter(pa.array(files == number)))
+        for number in map(int, np.unique(files)):
+            if number not in self._writers:
+                file = self._stack.enter_context(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
+                self._files[number], self._writers[number] = file, pa.ipc.new_file(file, table.schema)
+            self._writers[number].write_table(table.filter(pa.array(files == number)))
 
     def sorted(self) -> Iterator[pa.Table]:
         """All rows, in a few tables that follow one another. Raises DamagedRunError for a row that came twice."""
@@ -224,13 +227,6 @@ class Sorter(Closing):
 
     def close(self) -> None:
         self._stack.close()
-
-    def _writer(self, number: int, schema: pa.Schema) -> pa.RecordBatchFileWriter:
-        if number not in self._writers:
-            file = self._stack.enter_context(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
-            self._files[number] = file
-            self._writers[number] = pa.ipc.new_file(file, schema)
-        return self._writers[number]
 
 
 def _in_order(tables: Iterable[pa.Table], order: Sequence[str]) -> pa.Table:

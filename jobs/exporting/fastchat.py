@@ -153,8 +153,7 @@ def fastchat_results(
     ConfigError."""
     times: list[float] = []  # when processes were started whose passes the parts have, in Unix seconds
     for path in (path for run in shards for path in sorted(run.directory.throughput.glob("part-*.parquet"))):
-        if "started_at" in pq.read_schema(path).names:
-            times += pq.read_table(path, columns=["started_at"])["started_at"].drop_null().to_pylist()
+        times += pq.read_table(path, columns=["started_at"])["started_at"].to_pylist()
     time = min(times, default=0.0)
     if not is_judged(shards[0]):
         return Answers(model_id=out.name.removesuffix(".jsonl"), time=time, wanted=wanted)

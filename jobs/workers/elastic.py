@@ -50,7 +50,8 @@ class Worker(Closing):
         """Those of `left` that this worker is to do, one after another, each with the blocks that are committed. Ends
         when all are. Raises Interrupted, OutputError."""
         while True:
-            done = self._committed()
+            names = {path.name for path in visible(self._directory.generations)}
+            done = {int(name.split("-")[1].split(".")[0]) for name in names if name.startswith("part-")}
             left = [block for block in left if block.index not in done]
             if not left:
                 return
@@ -71,10 +72,6 @@ class Worker(Closing):
             else:
                 self._leases.give_back(name)
         return False
-
-    def _committed(self) -> set[int]:
-        names = {path.name for path in visible(self._directory.generations)}
-        return {int(name.split("-")[1].split(".")[0]) for name in names if name.startswith("part-")}
 
     def _wait(self) -> None:
         if self._should_stop():

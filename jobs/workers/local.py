@@ -37,7 +37,12 @@ def processors_by_node(system: Path = SYSTEM, own: Collection[int] | None = None
     process may use. Where the kernel says nothing of nodes there is one."""
     own = own if own is not None else os.sched_getaffinity(0)
     listed = [_numbers(path) for path in sorted(system.glob("node/node[0-9]*/cpulist"))]
-    nodes = [sorted(set(node) & set(own), key=lambda number: (_core(system, number), number)) for node in listed]
+
+    def by_core(number: int) -> tuple[int, int]:
+        siblings = _numbers(system / f"cpu/cpu{number}/topology/thread_siblings_list")
+        return min(siblings, default=number), number
+
+    nodes = [sorted(set(node) & set(own), key=by_core) for node in listed]
     return [node for node in nodes if node] or [sorted(own)]
 
 
@@ -49,12 +54,6 @@ def split_processors(nodes: Sequence[Sequence[int]], count: int) -> list[Sequenc
     flat = [number for node in nodes for number in node]
     bounds = [len(flat) * share // count for share in range(count + 1)]
     return [flat[begin:end] or flat for begin, end in pairwise(bounds)]
-
-
-def _core(system: Path, number: int) -> int:
-    """The first thread of its core."""
-    siblings = _numbers(system / f"cpu/cpu{number}/topology/thread_siblings_list")
-    return min(siblings, default=number)
 
 
 def _numbers(path: Path) -> list[int]:
@@ -194,11 +193,12 @@ def lead(config: RunSettings, command: Sequence[str], stop: StopFlag) -> Led:
     try:
         for number, share in enumerate(given):
             workers.append(_Worker(number, command, share, descriptor, len(given)))
+        gib = sum(float(share.settings[0].partition("=")[2]) for share in given)
         log.info(
             "%d workers share this machine, %d processors each and %s of host memory in all",
             len(given),
             len(given[0].processors),
-            format_bytes(int(sum(_gib(share) for share in given) * GIB)),
+            format_bytes(int(gib * GIB)),
         )
         _wait(workers, stop)
         return _result(workers)
@@ -207,10 +207,6 @@ def lead(config: RunSettings, command: Sequence[str], stop: StopFlag) -> Led:
             worker.process.kill()  # where an error ended the loop: nobody is left behind
             worker.close()
         os.close(descriptor)
-
-
-def _gib(share: Share) -> float:
-    return float(share.settings[0].partition("=")[2])
 
 
 def _wait(workers: Sequence[_Worker], stop: StopFlag) -> None:
