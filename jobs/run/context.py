@@ -7,7 +7,6 @@ import pyarrow as pa
 
 from runtime.library.api import Runtime
 
-from ..config.settings import RunSettings
 from ..record.parts import PartStore
 from ..record.passes import Start
 from ..record.plan_file import PlannedRequest, read_plan
@@ -21,9 +20,9 @@ from .tasks.task import Task
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
     """`columns` are the output's, of which every row has the `fixed` ones. `worker`: this process among the run's; None
-    where it is the only one. `copy`: the run's in an object store."""
+    where it is the only one. `copy`: the run's in an object store. `checkpoint_seconds`: how often what no part has yet
+    is saved; None is never."""
 
-    config: RunSettings
     task: Task
     runtime: Runtime
     state: RunState
@@ -33,6 +32,7 @@ class RunContext:
     columns: pa.Schema
     fixed: pa.Schema
     windows: Sequence[InputWindow]
+    checkpoint_seconds: float | None
 
     def store_of(self, planned: list[PlannedRequest]) -> PartStore:
         """The store of the parts of a window, by its plan."""
@@ -42,7 +42,7 @@ class RunContext:
             plan=planned,
             columns=self.columns,
             fixed=self.fixed,
-            is_shared=self.config.is_elastic,
+            is_shared=self.worker is not None,
             is_window=len(self.windows) > 1,
             copy=self.copy,
         )

@@ -3,6 +3,7 @@ windows, and one where all rows are held."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +17,7 @@ from runtime.store.file_digests import digest_files
 
 from ..config.settings import RunSettings, ScoreConfig
 from ..datasets import Row, shard_rows
-from ..datasets.fields import WINDOW_ROWS
+from ..datasets.fields import WINDOW_ROWS, ShardConfig
 from ..datasets.templates import as_examples
 from ..datasets.windows import RowWindows, Survey, has_more_than, make_survey, windowed_kind
 from ..files.publishing import JsonValue, json_digest, read_json, write_json
@@ -76,8 +77,8 @@ class RunInput(Protocol):
 class HeldRows:
     """All rows of an input, in memory."""
 
-    def __init__(self, rows: Sequence[Row], config: RunSettings):
-        self._all, self._rows = rows, shard_rows(rows, config.shard)
+    def __init__(self, rows: Sequence[Row], shard: ShardConfig):
+        self._all, self._rows = rows, shard_rows(rows, shard)
         self.identity: Mapping[str, JsonValue] = {}
         self.windows = [InputWindow(number=0, count=1, read=lambda: self._rows)]
 
@@ -169,7 +170,7 @@ def rows_in_windows(
         return None
     examples = windowed.source.files(as_examples(dataset)) if dataset.few_shot_path is not None else []
     paths = [*windowed.source.files(dataset), *examples]
-    stamps, files = {path: _stamp(path) for path in paths}, _digests(paths, config, should_stop)
+    stamps, files = {path: _stamp(path) for path in paths}, _digests(paths, config.offload.cache_dir, should_stop)
     run = RunDirectory(path=directory)
     settings: dict[str, JsonValue] = {
         **{f"dataset.{key}": getattr(dataset, key) for key in ("limit", "max_row_bytes", "id_field", "keep_columns")},
@@ -200,7 +201,10 @@ def _window_rows(config: RunSettings, directory: Path, begun: Mapping[str, JsonV
     holds_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Way.one
     holds_all |= isinstance(config, ScoreConfig) and config.score.rolling
     if asked is None and (begun is not None or run.manifest.exists()):
-        found, way = _settings_of(run, begun).get(WINDOW_KEY), config.devices.way
+        found, way = None, config.devices.way
+        with suppress(OSError, DamagedRunError):  # `open_run` says so
+            settings = (begun or read_json(run.manifest)).get("semantic")
+            found = settings.get(WINDOW_KEY) if isinstance(settings, dict) else None
         require(
             found is None or way is Way.one,
             f"devices={way.value} holds all rows as yet, and the run was begun in windows of {found} "
@@ -208,14 +212,6 @@ def _window_rows(config: RunSettings, directory: Path, begun: Mapping[str, JsonV
         )
         return found if isinstance(found, int) else None
     return None if holds_all else asked or WINDOW_ROWS
-
-
-def _settings_of(run: RunDirectory, begun: Mapping[str, JsonValue] | None) -> Mapping[str, JsonValue]:
-    try:
-        found = (begun or read_json(run.manifest)).get("semantic")
-    except (OSError, DamagedRunError):  # `open_run` says so
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -226,14 +222,12 @@ def _stamp(path: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _digests(paths: Sequence[Path], config: RunSettings, should_stop: Callable[[], bool]) -> Mapping[str, str]:
+def _digests(paths: Sequence[Path], cache_dir: str | None, should_stop: Callable[[], bool]) -> Mapping[str, str]:
     """The SHA-256 of each file, by name; of files that lie in several folders by their paths."""
     names = [path.name for path in paths]
     keys = names if len(set(names)) == len(names) else [str(path) for path in paths]
     try:
-        found = digest_files(
-            [*map(str, paths)], cache_root(config.offload.cache_dir), should_stop, asked_by="dataset.path"
-        )
+        found = digest_files([*map(str, paths)], cache_root(cache_dir), should_stop, asked_by="dataset.path")
     except CheckpointError as error:
         raise DatasetError(str(error)) from error
     return {key: found[str(path)] for key, path in zip(keys, paths, strict=True)}

@@ -85,7 +85,7 @@ def open_model(
     if is_read:
         rows = rows_in_windows(config, task.directory, should_stop, begun)
     if rows is None and config.dataset.window_tokens is None:
-        rows = HeldRows(task.rows(config, None), config)
+        rows = HeldRows(task.rows(config, None), config.shard)
     if rows is not None and is_read:
         require_usable(task, config, rows.every_row())
     if runtime is None:
@@ -103,7 +103,7 @@ def open_model(
     task.check(runtime)
     require_template(runtime.model.tokenizer, config.dataset)
     if rows is None:
-        rows = HeldRows(task.rows(config, runtime), config)
+        rows = HeldRows(task.rows(config, runtime), config.shard)
         if is_read:
             require_usable(task, config, rows.every_row())
     require_template(runtime.model.tokenizer, config.dataset, rows.first_rows())
@@ -175,7 +175,6 @@ class Run:
             copy.keep(rows.keep(directory, digests))
             yield Run(
                 RunContext(
-                    config=config,
                     task=task,
                     runtime=runtime,
                     state=state,
@@ -185,6 +184,7 @@ class Run:
                     columns=columns,
                     fixed=fixed,
                     windows=rows.windows,
+                    checkpoint_seconds=config.checkpoint_seconds,
                 )
             )
 

@@ -117,8 +117,8 @@ class WindowRun:
     def _generated(self, asked: RequestBatch, *, is_planner: bool) -> PartStore:
         """Generates what is left of the requests. Where the first block shows that another way is faster, the session
         ends, and the window goes on as one that is resumed would."""
-        context, config, runtime = self._context, self._context.config, self._context.runtime
-        feedback, is_wave = self._feedback(asked), config.policy.admission is Admission.wave
+        context, runtime = self._context, self._context.runtime
+        feedback, is_wave = self._feedback(asked), runtime.config.policy.admission is Admission.wave
         # Backends that the run was begun with on this host: of this window, or of the one before.
         plans = (self._plan_path, context.state.directory.window_plan(self._window.number - 1))
         while True:
@@ -153,7 +153,7 @@ class WindowRun:
                                 asked=asked,
                                 store=store,
                                 is_wave=is_wave,
-                                checkpoint_seconds=config.checkpoint_seconds,
+                                checkpoint_seconds=context.checkpoint_seconds,
                                 progress=progress,
                                 start=context.start,
                                 after_pass=after_pass,
@@ -175,16 +175,17 @@ class WindowRun:
 
     def _feedback(self, asked: RequestBatch) -> Feedback | None:
         """What the run learns from its first block, where its policy may be a search's and one machine does it all."""
-        context, policy = self._context, self._context.config.policy
+        context, runtime = self._context, self._context.runtime
+        policy = runtime.config.policy
         if (
             context.worker is not None
-            or context.runtime.ranks is not None
+            or runtime.ranks is not None
             or policy.kind is PolicyKind.fixed
             or policy.pin is not None
             or policy.admission is not Admission.wave
         ):
             return None
-        feedback = Feedback(path=context.state.directory.rates, runtime=context.runtime, requests=asked.computed)
+        feedback = Feedback(path=context.state.directory.rates, runtime=runtime, requests=asked.computed)
         feedback.restore()
         return feedback
 
