@@ -19,7 +19,6 @@ from jobs.config.settings import Composed, EncodeConfig, load
 from jobs.run.door import run_door
 
 if TYPE_CHECKING:
-    from jobs.run.run import Outcome
     from jobs.run.tasks.task import Task
 
 HOW_TO_READ = """
@@ -36,17 +35,19 @@ def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(EncodeConfig, composed)
     log_start(logging.getLogger("jobs.encode"), config)
-    return run_door(config, _load_task, _tell, at=began_at, clock=began)
+    return run_door(
+        config,
+        _load_task,
+        lambda outcome: say(HOW_TO_READ.format(folder=outcome.directory / "generations")),
+        at=began_at,
+        clock=began,
+    )
 
 
 def _load_task() -> "Callable[[EncodeConfig], tuple[Task, EncodeConfig]]":
     from jobs.run.tasks.encode import encoding
 
     return encoding
-
-
-def _tell(outcome: "Outcome") -> None:
-    say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
 
 
 if __name__ == "__main__":

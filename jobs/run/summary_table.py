@@ -36,21 +36,18 @@ def _counts(summary: Summary) -> list[Line]:
     prompt, padded = summary.prompt_tokens, summary.padded_prompt_tokens
     issued, useful, spared = summary.issued_tokens, summary.useful_tokens, summary.spared_prompt_tokens
     done = "generated tokens" if summary.totals is None else "scored tokens"
+    why = summary.plan.why_unshared if summary.plan is not None else None
+    unshared = [(f"prompt tokens spared by sharing, off: {why}", "0", "")] if why else []
     return [
         *((f"rows {status}", f"{count:,}", "") for status, count in summary.rows.items() if count or status == "ok"),
         *_elapsed(summary),
         ("prompt tokens", f"{prompt:,}", ""),
-        *([("prompt tokens spared by sharing", f"{spared:,}", "")] if spared else _unshared(summary)),
+        *([("prompt tokens spared by sharing", f"{spared:,}", "")] if spared else unshared),
         *([("prompt tokens, padding included", f"{padded:,}", "")] if padded != prompt else []),
         *_loss(summary),
         (done, f"{useful:,}", ""),
         *([(f"{done}, of ended rows too", f"{issued:,}", "")] if issued != useful else []),
     ]
-
-
-def _unshared(summary: Summary) -> list[Line]:
-    why = summary.plan.why_unshared if summary.plan is not None else None
-    return [(f"prompt tokens spared by sharing, off: {why}", "0", "")] if why else []
 
 
 def _loss(summary: Summary) -> list[Line]:
@@ -101,13 +98,13 @@ def _rate_text(rate: float | None) -> str:
 
 def _time(summary: Summary) -> list[Line]:
     rate, measured, claimed = summary.hit_rate, summary.measured_times, summary.predicted_times
-    used, use_claimed = summary.utilisation, summary.predicted_utilisation
+    used, use_claimed, opening = summary.utilisation, summary.predicted_utilisation, summary.weights_seconds
     return [
         *_phase("prefill", measured.prefill, claimed.prefill if claimed else None),
         *_phase("decode", measured.decode, claimed.decode if claimed else None),
         *_busy(used, use_claimed),
         *([("prefetched in time", f"{rate:.1%}", "")] if rate is not None else []),
-        *_optional("weights opened in", summary.weights_seconds),
+        *([("weights opened in", format_seconds(opening), "")] if opening is not None else []),
     ]
 
 
@@ -141,10 +138,6 @@ def _busy(measured: Utilisation | None, claimed: Utilisation | None) -> list[Lin
     return [*shares, *([idle] if set(idle[1:]) - {"0%", "-0%", ""} else [])]
 
 
-def _optional(label: str, seconds: float | None) -> list[Line]:
-    return [] if seconds is None else [(label, format_seconds(seconds), "")]
-
-
 def _bytes(summary: Summary) -> list[Line]:
     moved = {
         "read from disk": summary.bytes_read_disk,
@@ -152,9 +145,11 @@ def _bytes(summary: Summary) -> list[Line]:
         "copied to the host": summary.bytes_copied_host,
         "written to disk": summary.bytes_written_disk,
     }
+    # Where experts are read one by one, and of decode passes alone: prompts visit nearly all.
+    shares = {} if summary.experts is None else {"hit": summary.experts.hit, "read": summary.experts.read}
     return [
         *((label, format_bytes(num_bytes), "") for label, num_bytes in moved.items() if num_bytes),
-        *_experts(summary),
+        *((f"experts {name}, decode", f"{share:.1%}", "") for name, share in shares.items()),
         *_memory("host", summary.peak, summary.mean, summary.planned),
         *_memory("device", summary.peak, summary.mean, summary.planned),
     ]
@@ -168,14 +163,6 @@ def _memory(name: str, peak: MemoryUse, mean: MemoryUse | None, planned: MemoryU
         return []
     average: list[Line] = [(f"average {name} memory", text(mean), "")] if mean is not None else []
     return [(f"peak {name} memory", text(peak), text(planned)), *average]
-
-
-def _experts(summary: Summary) -> list[Line]:
-    """Where they are read one by one, and of decode passes alone: prompts visit nearly all."""
-    use = summary.experts
-    if use is None:
-        return []
-    return [("experts hit, decode", f"{use.hit:.1%}", ""), ("experts read, decode", f"{use.read:.1%}", "")]
 
 
 def outcome_text(outcome: Outcome) -> str:
