@@ -16,6 +16,7 @@ from threading import local
 import torch
 
 from runtime.attention.host_attention import decode_attention, decode_attention_torch
+from runtime.attention.views import Rule
 from runtime.cache.pages import split_pages
 from runtime.config.settings import DType, OffloadConfig
 from runtime.library.api import Runtime
@@ -142,6 +143,6 @@ def _attention(entry: Sweep) -> Callable[[torch.Tensor], None]:
 
     def act(layer: torch.Tensor) -> None:
         k, v = split_pages(layer.view(torch.uint8), token, token)
-        attention(q, k, v, tables, begins, ends, scale=HEAD_DIM**-0.5)
+        attention(q, k, v, tables, begins, ends, Rule(HEAD_DIM**-0.5))
 
     return act

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.attention.views import Rule
+
 P = 16
 NAN = float("nan")
 
@@ -80,15 +82,15 @@ def make(case: Case, dtype: torch.dtype) -> Inputs:
     return Inputs(q.to(dtype), k, v, tables, torch.tensor(case.begins, dtype=torch.int32), torch.tensor(case.ends))
 
 
-def options(case: Case) -> dict[str, object]:
+def options(case: Case) -> dict[str, Rule]:
     sinks = torch.linspace(-1, 3, case.num_kv_heads * case.group) if case.has_sinks else None
-    return {"scale": case.key_dim**-0.5, "softcap": case.softcap, "sinks_H": sinks}
+    return {"rule": Rule(case.key_dim**-0.5, case.softcap, sinks)}
 
 
 def naive(inputs: Inputs, case: Case) -> torch.Tensor:
     """Position by position and head by head in float64, as the definition reads."""
     out = torch.zeros(*inputs.q_BHD.shape[:2], case.value_dim, dtype=torch.float64)
-    sinks = options(case)["sinks_H"]
+    sinks = options(case)["rule"].sinks
     for row, (begin, end) in enumerate(zip(case.begins, case.ends, strict=True)):
         places = [(int(inputs.tables_Bn[row, p // P]), p % P) for p in range(begin, end)]
         for head in range(inputs.q_BHD.shape[1]) if places else ():

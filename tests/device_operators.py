@@ -23,8 +23,8 @@ def operators_of_a_device() -> Iterator[None]:
             return tensor.view(parameter.shape)
         return plain_argument(tensor, parameter, dtype, *rest)
 
-    def decode(*pages: torch.Tensor, num_threads: int | None = None, **rule: Any) -> torch.Tensor:
-        return decode_attention_torch(*pages, **rule)
+    def decode(*given: Any) -> torch.Tensor:
+        return decode_attention_torch(*given[:-1])  # no number of threads
 
     plain_argument = weights._plain_argument
     with ExitStack() as stack:

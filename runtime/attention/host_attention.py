@@ -11,7 +11,6 @@ B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from ..kernels.arguments import (
     CHUNK_TOKENS,
     TILE_DIMS,
     TILE_ROWS,
+    AttentionItem,
     Pages,
     Paused,
     QuantizedPages,
@@ -28,7 +28,7 @@ from ..kernels.arguments import (
     RowTables,
     Scratch,
     Softmax,
-    Span,
+    TailPages,
     TileScratch,
     WorkItems,
 )
@@ -57,13 +57,6 @@ Work = tuple[
 ]  # what does items until none is left, and (B, H, G, D) of answer
 
 
-class AttentionItem(NamedTuple):
-    """A run of rows, and of their KV heads."""
-
-    rows: Span
-    heads: Span
-
-
 def decode_attention(
     q_BHD: torch.Tensor,
     k_NPHD: torch.Tensor,
@@ -71,10 +64,7 @@ def decode_attention(
     tables_Bn: torch.Tensor,
     begins_B: torch.Tensor,
     ends_B: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks_H: torch.Tensor | None = None,
+    rule: Rule,
     num_threads: int | None = None,
 ) -> torch.Tensor:
     """One query per row over positions [begins_B[b], ends_B[b]) of the pages that its table names: (B, H, Dv) in the
@@ -95,11 +85,11 @@ def decode_attention(
     held = (tables_Bn, begins_B, ends_B)
     rows, spans_W4 = work_items(*held, k_NPHD.shape[1], num_kv_heads, position_bytes, num_threads)
     if not has_compiler():
-        return decode_attention_torch(q_BHD, k_NPHD, v_NPHD, *held, scale=scale, softcap=softcap, sinks_H=sinks_H)
+        return decode_attention_torch(q_BHD, k_NPHD, v_NPHD, *held, rule)
     q_BHGD = q_BHD.unflatten(1, (num_kv_heads, -1))
     work_in = in_tiles if fit_tiles(k_NPHD, v_NPHD) and has_matrix_unit() else in_vectors
-    softmax = softmax_of(softcap, sinks_H, q_BHGD.shape[1:3])
-    work = work_in(q_BHGD, scale, pages_of(k_NPHD, v_NPHD), rows, softmax, v_NPHD.shape[3])
+    softmax = softmax_of(rule, q_BHGD.shape[1:3])
+    work = work_in(q_BHGD, rule.scale, pages_of(k_NPHD, v_NPHD), rows, softmax, v_NPHD.shape[3])
     return _done(work, spans_W4, num_threads).flatten(1, 2).to(q_BHD.dtype)
 
 
@@ -119,15 +109,20 @@ def decode_quantized(
     host_rows, spans_W4 = work_items(*held, PAGE_TOKENS, num_kv_heads, position_bytes, num_threads)
     parts = kv.format.split(kv.pages)
     flat = [_flat(part) if part.numel() else np.empty(0, np.uint8) for part in parts]  # zeros that are not there
-    pages = QuantizedPages(*flat, stride_bytes=kv.pages.stride(0), num_pages=len(kv.pages), page_tokens=PAGE_TOKENS)
-    tails = pages_of(*kv.tails)
-    slots_B1 = kv.layout.slots_B[:, None].int().contiguous().numpy()
-    softmax = softmax_of(rule.softcap, rule.sinks, q_BHGD.shape[1:3])
-    q, out, codes = q_BHGD.numpy(), out_BHGD.numpy(), kv.format.codes_in_byte
+    pages = QuantizedPages(
+        *flat,
+        codes_in_byte=kv.format.codes_in_byte,
+        stride_bytes=kv.pages.stride(0),
+        num_pages=len(kv.pages),
+        page_tokens=PAGE_TOKENS,
+    )
+    tails = TailPages(pages_of(*kv.tails), kv.layout.slots_B[:, None].int().contiguous().numpy())
+    softmax = softmax_of(rule, q_BHGD.shape[1:3])
+    q, out = q_BHGD.numpy(), out_BHGD.numpy()
 
     def run(items: WorkItems) -> None:
         scratch = QuantizedScratch.make(q.shape[1], q.shape[2], q.shape[3], CHUNK_TOKENS)
-        attend(q, pages, tails, slots_B1, host_rows, softmax, codes, out, items, scratch)
+        attend(q, pages, tails, host_rows, softmax, out, items, scratch)
 
     return _done((run, out_BHGD), spans_W4, num_threads).flatten(1, 2).to(q_BHD.dtype)
 
@@ -147,17 +142,13 @@ def decode_attention_torch(
     tables_Bn: torch.Tensor,
     begins_B: torch.Tensor,
     ends_B: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks_H: torch.Tensor | None = None,
+    rule: Rule,
 ) -> torch.Tensor:
     """What `decode_attention` computes, in torch operators that run on any device."""
-    rule = Rule(scale, softcap, sinks_H)
     num_kv_heads, page_tokens = k_NPHD.shape[2], k_NPHD.shape[1]
     out_BHD = q_BHD.new_zeros(*q_BHD.shape[:2], v_NPHD.shape[3])
     seeing = torch.nonzero(ends_B > begins_B).flatten()
-    sinks_HG1 = None if sinks_H is None else sinks_H.float().view(num_kv_heads, -1, 1)
+    sinks_HG1 = None if rule.sinks is None else rule.sinks.float().view(num_kv_heads, -1, 1)
     row_bytes = 4 * max(1, tables_Bn.shape[1]) * page_tokens * num_kv_heads * k_NPHD.shape[3]
     for rows in seeing.split(max(1, GATHERED_BYTES // row_bytes)) if len(seeing) else ():
         begins, ends = begins_B[rows], ends_B[rows]
@@ -168,7 +159,7 @@ def decode_attention_torch(
         pages_Bn = tables_Bn[rows, first:last].long().masked_fill(is_unused_Bn, 0)
         k_BHSD, v_BHSD = (pages[pages_Bn].flatten(1, 2).transpose(1, 2) for pages in (k_NPHD, v_NPHD))
         k_BHSD, v_BHSD = widened(k_BHSD, torch.float32), widened(v_BHSD, torch.float32)
-        q_BHGD = q_BHD[rows].float().unflatten(1, (num_kv_heads, -1)) * scale
+        q_BHGD = q_BHD[rows].float().unflatten(1, (num_kv_heads, -1)) * rule.scale
         weights_BHGS = rule.weights(q_BHGD @ k_BHSD.transpose(2, 3), sinks_HG1, hidden_BS[:, None, None])
         seen_BHSD = v_BHSD.masked_fill(hidden_BS[:, None, :, None], 0)  # 0 times NaN is NaN
         out_BHD[rows] = (weights_BHGS @ seen_BHSD).flatten(1, 2).to(out_BHD.dtype)
@@ -251,12 +242,12 @@ def _shared(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_tokens: int) ->
     return np.maximum(shared_B, 0) * page_tokens // CHUNK_TOKENS * CHUNK_TOKENS
 
 
-def softmax_of(softcap: float | None, sinks_H: torch.Tensor | None, shape: torch.Size) -> Softmax:
+def softmax_of(rule: Rule, shape: torch.Size) -> Softmax:
     from ..kernels.attention import LOWEST
 
-    tops_HG = torch.full(shape, float(LOWEST)) if sinks_H is None else sinks_H.view(shape)
-    total = 0.0 if sinks_H is None else 1.0
-    return Softmax(np.float32(softcap or 0.0), _numpy(tops_HG, torch.float32), np.float32(total))
+    tops_HG = torch.full(shape, float(LOWEST)) if rule.sinks is None else rule.sinks.view(shape)
+    total = 0.0 if rule.sinks is None else 1.0
+    return Softmax(np.float32(rule.softcap or 0.0), _numpy(tops_HG, torch.float32), np.float32(total))
 
 
 def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
@@ -269,7 +260,7 @@ def prepare_decode_attention(dtype: torch.dtype) -> None:
     begin, end = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     for dim in (1, TILE_DIMS):
         page = torch.zeros(1, 1, 1, dim, dtype=dtype)
-        decode_attention(page[0], page, page, begin[None], begin, end, scale=1.0)
+        decode_attention(page[0], page, page, begin[None], begin, end, Rule(1.0))
 
 
 def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int) -> list[AttentionItem]:

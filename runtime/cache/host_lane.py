@@ -11,7 +11,7 @@ import torch
 
 from ..attention.host_attention import decode_attention
 from ..attention.layout import LayerKV, PassLayout, Places, copy_places
-from ..attention.views import DecodeRows, Reach, Segment, Stretches
+from ..attention.views import DecodeRows, Reach, Rule, Segment, Stretches
 from ..stream.device import Part
 from ..stream.exchange import HostExchange, Trip
 from .pages import KVPages
@@ -95,10 +95,8 @@ class HostVisit:
             layout.tables_Bn,
             rows.begins(reach),
             rows.ends,
-            scale=scale,
-            softcap=softcap,
-            sinks_H=sinks[0] if sinks else None,
-            num_threads=num_threads,
+            Rule(scale, softcap, sinks[0] if sinks else None),
+            num_threads,
         )
         self._trip.answer(answer)
         return self._trip.out

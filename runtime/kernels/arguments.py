@@ -76,7 +76,7 @@ class Pages(NamedTuple):
 
 class QuantizedPages(NamedTuple):
     """Pages of codes as flat runs of numbers, each beginning with the first page's: int8 of (P, H, D), or uint8, two
-    codes in each, of (P, H, D/2); scales, the bits of bfloat16, of (H, Dk) and (H, P); zeros such as these, int8, or
+    `codes_in_byte`, of (P, H, D/2); scales, the bits of bfloat16, of (H, Dk) and (H, P); zeros such as these, int8, or
     empty uint8 where there are none. A page is `stride_bytes` behind the one before it in each of them."""
 
     key_codes: np.ndarray
@@ -85,9 +85,17 @@ class QuantizedPages(NamedTuple):
     value_scales: np.ndarray
     key_zeros: np.ndarray
     value_zeros: np.ndarray
+    codes_in_byte: int
     stride_bytes: int
     num_pages: int
     page_tokens: int
+
+
+class TailPages(NamedTuple):
+    """Rows' own pages, the last ones, as computed: that of row b is `slots_B1[b]` of them."""
+
+    pages: Pages
+    slots_B1: np.ndarray
 
 
 class RowTables(NamedTuple):
@@ -98,6 +106,13 @@ class RowTables(NamedTuple):
     begins_B: np.ndarray
     ends_B: np.ndarray
     shared_B: np.ndarray
+
+
+class AttentionItem(NamedTuple):
+    """A run of rows, and of their KV heads."""
+
+    rows: Span
+    heads: Span
 
 
 class WorkItems(NamedTuple):

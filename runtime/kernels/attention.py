@@ -9,11 +9,14 @@ explicit vectors (`attention_blocks.py`), or in tiles (`amx/attention.py`).
 B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
 from .arguments import (
     CHUNK_TOKENS,
+    AttentionItem,
     Pages,
     Paused,
     QuantizedPages,
@@ -24,9 +27,9 @@ from .arguments import (
     Span,
     WorkItems,
 )
-from .attention_blocks import ADD_BLOCK, SCORE_BLOCK, add_block, add_one, score_block, score_one
+from .attention_blocks import add_numbers, score_numbers
 from .compiled import FUSED, REORDERED, kept
-from .primitives import EXP_MIN, ONE, ZERO, begin_items, exp, highest_of
+from .primitives import EXP_MIN, ONE, ZERO, Place, begin_items, exp, highest_of
 
 TANH_MAX = np.float32(10)  # tanh is 1 from 9.1 on
 
@@ -93,48 +96,6 @@ LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, a
 
 
 @njit(fastmath=REORDERED)
-def _score(
-    q_HGD: np.ndarray,
-    keys: np.ndarray,
-    base: int,
-    num: int,
-    heads: Span,
-    scores_HGS: np.ndarray,
-    at: int,
-    ahead: np.ndarray,
-    ahead_base: int,
-) -> None:
-    """Scores of `num` positions of a page."""
-    step = q_HGD.shape[0] * q_HGD.shape[2]
-    whole = num // SCORE_BLOCK * SCORE_BLOCK
-    for p in range(0, whole, SCORE_BLOCK):
-        score_block(q_HGD, keys, base + p * step, heads, scores_HGS, at + p, ahead, ahead_base + p * step)
-    for p in range(whole, num):
-        score_one(q_HGD, keys, base + p * step, heads, scores_HGS, at + p, ahead, ahead_base + p * step)
-
-
-@njit(fastmath=REORDERED)
-def _add(
-    sums_HGD: np.ndarray,
-    values: np.ndarray,
-    base: int,
-    num: int,
-    heads: Span,
-    scores_HGS: np.ndarray,
-    at: int,
-    ahead: np.ndarray,
-    ahead_base: int,
-) -> None:
-    """Adds the weighted values of `num` positions of a page."""
-    step = sums_HGD.shape[0] * sums_HGD.shape[2]
-    whole = num // ADD_BLOCK * ADD_BLOCK
-    for p in range(0, whole, ADD_BLOCK):
-        add_block(sums_HGD, values, base + p * step, heads, scores_HGS, at + p, ahead, ahead_base + p * step)
-    for p in range(whole, num):
-        add_one(sums_HGD, values, base + p * step, heads, scores_HGS, at + p, ahead, ahead_base + p * step)
-
-
-@njit(fastmath=REORDERED)
 def page_run(pages: Pages | QuantizedPages, table_n: np.ndarray, place: int, last: int) -> tuple[int, int, int]:
     """The page where `place` lies, the offset in it and how many positions up to `last` it holds."""
     page, offset = table_n[place // pages.page_tokens], place % pages.page_tokens
@@ -143,36 +104,37 @@ def page_run(pages: Pages | QuantizedPages, table_n: np.ndarray, place: int, las
     return page, offset, min(pages.page_tokens - offset, last - place)
 
 
+class OwnRow(NamedTuple):
+    """A row's queries, the pages that it sees, and the sums of its values."""
+
+    q_HGD: np.ndarray
+    table_n: np.ndarray
+    sums_HGD: np.ndarray
+
+
 @njit(fastmath=REORDERED)
 def attend_chunk(
-    q_HGD: np.ndarray,
-    pages: Pages,
-    table_n: np.ndarray,
-    first: int,
-    last: int,
-    end: int,
-    heads: Span,
-    softcap: np.float32,
-    scratch: ScoreScratch,
-    sums_HGD: np.ndarray,
+    row: OwnRow, pages: Pages, span: Span, end: int, heads: Span, softcap: np.float32, scratch: ScoreScratch
 ) -> None:
-    """Takes up positions [first, last), a chunk at most, of one row that ends at `end`."""
+    """Takes up positions of a span, a chunk at most, of one row that ends at `end`."""
+    (q_HGD, table_n, sums_HGD), (first, last) = row, span
     H, Dk = q_HGD.shape[0], q_HGD.shape[2]
     Dv, place = sums_HGD.shape[2], first
     while place < last:
         page, offset, num = page_run(pages, table_n, place, last)
-        key = page * pages.key_stride + offset * H * Dk
-        value = page * pages.value_stride + offset * H * Dv
-        _score(q_HGD, pages.keys, key, num, heads, scratch.scores_HGS, place - first, pages.values, value)
+        keys = Place(pages.keys, page * pages.key_stride + offset * H * Dk)
+        values = Place(pages.values, page * pages.value_stride + offset * H * Dv)
+        score_numbers(q_HGD, keys, Dk, num, heads, Place(scratch.scores_HGS, place - first), values)
         place += num
     weigh(last - first, heads, softcap, scratch, sums_HGD)
     place = first
     while place < last:
         page, offset, num = page_run(pages, table_n, place, last)
-        value = page * pages.value_stride + offset * H * Dv
+        values = Place(pages.values, page * pages.value_stride + offset * H * Dv)
         later = place + CHUNK_TOKENS if place + CHUNK_TOKENS < end else place
         next_key = table_n[later // pages.page_tokens] * pages.key_stride + offset * H * Dk
-        _add(sums_HGD, pages.values, value, num, heads, scratch.scores_HGS, place - first, pages.keys, next_key)
+        weights = Place(scratch.scores_HGS, place - first)
+        add_numbers(sums_HGD, values, Dv, num, heads, weights, Place(pages.keys, next_key))
         place += num
 
 
@@ -205,14 +167,13 @@ def _attend_shared(
     rows: RowTables,
     softmax: Softmax,
     out_BHGD: np.ndarray,
-    own_rows: Span,
-    heads: Span,
+    item: AttentionItem,
     scratch: Scratch,
     paused: Paused,
 ) -> None:
     """What rows share, chunk by chunk, one row after the other: what the first has read is in a cache for the next.
     Each row adds up in the order in which it would by itself."""
-    most = 0
+    (own_rows, heads), most = item, 0
     for row in range(own_rows[0], own_rows[1]):
         if rows.shared_B[row]:
             most = max(most, rows.shared_B[row])
@@ -225,8 +186,8 @@ def _attend_shared(
             if last > rows.shared_B[row] or first >= last:
                 continue
             _resume(paused, row, heads, scratch)
-            q_HGD, table_n, sums_HGD, end = q_BHGD[row], rows.tables_Bn[row], out_BHGD[row], rows.ends_B[row]
-            attend_chunk(q_HGD, pages, table_n, first, last, end, heads, softmax.softcap, scratch, sums_HGD)
+            own = OwnRow(q_BHGD[row], rows.tables_Bn[row], out_BHGD[row])
+            attend_chunk(own, pages, (first, last), rows.ends_B[row], heads, softmax.softcap, scratch)
             _pause(paused, row, heads, scratch)
 
 
@@ -248,12 +209,12 @@ def _attend_item(
     rows: RowTables,
     softmax: Softmax,
     out_BHGD: np.ndarray,
-    own_rows: Span,
-    heads: Span,
+    item: AttentionItem,
     scratch: Scratch,
     paused: Paused,
 ) -> None:
-    _attend_shared(q_BHGD, pages, rows, softmax, out_BHGD, own_rows, heads, scratch, paused)
+    own_rows, heads = item
+    _attend_shared(q_BHGD, pages, rows, softmax, out_BHGD, item, scratch, paused)
     for row in range(own_rows[0], own_rows[1]):
         first, end = rows.begins_B[row], rows.ends_B[row]
         if first >= end:
@@ -265,10 +226,17 @@ def _attend_item(
             begin(softmax, heads, scratch)
         while first < end:
             last = min(end, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
-            q_HGD, table_n, sums_HGD = q_BHGD[row], rows.tables_Bn[row], out_BHGD[row]
-            attend_chunk(q_HGD, pages, table_n, first, last, end, heads, softmax.softcap, scratch, sums_HGD)
+            own = OwnRow(q_BHGD[row], rows.tables_Bn[row], out_BHGD[row])
+            attend_chunk(own, pages, (first, last), end, heads, softmax.softcap, scratch)
             first = last
         finish(out_BHGD, row, heads, scratch)
+
+
+@njit(fastmath=REORDERED)
+def item_of(items: WorkItems, i: int) -> AttentionItem:
+    """The i-th of them."""
+    row, last_row, head, last_head = items.spans_W4[i]
+    return AttentionItem((row, last_row), (head, last_head))
 
 
 @kept
@@ -286,7 +254,5 @@ def attend(
     float32. A row that sees nothing stays zero."""
     i = begin_items(items.begun, 1)
     while i < items.spans_W4.shape[0]:
-        row, last_row, head, last_head = items.spans_W4[i]
-        own_rows, heads = (row, last_row), (head, last_head)
-        _attend_item(q_BHGD, pages, rows, softmax, out_BHGD, own_rows, heads, scratch, paused)
+        _attend_item(q_BHGD, pages, rows, softmax, out_BHGD, item_of(items, i), scratch, paused)
         i = begin_items(items.begun, 1)

@@ -5,13 +5,16 @@ anywhere, so no processor guesses them. From memory that gave 15 GB/s of float32
 instead of 9, of two threads. Pairs of bfloat16 multiplied in one instruction (AVX512-BF16) were no faster: it takes as
 long as the two that it replaces.
 
+Codes of a quantised page know no scales here: those of keys are multiplied into queries, those of values into weights,
+once for a page, and what zeros add is one number.
+
 H KV heads, G query heads of each, D of a head, S positions of a chunk.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numba import njit, types
@@ -21,11 +24,17 @@ from numba.extending import intrinsic
 from .arguments import CHUNK_TOKENS, Span
 from .primitives import (
     FLOATS,
+    INT,
     LANES,
     Builder,
+    Place,
+    RowsAt,
     Value,
+    apart_of,
     each_vector,
+    first_of,
     load,
+    load_pairs,
     multiply_add,
     place_of,
     prefetch,
@@ -37,16 +46,31 @@ from .primitives import (
 
 SCORE_BLOCK = 4 if LANES == 16 else 2  # positions: times 4 queries, sums that fit in 32 registers, or in 16
 ADD_BLOCK = 2 * SCORE_BLOCK  # sums are in memory, the longer the block the seldomer they are loaded
+LINE_BYTES = 64
+
+Take = Callable[[Builder, Any, Value, Value | None], list[Value]]  # of a dtype, from a place on, where the mask is set
+Part = tuple[list[Value], Value]  # a vector of each row, and where its numbers lie in a query
+
+
+def _numbers(builder: Builder, dtype: Any, place: Value, mask: Value | None) -> list[Value]:
+    return [load(builder, dtype, place, mask)]
+
+
+def _codes(builder: Builder, dtype: Any, place: Value, mask: Value | None) -> list[Value]:
+    """Codes of a byte; or, as uint8, two in each: those of the first half of a head in the low halves."""
+    return [*load_pairs(builder, place, mask)] if dtype == types.uint8 else [load(builder, dtype, place, mask)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """`rows` are where the keys or values of positions begin, all of one KV head, and `columns` where what belongs to
-    its queries does: (D,) each. `scores` are the first query's; those of the next lie CHUNK_TOKENS further."""
+    """`rows` are where the keys or values of positions begin, all of one KV head and `width` elements wide, and
+    `columns` where what belongs to its queries does: (D,) each. `scores` are the first query's; those of the next lie
+    CHUNK_TOKENS further."""
 
     builder: Builder
+    take: Take
     dtype: Any  # of keys and values
-    dim: Value
+    width: Value
     rows: list[Value]
     ahead: list[Value]  # what is asked for beside each row
     columns: list[Value]
@@ -54,51 +78,47 @@ class _Block:
 
     def score(self, query: int, position: int = 0) -> Value:
         """Where it lies."""
-        return self.builder.gep(self.scores, [self.dim.type(query * CHUNK_TOKENS + position)])
+        return self.builder.gep(self.scores, [self.width.type(query * CHUNK_TOKENS + position)])
 
-    def read(self, d: Value, mask: Value | None) -> list[Value]:
-        """Reads as many numbers as lanes of each row."""
+    def read(self, d: Value, mask: Value | None) -> list[Part]:
+        """Reads as many elements as lanes of each row."""
         for row in self.ahead:
             prefetch(self.builder, row, d)
-        return [load(self.builder, self.dtype, self.builder.gep(row, [d]), mask) for row in self.rows]
+        taken = [self.take(self.builder, self.dtype, self.builder.gep(row, [d]), mask) for row in self.rows]
+        first, *second = ([*vectors] for vectors in zip(*taken, strict=True))
+        return [(first, d), *((vectors, self.builder.add(d, self.width)) for vectors in second)]
 
 
-def _block(act: Callable[[_Block], None], num_positions: int, num_queries: int) -> Callable[..., None]:
-    """A function that does what `act` writes, of queries side by side and of positions that lie `step` apart."""
+def _block(act: Callable[[_Block], None], take: Take, num_positions: int, num_queries: int) -> Callable[..., None]:
+    """A function that does what `act` writes, of queries side by side and of positions."""
 
     @intrinsic
-    def block(
-        typing: Any,
-        x: Any,
-        x_at: Any,
-        numbers: Any,
-        at: Any,
-        step: Any,
-        dim: Any,
-        scores: Any,
-        score_at: Any,
-        ahead: Any,
-        ahead_at: Any,
-    ) -> Any:
+    def block(typing: Any, x: Any, rows: Any, width: Any, scores: Any, ahead: Any, ahead_by: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-            x_value, x_index, number, index, step, dim, score, score_index, next_value, next_index = arguments
-            first = place_of(context, builder, x, x_value, x_index)
-            offsets = [builder.mul(step, step.type(i)) for i in range(num_positions)]
+            width, dtype, apart = arguments[2], rows.types[0].dtype, apart_of(builder, arguments[1])
+            offsets, later = [builder.mul(apart, apart.type(i)) for i in range(num_positions)], list[Value]()
+            if ahead != types.none:
+                start = builder.gep(first_of(context, builder, ahead, arguments[4]), [arguments[5]])
+                later = [builder.gep(start, [offset]) for offset in offsets]
+            begin = first_of(context, builder, rows, arguments[1])
+            is_paired = take is _codes and dtype == types.uint8
+            dim = builder.shl(width, width.type(1)) if is_paired else width
+            first = first_of(context, builder, x, arguments[0])
             act(
                 _Block(
                     builder=builder,
-                    dtype=numbers.dtype,
-                    dim=dim,
-                    rows=[place_of(context, builder, numbers, number, builder.add(index, o)) for o in offsets],
-                    ahead=[place_of(context, builder, ahead, next_value, builder.add(next_index, o)) for o in offsets],
+                    take=take,
+                    dtype=dtype,
+                    width=width,
+                    rows=[builder.gep(begin, [offset]) for offset in offsets],
+                    ahead=later,
                     columns=[builder.gep(first, [builder.mul(dim, dim.type(g))]) for g in range(num_queries)],
-                    scores=place_of(context, builder, scores, score, score_index),
+                    scores=first_of(context, builder, scores, arguments[3]),
                 )
             )
             return context.get_dummy_value()
 
-        n = types.intp
-        return types.void(x, n, numbers, n, n, n, scores, n, ahead, n), build
+        return types.void(x, rows, types.intp, scores, ahead, types.intp), build
 
     return block
 
@@ -111,13 +131,13 @@ def _dots(block: _Block) -> None:
         builder.store(FLOATS(None), place)
 
     def at_place(d: Value, mask: Value | None) -> None:
-        xs = block.read(d, mask)
-        for column, places in zip(block.columns, partial, strict=True):
-            y = load(builder, types.float32, builder.gep(column, [d]), mask)
-            for x, place in zip(xs, places, strict=True):
-                builder.store(multiply_add(builder, x, y, builder.load(place)), place)
+        for xs, at in block.read(d, mask):
+            for column, places in zip(block.columns, partial, strict=True):
+                y = load(builder, types.float32, builder.gep(column, [at]), mask)
+                for x, place in zip(xs, places, strict=True):
+                    builder.store(multiply_add(builder, x, y, builder.load(place)), place)
 
-    each_vector(builder, block.dim, at_place)
+    each_vector(builder, block.width, at_place)
     total, num = sums(builder, [builder.load(place) for place in chain(*partial)]), len(block.rows)
     for g in range(len(block.columns)):
         store(builder, shuffle(builder, total, total, list(range(g * num, (g + 1) * num))), block.score(g))
@@ -132,47 +152,104 @@ def _additions(block: _Block) -> None:
     ]
 
     def at_place(d: Value, mask: Value | None) -> None:
-        xs = block.read(d, mask)
-        for column, factors in zip(block.columns, weights, strict=True):
-            place = builder.gep(column, [d])
-            total = load(builder, types.float32, place, mask)
-            for x, factor in zip(xs, factors, strict=True):
-                total = multiply_add(builder, x, factor, total)
-            store(builder, total, place, mask)
+        for xs, at in block.read(d, mask):
+            for column, factors in zip(block.columns, weights, strict=True):
+                place = builder.gep(column, [at])
+                total = load(builder, types.float32, place, mask)
+                for x, factor in zip(xs, factors, strict=True):
+                    total = multiply_add(builder, x, factor, total)
+                store(builder, total, place, mask)
 
-    each_vector(builder, block.dim, at_place)
+    each_vector(builder, block.width, at_place)
 
 
-def _blocks(act: Callable[[_Block], None], num: int) -> Callable[..., None]:
-    """Acts on `num` positions of a page, the first of which begins at numbers[base], with scores from place `at` on:
-    all heads, four queries at a time and then one by one. What lies alike from ahead[ahead_base] on is asked for."""
-    four, one = _block(act, num, 4), _block(act, num, 1)
+def _blocks(act: Callable[[_Block], None], take: Take, num: int) -> Callable[..., None]:
+    """Acts on `num` positions of a page from number p on: all heads, four queries at a time and then one by one."""
+    four, one = _block(act, take, num, 4), _block(act, take, num, 1)
 
     @njit
     def blocks(
-        x_HGD: np.ndarray,
-        numbers: np.ndarray,
-        base: int,
-        heads: Span,
-        scores_HGS: np.ndarray,
-        at: int,
-        ahead: np.ndarray,
-        ahead_base: int,
+        x_HGD: np.ndarray, numbers: Place, width: int, heads: Span, scores: Place, ahead: Place | None, p: int
     ) -> None:
         H, G, D = x_HGD.shape
         for h in range(heads[0], heads[1]):
-            g, begin, next_begin = 0, base + h * D, ahead_base + h * D
+            g, by = 0, (p * H + h) * width
             while g < G:
-                x, score = (h * G + g) * D, (h * G + g) * CHUNK_TOKENS + at
+                x, score = (h * G + g) * D, (h * G + g) * CHUNK_TOKENS + scores.at + p
+                rows = RowsAt(numbers.numbers, numbers.at + by, H * width)
                 if G - g >= 4:
-                    four(x_HGD, x, numbers, begin, H * D, D, scores_HGS, score, ahead, next_begin)
+                    four(Place(x_HGD, x), rows, width, Place(scores.numbers, score), ahead, by)
                     g += 4
                 else:
-                    one(x_HGD, x, numbers, begin, H * D, D, scores_HGS, score, ahead, next_begin)
+                    one(Place(x_HGD, x), rows, width, Place(scores.numbers, score), ahead, by)
                     g += 1
 
     return blocks
 
 
-score_block, score_one = _blocks(_dots, SCORE_BLOCK), _blocks(_dots, 1)
-add_block, add_one = _blocks(_additions, ADD_BLOCK), _blocks(_additions, 1)
+def _walk(act: Callable[[_Block], None], take: Take, most: int) -> Callable[..., None]:
+    """Acts on `num` positions of a page, `most` at a time and then one by one. `numbers` begin with the first one's,
+    `width` elements of each head, and `scores` with its score. What lies alike from `ahead` on is asked for."""
+    many, one = _blocks(act, take, most), _blocks(act, take, 1)
+
+    @njit
+    def walk(
+        x_HGD: np.ndarray, numbers: Place, width: int, num: int, heads: Span, scores: Place, ahead: Place | None
+    ) -> None:
+        whole = num // most * most
+        for p in range(0, whole, most):
+            many(x_HGD, numbers, width, heads, scores, ahead, p)
+        for p in range(whole, num):
+            one(x_HGD, numbers, width, heads, scores, ahead, p)
+
+    return walk
+
+
+score_numbers, add_numbers = _walk(_dots, _numbers, SCORE_BLOCK), _walk(_additions, _numbers, ADD_BLOCK)
+score_codes, add_codes = _walk(_dots, _codes, SCORE_BLOCK), _walk(_additions, _codes, ADD_BLOCK)
+
+
+@intrinsic
+def _scale(typing: Any, x: Any, num: Any, scales: Any, zeros: Any, out: Any) -> Any:
+    has_zeros = zeros.types[0].dtype == types.int8
+
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        first, scale_first, zero_first, out_first = (
+            first_of(context, builder, kind, arguments[i]) for kind, i in ((x, 0), (scales, 2), (zeros, 3), (out, 4))
+        )
+        added = cgutils.alloca_once(builder, FLOATS)
+        builder.store(FLOATS(None), added)
+
+        def at_place(i: Value, mask: Value | None) -> None:
+            number = load(builder, types.float32, builder.gep(first, [i]), mask)
+            number = builder.fmul(number, load(builder, types.uint16, builder.gep(scale_first, [i]), mask))
+            store(builder, number, builder.gep(out_first, [i]), mask)
+            if has_zeros:
+                far = load(builder, types.int8, builder.gep(zero_first, [i]), mask)
+                builder.store(multiply_add(builder, number, far, builder.load(added)), added)
+
+        each_vector(builder, arguments[1], at_place)
+        total = sums(builder, [builder.load(added)])
+        return builder.extract_element(total, INT(0))
+
+    return types.float32(x, types.intp, scales, zeros, out), build
+
+
+# Of `num` numbers, each times its scale, into `out`; returns the sum of these times their zeros, 0 where there are
+# none.
+scale_by: Callable[[Place, int, Place, Place, Place], np.float32] = cast(Any, _scale)
+
+
+@intrinsic
+def _ask_for(typing: Any, numbers: Any, at: Any, num_bytes: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        first, count = place_of(context, builder, numbers, *arguments[:2]), arguments[2]
+        zero, line = count.type(0), count.type(LINE_BYTES)
+        with cgutils.for_range_slice(builder, zero, count, line, count.type) as (i, _):
+            prefetch(builder, first, i)
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.intp, types.intp), build
+
+
+ask_for: Callable[[np.ndarray, int, int], None] = cast(Any, _ask_for)  # so many bytes from numbers[at] on, of bytes

@@ -9,12 +9,21 @@ B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n
 import numpy as np
 from numba import njit
 
-from .arguments import CHUNK_TOKENS, Pages, QuantizedPages, QuantizedScratch, RowTables, Softmax, Span, WorkItems
-from .attention import attend_chunk, begin, finish, page_run, weigh
-from .attention_blocks import ADD_BLOCK, SCORE_BLOCK
-from .attention_codes import add_code, add_codes, ask_for, scale_by, score_code, score_codes
+from .arguments import (
+    CHUNK_TOKENS,
+    AttentionItem,
+    QuantizedPages,
+    QuantizedScratch,
+    RowTables,
+    Softmax,
+    Span,
+    TailPages,
+    WorkItems,
+)
+from .attention import OwnRow, attend_chunk, begin, finish, item_of, page_run, weigh
+from .attention_blocks import SCORE_BLOCK, add_codes, ask_for, scale_by, score_codes
 from .compiled import REORDERED, kept
-from .primitives import ZERO, begin_items
+from .primitives import ZERO, Place, begin_items
 
 
 @njit(fastmath=REORDERED)
@@ -23,28 +32,26 @@ def _scale_queries(q_HGD: np.ndarray, pages: QuantizedPages, page: int, heads: S
     _, G, D = q_HGD.shape
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
-        scale, zero = begin_bytes // 2 + h * D, begin_bytes + h * D
+        scales, zeros = Place(pages.key_scales, begin_bytes // 2 + h * D), Place(pages.key_zeros, begin_bytes + h * D)
         for g in range(G):
             at = (h * G + g) * D
-            scratch.added_HG[h, g] = scale_by(
-                q_HGD, at, D, pages.key_scales, scale, pages.key_zeros, zero, scratch.scaled_HGD, at
-            )
+            scaled = Place(scratch.scaled_HGD, at)
+            scratch.added_HG[h, g] = scale_by(Place(q_HGD, at), D, scales, zeros, scaled)
 
 
 @njit(fastmath=REORDERED)
 def _score_page(
-    pages: QuantizedPages, page: int, offset: int, num: int, heads: Span, scratch: QuantizedScratch, at: int, width: int
+    pages: QuantizedPages, page: int, offset: int, num: int, heads: Span, scratch: QuantizedScratch, at: int
 ) -> None:
-    """Makes scores of `num` positions of a page, of heads of `width` bytes, and asks for their values meanwhile."""
-    H, G = scratch.scaled_HGD.shape[:2]
+    """Makes scores of `num` positions of a page, and asks for their values meanwhile."""
+    H, G, D = scratch.scaled_HGD.shape
+    width = D // pages.codes_in_byte
     step, base = H * width, page * pages.stride_bytes + offset * H * width
-    whole = num // SCORE_BLOCK * SCORE_BLOCK
-    for p in range(num):
-        ask_for(pages.value_codes, base + p * step + heads[0] * width, (heads[1] - heads[0]) * width)
-        if p < whole and p % SCORE_BLOCK == 0:
-            score_codes(scratch.scaled_HGD, pages.key_codes, base + p * step, width, heads, scratch.scores_HGS, at + p)
-        elif p >= whole:
-            score_code(scratch.scaled_HGD, pages.key_codes, base + p * step, width, heads, scratch.scores_HGS, at + p)
+    for p in range(0, num, SCORE_BLOCK):
+        count, codes = min(SCORE_BLOCK, num - p), Place(pages.key_codes, base + p * step)
+        for own in range(p, p + count):
+            ask_for(pages.value_codes, base + own * step + heads[0] * width, (heads[1] - heads[0]) * width)
+        score_codes(scratch.scaled_HGD, codes, width, count, heads, Place(scratch.scores_HGS, at + p), None)
     for h in range(heads[0], heads[1]):
         for g in range(G):
             for p in range(num):
@@ -60,64 +67,32 @@ def _scale_weights(
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
         place = h * pages.page_tokens + offset
-        scale, zero = begin_bytes // 2 + place, begin_bytes + place
+        scales, zeros = (
+            Place(pages.value_scales, begin_bytes // 2 + place),
+            Place(pages.value_zeros, begin_bytes + place),
+        )
         for g in range(G):
-            weight = (h * G + g) * S + at
-            scratch.added_HG[h, g] += scale_by(
-                scratch.scores_HGS,
-                weight,
-                num,
-                pages.value_scales,
-                scale,
-                pages.value_zeros,
-                zero,
-                scratch.scores_HGS,
-                weight,
-            )
-
-
-@njit(fastmath=REORDERED)
-def _add_page(
-    sums_HGD: np.ndarray,
-    pages: QuantizedPages,
-    page: int,
-    offset: int,
-    num: int,
-    heads: Span,
-    scratch: QuantizedScratch,
-    at: int,
-    width: int,
-) -> None:
-    """Adds the weighted codes of `num` positions of a page."""
-    step = sums_HGD.shape[0] * width
-    base = page * pages.stride_bytes + offset * step
-    whole = num // ADD_BLOCK * ADD_BLOCK
-    for p in range(0, whole, ADD_BLOCK):
-        add_codes(sums_HGD, pages.value_codes, base + p * step, width, heads, scratch.scores_HGS, at + p)
-    for p in range(whole, num):
-        add_code(sums_HGD, pages.value_codes, base + p * step, width, heads, scratch.scores_HGS, at + p)
+            weights = Place(scratch.scores_HGS, (h * G + g) * S + at)
+            scratch.added_HG[h, g] += scale_by(weights, num, scales, zeros, weights)
 
 
 @njit(fastmath=REORDERED)
 def _attend_chunk(
-    q_HGD: np.ndarray,
+    row: OwnRow,
     pages: QuantizedPages,
-    table_n: np.ndarray,
-    first: int,
-    last: int,
+    span: Span,
     heads: Span,
-    num_codes: int,
     softcap: np.float32,
     scratch: QuantizedScratch,
-    sums_HGD: np.ndarray,
 ) -> None:
-    """Takes up positions [first, last), a chunk at most, of pages with `num_codes` codes in a byte."""
-    _, G, Dk = q_HGD.shape
-    Dv, place = sums_HGD.shape[2], first
+    """Takes up positions of a span, a chunk at most."""
+    (q_HGD, table_n, sums_HGD), (first, last) = row, span
+    H, G, Dv = sums_HGD.shape
+    width, place = Dv // pages.codes_in_byte, first
     while place < last:
         page, offset, num = page_run(pages, table_n, place, last)
         _scale_queries(q_HGD, pages, page, heads, scratch)
-        _score_page(pages, page, offset, num, heads, scratch, place - first, Dk // num_codes)
+        _score_page(pages, page, offset, num, heads, scratch, place - first)
         place += num
     weigh(last - first, heads, softcap, scratch, sums_HGD)
     for h in range(heads[0], heads[1]):
@@ -127,7 +102,8 @@ def _attend_chunk(
     while place < last:
         page, offset, num = page_run(pages, table_n, place, last)
         _scale_weights(pages, page, offset, num, heads, scratch, place - first)
-        _add_page(sums_HGD, pages, page, offset, num, heads, scratch, place - first, Dv // num_codes)
+        codes = Place(pages.value_codes, page * pages.stride_bytes + offset * H * width)
+        add_codes(sums_HGD, codes, width, num, heads, Place(scratch.scores_HGS, place - first), None)
         place += num
     for h in range(heads[0], heads[1]):
         for g in range(G):
@@ -139,16 +115,14 @@ def _attend_chunk(
 def _attend_item(
     q_BHGD: np.ndarray,
     pages: QuantizedPages,
-    tails: Pages,
-    slots_B1: np.ndarray,
+    tails: TailPages,
     rows: RowTables,
     softmax: Softmax,
-    num_codes: int,
     out_BHGD: np.ndarray,
-    own_rows: Span,
-    heads: Span,
+    item: AttentionItem,
     scratch: QuantizedScratch,
 ) -> None:
+    own_rows, heads = item
     for row in range(own_rows[0], own_rows[1]):
         first, end = rows.begins_B[row], rows.ends_B[row]
         if first >= end:
@@ -158,11 +132,11 @@ def _attend_item(
         begin(softmax, heads, scratch)
         while first < own:
             last = min(own, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
-            table_n = rows.tables_Bn[row]
-            _attend_chunk(q_HGD, pages, table_n, first, last, heads, num_codes, softmax.softcap, scratch, sums_HGD)
+            before = OwnRow(q_HGD, rows.tables_Bn[row], sums_HGD)
+            _attend_chunk(before, pages, (first, last), heads, softmax.softcap, scratch)
             first = last
-        slots, new = slots_B1[row], end - own
-        attend_chunk(q_HGD, tails, slots, first - own, new, new, heads, softmax.softcap, scratch, sums_HGD)
+        tail, new = OwnRow(q_HGD, tails.slots_B1[row], sums_HGD), end - own
+        attend_chunk(tail, tails.pages, (first - own, new), new, heads, softmax.softcap, scratch)
         finish(out_BHGD, row, heads, scratch)
 
 
@@ -170,20 +144,15 @@ def _attend_item(
 def attend(
     q_BHGD: np.ndarray,
     pages: QuantizedPages,
-    tails: Pages,
-    slots_B1: np.ndarray,
+    tails: TailPages,
     rows: RowTables,
     softmax: Softmax,
-    num_codes: int,
     out_BHGD: np.ndarray,
     items: WorkItems,
     scratch: QuantizedScratch,
 ) -> None:
-    """What attention in vectors does, over pages with `num_codes` codes in a byte; the last page of row b is
-    `slots_B1[b]` of `tails`."""
+    """What attention in vectors does, over quantised pages and rows' tails."""
     i = begin_items(items.begun, 1)
     while i < items.spans_W4.shape[0]:
-        row, last_row, head, last_head = items.spans_W4[i]
-        own_rows, heads = (row, last_row), (head, last_head)
-        _attend_item(q_BHGD, pages, tails, slots_B1, rows, softmax, num_codes, out_BHGD, own_rows, heads, scratch)
+        _attend_item(q_BHGD, pages, tails, rows, softmax, out_BHGD, item_of(items, i), scratch)
         i = begin_items(items.begun, 1)

@@ -39,7 +39,7 @@ class EvenRows:
             kv = LayerKV(k_NPHD, v_NPHD, self._layout, dtype=q_BHD.dtype)
             return decode_on_device(q_BHD, kv, self._rows, EVERYTHING, Rule(scale))
         rows = self._layout.tables_Bn, self._rows.begins(EVERYTHING), self._rows.ends
-        return decode_attention(q_BHD, k_NPHD, v_NPHD, *rows, scale=scale)
+        return decode_attention(q_BHD, k_NPHD, v_NPHD, *rows, Rule(scale))
 
     def attend_quantized(
         self, q_BHD: torch.Tensor, page_format: PageFormat, pages: torch.Tensor, tails: Pair

@@ -173,10 +173,8 @@ def _decoded(
         kv.layout.tables_Bn,
         rows.begins(reach),
         rows.ends,
-        scale=rule.scale,
-        softcap=rule.softcap,
-        sinks_H=rule.sinks,
-        num_threads=num_threads,
+        rule,
+        num_threads,
     )
 
 

@@ -15,17 +15,17 @@ import torch
 
 from runtime.attention import host_attention
 from runtime.attention.host_attention import (
-    AttentionItem,
     cut,
     decode_attention,
     decode_attention_torch,
     prepare_decode_attention,
     rows_of,
 )
+from runtime.attention.views import Rule
 from runtime.kernels import attention as vector_attention
 from runtime.kernels import compiled, compiler
 from runtime.kernels.amx import attention as amx_attention
-from runtime.kernels.arguments import CHUNK_TOKENS
+from runtime.kernels.arguments import CHUNK_TOKENS, AttentionItem
 from tests.attention_cases import CASES, NAN, TOLERANCE, Case, P, make, naive, options
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -66,7 +66,7 @@ def test_every_stored_number_is_widened_exactly(dtype: torch.dtype) -> None:
     v = bits.view(dtype).view(64, 1, 1, 1024)
     q, rows = torch.zeros(64, 1, 8), torch.arange(64)
     k, zeros = torch.zeros(64, 1, 1, 8, dtype=dtype), torch.zeros(64, dtype=torch.int64)
-    out = decode_attention(q, k, v, rows[:, None], zeros, zeros + 1, scale=1.0)
+    out = decode_attention(q, k, v, rows[:, None], zeros, zeros + 1, Rule(1.0))
     assert torch.equal(out.flatten().nan_to_num(12345.0), v.float().flatten().nan_to_num(12345.0))
 
 
@@ -234,10 +234,10 @@ def test_rows_that_share_pages_add_up_to_the_same_bits_as_rows_that_do_not(seed:
     k_NPHD, v_NPHD = torch.randn(2, pages, P, num_heads, dim)
     q_BHD, sinks_H = torch.randn(len(tables), 3 * num_heads, dim), torch.randn(3 * num_heads)
     own_Bn = torch.arange(tables_Bn.numel(), dtype=torch.int32).view(tables_Bn.shape)  # each row's copies
-    given = {"scale": 0.3, "sinks_H": sinks_H, "softcap": 20.0 if seed % 2 else None}
-    shared = decode_attention(q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, **given)
-    copies = (x_NPHD[tables_Bn.long()].flatten(0, 1) for x_NPHD in (k_NPHD, v_NPHD))
-    assert torch.equal(shared, decode_attention(q_BHD, *copies, own_Bn, begins_B, ends_B, **given))
+    rule = Rule(0.3, 20.0 if seed % 2 else None, sinks_H)
+    shared = decode_attention(q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, rule)
+    k_copies, v_copies = (x_NPHD[tables_Bn.long()].flatten(0, 1) for x_NPHD in (k_NPHD, v_NPHD))
+    assert torch.equal(shared, decode_attention(q_BHD, k_copies, v_copies, own_Bn, begins_B, ends_B, rule))
 
 
 def test_positions_count_as_shared_as_far_as_whole_chunks_of_full_pages_are_the_same() -> None:

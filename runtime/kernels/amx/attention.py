@@ -24,6 +24,7 @@ from ..arguments import (
     TILE_DIMS,
     TILE_QUERIES,
     TILE_ROWS,
+    AttentionItem,
     Pages,
     RowTables,
     Softmax,
@@ -31,7 +32,7 @@ from ..arguments import (
     TileScratch,
     WorkItems,
 )
-from ..attention import page_run, weigh
+from ..attention import begin, item_of, page_run, weigh
 from ..compiled import REORDERED, kept
 from ..primitives import (
     FLOATS,
@@ -286,17 +287,17 @@ def _attend_item(
     rows: RowTables,
     softmax: Softmax,
     out_BHGD: np.ndarray,
-    own_rows: Span,
-    heads: Span,
+    item: AttentionItem,
     scratch: TileScratch,
 ) -> None:
+    own_rows, heads = item
     for row in range(own_rows[0], own_rows[1]):
         first, end, table_n = rows.begins_B[row], rows.ends_B[row], rows.tables_Bn[row]
         _check_pages(pages, table_n, first, end)
         split_queries(q_BHGD, row, scale, heads, scratch.queries_HJTRC)
+        begin(softmax, heads, scratch)
         for h in range(heads[0], heads[1]):
             for g in range(q_BHGD.shape[2]):
-                scratch.tops_HG[h, g], scratch.totals_HG[h, g] = softmax.tops_HG[h, g], softmax.total
                 for d in range(scratch.sums_HGD.shape[2]):
                     scratch.sums_HGD[h, g, d] = ZERO
         while first < end:
@@ -325,7 +326,5 @@ def attend(
     not matter. Infinite keys and values may end as NaN, and what is smaller than float32's normal numbers is zero."""
     i = begin_items(items.begun, 1)
     while i < items.spans_W4.shape[0]:
-        row, last_row, head, last_head = items.spans_W4[i]
-        own_rows, heads = (row, last_row), (head, last_head)
-        _attend_item(q_BHGD, scale, pages, rows, softmax, out_BHGD, own_rows, heads, scratch)
+        _attend_item(q_BHGD, scale, pages, rows, softmax, out_BHGD, item_of(items, i), scratch)
         i = begin_items(items.begun, 1)
