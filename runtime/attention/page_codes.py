@@ -85,7 +85,10 @@ class PageFormat:
             (v_MPHD, v_codes, v_scales.transpose(1, 2), v_zeros, 3),
         ):
             code, scale, zero = self._quantized(x.float(), dim)
-            codes.copy_(code if self.kv_dtype is KVDType.int8 else _paired(code))
+            if self.kv_dtype is KVDType.int4:  # number d of a head in the low half of a byte, d + D/2 in the high one
+                low, high = code.to(torch.uint8).chunk(2, -1)
+                code = low | high << 4
+            codes.copy_(code)
             scales.copy_(scale.squeeze(dim))
             if zeros.numel():
                 (zeros if dim == 1 else zeros.transpose(1, 2)).copy_(zero.squeeze(dim))
@@ -108,19 +111,11 @@ class PageFormat:
     def decode(self, pages: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (M, P, H, D) of pages (M, bytes), in `dtype`, made in float32."""
         k_codes, v_codes, k_scales, v_scales, k_zeros, v_zeros = self.split(pages)
-        k, v = (self._levels(codes) for codes in (k_codes, v_codes))
+        k, v = (
+            codes.float() if self.kv_dtype is KVDType.int8 else torch.cat([codes & 15, codes >> 4], -1).float()
+            for codes in (k_codes, v_codes)
+        )
         if k_zeros.numel():
             k, v = k + k_zeros[:, None].float(), v + v_zeros.transpose(1, 2)[..., None].float()
         k_scales, v_scales = k_scales[:, None].float(), v_scales.transpose(1, 2)[..., None].float()
         return (k * k_scales).to(dtype), (v * v_scales).to(dtype)
-
-    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
-        if self.kv_dtype is KVDType.int8:
-            return codes.float()
-        return torch.cat([codes & 15, codes >> 4], -1).float()
-
-
-def _paired(codes: torch.Tensor) -> torch.Tensor:
-    """Two in a byte: number d of a head in the low half, number d + D/2 in the high one."""
-    low, high = codes.to(torch.uint8).chunk(2, -1)
-    return low | high << 4
