@@ -15,6 +15,7 @@ from jobs.reporting.config import ReportConfig
 from jobs.reporting.figures import RunFigures
 from jobs.reporting.overview import differing, overview, write_overview
 from runtime.errors import ConfigError
+from runtime.units import GIB
 from tests.jobs.part_support import PASSES
 from tests.jobs.sharded_run import NUM_SHARDS, ShardedRun
 
@@ -58,6 +59,15 @@ def test_shards_stand_under_their_run_with_their_states(case: ShardedRun) -> Non
     assert lines["x"][1:3] == ["28", "0"]
     lock.release()
     assert cells(overview(figures(case.folder / "x-*")).text())["shard 0 of 3"][0] == "done"
+
+
+def test_a_run_took_as_much_memory_as_the_shard_that_took_most(tmp_path: Path) -> None:
+    case = ShardedRun(folder=tmp_path / "generate")
+    for shard, (host, device) in enumerate([(3 * GIB, GIB), (GIB, 5 * GIB), (2 * GIB, 2 * GIB)]):
+        case.finish(shard, passes=[replace(each, peak_host_bytes=host, peak_device_bytes=device) for each in PASSES])
+    lines = cells(overview(figures(case.folder / "x-*")).text())
+    assert lines["shard 0 of 3"][-1] == "3 GiB + 1 GiB device"
+    assert lines["x"][-1] == "3 GiB + 5 GiB device"
 
 
 def test_a_damaged_run_says_what_is_wrong_and_the_others_are_told_all_the_same(case: ShardedRun) -> None:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from jobs.config.settings import GenerateConfig, Workers
@@ -278,6 +279,19 @@ def test_status_and_export_read_a_run_in_the_store(
     assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
     with pytest.raises(ConfigError, match=r"1 runs lie below it, of which .*/generate/case is one"):
         find_runs([url], "run")
+
+
+def test_a_file_that_was_replaced_in_the_store_is_read_anew(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run(tmp_path / "one", url)
+    (before,) = find_runs([f"{url}/generate/case"], "run")
+    part = next(before.directory.generations.iterdir()).name
+    fsspec.filesystem("memory").pipe(f"{url.removeprefix('memory://')}/generate/case/generations/{part}", b"other")
+    (after,) = find_runs([f"{url}/generate/case"], "run")
+    assert after.directory.path == before.directory.path
+    assert (after.directory.generations / part).read_bytes() == b"other"
 
 
 def test_files_can_be_kept_in_a_folder_too_and_readers_see_none_half(tmp_path: Path, plain: Path) -> None:

@@ -114,6 +114,20 @@ def test_a_full_disk_is_logged_once_and_leaves_what_was_written(
     assert "No space left on device" in caplog.text
 
 
+def test_what_the_system_takes_piece_by_piece_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, files = os.pwrite, list[TraceFile]()
+    for name, most in (("whole", 1 << 30), ("pieces", 7)):
+        monkeypatch.setattr(
+            trace_file.os, "pwrite", lambda fd, data, offset, most=most: pwrite(fd, data[:most], offset)
+        )
+        with TraceFile(tmp_path / name, BEGIN) as file:
+            file.write(SPANS)
+        files.append(file)
+    whole, pieces = files
+    assert pieces.path.read_bytes() == whole.path.read_bytes()
+    assert len(read_trace(pieces.path)) == len(SPANS)
+
+
 def test_a_folder_that_cannot_be_made_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "trace").write_text("in the way")
     with TraceFile(tmp_path / "trace", BEGIN) as file:

@@ -1,7 +1,7 @@
 """How the machine is measured: the statistics on clocks that are set by hand, the probes at toy size."""
 
 from collections.abc import Iterator
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from runtime.measure.linear import (
     Matrices,
     ProbeSeries,
     ProductKind,
+    multiplying,
     product_kinds,
     product_of,
     product_probes,
@@ -60,6 +61,13 @@ def test_a_rate_is_the_amount_by_the_seconds_it_took() -> None:
     clock = HandClock()
     timed = Timed(3e9, lambda: clock.take(2.0), clock=clock)
     assert timed() == pytest.approx(1.5)
+
+
+def test_a_product_has_two_operations_for_each_weight_and_row() -> None:
+    inputs, weights = [torch.zeros(3, 8), torch.zeros(5, 8)], [torch.zeros(16, 8), torch.zeros(4, 8)]
+    clock = count(0.0, 2.0)
+    timed = multiplying(inputs, [weights], ComputeDevice("cpu"), clock=lambda: next(clock))
+    assert timed.rate() == (2 * 3 * 16 * 8 + 2 * 5 * 4 * 8) / 2.0
 
 
 def test_short_acts_are_repeated_until_a_reading_is_long_enough_and_the_wait_for_them_counts() -> None:
