@@ -33,8 +33,11 @@ class HostLayerKV(LayerKV):
         rows_SHD = [
             self.exchange.new((segment.end, pages.shape[2], pages.shape[3]), pages.dtype) for pages, _ in sources
         ]
-        pairs = zip(sources, rows_SHD, strict=True)
-        copies = [copy for (pages, _), row in pairs for copy in self._cached(pages, row, segment)]
+        copies = list[Part]()
+        for (pages, _), row in zip(sources, rows_SHD, strict=True):
+            flat = pages.flatten(0, 1)
+            for place, at, num in self.layout.runs(segment.row, 0, segment.past):
+                copies.append(Part(flat[place : place + num], row[at : at + num]))
         self.exchange.load(self.index, copies)
         for (_, new), row in zip(sources, rows_SHD, strict=True):
             row[segment.past :] = new[0, :, segment.start : segment.start + segment.new].transpose(0, 1)
@@ -58,11 +61,6 @@ class HostLayerKV(LayerKV):
             begin = end
         self.exchange.load(self.index, copies)
         return packed_SHD[0], packed_SHD[1]
-
-    def _cached(self, pages_NPHD: torch.Tensor, row_SHD: torch.Tensor, segment: Segment) -> Iterator[Part]:
-        flat = pages_NPHD.flatten(0, 1)
-        for place, at, num in self.layout.runs(segment.row, 0, segment.past):
-            yield Part(flat[place : place + num], row_SHD[at : at + num])
 
 
 class HostVisit:

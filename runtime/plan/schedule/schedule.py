@@ -35,7 +35,10 @@ def weight_feed(walk: Walk, num_lanes: int) -> Feed:
     num_steps = len(walk.stages) * num_lanes
     if walk.block > 1 and walk.num_slots > walk.block and not walk.order.style.spreads_pages:
         return _cyclic([], _block_deliveries(walk, num_lanes), num_steps)
-    return _cyclic(_stock(walk), _ring_deliveries(walk, num_lanes), num_steps)
+    # What lies in staging before the first copy.
+    num_ahead = walk.num_staging_slots - _reads_by_page(walk) if walk.copies and walk.reads else 0
+    stock = [action for stage in walk.from_disk[:num_ahead] for action in _bring(walk, Op.read, stage)]
+    return _cyclic(stock, _ring_deliveries(walk, num_lanes), num_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +127,6 @@ def _read_behind(walk: Walk, stage: int, num_reads: int) -> int:
     """The stage that is read so many reads behind `stage`, in this pass or the next: what host memory holds is passed
     over."""
     return walk.from_disk[(walk.from_disk.index(stage) + num_reads) % len(walk.from_disk)]
-
-
-def _stock(walk: Walk) -> list[Action]:
-    """What lies in staging before the first copy."""
-    num_ahead = walk.num_staging_slots - _reads_by_page(walk) if walk.copies and walk.reads else 0
-    return [action for stage in walk.from_disk[:num_ahead] for action in _bring(walk, Op.read, stage)]
 
 
 def _reads_by_page(walk: Walk) -> bool:
