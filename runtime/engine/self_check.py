@@ -96,18 +96,14 @@ class _Forced(LogitsProcessor):
         return forced
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heard:
-    """The class's answers by request id: logits (T, V) of `generate` at each of the dictated tokens, and, where scores
-    are asked for, the tokens' log-probabilities (T,) by one forward over prompt and tokens."""
-
-    logits: Mapping[str, torch.Tensor]
-    logprobs: Mapping[str, torch.Tensor]
-
-
 @torch.no_grad()
-def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated, scores: bool) -> Heard:
-    """Runs the class's unchanged code on dense float32 weights, each prompt by itself. `opened` is the excerpt as lanes
+def heard_from_generate(
+    opened: LoadedModel, excerpt: Excerpt, told: Dictated, scores: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns the class's answers by request id: logits (T, V) of `generate` at each of the dictated tokens, and, where
+    scores are asked for, the tokens' log-probabilities (T,) by one forward over prompt and tokens.
+
+    Runs the class's unchanged code on dense float32 weights, each prompt by itself. `opened` is the excerpt as lanes
     have it, which says where its weights lie. May raise whatever the class raises."""
     config = read_config(opened.checkpoint.path)
     take_quantization(config)
@@ -150,7 +146,7 @@ def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated, s
                 logits_TV = model(input_ids=torch.cat([ids, tokens_1T], 1)).logits[0, ids.shape[1] - 1 : -1]
             logprobs_TV = logits_TV.float().log_softmax(-1)
             logprobs[request.id] = logprobs_TV.gather(-1, tokens_1T[0, :, None])[:, 0]
-    return Heard(logits=logits, logprobs=logprobs)
+    return logits, logprobs
 
 
 class Dictation(Sampler):
@@ -299,17 +295,23 @@ class _Check:
         opened = self._opened(excerpt)
         try:
             with one_line(f"the class's own generate does not run its first {excerpt.num_layers} layers"):
-                theirs = heard_from_generate(opened, excerpt, told, self.scores)
+                logits, logprobs = heard_from_generate(opened, excerpt, told, self.scores)
         except CheckpointError as error:
             raise _CannotJudge(str(error)) from error
         del opened
         sampler = Dictation(told.tokens)
         plan, _ = self._ours(excerpt, told.requests, sampler)
         ours = {id: torch.stack(rows) for id, rows in sampler.heard.items()}
-        worst = _largest_difference(told, ours, theirs.logits)
-        return _Compared(told=told, plan=plan, worst=worst, score=self._score(excerpt, told, theirs))
+        worst = _largest_difference(told, ours, logits)
+        return _Compared(told=told, plan=plan, worst=worst, score=self._score(excerpt, told, logits, logprobs))
 
-    def _score(self, excerpt: Excerpt, told: Dictated, theirs: Heard) -> float:
+    def _score(
+        self,
+        excerpt: Excerpt,
+        told: Dictated,
+        logits: Mapping[str, torch.Tensor],
+        logprobs: Mapping[str, torch.Tensor],
+    ) -> float:
         """The largest difference of a dictated token's log-probability, as a run of scores has it, in tolerances; 0
         where the run scores nothing."""
         if not self.scores:
@@ -321,8 +323,8 @@ class _Check:
         sizes = [0.0]
         for sequence in sequences:
             id, own_T = sequence.request.id, torch.tensor([score.own for score in sequence.scores])
-            unit = SCORE_TOLERANCE * max(1.0, float(theirs.logits[id].std()))
-            sizes.append(float((own_T - theirs.logprobs[id]).abs().nan_to_num(torch.inf).max()) / unit)
+            unit = SCORE_TOLERANCE * max(1.0, float(logits[id].std()))
+            sizes.append(float((own_T - logprobs[id]).abs().nan_to_num(torch.inf).max()) / unit)
         return max(sizes)
 
     def _excerpt(self) -> tuple[Excerpt, int]:
