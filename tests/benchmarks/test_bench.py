@@ -76,7 +76,8 @@ def test_every_contender_generates_the_same_tokens_and_has_its_row() -> None:
     assert table.count("5 of 5") == len(rounds)
 
 
-@pytest.mark.parametrize("contender", with_slow_others(IN_BFLOAT16, IN_BFLOAT16[:1]))
+@pytest.mark.slow("benchmarks/test_bench.py::test_every_contender_generates_the_same_tokens_and_has_its_row")
+@pytest.mark.parametrize("contender", IN_BFLOAT16)
 def test_ours_in_bfloat16_computes_in_bfloat16(contender: Contender) -> None:
     runtime, _ = opened(task_for(contender), OffloadConfig())
     assert runtime.model.compute_dtype is torch.bfloat16

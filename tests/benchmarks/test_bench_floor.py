@@ -117,6 +117,7 @@ def test_the_table_of_products_has_a_line_for_each_format_and_way_and_a_column_f
     assert "20.0 GB/s" in lines[-1]
 
 
+@pytest.mark.slow("benchmarks/test_bench_floor.py::test_a_suite_measures_reading_passes_and_products")
 @pytest.mark.skipif(not has_compiler(), reason="numba is not installed")
 def test_products_are_of_every_format_by_our_kernel_and_of_bf16_by_torch_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them in panels, or it would be another product that is measured."""

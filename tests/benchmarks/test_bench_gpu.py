@@ -440,6 +440,9 @@ LACKING = ("hydra", "omegaconf", "datasets", "pyarrow", "numba", "matplotlib", "
 BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({LACKING!r})); import benchmarks.gpu.__main__"
 
 
+@pytest.mark.slow(
+    "benchmarks/test_bench_gpu.py::test_a_way_that_would_measure_something_else_is_left_out_and_says_what_it_lacks"
+)
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_where_a_plain_image_lacks_modules_and_an_accelerator_the_worker_runs_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -181,6 +181,7 @@ def _short(why: str) -> str:
     return line if len(line) <= NUM_CHARACTERS else f"{line[:NUM_CHARACTERS].rpartition(' ')[0]} ..."
 
 
+@pytest.mark.slow("runtime/test_combinations.py::test_all_of_them_are_counted")
 def test_the_table_of_combinations_is_what_the_code_says() -> None:
     pytest.importorskip("llguidance")
     text = PAGE.read_text()

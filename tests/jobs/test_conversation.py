@@ -253,9 +253,8 @@ def test_workers_share_out_each_turn_and_go_on_without_one_that_is_killed(
     assert len({name.rpartition("-")[2] for name in names} & {str(worker.pid) for worker in workers}) >= 1
 
 
-@pytest.mark.parametrize(
-    "way", ["sharded", *(pytest.param(way, marks=pytest.mark.slow) for way in ("tensor", "pipeline"))]
-)
+@pytest.mark.slow("jobs/test_conversation.py::test_workers_share_out_each_turn_and_go_on_without_one_that_is_killed")
+@pytest.mark.parametrize("way", ["sharded", "tensor", "pipeline"])
 def test_ranks_come_to_the_turns_of_one_process(way: str, tmp_path: Path, model: str, whole: Whole) -> None:
     config = config_for(tmp_path, model)
     words = [*words_for(tmp_path, model), f"devices={way}", "log_level=warning"]

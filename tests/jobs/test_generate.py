@@ -109,6 +109,7 @@ def test_a_stopped_run_exits_resumable_and_goes_on_with_equal_rows(tmp_path: Pat
     assert rows(tmp_path).equals(plain)
 
 
+@pytest.mark.slow("jobs/test_continuous.py::test_sigterm_ends_the_process_with_75_and_a_checkpoint")
 def test_sigterm_ends_the_process_with_75_and_nothing_is_written_beside_the_run_directory(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "jobs.generate", f"output_root={tmp_path}", "policy=fixed"),

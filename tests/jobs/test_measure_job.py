@@ -114,6 +114,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | Non
     return ended.value.code
 
 
+@pytest.mark.slow("runtime/test_measure.py::test_toy_measurement_is_a_machine")
 def test_program_prints_keeps_and_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.rank_shares import tensor_share
 from runtime.store.gguf import BLOCKS
 from tests import published_formats
+from tests.dealt import with_slow_others
 from tests.published_formats import write_published
 from tests.quantized import write_fp8, write_mxfp4
 from tests.support import synthesize
@@ -91,7 +92,7 @@ def require_alike(planned: ModelShape, stored: ModelShape, tolerance: float) -> 
         assert mine.flops_per_token == theirs.flops_per_token
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", with_slow_others(WRITTEN, [*WRITTEN][::3]))
 def test_a_published_checkpoint_has_the_formats_and_bytes_that_a_plan_counts(
     name: str, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

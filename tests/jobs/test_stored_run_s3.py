@@ -76,6 +76,7 @@ def test_killed_a_run_goes_on_on_another_machine_and_is_exported_from_there(
     assert recorded == {*parts(plain)}
 
 
+@pytest.mark.slow("jobs/test_stored_run_s3.py::test_a_store_that_goes_in_a_run_leaves_what_the_next_start_takes_there")
 def test_a_store_that_refuses_in_a_run_ends_it_with_75_and_nothing_is_lost(
     tmp_path: Path, server: S3Server, plain: Path
 ) -> None:

@@ -40,6 +40,7 @@ from runtime.errors import (
 )
 from runtime.library import api
 from runtime.measure.machine_cache import keep, this_host
+from tests.dealt import with_slow_others
 from tests.jobs.windowed_input import BAD_ROW, NUM_ROWS, WindowedInput, records
 from tests.runtime.test_machine_cache import RATES
 from tests.support import always
@@ -282,7 +283,7 @@ def test_an_input_in_windows_none_of_whose_rows_can_be_used_is_refused_and_one_g
     assert case.run("run", WINDOW).summary.rows["ok"] == 1
 
 
-@pytest.mark.parametrize("form", ["zstd", "utf-16", "objects", "list"])
+@pytest.mark.parametrize("form", with_slow_others(["zstd", "utf-16", "objects", "list"], ["zstd", "list"]))
 def test_rows_of_any_form_in_windows_are_those_of_one_window(form: str, tmp_path: Path) -> None:
     rows = [row | {"prompt": f"{row['prompt']} é \n}}"} for row in records()]
     text = "".join(json.dumps(row, indent=2 if form == "objects" else None) + "\n\n" for row in rows)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from runtime.batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
+from tests.dealt import with_slow_others
 
 LIMITS = AdmissionLimits(num_lanes=2, lane_size=2, lane_tokens=32, page_tokens=16)
 FAR = 10_000  # positions of a request whose limit does not matter
@@ -164,7 +165,7 @@ class Run:
         return replace(seat, num_known=seat.num_known + 1) if self.left[seat.request] else None
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", with_slow_others(range(200), range(50)))
 def test_a_run_never_commits_a_page_twice_keeps_the_order_and_ends(seed: int) -> None:
     run = Run(seed)
     num_requests, num_tokens = len(run.waiting), sum(run.left) + sum(item.num_known for item in run.waiting)

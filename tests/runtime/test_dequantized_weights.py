@@ -63,7 +63,6 @@ CASES = [
     ("qwen3-moe", "fp8 blocks"),
     ("gpt-oss", "mxfp4"),
 ]
-FEWER = {"bfloat16", "int8", "fp8", "pack-quantized, zero points", "gptq, desc_act, 8 bits", "bitsandbytes fp4"}
 
 
 def written(ref: Reference, family: str, name: str, directory: Path) -> tuple[Path, Path]:
@@ -98,12 +97,15 @@ def on_a_device(
     return replace(config, offload=replace(config.offload, dequantize=where, expert_paging=ExpertPaging.off))
 
 
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case[1] in FEWER]
-USUAL = [*(case for case in CASES if case[1] not in FEWER), *SLOW]
+QUICK = [
+    *(("llama", name) for name in ("lossless", "gptq", "fp8 blocks")),
+    *(("mixtral", name) for name in ("int4", "pack-quantized", "bitsandbytes nf4", "modelopt nvfp4")),
+    ("gpt-oss", "mxfp4"),
+]
 
 
 @pytest.mark.parametrize("where", [Dequantize.stage, pytest.param(Dequantize.product, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.parametrize(("family", "name"), with_slow_others(CASES, QUICK))
 def test_tokens_are_those_of_the_numbers(
     family: str, name: str, where: Dequantize, reference: References, tmp_path: Path
 ) -> None:
@@ -141,7 +143,7 @@ def decode_pass(ref: Reference, directory: Path, num_lanes: int) -> HostCounts:
     return decode(on_a_device(few, directory, Dequantize.stage, lanes=num_lanes), few).passes[0]
 
 
-@pytest.mark.parametrize(("family", "name"), USUAL)
+@pytest.mark.parametrize(("family", "name"), with_slow_others(CASES, QUICK[::2]))
 def test_a_pass_takes_at_most_three_times_the_launches_of_plain_weights(
     family: str, name: str, reference: References, of_plain: Callable[[str], HostCounts], tmp_path: Path
 ) -> None:

@@ -41,15 +41,15 @@ CASES, RUNS, COMPILES = (f"tests/runtime/triton_{part}.py" for part in ("cases",
 
 
 @HAS_TRITON
-def test_numbers_products_and_tokens_in_triton_s_interpreter_are_those_of_torch() -> None:
-    """All of `triton_cases.py`, and one run of `triton_runs.py` in front of a double whose kernels are interpreted."""
+def test_numbers_and_products_in_triton_s_interpreter_are_those_of_torch() -> None:
+    """All of `triton_cases.py`."""
     skip_where_the_interpreter_is_too_old()
-    pass_in_a_process(CASES, RUNS, "-k", "triton_cases or gptq", TRITON_INTERPRET="1")
+    pass_in_a_process(CASES, TRITON_INTERPRET="1")
 
 
 @HAS_TRITON
 @pytest.mark.slow(
-    "runtime/test_device_kernels.py::test_numbers_products_and_tokens_in_triton_s_interpreter_are_those_of_torch"
+    "runtime/test_device_kernels.py::test_numbers_and_products_in_triton_s_interpreter_are_those_of_torch"
 )
 def test_all_runs_in_front_of_a_double_whose_kernels_are_interpreted() -> None:
     skip_where_the_interpreter_is_too_old()
@@ -58,7 +58,7 @@ def test_all_runs_in_front_of_a_double_whose_kernels_are_interpreted() -> None:
 
 @HAS_TRITON
 @pytest.mark.slow(
-    "runtime/test_device_kernels.py::test_numbers_products_and_tokens_in_triton_s_interpreter_are_those_of_torch"
+    "runtime/test_device_kernels.py::test_numbers_and_products_in_triton_s_interpreter_are_those_of_torch"
 )
 def test_kernels_compile_for_cards_that_are_not_here() -> None:
     """All of `triton_compiles.py`."""

@@ -14,7 +14,8 @@ from runtime.model.families import FAMILIES
 from runtime.sequences.sampler import Sampler
 from runtime.sequences.sequence import Completion, FinishReason
 from runtime.sequences.sequence import Sequence as Running
-from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
+from tests.dealt import with_slow_others
+from tests.support import KINDS_OF_ATTENTION, NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
 
 References = Callable[[str], Reference]
 Runtimes = Callable[[RuntimeConfig], Runtime]
@@ -75,7 +76,7 @@ def test_greedy_tokens_equal_transformers_in_every_tier(
     assert bool(narrowed) == (runtime.model.shape.is_packed and family != "longcat-flash")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow_others(FAMILIES, KINDS_OF_ATTENTION))
 def test_sampled_tokens_equal_transformers_with_the_same_seeds(
     family: str, reference: References, opened: Runtimes
 ) -> None:

@@ -203,6 +203,7 @@ def test_tokens_are_drawn_as_transformers_draws_them_there(family: str, place: P
         assert place.tokens(config, ref.prompts[:NUM_SAMPLED]) == expected, tier
 
 
+@pytest.mark.dealt("dtype", "family")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_log_probabilities_in_16_bits_are_near_those_of_float32(

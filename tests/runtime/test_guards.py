@@ -18,6 +18,7 @@ from runtime.probing.padded_probe import APART as ROWS_APART
 from runtime.probing.padded_probe import WHOLE as PROMPTS_WHOLE
 from runtime.probing.padded_probe import PaddedHabits, padded_habits
 from runtime.synthesize.checkpoints import config_for
+from tests.dealt import with_slow_others
 from tests.runtime.guard_support import NOT_PACKED, REFUSED, SIZES, TROCR, WHOLE
 from tests.runtime.test_families import config_for as runtime_config
 from tests.runtime.test_families import tokens
@@ -40,7 +41,7 @@ def built(family: Family) -> PreTrainedModel:
     return build_meta_model(config_for(family.model_type, family.overrides), torch.float32)
 
 
-@pytest.mark.parametrize("name", NOT_PACKED)
+@pytest.mark.parametrize("name", with_slow_others(NOT_PACKED, [*NOT_PACKED][:2]))
 def test_what_packed_lanes_would_not_notice_runs_in_padded_ones_and_says_why(name: str, made: References) -> None:
     family, why = NOT_PACKED[name]
     ref = made(family)

@@ -8,6 +8,7 @@ import pytest
 
 from runtime.batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
 from runtime.batching.prefixes import HeldPrefix, Place, SharedPrefix, SharingRule, places_of, shared_prefixes
+from tests.dealt import with_slow_others
 from tests.runtime.test_prefixes import drawn_prompts, limits
 
 PAGE = 16
@@ -120,7 +121,7 @@ def _waiting(seat: SeatState) -> Waiting:
     return Waiting(request=seat.request, num_known=seat.num_known, num_most=seat.num_most, prefix=seat.prefix)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", with_slow_others(range(150), range(40)))
 def test_nobody_begins_before_its_prefix_is_whole_no_page_is_promised_twice_and_all_end(seed: int) -> None:
     run = Run(seed)
     run.finish()

@@ -59,6 +59,7 @@ def terms(placement: Placement, memory: str) -> dict[str, int]:
     return {e.name: e.num_bytes for ledger in placement.ledgers if ledger.memory == memory for e in ledger.entries}
 
 
+@pytest.mark.dealt("resident_layers", "prefetch", "budgets", "tier", by=2)
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("budgets", [HOST, DEVICE], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize("prefetch", PREFETCHES, ids=lambda p: f"{p.kind.value} {p.depth} {p.block_layers}")
@@ -75,6 +76,7 @@ def test_streamed_and_resident_are_all_stages_and_the_walk_can_be_scheduled(
     check_schedule(make_schedule(walk, 2), walk, 2)
 
 
+@pytest.mark.dealt("resident_layers", "prefetch", "budgets", "tier", by=2)
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("budgets", [HOST, DEVICE], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize("prefetch", PREFETCHES, ids=lambda p: f"{p.kind.value} {p.depth} {p.block_layers}")

@@ -42,7 +42,7 @@ FAMILIES = (
     *("llama", "mistral", "gemma-3", "qwen3-moe", "mixtral", "deepseek-v3"),
     *("gpt-oss", "qwen3-next", "bloom", "phi-3", "gpt2"),
 )
-KINDS = ("qwen3-next", "llama", "mixtral", "gemma-3", "deepseek-v3", "bloom")  # for four ranks
+KINDS = ("qwen3-next", "llama", "mixtral", "gemma-3", "deepseek-v3", "bloom")
 TIERS = (Tier.nvme, Tier.cpu)
 
 
@@ -76,7 +76,10 @@ def generated(ranks: Ranks, asked: Sequence[Asked]) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize(("size", "families"), [(2, FAMILIES), pytest.param(4, KINDS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "families"),
+    [(2, KINDS), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, FAMILIES), (4, KINDS)))],
+)
 def test_tokens_of_ranks_are_those_of_transformers_for_all_kinds_of_families(
     size: int, families: Sequence[str], reference: References
 ) -> None:

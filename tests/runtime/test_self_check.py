@@ -23,6 +23,7 @@ from runtime.probing.padded_probe import PaddedHabits
 from runtime.sequences import reading
 from runtime.stream.device import ComputeDevice
 from runtime.synthesize.checkpoints import config_for
+from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice
 from tests.gguf_files import write_gguf
 from tests.quantized import write_fp8
@@ -140,7 +141,7 @@ def passes(runtime: Runtime, caplog: pytest.LogCaptureFixture, mode: SelfCheck =
 
 
 @pytest.mark.usefixtures("unguarded")
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", with_slow_others(WRONG, ["llama, long", "mamba", "rwkv", "bart"]))
 def test_what_no_guard_knows_of_is_refused_before_the_run(name: str, saved: Callable[[Family], Path]) -> None:
     runtime = opened(saved(WRONG[name]))
     with pytest.raises(ConfigError, match=r"model\.self_check: .*model\.self_check=off"):

@@ -138,7 +138,7 @@ STRUCTURES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("structure", with_slow_others(STRUCTURES, ["regex", "json_schema"]))
+@pytest.mark.parametrize("structure", with_slow_others(STRUCTURES, ["regex"]))
 def test_behind_reasoning_tokens_equal_transformers_with_the_mask_from_the_end_tag_on(
     structure: str, temperature: float, model: PreTrainedModel
 ) -> None:
