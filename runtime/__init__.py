@@ -1,5 +1,6 @@
-"""Millrace's engine as a library: `from runtime import Runtime, RuntimeConfig`. Importing it loads torch only on
-first use."""
+"""Millrace's engine as a library: `from runtime import Runtime, RuntimeConfig`. torch is loaded only when `Runtime`
+is first used. Beside the rooms lie modules that several of them need and none owns.
+"""
 
 from typing import TYPE_CHECKING
 

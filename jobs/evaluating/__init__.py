@@ -1,3 +1,3 @@
-"""Evaluation by a harness: its requests become runs of ours, and what the runs come to are its answers. Here belongs
-what knows a harness; it knows runs by `jobs/run`, and models not at all.
+"""Evaluation by a harness: its requests become runs of ours, or calls of the library, and what these come to are its
+answers. Here belongs what knows how a harness asks; its prompts as rows are kinds of `jobs/datasets`.
 """

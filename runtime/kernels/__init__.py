@@ -1,6 +1,6 @@
-"""Code that numba compiles at its first use, for what torch has no fast operator for on a CPU: linear layers on weights
-as they are stored, decode attention, and the steps between products. Here may enter what a compiler must see whole to
-be fast; it takes arrays and numbers, and knows no tensor, no model and no plan.
+"""Code that numba compiles for a CPU, or Triton for an accelerator, at its first use, for what torch has no fast
+operator for: linear layers on weights as they are stored, decode attention, and the steps between products. Here may
+enter what a compiler must see whole to be fast; it takes arrays and numbers, and knows no tensor, no model and no plan.
 
 The seam, which `linear`, `attention` and `model` may import: `linear.lay_out_inputs` and `linear.linear`,
 `attention.attend`, and `rowwise.gate_rows`, `norm_rows` and `rotate_rows`; `amx.linear` and `amx.attention` offer the
