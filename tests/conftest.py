@@ -39,6 +39,12 @@ from tests.support import MANY_EXPERTS, Reference, always, made_once, synthesize
 WAITING = ("test_slurm_cluster", "test_serve", "test_ranks_killed", "test_local_workers", "test_elastic_workers")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Benchmarks are not installed: what tests them is run with all."""
+    is_asked_for = config.getoption("--whole") or any("benchmarks" in word for word in config.args)
+    return True if collection_path == Path(__file__).parent / "benchmarks" and not is_asked_for else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--product", action="store_true", help="run every combination of settings, not only every pair of them"
@@ -63,6 +69,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--whole"):
         deal(config, items)
     items.sort(key=lambda item: WAITING.index(item.path.stem) if item.path.stem in WAITING else len(WAITING))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def long_lived() -> Iterator[None]:
+    """What is there when a module's tests have ended stays until the session ends, such as compiled kernels and classes
+    of models: each run calls the garbage collector several times, which otherwise looks through all of it."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

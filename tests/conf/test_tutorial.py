@@ -11,6 +11,7 @@ from textwrap import dedent
 
 import pytest
 
+from tests.dealt import with_slow_others
 from tests.processes import alone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,11 @@ def printed(module: str, *arguments: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize(("arguments", "lines"), shown(), ids=["fits in memory", "fits nowhere", "with more memory"])
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    with_slow_others(shown(), shown()[:2]),
+    ids=["fits in memory", "fits nowhere", "with more memory"],
+)
 def test_a_command_prints_what_is_shown(arguments: list[str], lines: list[str], tmp_path: Path) -> None:
     if any("sweep" in argument for argument in arguments):
         arguments, lines = [*arguments, "plan.sweep_points=[12]", f"plan.directory={tmp_path}"], lines[:2]

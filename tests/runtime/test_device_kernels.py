@@ -42,7 +42,7 @@ CASES, RUNS, COMPILES = (f"tests/runtime/triton_{part}.py" for part in ("cases",
 
 @HAS_TRITON
 def test_numbers_and_products_in_triton_s_interpreter_are_those_of_torch() -> None:
-    """All of `triton_cases.py`."""
+    """Of `triton_cases.py` those cases that `make test` runs."""
     skip_where_the_interpreter_is_too_old()
     pass_in_a_process(CASES, TRITON_INTERPRET="1")
 
@@ -51,9 +51,9 @@ def test_numbers_and_products_in_triton_s_interpreter_are_those_of_torch() -> No
 @pytest.mark.slow(
     "runtime/test_device_kernels.py::test_numbers_and_products_in_triton_s_interpreter_are_those_of_torch"
 )
-def test_all_runs_in_front_of_a_double_whose_kernels_are_interpreted() -> None:
+def test_all_cases_and_runs_in_front_of_a_double_whose_kernels_are_interpreted() -> None:
     skip_where_the_interpreter_is_too_old()
-    pass_in_a_process(RUNS, TRITON_INTERPRET="1")
+    pass_in_a_process(CASES, RUNS, "--whole", "-m", "not real", TRITON_INTERPRET="1")
 
 
 @HAS_TRITON

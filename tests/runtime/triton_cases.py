@@ -15,6 +15,7 @@ from runtime.linear.device_codes import DTYPES, decode, grouped_mm, multiply, mu
 from runtime.linear.packed_rows import CodedRows
 from runtime.linear.rows import Codes, Rows, stacked
 from runtime.linear.window4_rows import Window4Rows
+from tests.dealt import with_slow_others
 from tests.packed import words_of
 from tests.published_formats import PUBLISHED
 from tests.runtime.stored_rows import CPU, MAKERS, in_memory, numbers_of, published_experts, random, rows_of
@@ -105,7 +106,7 @@ def test_a_run_of_rows_begins_in_the_middle_of_a_word(name: str, tmp_path: Path)
         assert_product(multiply(x, codes_of(rows)), x, expected)
 
 
-@pytest.mark.parametrize("name", STACKED)
+@pytest.mark.parametrize("name", with_slow_others(STACKED, STACKED[::3]))
 def test_experts_are_one_stack_which_a_launch_decodes_and_multiplies(name: str, tmp_path: Path) -> None:
     experts = rows_of(published_experts(name, 5, (24, 128), tmp_path))
     numbers = torch.stack([numbers_of(rows) for rows in experts])
@@ -118,7 +119,7 @@ def test_experts_are_one_stack_which_a_launch_decodes_and_multiplies(name: str, 
     assert_grouped(lambda x, ends: multiply_groups(x, codes, 5, ends), numbers.bfloat16(), COUNTS[:2])
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", with_slow_others(PUBLISHED, [*PUBLISHED][::4]))
 def test_joined_experts_are_decoded_as_one(name: str, tmp_path: Path) -> None:
     experts = published_experts(name, 3, (24, 128), tmp_path)
     assert experts.join is not None
@@ -146,6 +147,7 @@ def test_experts_are_one_tall_matrix(counts: list[int]) -> None:
     assert_grouped(lambda x, ends: multiply_groups(x, codes_of(tall), 5, ends), numbers, [counts])
 
 
+@pytest.mark.dealt("dtype", "counts")
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_plain_stacks_are_multiplied_as_torch_multiplies_them(dtype: torch.dtype, counts: list[int]) -> None:
