@@ -3,12 +3,8 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations
-from typing import TypeVar
 
 import pytest
-from _pytest.mark import ParameterSet
-
-T = TypeVar("T")
 
 
 def dealt(cases: Sequence[Sequence[object]], by: int = 1) -> list[int]:
@@ -45,7 +41,7 @@ def deal(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item not in others]
 
 
-def with_slow_others(cases: Iterable[T], quick: Collection[object]) -> list[T | ParameterSet]:
+def with_slow_others(cases: Iterable[object], quick: Collection[object]) -> list[object]:
     """`cases` for `parametrize`, of which `make test` runs those in `quick` alone."""
     return [
         case if case in quick else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
