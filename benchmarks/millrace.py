@@ -105,8 +105,8 @@ def generated(
     after_pass: Callable[[], object] = lambda: None,
 ) -> Generated:
     """Generates in a session, and counts the seconds of its passes and of `after_pass`, and the bytes that streams
-    have moved in passes. `rates`: None measures them. `is_warmed_up`: the first pass is run once before. `say` is told
-    each step as it begins."""
+    have moved in passes. `rates`: None measures them. `is_warmed_up`: two tokens of each request are generated once
+    before, as the first decode pass on a device compiles kernels of its own. `say` is told each step as it begins."""
     passes: list[PassRecord] = []
     seconds_between = 0.0
 
@@ -122,8 +122,9 @@ def generated(
     say("planning, and bringing weights to their places")
     with runtime.confirmed_session(requests, rates=rates) as (plan, session):
         if is_warmed_up:
-            say("a first pass, which does not count")
-            session.probe(requests)
+            say("first passes, which do not count")
+            for _ in session.generate([replace(each, max_new_tokens=min(2, each.max_new_tokens)) for each in requests]):
+                pass
         say("passes that count")
         completions = [completion for _, completion in session.generate(requests, on_pass)]
     tokens = {int(completion.request.id): list(completion.token_ids) for completion in completions}

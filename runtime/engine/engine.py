@@ -71,7 +71,7 @@ class Engine:
         self._dequantized = None
         if size is not None:
             self._dequantized = DequantizedWeights(device, size, loaded.compute_dtype, _transposed(loaded))
-        self._has_few_rows = False  # each lane of the pass
+        self._has_few_rows = False  # all lanes of the pass together
         misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes
         self._copied = {stage for stage, num_bytes in enumerate(misaligned) if num_bytes}
         self._schedule = lru_cache(_checked_schedule)
@@ -129,7 +129,7 @@ class Engine:
         begin, groups = time.monotonic(), [list(lane.sequences) for lane in batch.lanes]
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
         is_whole = self._loaded.split_heads is None  # ranks that have parts of experts multiply one by one
-        self._has_few_rows = phase is Phase.decode and is_whole and max(map(len, groups), default=0) <= FEW_ROWS
+        self._has_few_rows = phase is Phase.decode and is_whole and sum(map(len, groups)) <= FEW_ROWS
         self._monitor.begin_pass()
         self._streams.forget(self.lanes.pages.pool.take_given())  # before anybody stores what they hold next
         launch = partial(self._player.play, self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)

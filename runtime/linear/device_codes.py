@@ -10,8 +10,9 @@
     can_group(stack) -> bool                    whether `grouped_mm` takes a stack (E, K, N) of plain numbers
     grouped_mm(x_VK, stack, offs=ends_E) -> (V, N)     as torch.nn.functional.grouped_mm, for any device
 
-`codes` is `rows.codes()`, also of joined rows, or `stacked([each.codes() for each in experts])`. No launch asks the
-device for anything; only the first `can_...` of a kind does, which tries a few rows against torch's operators.
+`codes` is `rows.codes()`, also of joined rows, or `stacked([each.codes() for each in experts])`; launches are cheaper
+for those that are kept. No launch asks the device for anything; only the first `can_...` of a kind does, which tries a
+few rows against torch's operators.
 
 Numbers are those of `Rows.dequantize`, rounded once. Sums of products are float32's; last bits differ from torch's.
 Where Triton is missing, lacks a C compiler, or fails otherwise, `can_...` is false, with one warning for each kind.
@@ -20,7 +21,7 @@ M rows of x, V of them sorted by expert, E experts; N rows of a matrix, n of an 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -54,8 +55,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_KINDS = {torch.float8_e8m0fnu: EXPONENTS, torch.float8_e4m3fn: SMALL_FLOATS}
 WORD_ROWS = 8  # of AWQ's
 IN_COLUMNS = (ways.WORDS4, ways.WORDS8)  # words of neighbouring rows lie side by side
+BLOCKS = tuple(ways.GGUF.values())
 TRIED_ROWS, TRIED_INPUTS = 48, 17
 LEAST_EXPERTS = 16  # that a program looks for its own among, in registers
+ALIGNED_BYTES = 16  # that one instruction loads, which Triton's code does where addresses are known to allow it
 MOST_SHOWN = 300  # characters of an error
 
 _is_interpreted = False
@@ -78,13 +81,6 @@ def is_there(device: torch.device) -> bool:
     return (device.type == "cuda" or _is_interpreted) and _has_triton()
 
 
-@contextmanager
-def _launching(device: torch.device) -> Iterator[Any]:
-    """The kernels, launched on this device in torch's current stream for it: Triton takes the current device."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        yield _kernels()
-
-
 def _kernels() -> Any:
     """The module of kernels: Triton takes 0.2 s to import, and types of its own."""
     from ..kernels import device_matrices
@@ -102,24 +98,23 @@ def decode(codes: Codes, out: torch.Tensor) -> None:
     of the matrices below each other."""
     stack = out if out.dim() == 3 else out.unflatten(0, (codes.num_matrices, -1))
     num_experts, num_rows, num_columns = stack.shape
-    assert out.stride(-1) == 1, "a row of numbers lies side by side"
+    strides = stack.stride(0), stack.stride(1)
+    assert stack.stride(2) == 1, "a row of numbers lies side by side"
     assert (num_experts * num_rows, num_columns) == (codes.num_matrices * codes.shape[0], codes.shape[1])
     if not stack.numel():
         return
     tile_rows, tile_columns = _decode_tile(codes.way)
-    matrix, kind = _matrix(codes, num_experts), _kind(codes, tile_columns)
-    lead = _lead(codes)
-    grid = (num_experts * -(-(num_rows + lead) // tile_rows), -(-num_columns // tile_columns))
-    strides = stack.stride(0), stack.stride(1)
-    with _launching(out.device) as kernels:
-        kernels.decode[grid](matrix, stack, num_rows, *strides, lead, kind, tile_rows, tile_columns, **_OPTIONS)
-        num_escapes = 0 if codes.columns is None else codes.columns.shape[1]
-        if num_escapes:  # of WINDOW4
-            parts = (codes.starts, codes.columns, codes.exponents)
-            of_parts = [_expert_stride(each) for each in parts]
-            kernels.add_escapes[(num_experts * num_rows,)](
-                matrix, *parts, codes.begins, stack, num_rows, num_escapes, *of_parts, *strides, 32, num_warps=1
-            )
+    matrix, kind, lead = _described(codes, num_experts, tile_columns)
+    grid = (num_experts * -(-(num_rows + lead) // tile_rows), -(-num_columns // tile_columns), 1)
+    args = (matrix, stack, num_rows, *strides, lead, kind, tile_rows, tile_columns)
+    key = (stack.dtype, _is_aligned(stack), num_experts, strides)
+    _launch("decode", codes.launches, key, grid, args, _OPTIONS)
+    if codes.columns is not None and codes.columns.shape[1]:  # escapes of WINDOW4
+        parts = (codes.starts, codes.columns, codes.exponents)
+        of_parts = [_expert_stride(each) for each in parts]
+        sizes = (num_rows, codes.columns.shape[1], *of_parts, *strides, 32)
+        args = (matrix, *parts, codes.begins, stack, *sizes)
+        _launch("add_escapes", codes.launches, key, (num_experts * num_rows, 1, 1), args, {"num_warps": 1})
 
 
 def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
@@ -127,19 +122,15 @@ def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
     assert codes.num_matrices == 1
     assert codes.way != ways.WINDOW4
     x_MK = x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous()
-    num_inputs, num_rows = len(x_MK), codes.shape[0]
+    num_inputs, num_rows = x_MK.shape[0], codes.shape[0]
     out_MN = x_MK.new_empty(num_inputs, num_rows)
     if not out_MN.numel():
         return out_MN
-    (height, rows, columns), options = _product_tile(num_inputs, x_MK.dtype, codes.way)
-    lead = _lead(codes)
-    grid = (-(-num_inputs // height), -(-(num_rows + lead) // rows))
-    matrix, kind = _matrix(codes, 1), _kind(codes, columns)
-    with _launching(x_MK.device) as kernels:
-        kernels.multiply[grid](
-            x_MK, matrix, out_MN, num_inputs, num_rows, x_MK.stride(0), out_MN.stride(0), lead, kind,
-            height, rows, columns, **options,
-        )  # fmt: skip
+    (height, rows, columns), options = _product_tile(_power_of_two(num_inputs), x_MK.dtype, codes.way)
+    matrix, kind, lead = _described(codes, 1, columns)
+    grid, row = (-(-num_inputs // height), -(-(num_rows + lead) // rows), 1), x_MK.stride(0)
+    args = (x_MK, matrix, out_MN, num_inputs, num_rows, row, num_rows, lead, kind, height, rows, columns)
+    _launch("multiply", codes.launches, (x_MK.dtype, height, row, _is_aligned(x_MK)), grid, args, options)
     return out_MN
 
 
@@ -149,8 +140,9 @@ def multiply_groups(x_VK: torch.Tensor, codes: Codes, num_experts: int, ends_E: 
     num_rows = codes.num_matrices * codes.shape[0] // num_experts
     assert codes.num_matrices in (1, num_experts)
     assert codes.way != ways.WINDOW4
-    matrix = _matrix(codes, num_experts)
-    return _in_groups(x_VK, matrix, lambda width: _kind(codes, width), codes.way, num_rows, _lead(codes), ends_E)
+    return _in_groups(
+        x_VK, lambda columns: _described(codes, num_experts, columns), codes.way, num_rows, ends_E, codes.launches, ()
+    )
 
 
 def grouped_mm(x_VK: torch.Tensor, stack_EKN: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
@@ -161,34 +153,61 @@ def grouped_mm(x_VK: torch.Tensor, stack_EKN: torch.Tensor, *, offs: torch.Tenso
     kind = MatrixKind(ways.PLAIN, FLOATS, NO_ZEROS, 0, NO_OVERALL, False, False, False, 0, 1)
     assert len(offs) == num_experts
     assert x_VK.dtype == stack_EKN.dtype
-    return _in_groups(x_VK, matrix, lambda width: kind, ways.PLAIN, num_rows, 0, offs)
+    key = (*stack_EKN.shape, expert, column, row, _is_aligned(stack_EKN), stack_EKN.device.index)
+    return _in_groups(x_VK, lambda columns: (matrix, kind, 0), ways.PLAIN, num_rows, offs, _of_plain_stacks, key)
 
 
 def _in_groups(
     x_VK: torch.Tensor,
-    matrix: Matrix,
-    kind_of: Callable[[int], MatrixKind],
+    described: Callable[[int], tuple[Matrix, MatrixKind, int]],
     way: int,
     num_rows: int,
-    lead: int,
     ends_E: torch.Tensor,
+    launches: dict[object, Any],
+    key: tuple[object, ...],
 ) -> torch.Tensor:
+    """`described`: experts for tiles of so many columns. `key`: what distinguishes them among `launches`."""
     x_VK = x_VK if x_VK.stride(-1) == 1 else x_VK.contiguous()
-    num_visits, num_experts = len(x_VK), len(ends_E)
+    num_visits, num_experts = x_VK.shape[0], ends_E.shape[0]
     out_VN = x_VK.new_empty(num_visits, num_rows)
     if not out_VN.numel():
         return out_VN
-    (height, rows, columns), options = _product_tile(-(-num_visits // num_experts), x_VK.dtype, way)
+    (height, rows, columns), options = _product_tile(_power_of_two(-(-num_visits // num_experts)), x_VK.dtype, way)
+    matrix, kind, lead = described(columns)
     # Each expert's last tile may be full but for one row, and no more tiles can have any than there are visits.
     num_tiles = min(num_visits, num_visits // height + num_experts)
-    grid = (num_tiles, -(-(num_rows + lead) // rows))
+    grid, row = (num_tiles, -(-(num_rows + lead) // rows), 1), x_VK.stride(0)
     width = max(LEAST_EXPERTS, _power_of_two(num_experts))
-    with _launching(x_VK.device) as kernels:
-        kernels.multiply_groups[grid](
-            x_VK, matrix, out_VN, ends_E, num_experts, num_rows, x_VK.stride(0), out_VN.stride(0), lead,
-            kind_of(columns), width, height, rows, columns, **options,
-        )  # fmt: skip
+    sizes = (num_experts, num_rows, row, num_rows, lead)
+    args = (x_VK, matrix, out_VN, ends_E, *sizes, kind, width, height, rows, columns)
+    key = (*key, x_VK.dtype, height, num_experts, row, _is_aligned(x_VK), ends_E.dtype, _is_aligned(ends_E))
+    _launch("multiply_groups", launches, key, grid, args, options)
     return out_VN
+
+
+def _launch(
+    name: str,
+    launches: dict[object, Any],
+    key: tuple[object, ...],
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+) -> None:
+    """Launches a kernel on its second argument's device, in torch's current stream there: Triton takes the current
+    device. Where such arguments were seen before, what was compiled for them is launched right away, as Triton's look
+    at each of forty arguments takes the host several launches' time. `key` holds what code may be made for: types,
+    strides, and whether addresses are multiples of 16; sizes that it lacks are not looked at (`do_not_specialize`)."""
+    device = args[1].device if isinstance(args[1], torch.Tensor) else args[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        compiled = launches.get((name, key))
+        if compiled is None:
+            launches[name, key] = getattr(_kernels(), name)[grid](*args, **options)  # None in the interpreter
+        else:
+            compiled[grid](*args)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % ALIGNED_BYTES == 0
 
 
 def can_decode(rows: Rows, dtype: torch.dtype) -> bool:
@@ -309,6 +328,16 @@ def _is_product(found_MN: torch.Tensor, x_MK: torch.Tensor, w_NK: torch.Tensor) 
     return not bool((is_off & expected.to(x_MK.dtype).isfinite()).any())
 
 
+def _described(codes: Codes, num_experts: int, tile_columns: int) -> tuple[Matrix, MatrixKind, int]:
+    """The codes as kernels take them, what these are compiled for with tiles of so many columns, and rows of the first
+    word that are before the first row. Kept with the codes."""
+    key = (num_experts, tile_columns)
+    if (found := codes.launches.get(key)) is None:
+        lead = codes.first_row % WORD_ROWS if codes.way == ways.ROW_WORDS else 0
+        found = codes.launches[key] = (_matrix(codes, num_experts), _kind(codes, tile_columns), lead)
+    return found
+
+
 def _matrix(codes: Codes, num_experts: int) -> Matrix:
     """The codes of a stack of so many experts, or of one tall matrix of all their rows."""
     is_tall = codes.num_matrices < num_experts
@@ -371,30 +400,43 @@ def _kind_of_zeros(codes: Codes) -> int:
     return FIELDS4 if codes.zero_bits == 4 else FIELDS8
 
 
-def _lead(codes: Codes) -> int:
-    """Rows of the first word that are before the first row."""
-    return codes.first_row % WORD_ROWS if codes.way == ways.ROW_WORDS else 0
-
-
 def _decode_tile(way: int) -> tuple[int, int]:
     """Rows and columns: a row of a tile is whole sectors of memory, as codes and as numbers."""
     if way in IN_COLUMNS:
-        return 64, 64
-    return (128, 64) if way == ways.ROW_WORDS else (32, 128)
+        return 64, 128
+    if way == ways.ROW_WORDS:
+        return 128, 32
+    return (32, 128) if way in BLOCKS else (32, 256)
 
 
+@cache
 def _product_tile(num_inputs: int, dtype: torch.dtype, way: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Rows of x, rows of the matrix and columns, and how a kernel is launched for them. Chosen by reckoning, and not
-    on a card: shared memory and registers are enough from compute capability 8.0 on."""
-    if way in ways.GGUF.values():  # a tile is 128 columns, of which the largest blocks are made
-        height = min(max(16, _power_of_two(num_inputs)), 16 if dtype == torch.float32 else 64)
-        return (height, 32, 128), _OPTIONS
-    height = min(max(16, _power_of_two(num_inputs)), 32 if dtype == torch.float32 else 128)
-    stages = 1 if way == ways.IN_TABLE else 2 if dtype == torch.float32 else 3  # a table would be copied at each stage
-    options = _OPTIONS | {"num_stages": stages, "num_warps": 8 if height == 128 else 4}
-    if dtype == torch.float32:
-        return (height, 64, 32), options
-    return (height, 32, 128) if height == 16 and way != ways.PLAIN else (height, 64, 64), options
+    """Rows of x, rows of the matrix and columns, and how a kernel is launched for them, for so many rows of x, a power
+    of two. The fastest on an H100 among those that fit in the shared memory of compute capabilities 8.0 to 12.0."""
+    height = max(16, num_inputs)
+    if dtype == torch.float32:  # not timed
+        height = min(height, 16 if way in BLOCKS else 32)
+        tile, warps, stages = ((height, 32, 128), 4, 1) if way in BLOCKS else ((height, 64, 32), 4, 2)
+    elif way in BLOCKS:  # a tile is half of the largest blocks
+        height = min(height, 128)
+        is_plain = way not in (ways.Q5_K, ways.Q6_K)
+        if height == 128:
+            tile, warps, stages = (height, 64, 128), *((8, 1) if is_plain else (4, 3))
+        else:
+            tile, warps, stages = (height, 32, 128), 4, 3 if is_plain or height == 16 else 1
+    elif way == ways.PLAIN:
+        height = min(height, 128)
+        tile, warps, stages = (height, 64, 64), 8 if height == 128 else 4, 3
+    else:
+        height = min(height, 128)
+        are_words = way in IN_COLUMNS or way == ways.ROW_WORDS
+        tile = (height, 32, 256 if height == 16 else 128)
+        if height == 128 or (height == 64 and are_words):
+            tile = (height, 64, 64 if height == 128 else 128)
+        warps, stages = 8 if height == 128 and not are_words else 4, 4
+        if way == ways.IN_TABLE:  # the table would be copied at each stage
+            tile, stages = (height, *((32, 128) if height == 16 else (64, 64))), 1
+    return tile, _OPTIONS | {"num_stages": stages, "num_warps": warps}
 
 
 def _power_of_two(number: int) -> int:
@@ -404,3 +446,4 @@ def _power_of_two(number: int) -> int:
 
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 _found: dict[object, bool] = {}
+_of_plain_stacks: dict[object, Any] = {}

@@ -9,6 +9,7 @@ Shapes: E matrices of N rows and K columns, of which R rows are wanted, at equal
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -51,6 +52,11 @@ class Codes:
     exponents: torch.Tensor | None = None
     begins: torch.Tensor | None = None
     first_row: int = 0
+
+    @cached_property
+    def launches(self) -> dict[object, Any]:
+        """What kernels keep from one launch with these codes to the next."""
+        return {}
 
     @property
     def num_matrices(self) -> int:

@@ -85,6 +85,7 @@ class StoredWeight(torch.Tensor):
     projections: tuple[FusedProjections, str] | None  # and its name among them
     table: BackendTable | None  # by which its model chooses backends, None: by the rule
     join: Join | None  # None of what does not lie in an accelerator's memory
+    decoders: dict[torch.dtype, bool]  # to which dtypes kernels of the device decode its codes
     _stacks: Sequence[torch.Tensor] | None
 
     @staticmethod
@@ -102,7 +103,7 @@ class StoredWeight(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
         self.entries, self.is_stacked, self.is_flipped = entries, is_stacked, is_flipped
         self.is_matrix, self.compute_dtype, self.projections, self._stacks = len(shape) == 2, dtype, None, None
-        self.table, self.join = table, join
+        self.table, self.join, self.decoders = table, join, {}
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -137,7 +138,7 @@ class StoredWeight(torch.Tensor):
             rows_EnK, first = out_EnK[:, first : first + height], first + height
             if self.is_stacked and _copied([blocks[turn] for blocks in self.entries], rows_EnK):
                 continue
-            if self.is_stacked and self.codes and device_codes.can_decode(cast(Rows, self.entries[0][turn]), out.dtype):
+            if self.codes and self._has_decoder(out.dtype):
                 device_codes.decode(self.codes[turn], rows_EnK)
                 continue
             for experts in experts_at_once(rows_EnK):
@@ -165,6 +166,13 @@ class StoredWeight(torch.Tensor):
                 return ()
             found.append(stack)
         return found
+
+    def _has_decoder(self, dtype: torch.dtype) -> bool:
+        """Whether a kernel of the device decodes all of its codes to the dtype."""
+        if dtype not in self.decoders:
+            rows = [cast(Rows, block) for block in self.entries[0]]
+            self.decoders[dtype] = all(device_codes.can_decode(each, dtype) for each in rows)
+        return self.decoders[dtype]
 
     @cached_property
     def has_kernels(self) -> bool:

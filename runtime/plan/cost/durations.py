@@ -169,7 +169,8 @@ class _Bill:
         """Whether kernels of a device multiply what is stored as it lies."""
         if not self.rates.multiplies_codes(self.shape.compute_dtype_bytes):
             return False
-        return all(lane.num_tokens <= FEW_ROWS and not lane.prefill_pairs for lane in self.lanes)
+        num_rows = sum(lane.num_tokens for lane in self.lanes)
+        return num_rows <= FEW_ROWS and not any(lane.prefill_pairs for lane in self.lanes)
 
     def _multiplied(self, work: StageWork, num_rows: float, num_weights: float) -> float:
         """Seconds of products with so many of a layer's weights beside its experts."""

@@ -44,10 +44,10 @@ DECODE_ATTENTION_TRIPS = 3  # pages are gathered before they are multiplied: rea
 CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX-512, float32
 CORE_FLOPS_PER_SECOND = 40e9  # products of many rows on a core, float32, AVX2: two thirds of what we measured
 LAUNCH_SECONDS = 10e-6  # of the host for one operator, as measured beside an H100: docs/first-gpu-run.md
-TURN_SECONDS = 1e-3  # of one decoder layer, 84 launches of a dense one and Python around them; 2.4 ms and more there
+TURN_SECONDS = 1e-3  # of one decoder layer, 84 launches of a dense one and Python around them; a mixture 1.8 there
 HIT_SECONDS = 12 * LAUNCH_SECONDS  # of an expert that is read by itself, as counted on a double
 PASS_SECONDS = 5e-3
-DEQUANTIZE_SHARE = 0.5  # of a device's bandwidth, of kernels that dequantize weights: an assumption, no card has said
+DEQUANTIZE_SHARE = 0.7  # of a device's bandwidth, of kernels that dequantize weights: 0.55 to 0.75 on an H100
 ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 

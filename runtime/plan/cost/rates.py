@@ -162,9 +162,10 @@ class MachineRates:
         return self.dequantize_bytes_per_second < UNLIMITED and item_bytes == 2
 
     def codes_seconds(self, stored: StoredWork, num_rows: Numbers) -> Numbers:
-        """Seconds in which kernels multiply so few rows with stored weights as they lie: those of reading them, or of
-        the products at the rate of many rows, whichever are more."""
-        reading = stored.num_bytes / self.dequantize_bytes_per_second
+        """Seconds in which kernels multiply so few rows with stored weights as they lie: those of reading the numbers
+        in 16 bits, which four bits take as well since they are decoded on the way (measured, see docs/kernels.md), or
+        of the products at the rate of many rows, whichever are more."""
+        reading = 2.0 * stored.num_numbers / self.dequantize_bytes_per_second
         products = 2.0 * num_rows * stored.num_numbers / max(self.gemm_flops_per_second.values())
         return larger(reading, products)
 

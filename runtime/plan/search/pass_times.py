@@ -122,7 +122,7 @@ class Roofline:
         times = lanes if self.config.offload.dequantize is Dequantize.product else 1.0
         dequantizing = times * rates.dequantize_seconds(work.stored.plus(work.stored_experts), self.item_bytes)
         if decodes and rates.multiplies_codes(self.item_bytes):
-            is_few = tokens <= FEW_ROWS
+            is_few = lanes * tokens <= FEW_ROWS
             dequantizing = np.where(is_few, 0.0, dequantizing)
             plain = max(0.0, 1 - work.stored.num_numbers / max(1.0, work.dense_weights))
             dense = np.where(is_few, plain * dense + rates.codes_seconds(work.stored, tokens), dense)
