@@ -113,6 +113,9 @@ def test_a_stopped_run_goes_on_and_no_token_is_sampled_twice(tmp_path: Path, num
     assert sorted(indices) == list(range(len(indices)))
 
 
+@pytest.mark.slow(
+    "jobs/test_continuous_killed.py::test_killed_at_every_step_and_again_while_resuming_a_run_ends_with_the_same_bytes"
+)
 def test_killed_three_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
     def long(name: str) -> GenerateConfig:
         sampling = SamplingConfig(max_new_tokens=24, ignore_eos=True)

@@ -229,6 +229,7 @@ def begun_turn(config: GenerateConfig, turn: int, processes: Sequence[BaseProces
         time.sleep(0.002)
 
 
+@pytest.mark.slow("jobs/test_conversation.py::test_shards_ask_the_turns_of_their_own_rows")
 def test_workers_share_out_each_turn_and_go_on_without_one_that_is_killed(
     tmp_path: Path, model: str, whole: Whole
 ) -> None:

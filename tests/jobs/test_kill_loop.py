@@ -14,7 +14,8 @@ def test_a_kill_costs_what_was_not_saved_and_a_stop_a_pass(tmp_path: Path) -> No
     assert (tally.num_kills, tally.num_stops) == (1, 1)
 
 
-@pytest.mark.parametrize(("job", "window_rows"), [pytest.param("score", 4, marks=pytest.mark.slow), ("encode", None)])
+@pytest.mark.slow("jobs/test_kill_loop.py::test_a_kill_costs_what_was_not_saved_and_a_stop_a_pass")
+@pytest.mark.parametrize(("job", "window_rows"), [("score", 4), ("encode", None)])
 def test_prompts_that_are_only_read_come_to_the_same_rows_when_it_is_killed(
     tmp_path: Path, job: str, window_rows: int | None
 ) -> None:

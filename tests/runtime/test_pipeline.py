@@ -62,6 +62,7 @@ def played(ranks: Ranks, asked: Sequence[Asked], coming: Sequence[Asked]) -> tup
     return generated(ranks, asked), [admitted(ranks, *each) for each in coming]
 
 
+@pytest.mark.slow("runtime/test_pipeline.py::test_four_ranks_come_to_the_draws_of_one_process")
 def test_tokens_of_two_ranks_are_those_of_transformers_however_a_pass_is_played(reference: References) -> None:
     """Families in packed and padded lanes, in memory and from disk; prompts in pieces, attention on the CPU, keys and
     values that travel, experts together and one by one, several blocks, and a policy that is open. Then rows that enter

@@ -74,6 +74,17 @@ def test_some_of_the_prompts_share_what_two_of_them_have_and_part_at(seed: int) 
         assert kept is (two[0] if two else None)
 
 
+def test_a_prefix_is_left_out_at_which_none_of_some_prompts_parts_from_the_others() -> None:
+    head, tail = tuple(range(40)), tuple(range(40, 80))
+    prompts = [(*head, *tail, 100, 101), (*head, *tail, 102, 103), (*head, 104, 105)]
+    found = shared_prefixes(prompts, limits(prompts))
+    one, other, short = found
+    assert one is other is not None
+    assert one.parent is short is not None
+    assert Shares.among(found) == Shares(of=[one, one, short], parents={short: None, one: short})
+    assert Shares.among(found[:2]) == Shares(of=[one, one], parents={one: None})
+
+
 @pytest.mark.parametrize("prompts", [[], [()], [(1, 2, 3) * 20], [(), (), ()]])
 def test_nothing_is_shared_where_there_is_nothing_to_share(prompts: list[tuple[int, ...]]) -> None:
     found = shared_prefixes(prompts, limits(prompts))

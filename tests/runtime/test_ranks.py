@@ -92,6 +92,7 @@ def test_tokens_of_ranks_are_those_of_transformers_for_all_kinds_of_families(
         assert found == expected
 
 
+@pytest.mark.slow("runtime/test_ranks.py::test_tokens_of_ranks_are_those_of_transformers_for_all_kinds_of_families")
 def test_tokens_of_ranks_are_those_of_transformers_however_a_pass_is_played(reference: References) -> None:
     """Orders, prefetch, pages, keys and values that travel, prompts in pieces, and more ranks than rows."""
     ref = reference("llama")

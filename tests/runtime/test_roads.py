@@ -206,7 +206,7 @@ def test_the_schedule_of_a_decode_pass_is_of_the_order_asked_for(
     assert walk.num_pages == 1 or walk.num_pages % plan.num_lanes == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
 def test_sequences_that_gave_way_for_lack_of_pages_come_to_the_same_tokens(family: str, reference: References) -> None:
     """Four pages hold the longest sequence alone; what gave way is computed again."""
     ref = reference(family)

@@ -187,7 +187,8 @@ def grammar_accepts(tokenizer: PreTrainedTokenizerBase, sampling: SamplingConfig
     return matcher.consume_tokens(tokenizer(text, add_special_tokens=False)["input_ids"]) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
+@pytest.mark.slow("runtime/test_structured.py::test_stopped_anywhere_a_row_goes_on_in_its_grammar")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_stopped_anywhere_a_row_that_thinks_goes_on_to_the_same_answer(temperature: float) -> None:
     runtime = runtime_of(json_schema=SCHEMA, reasoning=TAGS, temperature=temperature, seed=6)
     request = runtime.request("0", THOUGHTS[0])

@@ -23,6 +23,7 @@ def test_every_attention_layer_costs_its_own_keys_and_values(name: str) -> None:
     assert len(cache.layer_bytes_per_token) == len(types)
     assert len(set(cache.layer_bytes_per_token)) == 1
     assert cache.bytes_per_token == len(types) * cache.layer_bytes_per_token[0] > 0
+    assert set(cache.layer_bytes_per_sequence) == {0}
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -34,7 +35,8 @@ def test_layers_with_states_alone_cost_nothing_per_position() -> None:
     cache, types = measured("qwen3-next")
     assert "linear_attention" in types
     assert [size == 0 for size in cache.layer_bytes_per_token] == [kind == "linear_attention" for kind in types]
-    assert cache.bytes_per_sequence > 0
+    assert cache.bytes_per_sequence == sum(cache.layer_bytes_per_sequence) > 0
+    assert [size > 0 for size in cache.layer_bytes_per_sequence] == [kind == "linear_attention" for kind in types]
 
 
 def test_latents_cost_their_rank_and_the_rotated_keys() -> None:

@@ -23,7 +23,7 @@ from runtime.plan.cost.predict import decode_pass_seconds
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.defaults import CHUNK_TOKENS
 from runtime.plan.placement.memory import SequenceSize
-from runtime.plan.planner import find_policy, plan_run
+from runtime.plan.planner import RunPlan, find_policy, plan_run
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.grid import Choices
 from runtime.plan.search.hrm import fitting, roofline_of
@@ -182,6 +182,37 @@ def test_a_pipeline_waits_for_one_lane_where_all_stays_and_for_whole_ranks_where
     compute, found = alone.decode.busy_seconds[Resource.compute], run.prediction.decode.seconds
     ahead = compute / 4 if tier is Tier.none else alone.decode.seconds - 3 / 4 * compute / len(view.shape.layers)
     assert found == pytest.approx(alone.decode.seconds + 3 * ahead, rel=0.01)
+
+
+def test_a_pipeline_tries_lanes_that_fill_its_ranks_once_twice_and_four_times() -> None:
+    sizes = [SequenceSize(num_prompt_tokens=32, max_new_tokens=9)] * 63
+    config = RuntimeConfig(offload=OffloadConfig(tier=Tier.none), policy=PolicyConfig(kind=PolicyKind.auto))
+    view = RankView.of(MACHINE, toy_shape(), Way.pipeline, 4)
+    problem = Problem(shape=view.shape, config=config, budgets=view.machine.budgets, sizes=sizes, rates=RATES)
+    asked, found = list[int | None](), list[int]()
+
+    def find(problem: Problem) -> RunPlan:
+        run = find_policy(problem)
+        asked.append(problem.config.policy.micro_batch_size)
+        found.append(run.block_size)
+        return run
+
+    view.plan(problem, find)
+    assert found[0] == 63
+    assert asked == [None, 16, 8, 4]
+
+
+def test_the_decode_pass_that_plans_count_by_is_the_one_in_the_middle_of_the_answers() -> None:
+    shape, rates = toy_shape(), replace(RATES, attention_bytes_per_second=1e6)
+    config = RuntimeConfig(offload=OffloadConfig(tier=Tier.none), policy=PolicyConfig(kind=PolicyKind.fixed))
+
+    def seconds(num_prompt_tokens: int, max_new_tokens: int) -> float:
+        sizes = [SequenceSize(num_prompt_tokens=num_prompt_tokens, max_new_tokens=max_new_tokens)] * 4
+        run = plan_run(shape, config, MACHINE.budgets, sizes, rates=rates)
+        return decode_pass_seconds(shape, run.placement, [sizes], rates)
+
+    assert seconds(100, 200) == pytest.approx(seconds(199, 2), rel=0.01)
+    assert seconds(100, 200) > 1.4 * seconds(100, 40)
 
 
 def ratio_of_four_cards_to_two(setting: Setting, config: RuntimeConfig) -> float:
