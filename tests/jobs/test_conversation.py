@@ -254,7 +254,7 @@ def test_workers_share_out_each_turn_and_go_on_without_one_that_is_killed(
     assert len({name.rpartition("-")[2] for name in names} & {str(worker.pid) for worker in workers}) >= 1
 
 
-@pytest.mark.slow("jobs/test_conversation.py::test_workers_share_out_each_turn_and_go_on_without_one_that_is_killed")
+@pytest.mark.slow("jobs/test_conversation.py::test_shards_ask_the_turns_of_their_own_rows")
 @pytest.mark.parametrize("way", ["sharded", "tensor", "pipeline"])
 def test_ranks_come_to_the_turns_of_one_process(way: str, tmp_path: Path, model: str, whole: Whole) -> None:
     config = config_for(tmp_path, model)
