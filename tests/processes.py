@@ -13,7 +13,7 @@ PROCESSES.set_forkserver_preload(
         "tests.unsynced",
         "jobs.generate",
         "jobs.run.run",
-        *(f"runtime.kernels.{name}" for name in ("attention", "rowwise", "linear_steps")),
+        *(f"runtime.kernels.{name}" for name in ("attention", "rowwise", "linear_narrow", "linear_wide")),
         "transformers.models.llama.modeling_llama",  # what follows would be imported late
         "pandas",
         "tests.fuzz.child",

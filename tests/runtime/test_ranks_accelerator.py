@@ -53,6 +53,7 @@ def generated(ranks: Ranks, asked: Sequence[Asked]) -> list[tuple[list[list[int]
     return found
 
 
+@pytest.mark.slow("runtime/test_ranks_features.py::test_every_way_comes_to_the_completions_of_one_process")
 def test_tokens_of_ranks_with_accelerators_are_those_of_transformers_in_every_way(reference: References) -> None:
     """From disk and from host memory, with a layer that stays on the device and with none. Of what they share each rank
     reads its share."""

@@ -66,6 +66,7 @@ def of_one(asked: Sequence[Asked]) -> list[Found]:
     return [Found(completed(Runtime(config), prompts)) for config, prompts, _ in asked]
 
 
+@pytest.mark.slow("runtime/test_ranks_features.py::test_every_way_comes_to_the_completions_of_one_process")
 def test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name(reference: References) -> None:
     """Numbers that go on as parts by a class's plan, that are made whole at once, experts by rows and whole, and one
     matrix for both ends; prompts in pieces, keys and values that travel, and experts of all lanes at once; rows that
@@ -101,9 +102,7 @@ def test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name(referenc
     assert "rank 1 has come to other tokens than rank 0" in unlike.error
 
 
-@pytest.mark.slow(
-    "runtime/test_tensor_parallel.py::test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name"
-)
+@pytest.mark.slow("runtime/test_ranks_features.py::test_every_way_comes_to_the_completions_of_one_process")
 def test_four_ranks_come_to_the_tokens_of_one_process(tmp_path: Path) -> None:
     """Greedy and drawn ones, with weights that are rounded as they are read and with keys and values of 8 bits; whole
     experts of a published format and of a packed one, of which two ranks have one more."""
