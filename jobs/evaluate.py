@@ -33,9 +33,8 @@ def main(composed: Composed) -> None:
 
     with StopFlag() as stop:
         found = evaluate(config, stop, Start(at=began_at, clock=began))
-    for table in found.tables:
-        say(table)
-    say(f"output: {found.directory}")
+    for line in found.lines:
+        say(line)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ def main(composed: Composed) -> None:
     log_plainly(LogLevel.warning)
 
     from jobs.config.signals import StopFlag
-    from jobs.exporting.export import describe, export, require_free
+    from jobs.exporting.export import export, require_free
     from jobs.exporting.shards import wait_for_end
 
     require_free(config)  # before what may take long
     if config.wait:
         with StopFlag() as stop:
             wait_for_end(config.runs, stop, say)
-    for line in describe(export(config)):
+    for line in export(config).lines:
         say(line)
 
 

@@ -15,7 +15,7 @@ def main(composed: Composed) -> None:
     config = load(PackConfig, composed)
     log_plainly(LogLevel.info)
 
-    from jobs.packing.packing import describe, pack
+    from jobs.packing.packing import pack
 
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
 
@@ -24,7 +24,7 @@ def main(composed: Composed) -> None:
             bar.update(done_bytes - bar.n)
 
         packing = pack(config, progress)
-    for line in describe(packing):
+    for line in packing.lines:
         say(line)
 
 

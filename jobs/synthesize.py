@@ -8,7 +8,7 @@ from tqdm import tqdm
 from jobs.config.cli import as_job, run_job, say
 from jobs.config.logs import log_plainly
 from jobs.config.settings import Composed, SynthesizeConfig, load
-from runtime.units import GIB, counted, format_bytes, format_seconds
+from runtime.units import GIB
 
 
 @hydra.main(config_path="../conf", config_name="synthesize", version_base=None)
@@ -43,10 +43,7 @@ def main(composed: Composed) -> None:
             tokenizer_path=Path(config.tokenizer) if config.tokenizer else None,
             progress=progress,
         )
-    say(
-        f"{config.out}: {report.num_parameters:,} parameters, {format_bytes(report.num_bytes)} in "
-        f"{counted(report.num_shards, 'shard')}, written in {format_seconds(report.seconds)}"
-    )
+    say(f"{config.out}: {report}")
 
 
 if __name__ == "__main__":

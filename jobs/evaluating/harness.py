@@ -61,6 +61,13 @@ class Generation:
     temperature: float = 0.0
     sampling: tuple[tuple[str, Any], ...] = ()
 
+    def row(self, index: int) -> Row:
+        """The row of a run that asks for it."""
+        overrides = SamplingOverrides(
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, stop=list(self.stop)
+        )
+        return replace(_ROW, index=index, id=str(index), prompt_ids=self.context_ids, overrides=overrides)
+
 
 def settings_of_runs(config: GenerateConfig) -> GenerateConfig:
     """What the runs of an evaluation are told of its settings."""
@@ -88,12 +95,7 @@ class Answerer:
         # two that are drawn are two, however alike
         keys = [(request, index if request.temperature else None) for index, request in enumerate(requests)]
         distinct = dict(zip(keys, requests, strict=True))
-        rows: list[Row] = []
-        for index, each in enumerate(distinct.values()):
-            overrides = SamplingOverrides(
-                max_new_tokens=each.max_new_tokens, temperature=each.temperature, stop=list(each.stop)
-            )
-            rows.append(replace(_ROW, index=index, id=str(index), prompt_ids=each.context_ids, overrides=overrides))
+        rows = [each.row(index) for index, each in enumerate(distinct.values())]
         task = replace(generation(config), directory=self.directory / kind, rows=lambda *_: rows, requests=_own_stops)
         answers = dict(zip(distinct, self._answers(task, config, ["token_ids"]), strict=True))
         return [tuple(answers[key]["token_ids"]) for key in keys]
@@ -287,6 +289,11 @@ class Evaluation:
     directory: Path
     results: Mapping[str, Any]
     tables: tuple[str, ...]
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person reads at the end."""
+        return [*self.tables, f"output: {self.directory}"]
 
 
 def evaluation_directory(config: EvaluateConfig) -> Path:

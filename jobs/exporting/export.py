@@ -46,6 +46,18 @@ class Exported:
     as_text: Sequence[str]  # columns of values that have no type in common
     made: Path | None  # the directory of `out`, where it was not there
 
+    @property
+    def lines(self) -> list[str]:
+        """What a person reads at the end."""
+        errors = f", {self.num_errors:,} of them with an error" if self.num_errors else ""
+        dropped = f"; {self.num_dropped:,} with an error left out" if self.num_dropped else ""
+        shards = f" of {self.num_shards} shards" if self.num_shards > 1 else ""
+        size = format_bytes(self.out.stat().st_size)
+        lines = [f"{self.made} was not there: made"] if self.made is not None else []
+        lines += [f"{self.out}: {counted(self.num_rows, 'row')}{shards}{errors}{dropped}, {size}"]
+        lines += [f"not there: {sentence}" for sentence in self.missing]
+        return lines + [f"column {name}: its values have no one type, so it is text" for name in self.as_text]
+
 
 def export(config: ExportConfig) -> Exported:
     """Writes the file that `config` asks for. Raises ConfigError for what is missing and not to be left out,
@@ -124,7 +136,7 @@ def write_batch_files(directory: Path, *, partial: bool = False) -> list[str]:
         asked = ExportConfig(
             run=str(directory), out=str(out), format=form, errors=errors, partial=partial, overwrite=True
         )
-        lines += describe(export(asked))
+        lines += export(asked).lines
     return lines
 
 
@@ -171,18 +183,6 @@ def _input_at(out: Path, run: FoundRun) -> str | None:
         if is_it or is_inside or is_alike:
             return f"{key}={value}"
     return None
-
-
-def describe(exported: Exported) -> list[str]:
-    """What a person reads at the end."""
-    errors = f", {exported.num_errors:,} of them with an error" if exported.num_errors else ""
-    dropped = f"; {exported.num_dropped:,} with an error left out" if exported.num_dropped else ""
-    shards = f" of {exported.num_shards} shards" if exported.num_shards > 1 else ""
-    size = format_bytes(exported.out.stat().st_size)
-    lines = [f"{exported.made} was not there: made"] if exported.made is not None else []
-    lines += [f"{exported.out}: {counted(exported.num_rows, 'row')}{shards}{errors}{dropped}, {size}"]
-    lines += [f"not there: {sentence}" for sentence in exported.missing]
-    return lines + [f"column {name}: its values have no one type, so it is text" for name in exported.as_text]
 
 
 class Sorter(Closing):

@@ -42,6 +42,37 @@ class Packing:
     num_deleted: int
     left_out: Sequence[str]
 
+    @property
+    def lines(self) -> list[str]:
+        """The closing table."""
+        raw = [packed for packed in self.tensors if packed.why_raw is not None]
+        before, after = (sum(getattr(p, key) for p in self.tensors) for key in ("num_bytes", "packed_bytes"))
+        reasons = dict[str, list[PackedTensor]]()
+        for packed in raw:
+            reasons.setdefault(str(packed.why_raw), []).append(packed)
+        kept = f", {self.num_kept} of them packed before" if self.num_kept else ""
+        gone = f", {self.num_deleted} of the original deleted" if self.num_deleted else ""
+        rounded = [packed for packed in self.tensors if packed.squares is not None]
+        num_lossless = len(self.tensors) - len(raw) - len(rounded)
+        lines = [
+            f"{self.out}: {self.num_shards} shards{kept}{gone}",
+            f"bytes      {before:,} before, {after:,} after: {after / max(1, before):.3f}",
+            f"tensors    {f'{len(rounded):,} rounded, ' * bool(rounded)}{num_lossless:,} packed without loss, "
+            f"{len(raw):,} as they were",
+        ]
+        if rounded:
+            worst = max(rounded, key=lambda packed: error_of([packed]) or 0)
+            lines.append(
+                f"error      {error_of(rounded) or 0:.3%} of the weights' root mean square; "
+                f"{error_of([worst]) or 0:.3%} at most, of {worst.name}"
+            )
+        for why, found in sorted(reasons.items()):
+            lines.append(f"  {len(found):,} ({sum(p.num_bytes for p in found):,} bytes): {why}, e.g. {found[0].name}")
+        if self.left_out:
+            names, more = self.left_out[:MOST_NAMES], len(self.left_out) - MOST_NAMES
+            lines.append(f"left out   {', '.join(names)}{f' and {more} more' * (more > 0)}: no run reads them")
+        return lines
+
 
 def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
     """Packs the model that `config` names; `progress` is told bytes done and of all. Raises ConfigError,
@@ -200,34 +231,3 @@ def _memory_named(path: Path) -> Iterator[None]:
 def error_of(tensors: Sequence[PackedTensor]) -> float | None:
     """What those that were rounded are off by; None if none were."""
     return error_of_squares(packed.squares for packed in tensors if packed.squares is not None)
-
-
-def describe(packing: Packing) -> list[str]:
-    """The closing table."""
-    raw = [packed for packed in packing.tensors if packed.why_raw is not None]
-    before, after = (sum(getattr(p, key) for p in packing.tensors) for key in ("num_bytes", "packed_bytes"))
-    reasons = dict[str, list[PackedTensor]]()
-    for packed in raw:
-        reasons.setdefault(str(packed.why_raw), []).append(packed)
-    kept = f", {packing.num_kept} of them packed before" if packing.num_kept else ""
-    gone = f", {packing.num_deleted} of the original deleted" if packing.num_deleted else ""
-    rounded = [packed for packed in packing.tensors if packed.squares is not None]
-    num_lossless = len(packing.tensors) - len(raw) - len(rounded)
-    lines = [
-        f"{packing.out}: {packing.num_shards} shards{kept}{gone}",
-        f"bytes      {before:,} before, {after:,} after: {after / max(1, before):.3f}",
-        f"tensors    {f'{len(rounded):,} rounded, ' * bool(rounded)}{num_lossless:,} packed without loss, "
-        f"{len(raw):,} as they were",
-    ]
-    if rounded:
-        worst = max(rounded, key=lambda packed: error_of([packed]) or 0)
-        lines.append(
-            f"error      {error_of(rounded) or 0:.3%} of the weights' root mean square; "
-            f"{error_of([worst]) or 0:.3%} at most, of {worst.name}"
-        )
-    for why, found in sorted(reasons.items()):
-        lines.append(f"  {len(found):,} ({sum(p.num_bytes for p in found):,} bytes): {why}, e.g. {found[0].name}")
-    if packing.left_out:
-        names, more = packing.left_out[:MOST_NAMES], len(packing.left_out) - MOST_NAMES
-        lines.append(f"left out   {', '.join(names)}{f' and {more} more' * (more > 0)}: no run reads them")
-    return lines

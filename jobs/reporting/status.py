@@ -84,6 +84,29 @@ class WorkerStatus:
     rate: WorkerRate | None
     leased: LeasedBlock | None
 
+    def __str__(self) -> str:
+        ids, rate, leased = self.holder.get("slurm"), self.rate, self.leased
+        name = told(self.holder) + told_slurm({k: str(v) for k, v in ids.items()} if isinstance(ids, dict) else {})
+        texts = ["no part yet"]
+        if rate is not None:
+            texts = [counted(rate.num_parts, "part"), f"{rate.rows_per_second:.3g} rows/s"]
+            texts += [f"{rate.tokens_per_second:.3g} tokens/s"] if rate.num_tokens else []
+        if leased is not None:
+            age, sign = roughly(leased.since_seconds), roughly(leased.heartbeat_seconds)
+            texts.append(f"at work on block {leased.block} for {age}, last sign {sign} ago")
+        return f"  {name}: {', '.join(texts)}"
+
+    def to_plain(self) -> dict[str, object]:
+        """What the status as JSON has of it."""
+        return {
+            "holder": told(self.holder),
+            "slurm": self.holder.get("slurm", {}),
+            "block": self.leased.block if self.leased is not None else None,
+            "num_parts": self.rate.num_parts if self.rate is not None else 0,
+            "rows_per_second": self.rate.rows_per_second if self.rate is not None else None,
+            "tokens_per_second": self.rate.tokens_per_second if self.rate is not None else None,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
@@ -164,17 +187,7 @@ def as_json(statuses: Sequence[RunStatus]) -> str:
 
 def _values(status: RunStatus) -> dict[str, object]:
     leased = [{**asdict(each), "holder": told(each.holder), "slurm": each.slurm} for each in status.leased]
-    workers = [
-        {
-            "holder": told(worker.holder),
-            "slurm": worker.holder.get("slurm", {}),
-            "block": worker.leased.block if worker.leased is not None else None,
-            "num_parts": worker.rate.num_parts if worker.rate is not None else 0,
-            "rows_per_second": worker.rate.rows_per_second if worker.rate is not None else None,
-            "tokens_per_second": worker.rate.tokens_per_second if worker.rate is not None else None,
-        }
-        for worker in status.workers
-    ]
+    workers = [worker.to_plain() for worker in status.workers]
     return {**vars(status), "leased": leased, "workers": workers, "seconds_left": status.seconds_left}
 
 
@@ -197,17 +210,4 @@ def _lines(status: RunStatus) -> list[str]:
         lines.append(f"pace    {status.rows_per_second:.3g} rows/s, about {left_text} left{by}")
     if status.workers:
         lines.append("workers, by the last parts:")
-    return lines + [_line(worker) for worker in status.workers]
-
-
-def _line(worker: WorkerStatus) -> str:
-    ids, rate, leased = worker.holder.get("slurm"), worker.rate, worker.leased
-    name = told(worker.holder) + told_slurm({k: str(v) for k, v in ids.items()} if isinstance(ids, dict) else {})
-    texts = ["no part yet"]
-    if rate is not None:
-        texts = [counted(rate.num_parts, "part"), f"{rate.rows_per_second:.3g} rows/s"]
-        texts += [f"{rate.tokens_per_second:.3g} tokens/s"] if rate.num_tokens else []
-    if leased is not None:
-        age, sign = roughly(leased.since_seconds), roughly(leased.heartbeat_seconds)
-        texts.append(f"at work on block {leased.block} for {age}, last sign {sign} ago")
-    return f"  {name}: {', '.join(texts)}"
+    return lines + [str(worker) for worker in status.workers]

@@ -22,7 +22,7 @@ from ..errors import CheckpointError, ConfigError, OutputError
 from ..foreign import deepseek_moe
 from ..probing.meta import build_meta_model, untie_head
 from ..store.writer import PUBLISHED_ALIGNMENT_BYTES, plan_shards, write_checkpoint, write_outline
-from ..units import GIB
+from ..units import GIB, counted, format_bytes, format_seconds
 from .random_weights import RandomWeights
 from .tokenizer import byte_level_tokenizer, tokenizer_from
 
@@ -51,6 +51,10 @@ class SynthesisReport:
     num_bytes: int
     num_shards: int
     seconds: float
+
+    def __str__(self) -> str:
+        size, shards = format_bytes(self.num_bytes), counted(self.num_shards, "shard")
+        return f"{self.num_parameters:,} parameters, {size} in {shards}, written in {format_seconds(self.seconds)}"
 
 
 def synthesize_checkpoint(

@@ -21,7 +21,7 @@ from jobs.config.settings import load
 from jobs.exporting import export as exporting
 from jobs.exporting.columns import write_csv
 from jobs.exporting.config import ErrorRows, ExportConfig, ExportFormat
-from jobs.exporting.export import Exported, describe, export
+from jobs.exporting.export import Exported, export
 from jobs.files.locks import RunLock
 from runtime.errors import ConfigError, DamagedRunError, OutputError
 from runtime.units import MIB
@@ -183,7 +183,7 @@ def test_error_rows_can_be_left_out(whole: ShardedRun) -> None:
     done = exported(whole, "ok.jsonl", errors=ErrorRows.drop)
     assert {row["row_index"] for row in lines(done.out)} == set(range(24)) - {5}
     assert (done.num_rows, done.num_errors, done.num_dropped) == (46, 0, 2)
-    assert "46 rows of 3 shards; 2 with an error left out" in describe(done)[0]
+    assert "46 rows of 3 shards; 2 with an error left out" in done.lines[0]
 
 
 def test_an_unfinished_and_an_absent_shard_are_named_by_index_with_their_rows_and_refused(case: ShardedRun) -> None:
@@ -329,7 +329,7 @@ def test_a_file_of_the_run_itself_is_never_replaced(case: ShardedRun) -> None:
 
 def test_a_directory_that_was_not_there_is_made_with_a_word(case: ShardedRun) -> None:
     done = exported(case, "no/such/all.jsonl")
-    assert describe(done)[0] == f"{case.folder / 'no' / 'such'} was not there: made"
+    assert done.lines[0] == f"{case.folder / 'no' / 'such'} was not there: made"
     assert done.out.exists()
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from jobs.files.publishing import TEMP_SUFFIX
 from jobs.packing import packing as packing_module
 from jobs.packing.config import PackConfig, SourceConfig
-from jobs.packing.packing import Packing, describe, pack
+from jobs.packing.packing import Packing, pack
 from jobs.packing.shard import compare
 from jobs.run.tasks.generate import generate
 from runtime import Runtime
@@ -87,7 +87,7 @@ def test_all_numbers_of_a_family_are_the_original_s(family: str, reference: Refe
     """Read back by the comparison, which would say otherwise, and counted in the bytes that plans count."""
     source = reference(family).directory
     packing = packed(source, tmp_path / "packed")
-    assert any(each.why_raw is None for each in packing.tensors), describe(packing)
+    assert any(each.why_raw is None for each in packing.tensors), packing.lines
     original, stored = (
         load_model(ModelConfig(name="test", path=str(path)), torch.device("cpu"), str(tmp_path)).shape
         for path in (source, tmp_path / "packed")
@@ -215,7 +215,7 @@ def test_other_files_are_copied_but_for_weights_and_pickles_that_no_run_reads(mo
     own = {path.name for path in model.iterdir() if path.is_file()} - {*UNREAD, "pytorch_model.bin.index.json"}
     assert found - {".pack.lock"} == own | wanted.keys() | {"additional_chat_templates"}
     assert all((tmp_path / "packed" / name).read_bytes() == text for name, text in wanted.items())
-    assert [line for line in describe(packing) if line.startswith("left out")] == [
+    assert [line for line in packing.lines if line.startswith("left out")] == [
         "left out   checkpoint-5/, consolidated.00.pth, model.fp16.safetensors, original/, pytorch_model.bin, "
         "training_args.bin: no run reads them"
     ]
@@ -355,7 +355,7 @@ def test_what_cannot_be_packed_is_refused_by_name(model: Path, tmp_path: Path) -
 
 def test_the_table_says_what_stayed_raw_and_why(model: Path, tmp_path: Path) -> None:
     packing = packed(model, tmp_path / "packed")
-    text = "\n".join(describe(packing))
+    text = "\n".join(packing.lines)
     assert "1 (" in text
     assert "of its exponents lie outside of 15, e.g. model.layers.0.mlp.up_proj.weight" in text
     shards = sorted((tmp_path / "packed").glob("*.safetensors"))

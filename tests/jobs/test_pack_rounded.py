@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jobs.packing.config import Format, PackConfig, SourceConfig
-from jobs.packing.packing import Packing, describe, pack
+from jobs.packing.packing import Packing, pack
 from jobs.packing.shard import compare
 from runtime import Runtime
 from runtime.config.settings import ExpertPaging, Tier
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_stored_numbers_in_every_tier(
 ) -> None:
     ref = reference(family)
     packing = packed(ref.directory, tmp_path / "packed", kind, group_size)
-    assert any(each.squares for each in packing.tensors), describe(packing)
+    assert any(each.squares for each in packing.tensors), packing.lines
     plain = write_checkpoint(ref.directory, tmp_path / "plain", decoded(tmp_path / "packed"), dtype="float32")
     prompts = ref.prompts[:4]
     expected = expected_tokens(plain, prompts)
@@ -104,7 +104,7 @@ def test_the_store_says_how_far_its_weights_are_off(reference: References, tmp_p
     (out / "config.json").unlink()
     again = packed(source, out, Format.int4, 32)
     assert (again.num_kept, (out / "config.json").read_bytes()) == (again.num_shards, before)
-    assert describe(again)[1:] == describe(packing)[1:]
+    assert again.lines[1:] == packing.lines[1:]
 
 
 def test_a_store_is_not_gone_on_with_in_another_format(reference: References, tmp_path: Path) -> None:
