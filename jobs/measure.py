@@ -27,7 +27,7 @@ def main(composed: Composed) -> None:
     from jobs.files.named import publish_named, require_replaceable
     from jobs.files.publishing import make_directory, write_all
     from jobs.measuring.measurement import measure_machine, shown_steps
-    from jobs.measuring.report import agreement, doubts, format_table, format_yaml
+    from jobs.measuring.report import agreement, doubts, format_table
     from runtime.measure.machine_cache import find_latest, keep
 
     if config.measure.out is not None:
@@ -51,9 +51,8 @@ def main(composed: Composed) -> None:
     say(f"{last.seconds:.0f} s; kept for machine=auto: {last.host.path}")
     if config.measure.out is not None:
         out = Path(config.measure.out)
-        text = format_yaml(
+        text = last.to_yaml(
             out.stem,
-            last,
             command=f"python -m jobs.measure {' '.join(sys.argv[1:])}".strip(),
             date=datetime.now(UTC).date().isoformat(),
             versions={package: version(package) for package in ("torch", "transformers", "numba")},

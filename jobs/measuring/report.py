@@ -31,6 +31,28 @@ class Measurement:
     seconds: float  # that it took
     notes: Sequence[str]  # on what was not measured, and why
 
+    def to_yaml(self, name: str, *, command: str, date: str, versions: Mapping[str, str], device_choice: str) -> str:
+        """A file of the `machine` group, called `name`. Every figure stands in a comment, with its spread.
+        `device_choice`: what `machine.device` said."""
+        host, figures = self.host, self.figures
+        width = max(map(len, figures))
+        comments = [
+            f"Measured by: {command}",
+            f"{date}, in {self.seconds:.0f} s, on {host.hostname}: {host.cpu}, {host.num_threads} threads; "
+            f"device: {host.device}",
+            ", ".join(f"{package} {version}" for package, version in versions.items()),
+            "",
+            f"Medians; {SPREAD}.",
+            *(
+                f"  {key:<{width}}  {format_value(f.value):>9} {f.unit:<11}  spread {f.spread:.0%}"
+                for key, f in figures.items()
+            ),
+            *(f"Note: {note}" for note in self.notes),
+        ]
+        values = [f"name: {name}", f"device: {device_choice}", f"num_threads: {host.num_threads}", "sheet: null"]
+        lines = [f"# {comment}".rstrip() for comment in comments] + values + ["rates:"]
+        return "\n".join([*lines, *_block(asdict(self.rates), "  ")]) + "\n"
+
 
 def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
     """A row for each figure; measured more than once, its values side by side and whether they agree. One that was not
@@ -70,31 +92,6 @@ def _agree(figures: Sequence[Figure]) -> bool:
 def format_value(value: float) -> str:
     """Three significant digits; a whole number from 100 up."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def format_yaml(
-    name: str, found: Measurement, *, command: str, date: str, versions: Mapping[str, str], device_choice: str
-) -> str:
-    """A file of the `machine` group, called `name`. Every figure stands in a comment, with its spread. `device_choice`:
-    what `machine.device` said."""
-    host, figures = found.host, found.figures
-    width = max(map(len, figures))
-    comments = [
-        f"Measured by: {command}",
-        f"{date}, in {found.seconds:.0f} s, on {host.hostname}: {host.cpu}, {host.num_threads} threads; "
-        f"device: {host.device}",
-        ", ".join(f"{package} {version}" for package, version in versions.items()),
-        "",
-        f"Medians; {SPREAD}.",
-        *(
-            f"  {key:<{width}}  {format_value(f.value):>9} {f.unit:<11}  spread {f.spread:.0%}"
-            for key, f in figures.items()
-        ),
-        *(f"Note: {note}" for note in found.notes),
-    ]
-    values = [f"name: {name}", f"device: {device_choice}", f"num_threads: {host.num_threads}", "sheet: null"]
-    lines = [f"# {comment}".rstrip() for comment in comments] + values + ["rates:"]
-    return "\n".join([*lines, *_block(asdict(found.rates), "  ")]) + "\n"
 
 
 def _block(values: Mapping[str, object], indent: str) -> list[str]:

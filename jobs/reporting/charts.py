@@ -29,26 +29,25 @@ class PhaseLine:
     tokens: Callable[[PassRow], float]
     share: Callable[[PassRow], float]
 
+    def binned(self, passes: Sequence[PassRow]) -> list[float | None]:
+        """Tokens per second of the phase in each of NUM_BINS equal times; None where it did not run. A pass that lasts
+        over several is divided among them."""
+        total = sum(row.seconds for row in passes)
+        tokens, seconds, now = [0.0] * NUM_BINS, [0.0] * NUM_BINS, 0.0
+        for row in passes:
+            begin, end = now / total * NUM_BINS, (now + row.seconds) / total * NUM_BINS
+            now += row.seconds
+            for i in range(int(begin), min(NUM_BINS, int(end) + 1)):
+                inside = max(0.0, min(end, i + 1) - max(begin, i)) / (end - begin) if end > begin else 0.0
+                tokens[i] += inside * self.tokens(row)
+                seconds[i] += inside * row.seconds * self.share(row)
+        return [tokens[i] / seconds[i] if seconds[i] > 0 else None for i in range(NUM_BINS)]
+
 
 PHASES = (
     PhaseLine(name="prefill", tokens=lambda row: row.prompt_tokens, share=lambda row: row.prefill_share),
     PhaseLine(name="decode", tokens=lambda row: row.decode_useful, share=lambda row: 1 - row.prefill_share),
 )
-
-
-def binned(passes: Sequence[PassRow], phase: PhaseLine) -> list[float | None]:
-    """Tokens per second of a phase in each of NUM_BINS equal times; None where it did not run. A pass that lasts over
-    several is divided among them."""
-    total = sum(row.seconds for row in passes)
-    tokens, seconds, now = [0.0] * NUM_BINS, [0.0] * NUM_BINS, 0.0
-    for row in passes:
-        begin, end = now / total * NUM_BINS, (now + row.seconds) / total * NUM_BINS
-        now += row.seconds
-        for i in range(int(begin), min(NUM_BINS, int(end) + 1)):
-            inside = max(0.0, min(end, i + 1) - max(begin, i)) / (end - begin) if end > begin else 0.0
-            tokens[i] += inside * phase.tokens(row)
-            seconds[i] += inside * row.seconds * phase.share(row)
-    return [tokens[i] / seconds[i] if seconds[i] > 0 else None for i in range(NUM_BINS)]
 
 
 def nice_top(most: float) -> float:

@@ -19,7 +19,7 @@ from ..config.typed import flatten
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import JsonValue, make_directory, write_all
 from ..pictures.trace_file import read_trace
-from .charts import NUM_BINS, PHASES, binned, busy_shares, compared, nice_top
+from .charts import NUM_BINS, PHASES, busy_shares, compared, nice_top
 from .figures import RunFigures
 from .overview import NO_SETTINGS, shown
 from .samples import failed_rows, good_rows
@@ -45,7 +45,7 @@ ENVIRONMENT.filters |= {
     "seconds": format_seconds,
     "shown": shown,
 }
-ENVIRONMENT.globals |= {"binned": binned, "nice_top": nice_top, "num_bins": NUM_BINS, "phases": PHASES}
+ENVIRONMENT.globals |= {"nice_top": nice_top, "num_bins": NUM_BINS, "phases": PHASES}
 
 
 def write_page(figures: RunFigures, num_samples: int, directory: Path | None) -> Path:

@@ -11,7 +11,7 @@ from jobs import measure
 from jobs.config.cli import run_job
 from jobs.config.typed import build
 from jobs.measuring.config import MeasureJobConfig
-from jobs.measuring.report import Measurement, agreement, doubts, format_table, format_value, format_yaml, names
+from jobs.measuring.report import Measurement, agreement, doubts, format_table, format_value, names
 from runtime.config.profiles import DTypeRates, MeasuredRates
 from runtime.config.settings import MachineConfig
 from runtime.measure.machine_cache import find_latest, this_host
@@ -48,9 +48,8 @@ TOY = ["seconds=0.01", "num_rounds=1", "disk_mib=1", "memory_mib=1", "matrix_wid
 
 
 def yaml_of_it() -> str:
-    return format_yaml(
+    return FOUND.to_yaml(
         "mine",
-        FOUND,
         command="python -m jobs.measure",
         date="2026-11-21",
         versions={"torch": "2.13"},

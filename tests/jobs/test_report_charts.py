@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.record.passes import PassRow
-from jobs.reporting.charts import NUM_BINS, PHASES, binned, busy_shares, nice_top
+from jobs.reporting.charts import NUM_BINS, PHASES, busy_shares, nice_top
 from jobs.reporting.page import ENVIRONMENT
 from runtime.resources import Resource
 from runtime.trace import Span
@@ -23,7 +23,7 @@ def test_bins_share_out_tokens_and_time_as_passes_lasted() -> None:
         prompt_tokens = 10 if phase == "prefill" else 0
         return PassRow(pass_index=0, phase=phase, seconds=seconds, prompt_tokens=prompt_tokens, **counts)  # pyright: ignore[reportArgumentType]
 
-    prefill, decode = (binned([row("prefill", 1.0), row("decode", 3.0)], phase) for phase in PHASES)
+    prefill, decode = (phase.binned([row("prefill", 1.0), row("decode", 3.0)]) for phase in PHASES)
     quarter = NUM_BINS // 4
     assert prefill == pytest.approx([10.0] * quarter + [None] * 3 * quarter)
     assert decode == pytest.approx([None] * quarter + [10 / 3] * 3 * quarter)
