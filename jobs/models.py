@@ -16,7 +16,7 @@ def main(composed: Composed) -> None:
     from transformers.utils.logging import set_verbosity_error
 
     from jobs.planning.named import write_shapes
-    from jobs.planning.support import describe, families_named, format_table, support_table
+    from jobs.planning.support import FamilyTraits, families_named, format_table, support_table
 
     set_verbosity_error()  # its warnings are about the tiny sizes, not about the families
     if config.shapes is not None:
@@ -26,7 +26,7 @@ def main(composed: Composed) -> None:
     if config.formats:
         say(format_table(config.format))
         return
-    say(support_table([describe(family) for family in families_named(config.family)], config.format))
+    say(support_table([FamilyTraits.of(family) for family in families_named(config.family)], config.format))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ GIGA, TERA = 1e9, 1e12
 def draw_sweep(path: Path, outcomes: Sequence[SweepPoint], title: str, marks: Mapping[str, float]) -> None:
     """Publishes it, as svg or png by the suffix; raises OutputError. `marks`: named values of the only axis."""
     axes_seen = list({id(each.axis): each.axis for each in outcomes}.values())
-    top = 1.12 * max((*_decode(outcomes), *_total(outcomes)), default=0.0)
+    top = 1.12 * max((rate for rates in _rates(outcomes) for rate in rates), default=0.0)
     with figure(path, HEIGHT_PIXELS) as made:
         panels = made.subplots(1, len(axes_seen), squeeze=False, sharey=True)[0]
         for panel, axis in zip(panels, axes_seen, strict=True):
@@ -67,7 +67,7 @@ def draw_sweep(path: Path, outcomes: Sequence[SweepPoint], title: str, marks: Ma
         panels[0].yaxis.set_major_formatter(NUMBERS)
         panels[0].set_ylabel("predicted [tokens/s]")
         made.suptitle(title, x=0.065, ha="left", fontsize=10)
-        bound = {each.planned.prediction.decode.binding for each in outcomes if each.planned is not None}
+        bound = {each.binding for each in outcomes}
         handles: list[Line2D | Patch] = [
             Line2D([], [], color=LINE, linestyle="-", label="total, generated"),
             Line2D([], [], color=LINE, linestyle="--", label="decode"),
@@ -94,23 +94,22 @@ def _panel(axes: Axes, axis: Axis, outcomes: Sequence[SweepPoint]) -> None:
     axes.set_axisbelow(True)
     for value in (each.value for each in outcomes if each.planned is None):
         axes.axvspan(value / MARGIN, value * MARGIN, color=REFUSED, linewidth=0)
-    fitting = [(each.value, each.planned) for each in outcomes if each.planned is not None]
-    where = [value for value, _ in fitting]
-    for rates, style in ((_decode(outcomes), "--"), (_total(outcomes), "-")):
+    fitting = [each for each in outcomes if each.planned is not None]
+    where = [each.value for each in fitting]
+    decode, total = _rates(fitting)
+    for rates, style in ((decode, "--"), (total, "-")):
         axes.plot(where, rates, color=LINE, linewidth=1.4, linestyle=style, zorder=2)
     for resource, colour in COLOURS.items():
-        bound = [at for at, (_, plan) in enumerate(fitting) if plan.prediction.decode.binding is resource]
-        for rates in (_decode(outcomes), _total(outcomes)):
+        bound = [at for at, each in enumerate(fitting) if each.binding is resource]
+        for rates in (decode, total):
             axes.scatter([where[at] for at in bound], [rates[at] for at in bound], color=colour, s=34, zorder=3)
     _mark(axes, axis.here, "the plan", "#888888")
 
 
-def _decode(outcomes: Sequence[SweepPoint]) -> list[float]:
-    return [each.planned.throughput.decode or 0.0 for each in outcomes if each.planned is not None]
-
-
-def _total(outcomes: Sequence[SweepPoint]) -> list[float]:
-    return [each.planned.throughput.total or 0.0 for each in outcomes if each.planned is not None]
+def _rates(outcomes: Sequence[SweepPoint]) -> tuple[list[float], list[float]]:
+    """Tokens per second of those that fit: of their decode passes, and in total."""
+    found = [each.planned.throughput for each in outcomes if each.planned is not None]
+    return [decode or 0.0 for _, decode, _ in found], [total or 0.0 for _, _, total in found]
 
 
 def _mark(axes: Axes, value: float, name: str, colour: str, height: float = 0.03) -> None:
@@ -221,7 +220,7 @@ class SweepRow:
         if planned is None:
             return varied
         run, layers, facts = planned.run, planned.shape.layers, planned.facts
-        rates, phases = planned.throughput, planned.prediction
+        (prefill, decode, total), phases = planned.throughput, planned.prediction
         return replace(
             varied,
             num_sequences=max(len(block.members) for block in run.blocks),
@@ -230,9 +229,9 @@ class SweepRow:
             attention=facts.attention,
             schedule=facts.schedule,
             resident_share=sum(stage.index in run.placement.resident for stage in layers) / len(layers),
-            prefill_tokens_per_second=rates.prefill,
-            decode_tokens_per_second=rates.decode,
-            total_tokens_per_second=rates.total,
+            prefill_tokens_per_second=prefill,
+            decode_tokens_per_second=decode,
+            total_tokens_per_second=total,
             prefill_binding=phases.prefill.binding.value if phases.prefill.binding else None,
             decode_binding=phases.decode.binding.value if phases.decode.binding else None,
         )
@@ -276,8 +275,8 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
     if kind is Sweep.batch:
         # Blocks from which on it is no longer the link of weights that binds: by the simulator, all of a decode pass;
         # and P2, by the roofline, feed-forward layers alone.
-        fitting = [(each.value, each.planned.prediction.decode.binding) for each in outcomes if each.planned]
-        is_reached = [value for value, binding in fitting if binding not in WEIGHT_ROADS]
+        fitting = (each for each in outcomes if each.planned is not None)
+        is_reached = [each.value for each in fitting if each.binding not in WEIGHT_ROADS]
         knees = {"knee, weights no longer bind": is_reached[0]} if is_reached else {}
         knees["P2 of feed-forward layers"] = roofs.needed_sequences
     marks = knees

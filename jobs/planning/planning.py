@@ -27,16 +27,6 @@ from .shapes import read_shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Throughput:
-    """Tokens per second as runs count them: what prefill passes compute, what decode passes generate, and all that is
-    generated over both. None where there is no such pass."""
-
-    prefill: float | None
-    decode: float | None
-    total: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Planned:
     """A plan with all that it was made from; `dtype` is the one that the model would compute with. Of several ranks
     `run` is one's, as `view` says; `machine` and `sizes` are of all, and so is what is predicted."""
@@ -70,13 +60,13 @@ class Planned:
         return PlanFacts.of(self.config, self.shape, self.run, dtype=self.dtype.value, stored=self.stored)
 
     @property
-    def throughput(self) -> Throughput:
+    def throughput(self) -> tuple[float | None, float | None, float | None]:
+        """Tokens per second as runs count them: what prefill passes compute, what decode passes generate, and all that
+        is generated over both. None where there is no such pass."""
         predicted = self.prediction
-        return Throughput(
-            prefill=_per_second(self.num_prompt_tokens, predicted.prefill_seconds),
-            decode=_per_second(self.num_decoded_tokens, predicted.decode_seconds),
-            total=_per_second(self.num_new_tokens, predicted.seconds),
-        )
+        prefill = _per_second(self.num_prompt_tokens, predicted.prefill_seconds)
+        decode = _per_second(self.num_decoded_tokens, predicted.decode_seconds)
+        return prefill, decode, _per_second(self.num_new_tokens, predicted.seconds)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -17,7 +17,7 @@ from .shapes import ITEM_BYTES
 def report(planned: Planned, num_actions: int) -> str:
     """The ledgers, the policy, the prediction, what is worth knowing, and `num_actions` of the schedule."""
     run, view, machine, sizes = planned.run, planned.view, planned.machine, planned.sizes
-    predicted, rates, phases = planned.prediction, planned.throughput, planned.prediction.phases
+    predicted, phases, (prefill, decode, total) = planned.prediction, planned.prediction.phases, planned.throughput
     longest, mean = max(size.num_prompt_tokens for size in sizes), planned.num_prompt_tokens / len(sizes)
     head = (
         f"{view.whole.name} ({format_bytes(view.whole.weight_bytes)} as stored) on {machine.name}: "
@@ -32,9 +32,9 @@ def report(planned: Planned, num_actions: int) -> str:
     ]
     prediction = [
         "predicted:",
-        _line("prefill", rates.prefill, planned.num_prompt_tokens, predicted.prefill_seconds),
-        _line("decode", rates.decode, planned.num_decoded_tokens, predicted.decode_seconds),
-        _line("total", rates.total, planned.num_new_tokens, predicted.seconds)
+        _line("prefill", prefill, planned.num_prompt_tokens, predicted.prefill_seconds),
+        _line("decode", decode, planned.num_decoded_tokens, predicted.decode_seconds),
+        _line("total", total, planned.num_new_tokens, predicted.seconds)
         + f", {format_seconds(predicted.stall_seconds)} of it waiting for bytes",
     ]
 

@@ -34,25 +34,33 @@ class FamilyTraits:
     cache: CacheKind | None
     note: str
 
-
-def describe(family: Family) -> FamilyTraits:
-    """Takes a few hundredths of a second and no memory to speak of."""
-    deepseek_moe.register()
-    if family.model_type not in CONFIG_MAPPING:
-        note = f"not in transformers {transformers.__version__}"
+    @staticmethod
+    def of(family: Family) -> "FamilyTraits":
+        """Takes a few hundredths of a second and no memory to speak of."""
+        deepseek_moe.register()
+        if family.model_type not in CONFIG_MAPPING:
+            note = f"not in transformers {transformers.__version__}"
+            return FamilyTraits(
+                name=family.name, model_type=family.model_type, lanes=None, experts=None, cache=None, note=note
+            )
+        model = build_meta_model(config_for(family.model_type, family.overrides), torch.float32)
+        is_packed, reason = choose_lanes(model, Lanes.auto)
         return FamilyTraits(
-            name=family.name, model_type=family.model_type, lanes=None, experts=None, cache=None, note=note
+            name=family.name,
+            model_type=family.model_type,
+            lanes=Lanes.packed if is_packed else Lanes.padded,
+            experts=expert_kind(model),
+            cache=cache_kind(model, is_latent=measure_cache(model).is_latent),
+            note=reason,
         )
-    model = build_meta_model(config_for(family.model_type, family.overrides), torch.float32)
-    is_packed, reason = choose_lanes(model, Lanes.auto)
-    return FamilyTraits(
-        name=family.name,
-        model_type=family.model_type,
-        lanes=Lanes.packed if is_packed else Lanes.padded,
-        experts=expert_kind(model),
-        cache=cache_kind(model, is_latent=measure_cache(model).is_latent),
-        note=reason,
-    )
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What stands below `_HEAD`."""
+        if self.lanes is None or self.experts is None or self.cache is None:
+            return self.name, self.model_type, self.note, "", "", "no"
+        lanes = f"{self.lanes.value}: {self.note}" if self.note else self.lanes.value
+        return self.name, self.model_type, lanes, self.experts.value, self.cache.value, _TESTED
 
 
 _HEAD = ("family", "model_type", "lanes", "experts", "cache", "tested")
@@ -72,14 +80,7 @@ def families_named(part: str | None) -> list[Family]:
 
 
 def support_table(rows: Sequence[FamilyTraits], shape: TableFormat) -> str:
-    cells: list[tuple[str, ...]] = [_HEAD]
-    for row in rows:
-        if row.lanes is None or row.experts is None or row.cache is None:
-            cells.append((row.name, row.model_type, row.note, "", "", "no"))
-            continue
-        lanes = f"{row.lanes.value}: {row.note}" if row.note else row.lanes.value
-        cells.append((row.name, row.model_type, lanes, row.experts.value, row.cache.value, _TESTED))
-    return _table(cells, shape, _FOOT)
+    return _table([_HEAD, *(row.cells for row in rows)], shape, _FOOT)
 
 
 def format_table(shape: TableFormat) -> str:

@@ -38,6 +38,38 @@ class Axis:
     is_open: bool = False
     note: str = ""
 
+    def points(self) -> Iterator["SweepPoint"]:
+        """What came of each value, and of the largest that fits where values go up until one does not."""
+        fitting = 0.0
+        for value in self.values:
+            point = self.at(value)
+            if self.is_open and point.planned is None:
+                yield from self._limit(fitting, value)
+                break
+            yield point
+            fitting = value
+
+    def at(self, value: float) -> "SweepPoint":
+        """What came of one value."""
+        try:
+            return SweepPoint(axis=self, value=value, planned=self.plan(value))
+        except (BudgetError, ConfigError) as error:  # too large for the memory, or for the model's context
+            return SweepPoint(axis=self, value=value, planned=None, refusal=str(error).splitlines()[0])
+
+    def _limit(self, fitting: float, refused: float) -> Iterator["SweepPoint"]:
+        """Whole values: the largest that fits, to a twentieth, unless that is `fitting`; and the least that does
+        not."""
+        best, worst = None, self.at(refused)
+        low, high = fitting, refused
+        while high - low > max(1, LIMIT_SHARE * low):
+            point = self.at((low + high) // 2)
+            if point.planned is None:
+                worst, high = point, point.value
+            else:
+                best, low = point, point.value
+        yield from [best] if best is not None else []
+        yield worst
+
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
@@ -48,39 +80,16 @@ class SweepPoint:
     planned: Planned | None
     refusal: str = ""
 
+    @property
+    def binding(self) -> Resource | None:
+        """What binds its decode passes."""
+        return self.planned.prediction.decode.binding if self.planned is not None else None
+
 
 def sweep(axes: Sequence[Axis]) -> Iterator[SweepPoint]:
     """Plans as it goes: a search each, with policy=hrm. Raises ConfigError for values that make no plan."""
     for axis in axes:
-        fitting = 0.0
-        for value in axis.values:
-            outcome = _tried(axis, value)
-            if axis.is_open and outcome.planned is None:
-                yield from _limit(axis, fitting, value)
-                break
-            yield outcome
-            fitting = value
-
-
-def _tried(axis: Axis, value: float) -> SweepPoint:
-    try:
-        return SweepPoint(axis=axis, value=value, planned=axis.plan(value))
-    except (BudgetError, ConfigError) as error:  # too large for the memory, or for the model's context
-        return SweepPoint(axis=axis, value=value, planned=None, refusal=str(error).splitlines()[0])
-
-
-def _limit(axis: Axis, fitting: float, refused: float) -> Iterator[SweepPoint]:
-    """Whole values: the largest that fits, to a twentieth, unless that is `fitting`; and the least that does not."""
-    best, worst = None, _tried(axis, refused)
-    low, high = fitting, refused
-    while high - low > max(1, LIMIT_SHARE * low):
-        outcome = _tried(axis, (low + high) // 2)
-        if outcome.planned is None:
-            worst, high = outcome, outcome.value
-        else:
-            best, low = outcome, outcome.value
-    yield from [best] if best is not None else []
-    yield worst
+        yield from axis.points()
 
 
 def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:

@@ -26,7 +26,7 @@ def swept(*overrides: str) -> list[SweepPoint]:
 
 
 def totals(outcomes: list[SweepPoint]) -> list[float]:
-    return [each.planned.throughput.total or 0.0 for each in outcomes if each.planned is not None]
+    return [each.planned.throughput[2] or 0.0 for each in outcomes if each.planned is not None]
 
 
 def test_memory_is_that_of_the_host_and_of_the_device_as_planned_and_around_it() -> None:
