@@ -12,7 +12,6 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -25,18 +24,8 @@ from ..files.named import publish_named
 from ..files.publishing import read_regular, write_all
 
 MAX_TRACKS = 1000  # of a row: what tells the tracks of two rows apart
-
-
-@dataclass(frozen=True, kw_only=True)
-class Process:
-    """What viewers show spans under; files of different numbers can be put into one."""
-
-    name: str
-    number: int
-
-
-RUN = Process(name="Millrace", number=1)
-PREDICTED = Process(name="Millrace, predicted", number=2)
+RUN, PREDICTED = "Millrace", "Millrace, predicted"  # the processes that viewers show spans under
+PROCESSES = {RUN: 1, PREDICTED: 2}  # their numbers; files of different numbers can be put into one
 
 
 class Tracks:
@@ -58,16 +47,16 @@ class Tracks:
 
 
 class TraceEvents:
-    """The events of one file. `begin` is the second that becomes 0 in it."""
+    """The events of one file, under one of `PROCESSES`. `begin` is the second that becomes 0 in it."""
 
-    def __init__(self, process: Process, begin: float):
-        self._process, self._begin = process, begin
+    def __init__(self, process: str, begin: float):
+        self._process, self._number, self._begin = process, PROCESSES[process], begin
         self._tracks, self._named = Tracks(), set[int]()
 
     def head(self) -> list[str]:
         """The names of the process and of every row that a span can be on."""
         rows = (row for row in Resource if row is not Resource.host_memory)
-        return [self._event_of_name("process_name", 0, self._process.name), *(self._name(row, 0) for row in rows)]
+        return [self._event_of_name("process_name", 0, self._process), *(self._name(row, 0) for row in rows)]
 
     def of(self, spans: Sequence[Span]) -> list[str]:
         return [event for span in sorted(spans, key=lambda span: span.begin) for event in self._events(span)]
@@ -80,7 +69,7 @@ class TraceEvents:
         tid = _tid(row, track)
         event = (
             f'{{"name": {json.dumps(name)}, "cat": "{row.value}", "ph": "X", "ts": {(begin - self._begin) * 1e6:.3f}, '
-            f'"dur": {(end - begin) * 1e6:.3f}, "pid": {self._process.number}, "tid": {tid}}}'
+            f'"dur": {(end - begin) * 1e6:.3f}, "pid": {self._number}, "tid": {tid}}}'
         )
         return [event] if tid in self._named else [self._name(row, track), event]
 
@@ -90,8 +79,7 @@ class TraceEvents:
         return self._event_of_name("thread_name", tid, row.value if track == 0 else f"{row.value} {track + 1}")
 
     def _event_of_name(self, kind: str, tid: int, name: str) -> str:
-        number = self._process.number
-        return f'{{"name": "{kind}", "ph": "M", "pid": {number}, "tid": {tid}, "args": {{"name": "{name}"}}}}'
+        return f'{{"name": "{kind}", "ph": "M", "pid": {self._number}, "tid": {tid}, "args": {{"name": "{name}"}}}}'
 
 
 def _tid(row: Resource, track: int) -> int:
@@ -172,7 +160,7 @@ def tracing(folder: Path, trace: Trace | None, *, is_worker: bool = False) -> It
             file.write(trace.take())
 
 
-def publish_trace(path: Path, process: Process, spans: Sequence[Span]) -> None:
+def publish_trace(path: Path, process: str, spans: Sequence[Span]) -> None:
     """A file like that of a run, at once; an older one is replaced. Raises OutputError."""
     events = TraceEvents(process, 0.0)
     data = OPEN + _lines([*events.head(), *events.of(spans)]) + CLOSE
@@ -203,7 +191,7 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
         if not isinstance(events, list):
             raise ValueError("not an array of events")
         return {
-            process.name: [
+            process: [
                 Span(
                     Resource(event["cat"]),
                     str(event["name"]),
@@ -211,10 +199,10 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
                     event["ts"] / 1e6 + event["dur"] / 1e6,
                 )
                 for event in events
-                if event["ph"] == "X" and event["pid"] == process.number
+                if event["ph"] == "X" and event["pid"] == number
             ]
-            for process in (RUN, PREDICTED)
-            if any(event["pid"] == process.number for event in events)
+            for process, number in PROCESSES.items()
+            if any(event["pid"] == number for event in events)
         }
     except OSError as error:
         raise ConfigError(f"path={path} cannot be read: {error.strerror or error}") from error

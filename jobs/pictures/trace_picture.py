@@ -83,6 +83,30 @@ class ResourceLane:
     bars: Sequence[Bar]
     busy: float
 
+    @property
+    def middle(self) -> float:
+        return self.top + self.num_tracks / 2
+
+    def draw(self, axes: Axes, factor: float, pixels_per_second: float) -> None:
+        """Draws the bars, and beside them how busy it was. `factor`: from seconds to the unit of the time axis."""
+        axes.axhspan(self.top, self.top + self.num_tracks, color="#f4f4f4", zorder=0)
+        beside = ("axes fraction", "data")
+        axes.annotate(f"{self.busy:.0%}", (1, self.middle), (8, 0), beside, "offset points", va="center")
+        groups: dict[tuple[float, str, bool], list[tuple[float, float]]] = defaultdict(list)
+        for bar in self.bars:
+            pixels = max((bar.end - bar.begin) * pixels_per_second, MIN_SPAN_PIXELS)
+            width = pixels / pixels_per_second
+            groups[bar.top, bar.op, pixels > EDGE_PIXELS].append((bar.begin * factor, width * factor))
+            # the action, or what it is about, or nothing: what there is room for
+            texts = (bar.span.name, bar.span.name.partition(" ")[2])
+            fitting = (text for text in texts if text and len(text) * PIXELS_PER_LETTER + LABEL_MARGIN < pixels)
+            if label := next(fitting, ""):
+                middle = (bar.begin + width / 2) * factor
+                axes.text(middle, bar.top + 0.47, label, ha="center", va="center", fontsize=7.5, clip_on=True)
+        for (top, op, has_edge), ranges in groups.items():
+            colour, width = COLOURS.get(op, OTHER), 0.6 if has_edge else 0.0
+            axes.broken_barh(ranges, (top + 0.04, 0.86), facecolor=colour, edgecolor="white", linewidth=width)
+
 
 def draw(path: Path, spans: Sequence[Span], windows: Sequence[TimeWindow]) -> None:
     """Publishes the picture, a panel for each window, as svg or png by the suffix of `path`; raises OutputError. Rows
@@ -140,36 +164,16 @@ def _panel(axes: Axes, window: TimeWindow, lanes: Sequence[ResourceLane]) -> Non
     axes.xaxis.grid(True, color="#888", alpha=0.35, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines["left"].set_visible(False)
-    axes.set_yticks([lane.top + lane.num_tracks / 2 for lane in lanes], [lane.row.value for lane in lanes])
+    axes.set_yticks([lane.middle for lane in lanes], [lane.row.value for lane in lanes])
     axes.tick_params(axis="y", length=0)
     for lane in lanes:
-        axes.axhspan(lane.top, lane.top + lane.num_tracks, color="#f4f4f4", zorder=0)
-        at = lane.top + lane.num_tracks / 2
-        axes.annotate(f"{lane.busy:.0%}", (1, at), (8, 0), ("axes fraction", "data"), "offset points", va="center")
-        _bars(axes, lane.bars, factor, (WIDTH_PIXELS - LEFT - RIGHT) / window.seconds)
+        lane.draw(axes, factor, (WIDTH_PIXELS - LEFT - RIGHT) / window.seconds)
     axes.annotate("busy", (1, 0), (8, 4), ("axes fraction", "data"), "offset points", va="bottom", color="#666")
     for second, name in window.marks:
         axes.axvline(second * factor, color="#333", linewidth=0.8, linestyle=":")
         axes.annotate(name, (second * factor, 1), (2, 3), ("data", "axes fraction"), "offset points", color="#333")
     axes.set_title(window.title, loc="left", pad=30, fontsize=10)
     _legend(axes, lanes)
-
-
-def _bars(axes: Axes, bars: Sequence[Bar], factor: float, pixels_per_second: float) -> None:
-    groups: dict[tuple[float, str, bool], list[tuple[float, float]]] = defaultdict(list)
-    for bar in bars:
-        pixels = max((bar.end - bar.begin) * pixels_per_second, MIN_SPAN_PIXELS)
-        width = pixels / pixels_per_second
-        groups[bar.top, bar.op, pixels > EDGE_PIXELS].append((bar.begin * factor, width * factor))
-        # the action, or what it is about, or nothing: what there is room for
-        texts = (bar.span.name, bar.span.name.partition(" ")[2])
-        fitting = (text for text in texts if text and len(text) * PIXELS_PER_LETTER + LABEL_MARGIN < pixels)
-        if label := next(fitting, ""):
-            middle = (bar.begin + width / 2) * factor
-            axes.text(middle, bar.top + 0.47, label, ha="center", va="center", fontsize=7.5, clip_on=True)
-    for (top, op, has_edge), ranges in groups.items():
-        colour, width = COLOURS.get(op, OTHER), 0.6 if has_edge else 0.0
-        axes.broken_barh(ranges, (top + 0.04, 0.86), facecolor=colour, edgecolor="white", linewidth=width)
 
 
 def _legend(axes: Axes, lanes: Sequence[ResourceLane]) -> None:

@@ -176,9 +176,9 @@ def test_a_wrong_window_or_path_is_refused_in_one_line(
 
 def test_what_was_predicted_of_each_pass_stands_beside_what_ran(traced: RunDirectory, spans: list[Span]) -> None:
     processes = read_processes(traced.trace / "start-00000.json")
-    assert list(processes) == [RUN.name, PREDICTED.name]
-    assert processes[RUN.name] == spans
-    rows, predicted = passes(traced), processes[PREDICTED.name]
+    assert list(processes) == [RUN, PREDICTED]
+    assert processes[RUN] == spans
+    rows, predicted = passes(traced), processes[PREDICTED]
     computed = [span.name for span in predicted if span.resource is Resource.compute]
     lanes = [2 if row["num_sequences"] == 2 else 1 for row in rows]
     assert len(computed) == 6 * sum(lanes)
