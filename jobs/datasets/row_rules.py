@@ -2,6 +2,7 @@
 wrong with one record becomes the error of its row.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -120,6 +121,18 @@ class Windowed:
 
     source: RowSource
     rows: Callable[[Iterable[tuple[int, Record]], DatasetFields], Iterator[Row]]
+
+    def every(self, config: DatasetFields) -> Iterator[Row]:
+        """All rows of the input, as a run reads them; those that repeat an id among them."""
+        return self.rows(enumerate(self.source.records_from(config, Mark(file=0, row=0))), config)
+
+    def records(
+        self, config: DatasetFields, marks: Sequence[tuple[int, Mark]], first: int
+    ) -> Iterator[tuple[int, Record]]:
+        """The records of the input with their numbers, from a mark at or before the row `first` on. `marks`: of some
+        rows their numbers, and where they begin."""
+        number, mark = marks[bisect_right([number for number, _ in marks], first) - 1]
+        yield from enumerate(self.source.records_from(config, mark), start=number)
 
 
 class NamedFields:

@@ -6,7 +6,6 @@ repeat, and places to read on from.
 import logging
 import tempfile
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -144,19 +143,10 @@ def make_survey(config: DatasetFields, windowed: Windowed, folder: Path, should_
     if len(dropped):
         counts = Counter(first_rows.tolist())
         places = sorted(counts)[:NUM_DUPLICATES_LISTED]
-        listed = [(_read_id(config, windowed, found, place), 1 + counts[place]) for place in places]
+        listed = [(_read_id(config, windowed, marks, place), 1 + counts[place]) for place in places]
         refuse_repeated(config.dedupe, len(found.dropped), len(counts), listed)
     log.info("found %s rows in %.1f s", f"{found.num_rows:,}", time.monotonic() - began)
     return found
-
-
-def numbered_records(
-    config: DatasetFields, windowed: Windowed, survey: Survey, first: int
-) -> Iterator[tuple[int, Record]]:
-    """The records of the input with their numbers, from a mark at or before the row `first` on."""
-    at = bisect_right([number for number, _ in survey.marks], first) - 1
-    number, mark = survey.marks[at]
-    yield from enumerate(windowed.source.records_from(config, mark), start=number)
 
 
 def _heed(should_stop: Callable[[], bool]) -> None:
@@ -185,8 +175,7 @@ def _id_of(row: Fields | None, number: int, id_field: str) -> str:
 def _refuse_any_bad(config: DatasetFields, windowed: Windowed, should_stop: Callable[[], bool]) -> None:
     """Reads every row as a run reads it."""
     num_bad, num_rows, first = 0, 0, ""
-    records = enumerate(windowed.source.records_from(config, Mark(file=0, row=0)))
-    for row in windowed.rows(records, config):
+    for row in windowed.every(config):
         if num_rows == config.limit:
             break
         if num_rows % 1024 == 0:
@@ -198,9 +187,9 @@ def _refuse_any_bad(config: DatasetFields, windowed: Windowed, should_stop: Call
         raise bad_rows(num_bad, num_rows, first)
 
 
-def _read_id(config: DatasetFields, windowed: Windowed, survey: Survey, place: int) -> str:
+def _read_id(config: DatasetFields, windowed: Windowed, marks: Sequence[tuple[int, Mark]], place: int) -> str:
     """The id of one row, read once more."""
-    for number, record in numbered_records(config, windowed, survey, place):
+    for number, record in windowed.records(config, marks, place):
         if number == place:
             return next(windowed.rows([(number, record)], config)).id
     raise DatasetError(f"dataset.path={config.path} was changed while it was read: row {place} is gone")
@@ -245,8 +234,7 @@ class RowWindows:
 
     def every(self) -> Iterator[Row]:
         """All rows of the input, one by one, of all shards; those that repeat an id among them."""
-        records = enumerate(self._windowed.source.records_from(self.config, Mark(file=0, row=0)))
-        return self._windowed.rows(islice(records, self.survey.num_read), self.config)
+        return islice(self._windowed.every(self.config), self.survey.num_read)
 
     def read(self, number: int) -> list[Row]:
         """The rows of a window. Raises DatasetError."""
@@ -268,7 +256,7 @@ class RowWindows:
             return
         wanted = map(self._number, places)
         number = next(wanted)
-        for found, record in numbered_records(self.config, self._windowed, self.survey, number):
+        for found, record in self._windowed.records(self.config, self.survey.marks, number):
             if found == number:
                 yield found, record
                 if (following := next(wanted, None)) is None:
