@@ -99,10 +99,21 @@ def shared_weights() -> Iterator[SharedWeights | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a worker gets of the machine. `settings` are words for its command line."""
+    """What a worker gets of the machine."""
 
     processors: Collection[int]
-    settings: Sequence[str]
+    host_memory_gib: float
+    device: str | None
+    num_threads: int | None
+
+    @property
+    def settings(self) -> list[str]:
+        """Words for its command line."""
+        return [
+            f"offload.host_memory_gib={self.host_memory_gib:.6f}",
+            *([] if self.device is None else [f"machine.device={self.device}"]),
+            *([] if self.num_threads is None else [f"machine.num_threads={self.num_threads}"]),
+        ]
 
 
 def shares(config: RunSettings, device: torch.device, nodes: Sequence[Sequence[int]], num_devices: int) -> list[Share]:
@@ -116,11 +127,9 @@ def shares(config: RunSettings, device: torch.device, nodes: Sequence[Sequence[i
     return [
         Share(
             processors=processors,
-            settings=[
-                f"offload.host_memory_gib={gib / count:.6f}",
-                *([] if is_cpu else [f"machine.device={device.type}:{number}"]),
-                *([] if threads is None else [f"machine.num_threads={max(1, threads // count)}"]),
-            ],
+            host_memory_gib=round(gib / count, 6),
+            device=None if is_cpu else f"{device.type}:{number}",
+            num_threads=None if threads is None else max(1, threads // count),
         )
         for number, processors in enumerate(split_processors(nodes, count))
     ]
@@ -193,7 +202,7 @@ def lead(config: RunSettings, command: Sequence[str], stop: StopFlag) -> Led:
     try:
         for number, share in enumerate(given):
             workers.append(_Worker(number, command, share, descriptor, len(given)))
-        gib = sum(float(share.settings[0].partition("=")[2]) for share in given)
+        gib = sum(share.host_memory_gib for share in given)
         log.info(
             "%d workers share this machine, %d processors each and %s of host memory in all",
             len(given),
