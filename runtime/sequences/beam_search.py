@@ -149,7 +149,7 @@ def go_on(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends:
             logprobs = (*beam.logprobs, *candidates.logprobs(rank))
             way = BeamWay(token_ids=tuple(tokens), finish=end[0], text_end=end[1], logprobs=logprobs)
         ways.append(way)
-    step = advanced(
+    state, kept = advanced(
         rules,
         search_of(beams),
         candidates.scores,
@@ -157,8 +157,8 @@ def go_on(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends:
         num_new=len(beams[0].generated) + 1,
         max_new=beams[0].request.max_new_tokens,
     )
-    if step.is_over:
-        for beam, hypothesis in zip(beams, step.state.hypotheses, strict=True):
+    if not kept:
+        for beam, hypothesis in zip(beams, state.hypotheses, strict=True):
             way = hypothesis.way
             if not beam.request.is_returned:
                 beam.finish = FinishReason.length
@@ -168,10 +168,10 @@ def go_on(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends:
                 beam.generated, beam.logprobs = list(way.token_ids), list(way.logprobs)
                 beam.finish, beam.text_end, beam.beam_score = way.finish, way.text_end, hypothesis.score
         return
-    news = [(*found[rank], candidates.logprobs(rank)) for rank in step.kept]
+    news = [(*found[rank], candidates.logprobs(rank)) for rank in kept]
     made = [([*source.generated, token], [*source.logprobs, *own], source) for source, token, own in news]
     for beam, (beam.generated, beam.logprobs, beam.source) in zip(beams, made, strict=True):
-        beam.search = step.state
+        beam.search = state
 
 
 def search_of(beams: Rows[Sequence]) -> BeamState[BeamWay]:

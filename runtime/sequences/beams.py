@@ -62,15 +62,6 @@ class BeamState(Generic[T]):
         return BeamState(scores=(0.0, *(NEVER,) * (num_beams - 1)), hypotheses=(Hypothesis(),) * num_beams)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Advanced(Generic[T]):
-    """What a pass came to. `kept`: of each beam, which of the candidates it goes on as. `is_over`: no beam goes on."""
-
-    state: BeamState[T]
-    kept: tuple[int, ...]
-    is_over: bool
-
-
 def advanced(
     rules: BeamRules,
     state: BeamState[T],
@@ -79,10 +70,11 @@ def advanced(
     *,
     num_new: int,
     max_new: int,
-) -> Advanced[T]:
-    """The search behind its `num_new`-th token, of at most `max_new`. `scores` are those of its candidates, the best
-    first, each the log-probability of all of its tokens; `ended`: those that are a whole completion, by what they are
-    known by. Of the candidates only the first `num_beams` may become hypotheses."""
+) -> tuple[BeamState[T], tuple[int, ...]]:
+    """The search behind its `num_new`-th token, of at most `max_new`, and of each beam, which of the candidates it goes
+    on as; none where the search is over. `scores` are those of its candidates, the best first, each the log-probability
+    of all of its tokens; `ended`: those that are a whole completion, by what they are known by. Of the candidates only
+    the first `num_beams` may become hypotheses."""
     scores_K = torch.tensor(scores, dtype=torch.float32)
     hits_K = torch.tensor([way is not None for way in ended])
     going_K = scores_K + hits_K.float() * NEVER
@@ -94,11 +86,9 @@ def advanced(
     best = rules.normalized(going_K[kept_B][:1], rules.best_length(num_new, max_new))
     may_improve = bool((best > bars).any())
     is_full = rules.early_stopping is True and all(each.way is not None for each in hypotheses)
-    return Advanced(
-        state=BeamState(scores=tuple(going_K[kept_B].tolist()), hypotheses=hypotheses),
-        kept=tuple(kept_B.tolist()),
-        is_over=not may_improve or is_full or bool(hits_K.all()),
-    )
+    is_over = not may_improve or is_full or bool(hits_K.all())
+    state = BeamState(scores=tuple(going_K[kept_B].tolist()), hypotheses=hypotheses)
+    return state, () if is_over else tuple(kept_B.tolist())
 
 
 def _merged(

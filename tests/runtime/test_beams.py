@@ -1,5 +1,7 @@
 """A beam search in numbers: which ways go on, which have ended, and when no other can become better."""
 
+from typing import NamedTuple
+
 import pytest
 
 from jobs.record.running import read_search, written_search
@@ -7,11 +9,20 @@ from runtime.batching.balance import plan_blocks
 from runtime.batching.prefixes import SharedPrefix
 from runtime.cache.rectangle import row_moves
 from runtime.requests.joining import join, whole_searches, with_beams, with_whole_searches
-from runtime.sequences.beams import NEVER, Advanced, BeamRules, BeamState, EarlyStopping, Hypothesis, advanced
+from runtime.sequences.beams import NEVER, BeamRules, BeamState, EarlyStopping, Hypothesis, advanced
 from runtime.sequences.sequence import BeamWay, FinishReason, Request, TokenLogprobs
 
 SCORES = (-1.0, -2.0, -3.0, -4.0)  # of the candidates of two beams
 ENDED = "ended"
+
+
+class Step(NamedTuple):
+    state: BeamState[str]
+    kept: tuple[int, ...]
+
+    @property
+    def is_over(self) -> bool:
+        return not self.kept
 
 
 def step(
@@ -21,12 +32,12 @@ def step(
     penalty: float = 1.0,
     stopping: EarlyStopping = False,
     num_new: int = 1,
-) -> Advanced[str]:
+) -> Step:
     """The step in which the candidates of these ranks end."""
     rules = BeamRules(num_beams=2, length_penalty=penalty, early_stopping=stopping, num_ends=1)
     ended = [ENDED + str(rank) if rank in ranks else None for rank in range(len(scores))]
     state = BeamState.first(2) if state is None else state
-    return advanced(rules, state, scores, ended, num_new=num_new, max_new=10)
+    return Step(*advanced(rules, state, scores, ended, num_new=num_new, max_new=10))
 
 
 def test_the_best_that_have_not_ended_go_on() -> None:
