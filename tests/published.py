@@ -182,4 +182,4 @@ def choose(setting: Setting) -> Choice:
     """Weights in host memory, as MoE-Lightning has them; everything else searched."""
     on, workload = machine_for(setting), setting.workload
     problem = Problem(shape=setting.shape, config=CONFIG, budgets=on.budgets, sizes=workload.sizes(), rates=on.rates)
-    return search(problem, workload=workload).choice
+    return search(problem, workload=workload)[0]
