@@ -7,7 +7,6 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import inf, isfinite
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +48,7 @@ ROOF_COLOURS = {"device memory": "#f58518", "host memory": "#54a24b", "link": "#
 MARKS = (("o", "#e45756"), ("s", "#333333"))
 POINT_COLOUR = "#666666"
 LEFT_OCTAVES, RIGHT_OCTAVES = 2, 2  # of the intensities that matter
-GIGA, TERA = 1e9, 1e12
+TERA = 1e12
 
 
 def draw_sweep(path: Path, outcomes: Sequence[SweepPoint], title: str, marks: Mapping[str, float]) -> None:
@@ -123,16 +122,8 @@ def _mark(axes: Axes, value: float, name: str, colour: str, height: float = 0.03
 
 def draw_roofline(path: Path, roofs: Roofs, title: str) -> None:
     """Publishes it, as svg or png by the suffix; raises OutputError."""
-    levels = [roof.level for roof in roofs.roofs]
-    # The intensities of all points and turning points, and where every roof becomes flat.
-    ridges = [level.flops_per_second / level.bytes_per_second for level in levels]
-    asked = [value for each in roofs.operations for value in (each.intensity, each.own_intensity)]
-    turning = [each.intensity for each in roofs.turning_points]
-    shown = [value for value in (*ridges, *asked, *turning) if 0 < value < inf]
-    begin, end = min(shown) / 2**LEFT_OCTAVES, max(shown) * 2**RIGHT_OCTAVES
-    peaks = {level.name: level.flops_per_second for level in levels if isfinite(level.flops_per_second)}
-    lowest = [each.flops_per_second for each in roofs.operations] + [float(each.attainable(begin)) for each in levels]
-    bottom = min(lowest) / 2
+    begin, end = min(roofs.intensities) / 2**LEFT_OCTAVES, max(roofs.intensities) * 2**RIGHT_OCTAVES
+    peaks, bottom = roofs.peaks, roofs.lowest(begin) / 2
     with figure(path, ROOFS_HEIGHT_PIXELS) as made:
         axes = made.add_axes((0.075, 0.1, 0.9, 0.8))
         axes.set(xscale="log", yscale="log", xlim=(begin, end), ylim=(bottom, 4 * max(peaks.values())))
@@ -140,12 +131,10 @@ def draw_roofline(path: Path, roofs: Roofs, title: str) -> None:
         axes.set_ylabel("attainable [FLOP/s]")
         axes.grid(True, which="major", color="#ddd", linewidth=0.6)
         axes.set_title(title, loc="left", fontsize=10)
-        for roof, level in zip(roofs.roofs, levels, strict=True):
-            ridge = min(level.flops_per_second / level.bytes_per_second, end)
-            intensities = np.array([begin, ridge, end])
-            heights = np.asarray(level.attainable(intensities))
-            label = f"{roof.link}, {level.bytes_per_second / GIGA:,.4g} GB/s"
-            axes.plot(intensities, heights, color=ROOF_COLOURS[roof.link], linewidth=2, label=label)
+        for roof in roofs.roofs:
+            intensities = np.array([begin, min(roof.ridge, end), end])
+            heights = np.asarray(roof.level.attainable(intensities))
+            axes.plot(intensities, heights, color=ROOF_COLOURS[roof.link], linewidth=2, label=roof.text)
         for name, flops in peaks.items():
             text = f"{name}: {flops / TERA:,.3g} TFLOP/s"
             axes.annotate(text, (end, flops), (-4, 4), textcoords="offset points", ha="right", va="bottom")
@@ -153,8 +142,7 @@ def draw_roofline(path: Path, roofs: Roofs, title: str) -> None:
             at, height = point.intensity, point.flops_per_second
             axes.plot([at, at], [bottom, height], color=POINT_COLOUR, linewidth=1, linestyle=":")
             axes.plot([at], [height], marker="D", color=POINT_COLOUR, markersize=6, linestyle="", zorder=5)
-            text = f"{point.name} = {_number(at)}"
-            axes.annotate(text, (at, height), (6, -14), textcoords="offset points", color=POINT_COLOUR)
+            axes.annotate(point.text, (at, height), (6, -14), textcoords="offset points", color=POINT_COLOUR)
         for operation, (marker, colour) in zip(roofs.operations, MARKS, strict=True):
             _operation(axes, operation, marker, colour)
         axes.legend(loc="lower right", frameon=True, framealpha=0.9)
@@ -164,17 +152,11 @@ def _operation(axes: Axes, operation: Operation, marker: str, colour: str) -> No
     """Marks an operation at its intensity over the link; a hollow mark stands where its own memory sees it."""
     rate = operation.flops_per_second
     style = {"marker": marker, "color": colour, "markersize": 9, "linestyle": "", "zorder": 5}
-    label = f"{operation.name}: {_number(operation.intensity)} FLOPs per byte, {rate / TERA:,.3g} TFLOP/s"
-    axes.plot([operation.intensity], [rate], label=label, **style)
+    axes.plot([operation.intensity], [rate], label=operation.text, **style)
     if operation.own_intensity != operation.intensity:
         own = operation.own_intensity
         axes.plot([operation.intensity, own], [rate, rate], color=colour, linewidth=1, linestyle="--", zorder=4)
-        label = f"the same: {_number(own)} FLOPs per byte of its own memory"
-        axes.plot([own], [rate], label=label, fillstyle="none", **style)
-
-
-def _number(intensity: float) -> str:
-    return f"{intensity:,.0f}" if intensity >= 100 else f"{intensity:.3g}"
+        axes.plot([own], [rate], label=operation.own_text, fillstyle="none", **style)
 
 
 HEAD = (

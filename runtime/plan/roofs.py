@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isfinite
 
 from .cost.machine import Machine
 from .cost.roofline import (
@@ -18,6 +18,8 @@ from .cost.work import LayerWork
 from .planner import RunPlan
 from .shape.model import ModelShape
 
+GIGA, TERA = 1e9, 1e12
+
 
 @dataclass(frozen=True, kw_only=True)
 class Roof:
@@ -25,6 +27,15 @@ class Roof:
 
     level: Level
     link: str
+
+    @property
+    def ridge(self) -> float:
+        """The intensity from which on it is flat."""
+        return self.level.flops_per_second / self.level.bytes_per_second
+
+    @property
+    def text(self) -> str:
+        return f"{self.link}, {self.level.bytes_per_second / GIGA:,.4g} GB/s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +48,14 @@ class Operation:
     own_intensity: float
     flops_per_second: float
 
+    @property
+    def text(self) -> str:
+        return f"{self.name}: {_number(self.intensity)} FLOPs per byte, {self.flops_per_second / TERA:,.3g} TFLOP/s"
+
+    @property
+    def own_text(self) -> str:
+        return f"the same: {_number(self.own_intensity)} FLOPs per byte of its own memory"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TurningPoint:
@@ -45,6 +64,14 @@ class TurningPoint:
     name: str
     intensity: float
     flops_per_second: float
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} = {_number(self.intensity)}"
+
+
+def _number(intensity: float) -> str:
+    return f"{intensity:,.0f}" if intensity >= 100 else f"{intensity:.3g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +84,25 @@ class Roofs:
     needed_sequences: float
     num_sequences: int
     num_rows: int  # that feed-forward layers take at once
+
+    @property
+    def intensities(self) -> list[float]:
+        """Those of all operations and turning points, and where every roof becomes flat."""
+        ridges = [roof.ridge for roof in self.roofs]
+        asked = [value for each in self.operations for value in (each.intensity, each.own_intensity)]
+        turning = [each.intensity for each in self.turning_points]
+        return [value for value in (*ridges, *asked, *turning) if 0 < value < inf]
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """FLOP/s of each processor, where they are known."""
+        levels = [roof.level for roof in self.roofs]
+        return {level.name: level.flops_per_second for level in levels if isfinite(level.flops_per_second)}
+
+    def lowest(self, intensity: float) -> float:
+        """FLOP/s of the slowest operation, or of the lowest roof over this intensity where that is less."""
+        over = [float(roof.level.attainable(intensity)) for roof in self.roofs]
+        return min([each.flops_per_second for each in self.operations] + over)
 
 
 def roofs_of(shape: ModelShape, machine: Machine, plan: RunPlan) -> Roofs:
