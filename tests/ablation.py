@@ -107,9 +107,9 @@ def turn_durations(shape: ModelShape, roofline: Roofline, plan: RunPlan, policy:
     work, rates = roofline.work, roofline.rates
     grid: PolicyGrid = Choices(micro_batches=[1], counts=[1], resident=[0], ways=[]).grid(1).only(policy)
     grid = replace(grid, num_requests=policy.num_sequences)
-    busy = roofline.decode_pass(grid).busy
+    busy = roofline.decode_pass(grid).busy_at(0)
     turns = work.num_layers * plan.num_lanes
-    compute, attend = float(busy[Resource.compute][0]) / turns, float(busy[Resource.cpu_attention][0]) / turns
+    compute, attend = busy[Resource.compute] / turns, busy[Resource.cpu_attention] / turns
     kv_share = 1 if policy.attention is Attention.device else 0
     positions = roofline.workload.mean_prompt_tokens + roofline.workload.max_new_tokens / 2
     fetched = kv_share * grid.rows[0] * positions * work.kv_bytes

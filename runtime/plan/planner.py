@@ -125,7 +125,7 @@ def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
     usual = plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
     if not search_pays(problem.config.policy.kind, usual):
         return usual
-    choice, fastest = search(problem, blocks=blocks, usual=None if blocks else _policy_of(usual, problem.shape))
+    choice, run, prediction = search(problem, blocks=blocks, usual=None if blocks else _policy_of(usual, problem.shape))
     best = choice.best.policy.halved(num_halvings)
     if num_halvings:
         fixed = problem.of(best)
@@ -133,7 +133,7 @@ def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
             blocks = fixed.blocks(best.micro_batch_size, best.num_micro_batches)
         plan = plan_policy(fixed, blocks=blocks)
     else:
-        plan = _run_plan(problem, fastest.run, fastest.prediction)
+        plan = _run_plan(problem, run, prediction)
     return replace(plan, choice=choice, searched=best)
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from typing import TypeAlias
 
 import numpy as np
 
@@ -49,6 +50,10 @@ class Candidate:
     full_memory: str  # the one that is closest to its budget
     full_share: float
 
+    @property
+    def text(self) -> str:
+        return f"{self.policy}: {self.tokens_per_second:.4g} tokens/s predicted"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -84,8 +89,8 @@ class Choice:
         roofline = "" if is_same else f"; of such a pass alone {self.roofline_binding.value} would be"
         p1, p2 = at.p1, at.p2
         return (
-            f"policy {best.policy.digest}: {best.policy}: {best.tokens_per_second:.4g} tokens/s predicted",
-            *([f"runner-up: {other.policy}: {other.tokens_per_second:.4g} tokens/s predicted"] if other else []),
+            f"policy {best.policy.digest}: {best.text}",
+            *([f"runner-up: {other.text}"] if other else []),
             f"{self.binding.value} is the limit; by the roofline a decode pass takes {', '.join(parts)}{roofline}",
             f"turning points of feed-forward weights: P1 {'unknown' if p1 is None else f'{p1:.3g}'}, P2 {p2:.3g} "
             f"FLOPs per byte; the block has {at.feed_forward:.3g}, {'past' if at.feed_forward >= p2 else 'short of'} "
@@ -99,13 +104,7 @@ class Choice:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finalist:
-    """A candidate, and the run that its numbers are of."""
-
-    candidate: Candidate
-    run: PlacedRun
-    prediction: Prediction
+Finalist: TypeAlias = tuple[Candidate, PlacedRun, Prediction]  # the run is what the candidate's numbers are of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +137,15 @@ class Finalists:
         found = [*self._that_fit(ways), *islice(self._that_fit(others), NUM_BLOCKS)]
         if not found:
             found = [self._smaller()]
-        usual = _as_asked(self.usual) if self.usual is not None else None
-        if self.usual is not None and usual not in {_as_asked(each.candidate.policy) for each in found}:
+        usual = self.usual.as_asked if self.usual is not None else None
+        if self.usual is not None and usual not in {candidate.policy.as_asked for candidate, _, _ in found}:
             with suppress(BudgetError):
                 found.append(self._finalist(self.usual, float(self.roofline(self.grid.only(self.usual))[0])))
 
         def rank(finalist: Finalist) -> float:
             """Predictions are not so sharp that a hair's breadth is worth leaving the usual policy."""
-            is_usual = _as_asked(finalist.candidate.policy) == usual
-            return finalist.candidate.seconds * (1 - NOTABLE if is_usual else 1)
+            candidate = finalist[0]
+            return candidate.seconds * (1 - NOTABLE if candidate.policy.as_asked == usual else 1)
 
         return tuple(sorted(found, key=rank))
 
@@ -194,16 +193,11 @@ class Finalists:
             full_memory=fullest.memory,
             full_share=fullest.total_bytes / fullest.budget_bytes,
         )
-        return Finalist(candidate=candidate, run=run, prediction=prediction)
+        return candidate, run, prediction
 
     @cached_property
     def _made(self) -> dict[tuple[int, int], tuple[Block, ...]]:
         return {}
-
-
-def _as_asked(policy: Policy) -> Policy:
-    """The policy without what its plan came to."""
-    return replace(policy, resident_layers=0, prefill_chunk_tokens=None)
 
 
 def search(
@@ -213,7 +207,7 @@ def search(
     choices: Choices | None = None,
     blocks: tuple[Block, ...] | None = None,
     usual: Policy | None = None,
-) -> tuple[Choice, Finalist]:
+) -> tuple[Choice, PlacedRun, Prediction]:
     """The best policy for the tiers, prefetch and chunks of `problem`, which has rates, and the run of that policy.
     `workload`: None samples the problem's requests. `choices`: None looks at all, or with `blocks`, which are given, at
     the ways that these can go. `usual`: what it would be without a search, which is simulated in any case.
@@ -243,20 +237,20 @@ def search(
     finalists = Finalists(
         problem=problem, workload=workload, grid=within, roofline=roofline.seconds, blocks=blocks, usual=usual
     ).table()
-    best = finalists[0].candidate.policy
-    only = within.only(best)
+    best, run, prediction = finalists[0]
+    only = within.only(best.policy)
     choice = Choice(
-        table=tuple(each.candidate for each in finalists),
-        busy_seconds={each: float(seconds[0]) for each, seconds in roofline.decode_pass(only).busy.items()},
+        table=tuple(candidate for candidate, _, _ in finalists),
+        busy_seconds=roofline.decode_pass(only).busy_at(0),
         operating_point=operating_point(
             roofline.work,
             machine,
-            reads=finalists[0].run.placement.walk.reads,
+            reads=run.placement.walk.reads,
             num_sequences=float(only.sequences[0]),
-            num_rows=float((only.sequences if best.schedule.style.batches_experts else only.rows)[0]),
+            num_rows=float((only.sequences if best.policy.schedule.style.batches_experts else only.rows)[0]),
         ),
     )
-    return choice, finalists[0]
+    return choice, run, prediction
 
 
 def roofline_of(shape: ModelShape, machine: Machine, workload: Workload, config: RuntimeConfig) -> Roofline:

@@ -26,6 +26,10 @@ class PassTimes:
     busy: dict[Resource, Floats]
     seconds: Floats
 
+    def busy_at(self, place: int) -> dict[Resource, float]:
+        """Those of the policy at this place of the grid."""
+        return {resource: float(seconds[place]) for resource, seconds in self.busy.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:

@@ -41,6 +41,11 @@ class Policy:
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.to_plain()).encode()).hexdigest()[:12]
 
+    @property
+    def as_asked(self) -> "Policy":
+        """The policy without what its plan came to."""
+        return replace(self, resident_layers=0, prefill_chunk_tokens=None)
+
     def __str__(self) -> str:
         chunk = self.prefill_chunk_tokens
         experts = "" if self.feedforward is FeedForward.device else "experts on the CPU too, "
