@@ -13,6 +13,8 @@ for the next one.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import TypeAlias
 
 from ...errors import ConfigError
 from .actions import Action, Op
@@ -41,24 +43,18 @@ def weight_feed(walk: Walk, num_lanes: int) -> Feed:
     return _cyclic(stock, _ring_deliveries(walk, num_lanes), num_steps)
 
 
-@dataclass(frozen=True, slots=True)
-class _Delivery:
-    """`gap` is of pass 0; in pass p the same is begun p passes later."""
-
-    gap: int
-    actions: list[Action]
+Delivery: TypeAlias = tuple[int, list[Action]]  # what is begun at a gap of pass 0, and p passes later in pass p
 
 
-def _cyclic(stock: list[Action], deliveries: Iterable[_Delivery], num_steps: int) -> Feed:
+def _cyclic(stock: list[Action], deliveries: Iterable[Delivery], num_steps: int) -> Feed:
     """The feed of passes that repeat; at one gap, what is for the pass at hand comes before what is for the next
     one."""
-    ordered = sorted(deliveries, key=lambda delivery: delivery.gap)
-    ahead = [delivery for delivery in ordered if delivery.gap <= 0]
+    ordered = sorted(deliveries, key=itemgetter(0))
+    ahead = [(gap, actions) for gap, actions in ordered if gap <= 0]
     gaps: dict[int, list[Action]] = {}
-    for delivery in [*ordered[len(ahead) :], *ahead]:
-        gap = delivery.gap if delivery.gap > 0 else delivery.gap + num_steps
-        gaps.setdefault(gap, []).extend(delivery.actions)
-    return Feed(prologue=[*stock, *(action for each in ahead for action in each.actions)], gaps=gaps)
+    for gap, actions in [*ordered[len(ahead) :], *ahead]:
+        gaps.setdefault(gap if gap > 0 else gap + num_steps, []).extend(actions)
+    return Feed(prologue=[*stock, *(action for _, actions in ahead for action in actions)], gaps=gaps)
 
 
 class _Timetable:
@@ -92,7 +88,7 @@ def _sequential_feed(walk: Walk, num_lanes: int) -> Feed:
     return Feed(prologue=[], gaps=gaps)
 
 
-def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
+def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
     """Look-ahead: with k+1 slots, weights run k stages ahead.
 
     Where the order spreads pages, those of a stage come evenly over the turns until those of the next one do, so that
@@ -106,7 +102,7 @@ def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
         num_turns = times.leaves(visit + 1 - walk.num_slots) - begin
         for page in range(num_pages):
             gap = min(begin + page * num_turns // num_pages, limit) if is_spread else begin
-            yield _Delivery(gap, _ring_unit(walk, stage, page))
+            yield gap, _ring_unit(walk, stage, page)
 
 
 def _ring_unit(walk: Walk, stage: int, page: int) -> list[Action]:
@@ -134,7 +130,7 @@ def _reads_by_page(walk: Walk) -> bool:
     return walk.order.style.spreads_pages and walk.num_pages > 1 and walk.num_staging_slots > 1
 
 
-def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
+def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
     """Groups of `walk.block` streamed stages; a group is brought in while the one before it is computed. Not where the
     order spreads pages: there as many slots serve to look ahead."""
     times, num_streamed = _Timetable(walk, num_lanes), len(walk.streamed)
@@ -142,10 +138,8 @@ def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
     for group, start in enumerate(starts):
         stages = walk.streamed[start : start + walk.block]
         freed = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)  # the last visit of the group before that
-        yield _Delivery(
-            times.leaves(freed),
-            [action for op in _hops(walk) for stage in stages for action in _bring(walk, op, stage)],
-        )
+        group_actions = [action for op in _hops(walk) for stage in stages for action in _bring(walk, op, stage)]
+        yield times.leaves(freed), group_actions
 
 
 def _hops(walk: Walk) -> list[Op]:
