@@ -41,6 +41,15 @@ class ExpertPhase:
     num_requests: int
     num_tokens: int
 
+    @property
+    def num_asked(self) -> float:
+        """How often a layer's experts are asked for in all."""
+        return self.num_passes * self.num_requests
+
+    def hits(self, num_experts: int, num_experts_per_token: int) -> float:
+        """Experts that are hit, each as often as it is."""
+        return self.num_asked * expected_hits(num_experts, num_experts_per_token, self.num_tokens)
+
 
 def choose_paging(
     *, num_experts: int, num_experts_per_token: int, phases: Sequence[ExpertPhase], layer_fits: bool
@@ -51,12 +60,9 @@ def choose_paging(
     read once in each pass, ahead of its turn; and if the slots cannot hold it, all its experts one by one for each that
     asks, which at least need not wait for the routers.
     """
-    hits = layers = requests = 0.0  # experts read, and layers' worth of them
-    for phase in phases:
-        asked = phase.num_passes * phase.num_requests
-        hits += asked * expected_hits(num_experts, num_experts_per_token, phase.num_tokens)
-        layers += phase.num_passes
-        requests += asked
+    hits = sum(phase.hits(num_experts, num_experts_per_token) for phase in phases)  # experts read
+    layers = sum(phase.num_passes for phase in phases)
+    requests = sum(phase.num_asked for phase in phases)
     if hits < WORTHWHILE_SHARE * num_experts * layers:
         return ExpertPaging.hit
     if layer_fits:
