@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from runtime.plan.advice import advice
-from runtime.plan.cost.predict import PhaseTime
+from runtime.plan.cost.simulator import PhaseTime
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.timeline import schedule_text
 from runtime.resources import Resource

@@ -8,7 +8,8 @@ from typing import Literal, TypeAlias
 import pyarrow as pa
 
 from runtime.engine.records import PassRecord
-from runtime.plan.cost.predict import PhaseTime, Prediction
+from runtime.plan.cost.predict import Prediction
+from runtime.plan.cost.simulator import PhaseTime
 from runtime.resources import Resource
 
 from ..files.locks import this_process

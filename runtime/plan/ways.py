@@ -8,8 +8,9 @@ from ..config.settings import Admission, DividedExperts, Way
 from ..errors import ConfigError, require
 from ..resources import Resource
 from .cost.machine import Machine, rank_machine
-from .cost.predict import PhaseTime, Prediction, predict
+from .cost.predict import Prediction, predict
 from .cost.rates import UNLIMITED
+from .cost.simulator import PhaseTime
 from .placement.defaults import chunk_tokens
 from .placement.memory import SequenceSize
 from .planner import RunPlan

@@ -9,7 +9,8 @@ import pytest
 from jobs.record.passes import PassRow
 from jobs.run.progress import Forecast, Progress, roughly, time_left
 from runtime.batching.balance import Block
-from runtime.plan.cost.predict import PhaseTime, Prediction
+from runtime.plan.cost.predict import Prediction
+from runtime.plan.cost.simulator import PhaseTime
 from runtime.sequences.sequence import Completion, FinishReason, Request
 
 NUM_PROMPT, MOST = 10, 21

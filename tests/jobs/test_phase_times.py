@@ -1,7 +1,7 @@
 """Seconds of a phase by resource: those of both directions of a link are copying."""
 
 from jobs.record.passes import PhaseTimes
-from runtime.plan.cost.predict import PhaseTime
+from runtime.plan.cost.simulator import PhaseTime
 from runtime.resources import Resource
 
 BUSY = {

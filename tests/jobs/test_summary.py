@@ -8,7 +8,8 @@ import pytest
 from jobs.record.passes import PassRow, Status, mean_pass
 from jobs.record.summary import Busy, Elapsed, ExpertUse, MemoryUse, Rates, summarize, write_summary
 from jobs.run.summary_table import format_table
-from runtime.plan.cost.predict import PhaseTime, Prediction
+from runtime.plan.cost.predict import Prediction
+from runtime.plan.cost.simulator import PhaseTime
 from runtime.units import GIB, MIB
 
 PREFILL = PassRow(

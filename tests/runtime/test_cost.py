@@ -12,7 +12,7 @@ from runtime.plan.cost.simulator import (
     Durations,
     ExpertReads,
     Links,
-    SimulatedPasses,
+    PhaseTime,
     SimulatedSpan,
     play_passes,
     simulate,
@@ -27,7 +27,7 @@ NUM_STAGES = 4
 
 def play(
     walk: Walk, num_passes: int, *, read: float = 0.0, copy: float = 0.0, run: float = 0.0, num_lanes: int = 2
-) -> SimulatedPasses:
+) -> PhaseTime:
     durations = Durations(
         read=lambda stage: read, copy=lambda stage: copy, run=lambda stage, lane: run / num_lanes,
         num_pages=walk.num_pages,
@@ -118,7 +118,7 @@ def unit(stage: int, lane: int) -> float:
     return 1.0
 
 
-def bubbles(order: Order, num_slots: int, num_lanes: int) -> SimulatedPasses:
+def bubbles(order: Order, num_slots: int, num_lanes: int) -> PhaseTime:
     """Every lane's `pre`, `attend` and `post` takes a second; so does every page of weights, over disk and link."""
     walk = Walk(
         num_stages=len(LAYERS), streamed=LAYERS, num_slots=num_slots, num_staging_slots=2, copies=True,

@@ -5,7 +5,7 @@ stretches of passes, and the one in the middle of a stretch stands for all of it
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ from .durations import PricedStages, durations
 from .lane_work import AlikePasses, LaneWork, block_prefills, decode_work
 from .mixed_passes import outlined_passes
 from .rates import MachineRates
-from .simulator import Links, Script, simulate_each
+from .simulator import Links, PhaseTime, Script, simulate_each
 
 MANY_PREFILLS = 8  # passes, of which the last one is no longer worth one of its own
 MAX_BLOCKS = 3  # that stand for all: blocks of a plan are alike
@@ -34,34 +34,6 @@ MAX_MIXED_STRETCHES = 24  # of a run whose passes carry both
 @lru_cache(64)
 def _script(walk: Walk, num_lanes: int, links: Links) -> Script:
     return Script(make_schedule(walk, num_lanes), links)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseTime:
-    """All passes of a phase together."""
-
-    num_passes: float = 0.0
-    seconds: float = 0.0
-    stall_seconds: float = 0.0
-    busy_seconds: Mapping[Resource, float] = field(default_factory=lambda: dict.fromkeys(Resource, 0.0))
-
-    def plus(self, other: "PhaseTime", times: float = 1.0) -> "PhaseTime":
-        return PhaseTime(
-            num_passes=self.num_passes + times * other.num_passes,
-            seconds=self.seconds + times * other.seconds,
-            stall_seconds=self.stall_seconds + times * other.stall_seconds,
-            busy_seconds={r: self.busy_seconds[r] + times * other.busy_seconds[r] for r in Resource},
-        )
-
-    @property
-    def binding(self) -> Resource | None:
-        """What is busy longest; None where there is no pass."""
-        busy = self.busy_seconds
-        return max(busy, key=lambda resource: busy[resource]) if self.seconds else None
-
-    def bubble_seconds(self, resource: Resource) -> float:
-        """The seconds in which a resource waits while a pass goes on."""
-        return max(0.0, self.seconds - self.busy_seconds[resource])
 
 
 @dataclass(frozen=True, kw_only=True)

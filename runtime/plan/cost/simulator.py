@@ -37,6 +37,24 @@ class ExpertReads:
     cpu_seconds: float = 0.0
     host_seconds: float = 0.0
 
+    @property
+    def busy(self) -> tuple[tuple[int, float], ...]:
+        """Seconds of each resource beside compute, by its number."""
+        return (
+            (DISK, self.read_seconds),
+            (LINK_IN, self.copy_seconds),
+            (CPU, self.cpu_seconds),
+            (HOST, self.host_seconds),
+        )
+
+    def worked(self, action: Action, begin: float, end: float, seconds: float) -> "list[SimulatedSpan]":
+        """When compute worked for its `seconds` at the action, which waits inside for what it brings in: as if all that
+        it waited for came between its own weights and the experts, so that the spans last as long as the work."""
+        parts = [(begin, begin + self.dense_seconds), (end - (seconds - self.dense_seconds), end)]
+        if end - begin <= seconds:
+            parts = [(begin, end)]
+        return [SimulatedSpan(Resource.compute, action, *part) for part in parts if part[1] > part[0]]
+
 
 def _of_stage(stage: int) -> float:
     return 0.0
@@ -215,10 +233,31 @@ class SimulatedSpan(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedPasses:
-    seconds: float  # of all passes together
-    stall_seconds: float  # compute waited for weights, experts, KV, attention, a barrier or host memory
-    busy_seconds: Mapping[Resource, float]
+class PhaseTime:
+    """Passes together, such as all of a phase."""
+
+    num_passes: float = 0.0
+    seconds: float = 0.0
+    stall_seconds: float = 0.0  # compute waited for weights, experts, KV, attention, a barrier or host memory
+    busy_seconds: Mapping[Resource, float] = field(default_factory=lambda: dict.fromkeys(Resource, 0.0))
+
+    def plus(self, other: "PhaseTime", times: float = 1.0) -> "PhaseTime":
+        return PhaseTime(
+            num_passes=self.num_passes + times * other.num_passes,
+            seconds=self.seconds + times * other.seconds,
+            stall_seconds=self.stall_seconds + times * other.stall_seconds,
+            busy_seconds={r: self.busy_seconds[r] + times * other.busy_seconds[r] for r in Resource},
+        )
+
+    @property
+    def binding(self) -> Resource | None:
+        """What is busy longest; None where there is no pass."""
+        busy = self.busy_seconds
+        return max(busy, key=lambda resource: busy[resource]) if self.seconds else None
+
+    def bubble_seconds(self, resource: Resource) -> float:
+        """The seconds in which a resource waits while a pass goes on."""
+        return max(0.0, self.seconds - self.busy_seconds[resource])
 
 
 class PlayedPass(NamedTuple):
@@ -230,7 +269,7 @@ class PlayedPass(NamedTuple):
     spans: Sequence[SimulatedSpan]
 
 
-def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> SimulatedPasses:
+def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> PhaseTime:
     """Plays prologue and cycles. Slots are not waited for: a schedule that passes the checker begins nothing for which
     there is none, and what is stored leaves before what is fetched in its place arrives.
 
@@ -242,10 +281,10 @@ def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> Simul
     return simulate_each(Script(schedule, durations.links), [num_passes], durations)[0]
 
 
-def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -> list[SimulatedPasses]:
+def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -> list[PhaseTime]:
     """What `simulate` says of each of these numbers of passes, which rise, at the price of the last. `script`: made
     with the links of `durations`; one serves all passes of its schedule, whatever they take."""
-    clock, found, done = _Clock(script.events.count), list[SimulatedPasses](), 0
+    clock, found, done = _Clock(script.events.count), list[PhaseTime](), 0
     prologue, cycle = _Timed.of(script.prologue, durations), _Timed.of(script.cycle, durations)
     clock.play(prologue)
     begun, every = prologue.busy(), cycle.busy()
@@ -255,7 +294,9 @@ def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -
             clock.wait_until(begun[HOST] + number * every[HOST])
         done = count
         busy = {each: begun[each.number] + count * every[each.number] for each in Resource}
-        found.append(SimulatedPasses(seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy))
+        found.append(
+            PhaseTime(num_passes=count, seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy)
+        )
     return found
 
 
@@ -303,21 +344,10 @@ class _Timed:
             if line.kind == CPU:
                 busy[HOST] += attend(*line.action.turn)
         for reads in filter(None, self.reads):
-            busy[DISK] += reads.read_seconds
-            busy[LINK_IN] += reads.copy_seconds
-            busy[CPU] += reads.cpu_seconds
-            busy[HOST] += reads.host_seconds
+            for number, seconds in reads.busy:
+                busy[number] += seconds
         busy[HOST] += sum(share * busy[number] for number, share in self.durations.host_shares.items())
         return busy[:SYNC]
-
-
-def _worked(action: Action, begin: float, end: float, seconds: float, dense_seconds: float) -> list[SimulatedSpan]:
-    """When compute worked at an action that waits inside for what it brings in: as if all that it waited for came
-    between its own weights and the experts, so that the spans last as long as the work."""
-    parts = [(begin, begin + dense_seconds), (end - (seconds - dense_seconds), end)]
-    if end - begin <= seconds:
-        parts = [(begin, end)]
-    return [SimulatedSpan(Resource.compute, action, *part) for part in parts if part[1] > part[0]]
 
 
 class _Clock:
@@ -357,7 +387,7 @@ class _Clock:
                 if reads is None:
                     spans.append(SimulatedSpan(_RESOURCES[kind], action, begin, end))
                 else:
-                    spans += _worked(action, begin, end, seconds, reads.dense_seconds)
+                    spans += reads.worked(action, begin, end, seconds)
         self.now, self.stall_seconds = now, stalled
 
     def _with_reads(
