@@ -176,14 +176,6 @@ class PhaseTimes:
         return PhaseTimes(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunTimes:
-    """The times of all passes of a run, by phase."""
-
-    prefill: PhaseTimes
-    decode: PhaseTimes
-
-
 def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
     """The times of one pass that carries this share of prompts, where all passes of a phase are taken to be alike."""
 

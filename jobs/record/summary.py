@@ -20,7 +20,7 @@ from runtime.plan.facts import PlanFacts
 from runtime.plan.placement.ledger import Ledger
 
 from ..files.publishing import JsonValue, write_json
-from .passes import PASS_SECONDS, PREDICTED_SECONDS, PassRow, PhaseTimes, RunTimes, Status
+from .passes import PASS_SECONDS, PREDICTED_SECONDS, PassRow, PhaseTimes, Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,20 @@ class ExpertUse:
 
     hit: float
     read: float
+
+    @staticmethod
+    def of(passes: Sequence[PassRow]) -> "ExpertUse | None":
+        """How many experts the passes used; None where no expert was read by itself. A mixed pass counts by its share
+        of decoding."""
+
+        def added(counts: Iterable[int]) -> float:
+            return sum(count * (1.0 - row.prefill_share) for count, row in zip(counts, passes, strict=True))
+
+        total = added(row.experts_total for row in passes)
+        if not total:
+            return None
+        hit, read = added(row.experts_hit for row in passes), added(row.experts_read for row in passes)
+        return ExpertUse(hit=hit / total, read=read / total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +88,44 @@ class Busy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunTimes:
+    """The times of all passes of a run, by phase."""
+
+    prefill: PhaseTimes
+    decode: PhaseTimes
+
+    @staticmethod
+    def of(passes: Sequence[PassRow], columns: Sequence[str]) -> "RunTimes":
+        """Sums of PASS_SECONDS, or of PREDICTED_SECONDS. Mixed passes are divided like their seconds."""
+
+        def added(shares: Sequence[float]) -> PhaseTimes:
+            sums = {
+                name: sum(getattr(row, column) * share for row, share in zip(passes, shares, strict=True))
+                for name, column in zip(PASS_SECONDS, columns, strict=True)
+            }
+            return PhaseTimes(**sums)
+
+        shares = [row.prefill_share for row in passes]
+        return RunTimes(prefill=added(shares), decode=added([1 - share for share in shares]))
+
+    def rates(self, passes: Sequence[PassRow]) -> Rates:
+        """The tokens of `passes` over these seconds, whether they were measured or predicted."""
+        prefill_seconds, decode_seconds = self.prefill.seconds, self.decode.seconds
+        total_seconds = prefill_seconds + decode_seconds
+        return Rates(
+            prefill=_rate(sum(row.prompt_tokens for row in passes), prefill_seconds),
+            decode_issued=_rate(sum(row.decode_issued for row in passes), decode_seconds),
+            decode_useful=_rate(sum(row.decode_useful for row in passes), decode_seconds),
+            total_issued=_rate(sum(row.issued_tokens for row in passes), total_seconds),
+            total_useful=_rate(sum(row.useful_tokens for row in passes), total_seconds),
+        )
+
+
+def _rate(tokens: float, seconds: float) -> float | None:
+    return tokens / seconds if seconds > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Utilisation:
     """How busy resources were; a phase without passes is None."""
 
@@ -97,6 +149,28 @@ class Elapsed:
     seconds: float
     first_token_seconds: float | None
     before_passes_seconds: float
+
+    @staticmethod
+    def of(passes: Sequence[PassRow]) -> "Elapsed | None":
+        """The time on the wall of these passes' starts, each second once, as workers of one run work at the same time;
+        None where there are no passes."""
+        starts: dict[float, list[PassRow]] = defaultdict(list)
+        for row in passes:
+            starts[row.started_at].append(row)
+        if not starts:
+            return None
+        seconds, until = 0.0, -inf
+        for begin, rows in sorted(starts.items()):
+            end = begin + max(row.since_start_seconds for row in rows)
+            seconds += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        first = starts[min(starts)]
+        return Elapsed(
+            num_starts=len(starts),
+            seconds=seconds,
+            first_token_seconds=min((row.since_start_seconds for row in first if row.issued_tokens), default=None),
+            before_passes_seconds=min(row.since_start_seconds - row.seconds for row in first),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +236,9 @@ def summarize(
     ledgers: Sequence[Ledger] = (),
 ) -> Summary:
     """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
-    measured = run_times(passes, PASS_SECONDS)
+    measured = RunTimes.of(passes, PASS_SECONDS)
     is_predicted = bool(passes) and all(row.predicted_seconds is not None for row in passes)
-    predicted = run_times(passes, PREDICTED_SECONDS) if is_predicted else None
+    predicted = RunTimes.of(passes, PREDICTED_SECONDS) if is_predicted else None
     seconds = sum(row.seconds for row in passes)
     return Summary(
         rows={"ok": rows.get("ok", 0), "error": rows.get("error", 0), "skipped": rows.get("skipped", 0)},
@@ -185,14 +259,14 @@ def summarize(
         bytes_copied_device=sum(row.bytes_copied_device for row in passes),
         bytes_copied_host=sum(row.bytes_copied_host for row in passes),
         bytes_written_disk=sum(row.bytes_written_disk for row in passes),
-        experts=expert_use(passes),
-        measured=rates(passes, measured),
+        experts=ExpertUse.of(passes),
+        measured=measured.rates(passes),
         measured_times=measured,
-        predicted=predicted and replace(rates(passes, predicted), decode_issued=None, total_issued=None),
+        predicted=predicted and replace(predicted.rates(passes), decode_issued=None, total_issued=None),
         predicted_times=predicted,
         peak=peak_memory(passes),
         mean=mean_memory(passes),
-        elapsed=elapsed(passes),
+        elapsed=Elapsed.of(passes),
         rows_per_minute=60 * sum(rows.values()) / seconds if seconds else None,
         utilisation=Utilisation.of(measured) if passes else None,
         predicted_utilisation=Utilisation.of(predicted) if predicted is not None else None,
@@ -201,28 +275,6 @@ def summarize(
         plan=plan,
         ledgers=ledgers,
         spared_prompt_tokens=sum(row.spared_tokens for row in passes),
-    )
-
-
-def elapsed(passes: Sequence[PassRow]) -> Elapsed | None:
-    """The time on the wall of these passes' starts, each second once, as workers of one run work at the same time; None
-    where there are no passes."""
-    starts: dict[float, list[PassRow]] = defaultdict(list)
-    for row in passes:
-        starts[row.started_at].append(row)
-    if not starts:
-        return None
-    seconds, until = 0.0, -inf
-    for begin, rows in sorted(starts.items()):
-        end = begin + max(row.since_start_seconds for row in rows)
-        seconds += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    first = starts[min(starts)]
-    return Elapsed(
-        num_starts=len(starts),
-        seconds=seconds,
-        first_token_seconds=min((row.since_start_seconds for row in first if row.issued_tokens), default=None),
-        before_passes_seconds=min(row.since_start_seconds - row.seconds for row in first),
     )
 
 
@@ -243,51 +295,6 @@ def mean_memory(passes: Sequence[PassRow]) -> MemoryUse | None:
         host_bytes=round(sum(row.host_bytes * row.seconds for row in passes) / seconds),
         device_bytes=round(sum(row.device_bytes * row.seconds for row in passes) / seconds),
     )
-
-
-def run_times(passes: Sequence[PassRow], columns: Sequence[str]) -> RunTimes:
-    """Sums of PASS_SECONDS, or of PREDICTED_SECONDS. Mixed passes are divided like their seconds."""
-
-    def added(shares: Sequence[float]) -> PhaseTimes:
-        sums = {
-            name: sum(getattr(row, column) * share for row, share in zip(passes, shares, strict=True))
-            for name, column in zip(PASS_SECONDS, columns, strict=True)
-        }
-        return PhaseTimes(**sums)
-
-    shares = [row.prefill_share for row in passes]
-    return RunTimes(prefill=added(shares), decode=added([1 - share for share in shares]))
-
-
-def expert_use(passes: Sequence[PassRow]) -> ExpertUse | None:
-    """How many experts the passes used; None where no expert was read by itself. A mixed pass counts by its share of
-    decoding."""
-
-    def added(counts: Iterable[int]) -> float:
-        return sum(count * (1.0 - row.prefill_share) for count, row in zip(counts, passes, strict=True))
-
-    total = added(row.experts_total for row in passes)
-    if not total:
-        return None
-    hit, read = added(row.experts_hit for row in passes), added(row.experts_read for row in passes)
-    return ExpertUse(hit=hit / total, read=read / total)
-
-
-def rates(passes: Sequence[PassRow], times: RunTimes) -> Rates:
-    """The tokens of `passes` over these seconds, whether they were measured or predicted."""
-    prefill_seconds, decode_seconds = times.prefill.seconds, times.decode.seconds
-    total_seconds = prefill_seconds + decode_seconds
-    return Rates(
-        prefill=_rate(sum(row.prompt_tokens for row in passes), prefill_seconds),
-        decode_issued=_rate(sum(row.decode_issued for row in passes), decode_seconds),
-        decode_useful=_rate(sum(row.decode_useful for row in passes), decode_seconds),
-        total_issued=_rate(sum(row.issued_tokens for row in passes), total_seconds),
-        total_useful=_rate(sum(row.useful_tokens for row in passes), total_seconds),
-    )
-
-
-def _rate(tokens: float, seconds: float) -> float | None:
-    return tokens / seconds if seconds > 0 else None
 
 
 def write_summary(path: Path, summary: Summary) -> None:
