@@ -51,8 +51,8 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
         torch.set_num_threads(machine.num_threads)
     host_gib = usable_host_bytes(is_pinned=device.is_accelerator) / GIB
     device_gib = device.free_bytes() * FREE_SHARE / GIB if device.is_accelerator else None
-    with machine_probes(config, device) as found, turn_probes(machine, device) as turns:
-        probes = [*found.probes, *turns]
+    with machine_probes(config, device) as (found, by_dtype, notes), turn_probes(machine, device) as turns:
+        probes = [*found, *turns]
         total = len(probes) * (config.num_rounds + 1)
         measured = measure(
             probes,
@@ -61,10 +61,7 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
             advance=lambda name: advance(name, total),
         )
     figures = measured.figures
-    by_dtype = {
-        dtype: dtype_rates(dtype, products, config.gemm_rows, figures, device)
-        for dtype, products in found.products.items()
-    }
+    dtypes = {dtype: dtype_rates(dtype, each, config.gemm_rows, figures, device) for dtype, each in by_dtype.items()}
     link_in, link_out = (figures[name].value if name in figures else None for name in (LINK_IN, LINK_OUT))
     rates = MeasuredRates(
         host_memory_gib=host_gib,
@@ -76,11 +73,10 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
         gemm_rows=list(config.gemm_rows),
         link_in_gb_per_second=link_in,
         link_out_gb_per_second=link_out,
-        **by_dtype,
+        **dtypes,
     )
     host = this_host(device_name(device), torch.get_num_threads())
     products = None if device.is_accelerator else product_table(config.gemm_rows, figures)
-    notes = [*found.notes]
     if measured.num_rounds < config.num_rounds:
         notes.append(
             f"{measured.num_rounds} of measure.num_rounds={config.num_rounds}: a round takes "

@@ -49,7 +49,7 @@ def measure_rates(
     """
     run = RunProbes(loaded=loaded, reader=reader, device=device, usual=usual, paged=frozenset(paged))
     found = run.layer(run.typical)
-    gemm, experts = run.matmuls(found.weights), run.experts(found)
+    gemm, experts = run.matmuls(found.weights), found.experts()
     disk, links = run.disk(found.host).rate_once(), run.links(found.host)
     beside = run.decode_attention(ComputeDevice("cpu")).rate()
     rates = MachineRates(
@@ -63,7 +63,7 @@ def measure_rates(
         cpu_attention_bytes_per_second=beside,
         cpu_flops_per_second=run.cpu_products(),
         prefill_attention_flops_per_second=run.prompt_attention().rate(),
-        dequantize_bytes_per_second=run.dequantizing(found),
+        dequantize_bytes_per_second=found.dequantizing(),
     )
     return run.profiled(rates)
 
@@ -73,11 +73,28 @@ class LayerOnHand:
     """A layer that was read: `host` holds the bytes as read; `weights` are in compute memory, and in that of an
     accelerator what is `stored` otherwise than it is multiplied has been dequantized."""
 
+    run: "RunProbes"
     stage: Stage
     host: torch.Tensor
     weights: Weights
     stored: Weights
     expert: Weights  # of expert 0, where experts are paged
+
+    def dequantizing(self) -> float:
+        """Bytes per second that are read and written while a layer's stored weights become numbers."""
+        run, device, shape = self.run, self.run.device, self.run.shape
+        size, whole = run.room_for(self.stored), run.whole(self.stage)
+        if not size:
+            return UNLIMITED
+        buffer, work = device.compute_buffer(size), StoredWork.of(whole.parameters, shape.compute_dtype)
+        moved = work.num_bytes + work.num_numbers * shape.compute_dtype_bytes
+        return Timed(moved, lambda: dequantized(self.stored, buffer), device.finish).rate()
+
+    def experts(self) -> dict[int, float]:
+        """FLOPs per second by rows of one expert, through the function that runs them; empty where the layer's code
+        runs its own."""
+        loaded, tokens = self.run.loaded, self.run.usual.product_rows
+        return expert_rates(loaded, self.run.device, self.stage, self.weights, self.expert, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,29 +118,20 @@ class RunProbes:
         return layers[len(layers) // 2]
 
     def layer(self, stage: Stage) -> LayerOnHand:
-        host, stored = self._read(self._whole(stage))
+        host, stored = self._read(self.whole(stage))
         expert = self._read(stage.expert(0))[1] if stage.index in self.paged else {}
-        size = self._room_for(stored)
+        size = self.room_for(stored)
         weights = {**stored, **dequantized(stored, self.device.compute_buffer(size))} if size else stored
-        return LayerOnHand(stage=stage, host=host, weights=weights, stored=stored, expert=expert)
+        return LayerOnHand(run=self, stage=stage, host=host, weights=weights, stored=stored, expert=expert)
 
-    def _room_for(self, stored: Weights) -> int:
+    def room_for(self, stored: Weights) -> int:
         """The bytes of a layer's numbers where lanes find it dequantized; 0 where they do not."""
         if not self.device.is_accelerator:
             return 0
         size = room_for(stored)
         return size if size <= self.device.free_bytes() // 2 else 0
 
-    def dequantizing(self, layer: LayerOnHand) -> float:
-        """Bytes per second that are read and written while a layer's stored weights become numbers."""
-        size, whole = self._room_for(layer.stored), self._whole(layer.stage)
-        if not size:
-            return UNLIMITED
-        buffer, work = self.device.compute_buffer(size), StoredWork.of(whole.parameters, self.shape.compute_dtype)
-        moved = work.num_bytes + work.num_numbers * self.shape.compute_dtype_bytes
-        return Timed(moved, lambda: dequantized(layer.stored, buffer), self.device.finish).rate()
-
-    def _whole(self, stage: Stage) -> Stage:
+    def whole(self, stage: Stage) -> Stage:
         """The part of a stage that is read at once."""
         return stage.dense if stage.index in self.paged else stage
 
@@ -142,7 +150,7 @@ class RunProbes:
         """Layers one behind the other, as in a run; all into `buffer`, as nobody looks at them. Those that do not fit
         are left out: layers of one size lie differently to the disk's blocks, so that some take a block more than the
         one that `buffer` was made for."""
-        layouts = [slot_layout(self._whole(stage)) for stage in self.shape.layers]
+        layouts = [slot_layout(self.whole(stage)) for stage in self.shape.layers]
         fitting = [layout for layout in layouts if layout.num_bytes <= buffer.numel()]
         layouts = fitting[:: max(1, len(fitting) // NUM_READS)]
         return reading(self.reader, [layout.extents for layout in layouts], buffer)
@@ -166,12 +174,6 @@ class RunProbes:
             return multiplying(inputs, [matrices], self.device)
 
         return {num_rows: probe(num_rows).rate() for num_rows in self.usual.product_rows}
-
-    def experts(self, layer: LayerOnHand) -> dict[int, float]:
-        """FLOPs per second by rows of one expert, through the function that runs them; empty where the layer's code
-        runs its own."""
-        tokens = self.usual.product_rows
-        return expert_rates(self.loaded, self.device, layer.stage, layer.weights, layer.expert, tokens)
 
     def cpu_products(self) -> float | None:
         """FLOPs per second of an expert on the CPU beside an accelerator; None where it multiplies none."""

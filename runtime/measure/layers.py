@@ -4,8 +4,7 @@ experts of a layer run, through the function that runs them in a pass.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
-from statistics import fmean
+from dataclasses import dataclass
 
 import torch
 
@@ -67,8 +66,7 @@ class ProfilingPass:
         times = [once()]
         while len(times) < MOST_TIMES and sum(each.inside for each in times) < ENOUGH_SECONDS:
             times.append(once())
-        before, inside, attention = (fmean(part) for part in zip(*map(astuple, times), strict=True))
-        return LayerSeconds(before=before, inside=inside, attention=attention)
+        return LayerSeconds.mean(times)
 
     def single(self) -> LayerSeconds:
         """The seconds of a first pass of one token, in a lane of the kind that the model's class allows. The median;

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -29,18 +28,12 @@ WEIGHT_SHARE = 2  # of `memory_mib`: the matrices of a dtype take one part in so
 PIECE_MIB = 64  # a read of the disk's grid
 
 
-@dataclass(frozen=True, kw_only=True)
-class MachineProbes:
-    """`products` by compute dtype. `notes` say what is not measured, and why."""
-
-    probes: Sequence[Probe]
-    products: Mapping[str, ProbeSeries]
-    notes: Sequence[str]
-
-
 @contextmanager
-def machine_probes(config: MeasureConfig, device: ComputeDevice) -> Iterator[MachineProbes]:
-    """Holds the memory and the file that they work on: `disk_mib` twice, and a few times `memory_mib`."""
+def machine_probes(
+    config: MeasureConfig, device: ComputeDevice
+) -> Iterator[tuple[list[Probe], dict[str, ProbeSeries], list[str]]]:
+    """The probes, those of products by compute dtype, and notes that say what is not measured, and why. Holds the
+    memory and the file that they work on: `disk_mib` twice, and a few times `memory_mib`."""
     memory_bytes, disk_bytes = config.memory_mib * MIB, config.disk_mib * MIB
     matrices = Matrices(device, width=config.matrix_width, num_bytes=memory_bytes // WEIGHT_SHARE)
     with disk_probes(config.directory, device, file_bytes=disk_bytes, piece_bytes=PIECE_MIB * MIB) as disk:
@@ -60,7 +53,7 @@ def machine_probes(config: MeasureConfig, device: ComputeDevice) -> Iterator[Mac
         probes += upcast_probes(device, width=config.matrix_width)
         for dtype in DTYPES:
             probes += attention_probes(dtype, device, num_bytes=memory_bytes // WEIGHT_SHARE)
-        yield MachineProbes(probes=probes, products=usual, notes=[row.end for row in rows if row.end is not None])
+        yield probes, usual, [row.end for row in rows if row.end is not None]
 
 
 def dtype_rates(

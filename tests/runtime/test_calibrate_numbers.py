@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.config.settings import ModelConfig
-from runtime.measure.calibrate import RunProbes, measure_rates
+from runtime.measure.calibrate import LayerOnHand, RunProbes, measure_rates
 from runtime.measure.timing import Timed
 from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel, load_model
@@ -100,11 +100,11 @@ def test_each_rate_is_taken_for_what_it_is(
 ) -> None:
     found = {
         "disk": Rate(1.0), "links": (2.0, 3.0), "memory": Rate(4.0), "prompt_attention": Rate(5.0), "matmuls": {1: 8.0},
-        "dequantizing": 9.0,
     }  # fmt: skip
     for name, rate in found.items():
         monkeypatch.setattr(RunProbes, name, lambda bench, *given, rate=rate: rate)
     monkeypatch.setattr(RunProbes, "decode_attention", lambda bench, device: Rate(6.0 if device.is_accelerator else 7))
+    monkeypatch.setattr(LayerOnHand, "dequantizing", lambda layer: 9.0)
     monkeypatch.setattr(RunProbes, "profiled", lambda bench, rates: rates)
     assert measure_rates(loaded, reader, FakeDevice(), USUAL) == MachineRates(
         disk_bytes_per_second=1.0,

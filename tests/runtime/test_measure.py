@@ -243,13 +243,13 @@ def test_every_rate_of_a_plan_has_its_figure(tmp_path: Path) -> None:
     """And each figure of a dtype ends up in that dtype's rates."""
     with (
         torch.inference_mode(),
-        machine_probes(MeasureConfig(**{**vars(TOY), "directory": str(tmp_path)}), CPU) as found,
+        machine_probes(MeasureConfig(**{**vars(TOY), "directory": str(tmp_path)}), CPU) as (probes, products, _),
     ):
-        names = [probe.name for probe in found.probes]
+        names = [probe.name for probe in probes]
         assert len(set(names)) == len(names)
         figures = {name: Figure(value=1.0 + place, low=1.0, high=2.0, unit="") for place, name in enumerate(names)}
-        rates = {dtype: dtype_rates(dtype, rows, [1, 4], figures, CPU) for dtype, rows in found.products.items()}
-        assert all(probe.read() > 0 for probe in found.probes)
+        rates = {dtype: dtype_rates(dtype, rows, [1, 4], figures, CPU) for dtype, rows in products.items()}
+        assert all(probe.read() > 0 for probe in probes)
     assert set(rates) == {"float32", "bfloat16", "float16"}
     assert all(len(found.gemm_gflops) == 2 for found in rates.values())
     assert len({rate.attention_gb_per_second for rate in rates.values()}) == 3

@@ -6,6 +6,7 @@ comes to the same rates.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from statistics import fmean
 
 from ...resources import Resource
 from ..placement.memory import MicroBatch, pass_tokens
@@ -83,6 +84,15 @@ class LayerSeconds:
     before: float
     inside: float
     attention: float
+
+    @staticmethod
+    def mean(times: Sequence["LayerSeconds"]) -> "LayerSeconds":
+        """What several passes alike took in the mean."""
+        return LayerSeconds(
+            before=fmean(each.before for each in times),
+            inside=fmean(each.inside for each in times),
+            attention=fmean(each.attention for each in times),
+        )
 
 
 def with_overheads(rates: MachineRates, work: StageWork, single: LayerSeconds) -> MachineRates:
