@@ -77,7 +77,7 @@ def running_threads() -> int:
 
 def known_backends(host: Host) -> BackendTable | None:
     """What earlier runs on this host have found; None where they have found nothing that is faster than the rule."""
-    table = _table_of(find_contests(host, _kernels_digest()).found)
+    table = _table_of(find_contests(host, _kernels_digest()))
     return None if table == BY_RULE else table
 
 
@@ -92,8 +92,7 @@ def compare_backends(
 ) -> BackendTable:
     """The fastest backends as far as they are known, after comparisons of what is not known or doubtful of the products
     of a run of `usual` passes. They take `SECONDS`, or one comparison more, and `WEIGHT_BYTES`, freed on return."""
-    kept = find_contests(host, _kernels_digest())
-    found, begin = dict(kept.found), clock()
+    found, begin = find_contests(host, _kernels_digest()), clock()
     main = main_products(model.shape, model.compute_dtype, usual)
     wanted = [each for each in main if each.name not in found or found[each.name].doubt is not None]
     wanted.sort(key=lambda each: found[each.name].num_times if each.name in found else 0)
@@ -103,14 +102,10 @@ def compare_backends(
             break
         share = left / (len(wanted) - place)
         found[each.name] = _compared(each, found.get(each.name), share, clock=clock, num_running=num_running)
-        contest = found[each.name]
-        rates = sorted(contest.gflops.items(), key=lambda rate: -rate[1])
-        text = ", ".join(f"{name} {rate:.0f}" for name, rate in rates) + " GFLOP/s"
-        doubt = "" if contest.doubt is None else f"; in doubt, as {contest.doubt}"
-        log.info("linear backends: %s: %s%s", each.name, text, doubt)
+        log.info("linear backends: %s: %s", each.name, found[each.name])
     if wanted:
         try:
-            keep_contests(host, replace(kept, found=found))
+            keep_contests(host, _kernels_digest(), found)
         except OSError as error:
             log.info("%s: comparisons of linear backends are not kept: %s", host.path, error.strerror)
     return _table_of(found)
@@ -238,16 +233,8 @@ def _table_of(found: Mapping[str, Contest]) -> BackendTable:
         if not any(_name(kind, rows) in found for rows in ROWS):
             continue
         usual = [kind.usual(rows) for rows in ROWS]
-        taken = list(usual)
-        for place, (rows, way) in enumerate(zip(ROWS, usual, strict=True)):
-            contest = found.get(_name(kind, rows))
-            if contest is None or way.value not in contest.gflops:
-                continue
-            if contest.doubt is not None and contest.num_times < 2:
-                continue
-            best = max(contest.gflops, key=lambda name, gflops=contest.gflops: gflops[name])
-            if contest.gflops[best] > (1 + WORTHWHILE) * contest.gflops[way.value]:
-                taken[place] = LinearBackend(best)
+        each = [(found.get(_name(kind, rows)), way) for rows, way in zip(ROWS, usual, strict=True)]
+        taken = [way if one is None else LinearBackend(one.winner(way.value, WORTHWHILE)) for one, way in each]
         if taken != usual:
             multipliers[str(kind)] = taken
     return BackendTable(rows=list(ROWS), multipliers=multipliers) if multipliers else BY_RULE

@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -60,13 +61,18 @@ class Contest:
     doubt: str | None
     conditions: dict[str, object]
 
+    def __str__(self) -> str:
+        rates = sorted(self.gflops.items(), key=lambda rate: -rate[1])
+        doubt = "" if self.doubt is None else f"; in doubt, as {self.doubt}"
+        return ", ".join(f"{name} {rate:.0f}" for name, rate in rates) + f" GFLOP/s{doubt}"
 
-@dataclass(frozen=True, kw_only=True)
-class Contests:
-    """Those of one host by the names of their products. `kernels` is the digest of the code that they compared."""
-
-    kernels: str
-    found: dict[str, Contest] = field(default_factory=dict)
+    def winner(self, usual: str, worthwhile: float) -> str:
+        """The backend to take where the rule takes `usual`: another if it is faster by the share `worthwhile`. What one
+        run alone has found and doubts changes nothing."""
+        if usual not in self.gflops or (self.doubt is not None and self.num_times < 2):
+            return usual
+        best = max(self.gflops, key=lambda name: self.gflops[name])
+        return best if self.gflops[best] > (1 + worthwhile) * self.gflops[usual] else usual
 
 
 def this_host(device: str, num_threads: int) -> Host:
@@ -103,11 +109,12 @@ def keep(host: Host, rates: MeasuredRates, products: BackendTable | None = None)
     _write(_HostRecord(host=host, rates=rates, products=products))
 
 
-def keep_contests(host: Host, contests: Contests) -> None:
-    """Puts them beside what was kept of the host. Of two processes that do so at once, one may be forgotten: the next
-    run measures that again. Raises OSError."""
+def keep_contests(host: Host, kernels: str, found: Mapping[str, Contest]) -> None:
+    """Puts them, by the names of their products, beside what was kept of the host; `kernels` is the digest of the code
+    that they compared. Of two processes that do so at once, one may be forgotten: the next run measures that again.
+    Raises OSError."""
     kept = _read(host.path) if host.path.exists() else None
-    _write(replace(kept or _HostRecord(host=host), contests=contests))
+    _write(replace(kept or _HostRecord(host=host), kernels=kernels, contests=found))
 
 
 def _write(kept: "_HostRecord") -> None:
@@ -115,11 +122,12 @@ def _write(kept: "_HostRecord") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     products = None if kept.products is None else {**kept.products.to_plain(), "compared": COMPARED}
+    contests = {name: asdict(contest) for name, contest in kept.contests.items()}
     values = {
         "host": asdict(kept.host),
         "rates": kept.rates and asdict(kept.rates),
         "products": products,
-        "contests": kept.contests and asdict(kept.contests),
+        "contests": None if kept.kernels is None else {"kernels": kept.kernels, "found": contests},
     }
     temp.write_text(json.dumps(values, indent=1) + "\n")
     temp.replace(path)
@@ -142,19 +150,22 @@ def find_products(host: Host) -> BackendTable | None:
     return kept.products if kept is not None else None
 
 
-def find_contests(host: Host, kernels: str) -> Contests:
-    """What runs on exactly this host compared of exactly these kernels."""
+def find_contests(host: Host, kernels: str) -> dict[str, Contest]:
+    """What runs on exactly this host compared of exactly these kernels, by the names of products."""
     kept = _read(host.path) if host.path.exists() else None
-    found = kept.contests if kept is not None else None
-    return found if found is not None and found.kernels == kernels else Contests(kernels=kernels)
+    return {**kept.contests} if kept is not None and kept.kernels == kernels else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _HostRecord:
+    """What a file holds. `kernels`: the digest of the code that `contests` compared; None where no run has compared
+    any."""
+
     host: Host
     rates: MeasuredRates | None = None
     products: BackendTable | None = None
-    contests: Contests | None = None
+    kernels: str | None = None
+    contests: Mapping[str, Contest] = field(default_factory=dict)
 
 
 def _read(path: Path) -> _HostRecord | None:
@@ -175,7 +186,7 @@ def _read(path: Path) -> _HostRecord | None:
             for rate in (rate for contest in each.values() for rate in contest.gflops.items()):
                 if rate[0] not in COMPARED or not isinstance(rate[1], float) or rate[1] <= 0:
                     raise ValueError(f"{rate} is no backend with its GFLOP/s")
-            found = replace(found, contests=Contests(kernels=contests["kernels"], found=each))
+            found = replace(found, kernels=contests["kernels"], contests=each)
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         log.warning("%s cannot be used and is passed over: %s; python -m jobs.measure writes it anew", path, error)

@@ -21,7 +21,6 @@ from runtime.measure import contests, linear
 from runtime.measure.contests import FEWEST_ROUNDS, SECONDS, compare_backends, known_backends, main_products
 from runtime.measure.machine_cache import (
     Contest,
-    Contests,
     find_contests,
     find_latest,
     find_products,
@@ -95,7 +94,7 @@ def taken(table: BackendTable, num_rows: int = 64) -> LinearBackend:
 
 
 def doubts() -> list[str | None]:
-    return [each.doubt for each in find_contests(HOST, contests._kernels_digest()).found.values()]
+    return [each.doubt for each in find_contests(HOST, contests._kernels_digest()).values()]
 
 
 def test_the_faster_one_is_taken_and_known_to_later_runs(machine: Machine, model: LoadedModel) -> None:
@@ -170,12 +169,12 @@ def test_comparisons_keep_to_their_time_and_leave_the_rest_to_the_next_run(
     machine.seconds = {RULE: 0.12, OTHER: 0.12, SLOW: 0.12}
     machine.compare(model, usual)
     assert machine.now < SECONDS + MOST_ACTS * 0.12
-    known = find_contests(HOST, contests._kernels_digest()).found
+    known = find_contests(HOST, contests._kernels_digest())
     assert 0 < len(known) < len(wanted)
     assert wanted[0] in known, "what has the most FLOPs comes first"
     for _ in wanted:
         machine.compare(model, usual)
-    assert set(find_contests(HOST, contests._kernels_digest()).found) == set(wanted)
+    assert set(find_contests(HOST, contests._kernels_digest())) == set(wanted)
 
 
 def test_where_nothing_can_be_kept_the_run_still_takes_the_faster_one(
@@ -207,8 +206,8 @@ def test_a_damaged_file_is_named_and_written_anew(
 def test_processes_that_keep_at_once_leave_a_whole_file(machine: Machine) -> None:
     def kept(number: int) -> set[str]:
         one = Contest(gflops={"vectors": 1.0}, num_times=1, doubt=None, conditions={})
-        keep_contests(HOST, Contests(kernels="", found={f"{number} {turn}": one for turn in range(50)}))
-        return {name.split()[0] for name in find_contests(HOST, "").found}
+        keep_contests(HOST, "", {f"{number} {turn}": one for turn in range(50)})
+        return {name.split()[0] for name in find_contests(HOST, "")}
 
     with ThreadPoolExecutor(8) as pool:
         assert all(len(writers) == 1 for writers in pool.map(kept, range(40)))
@@ -322,7 +321,7 @@ def test_what_a_run_really_compares_leaves_its_tokens_as_they_are(
     ref = reference(family)
     runtime = Runtime(config_for(ref))
     assert tokens(runtime, ref.prompts) == ref.expected
-    assert find_contests(runtime.host, contests._kernels_digest()).found
+    assert find_contests(runtime.host, contests._kernels_digest())
 
 
 def test_where_a_machine_was_measured_no_run_compares(reference: References, asked: Asked, long_runs: None) -> None:
