@@ -163,13 +163,14 @@ def ask_scores(model: LoadedModel, pairs: Sequence[tuple[int, Targets]]) -> Scor
             if isinstance(ids, str):
                 rejected.append(replace(scored, error=ids))
                 continue
-            made = make_scoring(model, str(len(members)), ids.prompt, ids.target)
-            scored = replace(scored, num_prompt_tokens=len(ids.prompt))
+            prompt_ids, target_ids = ids
+            made = make_scoring(model, str(len(members)), prompt_ids, target_ids)
+            scored = replace(scored, num_prompt_tokens=len(prompt_ids))
             if isinstance(made, Rejected):
                 rejected.append(replace(scored, error=made.error))
             else:
                 members.append(made)
-                found.append(replace(scored, token_ids=tuple(ids.target)))
+                found.append(replace(scored, token_ids=tuple(target_ids)))
     return ScoringBatch(members=members, found=found, joined=join(members), rejected=rejected)
 
 
@@ -207,8 +208,8 @@ def score_documents(
     for index, windows in enumerate(document_windows(model, given, most_tokens)):
         errors.append(windows if isinstance(windows, str) else None)
         values.append([])
-        for window in () if isinstance(windows, str) else windows:
-            pairs.append(Targets(Prompt(token_ids=list(window.prompt)), [list(window.target)]))
+        for prompt_ids, target_ids in () if isinstance(windows, str) else windows:
+            pairs.append(Targets(Prompt(token_ids=list(prompt_ids)), [list(target_ids)]))
             owners.append(index)
     for owner, scored in zip(owners, score(pairs) if pairs else (), strict=True):
         values[owner] += scored.token_logprobs

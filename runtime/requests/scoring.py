@@ -70,10 +70,7 @@ class TextPair:
     is_rendered: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairIds:
-    prompt: Rows[int]
-    target: Rows[int]
+PairIds: TypeAlias = tuple[Rows[int], Rows[int]]  # of a prompt, and of a target behind it
 
 
 class _Wanted(NamedTuple):
@@ -125,7 +122,7 @@ def _ids(wanted: _Wanted, found: Mapping[Text, tuple[int, ...] | str]) -> PairId
             return ids
         known.append(ids)
     prompt, target, whole = known
-    return PairIds(prompt=prompt, target=whole[len(prompt) :] if whole else target)
+    return prompt, whole[len(prompt) :] if whole else target
 
 
 def _tokenised(model: LoadedModel, texts: Rows[Text]) -> dict[Text, tuple[int, ...] | str]:
@@ -196,5 +193,5 @@ def rolling_windows(tokens: Rows[int], start: int, most_tokens: int) -> list[Pai
     for begin in range(0, len(tokens), most_tokens):
         end = min(begin + most_tokens, len(tokens))
         first = max(0, end - most_tokens)  # in `known`, of which each token has moved up by one
-        windows.append(PairIds(prompt=known[first : begin + 1], target=tokens[begin:end]))
+        windows.append((known[first : begin + 1], tokens[begin:end]))
     return windows

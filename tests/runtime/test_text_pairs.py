@@ -16,7 +16,7 @@ def test_windows_are_those_of_the_harness(num_tokens: int, room: int) -> None:
         token_list=tokens, prefix_token=START, max_seq_len=room, context_len=1
     )
     expected = [lm_eval_utils.make_disjoint_window(window) for window in theirs]
-    found = [(list(pair.prompt), list(pair.target)) for pair in rolling_windows(tokens, START, room)]
+    found = [(list(prompt), list(target)) for prompt, target in rolling_windows(tokens, START, room)]
     assert found == expected
     assert [token for _, target in found for token in target] == tokens
 

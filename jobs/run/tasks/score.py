@@ -98,7 +98,8 @@ def windows_of(settings: ScoreSettings, runtime: Runtime, asked: Sequence[tuple[
 def _made(runtime: Runtime, row: Row, index: int, ids: PairIds | str) -> Request | Rejected:
     if isinstance(ids, str):
         return Rejected(id=row.id, error=ids, sample_index=index)
-    return make_scoring(runtime.model, row.id, ids.prompt, ids.target, index=index)
+    prompt_ids, target_ids = ids
+    return make_scoring(runtime.model, row.id, prompt_ids, target_ids, index=index)
 
 
 @dataclass(frozen=True, kw_only=True)
