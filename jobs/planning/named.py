@@ -46,13 +46,10 @@ def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, M
     specs = RandomWeights(model, seed=0).specs
     is_packed, _ = choose_lanes(model, Lanes.auto)
     cache = measure_cache(model)
-    weights = map_weights(model, _laid_out(specs))
+    parameters, conversions = map_weights(model, _laid_out(specs))
     # As the file of what was converted once would hold them.
-    converted = _laid_out(specs_of(model, weights.inexpressible), file="converted")
-    parameters = {
-        **weights.parameters,
-        **{name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in converted.items()},
-    }
+    converted = _laid_out(specs_of(model, conversions), file="converted")
+    parameters |= {name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in converted.items()}
     parameters |= {each: replace(parameters[each], is_experts=True) for each in experts.stacks(model)}
     shape = shape_of(name, stage_model(model), parameters, cache, is_packed=is_packed)
     cache = measure_cache(_build(architecture, DType.float32))

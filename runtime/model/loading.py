@@ -338,16 +338,15 @@ def _map_bytes(
     that no byte ranges can express are converted into a file of ours, in `kept`."""
     checkpoint, model = hollow.checkpoint, hollow.model
     if checkpoint.gguf is not None:
-        weights = map_gguf(model, checkpoint)
+        parameters, conversions = map_gguf(model, checkpoint)
     else:
         plain = pair_companions(checkpoint.tensors, hollow.quantization) if rounded is None else rounded.tensors
-        weights = map_weights(model, plain, express=express)
+        parameters, conversions = map_weights(model, plain, express=express)
     is_verified = config.verify is Verify.full
     if hollow.quantization.get("quant_method") == METHOD:
         check_packed(checkpoint.files, is_full=is_verified)
     digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}
-    parameters = dict(weights.parameters)
-    conversions = [*weights.inexpressible, *_zeroed(hollow, parameters)]
+    conversions += _zeroed(hollow, parameters)
     made_here = {each.file for each in rounded.rounded} if rounded is not None else set[str]()
     for conversion in conversions:
         if any(source.file in made_here for source in conversion.sources):  # what is converted is a file

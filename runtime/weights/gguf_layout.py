@@ -24,10 +24,10 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from ..errors import CheckpointError
-from ..plan.shape.shapes import TensorSlice
+from ..plan.shape.shapes import Parameter, TensorSlice
 from ..store.checkpoint import Checkpoint
 from .conversions import Conversion, ConverterUse
-from .layout import Pieces, WeightMap, make_map, match
+from .layout import Pieces, make_map, match
 from .stage_weights import load_tensor
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,9 @@ Processing: TypeAlias = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarra
 ROW_BITS = 40  # of a tag: the row; above them the number of the tensor
 
 
-def map_gguf(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightMap:
-    """`model` is on the meta device. Raises CheckpointError when a parameter has no tensor or one of another shape."""
+def map_gguf(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, Parameter], list[Conversion]]:
+    """What `map_weights` gives, of a GGUF file. `model` is on the meta device. Raises CheckpointError when a parameter
+    has no tensor or one of another shape."""
     run, conversions = _processing_of(model, checkpoint)
     tensors = list(checkpoint.tensors.values())
     state = model.state_dict()
@@ -59,7 +60,7 @@ def map_gguf(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightMap:
         log.warning(
             "%s: transformers leaves out %d tensors: %s", checkpoint.path, len(unused), ", ".join(sorted(unused))
         )
-    return make_map(model, pieces, stacked, conversions)
+    return make_map(model, pieces, stacked, conversions), conversions
 
 
 def _tags(number: int, tensor: TensorSlice) -> np.ndarray:

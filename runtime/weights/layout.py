@@ -8,7 +8,7 @@ nothing is copied. A converter that permutes elements cannot be said so: its tar
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -36,16 +36,11 @@ Pieces = tuple[tuple[TensorSlice, ...], ...]
 Collected = dict[str, list[TensorSlice]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightMap:
-    """Parameters by full model name. `inexpressible` conversions must be carried out (see conversions.py)."""
-
-    parameters: Mapping[str, Parameter]
-    inexpressible: tuple[Conversion, ...]
-
-
-def map_weights(model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, express: bool = True) -> WeightMap:
-    """`model` is on the meta device. With `express=False` every conversion is reported as inexpressible (for tests).
+def map_weights(
+    model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, express: bool = True
+) -> tuple[dict[str, Parameter], list[Conversion]]:
+    """Parameters by full model name, and the inexpressible conversions, which must be carried out (see conversions.py).
+    `model` is on the meta device. With `express=False` every conversion is reported as inexpressible (for tests).
 
     Raises CheckpointError when a parameter has no tensor or a tensor has another shape than its parameter.
     """
@@ -70,7 +65,7 @@ def map_weights(model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, e
             pieces.update(found)
             if any(isinstance(op, MergeModulelist) for op in use.converter.operations):
                 stacked.update(found)
-    return make_map(model, pieces, stacked, inexpressible)
+    return make_map(model, pieces, stacked, inexpressible), inexpressible
 
 
 def experts_of(tensor: TensorSlice) -> Pieces:
@@ -85,15 +80,16 @@ def make_map(
     pieces: Mapping[str, Pieces],
     stacked: Collection[str],
     inexpressible: Sequence[Conversion],
-) -> WeightMap:
-    """Raises CheckpointError when a parameter has no pieces or those of another shape."""
+) -> dict[str, Parameter]:
+    """Parameters by full model name, but for those that are `inexpressible`. Raises CheckpointError when a parameter
+    has no pieces or those of another shape."""
     later = {target for conversion in inexpressible for target in conversion.targets}
     buffers = dict(model.named_buffers())
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in pieces:
             owners.setdefault(id(parameter), name)
-    result, missing = {}, []
+    result, missing = dict[str, Parameter](), list[str]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         source = name if name in pieces else owners.get(id(tensor))  # tied: the same bytes under another name
         if source is not None:
@@ -114,7 +110,7 @@ def make_map(
             f"the checkpoint lacks {len(missing)} parameters of {type(model).__name__}, first {missing[0]!r}: "
             "does config.json belong to these weights?"
         )
-    return WeightMap(parameters=result, inexpressible=tuple(inexpressible))
+    return result
 
 
 def match(

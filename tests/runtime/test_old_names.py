@@ -68,7 +68,7 @@ def test_gamma_and_beta_are_weight_and_bias() -> None:
         for name, tensor in model.state_dict().items()
     }
     assert sum(name.endswith((".gamma", ".beta")) for name in tensors) == 8
-    found = map_weights(model, tensors).parameters
+    found, _ = map_weights(model, tensors)
     tied = set(model.all_tied_weights_keys)
     assert {name: p.slices[0].name for name, p in found.items() if name not in tied} == {
         name: name for name in found if name not in tied
