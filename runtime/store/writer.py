@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import torch
 
@@ -57,15 +57,10 @@ class TensorSpec:
         return self.num_elements * self.dtype.itemsize
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """A file of a checkpoint and the tensors in it, in order."""
-
-    file_name: str
-    specs: tuple[TensorSpec, ...]
+Shards: TypeAlias = Mapping[str, Sequence[TensorSpec]]  # the tensors in each file, in order, by the files' names
 
 
-def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[Shard]:
+def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> Shards:
     """Fill shards in order up to `max_shard_bytes` of tensor data; a larger tensor gets a shard of its own."""
     groups: list[list[TensorSpec]] = [[]]
     used_bytes = 0
@@ -76,15 +71,14 @@ def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[Shard
         groups[-1].append(spec)
         used_bytes += spec.num_bytes
     if len(groups) == 1:
-        return [Shard(file_name=SINGLE_FILE, specs=tuple(groups[0]))]
-    return [
-        Shard(file_name=f"model-{number:05d}-of-{len(groups):05d}.safetensors", specs=tuple(group))
-        for number, group in enumerate(groups, start=1)
-    ]
+        return {SINGLE_FILE: groups[0]}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, start=1)
+    }
 
 
 def write_checkpoint(
-    directory: Path, shards: Sequence[Shard], tensors: Iterable[torch.Tensor], *, alignment_bytes: int = PAGE_BYTES
+    directory: Path, shards: Shards, tensors: Iterable[torch.Tensor], *, alignment_bytes: int = PAGE_BYTES
 ) -> int:
     """Write every shard and, when there are several, the index last; returns the bytes of all files written.
 
@@ -93,8 +87,8 @@ def write_checkpoint(
     """
     iterator = iter(tensors)
     written_bytes = sum(
-        write_safetensors(directory / shard.file_name, shard.specs, iterator, alignment_bytes=alignment_bytes)
-        for shard in shards
+        write_safetensors(directory / name, specs, iterator, alignment_bytes=alignment_bytes)
+        for name, specs in shards.items()
     )
     if len(shards) > 1:
         written_bytes += _write_index(directory / INDEX_FILE, shards)
@@ -102,16 +96,16 @@ def write_checkpoint(
 
 
 def write_outline(
-    directory: Path, shards: Sequence[Shard], metadata: Callable[[int], Mapping[str, str]] = lambda num_bytes: {}
+    directory: Path, shards: Shards, metadata: Callable[[int], Mapping[str, str]] = lambda num_bytes: {}
 ) -> None:
     """Writes what `write_checkpoint` does, with holes where the tensors' bytes would be: they read as zeros and take no
     disk. `metadata`: what headers say beside, given the bytes of a shard's tensors. Raises OutputError when the
     directory cannot be written."""
-    for shard in shards:
-        data_bytes = sum(spec.num_bytes for spec in shard.specs)
-        header = _encode_header(shard.specs, PUBLISHED_ALIGNMENT_BYTES, metadata(data_bytes))
+    for name, specs in shards.items():
+        data_bytes = sum(spec.num_bytes for spec in specs)
+        header = _encode_header(specs, PUBLISHED_ALIGNMENT_BYTES, metadata(data_bytes))
         num_bytes = len(header) + data_bytes
-        with published(directory / shard.file_name, len(header)) as file:
+        with published(directory / name, len(header)) as file:
             file.write(header)
             file.truncate(num_bytes)
     if len(shards) > 1:
@@ -163,13 +157,14 @@ def _write_tensor(file: BinaryIO, spec: TensorSpec, tensors: Iterator[torch.Tens
         file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def _write_index(path: Path, shards: Sequence[Shard]) -> int:
+def _write_index(path: Path, shards: Shards) -> int:
+    every = [spec for specs in shards.values() for spec in specs]
     index = {
         "metadata": {
-            "total_parameters": sum(spec.num_elements for shard in shards for spec in shard.specs),
-            "total_size": sum(spec.num_bytes for shard in shards for spec in shard.specs),
+            "total_parameters": sum(spec.num_elements for spec in every),
+            "total_size": sum(spec.num_bytes for spec in every),
         },
-        "weight_map": {spec.name: shard.file_name for shard in shards for spec in shard.specs},
+        "weight_map": {spec.name: name for name, specs in shards.items() for spec in specs},
     }
     text = json.dumps(index, indent=2).encode() + b"\n"
     with published(path, len(text)) as file:

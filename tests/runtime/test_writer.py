@@ -16,7 +16,6 @@ from runtime.errors import OutputError
 from runtime.store.writer import (
     INDEX_FILE,
     PAGE_BYTES,
-    Shard,
     TensorSpec,
     plan_shards,
     write_checkpoint,
@@ -83,8 +82,8 @@ def test_a_transposed_tensor_is_written_in_its_logical_order(tmp_path: Path) -> 
 )
 def test_shards_are_filled_in_order(num_elements: tuple[int, ...], max_shard_bytes: int, expected: list[int]) -> None:
     shards = plan_shards(specs_of(*num_elements), max_shard_bytes)
-    assert [len(shard.specs) for shard in shards] == expected
-    assert [spec for shard in shards for spec in shard.specs] == specs_of(*num_elements)
+    assert [len(specs) for specs in shards.values()] == expected
+    assert [spec for specs in shards.values() for spec in specs] == specs_of(*num_elements)
 
 
 def test_one_shard_needs_no_index(tmp_path: Path) -> None:
@@ -151,7 +150,7 @@ def test_a_refused_write_is_an_output_error_and_leaves_nothing(tmp_path: Path) -
 
 def test_a_missing_directory_is_an_output_error(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="No such file or directory; it needs"):
-        write_checkpoint(tmp_path / "gone", [Shard(file_name="f", specs=())], [])
+        write_checkpoint(tmp_path / "gone", {"f": ()}, [])
 
 
 @pytest.mark.parametrize("alignment_bytes", [8, 64, PAGE_BYTES])
