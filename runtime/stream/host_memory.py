@@ -27,6 +27,33 @@ class _Version:
     usage: str
     reclaimable: str
 
+    def limits_of(self, group: Path) -> Iterator[int]:
+        return (limit for name in self.limits if (limit := _number(group / name)) is not None)
+
+    def groups(self, proc: Path) -> Iterator[Path]:
+        """The folders of this process's own group and of those above it, as far as they are mounted."""
+        # Lines are `number:controllers:path`; version 2's has the number 0 and no controllers.
+        lines = (line.split(":", 2) for line in _lines(proc / "cgroup"))
+        own = next((PurePosixPath(path) for _, names, path in lines if self.controllers in names.split(",")), None)
+        mount = self._mount(proc)
+        if own is None or mount is None:
+            return
+        root, mounted_at = mount
+        inside = own.relative_to(root) if own.is_relative_to(root) and ".." not in own.parts else PurePosixPath()
+        group = mounted_at / inside
+        yield group
+        yield from group.parents[: len(inside.parts)]
+
+    def _mount(self, proc: Path) -> tuple[PurePosixPath, Path] | None:
+        """Which part of the hierarchy is mounted, and where; see proc(5) on mountinfo."""
+        for line in _lines(proc / "mountinfo"):
+            mount, _, file_system = line.partition(" - ")
+            root, mounted_at = mount.split()[3:5]
+            kind, _, options = file_system.split()[:3]
+            if kind == self.file_system and (not self.controllers or self.controllers in options.split(",")):
+                return PurePosixPath(_unescaped(root)), Path(_unescaped(mounted_at))
+        return None
+
 
 VERSION_1 = _Version(
     file_system="cgroup",
@@ -47,50 +74,20 @@ VERSION_2 = _Version(
 def bytes_within_limits(proc: Path = PROC) -> int | None:
     """How many more bytes this process can take before the strictest of its limits; None where there is none."""
     left = list[int]()
-    groups = [(version, group) for version in (VERSION_1, VERSION_2) for group in _groups(version, proc)]
+    groups = [(version, group) for version in (VERSION_1, VERSION_2) for group in version.groups(proc)]
     for version, group in groups:
         used = _number(group / version.usage)
         if used is not None:
             statistics = dict(line.split()[:2] for line in _lines(group / "memory.stat"))
             needed = used - int(statistics.get(version.reclaimable, 0))
-            left += [max(0, limit - needed) for limit in _limits(version, group)]
+            left += [max(0, limit - needed) for limit in version.limits_of(group)]
     return min(left, default=None)
 
 
 def strictest_limit(proc: Path = PROC) -> int | None:
     """The bytes that this process's groups may have at most, whoever uses them; None where there is no limit."""
-    groups = ((version, group) for version in (VERSION_1, VERSION_2) for group in _groups(version, proc))
-    return min((limit for version, group in groups for limit in _limits(version, group)), default=None)
-
-
-def _limits(version: _Version, group: Path) -> Iterator[int]:
-    return (limit for name in version.limits if (limit := _number(group / name)) is not None)
-
-
-def _groups(version: _Version, proc: Path) -> Iterator[Path]:
-    """The folders of this process's own group and of those above it, as far as they are mounted."""
-    # Lines are `number:controllers:path`; version 2's has the number 0 and no controllers.
-    lines = (line.split(":", 2) for line in _lines(proc / "cgroup"))
-    own = next((PurePosixPath(path) for _, names, path in lines if version.controllers in names.split(",")), None)
-    mount = _mount(version, proc)
-    if own is None or mount is None:
-        return
-    root, mounted_at = mount
-    inside = own.relative_to(root) if own.is_relative_to(root) and ".." not in own.parts else PurePosixPath()
-    group = mounted_at / inside
-    yield group
-    yield from group.parents[: len(inside.parts)]
-
-
-def _mount(version: _Version, proc: Path) -> tuple[PurePosixPath, Path] | None:
-    """Which part of the hierarchy is mounted, and where; see proc(5) on mountinfo."""
-    for line in _lines(proc / "mountinfo"):
-        mount, _, file_system = line.partition(" - ")
-        root, mounted_at = mount.split()[3:5]
-        kind, _, options = file_system.split()[:3]
-        if kind == version.file_system and (not version.controllers or version.controllers in options.split(",")):
-            return PurePosixPath(_unescaped(root)), Path(_unescaped(mounted_at))
-    return None
+    groups = ((version, group) for version in (VERSION_1, VERSION_2) for group in version.groups(proc))
+    return min((limit for version, group in groups for limit in version.limits_of(group)), default=None)
 
 
 def _unescaped(path: str) -> str:
