@@ -169,16 +169,14 @@ def place(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load
     placer = _Placer(shape=shape, config=config, budgets=budgets, load=load)
     candidate = None
     for candidate in placer.candidates():
-        # Asked before anything else is laid out: of the many that cannot fit, nearly all are found here.
-        may_fit = candidate.needs.may_hold(candidate.resident_bytes)
-        if may_fit and (placement := placer.placement(candidate)).fits:
+        if candidate.may_fit and (placement := candidate.placement()).fits:
             return placement
     assert candidate is not None, "there is always something to try"
-    return placer.placement(candidate)
+    return candidate.placement()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _KVCandidate:
+class _Candidate:
     """`resident` stages beside these keys and values, and what they take together with tied ones once."""
 
     needs: Requirements
@@ -186,6 +184,91 @@ class _KVCandidate:
     resident: frozenset[int]
     resident_bytes: int
     has_area: bool = False  # for dequantized weights
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it is worth laying out: of the many that cannot fit, nearly all are found here."""
+        return self.needs.may_hold(self.resident_bytes)
+
+    def placement(self) -> Placement:
+        """The placement with as many of its streamed stages in host memory as the tier says."""
+        having = [stage.index for stage in self.needs.shape.stages if stage.parameters]
+        streamed = [stage for stage in having if stage not in self.resident]
+        tier, has_device = self.needs.config.tier, self.needs.budgets.has_device
+        if not has_device or tier is Tier.nvme or not streamed:
+            return self._placed(streamed, frozenset())
+        whole = self._placed(streamed, frozenset(streamed))
+        if tier is Tier.cpu or whole.fits:
+            return whole
+        none = self._placed(streamed, frozenset())
+        if not none.fits:
+            return none
+        held = self._held(none, streamed)
+        return self._placed(streamed, held) if held else none
+
+    def _held(self, placement: Placement, streamed: Sequence[int]) -> frozenset[int]:
+        """The streamed stages, as many as host memory has room for beside what `placement`, which holds none, takes of
+        it; evenly over the depth, so that the disk has their turns to bring the next one."""
+        ledger = placement.ledgers[-1]
+        beside = feedforward.host_entries(self.needs.shape, self._cpu_share) if placement.paged else ()
+        spare = ledger.budget_bytes - ledger.total_bytes - sum(entry.num_bytes for entry in beside)
+        sizes, experts = self.needs.shape.sizes.slot_bytes(placement.paged), self.needs.shape.sizes.experts
+        taken = {
+            stage: self.needs.budgets.shared_bytes(
+                pinned_bytes(sizes[stage]) + (experts[stage].pinned_bytes if stage in placement.paged else 0)
+            )
+            for stage in streamed
+        }
+        for num_held in range(len(streamed) - 1, 0, -1):
+            held = [streamed[place] for place in spread(len(streamed), num_held)]
+            if sum(taken[stage] for stage in held) <= spare:
+                return frozenset(held)
+        return frozenset()
+
+    @property
+    def _cpu_share(self) -> CpuShare | None:
+        """The CPU's share of passes that decode: prompts visit every expert with more tokens than it has time for."""
+        config, load = self.needs.config, self.needs.load
+        if not cpu_multiplies(config):
+            return None
+        is_batched = (config.policy.schedule or PLAIN).style.batches_experts
+        return CpuShare(most_tokens=load.all_rows if is_batched else load.most_rows)
+
+    def _placed(self, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
+        shape, config, load, kv = self.needs.shape, self.needs.config, self.needs.load, self.needs.kv
+        paging = self.paging
+        paged = pageable_stages(shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()
+        prefill, decode = (
+            make_walk(
+                shape,
+                config,
+                streamed,
+                kv,
+                len(load.lanes),
+                in_host=in_host,
+                is_decode=is_decode,
+                has_device=self.needs.budgets.has_device,
+            )
+            for is_decode in (False, True)
+        )
+        sizes = shape.sizes.slot_bytes(paged)
+        num_open = max(walk.order.style.num_open for walk in (prefill, decode))
+        placement = Placement(
+            resident=self.resident,
+            walk=prefill,
+            decode_walk=decode,
+            slot_bytes=max((sizes[stage] for stage in streamed), default=0),
+            ledgers=(),
+            kv=kv,
+            exchange=exchange_size(shape, kv, decode, load),
+            paged=paged,
+            paging=paging if paged else ExpertPaging.off,
+            num_expert_slots=max(2, config.prefetch.depth + 1) if paged else 0,
+            cpu_share=self._cpu_share if paged & in_host else None,
+            dequantized=DequantizedSize.of(shape, paged, num_open) if self.has_area else None,
+            at_least=load.at_least,
+        )
+        return replace(placement, ledgers=self.needs.ledgers(placement))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +278,7 @@ class _Placer:
     budgets: Budgets
     load: Load
 
-    def candidates(self) -> Iterator[_KVCandidate]:
+    def candidates(self) -> Iterator[_Candidate]:
         """More resident layers do not always take more: they free slots and, in front of an accelerator, host memory,
         and spread over the depth they are others. So all numbers of them are tried."""
         residents, areas = list(self._residents()), [False]
@@ -208,7 +291,7 @@ class _Placer:
                 needs = Requirements(shape=self.shape, config=self.config, budgets=self.budgets, load=self.load, kv=kv)
                 for paging in self._pagings():
                     for resident, num_bytes in residents:
-                        yield _KVCandidate(
+                        yield _Candidate(
                             needs=needs, paging=paging, resident=resident, resident_bytes=num_bytes, has_area=has_area
                         )
 
@@ -280,82 +363,3 @@ class _Placer:
         for has_outer in (True, False):
             for num_resident in counts:
                 yield sizes.kept(num_resident, has_outer=has_outer)
-
-    def placement(self, candidate: _KVCandidate) -> Placement:
-        """The placement of the candidate, with as many of its streamed stages in host memory as the tier says."""
-        having = [stage.index for stage in self.shape.stages if stage.parameters]
-        streamed = [stage for stage in having if stage not in candidate.resident]
-        tier, has_device = self.config.tier, self.budgets.has_device
-        if not has_device or tier is Tier.nvme or not streamed:
-            return self._placed(candidate, streamed, frozenset())
-        whole = self._placed(candidate, streamed, frozenset(streamed))
-        if tier is Tier.cpu or whole.fits:
-            return whole
-        none = self._placed(candidate, streamed, frozenset())
-        if not none.fits:
-            return none
-        held = self._held(none, streamed)
-        return self._placed(candidate, streamed, held) if held else none
-
-    def _held(self, placement: Placement, streamed: Sequence[int]) -> frozenset[int]:
-        """The streamed stages, as many as host memory has room for beside what `placement`, which holds none, takes of
-        it; evenly over the depth, so that the disk has their turns to bring the next one."""
-        ledger = placement.ledgers[-1]
-        beside = feedforward.host_entries(self.shape, self._cpu_share) if placement.paged else ()
-        spare = ledger.budget_bytes - ledger.total_bytes - sum(entry.num_bytes for entry in beside)
-        sizes = self.shape.sizes.slot_bytes(placement.paged)
-        experts = self.shape.sizes.experts
-        taken = {
-            stage: self.budgets.shared_bytes(
-                pinned_bytes(sizes[stage]) + (experts[stage].pinned_bytes if stage in placement.paged else 0)
-            )
-            for stage in streamed
-        }
-        for num_held in range(len(streamed) - 1, 0, -1):
-            held = [streamed[place] for place in spread(len(streamed), num_held)]
-            if sum(taken[stage] for stage in held) <= spare:
-                return frozenset(held)
-        return frozenset()
-
-    @property
-    def _cpu_share(self) -> CpuShare | None:
-        """The CPU's share of passes that decode: prompts visit every expert with more tokens than it has time for."""
-        if not cpu_multiplies(self.config):
-            return None
-        is_batched = (self.config.policy.schedule or PLAIN).style.batches_experts
-        return CpuShare(most_tokens=self.load.all_rows if is_batched else self.load.most_rows)
-
-    def _placed(self, candidate: _KVCandidate, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
-        resident, paging, kv = candidate.resident, candidate.paging, candidate.needs.kv
-        paged = pageable_stages(self.shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()
-        prefill, decode = (
-            make_walk(
-                self.shape,
-                self.config,
-                streamed,
-                kv,
-                len(self.load.lanes),
-                in_host=in_host,
-                is_decode=is_decode,
-                has_device=self.budgets.has_device,
-            )
-            for is_decode in (False, True)
-        )
-        sizes = self.shape.sizes.slot_bytes(paged)
-        num_open = max(walk.order.style.num_open for walk in (prefill, decode))
-        placement = Placement(
-            resident=resident,
-            walk=prefill,
-            decode_walk=decode,
-            slot_bytes=max((sizes[stage] for stage in streamed), default=0),
-            ledgers=(),
-            kv=kv,
-            exchange=exchange_size(self.shape, kv, decode, self.load),
-            paged=paged,
-            paging=paging if paged else ExpertPaging.off,
-            num_expert_slots=max(2, self.config.prefetch.depth + 1) if paged else 0,
-            cpu_share=self._cpu_share if paged & in_host else None,
-            dequantized=DequantizedSize.of(self.shape, paged, num_open) if candidate.has_area else None,
-            at_least=self.load.at_least,
-        )
-        return replace(placement, ledgers=candidate.needs.ledgers(placement))
