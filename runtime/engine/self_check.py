@@ -63,6 +63,19 @@ class Dictated:
     requests: tuple[Request, ...]
     tokens: Mapping[str, tuple[int, ...]]
 
+    def largest_difference(self, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> "Difference":
+        """The first beyond rounding of the sequence that differs most, of logits (T, V) by request id."""
+        found: list[Difference] = []
+        for request in self.requests:
+            own_TV, other_TV = ours[request.id], theirs[request.id]
+            if not other_TV.isfinite().all():
+                raise _CannotJudge("transformers' own logits are not finite")
+            sizes_T = ((own_TV - other_TV).abs().amax(-1) / other_TV.std()).nan_to_num(torch.inf)
+            beyond = (sizes_T > TOLERANCE).nonzero().flatten().tolist()
+            step = beyond[0] if beyond else int(sizes_T.argmax())
+            found.append(Difference(size=float(sizes_T.max()), request=request, step=step))
+        return max(found, key=lambda each: each.size)
+
 
 def dictated(model: LoadedModel, *, seed: int) -> Dictated | None:
     """Random tokens that mean nothing special to the class; None where its context or vocabulary has no room."""
@@ -302,7 +315,7 @@ class _Check:
         sampler = Dictation(told.tokens)
         plan, _ = self._ours(excerpt, told.requests, sampler)
         ours = {id: torch.stack(rows) for id, rows in sampler.heard.items()}
-        worst = _largest_difference(told, ours, logits)
+        worst = told.largest_difference(ours, logits)
         return _Compared(told=told, plan=plan, worst=worst, score=self._score(excerpt, told, logits, logprobs))
 
     def _score(
@@ -404,19 +417,3 @@ class _Check:
     def _ways_on(self) -> str:
         padded = "model.lanes=padded may be right; " if self.model.shape.is_packed else ""
         return f"{padded}model.self_check=off runs it all the same, with tokens that may be wrong"
-
-
-def _largest_difference(
-    told: Dictated, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
-) -> Difference:
-    """The first beyond rounding of the sequence that differs most."""
-    found: list[Difference] = []
-    for request in told.requests:
-        own_TV, other_TV = ours[request.id], theirs[request.id]
-        if not other_TV.isfinite().all():
-            raise _CannotJudge("transformers' own logits are not finite")
-        sizes_T = ((own_TV - other_TV).abs().amax(-1) / other_TV.std()).nan_to_num(torch.inf)
-        beyond = (sizes_T > TOLERANCE).nonzero().flatten().tolist()
-        step = beyond[0] if beyond else int(sizes_T.argmax())
-        found.append(Difference(size=float(sizes_T.max()), request=request, step=step))
-    return max(found, key=lambda each: each.size)
