@@ -22,6 +22,15 @@ class _Area:
     holds: tuple[int, bool] | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def fill(self, holds: tuple[int, bool], stored: Weights) -> None:
+        """Dequantizes these weights in the place of what is here, which is lost even where that fails."""
+        self.forget()
+        self.weights = dequantized(stored, self.buffer)
+        self.holds = holds
+
+    def forget(self) -> None:
+        self.holds = None
+
 
 class DequantizedWeights:
     """Scratch areas, one for each stage that is computed at once. Not thread-safe: only the engine calls it.
@@ -46,7 +55,6 @@ class DequantizedWeights:
         area = next((area for area in self._areas if area.holds == holds), None)
         if area is None:
             area = self._areas[0]
-            area.holds = None
             wanted = {
                 name: weight
                 for name, weight in stored.items()
@@ -54,8 +62,7 @@ class DequantizedWeights:
             }
             for name in self._staying(stored) if has_few_rows else ():
                 wanted.pop(name, None)
-            area.weights = dequantized(wanted, area.buffer)
-            area.holds = holds
+            area.fill(holds, wanted)
         self._areas.remove(area)
         self._areas.append(area)  # the one that was asked for last goes last
         return {**stored, **area.weights}
@@ -76,7 +83,7 @@ class DequantizedWeights:
     def forget(self) -> None:
         """Has the next pass dequantize all that it asks for: others may have written into the areas, or will."""
         for area in self._areas:
-            area.holds = None
+            area.forget()
 
 
 def room_for(stored: Weights) -> int:
