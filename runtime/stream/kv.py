@@ -37,6 +37,10 @@ class Departure:
     pages: frozenset[int]
     written: Future[PendingTransfer] | None
 
+    def has(self, layer: int, pages: Sequence[int]) -> bool:
+        """Whether any of these pages is among them."""
+        return self.layer == layer and not self.pages.isdisjoint(pages)
+
 
 class KVSlot:
     """`ready`: the pages have arrived. `free`: compute, or the copy that carried them away, has finished. A disk reads
@@ -56,8 +60,7 @@ class KVSlot:
 
     def is_carrying(self, layer: int, pages: Sequence[int]) -> bool:
         """Whether any of these is still on its way back from here."""
-        left = self.departure
-        return left is not None and left.layer == layer and not left.pages.isdisjoint(pages)
+        return self.departure is not None and self.departure.has(layer, pages)
 
 
 class PageRun(NamedTuple):
