@@ -6,6 +6,7 @@ computed on the device, and multiplies while the device works at that.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -43,6 +44,22 @@ class Errand:
     experts: Sequence[int]  # that ascend
     num_visits: Sequence[int]
     trip: Trip
+
+    @property
+    def name(self) -> str:
+        return f"{len(self.experts)} experts {self.stage}"
+
+    @property
+    def rows(self) -> Iterator[tuple[int, slice]]:
+        """Where the tokens of each expert lie among all."""
+        first = 0
+        for expert, num_visits in zip(self.experts, self.num_visits, strict=True):
+            yield expert, slice(first, first + num_visits)
+            first += num_visits
+
+    def received(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """What came of each expert's tokens, in compute memory, for compute that is queued from now on."""
+        yield from zip(self.experts, self.trip.receive().split(list(self.num_visits)), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,32 +99,25 @@ class CpuExperts:
         """What each expert of the errand makes of its tokens (V, D), in compute memory, for compute that is queued from
         now on. Multiplies on this thread, and those that help it."""
         [x_VD] = errand.trip.arrived()
-        name = f"{len(errand.experts)} experts {errand.stage}"
-        errand.trip.answer(self.monitor.shown(name, lambda: self._multiplied(errand, x_VD)))
-        yield from zip(errand.experts, errand.trip.receive().split(list(errand.num_visits)), strict=True)
+        errand.trip.answer(self.monitor.shown(errand.name, lambda: self._multiplied(errand, x_VD)))
+        yield from errand.received()
 
     def _multiplied(self, errand: Errand, x_VD: torch.Tensor) -> torch.Tensor:
         """What becomes of all tokens of the errand, in float32 whatever the device computes in: a CPU's products are
         made for it."""
-        out_VD, first = torch.empty_like(x_VD), 0
-        for expert, num_visits in zip(errand.experts, errand.num_visits, strict=True):
-            rows = slice(first, first + num_visits)
-            found = self.stream.in_host(errand.stage, expert)
-            buffer, offsets = found.placed.buffer, found.placed.tensor_offsets
-            matrices = host_matrices(self.loaded, found.stage, buffer, offsets, prefix=f"{errand.path}.")
+        out_VD, weights_of = torch.empty_like(x_VD), partial(host_weights, self.loaded)
+        for expert, rows in errand.rows:
+            matrices = self.stream.in_host(errand.stage, expert).matrices(weights_of, prefix=f"{errand.path}.")
             out_VD[rows] = multiplied_bare(errand.module, matrices, x_VD[rows].float())
-            first = rows.stop
         return out_VD
 
 
-def host_matrices(
-    loaded: LoadedModel, expert: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int], *, prefix: str
+def host_weights(
+    loaded: LoadedModel, expert: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """The matrices of one expert where its bytes lie in host memory, to be multiplied in float32, by the names that
-    their module has behind `prefix`."""
+    """The weights of one expert where its bytes lie in host memory, to be multiplied in float32."""
     dtypes = {parameter.name: torch.float32 for parameter in expert.parameters}
-    weights = stage_weights(expert, buffer, tensor_offsets, dtypes, loaded.backends)
-    return {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}
+    return stage_weights(expert, buffer, tensor_offsets, dtypes, loaded.backends)
 
 
 class BatchedExperts:
@@ -192,10 +202,6 @@ class BatchedExperts:
             yield from ((expert, bound_matrices(module, expert - first)) for expert in hit)
             return
         prefix = f"{self._names[module]}."
+        weights_of = partial(self._loaded.weights_of, on_device=self._is_together)
         for found in self._stream.experts(stage, hit):
-            placed = found.placed
-            weights = self._loaded.weights_of(
-                found.stage, placed.buffer, placed.tensor_offsets, on_device=self._is_together
-            )
-            paged = {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}
-            yield found.expert, bound_matrices(module, found.expert, instead=paged)
+            yield found.expert, bound_matrices(module, found.expert, instead=found.matrices(weights_of, prefix))

@@ -5,12 +5,13 @@ experts of a layer run, through the function that runs them in a pass.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..cache.pages import KVPages, num_pages_for
 from ..config.settings import SamplingConfig
-from ..engine.experts import BatchedExperts, host_matrices
+from ..engine.experts import BatchedExperts, host_weights
 from ..engine.lanes.factory import LaneFactory
 from ..engine.lanes.lane import Lane, LaneContext
 from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
@@ -26,6 +27,8 @@ from ..sequences.sampler import Sampler
 from ..sequences.sequence import Encoding, Request
 from ..sequences.sequence import Sequence as Running
 from ..stream.device import ComputeDevice
+from ..stream.experts import ExpertBytes
+from ..stream.kept_weights import StageBytes
 from .attention import ANYTHING
 from .timing import Timed
 
@@ -187,8 +190,8 @@ def on_cpu(loaded: LoadedModel, stage: Stage, host: torch.Tensor) -> Timed:
     streamed, path, module = _experts_of(loaded, stage)
     assert module is not None, "it has bare experts"
     expert = stage.expert(0)
-    offsets = slot_layout(expert).tensor_offsets
-    matrices = host_matrices(loaded, expert, host, offsets, prefix=f"{streamed.name}.{path}.")
+    bare = ExpertBytes(0, expert, StageBytes(host, slot_layout(expert).tensor_offsets, 0))
+    matrices = bare.matrices(partial(host_weights, loaded), prefix=f"{streamed.name}.{path}.")
     x_VD = torch.ones(HOST_ROWS, loaded.shape.hidden_size)
     work = stage_works(loaded.shape, frozenset())[stage.index]
     return Timed(2.0 * HOST_ROWS * work.expert_weights, lambda: multiplied_bare(module, matrices, x_VD))

@@ -4,9 +4,12 @@ To the weights' stream below, each expert is a stage: the same slots, events, re
 """
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TypeAlias
+
+import torch
 
 from ..config.settings import ExpertPaging
 from ..plan.placement.experts import ExpertPages
@@ -21,6 +24,8 @@ from .device import ComputeDevice
 from .kept_weights import StageBytes, StreamWeights
 from .weights import WeightStream
 
+# Gives a stage's weights, by name, as views into memory where its tensors begin at these offsets.
+StageViews: TypeAlias = Callable[[Stage, torch.Tensor, Mapping[str, int]], Mapping[str, torch.Tensor]]
 MIN_SLOTS = 2  # one is computed while the next one arrives
 
 
@@ -31,6 +36,11 @@ class ExpertBytes:
     expert: int
     stage: Stage
     placed: StageBytes
+
+    def matrices(self, weights_of: StageViews, prefix: str) -> dict[str, torch.Tensor]:
+        """Its own, by the names that their module has behind `prefix`."""
+        weights = weights_of(self.stage, self.placed.buffer, self.placed.tensor_offsets)
+        return {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}
 
 
 class ExpertStream:
