@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from runtime.stream.clock import DeviceClock
-from runtime.stream.device import ComputeDevice, DeviceMemory, Recording
+from runtime.stream.device import ComputeDevice, DeviceMemory
 from runtime.units import GIB
 from tests.fake_recording import Tape
 from tests.fake_streams import POISON, FakeEvent, FakeStream, Pace, Within
@@ -79,12 +79,12 @@ class FakeDevice(ComputeDevice):
     def can_record(self) -> bool:
         return True
 
-    def recorded(self, work: Callable[[], T]) -> Recording[T]:
+    def recorded(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         tape = Tape()
         with tape:
             made = work()
         tape.forget()
-        return Recording(made, tape.replay)
+        return made, tape.replay
 
     def advance(self) -> None:
         """Lets streams run as far as they like."""

@@ -19,7 +19,7 @@ from ..cache.paged import PassView
 from ..errors import ConfigError, Interrupted
 from ..events import Event, NeedAttention, NeedStage, Weights
 from ..plan.placement.memory import NUM_RECORDINGS
-from ..stream.device import ComputeDevice, Recording
+from ..stream.device import ComputeDevice
 from .experts import BatchedExperts
 from .lanes.lane import Lane
 from .lanes.packed import PackedLane
@@ -70,7 +70,8 @@ class RecordedPasses:
         self._cuts: Cuts | None = None
         self._logits_BV: torch.Tensor | None = None  # of the most rows so far
         self._seen, self._failed = Counter[int](), set[int]()
-        self._kept: dict[Key, tuple[_Fixed, Recording[torch.Tensor]]] = {}  # of logits, in memory that all share
+        # Logits, in memory that all share, and what fills them.
+        self._kept: dict[Key, tuple[_Fixed, torch.Tensor, Callable[[], None]]] = {}
 
     def play(self, lane: Lane, new_tokens: Rows[int] | None, launch: Callable[[], None]) -> None:
         """Takes a lane through a pass, whose tokens are then ready to be drawn. `launch` does so operator by operator,
@@ -96,9 +97,9 @@ class RecordedPasses:
             return
         inputs = _repeated(lane.inputs[0], num_rows), _repeated(lane.inputs[1], num_rows)
         if key in self._kept:
-            fixed, recording = self._kept[key]
+            fixed, logits_BV, replay = self._kept[key]
             fixed.fill(inputs, view)
-            self._replay(lane, recording)
+            self._replay(lane, logits_BV, replay)
             return
         fixed = _Fixed(
             inputs,
@@ -118,21 +119,21 @@ class RecordedPasses:
         if len(self._kept) == NUM_RECORDINGS:
             del self._kept[next(iter(self._kept))]
         try:
-            recording = self._device.recorded(lambda: self._computed(lane))
+            logits_BV, replay = self._device.recorded(lambda: self._computed(lane))
         except RuntimeError as error:  # torch's, out of memory among them
             log.warning("passes of %d rows are launched one by one, as they cannot be recorded: %s", num_rows, error)
             self._failed.add(num_rows)
             lane.abandon()
             launch()
             return
-        self._kept[key] = fixed, recording
-        self._replay(lane, recording)
+        self._kept[key] = fixed, logits_BV, replay
+        self._replay(lane, logits_BV, replay)
 
-    def _replay(self, lane: PackedLane, recording: Recording[torch.Tensor]) -> None:
+    def _replay(self, lane: PackedLane, logits_BV: torch.Tensor, replay: Callable[[], None]) -> None:
         begin = self._monitor.begin_compute()
-        recording.replay()
+        replay()
         self._monitor.end_compute(self._last_stage, "replay", begin)
-        lane.take_logits(recording.made)
+        lane.take_logits(logits_BV)
 
     def _computed(self, lane: PackedLane) -> torch.Tensor:
         """The logits of a pass, without a word to the monitor, whose moments a recording cannot hold."""

@@ -9,8 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -146,15 +145,6 @@ class Part(NamedTuple):
     target: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Recording(Generic[T]):
-    """What the recorded work has returned, whose tensors are filled each time that it is replayed. `replay` queues it
-    and returns."""
-
-    made: T
-    replay: Callable[[], None]
-
-
 class ComputeDevice:
     """`is_accelerator` says whether compute memory and host memory are two. Streams are made here, waited on in the
     engine."""
@@ -281,10 +271,12 @@ class ComputeDevice:
         """Whether what is queued can be recorded, see `recorded`."""
         return self.torch_device.type == "cuda"
 
-    def recorded(self, work: Callable[[], T]) -> "Recording[T]":
+    def recorded(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Calls `work`, which queues operators on the compute stream and waits for none, and records these in place of
-        running them. Raises RuntimeError where it asks the device something, or memory is short. All recordings of a
-        device share memory: what one has made is good until another is replayed."""
+        running them. Returns what `work` has returned, whose tensors are filled each time that the recording is
+        replayed, and a function that queues that and returns. Raises RuntimeError where it asks the device something,
+        or memory is short. All recordings of a device share memory: what one has made is good until another is
+        replayed."""
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
         if self._recordings is None:
             self._recordings = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch_device)
@@ -297,7 +289,7 @@ class ComputeDevice:
                 made = work()
         finally:
             torch.cuda.set_stream(before)  # a recording that fails leaves its own behind
-        return Recording(made, graph.replay)
+        return made, graph.replay
 
     def compute_stream(self) -> torch.Stream | None:
         return torch.accelerator.current_stream(self.torch_device) if self.is_accelerator else None

@@ -13,7 +13,7 @@ from runtime.attention import fixed
 from runtime.config.settings import Admission, KVDType, KVTier, PolicyKind, Tier
 from runtime.errors import ConfigError, Interrupted
 from runtime.model import expert_groups
-from runtime.stream.device import ComputeDevice, Recording
+from runtime.stream.device import ComputeDevice
 from tests.attention_doubles import install_flash
 from tests.device_operators import operators_of_a_device
 from tests.fake_device import FakeDevice
@@ -40,15 +40,15 @@ class Recorder(FakeDevice):
         super().__init__((False, False))
         self.num_recorded = self.num_replayed = 0
 
-    def recorded(self, work: Callable[[], torch.Tensor]) -> Recording[torch.Tensor]:
-        recording = super().recorded(work)
+    def recorded(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        made, replay = super().recorded(work)
         self.num_recorded += 1
 
-        def replay() -> None:
+        def counted() -> None:
             self.num_replayed += 1
-            recording.replay()
+            replay()
 
-        return Recording(recording.made, replay)
+        return made, counted
 
 
 @pytest.mark.parametrize("way", ["flash", "fused"])
@@ -129,7 +129,7 @@ def test_passes_that_cannot_be_recorded_are_launched_as_they_were(
     reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Full(Recorder):
-        def recorded(self, work: Callable[[], torch.Tensor]) -> Recording[torch.Tensor]:
+        def recorded(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(fixed, "LEAST", 512)
@@ -169,7 +169,7 @@ class CountedRecorder(CountedDevice):
         super().__init__((False, False))
         self.found: list[HostCounts] = []
 
-    def recorded(self, work: Callable[[], torch.Tensor]) -> Recording[torch.Tensor]:
+    def recorded(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         assert self.counter is not None, "nobody counts"
         self.counter.take()
         recording = super().recorded(work)
