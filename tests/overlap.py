@@ -35,8 +35,8 @@ from runtime.config.settings import (
 from runtime.engine.experts import BatchedExperts
 from runtime.engine.lanes.lane import Lane
 from runtime.engine.monitor import PassMonitor
-from runtime.engine.player import PassContext, Player
-from runtime.engine.setup import AttentionWorkers
+from runtime.engine.player import Player
+from runtime.engine.setup import AttentionWorkers, Streams
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.simulator import Durations, Script, simulate_each
 from runtime.plan.placement.placement import Budgets, Placement
@@ -202,17 +202,21 @@ def _played(
         return {}
 
     with reader, PromptStream(shape, placement, device, reader) as weights:
-        context = PassContext(
-            weights=weights,
-            weights_of=bound,
-            experts=cast(BatchedExperts, ScriptedExperts(device, durations, is_in_step=case.is_in_step)),
-            monitor=PassMonitor(len(shape.stages), device),
-            should_stop=lambda: False,
-            workers=cast(AttentionWorkers, ScriptedWorkers(clock)),
-            kv=None,
+        player = Player(
+            Streams(
+                weights=weights,
+                experts=None,
+                kv=None,
+                exchange=None,
+                trips=None,
+                workers=cast(AttentionWorkers, ScriptedWorkers(clock)),
+            ),
+            bound,
+            cast(BatchedExperts, ScriptedExperts(device, durations, is_in_step=case.is_in_step)),
+            PassMonitor(len(shape.stages), device),
+            lambda: False,
             first_layer=shape.layers[0].index,
         )
-        player = Player(context)
         for _ in range(WARM_UP + MEASURED):
             lanes = [
                 ScriptedLane(device, placement.decode_walk, durations, lane, is_in_step=case.is_in_step)

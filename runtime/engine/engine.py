@@ -29,7 +29,7 @@ from .lanes.factory import LaneFactory
 from .lanes.lane import LaneContext
 from .monitor import PassMonitor
 from .nonfinite import Inquiry
-from .player import PassContext, PipelinePeers, Player
+from .player import PipelinePeers, Player
 from .recorded import RecordedPasses
 from .records import PassCounts, PassRecord, Phase
 from .setup import Setup, Streams
@@ -96,17 +96,13 @@ class Engine:
                 setup, self._weights, experts, self._monitor, should_stop, is_alone=is_alone
             )
         self._player = Player(
-            PassContext(
-                weights=streams.weights,
-                weights_of=self._weights,
-                experts=experts,
-                monitor=self._monitor,
-                should_stop=should_stop,
-                workers=streams.workers,
-                kv=streams.kv,
-                first_layer=loaded.shape.layers[0].index,
-                peers=self._peers,
-            )
+            streams,
+            self._weights,
+            experts,
+            self._monitor,
+            should_stop,
+            first_layer=loaded.shape.layers[0].index,
+            peers=self._peers,
         )
 
     @property

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -17,11 +16,10 @@ from ..plan.schedule.walk import Walk
 from ..ranks.collectives import PipelineLink
 from ..stream.device import ComputeDevice
 from ..stream.kv import KVStream
-from ..stream.weights import WeightStream
 from .experts import BatchedExperts
 from .lanes.lane import Lane
 from .monitor import PassMonitor
-from .setup import AttentionWorkers
+from .setup import Streams
 
 
 class PipelinePeers:
@@ -80,32 +78,28 @@ Answer: TypeAlias = Weights | torch.Tensor
 Stops: TypeAlias = tuple[type[Event], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassContext:
-    """Those who carry out what the actions say. `weights_of` gives a stage's weights, once they are in compute memory.
-
-    `should_stop` is asked whenever a lane enters a stage; when it says yes, `Interrupted` is raised. `workers` are
-    there where the CPU attends, `kv` where keys and values travel.
-    """
-
-    weights: WeightStream
-    weights_of: Callable[[int], Weights]
-    experts: BatchedExperts
-    monitor: PassMonitor
-    should_stop: Callable[[], bool]
-    workers: AttentionWorkers | None
-    kv: KVStream | None
-    first_layer: int  # the stage of decoder layer 0
-    peers: PipelinePeers | None = None  # where ranks divide the layers
-
-
 class Player:
     """Plays one pass after the other, on one thread. It knows what the slots hold, and so whether a pass flows on from
     the one before."""
 
-    def __init__(self, context: PassContext):
-        self._context = context
-        weights = context.weights
+    def __init__(
+        self,
+        streams: Streams,
+        weights_of: Callable[[int], Weights],
+        experts: BatchedExperts,
+        monitor: PassMonitor,
+        should_stop: Callable[[], bool],
+        *,
+        first_layer: int,
+        peers: PipelinePeers | None = None,
+    ):
+        """`weights_of` gives a stage's weights, once they are in compute memory. `should_stop` is asked whenever a lane
+        enters a stage; when it says yes, `Interrupted` is raised. `first_layer`: the stage of decoder layer 0; `peers`
+        are there where ranks divide the layers."""
+        self._streams, self._weights_of, self._experts = streams, weights_of, experts
+        self._monitor, self._should_stop = monitor, should_stop
+        self._first_layer, self._pipeline = first_layer, peers
+        weights = streams.weights
         self._lanes: Rows[Lane] = ()
         self._events: list[Event | None] = []
         self._travelling = frozenset[int]()
@@ -146,12 +140,12 @@ class Player:
             self._events = [
                 lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)
             ]
-            if self._context.peers is not None:
+            if self._pipeline is not None:
                 self._peers.begin(lanes)
             actions = schedule.cycle
             if self._played is None or self._played.prologue != schedule.prologue:
                 # The slots do not hold what the schedule expects because the last pass has left it there.
-                self._context.weights.drop()
+                self._streams.weights.drop()
                 actions = (*schedule.prologue, *schedule.cycle)
             for action in actions:
                 if action.lane is None or action.lane < len(lanes):
@@ -173,25 +167,25 @@ class Player:
         if answer is None:
             return
         stage, lane = action.turn
-        begin = self._context.monitor.begin_compute()
+        begin = self._monitor.begin_compute()
         event = self._lanes[lane].advance(answer)
         while event is not None and not isinstance(event, stops):
             if isinstance(event, NeedStage) and event.stage != stage:
                 break
             event = self._lanes[lane].advance(self._answer(stage, event))
         self._events[lane] = event
-        self._context.monitor.end_compute(stage, action, begin)
+        self._monitor.end_compute(stage, action, begin)
 
     def _answer(self, stage: int, event: Event) -> Answer:
         if isinstance(event, NeedStage):
-            return self._context.weights_of(stage)
+            return self._weights_of(stage)
         if isinstance(event, NeedExperts):
-            return self._context.experts.run(stage, [event])[0]
+            return self._experts.run(stage, [event])[0]
         return self._attend_here(stage, event)
 
     def _stage(self, action: Action) -> Weights:
         """The weights of the stage that the lane enters; its keys and values are bound, where they travel."""
-        if self._context.should_stop():
+        if self._should_stop():
             raise Interrupted(GO_ON)
         stage, lane = action.turn
         event = self._events[lane]
@@ -203,11 +197,11 @@ class Player:
         if stage in self._travelling:
             layer = self._layer(stage)
             self._lanes[lane].kv.bind(layer, self._kv.acquire(layer, lane))
-        return self._context.weights_of(stage)
+        return self._weights_of(stage)
 
     def _whole_stage(self, action: Action) -> Weights:
         """The weights of a stage that the lane passes in one go, its experts included."""
-        self._context.experts.expect(action.its_stage)
+        self._experts.expect(action.its_stage)
         return self._stage(action)
 
     def _attention(self, action: Action) -> torch.Tensor | None:
@@ -216,7 +210,7 @@ class Player:
         event = self._events[lane]
         if not isinstance(event, NeedAttention):
             return None
-        self._context.experts.expect(stage)  # the lane that goes on is the next one to ask for experts
+        self._experts.expect(stage)  # the lane that goes on is the next one to ask for experts
         pending = self._attending.pop(lane, None)
         return pending.result() if pending is not None else self._attend_here(stage, event)
 
@@ -230,22 +224,22 @@ class Player:
         stage, lane = action.turn
         event = self._events[lane]
         if isinstance(event, NeedAttention) and event.is_decode:  # not every layer of every family attends
-            assert self._context.workers is not None, f"'{action}': nobody attends on the CPU"
-            compute = self._context.monitor.watched(stage, action, event.compute)
-            self._attending[lane] = self._context.workers.submit(compute)
+            assert self._streams.workers is not None, f"'{action}': nobody attends on the CPU"
+            compute = self._monitor.watched(stage, action, event.compute)
+            self._attending[lane] = self._streams.workers.submit(compute)
 
     def _attend_here(self, stage: int, event: NeedAttention) -> torch.Tensor:
-        begin = self._context.monitor.begin_compute()
+        begin = self._monitor.begin_compute()
         out = event.compute()
-        self._context.monitor.end_attention(stage, begin)
+        self._monitor.end_attention(stage, begin)
         return out
 
     def _run_experts(self, action: Action) -> None:
         parked = [(lane, event) for lane, event in enumerate(self._events) if isinstance(event, NeedExperts)]
         if parked:
-            begin = self._context.monitor.begin_compute()
-            answers = self._context.experts.run(action.its_stage, [event for _, event in parked])
-            self._context.monitor.end_compute(action.its_stage, action, begin)
+            begin = self._monitor.begin_compute()
+            answers = self._experts.run(action.its_stage, [event for _, event in parked])
+            self._monitor.end_compute(action.its_stage, action, begin)
             self._mixed = {lane: answer for (lane, _), answer in zip(parked, answers, strict=True)}
 
     def _fetch(self, action: Action) -> None:
@@ -259,19 +253,19 @@ class Player:
         self._kv.store(layer, lane, self._lanes[lane].kv.changed)
 
     def _sync(self, action: Action) -> None:
-        self._context.weights.sync()
-        if self._context.kv is not None:
-            self._context.kv.sync()
+        self._streams.weights.sync()
+        if self._streams.kv is not None:
+            self._streams.kv.sync()
 
     @property
     def _kv(self) -> KVStream:
-        assert self._context.kv is not None, "keys and values travel without a stream"
-        return self._context.kv
+        assert self._streams.kv is not None, "keys and values travel without a stream"
+        return self._streams.kv
 
     @property
     def _peers(self) -> PipelinePeers:
-        assert self._context.peers is not None, "hidden states travel where ranks divide the layers"
-        return self._context.peers
+        assert self._pipeline is not None, "hidden states travel where ranks divide the layers"
+        return self._pipeline
 
     def _layer(self, stage: int) -> int:
-        return stage - self._context.first_layer
+        return stage - self._first_layer

@@ -4,7 +4,8 @@ from typing import cast
 
 from runtime.engine.experts import BatchedExperts
 from runtime.engine.monitor import PassMonitor
-from runtime.engine.player import PassContext, Player
+from runtime.engine.player import Player
+from runtime.engine.setup import Streams
 from runtime.plan.schedule.actions import Action, Op
 from runtime.plan.schedule.schedule import Schedule
 from runtime.plan.schedule.walk import Walk
@@ -27,15 +28,21 @@ class Waiting:
 def test_a_barrier_waits_for_weights_and_for_keys_and_values() -> None:
     weights, kv = Waiting(), Waiting()
     for travelling, expected in ((None, (1, 0)), (kv, (2, 1))):
-        context = PassContext(
+        streams = Streams(
             weights=cast(WeightStream, weights),
-            weights_of=lambda stage: {},
-            experts=cast(BatchedExperts, None),
-            monitor=cast(PassMonitor, None),
-            should_stop=lambda: False,
-            workers=None,
+            experts=None,
             kv=cast(KVStream | None, travelling),
+            exchange=None,
+            trips=None,
+            workers=None,
+        )
+        player = Player(
+            streams,
+            lambda stage: {},
+            cast(BatchedExperts, None),
+            cast(PassMonitor, None),
+            lambda: False,
             first_layer=1,
         )
-        Player(context).play(Schedule(prologue=(), cycle=(Action(Op.sync, None),)), WALK, [])
+        player.play(Schedule(prologue=(), cycle=(Action(Op.sync, None),)), WALK, [])
         assert (weights.num_syncs, kv.num_syncs) == expected
