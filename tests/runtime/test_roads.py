@@ -219,6 +219,18 @@ def test_sequences_that_gave_way_for_lack_of_pages_come_to_the_same_tokens(famil
         assert sum(r.counts.prompt_tokens for r in taken.passes) > sum(r.counts.prompt_tokens for r in plain.passes)
 
 
+@pytest.mark.parametrize("family", ["llama", *PADDED])
+def test_passes_count_the_tokens_of_prompts_and_of_answers_and_not_padding(
+    family: str, reference: References, runtimes: Callable[[str], Runtime]
+) -> None:
+    ref = reference(family)
+    road = Road(order=Order.zigzag, tier=KVTier.device, attention=Attention.device, admission=Admission.wave)
+    passes = [record.counts for record in take(runtimes(family), road, ref.prompts).passes]
+    assert sum(counts.prompt_tokens for counts in passes) == sum(map(len, ref.prompts))
+    decoded = len(ref.prompts) * (NUM_NEW_TOKENS - 1)
+    assert sum(counts.real_tokens for counts in passes) == sum(map(len, ref.prompts)) + decoded
+
+
 def test_behind_an_encoder_lanes_that_enter_later_pass_it_by_themselves(reference: References) -> None:
     """Answers of three lengths: lanes end at different times, and the next ones enter beside those that decode."""
     ref = reference("t5")

@@ -3,7 +3,9 @@
 import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from runtime.config.settings import DividedExperts
 from runtime.model.experts import SHARE, Visits, bound_matrices, matrix_names, mixed, share_of
 from runtime.plan.shape.rank_shares import runs_of
-from runtime.ranks.tensor_experts import WholeExperts
+from runtime.plan.shape.shapes import Parameter, TensorSlice
+from runtime.ranks.tensor_experts import WholeExperts, divide_experts
 
 NUM_RANKS, NUM_EXPERTS, HIDDEN = 3, 5, 32
 SIZES: Any = {
@@ -75,3 +79,22 @@ def test_sums_of_whole_experts_are_those_of_one_process(module: torch.nn.Module,
     with ThreadPoolExecutor(NUM_RANKS) as ranks:
         found = list(ranks.map(mixed_by, parts, [hidden_TD] * NUM_RANKS, [visits] * NUM_RANKS))
     assert all(torch.equal(each, expected) for each in found)
+
+
+@pytest.mark.parametrize("num_ranks", [NUM_EXPERTS, NUM_EXPERTS + 1])
+def test_as_many_ranks_as_experts_have_one_each_and_more_are_refused(num_ranks: int) -> None:
+    module = MixtralExperts(MixtralConfig(**SIZES))
+    stacks = {name: stack_of(name, getattr(module, name).shape) for name in matrix_names(module)}
+    handing = SimpleNamespace(index=num_ranks - 1, count=num_ranks)
+    found = divide_experts(module, stacks, handing, DividedExperts.whole)  # pyright: ignore[reportArgumentType]
+    if num_ranks > NUM_EXPERTS:
+        assert found.why_not == f"it has {NUM_EXPERTS} experts"
+    else:
+        assert found.own == range(NUM_EXPERTS - 1, NUM_EXPERTS)
+        assert {stack.shape[0] for stack in found.stacks.values()} == {1}
+
+
+def stack_of(name: str, shape: Sequence[int]) -> Parameter:
+    """A file that holds the matrices of all experts in one tensor."""
+    whole = TensorSlice(name=name, file="", offset=0, num_bytes=4 * prod(shape), dtype="F32", shape=tuple(shape))
+    return Parameter(name=name, shape=tuple(shape), pieces=((whole,),))
