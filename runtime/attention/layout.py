@@ -287,13 +287,13 @@ class QuantizedKV:
     def seen_by(self, segment: Segment, reach: Reach) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys and values (H, S, D) that the segment's tokens look at, and which of them are hidden from each (T, S):
         pages as they are kept, then those that the pass adds to, as computed."""
-        view = segment.paged_view(reach, PAGE_TOKENS)
+        pages, hidden_TS = segment.paged_view(reach, PAGE_TOKENS)
         k_SHD, v_SHD = self.spans[segment.row]
-        if view.pages:
-            numbers = self.layout.numbers(segment.row)[view.pages.start : view.pages.stop]
+        if pages:
+            numbers = self.layout.numbers(segment.row)[pages.start : pages.stop]
             kept = self.format.decode(self.pages[numbers], k_SHD.dtype)
             k_SHD, v_SHD = (torch.cat([x.flatten(0, 1), y]) for x, y in zip(kept, (k_SHD, v_SHD), strict=True))
-        return k_SHD.transpose(0, 1), v_SHD.transpose(0, 1), view.hidden
+        return k_SHD.transpose(0, 1), v_SHD.transpose(0, 1), hidden_TS
 
     def padded(self, stretches: Stretches) -> Pair:
         """What rows that decode look at, (B, S, H, D) each; short ones end in repeats."""

@@ -176,16 +176,6 @@ class View:
 
 
 @dataclass(frozen=True)
-class PagedView:
-    """What a segment looks at where pages are quantised: `pages` of its row as they are kept, then its positions from
-    the begin of the first page that it adds to, as computed. `hidden` (T, S): of all these, what each token does not
-    see. Every token sees its own page as computed, and those before it as they are kept."""
-
-    pages: range
-    hidden: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Segment:
     """Tokens [start, start + new) of the pass belong to one row, which has `past` positions cached already.
 
@@ -200,7 +190,7 @@ class Segment:
     kv_start: int
     device: torch.device
     _views: dict[Reach, View | None] = field(default_factory=dict, compare=False)
-    _paged_views: dict[Reach, PagedView] = field(default_factory=dict, compare=False)
+    _paged_views: dict[Reach, tuple[range, torch.Tensor]] = field(default_factory=dict, compare=False)
 
     @property
     def end(self) -> int:
@@ -219,7 +209,10 @@ class Segment:
         self._views[reach] = found
         return found
 
-    def paged_view(self, reach: Reach, page_tokens: int) -> PagedView:
+    def paged_view(self, reach: Reach, page_tokens: int) -> tuple[range, torch.Tensor]:
+        """What its tokens look at where pages are quantised: pages of its row as they are kept, then its positions from
+        the begin of the first page that it adds to, as computed; and (T, S), of all these, what each token does not
+        see. Every token sees its own page as computed, and those before it as they are kept."""
         if reach not in self._paged_views:
             own = self.past // page_tokens * page_tokens
             pages = range(reach.first(self.past) // page_tokens, (self.end - 1) // page_tokens)
@@ -228,7 +221,7 @@ class Segment:
             queries = torch.arange(self.past, self.end, device=self.device)[:, None]
             begins = queries // page_tokens * page_tokens
             shown = torch.cat([kept < begins, (computed >= begins) & (computed <= queries)], 1)
-            self._paged_views[reach] = PagedView(pages, ~shown | reach.hides(queries, torch.cat([kept, computed], 1)))
+            self._paged_views[reach] = pages, ~shown | reach.hides(queries, torch.cat([kept, computed], 1))
         return self._paged_views[reach]
 
     def stretches(self, reach: Reach) -> Iterator[Stretch]:
