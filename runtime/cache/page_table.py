@@ -23,6 +23,19 @@ class PagedRow:
     behind: SharedPages | None = None
     copied: int | None = None  # the page that is copied in its next pass
 
+    def changed(self, new: int, *, is_quantized: bool) -> list[int]:
+        """The pages that a pass of so many new tokens writes to; of quantised ones, those that it fills."""
+        if is_quantized:
+            return self.pages[self.past // PAGE_TOKENS : (self.past + new) // PAGE_TOKENS]
+        return self.pages[num_pages_for(self.past + 1) - 1 : num_pages_for(self.past + new) if new else 0]
+
+    @property
+    def copy(self) -> tuple[int, int, int] | None:
+        """What it copies in its next pass: from which page, to which, and how many positions."""
+        if self.copied is None:
+            return None
+        return self.copied, self.pages[self.past // PAGE_TOKENS], self.past % PAGE_TOKENS
+
 
 class PageTable:
     """Rows are in the order of the lane's sequences. Pages are taken in `begin_pass` and given back by `remove` or
@@ -61,24 +74,15 @@ class PageTable:
     @property
     def changed(self) -> list[int]:
         """Places of the pages that the pass writes to, ascending."""
-        found = list[int]()
-        for row, new in zip(self._rows, self._new, strict=True):
-            if self._tails is not None:  # of quantised pages, those that are filled
-                pages = row.pages[row.past // PAGE_TOKENS : (row.past + new) // PAGE_TOKENS]
-            else:
-                pages = row.pages[num_pages_for(row.past + 1) - 1 : num_pages_for(row.past + new) if new else 0]
-            found += [self._place_of[page] for page in pages]
-        return sorted(found)
+        each, is_quantized = zip(self._rows, self._new, strict=True), self._tails is not None
+        pages = [page for row, new in each for page in row.changed(new, is_quantized=is_quantized)]
+        return sorted(self._place_of[page] for page in pages)
 
     @property
     def copies(self) -> list[tuple[int, int, int]]:
-        """What rows copy that begin in this pass behind a page that is not full: from which page, to which, and how
-        many positions."""
-        return [
-            (row.copied, row.pages[row.past // PAGE_TOKENS], row.past % PAGE_TOKENS)
-            for row, new in zip(self._rows, self._new, strict=True)
-            if row.copied is not None and new
-        ]
+        """What rows copy that begin in this pass behind a page that is not full."""
+        each = zip(self._rows, self._new, strict=True)
+        return [copy for row, new in each if new and (copy := row.copy) is not None]
 
     def add(self, past: int = 0, *, fills: SharedPages | None = None, behind: SharedPages | None = None) -> None:
         """A row for a new sequence, behind the others; `past` of its positions are taken for cached. `fills`: its pages

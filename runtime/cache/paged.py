@@ -64,6 +64,12 @@ class _Copies:
     there: tuple[Places, Places] | None
     host: tuple[Places, Places] | None  # the same as `here`, for a CPU
 
+    def make(self, kv: LayerKV, *, travels: bool) -> None:
+        """Copies one layer's keys and values."""
+        copies = self.there if travels else self.here
+        assert copies is not None, "the pass was begun before layers travelled"
+        copy_places(kv, copies)
+
 
 class HeadShare(Protocol):
     """Which of a layer's heads are cached here."""
@@ -307,9 +313,7 @@ class PagedKV(Cache, KVCache):
         for pages, states in ((kv.k_NPHD, key_states), (kv.v_NPHD, value_states)):
             new_T.put(pages, narrowed(states.squeeze(0).transpose(0, 1), pages.dtype))
         if self._copies is not None:
-            copies = self._copies.there if layer_idx in self.travels else self._copies.here
-            assert copies is not None, "the pass was begun before layers travelled"
-            copy_places(kv, copies)
+            self._copies.make(kv, travels=layer_idx in self.travels)
         if layer_idx == self._stop_after:
             raise StoredAlone
         if kv.layout.cached_S is None:
