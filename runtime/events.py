@@ -1,6 +1,6 @@
 """What a lane asks of the engine when its forward pass reaches a point where the engine must act."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
@@ -58,6 +58,18 @@ class HeadSlices:
     hidden_1ND: torch.Tensor | None = None
     is_below: bool = False
     as_rows: bool = False
+
+    def turns(self, num_rows: int) -> Iterator[slice]:
+        """Up to `num_rows` of the selected tokens at a time, which then are those that come next."""
+        count = len(self.selected_N)
+        for self.begin in range(0, count, num_rows):
+            self.end = min(self.begin + num_rows, count)
+            yield slice(self.begin, self.end)
+
+    def next_hidden(self, hidden_1ND: torch.Tensor) -> torch.Tensor:
+        """The hidden states of those that come next, (1, n, D), or (n, 1, D) as rows."""
+        part = hidden_1ND[:, self.begin : self.end]
+        return part.transpose(0, 1) if self.as_rows else part
 
 
 class LaneRun(greenlet):

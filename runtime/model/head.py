@@ -55,8 +55,7 @@ class BelowHead(torch.nn.Module):
             slices.output = _with_hidden(slices.output, slices.hidden_1ND[:, :0])
             if slices.is_below:
                 raise _BelowHeadAlone
-        part = slices.hidden_1ND[:, slices.begin : slices.end]
-        return _with_hidden(slices.output, part.transpose(0, 1) if slices.as_rows else part)
+        return _with_hidden(slices.output, slices.next_hidden(slices.hidden_1ND))
 
 
 def sliced_logits(
@@ -67,11 +66,10 @@ def sliced_logits(
     run = lane_run()
     slices = run.head = HeadSlices(selected_N=selected_N)
     try:
-        for begin in range(0, len(selected_N), num_rows):
-            slices.begin, slices.end = begin, min(begin + num_rows, len(selected_N))
+        for turn in slices.turns(num_rows):
             logits = forward().logits
             assert slices.hidden_1ND is not None, "a class has reached its layers by another way than all its modules"
-            yield begin, logits.reshape(-1, logits.shape[-1])
+            yield turn.start, logits.reshape(-1, logits.shape[-1])
     finally:
         run.head = None
 
@@ -97,9 +95,8 @@ def class_logits(model: torch.nn.Module, slices: HeadSlices, ids_N: torch.Tensor
     slices.is_below, slices.as_rows = False, True
     run.head = slices
     try:
-        for slices.begin in range(0, len(ids_N), num_rows):
-            slices.end = min(slices.begin + num_rows, len(ids_N))
-            out = model(input_ids=ids_N[slices.begin : slices.end, None], use_cache=False)
+        for turn in slices.turns(num_rows):
+            out = model(input_ids=ids_N[turn, None], use_cache=False)
             parts.append(out.logits.float())
     finally:
         run.head = None
