@@ -42,6 +42,19 @@ class FusedOps:
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rotated | None]  # q, k, cos, sin -> q, k
     mlp_rows: int | None
 
+    def stand_in(self, parent: nn.Module, name: str, child: nn.Module) -> nn.Module | None:
+        """What takes the place of a module inside `parent`; None where that stays."""
+        forward = type(child).forward
+        if is_code_of(forward, llama.LlamaRMSNorm.forward):
+            return FusedRMSNorm(child, self)
+        if is_code_of(forward, llama.LlamaMLP.forward) and isinstance(getattr(child, "act_fn", None), SILU):
+            return FusedGatedMLP(child, self)
+        if name == "act_fn" and isinstance(child, SILU):
+            is_known = is_code_of(getattr(type(parent), "_apply_gate", None), EXPERTS._apply_gate)
+            return FusedGate(child, self) if is_known else None
+        code = next((each for each in _ATTENTION_CODES if is_code_of(forward, each.forward)), None)
+        return FusedAttention(child, self, code) if code is not None and _calls_as_llama(forward) else None
+
 
 class _StandIn(nn.Module):
     """A module that shares the parameters, children and attributes of the one that it replaces: whoever still holds
@@ -160,7 +173,7 @@ def fuse(model: nn.Module, ops: FusedOps) -> Counter[str]:
         for name, child in list(parent._modules.items()):
             if child is None:
                 continue
-            stand_in = made.get(child) or _stand_in(parent, name, child, ops)
+            stand_in = made.get(child) or ops.stand_in(parent, name, child)
             if stand_in is not None:
                 made[child] = parent._modules[name] = stand_in
     counts.update(_KINDS[type(stand_in)] for stand_in in made.values())
@@ -173,19 +186,6 @@ _KINDS: dict[type[nn.Module], str] = {
     FusedAttention: "rotary embeddings",
     FusedGate: "gates of experts",
 }
-
-
-def _stand_in(parent: nn.Module, name: str, child: nn.Module, ops: FusedOps) -> nn.Module | None:
-    forward = type(child).forward
-    if is_code_of(forward, llama.LlamaRMSNorm.forward):
-        return FusedRMSNorm(child, ops)
-    if is_code_of(forward, llama.LlamaMLP.forward) and isinstance(getattr(child, "act_fn", None), SILU):
-        return FusedGatedMLP(child, ops)
-    if name == "act_fn" and isinstance(child, SILU):
-        is_known = is_code_of(getattr(type(parent), "_apply_gate", None), EXPERTS._apply_gate)
-        return FusedGate(child, ops) if is_known else None
-    code = next((each for each in _ATTENTION_CODES if is_code_of(forward, each.forward)), None)
-    return FusedAttention(child, ops, code) if code is not None and _calls_as_llama(forward) else None
 
 
 def _calls_as_llama(forward: Callable[..., object]) -> bool:
