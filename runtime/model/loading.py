@@ -161,8 +161,8 @@ def load_model(
         for reason in filter(None, (habits.apart, habits.whole)):
             log.info("padded lanes: %s", reason)
 
-    rounded = _rounded(hollow, config)
-    parameters, digests = _map_bytes(hollow, rounded, config, cache_root(cache_dir), express, should_stop)
+    rounded = hollow.rounded(config)
+    parameters, digests = hollow.map_bytes(rounded, config, cache_root(cache_dir), express, should_stop)
     heads = None if split is None else split.share_heads(cache, is_packed=is_packed)
     if split is not None:
         parameters = split.split_model(model, parameters)
@@ -229,6 +229,89 @@ class _Hollow:
     quantization: Mapping[str, object]
     generation: ModelGeneration
     zeroed_rows: Mapping[str, Sequence[int]]  # see `runtime.probing.meta`
+
+    def rounded(self, config: ModelConfig) -> RoundedTensors | None:
+        """The checkpoint's tensors as `model.quantize` has them read. Raises CheckpointError where they are not
+        plain."""
+        if config.quantize is None:
+            return None
+        stored = "GGUF" if self.checkpoint.gguf is not None else self.quantization.get("quant_method")
+        if self.quantization or stored:
+            raise CheckpointError(
+                f"model.quantize={config.quantize.value}: {self.checkpoint.path} is stored in fewer bytes already "
+                f"({stored or 'quantization_config'}): leave model.quantize out, or name the unquantised checkpoint"
+            )
+        return RoundedTensors.of(self.checkpoint.tensors, Rounding(config.quantize.value))
+
+    def map_bytes(
+        self,
+        rounded: RoundedTensors | None,
+        config: ModelConfig,
+        kept: Path,
+        express: bool,
+        should_stop: Callable[[], bool],
+    ) -> tuple[dict[str, Parameter], dict[str, str]]:
+        """Where the bytes of all parameters lie, by full name, and with model.verify=full the digests of the files.
+        Layouts that no byte ranges can express are converted into a file of ours, in `kept`."""
+        checkpoint, model = self.checkpoint, self.model
+        if checkpoint.gguf is not None:
+            parameters, conversions = map_gguf(model, checkpoint)
+        else:
+            plain = pair_companions(checkpoint.tensors, self.quantization) if rounded is None else rounded.tensors
+            parameters, conversions = map_weights(model, plain, express=express)
+        is_verified = config.verify is Verify.full
+        if self.quantization.get("quant_method") == METHOD:
+            check_packed(checkpoint.files, is_full=is_verified)
+        digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}
+        conversions += self._zeroed(parameters)
+        made_here = {each.file for each in rounded.rounded} if rounded is not None else set[str]()
+        for conversion in conversions:
+            if any(source.file in made_here for source in conversion.sources):  # what is converted is a file
+                name = config.quantize.value if config.quantize is not None else ""
+                raise ConfigError(
+                    f"model.quantize={name}: {conversion.targets[0]!r} lies in another layout than its class wants, "
+                    "and is converted once into a file: "
+                    f"millrace pack out=OUT format={name} rounds it, then model.path=OUT"
+                )
+        if conversions:
+            # Files that differ outside the sampled places are converted apart, where that is known.
+            identity = "".join([self.fingerprint, *digests.values()])
+            identity = hashlib.sha256(identity.encode()).hexdigest() if digests else identity
+            converted = convert_once(model, conversions, kept, identity)
+            tied = {name: parameters[name].pieces for name in converted if name in parameters}
+            for name, parameter in parameters.items():
+                shared = next((each for each, pieces in tied.items() if pieces == parameter.pieces), name)
+                parameters[name] = replace(converted[shared], name=name) if shared in converted else parameter
+            parameters |= converted
+            if is_verified:
+                files = sorted({piece.file for parameter in converted.values() for piece in parameter.slices})
+                digests |= digest_files(files, kept, should_stop)
+        parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
+        return parameters, digests
+
+    def _zeroed(self, parameters: Mapping[str, Parameter]) -> list[Conversion]:
+        """Matrices that transformers changes as it loads them. Raises ConfigError for one that lies in several
+        pieces."""
+        found = list[Conversion]()
+        class_name = type(self.model).__name__
+        for name, rows in self.zeroed_rows.items():
+            pieces = parameters[name].slices if name in parameters else ()
+            if len(pieces) != 1:
+                raise ConfigError(
+                    f"model.path: transformers sets rows {list(rows)} of {name!r} to zero as it loads {class_name}, "
+                    "which cannot be done here as the checkpoint holds it in parts: use transformers itself"
+                )
+            zeroed = zeroing_of(name, pieces[0], rows)
+            if zeroed is not None:
+                log.warning(
+                    "%s: transformers sets row %s of %r to zero as it loads the class, whatever the checkpoint holds, "
+                    "and so does this run",
+                    class_name,
+                    ", ".join(map(str, rows)),
+                    name,
+                )
+                found.append(zeroed)
+        return found
 
 
 def _open(
@@ -311,89 +394,6 @@ def _register(model: PreTrainedModel, *, is_packed: bool) -> None:
             raise ConfigError(
                 f"model.lanes: {type(model).__name__} ignores attention functions; use model.lanes=padded"
             )
-
-
-def _rounded(hollow: _Hollow, config: ModelConfig) -> RoundedTensors | None:
-    """The checkpoint's tensors as `model.quantize` has them read. Raises CheckpointError where they are not plain."""
-    if config.quantize is None:
-        return None
-    stored = "GGUF" if hollow.checkpoint.gguf is not None else hollow.quantization.get("quant_method")
-    if hollow.quantization or stored:
-        raise CheckpointError(
-            f"model.quantize={config.quantize.value}: {hollow.checkpoint.path} is stored in fewer bytes already "
-            f"({stored or 'quantization_config'}): leave model.quantize out, or name the unquantised checkpoint"
-        )
-    return RoundedTensors.of(hollow.checkpoint.tensors, Rounding(config.quantize.value))
-
-
-def _map_bytes(
-    hollow: _Hollow,
-    rounded: RoundedTensors | None,
-    config: ModelConfig,
-    kept: Path,
-    express: bool,
-    should_stop: Callable[[], bool],
-) -> tuple[dict[str, Parameter], dict[str, str]]:
-    """Where the bytes of all parameters lie, by full name, and with model.verify=full the digests of the files. Layouts
-    that no byte ranges can express are converted into a file of ours, in `kept`."""
-    checkpoint, model = hollow.checkpoint, hollow.model
-    if checkpoint.gguf is not None:
-        parameters, conversions = map_gguf(model, checkpoint)
-    else:
-        plain = pair_companions(checkpoint.tensors, hollow.quantization) if rounded is None else rounded.tensors
-        parameters, conversions = map_weights(model, plain, express=express)
-    is_verified = config.verify is Verify.full
-    if hollow.quantization.get("quant_method") == METHOD:
-        check_packed(checkpoint.files, is_full=is_verified)
-    digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}
-    conversions += _zeroed(hollow, parameters)
-    made_here = {each.file for each in rounded.rounded} if rounded is not None else set[str]()
-    for conversion in conversions:
-        if any(source.file in made_here for source in conversion.sources):  # what is converted is a file
-            name = config.quantize.value if config.quantize is not None else ""
-            raise ConfigError(
-                f"model.quantize={name}: {conversion.targets[0]!r} lies in another layout than its class wants, and is "
-                f"converted once into a file: millrace pack out=OUT format={name} rounds it, then model.path=OUT"
-            )
-    if conversions:
-        # Files that differ outside the sampled places are converted apart, where that is known.
-        identity = "".join([hollow.fingerprint, *digests.values()])
-        identity = hashlib.sha256(identity.encode()).hexdigest() if digests else identity
-        converted = convert_once(model, conversions, kept, identity)
-        tied = {name: parameters[name].pieces for name in converted if name in parameters}
-        for name, parameter in parameters.items():
-            shared = next((each for each, pieces in tied.items() if pieces == parameter.pieces), name)
-            parameters[name] = replace(converted[shared], name=name) if shared in converted else parameter
-        parameters |= converted
-        if is_verified:
-            files = sorted({piece.file for parameter in converted.values() for piece in parameter.slices})
-            digests |= digest_files(files, kept, should_stop)
-    parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
-    return parameters, digests
-
-
-def _zeroed(hollow: _Hollow, parameters: Mapping[str, Parameter]) -> list[Conversion]:
-    """Matrices that transformers changes as it loads them. Raises ConfigError for one that lies in several pieces."""
-    found = list[Conversion]()
-    class_name = type(hollow.model).__name__
-    for name, rows in hollow.zeroed_rows.items():
-        pieces = parameters[name].slices if name in parameters else ()
-        if len(pieces) != 1:
-            raise ConfigError(
-                f"model.path: transformers sets rows {list(rows)} of {name!r} to zero as it loads {class_name}, which "
-                "cannot be done here as the checkpoint holds it in parts: use transformers itself"
-            )
-        zeroed = zeroing_of(name, pieces[0], rows)
-        if zeroed is not None:
-            log.warning(
-                "%s: transformers sets row %s of %r to zero as it loads the class, whatever the checkpoint holds, and "
-                "so does this run",
-                class_name,
-                ", ".join(map(str, rows)),
-                name,
-            )
-            found.append(zeroed)
-    return found
 
 
 def fill_buffers(staged: StagedModel, parameters: Mapping[str, Parameter], device: torch.device) -> None:
