@@ -13,10 +13,10 @@ from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.roofline import OperatingPoint, operating_point
 from runtime.plan.cost.work import LayerWork
 
-from .millrace import opened
 from .report import table
 from .runner import answer
 from .task import Result, Task
+from .weightstream import opened
 
 LITTLE = 1.2  # times the throughput, by twice the sequences
 HEIGHT_PIXELS = 520

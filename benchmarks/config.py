@@ -14,16 +14,16 @@ from .task import Task
 
 
 class Suite(Enum):
-    """`speed`: contenders beside each other. `predictions`: Millrace's contenders, what was predicted beside what was
-    measured, for each of `checkpoints` and `blocks`. `policies`: what policy=hrm chooses beside a grid of 20 others,
-    offload=nvme, for each of `checkpoints`. `scale`: what a token costs as a small model grows, and a run's start as
-    its rows do. `blocks`: throughput against block size, up to `num_prompts`, and its knee, for one checkpoint.
-    `floor`: how near Millrace's contenders come, in each of `blocks`, to what reading and multiplying take at least,
-    and products of each storage format to what the processor's multiply-adds and memory allow.
+    """`speed`: contenders beside each other. `predictions`: Weightstream's contenders, what was predicted beside what
+    was measured, for each of `checkpoints` and `blocks`. `policies`: what policy=hrm chooses beside a grid of 20
+    others, offload=nvme, for each of `checkpoints`. `scale`: what a token costs as a small model grows, and a run's
+    start as its rows do. `blocks`: throughput against block size, up to `num_prompts`, and its knee, for one
+    checkpoint. `floor`: how near Weightstream's contenders come, in each of `blocks`, to what reading and multiplying
+    take at least, and products of each storage format to what the processor's multiply-adds and memory allow.
     `evaluation`: scores of lm-evaluation-harness, ours beside those of its own model, in memory and offloaded.
     `prefixes`: few-shot prompts with what they begin with computed once, and by each of them, beside vLLM's cache.
     `devices`: ranks that read together, beside one process, from a disk that gives each of them so much.
-    `larger_than_memory`: Mixtral layers of full size in each form that `millrace pack` makes, beside peers.
+    `larger_than_memory`: Mixtral layers of full size in each form that `weightstream pack` makes, beside peers.
     `gpu`: weights in host memory in front of a device, see `gpu/`."""
 
     speed = "speed"
@@ -40,7 +40,7 @@ class Suite(Enum):
 
 
 class Form(Enum):
-    """How a model lies on disk: as it was published, or as `millrace pack` makes it."""
+    """How a model lies on disk: as it was published, or as `weightstream pack` makes it."""
 
     published = "published"
     lossless = "lossless"
@@ -166,7 +166,8 @@ class BenchConfig:
         require(bool(self.contenders), "contenders is empty: name at least one")
         require(
             self.ignore_eos or not set(PEERS) & set(self.contenders),
-            f"ignore_eos=false draws with Millrace's own seeds: leave out {', '.join(each.value for each in PEERS)}",
+            "ignore_eos=false draws with Weightstream's own seeds: leave out "
+            + ", ".join(each.value for each in PEERS),
         )
         require(
             self.suite not in (Suite.predictions, Suite.floor) or set(self.contenders) <= set(PREDICTED),

@@ -51,7 +51,7 @@ class Contender(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ours:
-    """Millrace, with its weights in `tier`, computing in `dtype`."""
+    """Weightstream, with its weights in `tier`, computing in `dtype`."""
 
     tier: Tier
     dtype: DType = DType.float32
@@ -200,7 +200,7 @@ SHARING = (Contender.nvme, Contender.nvme_continuous, Contender.nvme_unshared, C
 class Variant:
     """A contender of `suite=gpu`. `part`: of all prompts it gets one in so many. `num_pieces`: in which a lane's
     prompts are prefilled. `is_cut`: its model has so many layers as the device holds. `is_int4`: its weights lie as
-    `millrace pack format=int4` stores them, and all of them are streamed. `needs`: modules without which something
+    `weightstream pack format=int4` stores them, and all of them are streamed. `needs`: modules without which something
     else would be measured."""
 
     name: str
@@ -231,23 +231,25 @@ def is_installed(module: str) -> bool:
 
 HOST = Ours(tier=Tier.cpu)  # weights in host memory, streamed to the device
 VARIANTS: Sequence[Variant] = (
-    Variant(name="millrace", entry=HOST),
-    Variant(name="millrace, a quarter of the block", entry=HOST, part=4),
-    Variant(name="millrace, prompts in four pieces", entry=HOST, num_pieces=4),
-    Variant(name="millrace, admission=continuous", entry=replace(HOST, admission=Admission.continuous), num_pieces=4),
+    Variant(name="weightstream", entry=HOST),
+    Variant(name="weightstream, a quarter of the block", entry=HOST, part=4),
+    Variant(name="weightstream, prompts in four pieces", entry=HOST, num_pieces=4),
     Variant(
-        name="millrace, attention=cpu",
+        name="weightstream, admission=continuous", entry=replace(HOST, admission=Admission.continuous), num_pieces=4
+    ),
+    Variant(
+        name="weightstream, attention=cpu",
         entry=replace(HOST, schedule=Order.cgopipe, attention=Attention.cpu),
         needs=("numba",),
     ),
-    Variant(name="millrace, module_batched", entry=replace(HOST, schedule=Order.module_batched)),
-    Variant(name="millrace, kv=cpu", entry=replace(HOST, kv=KVTier.cpu)),
-    Variant(name="millrace, int4 store", entry=HOST, is_int4=True),
+    Variant(name="weightstream, module_batched", entry=replace(HOST, schedule=Order.module_batched)),
+    Variant(name="weightstream, kv=cpu", entry=replace(HOST, kv=KVTier.cpu)),
+    Variant(name="weightstream, int4 store", entry=HOST, is_int4=True),
     Variant(name="accelerate cpu_offload", entry=Peer(tier=Tier.cpu), needs=("accelerate",)),
-    Variant(name="millrace in the device", entry=Ours(tier=Tier.none), is_cut=True),
+    Variant(name="weightstream in the device", entry=Ours(tier=Tier.none), is_cut=True),
     Variant(name="transformers in the device", entry=Peer(), is_cut=True),
-    Variant(name="millrace, offload=nvme", entry=Ours(tier=Tier.nvme)),
-    Variant(name="millrace, offload=auto", entry=Ours(tier=Tier.auto)),
+    Variant(name="weightstream, offload=nvme", entry=Ours(tier=Tier.nvme)),
+    Variant(name="weightstream, offload=auto", entry=Ours(tier=Tier.auto)),
 )
 # DeepSpeed keeps a copy of the weights of its own, so it has a process of its own.
 DEEPSPEED_VARIANT = Variant(name="deepspeed ZeRO-Inference", entry=Peer(tier=Tier.cpu), needs=("deepspeed",))

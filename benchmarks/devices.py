@@ -26,10 +26,10 @@ from runtime.store.transfer import ChunkTiming
 from runtime.trace import Trace
 from runtime.units import MIB, format_bytes
 
-from .millrace import generated, opened
 from .report import table
 from .runner import answer
 from .task import Result, Task, forget_pages
+from .weightstream import generated, opened
 
 READ_CHUNK_MIB = 1  # small beside what a rank reads of a page, so that the rate is even
 
@@ -85,7 +85,7 @@ class RanksCase:
 
 
 def measured_ranks(case: RanksCase, task: Task) -> Result:
-    """Rank 0's result, each rank in a process of its own. Raises MillraceError where one fails."""
+    """Rank 0's result, each rank in a process of its own. Raises WeightstreamError where one fails."""
     with tempfile.TemporaryDirectory() as folder:
         own = replace(task, num_threads=max(1, task.num_threads // case.num_ranks))
         question = {"task": asdict(own), "case": asdict(case), "folder": folder, "rank": 0}

@@ -1,6 +1,7 @@
-"""A task of lm-evaluation-harness, answered by Millrace from the disk in a share of the memory, and by the harness' own
-model of transformers, in memory and offloaded to the disk: the same scores, how many in a second, in how much memory.
-The task is made up: questions with four answers, behind the same five examples each, as tasks like MMLU have them.
+"""A task of lm-evaluation-harness, answered by Weightstream from the disk in a share of the memory, and by the harness'
+own model of transformers, in memory and offloaded to the disk: the same scores, how many in a second, in how much
+memory. The task is made up: questions with four answers, behind the same five examples each, as tasks like MMLU have
+them.
 """
 
 import json
@@ -16,7 +17,7 @@ from statistics import median
 import torch
 from transformers import AutoTokenizer
 
-from runtime.errors import MillraceError, require
+from runtime.errors import WeightstreamError, require
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.units import format_bytes
 
@@ -34,7 +35,7 @@ SHAPE: Mapping[str, object] = {  # of Llama 3.2 1B, but for its vocabulary
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
 }  # fmt: skip
-BATCH_SIZES = {Entrant.millrace: (), Entrant.unshared: (), Entrant.hf: (1, 4, 16), Entrant.hf_disk: (8, 32)}
+BATCH_SIZES = {Entrant.weightstream: (), Entrant.unshared: (), Entrant.hf: (1, 4, 16), Entrant.hf_disk: (8, 32)}
 WORDS = (
     "river", "stone", "garden", "winter", "copper", "window", "morning", "basket", "candle", "harbour",
     "letter", "meadow", "orange", "pepper", "silver", "thunder", "velvet", "walnut", "yellow", "anchor",
@@ -71,7 +72,7 @@ def measured_scores(asked: Asked) -> Scores:
 
 
 def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measured_scores) -> Measured:
-    """Raises MillraceError where scores of the first round differ by more than the tolerance."""
+    """Raises WeightstreamError where scores of the first round differ by more than the tolerance."""
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     require(not missing, f"suite=evaluation needs {' and '.join(missing)}: pip install -e '.[eval,bench]'")
     rounds: dict[Entrant, list[Scores]] = {entrant: [] for entrant in Entrant}
@@ -158,11 +159,11 @@ def _sized(asked: Asked, most_minutes: float | None, say: Say, measure: Measure)
 
 
 def require_agreement(rounds: Rounds) -> None:
-    """Raises MillraceError where the last scores differ from those of transformers in memory."""
+    """Raises WeightstreamError where the last scores differ from those of transformers in memory."""
     for entrant, all_scores in rounds.items():
         difference = differs_by(all_scores[-1], rounds[Entrant.hf][-1])
         if difference > TOLERANCE:
-            raise MillraceError(
+            raise WeightstreamError(
                 f"{entrant.value}: log-probabilities are up to {difference:.2g} from those of {Entrant.hf.value}, "
                 f"more than {TOLERANCE:g}"
             )
@@ -178,12 +179,12 @@ def differs_by(scores: Scores, judge: Scores) -> float:
 
 
 def evaluation_table(rounds: Rounds) -> str:
-    """A row for each entrant; `faster` says how many times as many requests in a second Millrace answers, `memory`
+    """A row for each entrant; `faster` says how many times as many requests in a second Weightstream answers, `memory`
     which share of the peer's peak it takes."""
-    ours = rounds[Entrant.millrace]
+    ours = rounds[Entrant.weightstream]
     judge = rounds[Entrant.hf][-1]
-    headings = ["entrant", "batch", "requests", "requests/s, median (min-max)", "Millrace is faster"]
-    headings += ["peak memory above baseline", "Millrace takes of it", "read per run", "accuracy", "differs by"]
+    headings = ["entrant", "batch", "requests", "requests/s, median (min-max)", "Weightstream is faster"]
+    headings += ["peak memory above baseline", "Weightstream takes of it", "read per run", "accuracy", "differs by"]
     rows = []
     for entrant, all_scores in rounds.items():
         results = [scores.result for scores in all_scores]

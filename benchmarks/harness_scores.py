@@ -1,7 +1,7 @@
-"""One measurement of an evaluation: a task of lm-evaluation-harness, scored by Millrace or by the harness' own model of
-transformers, in a process of its own.
+"""One measurement of an evaluation: a task of lm-evaluation-harness, scored by Weightstream or by the harness' own
+model of transformers, in a process of its own.
 
-Timed is all between the harness' start and its results; what peers load before is not, what Millrace opens is. The
+Timed is all between the harness' start and its results; what peers load before is not, what Weightstream opens is. The
 checkpoint's pages are dropped from the page cache first, and all along for a peer that reads it layer by layer.
 """
 
@@ -30,8 +30,8 @@ class Entrant(Enum):
     """`unshared` computes every context whole; `hf` and `hf_disk` are the harness' own model of transformers, in
     float32."""
 
-    millrace = "millrace, nvme"
-    unshared = "millrace, nvme, share_prefixes=off"
+    weightstream = "weightstream, nvme"
+    unshared = "weightstream, nvme, share_prefixes=off"
     hf = "lm-eval hf, in memory"
     hf_disk = "lm-eval hf, disk offload"
 
@@ -39,7 +39,7 @@ class Entrant(Enum):
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """The first `num_documents` of `task`, whose YAML lies in `tasks`. `weight_share`: of the checkpoint's bytes, that
-    host memory may be which Millrace plans with and the offloaded peer keeps weights in."""
+    host memory may be which Weightstream plans with and the offloaded peer keeps weights in."""
 
     entrant: str
     path: str
@@ -68,12 +68,12 @@ def measure(asked: Asked) -> Scores:
     torch.set_num_threads(asked.num_threads)
     forget_pages(Path(asked.path))
     with tempfile.TemporaryDirectory() as folder:
-        if Entrant(asked.entrant) in (Entrant.millrace, Entrant.unshared):
-            return _millrace(asked, Path(folder))
+        if Entrant(asked.entrant) in (Entrant.weightstream, Entrant.unshared):
+            return _weightstream(asked, Path(folder))
         return _hugging_face(asked, folder, is_offloaded=Entrant(asked.entrant) is Entrant.hf_disk)
 
 
-def _millrace(asked: Asked, folder: Path) -> Scores:
+def _weightstream(asked: Asked, folder: Path) -> Scores:
     """It goes the way of `jobs.evaluate`, with parts on disk."""
     from jobs.evaluating.harness import Answerer, HarnessModel
 

@@ -1,5 +1,5 @@
-"""A model that is larger than the machine's memory, in each form that `millrace pack` makes of it, beside what else can
-run it. Forms are made one after the other, measured and deleted, so that the disk holds the model and one of them.
+"""A model that is larger than the machine's memory, in each form that `weightstream pack` makes of it, beside what else
+can run it. Forms are made one after the other, measured and deleted, so that the disk holds the model and one of them.
 """
 
 import shutil
@@ -15,7 +15,7 @@ import torch
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime.config.settings import PolicyKind
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.units import format_bytes
 
@@ -48,22 +48,22 @@ class Entry:
 
 
 def run_larger(config: BenchConfig, say: Say, measure: Measure) -> Measured:
-    """Raises MillraceError where there is no room for the model, and where Millrace fails; a peer that fails is left
-    out, and the table says why."""
+    """Raises WeightstreamError where there is no room for the model, and where Weightstream fails; a peer that fails is
+    left out, and the table says why."""
     entries, refusals, wanted = list[Entry](), dict[str, str](), config.larger
     with _model(config, say) as folder:
         published = folder / Form.published.value
         for form in wanted.forms:
             with _form(published, form, say) as path:
                 task = _task(config, Contender.nvme, path)
-                results = _rounds(config, f"millrace, {form.value}", task, say, measure)
-                entries.append(Entry(f"millrace, {form.value}", _num_bytes(path), _loss(form), results))
+                results = _rounds(config, f"weightstream, {form.value}", task, say, measure)
+                entries.append(Entry(f"weightstream, {form.value}", _num_bytes(path), _loss(form), results))
         for peer in wanted.peers:
             try:
                 _require_room(published, _peer_share(published, peer), f"{peer.value}'s own copy")
                 with _own_copy(published, peer, keeps=wanted.directory is not None):
                     results = _rounds(config, peer.value, _task(config, peer, published), say, measure)
-            except MillraceError as error:
+            except WeightstreamError as error:
                 refusals[peer.value] = str(error)
                 say(f"{peer.value} is left out: {error}")
                 continue
@@ -162,7 +162,7 @@ def _require_room(published: Path, share: float | None, what: str) -> None:
 def _require_free(folder: Path, num_bytes: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
-        raise MillraceError(
+        raise WeightstreamError(
             f"{folder} has {format_bytes(free)} left and {what} takes {format_bytes(num_bytes)}: make room, set "
             "larger.directory to another disk, or fewer larger.num_layers"
         )

@@ -25,10 +25,10 @@ from runtime.trace import Trace
 from runtime.units import GIB, format_bytes
 
 from .contenders import Ours, Peer, Reading, Sweep
-from .millrace import generated, least_bytes, opened
 from .peers import hugging_face
 from .reading import read_layers, sweep
 from .task import Result, Task, forget_pages
+from .weightstream import generated, least_bytes, opened
 
 ALL = 1 << 30  # prompts of a file
 NOTHING = Result(seconds=0.0, prefill_seconds=0.0, rate=0.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[])
@@ -40,7 +40,7 @@ def measure(task: Task) -> Result:
     match task.entry:
         case Ours() as ours:
             with tempfile.TemporaryDirectory() as folder:
-                return _millrace(task, ours, folder)
+                return _weightstream(task, ours, folder)
         case Peer() as peer:
             return hugging_face.generate(peer, task)
         case Reading() as reading:
@@ -74,7 +74,7 @@ def _within_share(task: Task, offload: OffloadConfig, trace: Trace | None = None
     return opened(task, replace(offload, host_memory_gib=budget / GIB), trace)
 
 
-def _millrace(task: Task, ours: Ours, folder: str) -> Result:
+def _weightstream(task: Task, ours: Ours, folder: str) -> Result:
     """Measures generation; writing a trace counts too, though it happens between passes. What a search chooses is kept
     in `folder`: the next measurement searches anew."""
     trace = Trace() if ours.is_traced else None

@@ -1,6 +1,6 @@
-"""Few-shot prompts, which begin alike: Millrace from the disk in a share of the memory, with that computed once and by
-each prompt, beside vLLM's prefix cache in memory. Under one budget: how many rows share a read of the weights, and what
-was predicted of it.
+"""Few-shot prompts, which begin alike: Weightstream from the disk in a share of the memory, with that computed once and
+by each prompt, beside vLLM's prefix cache in memory. Under one budget: how many rows share a read of the weights, and
+what was predicted of it.
 """
 
 import json

@@ -85,8 +85,8 @@ def _attention_table(rounds: Rounds) -> str:
 
 
 def gpu_table(machine: Machine, measurements: Sequence[Measurement], device_memory_gib: float) -> str:
-    """A row for each variant, and one for each phase of Millrace's. Bytes over the link are counted by the streams; for
-    what a peer offloads, all weights in each forward."""
+    """A row for each variant, and one for each phase of Weightstream's. Bytes over the link are counted by the streams;
+    for what a peer offloads, all weights in each forward."""
     rounds: dict[str, list[Measurement]] = {}
     for each in measurements:
         if each.result is not None:
@@ -218,7 +218,7 @@ def restricted(machine: str, isa: Isa, contenders: Sequence[Contender]) -> str:
     """What a table that was measured under it begins with: the processor, and who is restricted by what."""
     peers = [entry for entry in map(CONTENDERS.__getitem__, contenders) if isinstance(entry, Peer)]
     told = dict.fromkeys(peer.isolation.restricted for peer in peers if peer.isolation and peer.isolation.restricted)
-    ways = ["Millrace by MILLRACE_ISA", "torch, oneDNN and MKL by their variables", *told]
+    ways = ["Weightstream by WEIGHTSTREAM_ISA", "torch, oneDNN and MKL by their variables", *told]
     return f"**{machine}, restricted to {isa.title}**: {', '.join(ways)}."
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from jobs.config.process import settled
 from runtime.cache_root import cache_root
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 from runtime.measure.machine_cache import cpu_flags
 
 from .contenders import Isolation, Peer
@@ -57,7 +57,7 @@ class Worker:
 
     def lines(self) -> Iterator[str]:
         """The answers as they come. The process ends with all that it has started, also where the iterator is left.
-        Raises MillraceError where it fails, with the error that it ended with, or passes its limit."""
+        Raises WeightstreamError where it fails, with the error that it ended with, or passes its limit."""
         command = [self.python, "-m", "benchmarks.worker", self.module, json.dumps(self.question)]
         environment = settled(os.environ) if self.environment is None else self.environment
         with (
@@ -82,19 +82,19 @@ class Worker:
             stderr.seek(0)
             complaints = stderr.read()
         if self.limit is not None and is_late.is_set():
-            raise MillraceError(f"{self.name} {self.limit.complaint}")
+            raise WeightstreamError(f"{self.name} {self.limit.complaint}")
         if process.returncode:
-            raise MillraceError(f"{self.name} {failure(process.returncode, complaints)}")
+            raise WeightstreamError(f"{self.name} {failure(process.returncode, complaints)}")
 
 
 def answer(module: str, question: Mapping[str, object]) -> dict[str, Any]:
-    """The last answer of `module` in a process of its own. Raises MillraceError where it fails."""
+    """The last answer of `module` in a process of its own. Raises WeightstreamError where it fails."""
     return json.loads(list(Worker(name=module, module=module, question=question).lines())[-1])
 
 
 def measured(task: Task) -> Result:
-    """Raises MillraceError where the process fails, with the error it ended with, or takes longer than its limit. What
-    Millrace says goes to stderr."""
+    """Raises WeightstreamError where the process fails, with the error it ended with, or takes longer than its limit.
+    What Weightstream says goes to stderr."""
     peer = task.entry if isinstance(task.entry, Peer) else None
     limit = None
     if task.limit_minutes is not None:
@@ -134,7 +134,7 @@ def _isolated(worker: Worker, task: Task, isolation: Isolation) -> Worker:
 
 def python_of(isolation: Isolation) -> Path:
     """The Python of its environment, which is made first where there is none; that can take minutes. Raises
-    MillraceError with what pip said."""
+    WeightstreamError with what pip said."""
     build = _build(isolation)
     parts = (sys.version, *isolation.requirements, *isolation.unwanted, *build.values())
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
@@ -166,7 +166,7 @@ def _pip(python: Path, isolation: Isolation, *arguments: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = " / ".join(done.stderr.strip().splitlines()[-3:])
-        raise MillraceError(f"{', '.join(isolation.requirements)} cannot be installed: {last}")
+        raise WeightstreamError(f"{', '.join(isolation.requirements)} cannot be installed: {last}")
 
 
 def _gguf_of(checkpoint: Path, kind: str) -> Path:

@@ -27,11 +27,11 @@ from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.units import MIB, round_up
 
-from .millrace import generated, requests_of
 from .report import table
 from .rows import NUMBERS_OF_ROWS, Rows, measured_rows
 from .runner import answer
 from .task import Result, forget_pages
+from .weightstream import generated, requests_of
 
 HEAD_DIM, LANE_SIZE, NUM_NEW_TOKENS = 64, 64, 9
 KV_BYTES = 2 * HEAD_DIM * 4  # of a position in a layer: one head of keys and one of values, in float32

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TypeVar
 
 from runtime.config.settings import Gather
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 from runtime.kernels.compiler import has_compiler
 
 from .blocks import block_rates, block_sizes, blocks_table, draw_blocks, needed_sequences
@@ -38,7 +38,7 @@ TRIED_PROMPTS, TRIED_NEW_TOKENS = 128, 8  # at most, to find a batch size
 def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = measured) -> Measured:
     """`say` is told how each measurement went. Before the first round budgets are checked and batch sizes searched: of
     speed and predictions, a contender that cannot run, or a peer that takes too long, is left out, and the table says
-    why. Raises MillraceError where none is left, and where Millrace fails later."""
+    why. Raises WeightstreamError where none is left, and where Weightstream fails later."""
     with restricted_to(config.isa):
         return _measured(config, paths, say, measure)
 
@@ -67,7 +67,7 @@ def _measured(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
     rounds: dict[Case, list[Result]] = {case: [] for case in tasks}
     refusals = _over_budget(tasks, say, measure)
     if len(refusals) == len(tasks):
-        raise MillraceError("no contender can run: " + "; ".join(refusals.values()))
+        raise WeightstreamError("no contender can run: " + "; ".join(refusals.values()))
     refusals |= _choose_batch_sizes(tasks, say, measure)
     for turn in range(config.rounds):
         left = {case: task for case, task in tasks.items() if case not in refusals}
@@ -91,13 +91,13 @@ def _policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
 
 
 def _over_budget(tasks: Mapping[Named, Task], say: Say, measure: Measure) -> dict[Named, str]:
-    """Why those of Millrace did not run whose plans do not fit. Nothing is measured."""
+    """Why those of Weightstream did not run whose plans do not fit. Nothing is measured."""
     refusals: dict[Named, str] = {}
     for name, task in tasks.items():
         if isinstance(task.entry, Ours):
             try:
                 measure(replace(task, is_check=True))
-            except MillraceError as error:
+            except WeightstreamError as error:
                 refusals[name] = str(error)
                 say(f"{name} is left out: {error}")
     return refusals
@@ -109,7 +109,7 @@ def _choose_batch_sizes(tasks: dict[Named, Task], say: Say, measure: Measure) ->
     for name, task in tasks.items():
         try:
             tasks[name] = with_batch_size(task, measure, say)
-        except MillraceError as error:
+        except WeightstreamError as error:
             refusals[name] = _refusal(task, error)
             say(f"{name}: {error}")
     return refusals
@@ -117,7 +117,7 @@ def _choose_batch_sizes(tasks: dict[Named, Task], say: Say, measure: Measure) ->
 
 def with_batch_size(task: Task, measure: Measure, say: Say) -> Task:
     """`task` as it is where its batch size is given or it has none; else with the size after which the rate falls, or
-    after which the peer fails. Raises MillraceError where it fails with the smallest."""
+    after which the peer fails. Raises WeightstreamError where it fails with the smallest."""
     entry = task.entry
     if task.batch_size is not None or not isinstance(entry, Peer) or not entry.batch_sizes:
         return task
@@ -130,7 +130,7 @@ def with_batch_size(task: Task, measure: Measure, say: Say) -> Task:
     for size in sizes:
         try:
             rate = measure(replace(part, batch_size=size)).rate
-        except MillraceError as error:
+        except WeightstreamError as error:
             if size == sizes[0]:
                 raise
             say(f"{task.contender} in batches of {size}: {error}")
@@ -236,7 +236,7 @@ def _measure_all(
     for name, task in tasks.items():
         try:
             result = measure(task)
-        except MillraceError as error:
+        except WeightstreamError as error:
             refusals[name] = _refusal(task, error)
             say(f"round {turn + 1} {name}: {error}")
             continue
@@ -245,8 +245,8 @@ def _measure_all(
     return refusals
 
 
-def _refusal(task: Task, error: MillraceError) -> str:
-    """Raises it where it is Millrace's own."""
+def _refusal(task: Task, error: WeightstreamError) -> str:
+    """Raises it where it is Weightstream's own."""
     if not isinstance(task.entry, Peer):
         raise error
     return str(error)

@@ -44,7 +44,7 @@ class Task:
     host_memory_gib: float | None = None
     limit_minutes: float | None = None
     prompts_file: str | None = None
-    is_check: bool = False  # of Millrace's budgets alone: nothing is measured
+    is_check: bool = False  # of Weightstream's budgets alone: nothing is measured
 
     @property
     def entry(self) -> Entry:
@@ -54,7 +54,7 @@ class Task:
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """`tokens` is empty for the contenders that only read; their `rate` is bytes per second. Predictions are
-    Millrace's."""
+    Weightstream's."""
 
     seconds: float
     prefill_seconds: float
@@ -66,19 +66,19 @@ class Result:
     predicted_prefill_seconds: float = 0.0
     predicted_decode_seconds: float = 0.0
     policy: str = ""  # that a search chose
-    num_passes: int = 0  # of Millrace
+    num_passes: int = 0  # of Weightstream
     batch_size: int | None = None  # of a peer that is told one
     peak_device_bytes: int = 0
     bytes_copied: int = 0  # to the device
     bytes_returned: int = 0  # from it
-    num_prompt_tokens: int = 0  # computed by Millrace
-    num_block_rows: int = 0  # most sequences of a block of Millrace's
+    num_prompt_tokens: int = 0  # computed by Weightstream
+    num_block_rows: int = 0  # most sequences of a block of Weightstream's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a suite has measured. `rounds` by what was measured; `peers`: which of it is not Millrace; `draw` publishes
-    a picture of its own. `is_interrupted`: there would have been more."""
+    """What a suite has measured. `rounds` by what was measured; `peers`: which of it is not Weightstream; `draw`
+    publishes a picture of its own. `is_interrupted`: there would have been more."""
 
     table: str
     rounds: Mapping[str, Sequence[Result]]

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TextIO
 
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 
-REFUSED = "error: "  # begins what a worker says last where Millrace refuses
+REFUSED = "error: "  # begins what a worker says last where Weightstream refuses
 
 
 def respond(arguments: Sequence[str], out: TextIO) -> None:
-    """Writes the answers of the module named first to the question second. Raises SystemExit where Millrace refuses,
-    with one error on stderr."""
+    """Writes the answers of the module named first to the question second. Raises SystemExit where Weightstream
+    refuses, with one error on stderr."""
     module, question = arguments
     try:
         for answer in import_module(module).answers(json.loads(question)):
             out.write(json.dumps(answer) + "\n")
             out.flush()
-    except MillraceError as error:
+    except WeightstreamError as error:
         sys.stderr.write(f"{REFUSED}{error}\n")
         sys.exit(error.exit_code)
 

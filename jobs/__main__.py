@@ -1,4 +1,4 @@
-"""millrace, which is also python -m jobs: `millrace JOB ...` is `python -m jobs.JOB ...`."""
+"""weightstream, which is also python -m jobs: `weightstream JOB ...` is `python -m jobs.JOB ...`."""
 
 import ast
 import re
@@ -10,11 +10,11 @@ from typing import NoReturn
 
 DOORS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.py")) if not path.stem.startswith("_")}
 COMMANDS = [*DOORS, "help", "completion"]
-USAGE = """usage: millrace JOB [key=value ...], and millrace JOB --help for what a job's settings are
+USAGE = """usage: weightstream JOB [key=value ...], and weightstream JOB --help for what a job's settings are
 
 {jobs}
-  help        what a job's settings mean, or those of a group: millrace help policy, millrace help plan sampling
-  completion  a script for TAB in bash, zsh or fish: source <(millrace completion bash)"""
+  help        what a job's settings mean, or those of a group: weightstream help policy, weightstream help plan sampling
+  completion  a script for TAB in bash, zsh or fish: source <(weightstream completion bash)"""
 
 
 def main() -> None:
@@ -37,13 +37,15 @@ def main() -> None:
         case ["--version", *_]:
             import runtime
 
-            print(f"millrace {runtime.__version__}")
+            print(f"weightstream {runtime.__version__}")
         case []:
             print(help_text(), file=sys.stderr)
             sys.exit(2)
         case [word, *_]:
             close = get_close_matches(word, COMMANDS, n=1)
-            refuse(f"unknown job {word!r}: {f'did you mean {close[0]}?' if close else 'millrace --help lists them'}")
+            refuse(
+                f"unknown job {word!r}: {f'did you mean {close[0]}?' if close else 'weightstream --help lists them'}"
+            )
 
 
 def help_text() -> str:

@@ -1,4 +1,4 @@
-"""python -m jobs.bench: Millrace beside its peers, its own predictions or other policies; rounds alternate, each
+"""python -m jobs.bench: Weightstream beside its peers, its own predictions or other policies; rounds alternate, each
 measurement in a process of its own. It needs a checkout of the source: `benchmarks` are not installed."""
 
 import os

@@ -35,7 +35,7 @@ def main(composed: Composed) -> None:
     try:
         from jobs.serving.server import serve
     except ImportError as error:
-        raise ConfigError(f"millrace serve needs the extra: pip install 'millrace[serve]' ({error})") from error
+        raise ConfigError(f"weightstream serve needs the extra: pip install 'weightstream[serve]' ({error})") from error
     model = composed_job.model
     serve(config, Path(config.output_root), [model.path or model.name])
 

@@ -1,4 +1,4 @@
-"""Millrace's engine as a library: `from runtime import Runtime, RuntimeConfig`. torch is loaded only when `Runtime`
+"""Weightstream's engine as a library: `from runtime import Runtime, RuntimeConfig`. torch is loaded only when `Runtime`
 is first used. Beside the rooms lie modules that several of them need and none owns.
 """
 
@@ -90,6 +90,6 @@ def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version("millrace")
+        return version("weightstream")
     except PackageNotFoundError:
         return "unknown"

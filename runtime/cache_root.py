@@ -32,7 +32,7 @@ def cache_root(configured: str | None = None) -> Path:
 def _users_own(base: str, home: str | None) -> Path:
     """`home` only tells one answer from another: `~` is by it."""
     try:
-        root = Path(base).expanduser() / "millrace"
+        root = Path(base).expanduser() / "weightstream"
     except RuntimeError:
         return _private_folder("no home directory is known")
     try:
@@ -46,10 +46,10 @@ def _private_folder(problem: str) -> Path:
     """A directory below the temporary one that this user alone can read and write: the same at each start, unless
     somebody else has taken its name. Kernels that are kept there are run: a directory of others is never used."""
     try:
-        folder = Path(tempfile.gettempdir()) / f"millrace-{os.geteuid()}"
+        folder = Path(tempfile.gettempdir()) / f"weightstream-{os.geteuid()}"
         with suppress(FileExistsError):
             folder.mkdir(mode=stat.S_IRWXU)
-        folder = folder if is_private(folder) else Path(tempfile.mkdtemp(prefix="millrace-"))
+        folder = folder if is_private(folder) else Path(tempfile.mkdtemp(prefix="weightstream-"))
     except OSError as error:
         raise ConfigError(f"{problem}, nor is there a temporary directory ({error}): set XDG_CACHE_HOME") from error
     log.warning("%s: what is kept between starts goes to %s; XDG_CACHE_HOME names another place", problem, folder)

@@ -1,6 +1,6 @@
 """Engines of data for real: each generates the rows of one table, which must be those of a plain call.
 
-By hand, in an environment that has the engine beside Millrace: `python -m tests.engines ray` (or `spark`, `daft`,
+By hand, in an environment that has the engine beside Weightstream: `python -m tests.engines ray` (or `spark`, `daft`,
 `datatrove`). `ray kill` ends an actor without a word and looks at what it had finished; `page ray` runs what
 docs/machines.md shows, as a script of its own.
 """

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
 from runtime.config.settings import MachineConfig, ModelConfig, PolicyKind, RuntimeConfig, Tier
-from runtime.errors import ConfigError, MillraceError
+from runtime.errors import ConfigError, WeightstreamError
 from runtime.probing.layer_lists import decoder_config
 from runtime.probing.meta import auto_class
 from runtime.sequences.sequence import Completion
@@ -61,7 +61,7 @@ def judge(name: str) -> Verdict:
         directory = Path(home) / "model"
         try:
             answered = _reference(name, directory)
-        except MillraceError as error:
+        except WeightstreamError as error:
             return Verdict(name=name, outcome=Outcome.refused, note=_one_line(error))
         except _NoConfig as error:
             why = Verdict(name=name, outcome=Outcome.no_config, note=_one_line(error))
@@ -74,7 +74,7 @@ def _tried(name: str, directory: Path, answered: Answers | None, otherwise: Verd
     try:
         runtime = _opened(name, directory)
         return otherwise if answered is None else _compare(name, runtime, answered)
-    except MillraceError as error:
+    except WeightstreamError as error:
         return Verdict(name=name, outcome=Outcome.refused, note=_one_line(error))
     except BaseException as error:
         note = f"{type(error).__name__} at {_place(error)}: {_one_line(error)}"
@@ -100,7 +100,7 @@ def _reference(name: str, directory: Path) -> Answers:
             with suppress(Silent):
                 return answers(_loaded(directory), vocab_size)
         raise Silent("says too little")
-    except MillraceError:
+    except WeightstreamError:
         raise
     except Exception as error:
         raise _NoConfig(f"{type(error).__name__} at {_place(error)}: {error}") from error

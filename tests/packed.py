@@ -56,7 +56,7 @@ def tensor_of(words_NK: Words) -> torch.Tensor:
 
 
 def write_packed(source: Path, directory: Path, rounding: Rounding | None) -> Path:
-    """The store of a checkpoint of one file; None: without loss. Needs no pyarrow, as `millrace pack` does."""
+    """The store of a checkpoint of one file; None: without loss. Needs no pyarrow, as `weightstream pack` does."""
     shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors"))
     name = "model.safetensors"
     pack_shard(source / name, directory / name, "", rounding=rounding, verify=True, progress=lambda num_bytes: None)

@@ -21,7 +21,7 @@ from tests.slurm_cluster import Cluster, running_cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES, NUM_ROWS, NUM_NEW_TOKENS, BLOCK_ROWS = (4, 2, 6), 360, 64, 2
-ENVIRONMENT = {"MILLRACE_WORKERS": "elastic", "MILLRACE_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {"WEIGHTSTREAM_WORKERS": "elastic", "WEIGHTSTREAM_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
 OPTIONS = ("--job-name=prompts", "--cpus-per-task=1", "--mem=1500M")
 
 

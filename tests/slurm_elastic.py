@@ -33,7 +33,7 @@ class Run:
         (folder / "outputs").mkdir()
 
     def submit(self, *words: str, script: str = "generate") -> str:
-        changes = {"MILLRACE_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "MILLRACE_WORKERS": "elastic"}
+        changes = {"WEIGHTSTREAM_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "WEIGHTSTREAM_WORKERS": "elastic"}
         options = [word for word in words if word.startswith("--")]
         settings = [word for word in words if word not in options]
         script = str(ROOT / "slurm" / f"{script}.sbatch")

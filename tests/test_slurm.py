@@ -56,19 +56,19 @@ def test_step_gets_the_settings_as_given_and_its_shard(slurm: FakeSlurm) -> None
 
 
 def test_elastic_workers_get_the_same_run_whatever_the_array(slurm: FakeSlurm) -> None:
-    assert slurm.run("model=gpt2", MILLRACE_WORKERS="elastic").returncode == 0
+    assert slurm.run("model=gpt2", WEIGHTSTREAM_WORKERS="elastic").returncode == 0
     assert slurm.calls("srun")[-2:] == ["model=gpt2", "workers=elastic"]
 
 
 def test_an_unknown_kind_of_workers_is_refused(slurm: FakeSlurm) -> None:
-    ended = slurm.run(MILLRACE_WORKERS="many")
+    ended = slurm.run(WEIGHTSTREAM_WORKERS="many")
     assert ended.returncode == 2
     assert "one or elastic, got many" in ended.stderr
     assert slurm.calls("srun") == []
 
 
 def test_one_shard_alone_keeps_the_number_of_shards(slurm: FakeSlurm) -> None:
-    slurm.run(SLURM_ARRAY_TASK_MAX="2", MILLRACE_SHARDS="8")
+    slurm.run(SLURM_ARRAY_TASK_MAX="2", WEIGHTSTREAM_SHARDS="8")
     assert slurm.calls("srun")[-1] == "shard.count=8"
 
 
@@ -79,7 +79,7 @@ def test_only_an_interrupted_task_is_requeued_and_only_itself(slurm: FakeSlurm, 
 
 
 def test_restarts_are_bounded(slurm: FakeSlurm) -> None:
-    ended = slurm.run(STEP_CODE="75", SLURM_RESTART_COUNT="5", MILLRACE_MAX_RESTARTS="5")
+    ended = slurm.run(STEP_CODE="75", SLURM_RESTART_COUNT="5", WEIGHTSTREAM_MAX_RESTARTS="5")
     assert ended.returncode == 75
     assert slurm.calls("scontrol") == []
     assert "not requeued again after 5 restarts" in ended.stderr

@@ -42,7 +42,7 @@ def folder(cluster: Cluster, tmp_path: Path) -> Path:
 
 
 def submit_array(cluster: Cluster, folder: Path, *options: str, **changes: str) -> str:
-    changes = {"MILLRACE_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **changes}
+    changes = {"WEIGHTSTREAM_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **changes}
     return cluster.submit(folder, *TASK, *options, SCRIPT, *SETTINGS, **changes)
 
 
@@ -75,7 +75,7 @@ def test_an_array_survives_preemption_and_cancelling_and_ends_with_every_row_onc
     assert not (shard(folder, 1) / "_SUCCESS.json").exists()
     cluster.wait(urgent, "COMPLETED", seconds=120)
 
-    again = submit_array(cluster, folder, "--array=1", MILLRACE_SHARDS="2")
+    again = submit_array(cluster, folder, "--array=1", WEIGHTSTREAM_SHARDS="2")
     counting = "--wrap=ls outputs/generate/night-*/_SUCCESS.json | wc -l > counted"
     after = cluster.submit(folder, f"--dependency=afterok:{array}_0:{again}_1", "--mem=100M", counting)
     for task in (f"{array}_0", f"{again}_1", after):
@@ -130,7 +130,7 @@ def submit_as_written(cluster: Cluster, folder: Path, command: str) -> str:
         command = command.replace(old, new, 1)
     if "generate.sbatch" in command:
         command = " ".join([command, *SETTINGS[2:]])
-    return cluster.ask("bash", "-c", command, folder=folder, MILLRACE_PYTHON=sys.executable, PYTHONPATH=str(ROOT))
+    return cluster.ask("bash", "-c", command, folder=folder, WEIGHTSTREAM_PYTHON=sys.executable, PYTHONPATH=str(ROOT))
 
 
 def test_a_task_at_its_time_limit_is_warned_and_requeues_itself(cluster: Cluster, folder: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_task_at_its_time_limit_is_warned_and_requeues_itself(cluster: Cluster
     paced = folder / "paced"
     paced.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.paced_job "$@"\n')
     paced.chmod(0o755)
-    changes = {"MILLRACE_PYTHON": str(paced)}
+    changes = {"WEIGHTSTREAM_PYTHON": str(paced)}
     array = submit_array(cluster, folder, "--array=0-0", "--time=1", "--signal=USR1@50", **changes)
     task = f"{array}_0"
     deadline = time.monotonic() + 240

@@ -169,7 +169,7 @@ def test_texts_name_only_what_is_there(path: Path) -> None:
     missing += [name for name in named if not (ROOT / name).exists()]
     modules = re.findall(r"python -m ((?:jobs|runtime)[\w.]*\w)", text)
     homes = [ROOT / name.replace(".", "/") for name in modules]
-    homes += [ROOT / "jobs" / job for job in re.findall(r"^ {4}(?:\$ )?millrace (\w+)", text, re.MULTILINE)]
+    homes += [ROOT / "jobs" / job for job in re.findall(r"^ {4}(?:\$ )?weightstream (\w+)", text, re.MULTILINE)]
     missing += [f"{at}" for at in homes if not (at.with_suffix(".py").exists() or (at / "__main__.py").exists())]
     assert missing == []
 
@@ -204,7 +204,7 @@ def test_a_promise_names_a_test_that_is_there(path: Path) -> None:
     assert [row for row in promises if "`tests/" not in row] == []
 
 
-@pytest.mark.parametrize("package", ["runtime", "jobs"])
+@pytest.mark.parametrize("package", ["runtime", "jobs", "weightstream"])
 def test_type_checkers_see_the_annotations_of_what_is_installed(package: str) -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
     assert "py.typed" in data[package]

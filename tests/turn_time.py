@@ -1,5 +1,5 @@
-"""What a lane's turn through a layer takes of Millrace's own Python in a pass that decodes, where all weights stay on
-the device: the real engine on the double.
+"""What a lane's turn through a layer takes of Weightstream's own Python in a pass that decodes, where all weights stay
+on the device: the real engine on the double.
 
     python -m tests.turn_time [families]
 

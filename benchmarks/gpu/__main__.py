@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from jobs.config.typed import build
-from runtime.errors import ConfigError, MillraceError, require
+from runtime.errors import ConfigError, WeightstreamError, require
 
 from .config import GpuConfig
 from .suite import run_gpu
@@ -73,7 +73,7 @@ def main() -> None:
     try:
         wanted = settings(sys.argv[1:])
         measured = run_gpu(wanted.gpu, wanted.prompt_tokens, wanted.rounds, _say)
-    except MillraceError as error:
+    except WeightstreamError as error:
         _say(f"error: {error}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

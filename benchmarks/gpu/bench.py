@@ -1,8 +1,8 @@
 """Measures one variant after the other in one process, over random weights in host memory.
 
-Host memory holds two copies of the weights and no third: accelerate's, pageable as its users have them, and Millrace's,
-pinned. torch keeps pinned memory that is freed, so only the first session pins; each draws its weights anew, which
-takes seconds and is not timed.
+Host memory holds two copies of the weights and no third: accelerate's, pageable as its users have them, and
+Weightstream's, pinned. torch keeps pinned memory that is freed, so only the first session pins; each draws its weights
+anew, which takes seconds and is not timed.
 """
 
 import logging
@@ -44,9 +44,9 @@ from runtime.stream.host_memory import available_bytes
 from runtime.units import GIB, format_bytes, gib_to_bytes
 
 from ..contenders import DEEPSPEED_VARIANT, HOST, VARIANTS, Ours, Variant
-from ..millrace import generated, requests_of
 from ..peers.hugging_face import DeviceModel, model_of, offloaded
 from ..task import forget_pages, prompts
+from ..weightstream import generated, requests_of
 from .config import MODELS
 from .device import limit, measure_link, reserved_peak_bytes, start_anew
 from .progress import Progress, ToldDevice
@@ -103,10 +103,10 @@ class GpuBench:
         )
 
     def measure(self, variant: Variant) -> Measurement:
-        """Raises what a peer raises, or MillraceError. Nobody gets more of the device than may be used."""
+        """Raises what a peer raises, or WeightstreamError. Nobody gets more of the device than may be used."""
         start_anew(self._device)
         limit(self._device, self._device_bytes)
-        measured = self._peer(variant) if variant.is_peer else self._millrace(variant)
+        measured = self._peer(variant) if variant.is_peer else self._weightstream(variant)
         assert measured.result is not None, "what raises nothing has a result"
         peak_bytes = reserved_peak_bytes(self._device)
         return replace(measured, result=replace(measured.result, peak_device_bytes=peak_bytes))
@@ -130,7 +130,7 @@ class GpuBench:
             forget_pages(self._disk_model.path)
         return self._disk_model
 
-    def _millrace(self, variant: Variant) -> Measurement:
+    def _weightstream(self, variant: Variant) -> Measurement:
         runtime = self._runtime(variant)
         requests = requests_of(runtime, self._prompts(variant))
         if variant.entry.tier is Tier.auto:

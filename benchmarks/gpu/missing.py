@@ -28,7 +28,7 @@ NEEDS = (
     Need(name="transformers", module="transformers"),
     Need(name="safetensors", module="safetensors"),
     Need(name="greenlet", module="greenlet"),
-    Need(name="numba", module="numba", cost="'millrace, attention=cpu' is left out, as torch operators would run"),
+    Need(name="numba", module="numba", cost="'weightstream, attention=cpu' is left out, as torch operators would run"),
     Need(name="accelerate", module="accelerate", cost="'accelerate cpu_offload' is left out"),
     Need(name="deepspeed", module="deepspeed", cost="'deepspeed ZeRO-Inference' is left out"),
 )
@@ -44,7 +44,7 @@ def complaints() -> Iterator[str]:
     wanted = _requirements()
     for need in NEEDS:
         if not is_installed(need.module):
-            yield f"{need.name} is not installed: {need.cost or 'nothing of Millrace runs'}. {WHEELS}"
+            yield f"{need.name} is not installed: {need.cost or 'nothing of Weightstream runs'}. {WHEELS}"
         elif (required := wanted.get(need.name)) and (found := _version(need.name)) not in required.specifier:
             yield f"{need.name} {found} is installed, pyproject.toml wants {required}: what follows was never tested"
 

@@ -51,7 +51,7 @@ Source = tuple[np.ndarray, int]  # bytes that are repeated without end, and wher
 class RandomInitWeights:
     """Random numbers for `tensors` of the outline that `weights` draws: the same bytes whenever and wherever they are
     asked for, and the same for a tensor of the same name in a model of fewer layers. `rounding`: by which those that
-    `millrace pack` rounds are stored."""
+    `weightstream pack` rounds are stored."""
 
     def __init__(self, weights: RandomWeights, tensors: Mapping[str, TensorSlice], rounding: Rounding | None = None):
         self._files: dict[str, list[TensorSlice]] = {}

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 
 from jobs.config.typed import build
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 
 from ..contenders import DEEPSPEED_VARIANT, VARIANTS
 from ..report import gpu_table
@@ -28,14 +28,14 @@ def run_gpu(
     gpu: GpuConfig, prompt_tokens: int, rounds: int, say: Callable[[str], object], work: Work | None = None
 ) -> Measured:
     """`say` is told what is missing, and how each measurement went. A worker that fails, runs out of time or is
-    interrupted ends nothing but itself: the table has what there is. Raises MillraceError where not even the machine
-    is known."""
+    interrupted ends nothing but itself: the table has what there is. Raises WeightstreamError where not even the
+    machine is known."""
     work, begun = work or lines_of, time.monotonic()
     end = begun + 60 * gpu.minutes
     for complaint in complaints():
         say(complaint)
     if names := vital():
-        raise MillraceError(f"suite=gpu: {', '.join(names)} not installed, see above: nothing can be measured")
+        raise WeightstreamError(f"suite=gpu: {', '.join(names)} not installed, see above: nothing can be measured")
     task = GpuTask(gpu=gpu, prompt_tokens=prompt_tokens, rounds=rounds, seconds=60 * gpu.minutes, begun=begun)
     say("starting the worker, which imports torch and transformers; its seconds are those since now")
     lines = work(task)
@@ -72,14 +72,14 @@ def _measurements(name: str, lines: Iterator[str], say: Callable[[str], object])
             result = measurement.result
             say(f"{measurement.variant}: " + (f"{result.seconds:.1f} s" if result else measurement.refusal))
             yield measurement
-    except MillraceError as error:
+    except WeightstreamError as error:
         yield Measurement(variant=name, refusal=str(error))
     except KeyboardInterrupt:
         yield INTERRUPTED
 
 
 def lines_of(task: GpuTask) -> Iterator[str]:
-    """The answers of the worker. Raises MillraceError where it fails or outlasts its time."""
+    """The answers of the worker. Raises WeightstreamError where it fails or outlasts its time."""
     grace = min(GRACE_SECONDS, GRACE_SHARE * task.seconds)
     complaint = f"was stopped {grace:.0f} s beyond its {task.seconds:.0f} s (gpu.minutes), in what it said last"
     limit = Limit(seconds=task.seconds + grace, complaint=complaint)

@@ -52,7 +52,7 @@ class PhaseTimes:
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One round of a variant. `refusal`: why there is no result; then layers and sequences are 0. `phases`: where it
-    is Millrace. `is_rounded`: its weights are other numbers than those of the others."""
+    is Weightstream. `is_rounded`: its weights are other numbers than those of the others."""
 
     variant: str
     num_layers: int = 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import runtime
-from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, MillraceError, OutputError
+from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, OutputError, WeightstreamError
 
 from .help import help_text
 from .mistakes import mistakes_logged, told
@@ -58,7 +58,7 @@ def _run(body: Callable[[C], int | None], config: C) -> int | None:
     try:
         with mistakes_logged():
             code = body(config) or 0
-    except MillraceError as error:
+    except WeightstreamError as error:
         code = error.exit_code
         report(error)
     assert code in _WORST_FIRST, f"exit code {code}"
@@ -90,7 +90,7 @@ def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     _exit_codes.set(codes)
     try:
         entry()
-    except MillraceError as error:
+    except WeightstreamError as error:
         report(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -121,7 +121,7 @@ def _answered(job: str, words: list[str], schema: type) -> int | None:
     """The exit code of a command that asks about the job, or that has an option no job has; None for one to run."""
     try:
         if "--version" in words:
-            say(f"millrace {runtime.__version__}")
+            say(f"weightstream {runtime.__version__}")
         elif {"--help", "-h"} & {*words}:
             say(help_text(job, words))
         elif (said := meant(words, schema)) is not None:

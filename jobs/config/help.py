@@ -1,5 +1,5 @@
 """What may be set of a job, as the files of `conf/` list it: keys, defaults, choices, and the comments that say what
-each means. Of this are made the help text (`millrace help policy`) and what a shell's TAB completes; composing the
+each means. Of this are made the help text (`weightstream help policy`) and what a shell's TAB completes; composing the
 settings, or importing what the jobs import, would take longer than a user waits for these.
 """
 

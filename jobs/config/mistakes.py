@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from runtime.errors import BudgetError, ConfigError, InternalError, Interrupted, MemoryShortage, MillraceError
+from runtime.errors import BudgetError, ConfigError, InternalError, Interrupted, MemoryShortage, WeightstreamError
 from runtime.out_of_memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -26,13 +26,13 @@ def mistakes_logged(path: Path | None = None) -> Iterator[None]:
     is appended to; None is a new file in the system's directory for such files."""
     try:
         yield
-    except MillraceError:
+    except WeightstreamError:
         raise
     except Exception as error:  # whatever it is: otherwise a bare traceback would reach the user
         raise told(error, path) from error
 
 
-def told(error: Exception, path: Path | None = None) -> MillraceError:
+def told(error: Exception, path: Path | None = None) -> WeightstreamError:
     """What a user is told of an exception that nobody foresaw."""
     if any(is_out_of_memory(each) for each in _chain(error)):
         kind = BudgetError if path is None else MemoryShortage  # a run that has begun may go on
@@ -53,12 +53,12 @@ def told(error: Exception, path: Path | None = None) -> MillraceError:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return ConfigError(f"{str(error.filename)[:60]!r} ... is longer than a path may be, which no file can have")
     return InternalError(
-        f"internal error, a mistake of Millrace's and none of yours: {type(error).__name__}: {_first_line(error)}; "
+        f"internal error, a mistake of Weightstream's and none of yours: {type(error).__name__}: {_first_line(error)}; "
         f"the traceback is in {_logged(error, path)}: please report it. The same command goes on from what is committed"
     )
 
 
-def _said_by_slurm(error: Exception) -> MillraceError | None:
+def _said_by_slurm(error: Exception) -> WeightstreamError | None:
     """What a launcher of a sweep met at Slurm; None for anything else. Its library is known by name: it is an extra."""
     sbatch = error.__cause__
     if isinstance(sbatch, subprocess.CalledProcessError) and Path(sbatch.cmd[0]).name == SBATCH:
@@ -112,7 +112,7 @@ def _append(text: str, path: Path) -> str:
 
 def _keep(text: str) -> str:
     with tempfile.NamedTemporaryFile(
-        "w", prefix="millrace-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
+        "w", prefix="weightstream-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
     ) as file:
         file.write(text)
         return file.name

@@ -489,7 +489,7 @@ def _require_path(model: ModelConfig) -> None:
     if model.name in BUILT_IN:
         require(
             model.path is None,
-            f"model={model.name} comes with Millrace and takes no model.path, got {model.path!r}: model=hf does",
+            f"model={model.name} comes with Weightstream and takes no model.path, got {model.path!r}: model=hf does",
         )
     else:
         require(bool(model.path), f"model.path is not set: model={model.name} needs a local directory or a hub id")

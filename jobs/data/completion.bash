@@ -1,5 +1,5 @@
-# millrace at TAB, for bash 4 or newer:  source <(millrace completion bash)
-_millrace() {
+# weightstream at TAB, for bash 4 or newer:  source <(weightstream completion bash)
+_weightstream() {
     local line=${COMP_LINE:0:COMP_POINT} words word
     read -ra words <<<"$line"
     [[ $line == *[[:space:]] ]] && words+=("")
@@ -9,4 +9,4 @@ _millrace() {
     [[ $word == *=* && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${word%%=*}="}")
     [[ ${COMPREPLY[0]-} == *[=.] ]] && compopt -o nospace
 }
-complete -o default -F _millrace millrace
+complete -o default -F _weightstream weightstream

@@ -1,5 +1,5 @@
-# millrace at TAB, for fish:  millrace completion fish | source
-function __millrace_answers
+# weightstream at TAB, for fish:  weightstream completion fish | source
+function __weightstream_answers
     set -l before (commandline -opc)
     set -l word (commandline -ct)
     set -l found ($before[1] completion answer $before[2..] "$word" 2>/dev/null)
@@ -10,4 +10,4 @@ function __millrace_answers
         printf "$key%s\n" (__fish_complete_path (string replace -- "$key" '' "$word"))
     end
 end
-complete -c millrace -f -a '(__millrace_answers)'
+complete -c weightstream -f -a '(__weightstream_answers)'

@@ -1,6 +1,6 @@
-#compdef millrace
-# millrace at TAB, for zsh:  source <(millrace completion zsh)
-_millrace() {
+#compdef weightstream
+# weightstream at TAB, for zsh:  source <(weightstream completion zsh)
+_weightstream() {
     local -a found
     found=(${(f)"$("${words[1]}" completion answer "${(@)words[2,CURRENT]}" 2>/dev/null)"})
     if (( $#found )); then
@@ -12,4 +12,4 @@ _millrace() {
     fi
 }
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
-compdef _millrace millrace
+compdef _weightstream weightstream

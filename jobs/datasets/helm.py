@@ -76,7 +76,7 @@ DEFAULTS: Mapping[str, Json] = {  # of HELM's `Request`, which leaves out what i
 }
 WITHOUT_EFFECT: Mapping[str, str] = {  # unless it is the default, and why
     "embedding": "asks for an embedding, and this run generates",
-    "echo_prompt": "asks for the scores of its prompt, and this run generates: millrace score scores texts",
+    "echo_prompt": "asks for the scores of its prompt, and this run generates: weightstream score scores texts",
     "presence_penalty": "cannot be honoured",
     "frequency_penalty": "cannot be honoured",
     "multimodal_prompt": "is more than text",

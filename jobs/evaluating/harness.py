@@ -24,7 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 from transformers import PreTrainedTokenizerBase
 
 from runtime.config.settings import SamplingOverrides
-from runtime.errors import ConfigError, EvaluationError, MillraceError, require
+from runtime.errors import ConfigError, EvaluationError, WeightstreamError, require
 from runtime.library.api import Runtime
 from runtime.model.loading import LoadedModel
 from runtime.requests.joining import join
@@ -334,7 +334,7 @@ def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Sta
             fewshot_random_seed=harness.fewshot_seed,
             confirm_run_unsafe_code=harness.confirm_run_unsafe_code,
         )
-    except MillraceError:
+    except WeightstreamError:
         raise
     except Exception as error:
         log.debug("the harness failed", exc_info=True)

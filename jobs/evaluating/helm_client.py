@@ -25,7 +25,7 @@ FATAL = ErrorFlags(is_retriable=False, is_fatal=True)
 
 
 class RunClient(Client):
-    """Answers what `millrace generate dataset=helm` has answered. `run` is its directory; shards are a pattern,
+    """Answers what `weightstream generate dataset=helm` has answered. `run` is its directory; shards are a pattern,
     `outputs/generate/mine-*`."""
 
     def __init__(self, run: str, **kwargs: object):

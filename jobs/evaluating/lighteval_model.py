@@ -1,5 +1,5 @@
 """A model for lighteval: `lighteval custom NAME lighteval_model.py TASKS`, over the library, since lighteval and Hydra
-need two versions of one package. Keywords of `Runtime` are in the environment, `MILLRACE="model=DIR offload=nvme"`.
+need two versions of one package. Keywords of `Runtime` are in the environment, `WEIGHTSTREAM="model=DIR offload=nvme"`.
 
 lighteval loads this file by its path, so it has no package to import from relatively.
 """
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from runtime import Prompt, Runtime
 from runtime.errors import ConfigError, EvaluationError
 
-VARIABLE = "MILLRACE"
+VARIABLE = "WEIGHTSTREAM"
 
 
 def settings(words: str) -> dict[str, object]:
@@ -41,7 +41,7 @@ class _NothingKept:
         pass
 
 
-class MillraceModel(LightevalModel):
+class WeightstreamModel(LightevalModel):
     """Prompts become tokens as lighteval's own model of transformers makes them: with the tokenizer's special tokens,
     and by the chat template where there is one, unless `chat_template=false` is among the words."""
 

@@ -1,5 +1,5 @@
-"""Files at paths that the user names: one that is there is replaced only if Millrace wrote it and nobody has changed it
-since. Which those are is kept in the user's cache: without it a file counts as somebody's own."""
+"""Files at paths that the user names: one that is there is replaced only if Weightstream wrote it and nobody has
+changed it since. Which those are is kept in the user's cache: without it a file counts as somebody's own."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from runtime.cache_root import cache_root
-from runtime.errors import ConfigError, DamagedRunError, MillraceError, OutputError
+from runtime.errors import ConfigError, DamagedRunError, OutputError, WeightstreamError
 
 from .publishing import LASTING_ERRNOS, publish, read_json, write_json
 
@@ -28,7 +28,7 @@ def publish_named(path: Path, write: Callable[[BinaryIO], None]) -> None:
         write_json(record, _state(path), exclusive=False)
 
 
-def cannot_write(path: Path, error: OSError) -> MillraceError:
+def cannot_write(path: Path, error: OSError) -> WeightstreamError:
     """What the user is told: what no waiting heals is refused."""
     kind = ConfigError if error.errno in LASTING_ERRNOS else OutputError
     return kind(f"{path} cannot be written: {error.strerror or error}; an older file is as it was")
@@ -48,8 +48,8 @@ def require_replaceable(paths: Iterable[Path], setting: str) -> None:
     for path in paths:
         if not is_replaceable(path):
             raise ConfigError(
-                f"{setting}: {path} is there, and was not written by Millrace or was changed since: it stays as it is. "
-                f"Remove it, or choose another {setting.partition('=')[0]}="
+                f"{setting}: {path} is there, and was not written by Weightstream or was changed since: it stays as it "
+                f"is. Remove it, or choose another {setting.partition('=')[0]}="
             )
 
 

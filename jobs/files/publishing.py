@@ -229,7 +229,7 @@ def read_json(path: Path) -> dict[str, JsonValue]:
     try:
         data, _ = read_regular(path, most_bytes=MOST_JSON_BYTES)
     except OddFileError as error:
-        raise DamagedRunError(f"{error}, where Millrace keeps a file of its own: move it away") from error
+        raise DamagedRunError(f"{error}, where Weightstream keeps a file of its own: move it away") from error
     return parse_json(data, path)
 
 
@@ -251,7 +251,7 @@ def parse_json(data: bytes, path: Path) -> dict[str, JsonValue]:
 def _damaged(path: Path, num_bytes: int, reason: str) -> DamagedRunError:
     what = "is empty" if num_bytes == 0 else f"({num_bytes} bytes) is not valid: {reason}"
     return DamagedRunError(
-        f"{path} {what}. Millrace never leaves such a file: look at the directory, "
+        f"{path} {what}. Weightstream never leaves such a file: look at the directory, "
         f"then move it away, or choose another one with run="
     )
 

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from .publishing import json_digest
 
-KEY = b"millrace.values"  # in the metadata of a table that is signed
+KEY = b"weightstream.values"  # in the metadata of a table that is signed
 Hashers = defaultdict[str, "hashlib._Hash"]
 
 

@@ -208,7 +208,7 @@ def _yes_or_no(metric: Metric) -> Score:
 def _rouge() -> Score:
     """F measures with stemming, as HELM computes them."""
     if find_spec("rouge_score") is None:
-        raise ConfigError("metric=rouge needs the extra: pip install 'millrace[eval]'")
+        raise ConfigError("metric=rouge needs the extra: pip install 'weightstream[eval]'")
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(ROUGES, use_stemmer=True)

@@ -17,7 +17,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "millrace",  # the same picture is the same file
+    "svg.hashsalt": "weightstream",  # the same picture is the same file
 }
 
 

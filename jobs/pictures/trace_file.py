@@ -24,7 +24,7 @@ from ..files.named import publish_named
 from ..files.publishing import read_regular, write_all
 
 MAX_TRACKS = 1000  # of a row: what tells the tracks of two rows apart
-RUN, PREDICTED = "Millrace", "Millrace, predicted"  # the processes that viewers show spans under
+RUN, PREDICTED = "Weightstream", "Weightstream, predicted"  # the processes that viewers show spans under
 PROCESSES = {RUN: 1, PREDICTED: 2}  # their numbers; files of different numbers can be put into one
 
 

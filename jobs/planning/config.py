@@ -52,7 +52,7 @@ class Sweep(Enum):
 
 
 class PackedFormat(Enum):
-    """How `millrace pack` would store the weights, by the `format` that it is given."""
+    """How `weightstream pack` would store the weights, by the `format` that it is given."""
 
     lossless = "lossless"
     int8 = "int8"

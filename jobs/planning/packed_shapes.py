@@ -1,5 +1,5 @@
-"""The sizes of a model as `millrace pack` would store it, as `model.quantize` has it read, or as others publish it, by
-the storage formats' own rules: no file is there."""
+"""The sizes of a model as `weightstream pack` would store it, as `model.quantize` has it read, or as others publish it,
+by the storage formats' own rules: no file is there."""
 
 import re
 from collections import Counter

@@ -264,7 +264,7 @@ class FoundRun:
         except PARQUET_PROBLEMS as error:
             raise DamagedRunError(f"{path} is damaged ({error}): the run's own command makes it again") from error
         footer = table.schema.metadata or {}
-        owner = {b"millrace.config": self.manifest.get("semantic_digest"), b"millrace.block": str(block)}
+        owner = {b"weightstream.config": self.manifest.get("semantic_digest"), b"weightstream.block": str(block)}
         if any(footer.get(key) != str(value).encode() for key, value in owner.items()):
             raise DamagedRunError(f"{path} belongs to another run or block: the run's own command moves it aside")
         return table

@@ -29,7 +29,7 @@ class RunManifest:
     """`semantic`: settings that can change the text, by dotted key, and digests of what they name. `facts`: what can
     change the output too and is said in files, as `config.json rms_norm_eps`. Both are equal on every resume.
 
-    `operational`: how the work is done; may change and is recorded in each throughput part. `versions`: of Millrace
+    `operational`: how the work is done; may change and is recorded in each throughput part. `versions`: of Weightstream
     and the libraries; a change is logged. `defaults`: of `semantic`; a key that a run was begun without had its default
     then. `sources`: where the values of a key, or of all that begin with its first word, lie now; for messages.
     """
@@ -73,7 +73,7 @@ class RunManifest:
         number = stored.get("format")
         if number != FORMAT:
             raise RunMismatchError(
-                f"{path} has format {json.dumps(number)}, this version of Millrace reads {FORMAT}. "
+                f"{path} has format {json.dumps(number)}, this version of Weightstream reads {FORMAT}. "
                 f"Finish the run with the version that began it, or choose another directory with run="
             )
         if not semantic or stored.get("semantic_digest") != json_digest({**semantic, **facts}):

@@ -39,7 +39,7 @@ from .stored_run import RunCopy
 from .success import recorded_parts, tell_of_remade, write_success
 
 LOG = logging.getLogger(__name__)
-NUM_STOPS = b"millrace.num_stops"  # in the footer of a part whose block went on inside
+NUM_STOPS = b"weightstream.num_stops"  # in the footer of a part whose block went on inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class PartStore:
             except PARQUET_PROBLEMS:  # what cannot be read is not asked
                 continue
             block = self._block_by_name.get(path.name)
-            ours = footer.get(b"millrace.config") == self.manifest.digest.encode()
+            ours = footer.get(b"weightstream.config") == self.manifest.digest.encode()
             if ours and (block is None or any(footer.get(key) != value for key, value in self._footer(block).items())):
                 others.append(path.name)
         if others:
@@ -220,7 +220,7 @@ class PartStore:
         keys = [list(request.key) for request in self.blocks[block]]
         owner = {"run": self.manifest.name, "config": self.manifest.digest}
         values = {**owner, "block": str(block), "rows": json_digest(keys)}
-        return {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
+        return {f"weightstream.{key}".encode(): value.encode() for key, value in values.items()}
 
     def _publish(self, path: Path, table: pa.Table, block: int, *, exclusive: bool) -> bool:
         signed = sign(table, {**(table.schema.metadata or {}), **self._footer(block)})

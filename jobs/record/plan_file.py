@@ -28,8 +28,8 @@ from ..files.publishing import (
 from ..files.row_digest import is_signed, require_intact, sign
 
 PlanStatus: TypeAlias = Literal["planned", "rejected"]
-CHUNK_TOKENS = b"millrace.prefill_chunk_tokens"  # in the footer of a plan
-BACKENDS = b"millrace.linear_backends"  # there too, with the host that they were chosen on
+CHUNK_TOKENS = b"weightstream.prefill_chunk_tokens"  # in the footer of a plan
+BACKENDS = b"weightstream.linear_backends"  # there too, with the host that they were chosen on
 Seat: TypeAlias = tuple[int, int, int]  # block, micro-batch, position
 Chosen: TypeAlias = tuple[Host, BackendTable]
 

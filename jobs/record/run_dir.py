@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.closing import Closing
-from runtime.errors import ConfigError, DamagedRunError, MillraceError, RunMismatchError
+from runtime.errors import ConfigError, DamagedRunError, RunMismatchError, WeightstreamError
 
 from ..files.locks import RunLock
 from ..files.publishing import LASTING_ERRNOS, JsonValue, fsync_directory, output_error, read_json, write_json
@@ -198,7 +198,7 @@ def _bound(run: RunDirectory, manifest: RunManifest, begun: Mapping[str, JsonVal
     return manifest.as_begun(stored, run.manifest)
 
 
-def unusable(run: RunDirectory, error: OSError) -> MillraceError:
+def unusable(run: RunDirectory, error: OSError) -> WeightstreamError:
     """What no retry can heal is refused (exit 2); what can pass, as a full disk, or a file system that was mounted
     read-only after the run had begun, is resumable (exit 75)."""
     was_writable = error.errno == errno.EROFS and run.manifest.exists()

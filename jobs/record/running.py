@@ -114,7 +114,7 @@ class RunningFile:
             "passes": canonical_json([vars(row) for row in running.passes]),
             "num_stops": str(running.num_stops),
         }
-        footer = {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
+        footer = {f"weightstream.{key}".encode(): value.encode() for key, value in values.items()}
         table = sign(pa.Table.from_pylist(rows, schema=RUNNING_SCHEMA), footer)
         try:
             return publish(
@@ -139,7 +139,7 @@ class RunningFile:
             return Running(unfinished={})
         try:
             return self._parse(data)
-        except (*PARQUET_PROBLEMS, TypeError) as error:  # TypeError: passes of another version of Millrace
+        except (*PARQUET_PROBLEMS, TypeError) as error:  # TypeError: passes of another version of Weightstream
             try:
                 set_aside(path, self.directory.quarantine, f"{error}; its requests begin again")
             except OSError as fault:
@@ -156,7 +156,7 @@ class RunningFile:
     def _parse(self, data: bytes) -> Running:
         table = parse_parquet(data)
         footer = table.schema.metadata or {}
-        values = {key.decode().removeprefix("millrace."): value.decode() for key, value in footer.items()}
+        values = {key.decode().removeprefix("weightstream."): value.decode() for key, value in footer.items()}
         wrong = [key for key, value in self._owner.items() if values.get(key) != value]
         if wrong:
             raise ValueError(f"it belongs to another run: {', '.join(wrong)} differ")

@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from runtime.config.texts import url_child
-from runtime.errors import DamagedRunError, MillraceError, RunInUseError, StorageError
+from runtime.errors import DamagedRunError, RunInUseError, StorageError, WeightstreamError
 from runtime.remote.object_store import ObjectStore, Patience, StoredFile, never
 from runtime.units import counted
 
@@ -143,7 +143,7 @@ class StoredRun(RunCopy):
         try:
             self._hasty.write(name, path.read_bytes())
             self._files[name] = StoredFile(num_bytes=0, tag="")
-        except (MillraceError, OSError) as error:
+        except (WeightstreamError, OSError) as error:
             log.warning("what is generated and not finished was saved here alone: %s", error)
 
     def drop(self, path: Path) -> None:
@@ -151,7 +151,7 @@ class StoredRun(RunCopy):
             return
         try:
             self._hasty.remove(self._name(path))
-        except MillraceError as error:
+        except WeightstreamError as error:
             log.warning("%s is of no more use and cannot be removed: %s", self._name(path), error)
 
     def _lacking(self, paths: Sequence[Path]) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Protocol
 from runtime.batching.balance import Block
 from runtime.engine.records import PassRecord
 from runtime.engine.session import ignore
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 from runtime.plan.cost.predict import Prediction
 from runtime.sequences.sequence import Completion, Request, Unfinished
 
@@ -150,7 +150,7 @@ class OpenBlocks:
                     self._parts.add(row)
                 self._unfinished.pop(i, None)
                 self.progress.finish_row(i, completion)
-        except MillraceError:
+        except WeightstreamError:
             self._save()
             raise
         self._commit_complete()

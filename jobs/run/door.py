@@ -16,7 +16,7 @@ Settings = TypeVar("Settings", bound=RunSettings)
 HOW_TO_READ_TURNS = """
 output: {folder}/turn-1/generations and so on, a run for each turn; as one file:
 
-    millrace export run={folder} out=answers.jsonl"""
+    weightstream export run={folder} out=answers.jsonl"""
 
 
 def run_door(

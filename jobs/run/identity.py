@@ -54,7 +54,7 @@ def manifest_of(config: RunSettings, runtime: Runtime, digests: InputDigests) ->
     return RunManifest(
         semantic={key: value for key, value in settings.items() if key not in PATHS} | came_to,
         operational=operational(config) | {key: value for key, value in settings.items() if key in PATHS},
-        versions={"millrace": __version__, **versions},
+        versions={"weightstream": __version__, **versions},
         facts={**model_facts(model), **digests.facts},
         defaults=semantic(type(config)()),
         sources={

@@ -381,7 +381,7 @@ def _page(request: Request, records: Sequence[Record], usual: int, most: int) ->
 
 
 def _model(name: str) -> Mapping[str, object]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "millrace"}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "weightstream"}
 
 
 def _metrics(store: BatchStore, *, is_alive: bool) -> Iterator[str]:
@@ -412,7 +412,7 @@ def _metrics(store: BatchStore, *, is_alive: bool) -> Iterator[str]:
         ("file_bytes", "Bytes of these files.", "purpose", sizes),
     ]
     for name, help, label, values in families:
-        yield f"# HELP millrace_{name} {help}\n# TYPE millrace_{name} gauge\n"
+        yield f"# HELP weightstream_{name} {help}\n# TYPE weightstream_{name} gauge\n"
         for value, number in values.items():
             labels = f'{{{label}="{value}"}}' if label else ""
-            yield f"millrace_{name}{labels} {number}\n"
+            yield f"weightstream_{name}{labels} {number}\n"

@@ -75,7 +75,7 @@ class ServeConfig:
         for setting in self.settings:
             key, sign, value = setting.lstrip("+~").partition("=")
             is_own = key.partition(".")[0] in OF_THE_SERVER and key not in ("dataset.limit", "dataset.max_row_bytes")
-            require(bool(sign), f"settings holds {setting!r}: each is key=value of millrace generate")
+            require(bool(sign), f"settings holds {setting!r}: each is key=value of weightstream generate")
             require(not is_own, f"settings holds {setting!r}, which the server sets for each batch")
             require(
                 key != "output_private" or value.lower() == "true",

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runtime.errors import ConfigError, DamagedRunError, MillraceError
+from runtime.errors import ConfigError, DamagedRunError, WeightstreamError
 from runtime.units import KIB
 
 from ..config.cli import quoted
@@ -120,7 +120,7 @@ class Keeper(threading.Thread):
         except Exception as error:
             if id == self._current and (self._process is None or self._process.poll() is not None):
                 self._current = self._process = None  # the next attempt finds on disk what it has come to
-            if isinstance(error, MillraceError) and error.exit_code != INTERRUPTED:
+            if isinstance(error, WeightstreamError) and error.exit_code != INTERRUPTED:
                 self._fail(id, str(error))
             else:
                 self._put_off(batch, _described(error))
@@ -296,6 +296,6 @@ def _last_error(path: Path, start: int) -> str | None:
 
 def _described(error: Exception) -> str:
     """The error, and where it came from if nobody foresaw it."""
-    if isinstance(error, OSError | MillraceError):
+    if isinstance(error, OSError | WeightstreamError):
         return str(error)
     return "".join(traceback.format_exception(error))

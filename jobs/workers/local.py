@@ -66,7 +66,7 @@ def _numbers(path: Path) -> list[int]:
 
 
 log = logging.getLogger(__name__)
-VARIABLE = "MILLRACE_WORKER"  # of the environment of such a worker: descriptor, number of sharers and leader's pid
+VARIABLE = "WEIGHTSTREAM_WORKER"  # of the environment of such a worker: descriptor, number of sharers and leader's pid
 FINISHED = (0, 3)
 WORST_FIRST = (InternalError.exit_code, 4, 2, Interrupted.exit_code)
 POLL_SECONDS = 0.1

@@ -137,7 +137,7 @@ class DType(Enum):
 
 
 class Quantize(Enum):
-    """How matrices are rounded while they are loaded: as `millrace pack` rounds them with that `format`."""
+    """How matrices are rounded while they are loaded: as `weightstream pack` rounds them with that `format`."""
 
     int8 = "int8"
     int4 = "int4"
@@ -233,7 +233,7 @@ class ModelConfig:
     def packing(self) -> str:
         """How to have once what `quantize` makes at each start."""
         name = self.quantize.value if self.quantize is not None else "int8"
-        return f"millrace pack model.path={self.path or 'DIR'} out=OUT format={name}, then model.path=OUT"
+        return f"weightstream pack model.path={self.path or 'DIR'} out=OUT format={name}, then model.path=OUT"
 
     @staticmethod
     def named(text: str) -> "ModelConfig":

@@ -29,7 +29,7 @@ from ..config.settings import (
     SelfCheck,
     Tier,
 )
-from ..errors import BudgetError, CheckpointError, ConfigError, MillraceError
+from ..errors import BudgetError, CheckpointError, ConfigError, WeightstreamError
 from ..model.excerpt import Excerpt, dense_bytes, fill, leave_unread, num_telling_layers
 from ..model.families import FAMILIES
 from ..model.head import slice_head
@@ -361,7 +361,7 @@ class _Check:
             return self._in_lanes(self._opened(excerpt), requests, sampler)
         except (BudgetError, MemoryError) as error:
             raise _CannotJudge(str(error).partition("\n")[0]) from error
-        except MillraceError:
+        except WeightstreamError:
             raise
         except Exception as error:  # whatever a class raises at what lanes hand it, since by itself it runs
             raise ConfigError(

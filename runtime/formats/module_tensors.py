@@ -1,6 +1,6 @@
 """How tensors of a checkpoint become weights: those that stand for the weight of one module in what others have
-quantised, and `X_FORMAT` beside its companion in a store that `millrace pack` wrote. What a config says of quantisation
-that is not done here is refused or named, never silently left out."""
+quantised, and `X_FORMAT` beside its companion in a store that `weightstream pack` wrote. What a config says of
+quantisation that is not done here is refused or named, never silently left out."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,7 +18,7 @@ MOST_SHOWN = 400  # characters of what a config says
 UNQUANTISED = "the unquantised checkpoint; most models have one"
 ZEROS, GROUPS = "zeros", "groups"  # roles: zero points, and the group of each column
 FLOATS = ("F16", "BF16", "F32")
-METHOD = "millrace"  # `quant_method` in the store's config.json
+METHOD = "weightstream"  # `quant_method` in the store's config.json
 RELATIVE_ERROR = "relative_rms_error"  # beside it: of all weights that were rounded
 Fit = Callable[[TensorSlice, TensorSlice], TensorSlice]  # bytes and companion -> the weight
 
@@ -181,7 +181,7 @@ def paired(
             raise CheckpointError(f"{tensor.file}: {name!r} lacks {name_of(weight, companion)!r} beside it")
         if quantization.get("quant_method") != METHOD:
             raise CheckpointError(
-                f"{tensor.file}: {name!r} is of a store that `millrace pack` wrote, but config.json lacks its "
+                f"{tensor.file}: {name!r} is of a store that `weightstream pack` wrote, but config.json lacks its "
                 "quantization_config: take the config.json that was written beside it"
             )
         result[weight] = fit(result.pop(name), beside)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-ISA = "MILLRACE_ISA"  # the environment variable that asks for less than the processor has, see compiled.py
+ISA = "WEIGHTSTREAM_ISA"  # the environment variable that asks for less than the processor has, see compiled.py
 PAIR_ROWS = 32  # of weights, which products take at once; what is left behind the last ones they leave to others
 GROUP_NUMBERS, GROUP_BYTES = 64, 96  # of packed weights: a sign and seven bits of each number, then a nibble of each
 WINDOW4, INT8, INT4, FLOAT8 = range(4)  # ways of packing: so, and codes with scales

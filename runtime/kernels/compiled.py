@@ -1,5 +1,5 @@
 """How kernels are compiled, and kept on disk: at their first call, for the types of their arguments, and for all that
-the processor has, or less where MILLRACE_ISA asks for it, as on a host that has no more. Results may differ in last
+the processor has, or less where WEIGHTSTREAM_ISA asks for it, as on a host that has no more. Results may differ in last
 bits between instruction sets, as between processors; numba's cache keeps each apart.
 
 numba takes what it has kept while it is of the same version and the file that a kernel stands in is as it was. A kernel
@@ -36,7 +36,7 @@ NEEDED = {"avx2": "avx2", "avx512": "avx512f", "amx": "amx-bf16"}
 
 @cache
 def features() -> dict[str, bool]:
-    """What kernels may use, by LLVM's names. Raises ConfigError where MILLRACE_ISA names nothing that is here."""
+    """What kernels may use, by LLVM's names. Raises ConfigError where WEIGHTSTREAM_ISA names nothing that is here."""
     found = cast(dict[str, bool], dict(binding.get_host_cpu_features()))
     wanted = os.environ.get(ISA)
     if wanted is None:

@@ -1,8 +1,9 @@
 """Rows that the vectors decode inside of a product: `kernels/packed.py` says in which ways.
 
-`CodedRows`: codes of eight or four bits times the scale of their row, or of their group of columns, as `millrace pack`
-rounds weights. int8: a byte each. FP8: E4M3, likewise. int4: CODE_RUN numbers are half as many bytes, the first half of
-them in the low half bytes, with 8 added to each. A scale is a bfloat16, so code times scale is exact in float32.
+`CodedRows`: codes of eight or four bits times the scale of their row, or of their group of columns, as `weightstream
+pack` rounds weights. int8: a byte each. FP8: E4M3, likewise. int4: CODE_RUN numbers are half as many bytes, the first
+half of them in the low half bytes, with 8 added to each. A scale is a bfloat16, so code times scale is exact in
+float32.
 
 `GroupedRows`: codes that others have published, in rows, where those of neighbouring columns lie side by side, or in
 columns, in words of 32 bits.

@@ -92,8 +92,8 @@ def this_host(device: str, num_threads: int) -> Host:
 
 
 def isa() -> str:
-    """The instruction set that kernels are made for: the one that MILLRACE_ISA names, or the widest that the CPU has;
-    empty where none of these is known."""
+    """The instruction set that kernels are made for: the one that WEIGHTSTREAM_ISA names, or the widest that the CPU
+    has; empty where none of these is known."""
     flags = cpu_flags()
     widest = next((name for name, flag in ISAS.items() if flag in flags), "")
     return os.environ.get(ISA) or widest

@@ -36,7 +36,7 @@ from ..probing.guards import chunk_of, layer_of
 from ..probing.layer_lists import decoder_config
 from ..stream.device import ComputeDevice
 
-NAME = "millrace_ragged"
+NAME = "weightstream_ragged"
 
 
 def ragged_attention(

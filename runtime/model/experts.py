@@ -20,7 +20,7 @@ from transformers.integrations.moe import ExpertsInterface
 from ..events import NeedExperts, need_tensor
 from .fused import FusedGate
 
-NAME = "millrace_sorted"
+NAME = "weightstream_sorted"
 
 Matrices = Mapping[str, torch.Tensor]  # of one expert, by the name of their stack
 

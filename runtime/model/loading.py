@@ -271,7 +271,7 @@ class _Hollow:
                 raise ConfigError(
                     f"model.quantize={name}: {conversion.targets[0]!r} lies in another layout than its class wants, "
                     "and is converted once into a file: "
-                    f"millrace pack out=OUT format={name} rounds it, then model.path=OUT"
+                    f"weightstream pack out=OUT format={name} rounds it, then model.path=OUT"
                 )
         if conversions:
             # Files that differ outside the sampled places are converted apart, where that is known.

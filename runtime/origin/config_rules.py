@@ -190,7 +190,7 @@ def _leaves(values: JsonObject, prefix: str) -> Iterator[tuple[str, str, JsonVal
 def vetted_directory(directory: Path) -> Iterator[Path]:
     """Raises CheckpointError naming file and key; what it yields is gone behind the `with`. A CheckpointError inside is
     made one about a broken tokenizer.json where there is such a file."""
-    with TemporaryDirectory(prefix="millrace-") as home:
+    with TemporaryDirectory(prefix="weightstream-") as home:
         view = Path(home)
         for file in directory.iterdir():
             if file.name in VETTED:

@@ -132,7 +132,7 @@ def load_gguf_tokenizer(path: Path, header: GgufHeader, place: str) -> PreTraine
     prompts would be other tokens."""
     cuts = _rule(path, header)
     given = {"add_bos_token": True} if cuts is not None and cuts.adds_bos and BOS in header.metadata else {}
-    with TemporaryDirectory(prefix="millrace-") as view, one_line(place):
+    with TemporaryDirectory(prefix="weightstream-") as view, one_line(place):
         (Path(view) / path.name).symlink_to(path.absolute())
         tokenizer = AutoTokenizer.from_pretrained(view, gguf_file=path.name, padding_side="left", **given)
         if cuts is not None:

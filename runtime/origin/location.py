@@ -160,7 +160,7 @@ def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConf
         close = get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise CheckpointError(f"{file}: transformers {__version__} has no model type {model_type!a:.60}{hint}")
-    with TemporaryDirectory(prefix="millrace-") as home:
+    with TemporaryDirectory(prefix="weightstream-") as home:
         (Path(home) / CONFIG).write_text(json.dumps(values), encoding="utf-8")
         with one_line(f"{path}: no usable config.json"):
             config = AutoConfig.from_pretrained(home)
@@ -170,7 +170,7 @@ def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConf
 
 def _read_gguf_config(path: Path) -> PreTrainedConfig:
     if find_spec("gguf") is None:
-        raise ConfigError(f"model.path={path} is a GGUF file, which needs the extra: pip install 'millrace[gguf]'")
+        raise ConfigError(f"model.path={path} is a GGUF file, which needs the extra: pip install 'weightstream[gguf]'")
     if find_spec(GGUF_READER) is None:
         raise ConfigError(
             f"model.path={path} is a GGUF file, which transformers {__version__} reads in a way of its own: install "

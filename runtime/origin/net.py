@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError, ConfigError, MillraceError
+from ..errors import CheckpointError, ConfigError, WeightstreamError
 from ..out_of_memory import is_out_of_memory
 from ..store.json_object import JsonObject
 from .config_rules import key_of
@@ -33,7 +33,7 @@ def one_line(place: str, settings: JsonObject | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except (MillraceError, *PASS_ON):
+    except (WeightstreamError, *PASS_ON):
         raise
     except BaseException as error:
         name = error.args[0] if isinstance(error, KeyError) and error.args else None
@@ -62,7 +62,7 @@ def class_refused(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except (MillraceError, MemoryError, OSError, AssertionError):  # the last are mistakes of ours
+    except (WeightstreamError, MemoryError, OSError, AssertionError):  # the last are mistakes of ours
         raise
     except Exception as error:
         frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]

@@ -22,7 +22,7 @@ from .hollow import UNKNOWING, Reached, with_values, without_values
 
 log = logging.getLogger(__name__)
 
-NAME = "millrace_probe"
+NAME = "weightstream_probe"
 NUM_TOKENS = 3
 FAR = 1 << 20  # positions, where a config knows no end
 COPIES = ((without_values, "meta"), (with_values, "cpu"), (partial(with_values, with_experts=True), "cpu"))

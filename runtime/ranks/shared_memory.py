@@ -56,7 +56,7 @@ class SharedMemory(Closing, Together):
             "devices.gather=memory: ranks are on several machines, or in several containers, and see no memory in "
             "common: set devices.gather=collective, or start all ranks on one node (srun --nodes=1)",
         )
-        descriptor = os.memfd_create("millrace-weights")
+        descriptor = os.memfd_create("weightstream-weights")
         os.ftruncate(descriptor, FILE_BYTES)
         return SharedMemory(ranks, descriptor)
 

@@ -18,7 +18,7 @@ from fcntl import LOCK_EX, LOCK_NB, flock
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ..errors import Interrupted, MillraceError, StorageError
+from ..errors import Interrupted, StorageError, WeightstreamError
 from ..units import MIB, counted, format_bytes
 from .object_store import ObjectStore, StoredFile
 
@@ -30,7 +30,7 @@ SECONDS_PER_LINE, SECONDS_PER_LOOK = 10.0, 0.5
 NAME = re.compile(r"[^/\\\0]+")
 
 
-def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], refused: type[MillraceError]) -> Path:
+def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], refused: type[WeightstreamError]) -> Path:
     """The file, or the directory of those files whose names `patterns` match, that lies at the store's URL, as a copy
     below `cache`. Hidden files and folders inside are passed over.
 
@@ -89,7 +89,7 @@ def _heed_stop(store: ObjectStore) -> None:
 
 
 def _copy(
-    store: ObjectStore, files: Mapping[str, StoredFile], targets: Mapping[str, Path], refused: type[MillraceError]
+    store: ObjectStore, files: Mapping[str, StoredFile], targets: Mapping[str, Path], refused: type[WeightstreamError]
 ) -> None:
     """One process' work on a copy, under its lock: what is not at its target yet is fetched."""
     left = {name: file for name, file in files.items() if not targets[name].exists()}
@@ -127,7 +127,7 @@ def _copy(
         partial.replace(targets[name])
 
 
-def _range(store: ObjectStore, name: str, file: StoredFile, begin: int, refused: type[MillraceError]) -> bytes:
+def _range(store: ObjectStore, name: str, file: StoredFile, begin: int, refused: type[WeightstreamError]) -> bytes:
     _heed_stop(store)
     end = min(begin + RANGE_BYTES, file.num_bytes)
     try:

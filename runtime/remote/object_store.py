@@ -16,7 +16,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from ..config.texts import require_plain_url, url_child
-from ..errors import ConfigError, Interrupted, MillraceError, StorageError
+from ..errors import ConfigError, Interrupted, StorageError, WeightstreamError
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Patience:
         while True:
             try:
                 return call()
-            except (MillraceError, FileExistsError, *lasting):
+            except (WeightstreamError, FileExistsError, *lasting):
                 raise
             except Exception as error:
                 left = until - time.monotonic()
@@ -104,7 +104,7 @@ class ObjectStore:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **options)
         except ImportError as error:
-            extra = f"'millrace[{EXTRAS[scheme]}]'" if scheme in EXTRAS else "what it names"
+            extra = f"'weightstream[{EXTRAS[scheme]}]'" if scheme in EXTRAS else "what it names"
             raise ConfigError(f"{key}={self.url} needs a library ({told(error)}): pip install {extra}") from error
         except ValueError as error:
             raise ConfigError(f"{key}={self.url} is of no scheme that fsspec knows: {told(error)}") from error

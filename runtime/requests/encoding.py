@@ -26,7 +26,11 @@ CALLS = {  # by what a checkpoint has: what it can be asked
     Head.masks: "Runtime.fill_masks or Runtime.embed",
     Head.none: "Runtime.embed",
 }
-OUTPUTS = {Head.classes: Readout.classes, Head.masks: Readout.masks, Head.none: Readout.embedding}  # of millrace encode
+OUTPUTS = {
+    Head.classes: Readout.classes,
+    Head.masks: Readout.masks,
+    Head.none: Readout.embedding,
+}  # of weightstream encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ def require_text(model: LoadedModel) -> None:
     output = OUTPUTS[model.head]
     raise ConfigError(
         f"model.path: {name} generates no text: in Python, ask {CALLS[model.head]}; "
-        f"for the rows of a data set, millrace encode encode.output={output.value}"
+        f"for the rows of a data set, weightstream encode encode.output={output.value}"
     )
 
 

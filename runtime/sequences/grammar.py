@@ -80,7 +80,7 @@ def _checked(key: str, value: str | tuple[str, ...]) -> str:
     try:
         from llguidance import LLMatcher
     except ImportError as error:
-        raise ConfigError(f"sampling.{key} needs llguidance: pip install 'millrace[structured]'") from error
+        raise ConfigError(f"sampling.{key} needs llguidance: pip install 'weightstream[structured]'") from error
     try:
         made = _grammar(LLMatcher, key, value)
         problem = LLMatcher.validate_grammar(made)

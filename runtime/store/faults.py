@@ -7,7 +7,7 @@ from collections.abc import Callable
 from os import PathLike
 from typing import TypeVar
 
-from ..errors import CheckpointError, MillraceError, StorageError
+from ..errors import CheckpointError, StorageError, WeightstreamError
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def passes(error: OSError) -> bool:
     return error.errno in PASSING_ERRNOS
 
 
-def read_fault(path: str | PathLike[str], what: str, error: OSError) -> MillraceError:
+def read_fault(path: str | PathLike[str], what: str, error: OSError) -> WeightstreamError:
     """What a user is told of `error`, met in `what`: a later start can help (75), or not (2)."""
     name = errno.errorcode.get(error.errno or 0, "no errno")
     message = f"{path}: {what} failed: {error.strerror or error} ({name}){open_files_hint(error)}"

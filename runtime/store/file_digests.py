@@ -29,7 +29,7 @@ BUFFER_BYTES = 8 << 20
 NUM_THREADS = 4
 PIECE_BYTES = 4 << 20
 NUM_SAMPLED = 8  # pieces that every start reads: 32 MiB at most
-METADATA = "millrace"  # in a header: what is said of the original, and the sums
+METADATA = "weightstream"  # in a header: what is said of the original, and the sums
 SETTLED_SECONDS = (
     2.0  # a file that was written just now may be written again within one tick of the file system's clock
 )
@@ -183,7 +183,8 @@ def told_of(path: Path) -> tuple[Mapping[str, object], int]:
         raise read_fault(path, "reading its header", error) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: no shard of a packed store, as `millrace pack` writes them, or damaged: pack the original anew"
+            f"{path}: no shard of a packed store, as `weightstream pack` writes them, or damaged: "
+            "pack the original anew"
         ) from error
 
 

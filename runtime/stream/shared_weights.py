@@ -35,7 +35,7 @@ MOST_PIECES = (TABLE_BYTES - COUNT.size) // PIECE.size
 
 def new_shared_memory() -> int:
     """The descriptor of such memory, without a piece; processes that inherit it share it. Raises OSError."""
-    descriptor = os.memfd_create("millrace-weights", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("weightstream-weights", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, TABLE_BYTES)
     return descriptor
 

@@ -88,7 +88,7 @@ def synthesize_checkpoint(
         tensors = _draw_all(weights, progress or (lambda done_bytes, total_bytes: None))
         num_bytes = write_checkpoint(directory, shards, tensors, alignment_bytes=alignment_bytes)
         marker = {
-            "note": "random weights, written by Millrace",
+            "note": "random weights, written by Weightstream",
             "recipe": _recipe_digest(meta_model.config.model_type, overrides, seed, dtype),
             "files": {path.name: path.stat().st_size for path in sorted(directory.glob("[!.]*"))},
         }
@@ -155,9 +155,9 @@ def _prepare(
 def random_checkpoint(cache: Path, seed: int = 0) -> Path:
     """The model that needs no files: a small Llama of random weights with a byte-level tokenizer, written once.
 
-    Returns its directory, which lies in `cache` and is named after seed and recipe, so that another version of Millrace
-    finds its own beside it. Concurrent callers all get the one that was published first. Raises CheckpointError when it
-    is damaged (nothing is ever deleted), OutputError when `cache` cannot be written.
+    Returns its directory, which lies in `cache` and is named after seed and recipe, so that another version of
+    Weightstream finds its own beside it. Concurrent callers all get the one that was published first. Raises
+    CheckpointError when it is damaged (nothing is ever deleted), OutputError when `cache` cannot be written.
     """
     digest = _recipe_digest("llama", _RANDOM_OVERRIDES, seed, torch.float32)
     directory = cache / f"seed-{seed}-{digest[:8]}"

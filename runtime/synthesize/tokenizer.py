@@ -118,7 +118,7 @@ def _open_sentencepiece(path: Path, key: str) -> "SentencePieceProcessor":
         from sentencepiece import SentencePieceProcessor  # an optional extra
     except ImportError as error:
         raise ConfigError(
-            f"{key}={path} is a SentencePiece model, which needs the extra: pip install 'millrace[sentencepiece]'"
+            f"{key}={path} is a SentencePiece model, which needs the extra: pip install 'weightstream[sentencepiece]'"
         ) from error
     try:
         return SentencePieceProcessor(model_file=str(path))

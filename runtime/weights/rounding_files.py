@@ -1,4 +1,5 @@
-"""Weights rounded while they are read: files that lie nowhere, which hold what `millrace pack` would write of a tensor.
+"""Weights rounded while they are read: files that lie nowhere, which hold what `weightstream pack` would write of a
+tensor.
 
 A matrix is rounded when the first of its bytes is asked for, and forgotten when the last of them was handed out: beside
 what stays, memory holds one rounded matrix for each that is being read.
@@ -74,7 +75,7 @@ class RoundedTensor:
             if piece is None:
                 raise CheckpointError(
                     f"{source.file}: {source.name!r} holds an infinity or no number, for which model.quantize="
-                    f"{self._rounding.name} has no code: leave it out; millrace pack leaves such a tensor as it is"
+                    f"{self._rounding.name} has no code: leave it out; weightstream pack leaves such a tensor as it is"
                 )
             codes.append(piece.codes_RB.numpy().reshape(-1))
             scales.append(piece.scales_RG.view(torch.uint8).numpy().reshape(-1))

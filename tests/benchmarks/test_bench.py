@@ -15,10 +15,10 @@ from benchmarks import reading
 from benchmarks.config import BenchConfig, task_of
 from benchmarks.contenders import CONTENDERS, Contender, Ours, Peer, Reading, Sweep
 from benchmarks.measure import measure
-from benchmarks.millrace import opened
 from benchmarks.report import speed_table
 from benchmarks.runner import failure
 from benchmarks.task import Result, Task, prompts
+from benchmarks.weightstream import opened
 from benchmarks.worker import respond
 from runtime.config.settings import DType, ModelConfig, OffloadConfig, Order
 from runtime.errors import ConfigError

@@ -8,7 +8,7 @@ from benchmarks.config import BenchConfig, task_of
 from benchmarks.contenders import Contender
 from benchmarks.suites import run_suite, with_batch_size
 from benchmarks.task import Result, Task
-from runtime.errors import ConfigError, MillraceError
+from runtime.errors import ConfigError, WeightstreamError
 
 
 def result(task: Task, rate: float) -> Result:
@@ -22,7 +22,7 @@ def measuring(rates: Mapping[int, float], asked: list[Task]) -> Callable[[Task],
     def measure(task: Task) -> Result:
         asked.append(task)
         if task.batch_size is not None and task.batch_size not in rates:
-            raise MillraceError("out of memory")
+            raise WeightstreamError("out of memory")
         return result(task, 1.0 if task.batch_size is None else rates[task.batch_size])
 
     return measure
@@ -76,7 +76,7 @@ def test_a_given_size_is_taken_as_it_is() -> None:
 
 
 def test_a_peer_that_fails_with_the_smallest_size_fails() -> None:
-    with pytest.raises(MillraceError, match="out of memory"):
+    with pytest.raises(WeightstreamError, match="out of memory"):
         chosen(BenchConfig(num_prompts=64), Contender.transformers, {}, [])
 
 
@@ -88,7 +88,7 @@ def test_the_search_is_made_once_and_the_table_names_its_outcome() -> None:
 
     def measure(task: Task) -> Result:
         if task.contender == "accelerate_disk":
-            raise MillraceError("no space")
+            raise WeightstreamError("no space")
         return measuring(rates, asked)(task)
 
     found = run_suite(config, ["somewhere"], lambda line: None, measure)

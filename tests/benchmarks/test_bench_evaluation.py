@@ -14,11 +14,11 @@ from benchmarks.config import BenchConfig, Suite
 from benchmarks.evaluation import BATCH_SIZES, TASK, run_evaluation, write_task
 from benchmarks.harness_scores import Asked, Entrant, Scores, measure
 from benchmarks.task import Result
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 from runtime.units import MIB
 from tests.support import synthesize
 
-SECONDS_PER_REQUEST = {Entrant.millrace: 1.0, Entrant.unshared: 1.5, Entrant.hf: 2.0, Entrant.hf_disk: 4.0}
+SECONDS_PER_REQUEST = {Entrant.weightstream: 1.0, Entrant.unshared: 1.5, Entrant.hf: 2.0, Entrant.hf_disk: 4.0}
 BEST = {Entrant.hf: 4, Entrant.hf_disk: 32}
 
 
@@ -48,7 +48,7 @@ def test_peers_get_their_best_batch_and_as_many_requests_as_their_minutes_hold(m
     found = run_evaluation(config(model), lambda line: None, lambda each: (asked.append(each), double(each))[1])
     rounds = [(Entrant(each.entrant), each.num_documents, each.batch_size) for each in asked[-8:]]
     expected = [
-        (Entrant.millrace, 20, None),
+        (Entrant.weightstream, 20, None),
         (Entrant.unshared, 7, None),
         (Entrant.hf, 7, 4),
         (Entrant.hf_disk, 8, 32),
@@ -62,9 +62,9 @@ def test_peers_get_their_best_batch_and_as_many_requests_as_their_minutes_hold(m
 
 def test_scores_that_differ_end_the_measurement(model: Path) -> None:
     def differing(asked: Asked) -> Scores:
-        return double(asked, off=0.01 if Entrant(asked.entrant) is Entrant.millrace else 0.0)
+        return double(asked, off=0.01 if Entrant(asked.entrant) is Entrant.weightstream else 0.0)
 
-    with pytest.raises(MillraceError, match=r"millrace, nvme: log-probabilities are up to 0\.01 from"):
+    with pytest.raises(WeightstreamError, match=r"weightstream, nvme: log-probabilities are up to 0\.01 from"):
         run_evaluation(config(model), lambda line: None, differing)
 
 
@@ -74,7 +74,7 @@ def test_answers_that_are_right_to_one_alone_end_it_too(model: Path) -> None:
         is_right = Entrant(asked.entrant) is not Entrant.hf_disk
         return replace(scores, is_right=[is_right] * len(scores.is_right))
 
-    with pytest.raises(MillraceError, match="disk offload: log-probabilities are up to inf"):
+    with pytest.raises(WeightstreamError, match="disk offload: log-probabilities are up to inf"):
         run_evaluation(config(model), lambda line: None, wrong)
 
 

@@ -143,6 +143,6 @@ def test_products_of_other_sizes_are_multiples_of_what_shares_a_factor() -> None
         ProductsConfig(rows=[])
 
 
-def test_only_millrace_has_a_floor() -> None:
+def test_only_weightstream_has_a_floor() -> None:
     with pytest.raises(ConfigError, match="suite=floor"):
         BenchConfig(suite=Suite.floor, contenders=[Contender.transformers])

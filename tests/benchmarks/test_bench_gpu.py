@@ -27,7 +27,7 @@ from benchmarks.peers.hugging_face import generate_batch, model_of, offloaded
 from benchmarks.task import Result
 from runtime import ModelConfig, RuntimeConfig
 from runtime.config.settings import DType
-from runtime.errors import ConfigError, MillraceError
+from runtime.errors import ConfigError, WeightstreamError
 from runtime.measure.bandwidth import LINK_IN
 from runtime.plan.shape.extents import SlotLayout, slot_layout
 from runtime.plan.shape.shapes import TensorSlice
@@ -83,12 +83,14 @@ def test_every_way_is_measured_and_bytes_over_the_link_are_counted(model: str) -
             assert bool(result.bytes_read) == variant.is_on_disk
         assert bool(found[variant.name].phases) == (not variant.is_peer)
     results = {name: each.result for name, each in found.items() if each.result is not None}
-    assert results["millrace, kv=cpu"].bytes_returned > results["millrace"].bytes_returned == 0
-    assert 0.25 < results["millrace, int4 store"].bytes_copied / (3 * machine.weight_bytes) < 0.35, "of three passes"
-    assert 0 < results["millrace, offload=auto"].bytes_read < results["millrace, offload=nvme"].bytes_read
-    assert {each.phase for each in found["millrace"].phases} == {"prefill", "decode"}
-    assert {each.num_passes for each in found["millrace"].phases} == {1, 2}
-    assert {each.phase for each in found["millrace, admission=continuous"].phases} >= {"mixed"}
+    assert results["weightstream, kv=cpu"].bytes_returned > results["weightstream"].bytes_returned == 0
+    assert 0.25 < results["weightstream, int4 store"].bytes_copied / (3 * machine.weight_bytes) < 0.35, (
+        "of three passes"
+    )
+    assert 0 < results["weightstream, offload=auto"].bytes_read < results["weightstream, offload=nvme"].bytes_read
+    assert {each.phase for each in found["weightstream"].phases} == {"prefill", "decode"}
+    assert {each.num_passes for each in found["weightstream"].phases} == {1, 2}
+    assert {each.phase for each in found["weightstream, admission=continuous"].phases} >= {"mixed"}
 
 
 def test_a_block_is_one_lane_where_all_weights_lie_in_the_device(tmp_path: Path) -> None:
@@ -282,13 +284,13 @@ def test_the_table_says_rates_ratios_and_the_share_of_the_link() -> None:
     def work(task: GpuTask) -> Iterator[str]:
         yield json.dumps(asdict(machine))
         yield from (json.dumps(asdict(each)) for each in found)
-        raise MillraceError("the machine is gone")
+        raise WeightstreamError("the machine is gone")
 
     said: list[str] = []
     done = run_gpu(GPU, 20, 3, said.append, work)
     times = "0.50 s | 1.50 s | 1 GiB"
     assert len(said) == 2 + len(VARIANTS) + len(list(complaints()))
-    assert f"| millrace | 4 | 1 | 30.0 (30.0-30.0) | 3.00 | {times} | 44.7 GiB | 48% | 1 of 1 |" in done.table
+    assert f"| weightstream | 4 | 1 | 30.0 (30.0-30.0) | 3.00 | {times} | 44.7 GiB | 48% | 1 of 1 |" in done.table
     assert f"| transformers in the device | 2 | 1 | 10.0 (10.0-10.0) | 1.00 | {times} | - | - | 0 of 1 |" in done.table
     assert "the worker cannot run here: the machine is gone" in done.table
     assert done.rounds.keys() == {variant.name for variant in VARIANTS}
@@ -297,13 +299,15 @@ def test_the_table_says_rates_ratios_and_the_share_of_the_link() -> None:
 def test_a_worker_says_what_it_begins_with_its_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "VARIANTS", [each for each in VARIANTS if each.name in ("millrace", "millrace, kv=cpu")])
+    monkeypatch.setattr(
+        bench, "VARIANTS", [each for each in VARIANTS if each.name in ("weightstream", "weightstream, kv=cpu")]
+    )
     monkeypatch.setattr(progress, "MUCH_BYTES", 1)
     list(found_by(TASK, FakeDevice()))
     said = capsys.readouterr().err.splitlines()
     assert all(re.match(r" *\d+\.\d s  \S", line) for line in said), said
     steps = [line.split(" s  ", 1)[1] for line in said]
-    own = steps[steps.index("millrace, round 1") : steps.index("millrace, kv=cpu, round 1")]
+    own = steps[steps.index("weightstream, round 1") : steps.index("weightstream, kv=cpu, round 1")]
     for wanted in ("kernels", "planning", "synthesising", "a first pass", "passes that count"):
         assert any(step.startswith(wanted) for step in own), (wanted, own)
 
@@ -355,14 +359,14 @@ def test_an_interrupted_command_has_a_table_and_goes_no_further(monkeypatch: pyt
     done = run_gpu(GPU, 20, 1, lambda line: None, work)
     assert done.is_interrupted
     assert begun == [False]
-    assert "| millrace | 4 | 1 | 30.0" in done.table
+    assert "| weightstream | 4 | 1 | 30.0" in done.table
     assert "the command was interrupted" in done.table
 
 
 def test_a_worker_whose_time_is_up_before_it_measured_has_a_table_that_says_so() -> None:
     def work(task: GpuTask) -> Iterator[str]:
         yield json.dumps(asdict(Machine(device="gpu", link={}, num_layers=4, weight_bytes=GIB)))
-        raise MillraceError("the worker was stopped")
+        raise WeightstreamError("the worker was stopped")
 
     done = run_gpu(GPU, 20, 1, lambda line: None, work)
     assert done.table.startswith("gpu, of whose memory")
@@ -390,7 +394,7 @@ def test_no_way_may_take_more_of_the_device_than_another(monkeypatch: pytest.Mon
         return Measurement(variant=variant.name, num_layers=3, result=RESULT)
 
     monkeypatch.setattr(bench, "limit", lambda device, num_bytes: caps.append(num_bytes))
-    for name in ("_millrace", "_peer"):
+    for name in ("_weightstream", "_peer"):
         monkeypatch.setattr(GpuBench, name, measured)
     list(found_by(replace(TASK, gpu=replace(GPU, num_layers=2)), ComputeDevice("cpu")))
     assert caps == len(VARIANTS) * [int(GPU.device_memory_gib * GIB)]
@@ -404,16 +408,16 @@ def test_a_way_that_would_measure_something_else_is_left_out_and_says_what_it_la
 
     monkeypatch.setattr(GpuBench, "measure", measure)
     monkeypatch.setattr(contenders, "find_spec", lambda name: None if name == "numba" else name)
-    assert [line for line in complaints() if line.startswith("numba is not installed: 'millrace, attention=cpu'")]
+    assert [line for line in complaints() if line.startswith("numba is not installed: 'weightstream, attention=cpu'")]
     _, *found = found_by(TASK, ComputeDevice("cpu"))
     refused = {each.variant: each.refusal for each in found if isinstance(each, Measurement) and each.refusal}
-    assert refused == {"millrace, attention=cpu": "numba is not installed"}
+    assert refused == {"weightstream, attention=cpu": "numba is not installed"}
 
 
-def test_without_what_millrace_cannot_do_without_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_what_weightstream_cannot_do_without_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "find_spec", lambda name: None if name == "greenlet" else name)
     said: list[str] = []
-    with pytest.raises(MillraceError, match="greenlet not installed"):
+    with pytest.raises(WeightstreamError, match="greenlet not installed"):
         run_gpu(GPU, 20, 1, said.append, lambda task: pytest.fail("a worker was started"))
     assert any(line.startswith("greenlet is not installed") and "first-gpu-run.md" in line for line in said)
 
@@ -450,7 +454,7 @@ def test_where_a_plain_image_lacks_modules_and_an_accelerator_the_worker_runs_an
     """`sitecustomize` is what a Python imports first."""
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    with pytest.raises(MillraceError, match="exit code 2"):
+    with pytest.raises(WeightstreamError, match="exit code 2"):
         run_gpu(replace(GPU, device="cuda"), 20, 1, print)
     said = capfd.readouterr().err
     assert "gpu.device=cuda" in said

@@ -184,7 +184,7 @@ def test_a_table_begins_with_who_is_restricted_by_what() -> None:
         Isa.avx2,
         [Contender.nvme, Contender.vllm, Contender.llama_cpp_f16, Contender.llama_cpp_q8_0],
     )
-    assert told.startswith("**a processor, 2 cores, restricted to AVX2**: Millrace by MILLRACE_ISA, ")
+    assert told.startswith("**a processor, 2 cores, restricted to AVX2**: Weightstream by WEIGHTSTREAM_ISA, ")
     assert told.count("llama.cpp by a build of its own") == 1
     assert "vLLM by its library for it" in told
     assert "but not DeepSpeed's" in restricted("", Isa.avx2, [Contender.deepspeed_cpu])

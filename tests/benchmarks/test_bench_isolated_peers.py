@@ -20,7 +20,7 @@ from benchmarks.measure import measure
 from benchmarks.runner import measured
 from benchmarks.task import Result, Task
 from runtime.config.settings import ModelConfig
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 from runtime.origin.location import find_checkpoint
 from runtime.units import MIB
 
@@ -71,19 +71,19 @@ def test_an_isolated_peer_gets_the_task_its_threads_and_libraries_and_answers_in
 def test_an_isolated_peer_that_fails_says_its_error_and_not_what_it_said_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(MillraceError, match=r"vllm ended with exit code 1: \[rank0\]: OSError: no such kernel$"):
+    with pytest.raises(WeightstreamError, match=r"vllm ended with exit code 1: \[rank0\]: OSError: no such kernel$"):
         asked_of(FAILING, tmp_path, monkeypatch)
 
 
 def test_an_isolated_peer_that_a_signal_ends_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MillraceError, match="vllm was ended by SIGABRT"):
+    with pytest.raises(WeightstreamError, match="vllm was ended by SIGABRT"):
         asked_of("import os; os.abort()", tmp_path, monkeypatch)
 
 
 def test_an_isolated_peer_past_its_limit_ends_with_all_that_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(MillraceError, match=r"vllm took longer than peer_minutes=0\.05"):
+    with pytest.raises(WeightstreamError, match=r"vllm took longer than peer_minutes=0\.05"):
         asked_of(HANGING, tmp_path, monkeypatch, replace(TASK, limit_minutes=0.05))
     child = int((tmp_path / "fake_peer.pid").read_text())
     assert is_gone(child)

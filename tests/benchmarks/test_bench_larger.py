@@ -12,7 +12,7 @@ from benchmarks.measure import measure
 from benchmarks.runner import gguf_path
 from benchmarks.suites import run_suite
 from benchmarks.task import Result, Task
-from runtime.errors import ConfigError, MillraceError
+from runtime.errors import ConfigError, WeightstreamError
 
 SMALL = {
     "vocab_size": 640, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
@@ -69,13 +69,13 @@ def test_a_named_directory_keeps_the_model_and_forms_that_were_there(tmp_path: P
 def test_a_disk_without_room_is_refused_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=12 << 20)
     monkeypatch.setattr(larger_than_memory.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(MillraceError, match=r"has 12 MiB left and the model takes 5.89 GiB: .*larger.num_layers"):
+    with pytest.raises(WeightstreamError, match=r"has 12 MiB left and the model takes 5.89 GiB: .*larger.num_layers"):
         run_suite(config(tmp_path, architecture={}), [], lambda _: None, result)
     peers = [Contender.llama_cpp_mmap_q8_0]
 
     def failing(task: Task) -> Result:
         if task.contender in {peer.value for peer in peers}:
-            raise MillraceError("it cannot run")
+            raise WeightstreamError("it cannot run")
         return result(task)
 
     done = run_suite(config(tmp_path, forms=[Form.published], peers=peers), [], lambda _: None, failing)
@@ -93,7 +93,7 @@ def test_a_peers_own_copy_that_is_there_needs_no_more_room(tmp_path: Path, monke
 
     def failing(task: Task) -> Result:
         if task.contender == peer.value:
-            raise MillraceError("it cannot run")
+            raise WeightstreamError("it cannot run")
         return result(task)
 
     assert "it cannot run" in said_of_the_peer(1 << 40)

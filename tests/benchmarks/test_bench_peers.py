@@ -20,7 +20,7 @@ from benchmarks.peers.gguf_export import export_gguf
 from benchmarks.runner import python_of
 from benchmarks.suites import run_suite
 from benchmarks.task import Result, Task
-from runtime.errors import ConfigError, MillraceError
+from runtime.errors import ConfigError, WeightstreamError
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 
 gguf = pytest.importorskip("gguf")
@@ -105,7 +105,7 @@ def python_of_ours(folder: Path, **_: object) -> None:
 def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(runner.venv, "create", python_of_ours)
-    with pytest.raises(MillraceError, match=r"nowhere\.whl cannot be installed: "):
+    with pytest.raises(WeightstreamError, match=r"nowhere\.whl cannot be installed: "):
         python_of(Isolation(name="x", module="x", requirements=("/nowhere.whl",)))
 
 
@@ -128,7 +128,7 @@ def test_a_peer_that_cannot_run_is_named_and_stops_nobody() -> None:
     def measure(task: Task) -> Result:
         calls.append(task.contender + " checked" * task.is_check)
         if task.contender == "llama_cpp_f16":
-            raise MillraceError("no compiler")
+            raise WeightstreamError("no compiler")
         return Result(
             seconds=2.0, prefill_seconds=1.0, rate=1.0, peak_bytes=2, baseline_bytes=1, bytes_read=0, tokens=[[1]]
         )
@@ -148,7 +148,7 @@ def test_a_contender_whose_plan_does_not_fit_is_named_before_anything_is_measure
         calls.append(task.contender + " checked" * task.is_check)
         if task.contender == "none":
             assert task.is_check
-            raise MillraceError("contender none cannot run: 9 GiB > 8 GiB")
+            raise WeightstreamError("contender none cannot run: 9 GiB > 8 GiB")
         return Result(
             seconds=2.0, prefill_seconds=1.0, rate=1.0, peak_bytes=2, baseline_bytes=1, bytes_read=0, tokens=[[1]]
         )
@@ -162,18 +162,18 @@ def test_a_contender_whose_plan_does_not_fit_is_named_before_anything_is_measure
 def test_where_no_contender_can_run_nothing_is_measured() -> None:
     def measure(task: Task) -> Result:
         assert task.is_check
-        raise MillraceError(f"{task.contender} does not fit")
+        raise WeightstreamError(f"{task.contender} does not fit")
 
     config = BenchConfig(contenders=[Contender.nvme, Contender.none])
-    with pytest.raises(MillraceError, match="no contender can run: nvme does not fit; none does not fit"):
+    with pytest.raises(WeightstreamError, match="no contender can run: nvme does not fit; none does not fit"):
         run_suite(config, ["somewhere"], lambda line: None, measure)
 
 
-def test_millrace_itself_must_run() -> None:
+def test_weightstream_itself_must_run() -> None:
     def measure(task: Task) -> Result:
         if not task.is_check:
-            raise MillraceError("broken")
+            raise WeightstreamError("broken")
         return NOTHING
 
-    with pytest.raises(MillraceError, match="broken"):
+    with pytest.raises(WeightstreamError, match="broken"):
         run_suite(BenchConfig(contenders=[Contender.none]), ["somewhere"], lambda line: None, measure)

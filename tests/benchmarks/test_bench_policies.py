@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import millrace
+from benchmarks import weightstream
 from benchmarks.config import BenchConfig, Suite
 from benchmarks.measure import measure
 from benchmarks.policies import NUM_AGAIN, attempts
@@ -56,8 +56,8 @@ def test_an_attempt_generates(index: int) -> None:
 
 def test_a_rate_counts_the_seconds_of_every_pass_prefill_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[PassRecord] = []
-    prefill_seconds = millrace.prefill_seconds
-    monkeypatch.setattr(millrace, "prefill_seconds", lambda passes: seen.extend(passes) or prefill_seconds(passes))
+    prefill_seconds = weightstream.prefill_seconds
+    monkeypatch.setattr(weightstream, "prefill_seconds", lambda passes: seen.extend(passes) or prefill_seconds(passes))
     attempt = list(attempts(CONFIG, str(find_checkpoint(ModelConfig(), None))))[2]
     result = measure(replace(attempt.task, num_prompts=4, num_kv_seats=4))
     assert 0 < result.prefill_seconds < sum(record.seconds for record in seen) <= result.seconds

@@ -12,7 +12,7 @@ from benchmarks.prefixes import few_shot, prefixes_table
 from benchmarks.suites import run_suite
 from benchmarks.task import Result, Task, prompts_of
 from runtime.config.settings import ModelConfig
-from runtime.errors import ConfigError, MillraceError
+from runtime.errors import ConfigError, WeightstreamError
 from runtime.origin.location import find_checkpoint
 
 PATH = str(find_checkpoint(ModelConfig(), None))
@@ -62,7 +62,7 @@ def test_all_contenders_get_the_same_prompts_some_of_them_fewer() -> None:
 def test_a_peer_that_cannot_run_is_left_out_and_the_table_says_why() -> None:
     def measured(task: Task) -> Result:
         if task.contender == "vllm":
-            raise MillraceError("vllm cannot be installed")
+            raise WeightstreamError("vllm cannot be installed")
         return result(task)
 
     done = run_suite(config(contenders=[Contender.nvme, Contender.vllm]), [PATH], lambda _: None, measured)
@@ -92,7 +92,7 @@ def test_shared_rows_have_the_same_tokens_in_larger_blocks_under_the_same_budget
 
 
 def test_prompts_that_do_not_fit_the_model_are_refused_with_their_number() -> None:
-    with pytest.raises(MillraceError, match="12 of 12 prompts are too long for the model, up to "):
+    with pytest.raises(WeightstreamError, match="12 of 12 prompts are too long for the model, up to "):
         run_suite(config(), [PATH], lambda _: None, measure)
 
 

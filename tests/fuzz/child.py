@@ -10,7 +10,7 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 from tests.fuzz import targets
 from tests.fuzz.target import Cases, OutsideError, write
 
@@ -48,7 +48,7 @@ def run(cases: Cases, seed: int, number: int, directory: Path) -> None:
     try:
         cases.target.check(directory, random.Random(number))
         outcome, text = "accepted", ""
-    except MillraceError as error:
+    except WeightstreamError as error:
         outcome, text = "refused", str(error)
     except (KeyboardInterrupt, SystemExit):
         raise

@@ -1,4 +1,4 @@
-"""Weights in fewer bytes: as others have quantised them, and as `millrace pack` writes them."""
+"""Weights in fewer bytes: as others have quantised them, and as `weightstream pack` writes them."""
 
 import json
 import random
@@ -54,7 +54,7 @@ LONE: tuple[Tree, ...] = (
     {"quant_method": "modelopt"}, {"quant_method": "modelopt", "quant_algo": 5, "config_groups": []},
     {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "xx"},
     {"load_in_8bit": True, "load_in_4bit": True}, {"quant_method": "mxfp4", "modules_to_not_convert": 7},
-    {"quant_method": "millrace", "format": "int4"}, {"quant_method": ["gptq"]}, {"quant_method": None}, [], [1], 5,
+    {"quant_method": "weightstream", "format": "int4"}, {"quant_method": ["gptq"]}, {"quant_method": None}, [], [1], 5,
     {"quant_method": {"a": 1}}, {"quant_method": "x" * 10_000}, {"quant_method": "torchao"}, {"quant_method": "hqq"},
     {"quant_method": True}, {"quant_method": 7}, "gptq", None,
 )  # fmt: skip

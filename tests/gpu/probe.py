@@ -20,7 +20,7 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from benchmarks.gpu.device import measure_link
-from benchmarks.millrace import generated, requests_of
+from benchmarks.weightstream import generated, requests_of
 from runtime.config.settings import (
     DType,
     MachineConfig,

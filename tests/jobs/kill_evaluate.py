@@ -211,7 +211,7 @@ def main() -> None:
     kills, documents, seed = (
         int(given.get(key, default)) for key, default in (("kills", 5), ("documents", 240), ("seed", 0))
     )
-    with tempfile.TemporaryDirectory(prefix="millrace-kill-evaluate-") as home:
+    with tempfile.TemporaryDirectory(prefix="weightstream-kill-evaluate-") as home:
         case = Case(home=Path(home), num_documents=documents)
         for kind, tally in loop(case, num_kills=kills, seed=seed).items():
             num_blocks = len(list(case.run("whole", kind).generations.glob("part-*.parquet")))

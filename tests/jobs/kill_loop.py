@@ -146,7 +146,7 @@ def _audit(case: Case, name: str, tally: Tally) -> None:
     assert len(set(indices)) == len(indices), "a pass counts twice"
     tally.num_runs += 1
     for part in parts:
-        tally.num_resumed_inside += int((pq.read_schema(part).metadata or {}).get(b"millrace.num_stops", b"0"))
+        tally.num_resumed_inside += int((pq.read_schema(part).metadata or {}).get(b"weightstream.num_stops", b"0"))
     tally.longest_pass_seconds = max(tally.longest_pass_seconds, *table["seconds"].to_pylist())
     allowed = case.checkpoint_seconds + tally.longest_pass_seconds + SLACK_SECONDS
     if not case.reads:
@@ -165,7 +165,7 @@ def _start(case: Case, name: str) -> None:
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     given = dict(argument.split("=", 1) for argument in sys.argv[1:])
-    with tempfile.TemporaryDirectory(prefix="millrace-kill-loop-") as home:
+    with tempfile.TemporaryDirectory(prefix="weightstream-kill-loop-") as home:
         case = Case(
             home=Path(home),
             job=given.get("job", "generate"),

@@ -42,7 +42,7 @@ class ShardedRun:
             each.mkdir(parents=True, exist_ok=True)
         semantic = {**self.identity, "shard.index": index, "shard.count": NUM_SHARDS, "input": f"of {index}"}
         operational: dict[str, JsonValue] = {"offload.tier": "nvme", "output_root": "<o>"}
-        manifest = RunManifest(semantic=semantic, operational=operational, versions={"millrace": "0.1.0"})  # pyright: ignore[reportArgumentType]
+        manifest = RunManifest(semantic=semantic, operational=operational, versions={"weightstream": "0.1.0"})  # pyright: ignore[reportArgumentType]
         write_json(directory.manifest, manifest.to_json(), exclusive=False)
         plan = planned(index)
         fix_plan(directory.plan, plan)

@@ -20,7 +20,7 @@ from jobs.run.tasks.encode import encode
 from jobs.run.tasks.generate import generate
 from jobs.run.tasks.score import score
 from runtime.config.settings import MachineConfig, ModelConfig, OffloadConfig, SamplingConfig, Tier
-from runtime.errors import BudgetError, CheckpointError, ConfigError, DatasetError, MillraceError
+from runtime.errors import BudgetError, CheckpointError, ConfigError, DatasetError, WeightstreamError
 from runtime.units import MIB
 from tests.generations import read_generations
 from tests.support import Reference
@@ -241,7 +241,7 @@ def test_too_small_a_budget_is_refused_with_the_equation_before_reading(tmp_path
 
 def test_unwritable_output_directory_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(MillraceError) as error:
+    with pytest.raises(WeightstreamError) as error:
         run(tmp_path / "file" / "below")
     assert str(tmp_path / "file") in str(error.value)
     assert error.value.exit_code == 2

@@ -149,7 +149,9 @@ def test_a_bug_ends_in_one_line_with_70_and_its_traceback_in_a_file(
     end = end_of("run=bug")
     assert (end.code, len(end.errors)) == (70, 1)
     [kept] = tmp_path.iterdir()
-    start = "error: internal error, a mistake of Millrace's and none of yours: RuntimeError: a mistake of ours; the "
+    start = (
+        "error: internal error, a mistake of Weightstream's and none of yours: RuntimeError: a mistake of ours; the "
+    )
     assert end.errors[0].startswith(f"{start}traceback is in {kept}")
     assert kept.read_text().rstrip().endswith("RuntimeError: a mistake of ours")
 
@@ -352,7 +354,7 @@ def refused(
 
 
 def test_a_reader_that_has_left_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `millrace models | head -1`: the rest goes nowhere, and the exit code is the job's own."""
+    """As in `weightstream models | head -1`: the rest goes nowhere, and the exit code is the job's own."""
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as unread:  # noqa: PTH123 - a descriptor

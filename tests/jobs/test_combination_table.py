@@ -21,7 +21,7 @@ from jobs.evaluating.config import EvaluateConfig
 from jobs.run.tasks.encode import encoding
 from runtime import Runtime
 from runtime.config.settings import DevicesConfig, Way
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 from runtime.model.loading import LoadedModel
 from runtime.plan.planner import plan_run
 from runtime.ranks.ranks import Message, Ranks
@@ -66,9 +66,9 @@ FEATURES = (
     Feature("`devices=sharded`", ("devices.way=sharded",)),
     Feature("`devices=tensor`", ("devices.way=tensor",)),
     Feature("`devices=pipeline`", ("devices.way=pipeline",)),
-    Feature("`millrace score`", job=ScoreConfig),
-    Feature("`millrace encode`", job=EncodeConfig),
-    Feature("`millrace evaluate`", ("tasks=[x]",), job=EvaluateConfig),
+    Feature("`weightstream score`", job=ScoreConfig),
+    Feature("`weightstream encode`", job=EncodeConfig),
+    Feature("`weightstream evaluate`", ("tasks=[x]",), job=EvaluateConfig),
     Feature("padded lanes (BLOOM)", family="bloom"),
     Feature("latent keys and values (DeepSeek)", family="deepseek-v2"),
     Feature("an encoder-decoder (T5)", family="t5"),
@@ -147,7 +147,7 @@ def _refusal(first: Feature, second: Feature, beside: Sequence[str]) -> str | No
             assert not isinstance(made, Rejected), made
             sizes = [each.size for each in runtime.samples(made) if not isinstance(each, Rejected)]
             plan_run(runtime.model.shape, runtime.config, runtime.budgets(), sizes)
-    except MillraceError as error:
+    except WeightstreamError as error:
         return str(error).replace(str(_model(family)), "DIR")
     return None
 

@@ -1,4 +1,5 @@
-"""The command `millrace`, which is `python -m jobs`: every job as `python -m jobs.*` has it, and what is its own."""
+"""The command `weightstream`, which is `python -m jobs`: every job as `python -m jobs.*` has it, and what is its
+own."""
 
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def end_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
 
     def end_of(*words: str) -> End:
         code: int | str | None = 0
-        monkeypatch.setattr(sys, "argv", ["millrace", *words])
+        monkeypatch.setattr(sys, "argv", ["weightstream", *words])
         try:
             command.main()
         except SystemExit as ended:
@@ -42,12 +43,12 @@ def end_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_the_package_installs_it() -> None:
-    module, _, function = PROJECT["scripts"]["millrace"].partition(":")
+    module, _, function = PROJECT["scripts"]["weightstream"].partition(":")
     assert getattr(sys.modules[module], function) is command.main
 
 
 def test_its_version_is_the_packages(end_of: Callable[..., End]) -> None:
-    assert end_of("--version") == End(code=0, printed=[f"millrace {PROJECT['version']}"], errors=[])
+    assert end_of("--version") == End(code=0, printed=[f"weightstream {PROJECT['version']}"], errors=[])
     assert runtime.__version__ == PROJECT["version"]
 
 
@@ -76,9 +77,9 @@ def test_help_is_asked_of_generate_if_no_job_is_named(
     ("word", "error"),
     [
         ("generat", "error: unknown job 'generat': did you mean generate?"),
-        ("model=mixtral", "error: unknown job 'model=mixtral': millrace --help lists them"),
+        ("model=mixtral", "error: unknown job 'model=mixtral': weightstream --help lists them"),
         ("completions", "error: unknown job 'completions': did you mean completion?"),
-        ("__main__", "error: unknown job '__main__': millrace --help lists them"),
+        ("__main__", "error: unknown job '__main__': weightstream --help lists them"),
     ],
 )
 def test_an_unknown_job_is_refused_in_one_line(end_of: Callable[..., End], word: str, error: str) -> None:
@@ -116,9 +117,9 @@ def test_a_job_ends_with_its_own_exit_code(
     assert end_of("trace").code == 70
 
 
-@pytest.mark.parametrize("is_installed", [True, False], ids=["millrace", "python -m jobs"])
+@pytest.mark.parametrize("is_installed", [True, False], ids=["weightstream", "python -m jobs"])
 def test_a_job_that_starts_itself_again_comes_back_with_its_settings(is_installed: bool, tmp_path: Path) -> None:
-    script = tmp_path / "millrace"
+    script = tmp_path / "weightstream"
     script.write_text(INSTALLED)
     start = [str(script)] if is_installed else ["-m", "jobs"]
     settings = ["run=${oc.env:GOMP_SPINCOUNT}", "sampling.stop=['a b']", "--cfg", "job", "--resolve"]
@@ -134,7 +135,7 @@ def test_a_job_that_starts_itself_again_comes_back_with_its_settings(is_installe
 def test_a_job_is_begun_before_anything_of_ours_is_imported() -> None:
     """From there on a stop signal ends it with 75."""
     program = "import runpy, sys; runpy.run_module = lambda *_, **__: print(sorted(name for name in sys.modules"
-    program += " if name.partition('.')[0] in ('jobs', 'runtime', 'yaml'))); sys.argv = ['millrace', 'generate']"
+    program += " if name.partition('.')[0] in ('jobs', 'runtime', 'yaml'))); sys.argv = ['weightstream', 'generate']"
     program += "; from jobs.__main__ import main; main()"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.stdout == "['jobs', 'jobs.__main__']\n", ended.stderr
@@ -148,7 +149,7 @@ from jobs import __main__ as command
 from jobs.config import cli
 
 cli.run_job = lambda main, schema: sys.stdout.buffer.write(cloudpickle.dumps(main.__wrapped__))
-sys.argv = ["millrace", "models"]
+sys.argv = ["weightstream", "models"]
 command.main()
 """
     taken = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60)

@@ -1,4 +1,4 @@
-"""What a shell's TAB offers behind `millrace`, and that bash takes it."""
+"""What a shell's TAB offers behind `weightstream`, and that bash takes it."""
 
 import os
 import pty
@@ -83,7 +83,7 @@ def test_an_answer_loads_nothing_that_takes_long() -> None:
     program = f"""
 import sys
 from jobs import __main__ as command
-sys.argv = ["millrace", "completion", "answer", "generate", "policy.schedule="]
+sys.argv = ["weightstream", "completion", "answer", "generate", "policy.schedule="]
 command.main()
 print(*({HEAVY!r} & sys.modules.keys()))
 """
@@ -95,14 +95,14 @@ print(*({HEAVY!r} & sys.modules.keys()))
 
 def test_bash_completes_a_whole_command_at_tab(tmp_path: Path) -> None:
     """Typed into a terminal: each TAB is taken before the next word begins, and what came of it is run."""
-    program, took = tmp_path / "millrace", tmp_path / "took"
+    program, took = tmp_path / "weightstream", tmp_path / "took"
     program.write_text(
         f'#!/bin/bash\n[[ $1 == completion ]] && PYTHONPATH="{ROOT}" exec "{sys.executable}" -m jobs "$@"\n'
         f'printf "%s\\n" "$@" > "{took}"\n'
     )
     program.chmod(0o755)
     (tmp_path / "prompts.jsonl").touch()
-    typed = b"millrace gen\tmodel=mixtral-8\toffload.ti\tnv\tdataset.path=prom\t--mul\t\n"
+    typed = b"weightstream gen\tmodel=mixtral-8\toffload.ti\tnv\tdataset.path=prom\t--mul\t\n"
     ours, theirs = pty.openpty()
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PS1": PROMPT.decode(), "TERM": "dumb"}
     shell = subprocess.Popen(
@@ -112,7 +112,7 @@ def test_bash_completes_a_whole_command_at_tab(tmp_path: Path) -> None:
     os.close(theirs)
     too_late = Timer(120, shell.kill)  # what reads from it then fails
     too_late.start()
-    for line in (b"source <(millrace completion bash)\n", typed, b"exit\n"):
+    for line in (b"source <(weightstream completion bash)\n", typed, b"exit\n"):
         said = b""
         while not said.endswith(PROMPT):
             said += os.read(ours, 1000)

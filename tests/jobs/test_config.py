@@ -89,7 +89,7 @@ def test_interpolations_are_resolved() -> None:
         (["run=.hidden"], "run must be letters"),
         (["output_root=''"], "output_root is empty"),
         (["model.name=hf"], "model.path is not set: model=hf needs a local directory or a hub id"),
-        (["model.path=some/where"], "model=tiny comes with Millrace and takes no model.path, got 'some/where'"),
+        (["model.path=some/where"], "model=tiny comes with Weightstream and takes no model.path, got 'some/where'"),
         (["shard.index=4", "shard.count=4"], "shard.index must be 0 to 3"),
         (["sampling.top_p=0"], "sampling.top_p must be in (0, 1], got 0.0"),
         (["kv.tier=disk"], "kv.tier must be one of auto, device, cpu, nvme, got 'disk'"),

@@ -176,7 +176,7 @@ def test_damaged_json_is_named_and_needs_a_person(tmp_path: Path, data: bytes) -
 def test_what_is_no_file_is_never_waited_for_and_needs_a_person(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run.json"
     ODD_FILES[kind](path)
-    with pytest.raises(DamagedRunError, match=f"{path} is .*where Millrace keeps a file of its own: move it away"):
+    with pytest.raises(DamagedRunError, match=f"{path} is .*where Weightstream keeps a file of its own: move it away"):
         read_json(path)
 
 

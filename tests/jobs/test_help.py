@@ -149,7 +149,7 @@ def test_a_job_says_its_version_and_its_help_before_anything_that_takes_long_is_
     program = f"""
 import runpy, sys
 for asked in ("--version", "--help"):
-    sys.argv = ["millrace", asked]
+    sys.argv = ["weightstream", asked]
     try:
         runpy.run_module("jobs.{job}", run_name="__main__", alter_sys=True)
     except SystemExit as ended:
@@ -161,7 +161,7 @@ print(*({{"torch", "transformers", "matplotlib"}} & sys.modules.keys()), "loaded
         env={"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0", "GOMP_SPINCOUNT": "1", "PATH": ""},
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.startswith(f"millrace {runtime.__version__}\n")
+    assert ended.stdout.startswith(f"weightstream {runtime.__version__}\n")
     assert ended.stdout.endswith("\nloaded\n") or ended.stdout.endswith("\n loaded\n")
     assert help_text(job, ["--help"]) in ended.stdout
 

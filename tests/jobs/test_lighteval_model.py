@@ -64,8 +64,8 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def model(adapter: ModuleType, monkeypatch: pytest.MonkeyPatch, words: str) -> Any:
-    monkeypatch.setenv("MILLRACE", words)
-    return adapter.MillraceModel(SimpleNamespace(system_prompt=None))
+    monkeypatch.setenv("WEIGHTSTREAM", words)
+    return adapter.WeightstreamModel(SimpleNamespace(system_prompt=None))
 
 
 def test_a_completion_ends_before_its_stop_and_a_long_prompt_loses_its_beginning(
@@ -116,7 +116,7 @@ def test_settings_are_words_of_the_environment(adapter: ModuleType) -> None:
     path = "model='/some dir' offload=nvme host_memory_gib=1.5 chat_template=false"
     expected = {"model": "/some dir", "offload": "nvme", "host_memory_gib": 1.5, "chat_template": False}
     assert adapter.settings(path) == expected
-    with pytest.raises(ConfigError, match="MILLRACE holds 'tiny'"):
+    with pytest.raises(ConfigError, match="WEIGHTSTREAM holds 'tiny'"):
         adapter.settings("tiny")
 
 

@@ -39,7 +39,7 @@ def test_a_run_of_another_format_is_refused(number: int | None, tmp_path: Path) 
     open_run(tmp_path, MANIFEST).close()
     path = RunDirectory(path=tmp_path).manifest
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": number}))
-    with pytest.raises(RunMismatchError, match="this version of Millrace reads 3"):
+    with pytest.raises(RunMismatchError, match="this version of Weightstream reads 3"):
         open_run(tmp_path, MANIFEST)
 
 
@@ -100,5 +100,5 @@ def test_a_version_that_a_run_did_not_record_is_no_other_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_run(tmp_path, MANIFEST).close()
-    open_run(tmp_path, replace(MANIFEST, versions={**MANIFEST.versions, "millrace": "2.0"})).close()
+    open_run(tmp_path, replace(MANIFEST, versions={**MANIFEST.versions, "weightstream": "2.0"})).close()
     assert "other library versions" not in caplog.text

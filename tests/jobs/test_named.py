@@ -1,4 +1,4 @@
-"""Files at paths that the user names are replaced only if Millrace wrote them and nobody changed them since."""
+"""Files at paths that the user names are replaced only if Weightstream wrote them and nobody changed them since."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -54,7 +54,7 @@ def test_a_file_of_ours_is_replaced_and_one_that_is_not_there_is_made(tmp_path: 
 def test_a_file_of_ours_that_was_changed_since_is_the_users_own(change: Callable[[Path], None], tmp_path: Path) -> None:
     path = published(tmp_path / "a.jsonl")
     change(path)
-    with pytest.raises(ConfigError, match=r"^out=x: .*a\.jsonl is there, and was not written by Millrace"):
+    with pytest.raises(ConfigError, match=r"^out=x: .*a\.jsonl is there, and was not written by Weightstream"):
         require_replaceable([tmp_path / "b.jsonl", path], "out=x")
 
 

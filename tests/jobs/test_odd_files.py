@@ -15,7 +15,7 @@ from jobs.reporting.figures import RunFigures
 from jobs.reporting.overview import overview
 from jobs.reporting.page import write_page
 from jobs.reporting.status import status_of
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 from tests.jobs.sharded_run import ShardedRun
 from tests.odd_files import ODD_FILES
 
@@ -54,7 +54,7 @@ def exported(folder: Path, out: Path) -> int | str:
         overview([RunFigures(run=run)]).text()
         write_page(RunFigures(run=run), 3, out)
         return export(ExportConfig(run=str(folder), out=str(out / "all.jsonl"), partial=True)).num_rows
-    except MillraceError as error:
+    except WeightstreamError as error:
         return str(error)
 
 

@@ -191,11 +191,11 @@ def test_lines_for_the_other_job_are_errors_and_a_file_of_nothing_else_is_refuse
     encoded, generated = (read_rows(dataset(tmp_path, *both), encodes=encodes) for encodes in (True, False))
     assert [row.error is None for row in encoded] == [True, False]
     assert [row.error is None for row in generated] == [False, True]
-    assert "millrace generate, in a run of its own" in str(encoded[1].error)
-    assert "/v1/score and /score are answered by millrace encode" in str(generated[0].error)
-    with pytest.raises(DatasetError, match=r"to /v1/embeddings .* which millrace encode answers"):
+    assert "weightstream generate, in a run of its own" in str(encoded[1].error)
+    assert "/v1/score and /score are answered by weightstream encode" in str(generated[0].error)
+    with pytest.raises(DatasetError, match=r"to /v1/embeddings .* which weightstream encode answers"):
         generate(GenerateConfig(dataset=dataset(tmp_path, both[0]), output_root=str(tmp_path)), lambda: False)
-    with pytest.raises(DatasetError, match=r"to /v1/chat/completions .* which millrace generate answers"):
+    with pytest.raises(DatasetError, match=r"to /v1/chat/completions .* which weightstream generate answers"):
         encode(config_of(tmp_path, both[1]), lambda: False)
     with pytest.raises(ConfigError, match=r"encode\.output=masks answers no request of dataset=openai_batch"):
         config_of(tmp_path, both[0], output=Readout.masks)

@@ -17,7 +17,7 @@ from jobs.record.plan_file import (
     read_plan,
 )
 from runtime.config.profiles import BY_RULE, BackendTable, LinearBackend
-from runtime.errors import DamagedRunError, MillraceError, RunMismatchError
+from runtime.errors import DamagedRunError, RunMismatchError, WeightstreamError
 from runtime.measure.machine_cache import this_host
 from tests.jobs.part_support import PLAN
 
@@ -67,7 +67,7 @@ def test_a_damaged_plan_needs_a_person(tmp_path: Path, damage: bytes | str) -> N
     whole = path.read_bytes()
     at = whole.index(b"row 2")
     path.write_bytes(damage if isinstance(damage, bytes) else whole[:at] + b"Row 2" + whole[at + 5 :])
-    with pytest.raises(MillraceError) as caught:
+    with pytest.raises(WeightstreamError) as caught:
         fix_plan(path, PLAN)
     assert isinstance(caught.value, DamagedRunError)
 

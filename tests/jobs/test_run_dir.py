@@ -10,7 +10,7 @@ from jobs.files.publishing import JsonValue
 from jobs.record import run_dir
 from jobs.record.manifest import RunManifest
 from jobs.record.run_dir import RunDirectory, open_run
-from runtime.errors import ConfigError, DamagedRunError, MillraceError, OutputError, RunInUseError, RunMismatchError
+from runtime.errors import ConfigError, DamagedRunError, OutputError, RunInUseError, RunMismatchError, WeightstreamError
 
 MANIFEST = RunManifest(
     semantic={
@@ -106,7 +106,7 @@ def test_other_library_versions_are_logged_and_accepted(tmp_path: Path, caplog: 
     ],
     ids=["settings", "digest", "kind", "format"],
 )
-def test_an_edited_run_json_is_refused(tmp_path: Path, edit, error: type[MillraceError]) -> None:
+def test_an_edited_run_json_is_refused(tmp_path: Path, edit, error: type[WeightstreamError]) -> None:
     open_run(tmp_path, MANIFEST).close()
     path = RunDirectory(path=tmp_path).manifest
     stored = json.loads(path.read_text())
@@ -164,7 +164,7 @@ def test_a_path_that_can_never_be_a_directory_is_refused_by_the_key_that_helps(
     [(errno.EROFS, ConfigError), (errno.EACCES, ConfigError), (errno.ENOSPC, OutputError), (errno.EIO, OutputError)],
 )
 def test_what_no_retry_heals_is_refused_and_the_rest_is_resumable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[MillraceError]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[WeightstreamError]
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))

@@ -259,7 +259,7 @@ def test_who_asks_for_something_else_is_told_what_there_is(port: int) -> None:
     assert (status, "POST /v1/batches" in said, "DELETE /v1/files/{id}" in said) == (404, True, True)
     assert answer(port, "PUT", "/v1/files")[0] == 405
     status, said = answer(port, "GET", "/metrics")
-    assert (status, 'millrace_batches{status="completed"} 0\n' in said) == (200, True)
+    assert (status, 'weightstream_batches{status="completed"} 0\n' in said) == (200, True)
     assert answer(port, "GET", "/metrics", Authorization="")[0] == 401
 
 

@@ -126,7 +126,7 @@ def test_a_bucket_that_is_not_there_or_not_ours_is_refused_at_once(tmp_path: Pat
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "millrace" / "copies"
+    return tmp_path / "cache" / "weightstream" / "copies"
 
 
 def put(url: str, files: dict[str, bytes]) -> None:

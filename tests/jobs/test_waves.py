@@ -35,7 +35,7 @@ def rows(store: PartStore) -> pa.Table:
 
 def num_stops(store: PartStore) -> list[str]:
     footers = [pq.read_schema(path).metadata for path in sorted(store.directory.generations.iterdir())]
-    return [(footer.get(b"millrace.num_stops") or b"0").decode() for footer in footers]
+    return [(footer.get(b"weightstream.num_stops") or b"0").decode() for footer in footers]
 
 
 def recorded(store: PartStore) -> tuple[int, int]:

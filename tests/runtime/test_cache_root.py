@@ -38,16 +38,16 @@ def homeless(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     else:
         (tmp_path / ".cache").touch()
         monkeypatch.setenv("HOME", str(tmp_path))
-    return tmp_path / "tmp" / f"millrace-{os.geteuid()}"
+    return tmp_path / "tmp" / f"weightstream-{os.geteuid()}"
 
 
 def test_the_configured_directory_comes_first_and_the_users_own_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_root() == tmp_path / ".cache" / "millrace"
+    assert cache_root() == tmp_path / ".cache" / "weightstream"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    assert cache_root() == tmp_path / "other" / "millrace"
+    assert cache_root() == tmp_path / "other" / "weightstream"
     assert cache_root("~/mine") == tmp_path / "mine"
 
 
@@ -77,11 +77,11 @@ def test_a_directory_that_another_could_have_made_is_never_used(
         homeless.touch()
     else:
         user = os.geteuid() + 1
-        homeless = homeless.with_name(f"millrace-{user}")
+        homeless = homeless.with_name(f"weightstream-{user}")
         homeless.mkdir(mode=0o700)
         monkeypatch.setattr(os, "geteuid", lambda: user)
     found = cache_root()
-    assert found.name.startswith("millrace-")
+    assert found.name.startswith("weightstream-")
     assert found != homeless
     assert stat.S_IMODE(found.lstat().st_mode) == 0o700
 

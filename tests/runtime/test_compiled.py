@@ -93,7 +93,7 @@ def in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(config, "CACHE_DIR", "")
     monkeypatch.setattr(InTreeCacheLocator, "ensure_cache_path", refused)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "millrace" / "kernels"
+    return tmp_path / "cache" / "weightstream" / "kernels"
 
 
 def refused(_: object) -> None:

@@ -219,7 +219,7 @@ def test_other_kernels_threads_and_instruction_sets_are_compared_anew(
 ) -> None:
     table = machine.compare(model)
     assert known_backends(replace(HOST, num_threads=7)) is None
-    monkeypatch.setenv("MILLRACE_ISA", "another")
+    monkeypatch.setenv("WEIGHTSTREAM_ISA", "another")
     assert known_backends(this_host("cpu", 2)) is None
     monkeypatch.undo()
     assert table != BY_RULE

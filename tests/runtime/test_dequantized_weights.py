@@ -74,7 +74,7 @@ def written(ref: Reference, family: str, name: str, directory: Path) -> tuple[Pa
             lambda *_: None,
         )
         checkpoint = open_checkpoint(directory / "stored")
-        found = pair_companions(checkpoint.tensors, {"quant_method": "millrace"})
+        found = pair_companions(checkpoint.tensors, {"quant_method": "weightstream"})
         numbers = {name: load_tensor(piece).float().contiguous() for name, piece in found.items()}
         return directory / "stored", write_checkpoint(published, directory / "plain", numbers)
     if name == "bfloat16":

@@ -106,7 +106,7 @@ def test_a_prompt_has_as_much_room_as_the_table_of_positions(checkpoint: Checkpo
 
 def test_what_a_checkpoint_has_not_is_refused_by_name(checkpoint: Checkpoints) -> None:
     masks = Runtime(config_for(checkpoint("bert", AutoModelForMaskedLM)))
-    with pytest.raises(ConfigError, match=r"ask Runtime\.fill_masks .*millrace encode encode\.output=masks"):
+    with pytest.raises(ConfigError, match=r"ask Runtime\.fill_masks .*weightstream encode encode\.output=masks"):
         masks.generate(["here"])
     plain = masks.request("0", [5, 6])
     assert isinstance(plain, Request)

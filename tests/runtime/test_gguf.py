@@ -192,7 +192,7 @@ def test_an_architecture_that_transformers_does_not_know_is_named(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("missing", "said"),
-    [("gguf", r"pip install 'millrace\[gguf\]'"), (origin.GGUF_READER, "transformers 5.18 or newer")],
+    [("gguf", r"pip install 'weightstream\[gguf\]'"), (origin.GGUF_READER, "transformers 5.18 or newer")],
 )
 def test_without_what_reads_it_a_file_is_refused_with_what_to_install(
     missing: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,7 +85,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def packed(source: Path, folder: Path, rounding: Rounding | None) -> Written:
-    """As `millrace pack` stores it."""
+    """As `weightstream pack` stores it."""
     store = write_packed(source, folder / "store", rounding)
     return store, source if rounding is None else dequantized(source, store, folder / "plain")
 

@@ -30,7 +30,7 @@ def test_kernels_pass_their_tests_for_it(wanted: str) -> None:
         pytest.skip(f"this processor has {isa()}, and no {wanted}")
     files = [f"tests/runtime/test_{name}.py" for name in TABLE]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", *files]
-    environment = {**os.environ, "MILLRACE_ISA": wanted}
+    environment = {**os.environ, "WEIGHTSTREAM_ISA": wanted}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
 

@@ -31,7 +31,7 @@ RATES = MeasuredRates(
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.measure.machine_cache.cache_root", lambda: tmp_path / "millrace")
+    monkeypatch.setattr("runtime.measure.machine_cache.cache_root", lambda: tmp_path / "weightstream")
 
 
 def test_what_is_kept_is_found_and_replaced() -> None:

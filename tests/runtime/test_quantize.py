@@ -185,7 +185,7 @@ def test_what_an_accelerator_has_no_room_for_stays_in_host_memory(models: Models
 def test_weights_that_would_be_read_in_every_pass_are_packed_instead(models: Models) -> None:
     runtime = models.runtime(models.published, Quantize.int4, Tier.nvme)
     runtime.config = replace(runtime.config, offload=replace(runtime.config.offload, resident_layers=1))
-    match = r"offload=nvme would read \d+ stages every pass.*millrace pack model\.path=/.* out=OUT format=int4"
+    match = r"offload=nvme would read \d+ stages every pass.*weightstream pack model\.path=/.* out=OUT format=int4"
     with pytest.raises(ConfigError, match=match):
         tokens_of(runtime, PROMPTS)
 
@@ -198,7 +198,9 @@ def test_where_there_is_no_room_to_keep_them_the_plan_says_how_to_pack_them(mode
 
 
 def test_what_cannot_be_rounded_is_refused_by_name(models: Models, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"quantize=int8: .*int4 is stored in fewer bytes already \(millrace\)"):
+    with pytest.raises(
+        CheckpointError, match=r"quantize=int8: .*int4 is stored in fewer bytes already \(weightstream\)"
+    ):
         models.runtime(models.packed(Quantize.int4), Quantize.int8)
     tensors = tensors_in(models.published)
     name = next(name for name in tensors if name.endswith("self_attn.k_proj.weight"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import CheckpointError, MillraceError, StorageError
+from runtime.errors import CheckpointError, StorageError, WeightstreamError
 from runtime.plan.shape.extents import Extent
 from runtime.store import faults
 from runtime.store.checkpoint import INDEX, SINGLE, open_checkpoint, read_index
@@ -108,7 +108,7 @@ def test_a_file_that_was_replaced_behind_a_stale_handle_is_not_read(file: Path, 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EIO, StorageError), (errno.EACCES, CheckpointError)])
 def test_headers_and_samples_too(
-    number: int, kind: type[MillraceError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, kind: type[WeightstreamError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(synthesize("gpt2", tmp_path))
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from runtime.cache_root import cache_root
 from runtime.config.settings import ModelConfig
-from runtime.errors import CheckpointError, MillraceError
+from runtime.errors import CheckpointError, WeightstreamError
 from runtime.model import attention
 from runtime.model.loading import LoadedModel, load_model
 from runtime.origin.location import read_config
@@ -136,7 +136,7 @@ def test_an_odd_value_is_refused_by_name_within_seconds(key: str, model: Path) -
         (model / "config.json").write_text(good)
         change(model / "config.json", **{key: value})
         started = time.monotonic()
-        with pytest.raises(MillraceError) as error:
+        with pytest.raises(WeightstreamError) as error:
             loaded(model)
         text = str(error.value)
         assert time.monotonic() - started < 10

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.millrace import requests_of
+from benchmarks.weightstream import requests_of
 from runtime.batching.balance import Block
 from runtime.config.settings import (
     Attention,

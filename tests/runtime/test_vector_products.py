@@ -87,7 +87,7 @@ print(float((found - x.double() @ weight.double().t()).abs().max()))
 @pytest.mark.slow("runtime/test_vector_products.py::test_products_are_as_precise_as_in_float32")
 def test_vectors_of_8_lanes_do_as_those_of_16(tmp_path: Path) -> None:
     """As where there is no AVX-512."""
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "MILLRACE_ISA": "avx2"}
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "WEIGHTSTREAM_ISA": "avx2"}
     ended = subprocess.run([sys.executable, "-c", NARROW], env=environment, capture_output=True, text=True, check=True)
     assert float(ended.stdout) < 1e-4
 

@@ -99,8 +99,8 @@ def for_job(rows: Sequence[Row], encodes: bool) -> list[Row]:
     good = [row for row in rows if row.error is None]
     foreign = {row.index for row in good if (row.inputs is None) == encodes}
     if foreign and len(foreign) == len(good):
-        raise DatasetError(f"all requests of this file are to {urls}, which millrace {job} answers")
-    error = f"{urls} are answered by millrace {job}, in a run of its own: this one answers {' and '.join(mine)}"
+        raise DatasetError(f"all requests of this file are to {urls}, which weightstream {job} answers")
+    error = f"{urls} are answered by weightstream {job}, in a run of its own: this one answers {' and '.join(mine)}"
     return [
         replace(row, prompt="", messages=None, inputs=None, error=error) if row.index in foreign else row
         for row in rows

@@ -1,4 +1,4 @@
-"""Weights rounded by `millrace pack format=int8|int4|fp8`: codes beside scales of rows or of groups of columns.
+"""Weights rounded by `weightstream pack format=int8|int4|fp8`: codes beside scales of rows or of groups of columns.
 
 `X_int8-rows`, `X_int4-groups` and `X_fp8-rows`, uint8, beside `X_scales`, bfloat16 (N, G); `linear/packed_rows.py` says
 how codes lie. Those of layers and experts are rounded, some rows at a time, in a few times their memory.

@@ -1,4 +1,4 @@
-"""bfloat16 in 12 bits without loss, as `millrace pack` writes it: `X_window4` beside `X_escapes`.
+"""bfloat16 in 12 bits without loss, as `weightstream pack` writes it: `X_window4` beside `X_escapes`.
 
 Weights of a layer have few exponents: most lie in a window of 15, which with that of zero are codes of 4 bits. A number
 is a byte of sign and mantissa and half a byte of its exponent's code; exponents without a code, escapes, lie beside it.

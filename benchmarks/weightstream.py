@@ -1,4 +1,4 @@
-"""What all measurements of Millrace itself have in common; needs no more than a plain image has."""
+"""What all measurements of Weightstream itself have in common; needs no more than a plain image has."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ from runtime.config.settings import (
     Tier,
 )
 from runtime.engine.records import PassRecord
-from runtime.errors import MillraceError
+from runtime.errors import WeightstreamError
 from runtime.library.api import Runtime
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.placement import Budgets
@@ -61,8 +61,8 @@ class MakeRuntime(Protocol):
 def opened(
     task: Task, offload: OffloadConfig, trace: Trace | None = None, make: MakeRuntime = Runtime
 ) -> tuple[Runtime, list[Request]]:
-    """The runtime of a task, with its weights where `offload` says, and the task's requests. Raises MillraceError where
-    a prompt is longer than the model takes."""
+    """The runtime of a task, with its weights where `offload` says, and the task's requests. Raises WeightstreamError
+    where a prompt is longer than the model takes."""
     dtype = task.entry.dtype if isinstance(task.entry, Ours) else DType.float32
     config = RuntimeConfig(
         model=ModelConfig(name="bench", path=task.path, dtype=dtype),
@@ -79,7 +79,7 @@ def opened(
     ids = prompts_of(task, runtime.model.shape.vocab_size)
     requests, longest = requests_of(runtime, ids), max(map(len, ids))
     if len(requests) < len(ids):
-        raise MillraceError(
+        raise WeightstreamError(
             f"{len(ids) - len(requests)} of {len(ids)} prompts are too long for the model, up to {longest:,} with "
             f"num_new_tokens={task.num_new_tokens}: take a tokenizer of larger tokens, or other questions"
         )

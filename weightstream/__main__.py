@@ -1,0 +1,6 @@
+"""`python -m weightstream`, the command `weightstream`."""
+
+from jobs.__main__ import main
+
+if __name__ == "__main__":
+    main()
