@@ -23,7 +23,7 @@ COMPILE := $(BIN)/python -m compileall -qq -x '/(tests|testing|models|_inductor|
 WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all real floors check
+.PHONY: help run test test-all real floors check hooks
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /make \1 \t/p' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ floors: ## the tests with the oldest versions that pyproject.toml names, in .ven
 	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		-c floors.txt -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured,s3]'
 	.venv-floors/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
+
+hooks: ## have git check the lengths of commit messages in this clone
+	git config core.hooksPath scripts/hooks
 
 check: $(STAMP) $(NODE) ## lint, formatting and types
 	$(BIN)/ruff check .
