@@ -413,22 +413,19 @@ def _decode_tile(way: int) -> tuple[int, int]:
 def _product_tile(num_inputs: int, dtype: torch.dtype, way: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Rows of x, rows of the matrix and columns, and how a kernel is launched for them, for so many rows of x, a power
     of two. The fastest on an H100 among those that fit in the shared memory of compute capabilities 8.0 to 12.0."""
-    height = max(16, num_inputs)
+    height = min(max(16, num_inputs), 128)
     if dtype == torch.float32:  # not timed
         height = min(height, 16 if way in BLOCKS else 32)
         tile, warps, stages = ((height, 32, 128), 4, 1) if way in BLOCKS else ((height, 64, 32), 4, 2)
     elif way in BLOCKS:  # a tile is half of the largest blocks
-        height = min(height, 128)
         is_plain = way not in (ways.Q5_K, ways.Q6_K)
         if height == 128:
             tile, warps, stages = (height, 64, 128), *((8, 1) if is_plain else (4, 3))
         else:
             tile, warps, stages = (height, 32, 128), 4, 3 if is_plain or height == 16 else 1
     elif way == ways.PLAIN:
-        height = min(height, 128)
         tile, warps, stages = (height, 64, 64), 8 if height == 128 else 4, 3
     else:
-        height = min(height, 128)
         are_words = way in IN_COLUMNS or way == ways.ROW_WORDS
         tile = (height, 32, 256 if height == 16 else 128)
         if height == 128 or (height == 64 and are_words):
