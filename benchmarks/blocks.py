@@ -130,7 +130,7 @@ def measured_point(task: Task) -> OperatingPoint:
     machine = Machine(
         name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=plan.rates
     )
-    work = LayerWork.of(runtime.model.shape)
+    work = LayerWork.from_shape(runtime.model.shape)
     return operating_point(work, machine, reads=True, num_sequences=task.num_prompts, num_rows=plan.lane_size)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Unpack
 
-from runtime.config.settings import DevicesConfig, Gather, OffloadConfig, RuntimeConfig, Tier, Way
+from runtime.config.settings import DevicesConfig, Gather, OffloadConfig, Parallelism, RuntimeConfig, Tier
 from runtime.devices.messages import end_sessions
 from runtime.library.api import Runtime
 from runtime.library.keywords import Settings
@@ -102,7 +102,7 @@ def measure(task: Task, case: RanksCase, rank: int, folder: str) -> Result | Non
     question = {"task": asdict(task), "case": asdict(case), "folder": folder}
     others = [_started({**question, "rank": other}) for other in range(1, case.num_ranks) if not rank]
     launch = Launch(rank=rank, size=case.num_ranks, url=f"file://{Path(folder) / 'meet'}")
-    with Ranks(launch, devices=DevicesConfig(way=Way.sharded, gather=case.gather)) as ranks:
+    with Ranks(launch, devices=DevicesConfig(way=Parallelism.sharded, gather=case.gather)) as ranks:
         runtime, requests = opened(task, offload, make=partial(make, ranks=ranks))
         if rank:
             for _ in runtime.follow(requests):

@@ -19,7 +19,7 @@ from threading import Event, Timer
 from types import FrameType
 from typing import Any
 
-from jobs.config.process import settled
+from jobs.config.process import tuned_environment
 from runtime.cache_root import cache_root
 from runtime.errors import WeightstreamError
 from runtime.measure.machine_cache import cpu_flags
@@ -59,7 +59,7 @@ class Worker:
         """The answers as they come. The process ends with all that it has started, also where the iterator is left.
         Raises WeightstreamError where it fails, with the error that it ended with, or passes its limit."""
         command = [self.python, "-m", "benchmarks.worker", self.module, json.dumps(self.question)]
-        environment = settled(os.environ) if self.environment is None else self.environment
+        environment = tuned_environment(os.environ) if self.environment is None else self.environment
         with (
             _sigterm_unwinds(),
             TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr,

@@ -120,7 +120,7 @@ def generated(
     say("kernels, compiled at their first use")
     runtime.wait_for_kernels()
     say("planning, and bringing weights to their places")
-    with runtime.confirmed_session(requests, rates=rates) as (plan, session):
+    with runtime.open_with_backoff(requests, rates=rates) as (plan, session):
         if is_warmed_up:
             say("first passes, which do not count")
             for _ in session.generate([replace(each, max_new_tokens=min(2, each.max_new_tokens)) for each in requests]):

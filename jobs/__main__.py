@@ -56,9 +56,9 @@ def help_text() -> str:
 
 
 def refuse(message: str) -> NoReturn:
-    from jobs.config.cli import REFUSED, report
+    from jobs.config.cli import REFUSED, print_error
 
-    report(message)
+    print_error(message)
     sys.exit(REFUSED)
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import hydra
 
-from jobs.config.cli import REFUSED, as_job, report, run_job, say
+from jobs.config.cli import REFUSED, as_job, print_error, print_line, run_job
 from jobs.config.logs import log_plainly
 from jobs.config.settings import Composed, load
 
 CHECKOUT = Path(__file__).parents[1]
 if not (CHECKOUT / "benchmarks").is_dir() or not (CHECKOUT / "pyproject.toml").is_file():
-    report("benchmarks are not installed with the package: python -m jobs.bench works in a checkout of the source")
+    print_error("benchmarks are not installed with the package: python -m jobs.bench works in a checkout of the source")
     sys.exit(REFUSED)
 sys.path.insert(0, str(CHECKOUT))  # wherever the command was given, for this process and those that it measures
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
@@ -54,7 +54,7 @@ def main(composed: Composed) -> None:
         draw_rates(folder / "rates.png", rates, done.peers, f"{machine}, commit {commit()}", "generated tokens/s")
     if done.draw is not None:
         done.draw(folder)
-    say(table)
+    print_line(table)
     if done.is_interrupted:
         raise KeyboardInterrupt
 

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jobs.config.process import start_settled
+from jobs.config.process import restart_tuned
 
 if __name__ == "__main__":
-    start_settled()  # before the imports that take long
+    restart_tuned()  # before the imports that take long
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say, with_kind
+from jobs.config.cli import as_job, infer_dataset_kind, print_line, run_job
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, EncodeConfig, load
 from jobs.run.door import run_door
@@ -38,7 +38,7 @@ def main(composed: Composed) -> int:
     return run_door(
         config,
         _load_task,
-        lambda outcome: say(HOW_TO_READ.format(folder=outcome.directory / "generations")),
+        lambda outcome: print_line(HOW_TO_READ.format(folder=outcome.directory / "generations")),
         at=began_at,
         clock=began,
     )
@@ -51,5 +51,5 @@ def _load_task() -> "Callable[[EncodeConfig], tuple[Task, EncodeConfig]]":
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = with_kind(sys.argv[1:])
+    sys.argv[1:] = infer_dataset_kind(sys.argv[1:])
     run_job(main, EncodeConfig)

@@ -3,14 +3,14 @@
 import time
 from importlib.util import find_spec
 
-from jobs.config.process import start_settled, uncollected
+from jobs.config.process import gc_paused, restart_tuned
 
 if __name__ == "__main__":
-    start_settled()  # before the imports that take long
+    restart_tuned()  # before the imports that take long
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import log_to_stderr
 from jobs.config.settings import Composed, load
 from jobs.evaluating.config import EvaluateConfig
@@ -26,7 +26,7 @@ def main(composed: Composed) -> None:
     log_to_stderr(config.log_level)
 
     # torch, transformers and the harness are loaded only once the config is known to be good
-    with uncollected():
+    with gc_paused():
         from jobs.config.signals import StopFlag
         from jobs.evaluating.harness import evaluate
         from jobs.record.passes import Start
@@ -34,7 +34,7 @@ def main(composed: Composed) -> None:
     with StopFlag() as stop:
         found = evaluate(config, stop, Start(at=began_at, clock=began))
     for line in found.lines:
-        say(line)
+        print_line(line)
 
 
 if __name__ == "__main__":

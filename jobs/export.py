@@ -2,7 +2,7 @@
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import log_plainly
 from jobs.config.settings import Composed, LogLevel, load
 from jobs.exporting.config import ExportConfig
@@ -21,9 +21,9 @@ def main(composed: Composed) -> None:
     require_free(config)  # before what may take long
     if config.wait:
         with StopFlag() as stop:
-            wait_for_end(config.runs, stop, say)
+            wait_for_end(config.runs, stop, print_line)
     for line in export(config).lines:
-        say(line)
+        print_line(line)
 
 
 if __name__ == "__main__":

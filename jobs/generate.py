@@ -9,21 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.config.process import start_settled
+from jobs.config.process import restart_tuned
 
 if __name__ == "__main__":
-    start_settled()  # before the imports that take long
+    restart_tuned()  # before the imports that take long
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say, with_kind, with_prompt
+from jobs.config.cli import as_job, expand_prompt, infer_dataset_kind, print_line, run_job
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, GenerateConfig, load
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_there
 from jobs.run.door import run_door
 from runtime.config.texts import is_url
-from runtime.origin.place import local_place
+from runtime.origin.place import localize
 
 if TYPE_CHECKING:
     from jobs.run.run import Outcome
@@ -45,11 +45,11 @@ def main(composed: Composed) -> int:
     log_start(logging.getLogger("jobs.generate"), config)
 
     # torch and transformers are loaded only once the config and what it points at are known to be there
-    local_place(config.model)
+    localize(config.model)
     path = config.dataset.path
     if path is not None and not is_url(path) and config.dataset.kind is not DatasetKind["hub"]:
         require_there(path)
-    return run_door(config, _load_task, partial(_tell, config), at=began_at, clock=began)
+    return run_door(config, _load_task, partial(_print_results, config), at=began_at, clock=began)
 
 
 def _load_task() -> "Callable[[GenerateConfig], tuple[Task, GenerateConfig]]":
@@ -58,16 +58,16 @@ def _load_task() -> "Callable[[GenerateConfig], tuple[Task, GenerateConfig]]":
     return lambda config: (generation(config), config)
 
 
-def _tell(config: GenerateConfig, outcome: "Outcome") -> None:
+def _print_results(config: GenerateConfig, outcome: "Outcome") -> None:
     """Says what there is to see in a run's generations, and how."""
     folder = outcome.directory / "generations"
     if config.dataset.kind is DatasetKind["tasks"] and config.dataset.keep_columns:
         from jobs.grading.grading import told
 
-        say(f"\n{told(folder)}")
-    say(HOW_TO_READ.format(folder=folder))
+        print_line(f"\n{told(folder)}")
+    print_line(HOW_TO_READ.format(folder=folder))
     if config.dataset.prompt is not None:
-        say("\n" + answers(folder))
+        print_line("\n" + answers(folder))
 
 
 def answers(folder: Path) -> str:
@@ -79,5 +79,5 @@ def answers(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = with_kind(with_prompt(sys.argv[1:]))
+    sys.argv[1:] = infer_dataset_kind(expand_prompt(sys.argv[1:]))
     run_job(main, GenerateConfig)

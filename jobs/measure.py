@@ -8,9 +8,9 @@ from pathlib import Path
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import log_plainly
-from jobs.config.process import start_settled
+from jobs.config.process import restart_tuned
 from jobs.config.settings import Composed, load
 from jobs.measuring.config import MeasureJobConfig
 from runtime.errors import OutputError
@@ -37,18 +37,18 @@ def main(composed: Composed) -> None:
         with shown_steps() as advance:
             found.append(measure_machine(config.machine, config.measure, advance))
     last = found[-1]
-    say(format_table([measurement.figures for measurement in found]))
+    print_line(format_table([measurement.figures for measurement in found]))
     if len(found) > 1:
-        say(agreement([measurement.figures for measurement in found]))
+        print_line(agreement([measurement.figures for measurement in found]))
     for note in last.notes:
-        say(f"note: {note}")
+        print_line(f"note: {note}")
     for doubt in doubts(last.rates, find_latest(last.host.kind), last.host):
         log.warning("%s", doubt)
     try:
         keep(last.host, last.rates, last.products)
     except OSError as error:
         raise OutputError(f"{last.host.path}: cannot be written: {error.strerror}; set XDG_CACHE_HOME") from error
-    say(f"{last.seconds:.0f} s; kept for machine=auto: {last.host.path}")
+    print_line(f"{last.seconds:.0f} s; kept for machine=auto: {last.host.path}")
     if config.measure.out is not None:
         out = Path(config.measure.out)
         text = last.to_yaml(
@@ -60,9 +60,9 @@ def main(composed: Composed) -> None:
         )
         make_directory(out.absolute().parent)
         publish_named(out, lambda file: write_all(file, text.encode()))
-        say(str(out))
+        print_line(str(out))
 
 
 if __name__ == "__main__":
-    start_settled()
+    restart_tuned()
     run_job(main, MeasureJobConfig)

@@ -2,7 +2,7 @@
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import log_plainly
 from jobs.config.settings import Composed, LogLevel, load
 from jobs.grading.config import Metric, MetricsConfig
@@ -19,7 +19,7 @@ def main(composed: Composed) -> None:
 
     lines = describe_judged(judged(config)) if Metric.judge in config.metrics else describe(grade(config))
     for line in lines:
-        say(line)
+        print_line(line)
 
 
 if __name__ == "__main__":

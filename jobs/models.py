@@ -4,7 +4,7 @@ from pathlib import Path
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.settings import Composed, ModelsConfig, load
 
 
@@ -16,17 +16,19 @@ def main(composed: Composed) -> None:
     from transformers.utils.logging import set_verbosity_error
 
     from jobs.planning.named import write_shapes
-    from jobs.planning.support import FamilyTraits, families_named, format_table, support_table
+    from jobs.planning.support import FamilyCapabilities, families_named, format_table, support_table
 
     set_verbosity_error()  # its warnings are about the tiny sizes, not about the families
     if config.shapes is not None:
         for name in write_shapes(Path(config.shapes)):
-            say(name)
+            print_line(name)
         return
     if config.formats:
-        say(format_table(config.format))
+        print_line(format_table(config.format))
         return
-    say(support_table([FamilyTraits.of(family) for family in families_named(config.family)], config.format))
+    print_line(
+        support_table([FamilyCapabilities.of(family) for family in families_named(config.family)], config.format)
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import hydra
 from tqdm import tqdm
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import log_plainly
 from jobs.config.settings import Composed, LogLevel, load
 from jobs.packing.config import PackConfig
@@ -25,7 +25,7 @@ def main(composed: Composed) -> None:
 
         packing = pack(config, progress)
     for line in packing.lines:
-        say(line)
+        print_line(line)
 
 
 if __name__ == "__main__":

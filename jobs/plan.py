@@ -4,8 +4,8 @@ from pathlib import Path
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
-from jobs.config.process import uncollected
+from jobs.config.cli import as_job, print_line, run_job
+from jobs.config.process import gc_paused
 from jobs.config.settings import Composed, load
 from jobs.planning.config import PlanConfig
 
@@ -15,12 +15,12 @@ from jobs.planning.config import PlanConfig
 def main(composed: Composed) -> None:
     config = load(PlanConfig, composed)
 
-    with uncollected():
+    with gc_paused():
         from jobs.planning.planning import make_plan
         from jobs.planning.report import report
 
     planned = make_plan(config)
-    say(report(planned, config.plan.num_actions))
+    print_line(report(planned, config.plan.num_actions))
     if not config.plan.draws:
         return
 
@@ -29,12 +29,12 @@ def main(composed: Composed) -> None:
 
     directory = make_directory(Path(config.plan.directory))
     if config.plan.timeline:
-        say(f"\ntimeline: {write_timeline(planned, directory)}, in {directory}")
+        print_line(f"\ntimeline: {write_timeline(planned, directory)}, in {directory}")
     if config.plan.sweep is not None:
-        say()
+        print_line()
         for line in run_sweep(config, planned, directory):
-            say(line)
-        say(f"in {directory}")
+            print_line(line)
+        print_line(f"in {directory}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import log_plainly
 from jobs.config.settings import Composed, LogLevel, load
 from jobs.reporting.config import ReportConfig
@@ -17,22 +17,22 @@ def main(composed: Composed) -> None:
     log_plainly(LogLevel.warning)
 
     from jobs.record.found import find_runs
-    from jobs.record.unfinished import lacking
+    from jobs.record.unfinished import describe_unfinished
     from jobs.reporting.figures import RunFigures
     from jobs.reporting.overview import overview, write_overview
 
     runs = [RunFigures(run=run) for run in find_runs(config.names, "runs")]
     table = overview(runs)
-    say(table.text())
-    if unfinished := lacking([each.run for each in runs]):
-        say("\n" + "\n".join(unfinished))
+    print_line(table.text())
+    if unfinished := describe_unfinished([each.run for each in runs]):
+        print_line("\n" + "\n".join(unfinished))
     directory = Path(config.directory) if config.directory is not None else None
     if directory is not None:
-        say(f"\nin {directory}: {', '.join(path.name for path in write_overview(table, directory))}")
+        print_line(f"\nin {directory}: {', '.join(path.name for path in write_overview(table, directory))}")
     if len(runs) == 1:
         from jobs.reporting.page import write_page
 
-        say(f"\npage: {write_page(runs[0], config.samples, directory)}")
+        print_line(f"\npage: {write_page(runs[0], config.samples, directory)}")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jobs.config.process import start_settled
+from jobs.config.process import restart_tuned
 
 if __name__ == "__main__":
-    start_settled()  # before the imports that take long
+    restart_tuned()  # before the imports that take long
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say, with_kind
+from jobs.config.cli import as_job, infer_dataset_kind, print_line, run_job
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, ScoreConfig, load
 from jobs.run.door import run_door
@@ -36,7 +36,7 @@ def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(ScoreConfig, composed)
     log_start(logging.getLogger("jobs.score"), config)
-    return run_door(config, _load_task, _tell, at=began_at, clock=began)
+    return run_door(config, _load_task, _print_results, at=began_at, clock=began)
 
 
 def _load_task() -> "Callable[[ScoreConfig], tuple[Task, ScoreConfig]]":
@@ -45,13 +45,13 @@ def _load_task() -> "Callable[[ScoreConfig], tuple[Task, ScoreConfig]]":
     return scoring
 
 
-def _tell(outcome: "Outcome") -> None:
+def _print_results(outcome: "Outcome") -> None:
     from jobs.run.tasks.score import sentence
 
-    say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
-    say(f"\n{sentence(outcome.summary.totals or {})}")
+    print_line(HOW_TO_READ.format(folder=outcome.directory / "generations"))
+    print_line(f"\n{sentence(outcome.summary.totals or {})}")
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = with_kind(sys.argv[1:])
+    sys.argv[1:] = infer_dataset_kind(sys.argv[1:])
     run_job(main, ScoreConfig)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import hydra
 from hydra.errors import HydraException
 
-from jobs.config.cli import as_job, explain, meant, quoted, run_job
+from jobs.config.cli import as_job, describe_hydra_error, quote, run_job, suggest_key
 from jobs.config.settings import Composed, EncodeConfig, GenerateConfig, load
 from jobs.config.typed import flatten, known_keys
 from jobs.serving.config import ServeConfig, absolute_paths, settings_of
@@ -42,12 +42,12 @@ def main(composed: Composed) -> None:
 
 def _composed(job: str, kind: type[C], settings: list[str]) -> C:
     """The settings of each such job. Raises ConfigError for those that it would not take."""
-    if (said := meant(settings, kind)) is not None:
+    if (said := suggest_key(settings, kind)) is not None:
         raise ConfigError(said)
     try:
         return load(kind, hydra.compose(job, settings))
     except HydraException as error:
-        raise ConfigError(explain(error, known_keys(kind))) from error
+        raise ConfigError(describe_hydra_error(error, known_keys(kind))) from error
 
 
 def with_settings(words: list[str]) -> list[str]:
@@ -57,7 +57,7 @@ def with_settings(words: list[str]) -> list[str]:
     others = [word for word in words if "=" in word and word[0] != "-" and groups[word] not in own]
     if not others:
         return words
-    return [*(word for word in words if word not in others), f"settings=[{','.join(map(quoted, others))}]"]
+    return [*(word for word in words if word not in others), f"settings=[{','.join(map(quote, others))}]"]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import log_plainly
 from jobs.config.settings import Composed, LogLevel, load
 from jobs.reporting.config import StatusConfig, StatusFormat
@@ -18,7 +18,7 @@ def main(composed: Composed) -> None:
     from jobs.reporting.status import as_json, as_text, status_of
 
     statuses = [status_of(run) for run in find_runs([config.run or ""], "run")]
-    say(as_json(statuses) if config.format is StatusFormat.json else as_text(statuses))
+    print_line(as_json(statuses) if config.format is StatusFormat.json else as_text(statuses))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 import hydra
 from tqdm import tqdm
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import log_plainly
 from jobs.config.settings import Composed, SynthesizeConfig, load
 from runtime.units import GIB
@@ -43,7 +43,7 @@ def main(composed: Composed) -> None:
             tokenizer_path=Path(config.tokenizer) if config.tokenizer else None,
             progress=progress,
         )
-    say(f"{config.out}: {report}")
+    print_line(f"{config.out}: {report}")
 
 
 if __name__ == "__main__":

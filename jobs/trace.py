@@ -5,7 +5,7 @@ from pathlib import Path
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.settings import Composed, TraceConfig, load
 from runtime.errors import ConfigError
 
@@ -32,7 +32,7 @@ def main(composed: Composed) -> None:
     out = Path(config.out) if config.out is not None else beside
     require_replaceable([out], f"out={out}")
     draw_panels(out, [(spans, TimeWindow(begin=config.begin, end=end, title=title)) for title, spans in drawn.items()])
-    say(f"{out}: {config.begin:g} s to {end:g} s of {last:g} s")
+    print_line(f"{out}: {config.begin:g} s to {end:g} s of {last:g} s")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Spares(Generic[Item]):
+class SparePool(Generic[Item]):
     """What threads work with, taken and given back by any of them, so that as much is made as they need at once."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Helpers:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._num_threads, self._starting = 0, Lock()
 
-    def ask(self, call: Callable[[], None], num_threads: int) -> None:
+    def submit(self, call: Callable[[], None], num_threads: int) -> None:
         """Each of so many threads may make it, sooner or later. It must not raise."""
         if self._num_threads < num_threads:
             with self._starting:
@@ -76,7 +76,7 @@ def parallel_for(items: Sequence[Item], act: Callable[[Item], None], num_threads
             except BaseException as error:
                 answers.put(error)
 
-    _helpers().ask(make_what_is_left, min(num_threads, len(items)) - 1)
+    _helpers().submit(make_what_is_left, min(num_threads, len(items)) - 1)
     make_what_is_left()
     errors = [error for error in (answers.get() for _ in items) if error is not None]
     if errors:

@@ -49,7 +49,7 @@ from ..task import forget_pages, prompts
 from ..weightstream import generated, requests_of
 from .config import MODELS
 from .device import limit, measure_link, reserved_peak_bytes, start_anew
-from .progress import Progress, ToldDevice
+from .progress import Progress, ReportingDevice
 from .random_init import INT4, RandomInitModel, RandomInitRuntime, outline_model, parameters_of, size_of
 from .task import GpuTask, Machine, Measurement, phases_of
 
@@ -304,7 +304,7 @@ def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
     progress(f"the worker has imported torch {torch.__version__}, and opens {task.gpu.device}")
     if task.gpu.device != "cpu" and not torch.accelerator.is_available():
         raise ConfigError(f"gpu.device={task.gpu.device}: torch {torch.__version__} finds no accelerator here")
-    yield from map(asdict, measurements(task, ToldDevice(task.gpu.device, progress), progress))
+    yield from map(asdict, measurements(task, ReportingDevice(task.gpu.device, progress), progress))
 
 
 def _partitioned(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:

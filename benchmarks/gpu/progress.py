@@ -46,7 +46,7 @@ class Progress:
         sys.stderr.flush()
 
 
-class ToldDevice(ComputeDevice):
+class ReportingDevice(ComputeDevice):
     """Tells of large host memory before it is pinned, which takes a second for each 4 GiB or so."""
 
     def __init__(self, name: str, progress: Progress):

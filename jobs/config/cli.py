@@ -20,8 +20,8 @@ import runtime
 from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, OutputError, WeightstreamError
 
 from .help import help_text
-from .mistakes import mistakes_logged, told
-from .process import end_among_ranks, ready
+from .mistakes import log_errors, to_user_error
+from .process import exit_as_rank, prepare_process
 from .typed import ARCHITECTURE, known_keys, unknown_key
 
 C = TypeVar("C")
@@ -56,11 +56,11 @@ def _run(body: Callable[[C], int | None], config: C) -> int | None:
             raise JobEnded(code)
         return code
     try:
-        with mistakes_logged():
+        with log_errors():
             code = body(config) or 0
     except WeightstreamError as error:
         code = error.exit_code
-        report(error)
+        print_error(error)
     assert code in _WORST_FIRST, f"exit code {code}"
     codes.append(code)
     if code == RESUMABLE:
@@ -74,16 +74,18 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     `schema` is the config dataclass, for naming the key that a mistyped one was meant to be. An exception that is
     neither ours nor Hydra's ends it with 70, its traceback in a file that the line names; Ctrl-C ends it with 75.
     """
-    ready()
+    prepare_process()
     try:
         _run_job(entry, schema)
     except SystemExit as end:
-        end_among_ranks(end.code)
+        exit_as_rank(end.code)
         raise
 
 
 def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
-    if (code := _answered(Path(inspect.unwrap(entry).__code__.co_filename).stem, sys.argv[1:], schema)) is not None:
+    if (
+        code := _run_subcommand(Path(inspect.unwrap(entry).__code__.co_filename).stem, sys.argv[1:], schema)
+    ) is not None:
         sys.exit(code)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting by itself
     codes: list[int] = []
@@ -91,24 +93,24 @@ def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     try:
         entry()
     except WeightstreamError as error:
-        report(error)
+        print_error(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        report(Interrupted("the same command goes on from here"))
+        print_error(Interrupted("the same command goes on from here"))
         sys.exit(RESUMABLE)
     except Exception as error:
         if _comes_from_hydra(error):
-            report(explain(error, known_keys(schema)))
+            print_error(describe_hydra_error(error, known_keys(schema)))
             sys.exit(REFUSED)
-        mistake = _unwritable(error) or told(error)
-        report(mistake)
+        mistake = _sweep_output_error(error) or to_user_error(error)
+        print_error(mistake)
         sys.exit(mistake.exit_code)
     finally:
         _exit_codes.set(None)
     sys.exit(min(codes, key=_WORST_FIRST.index, default=0))
 
 
-def _unwritable(error: Exception) -> ConfigError | None:
+def _sweep_output_error(error: Exception) -> ConfigError | None:
     """What the user is told where Hydra cannot write what it keeps of a sweep; None for anything else. A job's own
     errors do not come here."""
     is_sweep = any(word in sys.argv for word in MULTIRUN)
@@ -117,24 +119,24 @@ def _unwritable(error: Exception) -> ConfigError | None:
     return ConfigError(f"{error.filename} cannot be written: {error.strerror}: choose another place with output_root=")
 
 
-def _answered(job: str, words: list[str], schema: type) -> int | None:
+def _run_subcommand(job: str, words: list[str], schema: type) -> int | None:
     """The exit code of a command that asks about the job, or that has an option no job has; None for one to run."""
     try:
         if "--version" in words:
-            say(f"weightstream {runtime.__version__}")
+            print_line(f"weightstream {runtime.__version__}")
         elif {"--help", "-h"} & {*words}:
-            say(help_text(job, words))
-        elif (said := meant(words, schema)) is not None:
+            print_line(help_text(job, words))
+        elif (said := suggest_key(words, schema)) is not None:
             raise ConfigError(said)
         else:
             return None
     except ConfigError as error:
-        report(error)
+        print_error(error)
         return REFUSED
     return 0
 
 
-def with_prompt(words: list[str]) -> list[str]:
+def expand_prompt(words: list[str]) -> list[str]:
     """`prompt=TEXT` as the settings that it is short for, with all that Hydra would read in the text quoted."""
     found = []
     for word in words:
@@ -142,11 +144,11 @@ def with_prompt(words: list[str]) -> list[str]:
         if (name, sign) != ("prompt", "="):
             found.append(word)
             continue
-        found += ["dataset=prompt", f"dataset.prompt={quoted(text)}"]
+        found += ["dataset=prompt", f"dataset.prompt={quote(text)}"]
     return found
 
 
-def with_kind(words: list[str]) -> list[str]:
+def infer_dataset_kind(words: list[str]) -> list[str]:
     """The words with the kind of data set that the ending of `dataset.path` tells, where they choose none."""
     from ..datasets.files import ending_kind  # needs pyarrow, which not every job has
 
@@ -159,14 +161,14 @@ def with_kind(words: list[str]) -> list[str]:
     return [*words, *(f"dataset={kind}" for kind in kinds if len(kinds) == 1 and kind is not None)]
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A value that Hydra reads back as this text, whatever is in it."""
     escaped = re.sub(r'(\\*)"', lambda match: 2 * match[1] + '\\"', text).replace("${", "\\${")
     escaped += "\\" * (len(escaped) - len(escaped.rstrip("\\")))
     return f'"{escaped}"'
 
 
-def meant(words: list[str], schema: type) -> str | None:
+def suggest_key(words: list[str], schema: type) -> str | None:
     """What a word that looks like an option and is a key was meant to be, or one of a model's architecture that Hydra
     would take and the job has no use for; None where there is neither."""
     keys = known_keys(schema)
@@ -183,7 +185,7 @@ def meant(words: list[str], schema: type) -> str | None:
     return None
 
 
-def say(text: str = "") -> None:
+def print_line(text: str = "") -> None:
     """Prints a line on stdout. Where nobody reads it any more, as behind `| head`, this line and all that follow go
     nowhere, and the job ends with its own exit code. Raises OutputError where it cannot be written."""
     try:
@@ -194,16 +196,16 @@ def say(text: str = "") -> None:
             raise OutputError(f"cannot write to stdout: {error.strerror}") from error
 
 
-def ended(code: int, output: str, error: str) -> int:
+def print_and_return(code: int, output: str, error: str) -> int:
     """Says what other processes came to, as they said it, and returns their exit code."""
     if output:
-        say(output)
+        print_line(output)
     if error:
         print(error, file=sys.stderr, flush=True)
     return code
 
 
-def report(error: Exception | str) -> None:
+def print_error(error: Exception | str) -> None:
     """`error: ...` on stderr, or `interrupted: ...`. Control characters are shown, not sent: a message may quote text
     from a data set."""
     text = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in str(error))
@@ -212,7 +214,7 @@ def report(error: Exception | str) -> None:
         print(f"{kind}: {text}", file=sys.stderr, flush=True)
 
 
-def explain(error: Exception, known: list[str]) -> str:
+def describe_hydra_error(error: Exception, known: list[str]) -> str:
     """One line for an exception raised while Hydra composed a config; `known` are the config's dotted keys."""
     text = str(error) or str(error.__cause__ or type(error).__name__)
     options = getattr(error, "options", None)

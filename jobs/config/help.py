@@ -306,25 +306,25 @@ def completions(words: Sequence[str], commands: Iterable[str]) -> list[str]:
     may come first. The result is empty for a job that is not known and for values that no one can list."""
     *before, word = words or [""]
     if not before:
-        return _those_that_begin(word, (*commands, "--help", "--version"))
+        return _matching(word, (*commands, "--help", "--version"))
     if before == ["completion"]:
-        return _those_that_begin(word, SHELLS)
+        return _matching(word, SHELLS)
     if before == ["help"]:
-        return _those_that_begin(word, commands)
+        return _matching(word, commands)
     if not job_file(before[0]).is_file():
         return []
     settings = JobSettings(before[0], before[1:])
     if "=" in word:
         key = word.partition("=")[0]
-        return _those_that_begin(word, [*FLAGS, *(f"{key}={value}" for value in settings.choices(key))])
+        return _matching(word, [*FLAGS, *(f"{key}={value}" for value in settings.choices(key))])
     parent, keys = word.rpartition(".")[0], list[str]()
     for name in settings.below(parent):  # a group takes an option too, behind `=`
         key = f"{parent}.{name}" if parent else name
         is_group = isinstance(settings.at(key), Mapping)
         keys += [f"{key}="] if not is_group or key in settings.groups else []
         keys += [f"{key}."] if is_group else []
-    return _those_that_begin(word, [*FLAGS, *keys])
+    return _matching(word, [*FLAGS, *keys])
 
 
-def _those_that_begin(word: str, candidates: Iterable[str]) -> list[str]:
+def _matching(word: str, candidates: Iterable[str]) -> list[str]:
     return [candidate for candidate in candidates if candidate.startswith(word)]

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 
-from runtime.config.settings import Way
+from runtime.config.settings import Parallelism
 from runtime.ranks.launch import Launch
 
 from .settings import LogLevel, RunSettings, doubtful_settings, run_directory, to_yaml
@@ -34,7 +34,7 @@ def log_start(log: logging.Logger, config: RunSettings) -> None:
     """Writes to stderr from now on, first what is doubtful about the settings, which model is opened and where its
     results go. Of several ranks the first one writes; the others warn. Raises ConfigError for a device that is not
     here."""
-    launch = Launch.found(os.environ) if config.devices.way is not Way.one else None
+    launch = Launch.found(os.environ) if config.devices.way is not Parallelism.one else None
     if launch is not None and launch.rank:
         log_to_stderr(LogLevel.warning)
         return

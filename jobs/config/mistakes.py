@@ -21,7 +21,7 @@ NO_TEMPORARY = "No usable temporary directory"  # so says tempfile, which torch 
 
 
 @contextmanager
-def mistakes_logged(path: Path | None = None) -> Iterator[None]:
+def log_errors(path: Path | None = None) -> Iterator[None]:
     """Turns an exception from inside that is not one of ours into one. `path` is the log of a run that has begun, which
     is appended to; None is a new file in the system's directory for such files."""
     try:
@@ -29,10 +29,10 @@ def mistakes_logged(path: Path | None = None) -> Iterator[None]:
     except WeightstreamError:
         raise
     except Exception as error:  # whatever it is: otherwise a bare traceback would reach the user
-        raise told(error, path) from error
+        raise to_user_error(error, path) from error
 
 
-def told(error: Exception, path: Path | None = None) -> WeightstreamError:
+def to_user_error(error: Exception, path: Path | None = None) -> WeightstreamError:
     """What a user is told of an exception that nobody foresaw."""
     if any(is_out_of_memory(each) for each in _chain(error)):
         kind = BudgetError if path is None else MemoryShortage  # a run that has begun may go on
@@ -41,7 +41,7 @@ def told(error: Exception, path: Path | None = None) -> WeightstreamError:
             "container's or a job's memory), or lower offload.host_memory_gib, offload.device_memory_gib or "
             "policy.micro_batch_size"
         )
-    if (said := _said_by_slurm(error)) is not None:
+    if (said := _slurm_error(error)) is not None:
         return said
     if isinstance(error, RuntimeError) and str(error).startswith(NO_HOME):
         return ConfigError("a path begins with ~, and no home directory is known for it: write the path in full")
@@ -58,7 +58,7 @@ def told(error: Exception, path: Path | None = None) -> WeightstreamError:
     )
 
 
-def _said_by_slurm(error: Exception) -> WeightstreamError | None:
+def _slurm_error(error: Exception) -> WeightstreamError | None:
     """What a launcher of a sweep met at Slurm; None for anything else. Its library is known by name: it is an extra."""
     sbatch = error.__cause__
     if isinstance(sbatch, subprocess.CalledProcessError) and Path(sbatch.cmd[0]).name == SBATCH:

@@ -20,7 +20,7 @@ TUNABLES, WAITING = "GLIBC_TUNABLES", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 SPIN_COUNT = "1000"  # some microseconds
 
 
-def ready() -> None:
+def prepare_process() -> None:
     """Makes this process one that can read its own command and print. Standard streams that whoever started it has
     closed lead to /dev/null: a file that is opened would take their numbers, and what libraries print would go into it.
     What the encoding of stdout lacks is printed as escapes. Where the locale has no more than ASCII and the command
@@ -39,7 +39,7 @@ def ready() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
 
 
-def settled(environment: Mapping[str, str]) -> dict[str, str]:
+def tuned_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` with our tunable behind those that the user has set, and how OpenMP waits where the user has not
     said it; other libraries ignore both."""
     tunables = environment.get(TUNABLES, "")
@@ -49,20 +49,20 @@ def settled(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, TUNABLES: tunables, **waiting}
 
 
-def start_settled() -> None:
+def restart_tuned() -> None:
     """Replaces this process by the same command with these settings; returns where that has been done. Same process
     id, and 0.1 s: call it before anything is opened, and before what takes long to import, since from here on a stop
     signal ends the process with 75."""
-    ready()
+    prepare_process()
     end_on_signals()
-    environment = settled(os.environ)
+    environment = tuned_environment(os.environ)
     if sys.platform == "linux" and environment != dict(os.environ):
         hold_signals()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Keeps the garbage collector out of the imports in its block. What they leave stays until the process ends, and
     looking through it again and again took 0.6 of the 5.8 s of processor time that a start of `jobs.generate` took."""
     was_enabled = gc.isenabled()
@@ -74,7 +74,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def end_among_ranks(code: object) -> None:
+def exit_as_rank(code: object) -> None:
     """Ends this process with that exit code at once, where it is one of several ranks and has not left the others: the
     interpreter's own end takes the lock away from threads that still wait for those that are gone, and gloo's abort the
     process then, with 134 in place of its code. Elsewhere it returns."""

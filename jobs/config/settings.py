@@ -19,13 +19,13 @@ from runtime.config.settings import (
     MachineConfig,
     ModelConfig,
     OffloadConfig,
+    Parallelism,
     PolicyConfig,
     Pooling,
     PrefetchConfig,
     Readout,
     RuntimeConfig,
     SamplingConfig,
-    Way,
     require,
     require_beams_fit,
     require_groups_agree,
@@ -145,7 +145,7 @@ class RunSettings:
         )
         if self.is_elastic:
             self._require_shareable()
-        if self.devices.way is not Way.one:
+        if self.devices.way is not Parallelism.one:
             self._require_for_ranks()
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
@@ -207,7 +207,7 @@ class RunSettings:
         structures = [key for key in STRUCTURES if getattr(sampling, key) is not None]
         require(not structures, f"sampling.{''.join(structures)} means nothing where {doing}")
         told = f"devices={way.value} tells no scores or embeddings as yet: take devices=sharded, tensor or one"
-        require(way is not Way.pipeline, told)
+        require(way is not Parallelism.pipeline, told)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ END = 0  # no signal has this number
 BURST_SECONDS = 0.5  # `timeout` and Ctrl-C in a pipeline signal the process and its group: one request, sent twice
 
 
-def heard_signals() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """Those that ask this process to stop. What whoever started it has had ignored goes on being ignored."""
     return [s for s in STOP_SIGNALS if s not in OF_THE_TERMINAL or signal.getsignal(s) is not signal.SIG_IGN]
 
@@ -36,7 +36,7 @@ def hold_signals() -> None:
 def end_on_signals() -> None:
     """Lets a signal, also one that has waited, end the process with 75 from now on, until a `StopFlag` takes over: a
     job calls this first, as imports from a cold file system can take long and there is nothing to save yet."""
-    for number in heard_signals():
+    for number in stop_signals():
         signal.signal(number, _end)
     atexit.register(ignore_signals)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -51,7 +51,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 def ignore_signals() -> None:
     """Has the process end with the exit code that it is about to end with: while the interpreter goes down, a signal
     would otherwise end it as if nobody listened, and launchers send one as soon as another process has ended."""
-    for number in heard_signals():
+    for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -86,7 +86,7 @@ class StopFlag:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, _leave_to_the_watcher) for number in heard_signals()}
+        self._old_handlers = {number: signal.signal(number, _do_nothing) for number in stop_signals()}
         for number in self._old_handlers:
             signal.siginterrupt(number, False)  # reads in flight go on instead of failing with EINTR
         self._is_watching = StopFlag.was_watching = True
@@ -131,5 +131,5 @@ class StopFlag:
                 os._exit(EXIT_INTERRUPTED)
 
 
-def _leave_to_the_watcher(number: int, frame: FrameType | None) -> None:
+def _do_nothing(number: int, frame: FrameType | None) -> None:
     """Its only use is to exist: with it, Python installs the C handler that wakes the watcher."""

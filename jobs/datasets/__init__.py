@@ -4,7 +4,7 @@ belongs what all kinds of input share; a new kind is a module in `kinds/` (docs/
 
 from .config import DatasetConfig, DatasetKind, read_rows
 from .fields import BadRowPolicy, DuplicatePolicy, ReasoningMode, ShardConfig, Turns
-from .rows import Row, asked_bytes, input_digest, shard_rows
+from .rows import Row, input_digest, prompt_bytes, shard_rows
 
 __all__ = [
     "BadRowPolicy",
@@ -15,8 +15,8 @@ __all__ = [
     "Row",
     "ShardConfig",
     "Turns",
-    "asked_bytes",
     "input_digest",
+    "prompt_bytes",
     "read_rows",
     "shard_rows",
 ]

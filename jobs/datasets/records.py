@@ -278,10 +278,10 @@ def read_turns(fields: Fields, name: str) -> Content:
     turns = read_field(fields, name, "turns_field")
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"the field {shorten(name)} (dataset.turns_field) is not a list of texts")
-    return asked_in_turn(turns, f"the field {shorten(name)}, turn")
+    return messages_of_turn(turns, f"the field {shorten(name)}, turn")
 
 
-def asked_in_turn(turns: list[Json], what: str) -> Content:
+def messages_of_turn(turns: list[Json], what: str) -> Content:
     """The first of these texts, and what is asked behind the answers. Raises BadRecord."""
     first, *later = [check_text(turn, f"{what} {number}") for number, turn in enumerate(turns, start=1)]
     return Content(prompt=first, later_turns=tuple(later))

@@ -78,7 +78,7 @@ class RowSource:
                 return True
         return False
 
-    def stretches(self, config: DatasetFields) -> Iterator[RowRange]:
+    def row_ranges(self, config: DatasetFields) -> Iterator[RowRange]:
         """All rows of the input, in order."""
         for numbered in enumerate(self.files(config)):
             yield from self.look(config, numbered)

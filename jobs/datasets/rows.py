@@ -140,11 +140,11 @@ def input_digest(rows: Sequence[Row]) -> str:
     """
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(asked_bytes(row))
+        digest.update(prompt_bytes(row))
     return digest.hexdigest()
 
 
-def asked_bytes(row: Row) -> bytes:
+def prompt_bytes(row: Row) -> bytes:
     """What `input_digest` is over, of one row."""
     content = [row.id, row.prompt, row.messages, row.error is not None]
     content += [row.overrides.given] if row.overrides.given else []

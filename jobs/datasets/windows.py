@@ -122,7 +122,7 @@ def make_survey(config: DatasetFields, windowed: Windowed, folder: Path, should_
         _refuse_any_bad(config, windowed, should_stop)
     named = NamedFields(config)
     with SeenIds(folder) as ids:
-        for stretch in _limited(windowed.source.stretches(config), config.limit):
+        for stretch in _limited(windowed.source.row_ranges(config), config.limit):
             _heed(should_stop)
             marks.append((num_rows, stretch.mark))
             for row in stretch.rows:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from runtime.config.settings import Way
+from runtime.config.settings import Parallelism
 from runtime.errors import require
 
 from ..config.settings import GenerateConfig
@@ -45,7 +45,7 @@ class EvaluateConfig(GenerateConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         way = self.devices.way
-        require(way is Way.one, f"devices={way.value} is not of jobs.evaluate as yet: take devices=one")
+        require(way is Parallelism.one, f"devices={way.value} is not of jobs.evaluate as yet: take devices=one")
         require(bool(self.tasks), "tasks is not set: names of the harness's tasks, e.g. tasks=[gsm8k,hellaswag]")
         require(self.dataset == DatasetConfig(), "dataset has no meaning for an evaluation: tasks bring their own data")
         require(self.shard.count == 1, "shard has no meaning for an evaluation: give each job tasks of its own")

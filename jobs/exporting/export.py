@@ -20,7 +20,7 @@ from runtime.units import MIB, counted, format_bytes
 
 from ..files.named import cannot_write, is_replaceable, publish_named
 from ..files.publishing import PARQUET_PROBLEMS, make_directory, sweep_temps
-from ..record.found import FoundRun, find_runs
+from ..record.found import RunReader, find_runs
 from ..record.run_dir import RunDirectory
 from .columns import WRITERS, JsonTypes, chosen, exported_schema, with_columns, write_csv
 from .config import ErrorRows, ExportConfig, ExportFormat
@@ -153,7 +153,7 @@ def require_free(config: ExportConfig) -> Path:
     return out
 
 
-def _require_file(out: Path, shards: Sequence[FoundRun]) -> None:
+def _require_file(out: Path, shards: Sequence[RunReader]) -> None:
     """What lies in a run's own folders is taken for a part of it, and what it was asked is never replaced."""
     own = {folder.resolve() for run in shards for folder in (run.directory.generations, run.directory.throughput)}
     if out.absolute().parent.resolve() in own:
@@ -168,7 +168,7 @@ def _require_file(out: Path, shards: Sequence[FoundRun]) -> None:
             raise ConfigError(f"out={out} is a file of the run itself, which is never replaced: choose another")
 
 
-def _input_at(out: Path, run: FoundRun) -> str | None:
+def _input_at(out: Path, run: RunReader) -> str | None:
     """`key=value` of the setting by which the run reads the file `out`, or others of its directory; None where none
     does. A path that is no longer there from here, as it was relative to another directory, is known by its end."""
     for key, value in {**run.semantic, **run.operational}.items():

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from runtime.errors import ConfigError
 
-from ..record.found import FoundRun
+from ..record.found import RunReader
 from .columns import JsonObject, ResultLines, RowValues
 from .config import ErrorRows
 
@@ -50,13 +50,13 @@ def winner_of_game(game: int, judgment: str) -> str:
     return dict(zip("AB", models, strict=True)).get(winner, winner)
 
 
-def judge_name(run: FoundRun) -> str:
+def judge_name(run: RunReader) -> str:
     """The judge as tables call it: the model's name, or the last word of its path."""
     path, name = ({**run.semantic, **run.operational}.get(f"model.{key}") for key in ("path", "name"))
     return PurePath(path).name if isinstance(path, str) else str(name)
 
 
-def require_judged(schema: pa.Schema, run: FoundRun) -> None:
+def require_judged(schema: pa.Schema, run: RunReader) -> None:
     """Raises ConfigError where the run's rows do not say what they judge."""
     lacking = [name for name in JUDGE_COLUMNS if name not in schema.names]
     if lacking:
@@ -66,7 +66,7 @@ def require_judged(schema: pa.Schema, run: FoundRun) -> None:
         )
 
 
-def is_judged(run: FoundRun) -> bool:
+def is_judged(run: RunReader) -> bool:
     return run.semantic.get("dataset.kind") == JUDGED
 
 
@@ -147,7 +147,7 @@ def judgment_of(row: RowValues) -> str:
 
 
 def fastchat_results(
-    shards: Sequence[FoundRun], schema: pa.Schema, wanted: ErrorRows, out: Path
+    shards: Sequence[RunReader], schema: pa.Schema, wanted: ErrorRows, out: Path
 ) -> Answers | Judgments:
     """What writes these shards; a model of answers is called as the file, which is how FastChat finds it. Raises
     ConfigError."""

@@ -23,7 +23,7 @@ from runtime.origin.location import find_tokenizer
 from runtime.sequences.detokenizer import Detokenizer
 
 from ..datasets.openai_body import CHAT_URL, EMBEDDINGS_URL, SCORE_URLS, endpoint_of, num_texts
-from ..record.found import FoundRun
+from ..record.found import RunReader
 from .columns import JsonObject, ResultLines, RowValues
 from .config import ErrorRows
 
@@ -175,7 +175,7 @@ class BatchResults(ResultLines):
         return {**choice, "message": message, "logprobs": logprobs}
 
 
-def batch_results(shards: Sequence[FoundRun], schema: pa.Schema, wanted: ErrorRows) -> BatchResults:
+def batch_results(shards: Sequence[RunReader], schema: pa.Schema, wanted: ErrorRows) -> BatchResults:
     """What writes the results of these shards. Raises ConfigError where their rows were no requests."""
     lacking = [name for name in REQUEST_COLUMNS if name not in schema.names]
     if lacking:

@@ -12,14 +12,14 @@ import pyarrow as pa
 from runtime.errors import ConfigError, DamagedRunError, Interrupted
 from runtime.units import counted
 
-from ..record.found import Condition, FoundRun, find_runs, is_locked
-from ..record.unfinished import leased_blocks, listed, missing_rows, told_lacking
+from ..record.found import Condition, RunReader, find_runs, is_locked
+from ..record.unfinished import describe_missing_rows, format_ranges, leased_blocks, missing_rows
 
 log = logging.getLogger(__name__)
 POLL_SECONDS, SECONDS_PER_LINE = 2.0, 10.0
 
 
-def require_one_run(runs: Sequence[FoundRun]) -> list[FoundRun]:
+def require_one_run(runs: Sequence[RunReader]) -> list[RunReader]:
     """`runs` by their turns and the index of their shards. Raises ConfigError where they are not turns and shards of
     one run, each once."""
     first = runs[0]
@@ -43,14 +43,14 @@ def require_one_run(runs: Sequence[FoundRun]) -> list[FoundRun]:
     return [by_place[place] for place in sorted(by_place)]
 
 
-def missing(names: Sequence[str], shards: Sequence[FoundRun], *, partial: bool, does: str) -> list[str]:
+def missing(names: Sequence[str], shards: Sequence[RunReader], *, partial: bool, does: str) -> list[str]:
     """What is not there yet of the run that `names` mean, by names, footers and plans: sentences, each about a shard.
     Raises ConfigError where something is missing that is not to be left out; `partial` `does` something without it."""
     lacking = absent_shards(shards)
     for run in shards:
         rows = missing_rows(run)
         if run.condition is not Condition.done or len(rows):
-            lacking.append(told_lacking(run, rows))
+            lacking.append(describe_missing_rows(run, rows))
     if lacking and not partial:
         raise ConfigError(
             f"run={','.join(names)} is not complete: {'; '.join(lacking)}. The run's own command goes on with it; "
@@ -59,7 +59,7 @@ def missing(names: Sequence[str], shards: Sequence[FoundRun], *, partial: bool, 
     return lacking
 
 
-def absent_shards(runs: Sequence[FoundRun]) -> list[str]:
+def absent_shards(runs: Sequence[RunReader]) -> list[str]:
     """A sentence about the shards of each turn that are not there; of a whole turn in one."""
     sentences, count = list[str](), runs[0].shard[1]
     for turn in range(1, runs[0].num_turns + 1):
@@ -70,11 +70,11 @@ def absent_shards(runs: Sequence[FoundRun]) -> list[str]:
         elif absent:
             where = f" (turn {turn})" if runs[0].num_turns > 1 else ""
             are = "is" if len(absent) == 1 else "are"
-            sentences.append(f"shard {listed(absent)} of {count}{where} {are} not there")
+            sentences.append(f"shard {format_ranges(absent)} of {count}{where} {are} not there")
     return sentences
 
 
-def read_parts(run: FoundRun, *, partial: bool) -> Iterator[tuple[pa.Table, np.ndarray]]:
+def read_parts(run: RunReader, *, partial: bool) -> Iterator[tuple[pa.Table, np.ndarray]]:
     """Each part of a shard, verified, and of each row its place in the whole input. Raises DamagedRunError; with
     `partial` a damaged part is passed over with a warning."""
     for block in sorted(run.parts):
@@ -103,7 +103,7 @@ def wait_for_end(
     said, said_at = "", -inf
     num_blocks: dict[str, int] = {}  # a plan is read once, as it does not change
 
-    def unfinished(run: FoundRun) -> str | None:
+    def unfinished(run: RunReader) -> str | None:
         is_running, name = is_locked(run.directory.lock), str(run.path)
         if run.directory.success.exists() and not is_running:
             return None

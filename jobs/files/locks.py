@@ -63,7 +63,7 @@ class RunLock:
             except BlockingIOError as error:
                 holder = "another process"
                 with suppress(OSError, DamagedRunError):
-                    holder = told(read_json(path))
+                    holder = format_holder(read_json(path))
                 raise RunInUseError(
                     f"run directory {path.parent} is in use by {holder}. "
                     f"Wait for that process to end or stop it; another run needs another directory (run=)"
@@ -196,7 +196,7 @@ class Leases(Closing):
             if (found := read_lease(path)) is not None:
                 if not self._is_stale(name, found) or not _remove(path, found.data, found.touched_ns):
                     return False
-                LOG.info("lease %s of %s is stale and taken over", name, told(found.holder))
+                LOG.info("lease %s of %s is stale and taken over", name, format_holder(found.holder))
             return self._make(name)
         except OddFileError as error:
             raise DamagedRunError(f"{error}, where workers keep a lease: remove it, or all of them wait") from error
@@ -276,7 +276,7 @@ class Leases(Closing):
             lost = now_lost
 
 
-def told(holder: Mapping[str, JsonValue]) -> str:
+def format_holder(holder: Mapping[str, JsonValue]) -> str:
     """Which process that is, for people."""
     return f"pid {holder.get('pid')} on host {json.dumps(holder.get('host'))}"
 

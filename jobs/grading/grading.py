@@ -20,7 +20,7 @@ from runtime.units import counted
 from ..exporting.columns import from_json, is_json
 from ..exporting.shards import missing, read_parts, require_one_run
 from ..files.named import publish_named, require_replaceable
-from ..record.found import FoundRun, find_runs
+from ..record.found import RunReader, find_runs
 from .config import Metric, MetricsConfig
 from .intervals import Estimate, estimate
 
@@ -69,7 +69,7 @@ def grade(config: MetricsConfig) -> Graded:
     return graded
 
 
-def complete_run(config: MetricsConfig) -> list[FoundRun]:
+def complete_run(config: MetricsConfig) -> list[RunReader]:
     """The shards of the run. Raises ConfigError where something is missing that is not to be left out, or the file to
     write is somebody's own."""
     if config.out is not None:
@@ -79,7 +79,7 @@ def complete_run(config: MetricsConfig) -> list[FoundRun]:
     return shards
 
 
-def written(config: MetricsConfig, shards: Sequence[FoundRun], rows: list[dict[str, object]]) -> Path:
+def written(config: MetricsConfig, shards: Sequence[RunReader], rows: list[dict[str, object]]) -> Path:
     """The file that the scores were written to. Raises OutputError."""
     folder = shards[0].path.parent if shards[0].num_turns > 1 else shards[0].path
     out = Path(config.out).expanduser() if config.out else folder / OUT
@@ -130,7 +130,7 @@ def named(column: pa.Field) -> str:
     return (column.metadata or {}).get(b"column", column.name.encode()).decode("utf-8", "surrogatepass")
 
 
-def tables_of(shards: Sequence[FoundRun], *, partial: bool) -> Iterator[pa.Table]:
+def tables_of(shards: Sequence[RunReader], *, partial: bool) -> Iterator[pa.Table]:
     return (table for run in shards for table, _ in read_parts(run, partial=partial))
 
 

@@ -124,7 +124,7 @@ class _TimedPasses:
     """Holds a session for as long as `stack` is open."""
 
     def __init__(self, stack: ExitStack, runtime: Runtime, requests: Sequence[Request]):
-        self._plan, self._session = stack.enter_context(runtime.confirmed_session(requests))
+        self._plan, self._session = stack.enter_context(runtime.open_with_backoff(requests))
         self._requests = requests
 
     def seconds(self) -> float:

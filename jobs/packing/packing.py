@@ -12,7 +12,7 @@ from runtime.formats.kinds.rounded import Rounding, error_of_squares
 from runtime.formats.module_tensors import RELATIVE_ERROR
 from runtime.out_of_memory import first_line, is_out_of_memory
 from runtime.store.checkpoint import INDEX, SINGLE
-from runtime.store.faults import patiently, read_fault
+from runtime.store.faults import read_fault, with_retries
 from runtime.store.file_digests import told_of
 from runtime.store.header import read_header
 from runtime.store.writer import published, sync_directory
@@ -208,7 +208,7 @@ def _copy(source: Path, target: Path) -> None:
     except OSError as error:
         raise read_fault(source, "opening it", error) from error
     with file, published(target, size) as out:
-        while count := patiently(lambda: file.readinto(buffer), str(source), "copying it", time.sleep):
+        while count := with_retries(lambda: file.readinto(buffer), str(source), "copying it", time.sleep):
             out.write(buffer[:count])
 
 

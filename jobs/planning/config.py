@@ -10,11 +10,11 @@ from runtime.config.settings import (
     MachineConfig,
     ModelConfig,
     OffloadConfig,
+    Parallelism,
     PolicyConfig,
     PrefetchConfig,
     RuntimeConfig,
     SamplingConfig,
-    Way,
 )
 from runtime.config.texts import did_you_mean
 from runtime.errors import require
@@ -138,7 +138,7 @@ class PlanConfig:
         )
         way, num_beams = self.devices.way, self.sampling.num_beams or 1
         require(
-            way is Way.one or num_beams == 1,
+            way is Parallelism.one or num_beams == 1,
             f"devices={way.value} does not go with sampling.num_beams={num_beams} as yet: leave beams out, or take "
             "devices=one",
         )

@@ -105,7 +105,7 @@ def architecture_digest(architecture: Mapping[str, object]) -> str:
 def make_row(name: str, architecture: Mapping[str, object]) -> ShapeRow:
     """Raises ConfigError for a way to publish it that is not known."""
     shapes, said = named_shapes(name, architecture), architecture.get(HOW_PUBLISHED)
-    published = as_published(shapes[STORED], Publication.of(said)) if isinstance(said, Mapping) else None
+    published = as_published(shapes[STORED], Publication.from_config(said)) if isinstance(said, Mapping) else None
     return to_row(shapes, architecture_digest(architecture), published)
 
 

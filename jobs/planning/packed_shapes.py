@@ -35,7 +35,7 @@ class Publication:
     left_out: Sequence[str] = ()
 
     @staticmethod
-    def of(quantization: Mapping[str, object]) -> "Publication":
+    def from_config(quantization: Mapping[str, object]) -> "Publication":
         """Reads the `quantization_config` of a config.json. Raises ConfigError for a method that names no format."""
         method, bits = quantization.get("quant_method"), quantization.get("bits", 4)
         names = {"mxfp4": OF_EXPERTS, "fp8": "fp8-blocks", "gptq": f"gptq-int{bits}", "awq": f"awq-int{bits}"}

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from runtime.plan.roofs import Operation, Roofs, roofs_of
+from runtime.plan.roofs import Operation, RooflineReport, make_roofline_report
 from runtime.plan.timeline import Timeline, make_timeline
 from runtime.resources import Resource
 from runtime.trace import Span
@@ -120,7 +120,7 @@ def _mark(axes: Axes, value: float, name: str, colour: str, height: float = 0.03
         axes.annotate(name, (value, height), (-3, 3), color=colour, **place)
 
 
-def draw_roofline(path: Path, roofs: Roofs, title: str) -> None:
+def draw_roofline(path: Path, roofs: RooflineReport, title: str) -> None:
     """Publishes it, as svg or png by the suffix; raises OutputError."""
     begin, end = min(roofs.intensities) / 2**LEFT_OCTAVES, max(roofs.intensities) * 2**RIGHT_OCTAVES
     peaks, bottom = roofs.peaks, roofs.lowest(begin) / 2
@@ -189,7 +189,7 @@ class SweepRow:
     note: str = ""
 
     @staticmethod
-    def of(outcome: SweepPoint) -> "SweepRow":
+    def from_point(outcome: SweepPoint) -> "SweepRow":
         axis, planned = outcome.axis, outcome.planned
         varied = SweepRow(
             varied=axis.name,
@@ -201,7 +201,7 @@ class SweepRow:
         )
         if planned is None:
             return varied
-        run, layers, facts = planned.run, planned.shape.layers, planned.facts
+        run, layers, facts = planned.run, planned.shape.layers, planned.resolved_settings
         (prefill, decode, total), phases = planned.throughput, planned.prediction
         return replace(
             varied,
@@ -240,13 +240,13 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
     assert kind is not None, "no sweep is asked for"
     names = (f"{kind.value}.csv", f"{kind.value}.png", "roofline.png")
     require_replaceable((directory / name for name in names), f"plan.directory={directory}")
-    roofs = roofs_of(planned.shape, planned.view.machine, planned.run)
+    roofs = make_roofline_report(planned.shape, planned.view.machine, planned.run)
     name = f"{planned.shape.name} on {planned.machine.name}"
     outcomes, rows = list[SweepPoint](), list[SweepRow]()
     yield HEAD
     for outcome in sweep(sweep_axes(config, planned)):
         outcomes.append(outcome)
-        rows.append(SweepRow.of(outcome))
+        rows.append(SweepRow.from_point(outcome))
         yield str(rows[-1])
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(asdict(rows[0])), lineterminator="\n")

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from runtime.config.settings import DType, ExpertPaging, PolicyKind, RuntimeConfig, Way
+from runtime.config.settings import DType, ExpertPaging, Parallelism, PolicyKind, RuntimeConfig
 from runtime.errors import ConfigError, require
 from runtime.measure.machine_cache import find_latest
 from runtime.plan.cost.machine import Machine, machine_of
 from runtime.plan.cost.predict import Prediction
-from runtime.plan.facts import PlanFacts
+from runtime.plan.facts import ResolvedSettings
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.workload import Workload
-from runtime.plan.shape.attention import AttentionWay
+from runtime.plan.shape.attention import AttentionMethod
 from runtime.plan.shape.dtypes import StoredNumbers, auto_dtype, keeping_kv
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.ways import RankView
@@ -56,8 +56,8 @@ class Planned:
         return self.run.prediction
 
     @property
-    def facts(self) -> PlanFacts:
-        return PlanFacts.of(self.config, self.shape, self.run, dtype=self.dtype.value, stored=self.stored)
+    def resolved_settings(self) -> ResolvedSettings:
+        return ResolvedSettings.from_plan(self.config, self.shape, self.run, dtype=self.dtype.value, stored=self.stored)
 
     @property
     def throughput(self) -> tuple[float | None, float | None, float | None]:
@@ -112,21 +112,21 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
         "with its answer: workload.max_prompt_tokens, sampling.max_new_tokens",
     )
     runtime, way, asked = config.runtime, config.devices.way, config.plan.num_ranks
-    if way is not Way.one and offload.expert_paging is ExpertPaging.auto:  # ranks read layers whole
+    if way is not Parallelism.one and offload.expert_paging is ExpertPaging.auto:  # ranks read layers whole
         runtime = replace(runtime, offload=replace(offload, expert_paging=ExpertPaging.off))
     most = machine.fabric.num_devices * machine.fabric.num_nodes
     require(
-        asked is not None or way is Way.one or most > 1,
+        asked is not None or way is Parallelism.one or most > 1,
         f"devices={way.value} is of several ranks, and machine={machine.name} names one device: set plan.num_ranks",
     )
-    num_ranks = asked if asked is not None else 1 if way is Way.one else most
+    num_ranks = asked if asked is not None else 1 if way is Parallelism.one else most
     host, device = offload.host_memory_gib, offload.device_memory_gib
     usable = replace(  # what the run may use of the host and of each device, where nothing is said all that there is
         machine,
         host_bytes=machine.host_bytes if host is None else gib_to_bytes(host),
         device_bytes=machine.device_bytes if device is None or not has_device else gib_to_bytes(device),
     )
-    view = RankView.of(usable, shape, way, num_ranks, config.devices.experts)
+    view = RankView.from_shape(usable, shape, way, num_ranks, config.devices.experts)
     problem = Problem(
         shape=view.shape,
         config=runtime,
@@ -148,7 +148,7 @@ def _as_stored(config: PlanConfig, dtype: DType) -> tuple[ModelShape, StoredNumb
     is not one of this model."""
     name, asked, quantize = config.model.name, config.plan.format, config.model.quantize
     shape = read_shape(name, dtype, is_plain=asked is not None)
-    stored = StoredNumbers.of(shape, {})
+    stored = StoredNumbers.from_losses(shape, {})
     if asked in (None, PLAIN) and quantize is None:
         return shape, stored
     require(
@@ -161,18 +161,18 @@ def _as_stored(config: PlanConfig, dtype: DType) -> tuple[ModelShape, StoredNumb
     from .packed_shapes import as_packed, in_format
 
     found = as_packed(shape, quantize) if quantize is not None else in_format(shape, asked or PLAIN)
-    return found, StoredNumbers.of(found, LOSSES)
+    return found, StoredNumbers.from_losses(found, LOSSES)
 
 
-def _attention_way(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionWay:
+def _attention_way(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionMethod:
     """Devices with units for bfloat16 run flash kernels too. Whether a soft cap or sinks make a model's scores its own
     is not in its row; kernels know only sinks."""
     if machine.device_bytes is None or not shape.is_packed:
-        return AttentionWay.host
+        return AttentionMethod.host
     if shape.score_heads:
-        return AttentionWay.scored
+        return AttentionMethod.scored
     has_flash = machine.has_bfloat16 and dtype is not DType.float32 and not shape.kv_dtype.is_quantized
-    return AttentionWay.flash if has_flash else AttentionWay.fused
+    return AttentionMethod.flash if has_flash else AttentionMethod.fused
 
 
 def _sizes(config: PlanConfig) -> list[SequenceSize]:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from runtime.plan.advice import advice
+from runtime.plan.advice import plan_warnings
 from runtime.plan.cost.simulator import PhaseTime
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.timeline import schedule_text
@@ -49,12 +49,12 @@ def report(planned: Planned, num_actions: int) -> str:
         f"{'busy:':<18}{''.join(f'{name:<34}' for name in phases)}".rstrip(),
         *(f"  {each.value:<16}{''.join(share(phase, each) for phase in phases.values())}".rstrip() for each in used),
     ]
-    notes = advice(planned.config, planned.shape, run, has_device=machine.device_bytes is not None)
+    notes = plan_warnings(planned.config, planned.shape, run, has_device=machine.device_bytes is not None)
     parts = [
         "\n".join([head, *_stored(view.whole)]),
         *(["\n".join(ranks)] if view.num_ranks > 1 else []),
         *map(str, run.placement.ledgers),
-        str(planned.facts),
+        str(planned.resolved_settings),
         *(["\n  ".join(["chosen:", *run.choice.why])] if run.choice is not None else []),
         "\n".join(prediction),
         "\n".join(busy),

@@ -23,7 +23,7 @@ from .published import read_losses
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyTraits:
+class FamilyCapabilities:
     """A row of the support table. Where the installed transformers lacks the family, `note` says so and the rest is
     None; else `note` says why lanes are padded, and is empty where they are packed."""
 
@@ -35,17 +35,17 @@ class FamilyTraits:
     note: str
 
     @staticmethod
-    def of(family: Family) -> "FamilyTraits":
+    def of(family: Family) -> "FamilyCapabilities":
         """Takes a few hundredths of a second and no memory to speak of."""
         deepseek_moe.register()
         if family.model_type not in CONFIG_MAPPING:
             note = f"not in transformers {transformers.__version__}"
-            return FamilyTraits(
+            return FamilyCapabilities(
                 name=family.name, model_type=family.model_type, lanes=None, experts=None, cache=None, note=note
             )
         model = build_meta_model(config_for(family.model_type, family.overrides), torch.float32)
         is_packed, reason = choose_lanes(model, Lanes.auto)
-        return FamilyTraits(
+        return FamilyCapabilities(
             name=family.name,
             model_type=family.model_type,
             lanes=Lanes.packed if is_packed else Lanes.padded,
@@ -79,7 +79,7 @@ def families_named(part: str | None) -> list[Family]:
     return chosen
 
 
-def support_table(rows: Sequence[FamilyTraits], shape: TableFormat) -> str:
+def support_table(rows: Sequence[FamilyCapabilities], shape: TableFormat) -> str:
     return _table([_HEAD, *(row.cells for row in rows)], shape, _FOOT)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 
-from runtime.config.settings import PolicyKind, Way
+from runtime.config.settings import Parallelism, PolicyKind
 from runtime.errors import BudgetError, ConfigError, require
 from runtime.plan.shape.dtypes import StoredNumbers
 from runtime.plan.shape.model import ModelShape
@@ -222,7 +222,7 @@ def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
 
     def note(stored: ModelShape) -> str:
         """What its formats do to numbers; of those that round, what they did to the bundled model's."""
-        numbers = StoredNumbers.of(stored, LOSSES)
+        numbers = StoredNumbers.from_losses(stored, LOSSES)
         errors = [f"{measured[name]:.2%}" for name in numbers.formats if name in measured]
         return f"{numbers.names}: lossy, RMS error {errors[0]} for model=tiny" if errors else str(numbers)
 
@@ -258,19 +258,19 @@ def _ways(config: PlanConfig, planned: Planned) -> list[Axis]:
         f"plan.sweep=devices: machine={planned.machine.name} names one device: set plan.sweep_points to ranks",
     )
 
-    def plan(way: Way, num_ranks: float) -> Planned:
+    def plan(way: Parallelism, num_ranks: float) -> Planned:
         shown = replace(config.plan, num_ranks=round(num_ranks))
-        return plan_on(planned.machine, replace(config, devices=config.devices.of_way(way), plan=shown))
+        return plan_on(planned.machine, replace(config, devices=config.devices.for_parallelism(way), plan=shown))
 
     return [
         Axis(
             name=way.value,
             unit=RANKS,
             here=planned.view.num_ranks,
-            values=[1] if way is Way.one else counts,
+            values=[1] if way is Parallelism.one else counts,
             plan=partial(plan, way),
         )
-        for way in Way
+        for way in Parallelism
     ]
 
 

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from runtime.cache_root import cache_root
 from runtime.config.texts import is_url, url_child
 from runtime.errors import ConfigError, DamagedRunError
-from runtime.remote.object_store import ObjectStore, Patience, StoredFile
+from runtime.remote.object_store import ObjectStore, RetryPolicy, StoredFile
 
 from ..files.publishing import (
     PARQUET_PROBLEMS,
@@ -58,7 +58,7 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
     if num_plain == 0:
         raise ConfigError(f"{key}={url} names no bucket")
     base, pattern = f"{scheme}://{'/'.join(steps[:num_plain])}", "/".join(steps[num_plain:])
-    store = ObjectStore(base, key, Patience(seconds=PATIENCE_SECONDS))
+    store = ObjectStore(base, key, RetryPolicy(seconds=PATIENCE_SECONDS))
     files = store.listed(is_deep=True)
     names = [name.removesuffix(RUN).rstrip("/") for name in files if name == RUN or name.endswith(f"/{RUN}")]
 
@@ -122,7 +122,7 @@ class Condition(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundRun:
+class RunReader:
     """A run by its directory and its run.json. `url`: of one in an object store, whose files were fetched."""
 
     directory: RunDirectory
@@ -298,11 +298,11 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def find_runs(names: Sequence[str], key: str) -> list[FoundRun]:
+def find_runs(names: Sequence[str], key: str) -> list[RunReader]:
     """The runs that `names`, the value of the setting `key`, mean: each a run's directory, that of the turns of chats,
     or a glob of which those matches count that hold a run.json; or a URL of such, whose files are fetched. Each run
     comes once. Raises ConfigError, DamagedRunError, and of a URL what `fetch_runs` raises."""
-    found: dict[Path, FoundRun] = {}  # by what they are once links are followed
+    found: dict[Path, RunReader] = {}  # by what they are once links are followed
     for name in names:
         if is_url(name):
             places: Sequence[tuple[Path, str | None]] = fetch_runs(name, key)
@@ -310,7 +310,7 @@ def find_runs(names: Sequence[str], key: str) -> list[FoundRun]:
             places = [(path, None) for path in _here(name, key)]
         for path, url in places:
             directory = RunDirectory(path=path)
-            run = FoundRun(directory=directory, manifest=read_json(directory.manifest), url=url)
+            run = RunReader(directory=directory, manifest=read_json(directory.manifest), url=url)
             found.setdefault(path.resolve(), run)
     return list(found.values())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ..datasets import Row, asked_bytes, input_digest
+from ..datasets import Row, input_digest, prompt_bytes
 from ..files.publishing import (
     PARQUET_PROBLEMS,
     JsonValue,
@@ -55,7 +55,7 @@ def digest_input(rows: Sequence[Row], columns: pa.Schema) -> InputDigests:
         f"input column {names[column.name]}": f"{column.type} {of_column[column.name].hexdigest()[:32]}"
         for column in columns
     }
-    asked = [_short(hashlib.sha256(asked_bytes(row)).digest()) for row in rows]
+    asked = [_short(hashlib.sha256(prompt_bytes(row)).digest()) for row in rows]
     return InputDigests(
         asked=input_digest(rows),
         facts=facts | {"input columns": list(names.values())},

@@ -36,7 +36,7 @@ from .passes import THROUGHPUT_SCHEMA, PassRow, Status
 from .plan_file import PlannedRequest
 from .run_dir import RunDirectory
 from .stored_run import RunCopy
-from .success import recorded_parts, tell_of_remade, write_success
+from .success import log_remade_parts, recorded_parts, write_success
 
 LOG = logging.getLogger(__name__)
 NUM_STOPS = b"weightstream.num_stops"  # in the footer of a part whose block went on inside
@@ -133,7 +133,7 @@ class PartStore:
         self.copy.keep(*map(self.directory.throughput_part, found), *map(self.directory.generations_part, found))
         return dict(sorted(found.items()))
 
-    def require_seats(self) -> None:
+    def require_same_plan(self) -> None:
         """That a plan which was computed again seats rows as parts were made. Raises DamagedRunError, with nothing
         moved: another machine, or one with less memory, may plan otherwise."""
         others: list[str] = []
@@ -198,7 +198,7 @@ class PartStore:
         rows: Counter[Status] = Counter()
         for part in parts.values():
             rows.update(part.rows)
-        tell_of_remade(self.directory, {name: part.sha256 for name, part in parts.items()})
+        log_remade_parts(self.directory, {name: part.sha256 for name, part in parts.items()})
         listed: list[dict[str, JsonValue]] = [
             {"file": name, "block": part.block, "num_rows": part.num_rows, "sha256": part.sha256}
             for name, part in parts.items()

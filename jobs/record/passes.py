@@ -158,7 +158,7 @@ class PhaseTimes:
     stall_seconds: float
 
     @staticmethod
-    def of(phase: PhaseTime) -> "PhaseTimes":
+    def from_phase(phase: PhaseTime) -> "PhaseTimes":
         busy = phase.busy_seconds
         return PhaseTimes(
             seconds=phase.seconds,
@@ -180,7 +180,7 @@ def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
     """The times of one pass that carries this share of prompts, where all passes of a phase are taken to be alike."""
 
     def mean(phase: PhaseTime) -> PhaseTimes:
-        return PhaseTimes.of(phase).times(1 / phase.num_passes if phase.num_passes else 0.0)
+        return PhaseTimes.from_phase(phase).times(1 / phase.num_passes if phase.num_passes else 0.0)
 
     prefill, decode = mean(prediction.prefill), mean(prediction.decode)
     return prefill.times(prefill_share).plus(decode.times(1 - prefill_share))

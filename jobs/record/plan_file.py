@@ -66,7 +66,7 @@ class PlannedRequest:
         return self.row_id, self.sample_index
 
     @property
-    def seat(self) -> Seat:
+    def slot(self) -> Seat:
         return self.block, self.micro_batch, self.position
 
 

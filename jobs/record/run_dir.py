@@ -64,7 +64,7 @@ class RunDirectory:
         return self.path / "throughput"
 
     @property
-    def running(self) -> Path:
+    def run_checkpoint(self) -> Path:
         return self.path / "running.parquet"
 
     @property
@@ -109,7 +109,7 @@ class RunDirectory:
     def lock(self) -> Path:
         return self.path / ".lock"
 
-    def running_block(self, block: int) -> Path:
+    def block_checkpoint(self, block: int) -> Path:
         """What `running` is, for one block of a run in waves."""
         return self.path / f"running-{block:05d}.parquet"
 

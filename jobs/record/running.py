@@ -36,7 +36,7 @@ from .run_dir import RunDirectory
 
 if TYPE_CHECKING:  # they load torch, and who reads what a run has written needs none
     from runtime.sequences.beams import BeamState
-    from runtime.sequences.sequence import BeamWay, Unfinished
+    from runtime.sequences.sequence import BeamTrace, Unfinished
 
 
 LOG = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ RUNNING_SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class RunCheckpoint:
     """`finished` rows lack what their input rows brought along; `passes` are those that no part has; `num_stops`: how
     often a wave's block went on inside before."""
 
@@ -72,7 +72,7 @@ class Running:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunningFile:
+class RunCheckpointFile:
     """The one such file of a run, or of one `block`. The caller holds the run's lock."""
 
     directory: RunDirectory
@@ -82,9 +82,9 @@ class RunningFile:
 
     @property
     def path(self) -> Path:
-        return self.directory.running if self.block is None else self.directory.running_block(self.block)
+        return self.directory.run_checkpoint if self.block is None else self.directory.block_checkpoint(self.block)
 
-    def save(self, running: Running) -> bool:
+    def save(self, running: RunCheckpoint) -> bool:
         """Replaces what was saved before. False, and a warning, when it cannot be written: the run goes on without."""
         rows = [
             {
@@ -127,16 +127,16 @@ class RunningFile:
             LOG.warning("what is generated and not finished was not saved: %s", error)
             return False
 
-    def load(self) -> Running:
+    def load(self) -> RunCheckpoint:
         """What was saved last; nothing, and a warning, when that cannot be used: it then moves to `quarantine/`."""
         path = self.path
         try:
             data, _ = read_regular(path)
         except FileNotFoundError:
-            return Running(unfinished={})
+            return RunCheckpoint(unfinished={})
         except OSError as error:
             LOG.warning("%s cannot be read (%s): its requests begin again", path, error)
-            return Running(unfinished={})
+            return RunCheckpoint(unfinished={})
         try:
             return self._parse(data)
         except (*PARQUET_PROBLEMS, TypeError) as error:  # TypeError: passes of another version of Weightstream
@@ -144,7 +144,7 @@ class RunningFile:
                 set_aside(path, self.directory.quarantine, f"{error}; its requests begin again")
             except OSError as fault:
                 LOG.warning("%s cannot be used (%s) nor moved away: %s", path, error, fault)
-            return Running(unfinished={})
+            return RunCheckpoint(unfinished={})
 
     def remove(self) -> None:
         """All is in parts. One that stays does no harm: rows that a part has are dropped."""
@@ -153,7 +153,7 @@ class RunningFile:
         except OSError as error:
             LOG.warning("%s is of no more use and cannot be removed: %s", self.path, error)
 
-    def _parse(self, data: bytes) -> Running:
+    def _parse(self, data: bytes) -> RunCheckpoint:
         table = parse_parquet(data)
         footer = table.schema.metadata or {}
         values = {key.decode().removeprefix("weightstream."): value.decode() for key, value in footer.items()}
@@ -166,7 +166,7 @@ class RunningFile:
             raise ValueError("it lacks the digest of its rows")
         require_intact(table)
         rows: list[RunningRow] = table.to_pylist()
-        return Running(
+        return RunCheckpoint(
             finished=[
                 GenerationRow(**{key: value for key, value in row.items() if key not in OF_UNFINISHED})
                 for row in rows
@@ -187,7 +187,7 @@ class RunningFile:
 
 def remove_committed(directory: RunDirectory, blocks: Iterable[int]) -> None:
     """Files of blocks whose parts are committed: a kill between the two left them. Raises OutputError."""
-    for path in map(directory.running_block, blocks):
+    for path in map(directory.block_checkpoint, blocks):
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -206,24 +206,24 @@ def _unfinished(values: RunningRow) -> "Unfinished":
     )
 
 
-def written_search(state: "BeamState[BeamWay] | None") -> bytes | None:
+def written_search(state: "BeamState[BeamTrace] | None") -> bytes | None:
     """JSON that `read_search` reads."""
     return None if state is None else json.dumps(asdict(state), default=lambda reason: reason.value).encode()
 
 
-def read_search(data: bytes | None) -> "BeamState[BeamWay] | None":
+def read_search(data: bytes | None) -> "BeamState[BeamTrace] | None":
     """The inverse of `written_search`. Raises ValueError, KeyError or TypeError where `data` is something else."""
     if data is None:
         return None
     from runtime.sequences.beams import BeamState, Hypothesis
 
     values = json.loads(data)
-    hypotheses = (Hypothesis(score=each["score"], way=_read_way(each["way"])) for each in values["hypotheses"])
+    hypotheses = (Hypothesis(score=each["score"], way=_read_beam_trace(each["way"])) for each in values["hypotheses"])
     return BeamState(scores=tuple(values["scores"]), hypotheses=tuple(hypotheses))
 
 
-def _read_way(values: Mapping[str, Any] | None) -> "BeamWay | None":
-    from runtime.sequences.sequence import BeamWay, FinishReason, TokenLogprobs
+def _read_beam_trace(values: Mapping[str, Any] | None) -> "BeamTrace | None":
+    from runtime.sequences.sequence import BeamTrace, FinishReason, TokenLogprobs
 
     if values is None:
         return None
@@ -231,7 +231,7 @@ def _read_way(values: Mapping[str, Any] | None) -> "BeamWay | None":
         TokenLogprobs(own=each["own"], top_ids=tuple(each["top_ids"]), top=tuple(each["top"]))
         for each in values["logprobs"]
     )
-    return BeamWay(
+    return BeamTrace(
         token_ids=tuple(values["token_ids"]),
         finish=FinishReason(values["finish"]),
         text_end=values["text_end"],

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from runtime.config.texts import url_child
 from runtime.errors import DamagedRunError, RunInUseError, StorageError, WeightstreamError
-from runtime.remote.object_store import ObjectStore, Patience, StoredFile, never
+from runtime.remote.object_store import ObjectStore, RetryPolicy, StoredFile, never
 from runtime.units import counted
 
 from ..config.settings import RunSettings
@@ -79,7 +79,7 @@ class StoredRun(RunCopy):
 
     def __init__(self, store: ObjectStore, directory: RunDirectory):
         self._store, self._directory = store, directory
-        self._hasty = ObjectStore(store.url, store.key, Patience(seconds=0))
+        self._hasty = ObjectStore(store.url, store.key, RetryPolicy(seconds=0))
         self._files: dict[str, StoredFile] = {**store.listed(is_deep=True)}
         self._begun = self._read_json(RUN) if RUN in self._files else None
 
@@ -106,11 +106,11 @@ class StoredRun(RunCopy):
         self.keep(self._directory.manifest)
 
     def keep(self, *paths: Path) -> None:
-        new = self._lacking(paths)
+        new = self._missing_files(paths)
         if len(new) > 1:  # other workers may have taken them there
             self._files |= self._store.listed(is_deep=True)
             self._forget_others(new)
-            new = self._lacking(new)
+            new = self._missing_files(new)
         if new:
             self._require_ours()
         for path in new:
@@ -154,7 +154,7 @@ class StoredRun(RunCopy):
         except WeightstreamError as error:
             log.warning("%s is of no more use and cannot be removed: %s", self._name(path), error)
 
-    def _lacking(self, paths: Sequence[Path]) -> list[Path]:
+    def _missing_files(self, paths: Sequence[Path]) -> list[Path]:
         return [path for path in paths if self._name(path) not in self._files and path.exists()]
 
     def _forget_others(self, paths: Sequence[Path]) -> None:
@@ -248,5 +248,5 @@ def copy_of(config: RunSettings, directory: Path, should_stop: Callable[[], bool
     if config.output_url is None:
         return RunCopy()
     url = url_child(config.output_url, directory.relative_to(config.output_root).as_posix())
-    patience = Patience(seconds=config.upload_retry_seconds, should_stop=should_stop, key=RETRY_KEY)
+    patience = RetryPolicy(seconds=config.upload_retry_seconds, should_stop=should_stop, key=RETRY_KEY)
     return StoredRun(ObjectStore(url, KEY, patience), RunDirectory(path=directory))

@@ -58,7 +58,7 @@ def is_finished(directory: RunDirectory) -> bool:
         return False
 
 
-def tell_of_remade(directory: RunDirectory, parts: Mapping[str, str]) -> None:
+def log_remade_parts(directory: RunDirectory, parts: Mapping[str, str]) -> None:
     """Logs whether parts that were made anew, after others were found to be damaged, are byte for byte what they were
     when the run had been finished before. `parts`: SHA-256 by file name. Raises OSError."""
     earlier = sorted(directory.quarantine.glob(f"*{directory.success.name}.*"), key=lambda path: int(path.suffix[1:]))

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 
-from runtime.plan.facts import PlanFacts
+from runtime.plan.facts import ResolvedSettings
 from runtime.plan.placement.ledger import Ledger
 
 from ..files.publishing import JsonValue, write_json
@@ -43,7 +43,7 @@ class ExpertUse:
     read: float
 
     @staticmethod
-    def of(passes: Sequence[PassRow]) -> "ExpertUse | None":
+    def from_passes(passes: Sequence[PassRow]) -> "ExpertUse | None":
         """How many experts the passes used; None where no expert was read by itself. A mixed pass counts by its share
         of decoding."""
 
@@ -75,7 +75,7 @@ class Busy:
     bubble_seconds: float
 
     @staticmethod
-    def of(times: PhaseTimes) -> "Busy | None":
+    def from_times(times: PhaseTimes) -> "Busy | None":
         """The shares of these times; None where no time was spent."""
         if not times.seconds:
             return None
@@ -95,7 +95,7 @@ class RunTimes:
     decode: PhaseTimes
 
     @staticmethod
-    def of(passes: Sequence[PassRow], columns: Sequence[str]) -> "RunTimes":
+    def from_passes(passes: Sequence[PassRow], columns: Sequence[str]) -> "RunTimes":
         """Sums of PASS_SECONDS, or of PREDICTED_SECONDS. Mixed passes are divided like their seconds."""
 
         def added(shares: Sequence[float]) -> PhaseTimes:
@@ -126,7 +126,7 @@ def _rate(tokens: float, seconds: float) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Utilisation:
+class Utilization:
     """How busy resources were; a phase without passes is None."""
 
     prefill: Busy | None
@@ -134,9 +134,11 @@ class Utilisation:
     run: Busy | None
 
     @staticmethod
-    def of(times: RunTimes) -> "Utilisation":
+    def from_times(times: RunTimes) -> "Utilization":
         whole = times.prefill.plus(times.decode)
-        return Utilisation(prefill=Busy.of(times.prefill), decode=Busy.of(times.decode), run=Busy.of(whole))
+        return Utilization(
+            prefill=Busy.from_times(times.prefill), decode=Busy.from_times(times.decode), run=Busy.from_times(whole)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,7 @@ class Elapsed:
     before_passes_seconds: float
 
     @staticmethod
-    def of(passes: Sequence[PassRow]) -> "Elapsed | None":
+    def from_passes(passes: Sequence[PassRow]) -> "Elapsed | None":
         """The time on the wall of these passes' starts, each second once, as workers of one run work at the same time;
         None where there are no passes."""
         starts: dict[float, list[PassRow]] = defaultdict(list)
@@ -209,11 +211,11 @@ class Summary:
     mean: MemoryUse | None = None
     elapsed: Elapsed | None = None
     rows_per_minute: float | None = None
-    utilisation: Utilisation | None = None
-    predicted_utilisation: Utilisation | None = None
+    utilisation: Utilization | None = None
+    predicted_utilisation: Utilization | None = None
     weights_seconds: float | None = None
     planned: MemoryUse | None = None
-    plan: PlanFacts | None = None
+    plan: ResolvedSettings | None = None
     ledgers: Sequence[Ledger] = ()
     totals: Mapping[str, JsonValue] | None = None
     spared_prompt_tokens: int = 0
@@ -231,14 +233,14 @@ def summarize(
     *,
     rows: Mapping[Status, int],
     planned: MemoryUse | None = None,
-    plan: PlanFacts | None = None,
+    plan: ResolvedSettings | None = None,
     weights_seconds: float | None = None,
     ledgers: Sequence[Ledger] = (),
 ) -> Summary:
     """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
-    measured = RunTimes.of(passes, PASS_SECONDS)
+    measured = RunTimes.from_passes(passes, PASS_SECONDS)
     is_predicted = bool(passes) and all(row.predicted_seconds is not None for row in passes)
-    predicted = RunTimes.of(passes, PREDICTED_SECONDS) if is_predicted else None
+    predicted = RunTimes.from_passes(passes, PREDICTED_SECONDS) if is_predicted else None
     seconds = sum(row.seconds for row in passes)
     return Summary(
         rows={"ok": rows.get("ok", 0), "error": rows.get("error", 0), "skipped": rows.get("skipped", 0)},
@@ -259,17 +261,17 @@ def summarize(
         bytes_copied_device=sum(row.bytes_copied_device for row in passes),
         bytes_copied_host=sum(row.bytes_copied_host for row in passes),
         bytes_written_disk=sum(row.bytes_written_disk for row in passes),
-        experts=ExpertUse.of(passes),
+        experts=ExpertUse.from_passes(passes),
         measured=measured.rates(passes),
         measured_times=measured,
         predicted=predicted and replace(predicted.rates(passes), decode_issued=None, total_issued=None),
         predicted_times=predicted,
         peak=peak_memory(passes),
         mean=mean_memory(passes),
-        elapsed=Elapsed.of(passes),
+        elapsed=Elapsed.from_passes(passes),
         rows_per_minute=60 * sum(rows.values()) / seconds if seconds else None,
-        utilisation=Utilisation.of(measured) if passes else None,
-        predicted_utilisation=Utilisation.of(predicted) if predicted is not None else None,
+        utilisation=Utilization.from_times(measured) if passes else None,
+        predicted_utilisation=Utilization.from_times(predicted) if predicted is not None else None,
         weights_seconds=weights_seconds,
         planned=planned,
         plan=plan,

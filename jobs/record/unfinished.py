@@ -12,9 +12,9 @@ import numpy as np
 
 from runtime.units import counted
 
-from ..files.locks import read_lease, told
+from ..files.locks import format_holder, read_lease
 from ..files.publishing import JsonValue, OddFileError
-from .found import Condition, FoundRun
+from .found import Condition, RunReader
 
 
 def lease_name(block: int) -> str:
@@ -40,10 +40,10 @@ class LeasedBlock:
         return {key: str(value) for key, value in ids.items()} if isinstance(ids, dict) else {}
 
     def __str__(self) -> str:
-        return f"block {self.block}: {told(self.holder)}{told_slurm(self.slurm)}"
+        return f"block {self.block}: {format_holder(self.holder)}{format_slurm_ids(self.slurm)}"
 
 
-def told_slurm(ids: Mapping[str, str]) -> str:
+def format_slurm_ids(ids: Mapping[str, str]) -> str:
     """Which job or task of Slurm that is, for people; nothing outside Slurm."""
     array, task = ids.get("SLURM_ARRAY_JOB_ID"), ids.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array is not None and task is not None else ids.get("SLURM_JOB_ID")
@@ -78,20 +78,20 @@ def leased_blocks(folder: Path) -> list[LeasedBlock]:
 NUM_LISTED = 10
 
 
-def missing_rows(run: FoundRun) -> list[int]:
+def missing_rows(run: RunReader) -> list[int]:
     """The places in the input of rows that were planned and that no part has, in order."""
     there = list(run.parts)
     gone = [plan["row_index"].to_numpy()[~np.isin(plan["block"].to_numpy(), there)] for plan in run.plans()]
     return np.unique(np.concatenate([np.empty(0, np.int64), *gone])).tolist()
 
 
-def lacking(runs: Sequence[FoundRun]) -> list[str]:
+def describe_unfinished(runs: Sequence[RunReader]) -> list[str]:
     """A sentence about each of `runs` that is neither done nor damaged."""
     ended = (Condition.done, Condition.damaged)
-    return [told_lacking(run, missing_rows(run)) for run in runs if run.condition not in ended]
+    return [describe_missing_rows(run, missing_rows(run)) for run in runs if run.condition not in ended]
 
 
-def told_lacking(run: FoundRun, rows: Sequence[int]) -> str:
+def describe_missing_rows(run: RunReader, rows: Sequence[int]) -> str:
     """What is said of a run that is not done, of whose rows those at `rows` are missing."""
     index, count = run.shard
     name = f"{run.place}" + (f" (shard {index} of {count})" if count > 1 else "")
@@ -103,8 +103,8 @@ def told_lacking(run: FoundRun, rows: Sequence[int]) -> str:
     texts = [f"{run.num_done:,} of {run.num_rows:,} rows are done"]
     if len(rows):
         missing = sorted(set(run.rows_by_block) - set(run.parts))
-        blocks = f"{len(missing):,} of {counted(len(run.rows_by_block), 'block')} ({listed(missing)})"
-        texts.append(f"missing are rows {listed(rows)}, in {blocks}")
+        blocks = f"{len(missing):,} of {counted(len(run.rows_by_block), 'block')} ({format_ranges(missing)})"
+        texts.append(f"missing are rows {format_ranges(rows)}, in {blocks}")
     said = f"{name} {state}: {', '.join(texts)}"
     # Of a run of one worker, or that nobody works on, there are no leases that mean anything.
     leased = leased_blocks(run.directory.leases) if run.condition is Condition.running else []
@@ -114,7 +114,7 @@ def told_lacking(run: FoundRun, rows: Sequence[int]) -> str:
     return f"{said}; leased are {', '.join(str(each) for each in leased[:NUM_LISTED])}{more}"
 
 
-def listed(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """The first numbers, those that follow one another as `3 to 7`."""
     ranges: list[list[int]] = []
     for number in numbers:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from runtime.errors import DamagedRunError
 
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular
-from ..record.found import Condition, FoundRun
+from ..record.found import Condition, RunReader
 from ..record.passes import PassRow
 from ..record.summary import Summary, summarize
 
@@ -24,7 +24,7 @@ OF_A_PASS = [field.name for field in fields(PassRow) if not field.name.startswit
 class RunFigures:
     """What can be read of one run; of a damaged one that is less."""
 
-    run: FoundRun
+    run: RunReader
 
     @property
     def name(self) -> str:

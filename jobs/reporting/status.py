@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 
 from runtime.units import counted
 
-from ..files.locks import told
+from ..files.locks import format_holder
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular
-from ..record.found import FoundRun, is_locked
-from ..record.unfinished import LeasedBlock, leased_blocks, told_slurm
+from ..record.found import RunReader, is_locked
+from ..record.unfinished import LeasedBlock, format_slurm_ids, leased_blocks
 from ..run.progress import roughly
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class WorkerRate:
         return bool(self.holder) and all(holder.get(key) == value for key, value in self.holder.items())
 
 
-def worker_rates(run: FoundRun, rows_by_block: Mapping[int, int]) -> list[WorkerRate]:
+def worker_rates(run: RunReader, rows_by_block: Mapping[int, int]) -> list[WorkerRate]:
     """Those who had a part in the last parts, the fastest first. What cannot be read is left out, with a warning."""
     last = sorted((path.stat().st_mtime, block) for block, path in run.parts.items() if block in rows_by_block)
     rates: dict[str, WorkerRate] = {}
@@ -86,7 +86,9 @@ class WorkerStatus:
 
     def __str__(self) -> str:
         ids, rate, leased = self.holder.get("slurm"), self.rate, self.leased
-        name = told(self.holder) + told_slurm({k: str(v) for k, v in ids.items()} if isinstance(ids, dict) else {})
+        name = format_holder(self.holder) + format_slurm_ids(
+            {k: str(v) for k, v in ids.items()} if isinstance(ids, dict) else {}
+        )
         texts = ["no part yet"]
         if rate is not None:
             texts = [counted(rate.num_parts, "part"), f"{rate.rows_per_second:.3g} rows/s"]
@@ -99,7 +101,7 @@ class WorkerStatus:
     def to_plain(self) -> dict[str, object]:
         """What the status as JSON has of it."""
         return {
-            "holder": told(self.holder),
+            "holder": format_holder(self.holder),
             "slurm": self.holder.get("slurm", {}),
             "block": self.leased.block if self.leased is not None else None,
             "num_parts": self.rate.num_parts if self.rate is not None else 0,
@@ -137,7 +139,7 @@ class RunStatus:
         return (num_rows - self.num_rows_done) / self.rows_per_second
 
 
-def status_of(run: FoundRun) -> RunStatus:
+def status_of(run: RunReader) -> RunStatus:
     """Raises DamagedRunError where the plan cannot be read."""
     rows = run.rows_by_block
     done = {block: path for block, path in run.parts.items() if block in rows}
@@ -186,7 +188,7 @@ def as_json(statuses: Sequence[RunStatus]) -> str:
 
 
 def _values(status: RunStatus) -> dict[str, object]:
-    leased = [{**asdict(each), "holder": told(each.holder), "slurm": each.slurm} for each in status.leased]
+    leased = [{**asdict(each), "holder": format_holder(each.holder), "slurm": each.slurm} for each in status.leased]
     workers = [worker.to_plain() for worker in status.workers]
     return {**vars(status), "leased": leased, "workers": workers, "seconds_left": status.seconds_left}
 

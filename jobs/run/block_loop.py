@@ -21,7 +21,7 @@ from runtime.sequences.sequence import Completion, Request, Unfinished
 from ..record.output_rows import GenerationRow
 from ..record.parts import PartStore
 from ..record.passes import PassRow, Start, pass_row
-from ..record.running import RequestKey, Running, RunningFile
+from ..record.running import RequestKey, RunCheckpoint, RunCheckpointFile
 from .progress import Progress
 from .requests import RequestBatch, completed_rows
 
@@ -123,7 +123,7 @@ class OpenBlocks:
         store, blocks = self.store, self.blocks
         recorded = frozenset[int]() if self.is_wave else frozenset(row.pass_index for row in store.passes())
         self._parts = OpenParts(store, blocks)
-        self._checkpoint = RunningFile(
+        self._checkpoint = RunCheckpointFile(
             directory=store.directory,
             manifest=store.manifest,
             plan=store.plan,
@@ -157,7 +157,7 @@ class OpenBlocks:
         self._checkpoint.remove()
         self.store.copy.drop(self._checkpoint.path)
 
-    def _restore(self, saved: Running, recorded: frozenset[int]) -> None:
+    def _restore(self, saved: RunCheckpoint, recorded: frozenset[int]) -> None:
         """Drops what parts have: rows, and passes by their index. They were saved before the parts were committed."""
         asked = self.asked
         places = {asked.requests[member].key: (i, member) for i in self._order for member in asked.joined[i].members}
@@ -200,7 +200,7 @@ class OpenBlocks:
         if self.checkpoint_seconds is None:
             return
         known = {**self._unfinished, **self.session.snapshot()}
-        running = Running(
+        running = RunCheckpoint(
             finished=list(self._parts.rows.values()),
             unfinished={self.asked.computed[i].key: state for i, state in known.items()},
             passes=self._parts.passes,

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from ..config.cli import ended, say
-from ..config.process import uncollected
+from ..config.cli import print_and_return, print_line
+from ..config.process import gc_paused
 from ..config.settings import GenerateConfig, RunSettings, run_directory
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ def run_door(
     settings that it takes. `tell`: says what there is to see beside the table. `at`, `clock`: when the process was
     started, by the wall and by the monotonic clock. Raises the errors of runtime.errors."""
     if config.num_workers != 1:
-        from ..workers.local import led
+        from ..workers.local import supervise_workers
 
-        if (result := led(config, sys.argv[1:], [sys.executable, *sys.orig_argv[1:]])) is not None:
-            return ended(*result)
-    with uncollected():
+        if (result := supervise_workers(config, sys.argv[1:], [sys.executable, *sys.orig_argv[1:]])) is not None:
+            return print_and_return(*result)
+    with gc_paused():
         from ..config.signals import StopFlag
         from ..exporting.export import write_batch_files
         from ..record.passes import Start
@@ -54,20 +54,20 @@ def run_door(
                 return follow_turns(config, stop, ranks)
             code = 0
             for turn, outcome in enumerate(converse(config, stop, start, ranks), start=1):
-                say(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
-                say(outcome_text(outcome))
+                print_line(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
+                print_line(outcome_text(outcome))
                 code = max(code, outcome.exit_code)
-            say(HOW_TO_READ_TURNS.format(folder=run_directory(config)))
+            print_line(HOW_TO_READ_TURNS.format(folder=run_directory(config)))
             return code  # of the worst turn
         task, settings = task_of(config)
         if ranks is not None and ranks.rank:
             return follow(task, settings, stop, ranks)
         outcome = perform(task, settings, stop, start, ranks)
     if outcome.was_finished:
-        say(f"{outcome.directory} is finished: nothing to do")
-    say(outcome_text(outcome))
+        print_line(f"{outcome.directory} is finished: nothing to do")
+    print_line(outcome_text(outcome))
     if config.has_batch_files:
-        say("\n".join(write_batch_files(outcome.directory)))
+        print_line("\n".join(write_batch_files(outcome.directory)))
         add_batch_files(config, outcome.directory)
     tell(outcome)
     return outcome.exit_code

@@ -11,7 +11,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from runtime.cache_root import cache_root
-from runtime.config.settings import Way
+from runtime.config.settings import Parallelism
 from runtime.errors import CheckpointError, DamagedRunError, DatasetError, require
 from runtime.store.file_digests import digest_files
 
@@ -198,7 +198,7 @@ def _window_rows(config: RunSettings, directory: Path, begun: Mapping[str, JsonV
     """How many rows of the output a window of the run has; None where all rows are held. Where nobody says, a run goes
     on as it was begun. Raises ConfigError where ranks are to go on with one in windows."""
     asked, run = config.dataset.window_rows, RunDirectory(path=directory)
-    holds_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Way.one
+    holds_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Parallelism.one
     holds_all |= isinstance(config, ScoreConfig) and config.score.rolling
     if asked is None and (begun is not None or run.manifest.exists()):
         found, way = None, config.devices.way
@@ -206,7 +206,7 @@ def _window_rows(config: RunSettings, directory: Path, begun: Mapping[str, JsonV
             settings = (begun or read_json(run.manifest)).get("semantic")
             found = settings.get(WINDOW_KEY) if isinstance(settings, dict) else None
         require(
-            found is None or way is Way.one,
+            found is None or way is Parallelism.one,
             f"devices={way.value} holds all rows as yet, and the run was begun in windows of {found} "
             "(dataset.window_rows): go on with devices=one, or choose another directory with run=",
         )

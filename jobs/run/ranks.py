@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runtime.config.settings import DevicesConfig, Way
+from runtime.config.settings import DevicesConfig, Parallelism
 from runtime.devices.messages import end_sessions
 from runtime.errors import ConfigError, Interrupted, PeerEnded, require
 from runtime.ranks.launch import Launch
@@ -15,7 +15,7 @@ from runtime.ranks.ranks import Ranks
 
 from ..config.settings import RunSettings
 from ..record.stored_run import copy_of
-from .requests import ask
+from .requests import make_batch
 from .run import open_model
 from .tasks.task import Task
 
@@ -32,7 +32,7 @@ def ranks_of(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterato
     """This process among the ranks that a launcher has started; None where `devices` has no others. Raises ConfigError
     where settings and launcher disagree."""
     launch = Launch.found(os.environ)
-    if devices.way is Way.one:
+    if devices.way is Parallelism.one:
         is_of_several = launch is not None and launch.size > 1 and launch.url == "env://"
         require(not is_of_several, SEVERAL)
         yield None
@@ -54,7 +54,7 @@ def follow(task: Task, config: RunSettings, should_stop: Callable[[], bool], ran
     there."""
     begun = copy_of(config, task.directory, should_stop).begun
     runtime, rows = open_model(task, config, should_stop, begun, ranks=ranks)
-    asked = ask(runtime, rows.first_rows(), task.requests)
+    asked = make_batch(runtime, rows.first_rows(), task.requests)
     try:
         for _ in runtime.follow(asked.computed):
             pass

@@ -110,9 +110,9 @@ class RequestBatch:
         """The requests of `joined`."""
         return [each.request for each in self.joined]
 
-    def seated(self, planned: Iterable[PlannedRequest]) -> "RequestBatch":
+    def in_order_of_plan(self, planned: Iterable[PlannedRequest]) -> "RequestBatch":
         """The same, joined as a plan that is fixed has it."""
-        return replace(self, seats={each.key: each.seat for each in planned})
+        return replace(self, seats={each.key: each.slot for each in planned})
 
 
 def completions_of(runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Iterator[Sequence[Request | Rejected]]:
@@ -137,7 +137,7 @@ def tokenized(
         yield row, next(found[row.messages is not None]) if isinstance(text, str) else text
 
 
-def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> RequestBatch:
+def make_batch(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> RequestBatch:
     """Tokenises every row and makes its request. A row that there is none for is rejected, never raised. Raises
     ConfigError for more completions than a run can have."""
     num_samples = runtime.config.sampling.n
@@ -173,12 +173,12 @@ def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Iter
             pending.append((row, text))
             num_characters += len(text) if isinstance(text, str) else 0
             if len(pending) == ROWS_AT_ONCE or num_characters > CHARACTERS_AT_ONCE:
-                yield from _made(runtime, pending, make)
+                yield from _make_requests(runtime, pending, make)
                 pending, num_characters = [], 0
-    yield from _made(runtime, pending, make)
+    yield from _make_requests(runtime, pending, make)
 
 
-def _made(
+def _make_requests(
     runtime: Runtime, pending: Sequence[tuple[Row, Prompt | Rejected]], make: MakeRequests
 ) -> Iterator[Sequence[Request | Rejected]]:
     made = iter(make(runtime, [(row, prompt) for row, prompt in pending if not isinstance(prompt, Rejected)]))
@@ -201,7 +201,7 @@ def _text(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected:
         return Rejected(id=row.id, error=error.as_error)
 
 
-def seat(asked: RequestBatch, blocks: Sequence[Block], first_block: int = 0) -> list[PlannedRequest]:
+def plan_rows(asked: RequestBatch, blocks: Sequence[Block], first_block: int = 0) -> list[PlannedRequest]:
     """The plan as it is written down: what is computed as one has one seat. Rejected rows share a block of their own
     behind the others. `first_block`: the number of the first block, which those that are there have already."""
     planned = [
@@ -229,7 +229,7 @@ def _planned(row: Row, item: Request | Rejected, block: int, micro_batch: int, p
     )
 
 
-def unseat(planned: Iterable[PlannedRequest], asked: RequestBatch) -> tuple[Block, ...]:
+def blocks_of_plan(planned: Iterable[PlannedRequest], asked: RequestBatch) -> tuple[Block, ...]:
     """The blocks of a plan read back; `seat` of the result gives the plan again if the rows are the same."""
     place_of = {asked.requests[i].key: place for place, each in enumerate(asked.joined) for i in each.members}
     seats: dict[int, dict[int, dict[int, None]]] = {}

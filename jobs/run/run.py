@@ -13,7 +13,7 @@ from runtime.stream.device import ComputeDevice
 from runtime.trace import Trace
 from runtime.units import counted
 
-from ..config.mistakes import mistakes_logged
+from ..config.mistakes import log_errors
 from ..config.settings import EncodeConfig, RunSettings, ScoreConfig
 from ..datasets import Row
 from ..datasets.config import looks_otherwise
@@ -166,7 +166,7 @@ class Run:
         directory, seconds = state.directory, config.lease_seconds
         with (
             state,
-            mistakes_logged(directory.log),
+            log_errors(directory.log),
             Worker(directory, seconds, should_stop) if config.is_elastic else nullcontext() as worker,
         ):
             if config.output_private:
@@ -239,7 +239,7 @@ class Run:
             )
             if ledgers
             else None,
-            plan=runtime.facts(plan) if plan is not None else None,
+            plan=runtime.resolved_settings(plan) if plan is not None else None,
             weights_seconds=last.weights_seconds if last is not None else None,
             ledgers=plan.placement.ledgers if plan is not None else (),
         )

@@ -11,7 +11,7 @@ from runtime.units import counted, format_bytes, format_seconds
 
 from ..record.part_files import visible
 from ..record.passes import PhaseTimes
-from ..record.summary import MemoryUse, Rates, Summary, Utilisation
+from ..record.summary import MemoryUse, Rates, Summary, Utilization
 from .run import Outcome
 
 MOST_REASONS = 3
@@ -124,7 +124,7 @@ def _phase(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[
     return [line for line in lines if set(line[1:]) - {NOTHING, ""}]
 
 
-def _busy(measured: Utilisation | None, claimed: Utilisation | None) -> list[Line]:
+def _busy(measured: Utilization | None, claimed: Utilization | None) -> list[Line]:
     """How busy disk, link and compute were over all passes, and how much of that time compute had nothing to do."""
     run, claim = measured.run if measured else None, claimed.run if claimed else None
     if run is None:

@@ -31,7 +31,7 @@ from .context import RunContext
 from .feedback import Feedback
 from .input import InputWindow
 from .progress import Progress
-from .requests import RequestBatch, ask, rejected_rows, seat, unseat
+from .requests import RequestBatch, blocks_of_plan, make_batch, plan_rows, rejected_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class PredictedSpans:
     passes: Mapping[Phase, PlayedPass]
 
     @staticmethod
-    def of(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize]) -> "PredictedSpans":
+    def from_plan(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize]) -> "PredictedSpans":
         """The first prefill pass of the first block, and a decode pass behind others; of continuous admission a pass
         from the middle of the run. Nothing where the plan was made without rates."""
         if plan.rates is None or not plan.blocks:
@@ -86,15 +86,15 @@ class WindowRun:
             return store, self._next_block(store)
         if count > 1:
             log.info("window %d of %d: reading its rows", number, count)
-        asked = ask(context.runtime, self._window.read(), context.task.requests)
+        asked = make_batch(context.runtime, self._window.read(), context.task.requests)
         asked = replace(asked, read=context.task.read(context.runtime))
         is_planner = context.worker is not None and context.worker.may_plan(self._plan_path)
         if (begun := self._known_plan()) is not None:
-            asked = asked.seated(begun)
+            asked = asked.in_order_of_plan(begun)
         if asked.requests:
             store = self._generated(asked, is_planner=is_planner)
         else:
-            store = self._seated(asked, (), None, is_planner=is_planner)
+            store = self._planned_store(asked, (), None, is_planner=is_planner)
         rejects = self._first_block + (len(self.plan.blocks) if self.plan is not None else 0)
         if asked.rejected and rejects not in store.committed():
             store.commit(rejects, rejected_rows(asked), [])
@@ -125,16 +125,16 @@ class WindowRun:
             begun_with = (backends_of(path, runtime.host) for path in plans)
             fixed = self._known_plan()
             policy = feedback.policy if feedback is not None else None
-            with runtime.confirmed_session(
+            with runtime.open_with_backoff(
                 asked.computed,
                 rates=feedback.rates if feedback is not None else None,
-                blocks=_shifted(unseat(fixed, asked), -self._first_block) if fixed is not None else None,
+                blocks=_shifted(blocks_of_plan(fixed, asked), -self._first_block) if fixed is not None else None,
                 known=policy,
                 chunk_tokens=chunk_tokens_of(self._plan_path) if policy is None else None,
                 backends=next((table for table in begun_with if table is not None), None),
             ) as (plan, session):
                 plan = replace(plan, blocks=_shifted(plan.blocks, self._first_block))
-                store = self._seated(asked, plan.blocks, plan, is_planner=is_planner)
+                store = self._planned_store(asked, plan.blocks, plan, is_planner=is_planner)
                 is_planner = False
                 trace = context.state.directory.trace
                 with (
@@ -170,7 +170,7 @@ class WindowRun:
         if self._context.runtime.trace is None:
             return ignore
         shape, sizes = self._context.runtime.model.shape, [request.size for request in asked.computed]
-        predicted = PredictedSpans.of(shape, plan, sizes)
+        predicted = PredictedSpans.from_plan(shape, plan, sizes)
         return lambda record: write(predicted.beginning(record.phase, time.monotonic() - record.seconds))
 
     def _feedback(self, asked: RequestBatch) -> Feedback | None:
@@ -189,14 +189,14 @@ class WindowRun:
         feedback.restore()
         return feedback
 
-    def _seated(
+    def _planned_store(
         self, asked: RequestBatch, blocks: Sequence[Block], plan: RunPlan | None, *, is_planner: bool
     ) -> PartStore:
         """The store of the plan's parts; writes the plan down, or checks it against what is written."""
-        context, planned = self._context, seat(asked, blocks, self._first_block)
+        context, planned = self._context, plan_rows(asked, blocks, self._first_block)
         store = context.store_of(planned)
         if not self._plan_path.exists():
-            store.require_seats()
+            store.require_same_plan()
         fix_plan(
             self._plan_path,
             planned,

@@ -11,7 +11,7 @@ from runtime.config.texts import is_url
 from runtime.errors import require
 from runtime.units import GIB, MIB
 
-from ..config.cli import quoted
+from ..config.cli import quote
 from ..config.settings import LogLevel
 
 MAX_PORT, MAX_FILE_MIB, MAX_GIB, MAX_COUNT = 65_535, 100_000, 1_000_000, 1_000_000
@@ -35,7 +35,7 @@ def absolute_paths(values: Mapping[str, object]) -> list[str]:
         path = Path(value).expanduser()
         with suppress(OSError, ValueError):  # a schema as text is no path at all
             if not path.is_absolute() and (key not in PATHS or path.exists()):
-                found.append(f"{key}={quoted(str(path.absolute()))}")
+                found.append(f"{key}={quote(str(path.absolute()))}")
     return found
 
 

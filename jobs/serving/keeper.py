@@ -20,7 +20,7 @@ from pathlib import Path
 from runtime.errors import ConfigError, DamagedRunError, WeightstreamError
 from runtime.units import KIB
 
-from ..config.cli import quoted
+from ..config.cli import quote
 from ..datasets.openai_body import ENCODED
 from ..exporting.export import write_batch_files
 from ..files.publishing import read_json
@@ -161,9 +161,9 @@ class Keeper(threading.Thread):
             raise ConfigError(f"its file {batch['input_file_id']} is gone")
         own = [
             "dataset=openai_batch",
-            f"dataset.path={quoted(str(source.absolute()))}",
+            f"dataset.path={quote(str(source.absolute()))}",
             f"run={id}",
-            f"output_root={quoted(str(self._output_root))}",
+            f"output_root={quote(str(self._output_root))}",
             "output_private=true",
         ]
         job = _job(batch)

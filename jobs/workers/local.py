@@ -98,7 +98,7 @@ def shared_weights() -> Iterator[SharedWeights | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class WorkerShare:
     """What a worker gets of the machine."""
 
     processors: Collection[int]
@@ -116,7 +116,9 @@ class Share:
         ]
 
 
-def shares(config: RunSettings, device: torch.device, nodes: Sequence[Sequence[int]], num_devices: int) -> list[Share]:
+def shares(
+    config: RunSettings, device: torch.device, nodes: Sequence[Sequence[int]], num_devices: int
+) -> list[WorkerShare]:
     """The share of each worker. Raises ConfigError where there are more of them than devices."""
     is_cpu, asked = device.type == "cpu", config.num_workers
     count = asked or (len(nodes) if is_cpu else num_devices)
@@ -125,7 +127,7 @@ def shares(config: RunSettings, device: torch.device, nodes: Sequence[Sequence[i
     gib = config.offload.host_memory_gib or usable_host_bytes(is_pinned=not is_cpu) / GIB
     threads = config.machine.num_threads
     return [
-        Share(
+        WorkerShare(
             processors=processors,
             host_memory_gib=round(gib / count, 6),
             device=None if is_cpu else f"{device.type}:{number}",
@@ -135,7 +137,7 @@ def shares(config: RunSettings, device: torch.device, nodes: Sequence[Sequence[i
     ]
 
 
-class Led(NamedTuple):
+class WorkersResult(NamedTuple):
     """What workers came to: an exit code, and of what it means what no worker has said yet, for stdout and stderr."""
 
     code: int
@@ -147,7 +149,7 @@ class _Worker:
     """The first one speaks for all, on the terminal; what others say is kept for the case that it is the only one to
     end well, or the first to fail."""
 
-    def __init__(self, number: int, command: Sequence[str], share: Share, descriptor: int, num_workers: int):
+    def __init__(self, number: int, command: Sequence[str], share: WorkerShare, descriptor: int, num_workers: int):
         self.number = number
         self.output: IO[bytes] | None = tempfile.TemporaryFile() if number else None  # noqa: SIM115 - closed at the end
         self.errors: IO[bytes] | None = tempfile.TemporaryFile() if number else None  # noqa: SIM115
@@ -169,7 +171,7 @@ class _Worker:
         return self.process.poll()
 
     @property
-    def how(self) -> str:
+    def describe_exit(self) -> str:
         """How it ended, for people."""
         code = self.process.returncode
         if code >= 0:
@@ -182,16 +184,16 @@ class _Worker:
                 file.close()
 
 
-def led(config: RunSettings, words: Sequence[str], command: Sequence[str]) -> Led | None:
+def supervise_workers(config: RunSettings, words: Sequence[str], command: Sequence[str]) -> WorkersResult | None:
     """What the workers came to that this process, called with `words`, had to start by `command`; None where it is
     itself the one to work. Raises ConfigError."""
     if not is_leader(config, words):
         return None
     with StopFlag() as stop:
-        return lead(config, command, stop)
+        return run_workers(config, command, stop)
 
 
-def lead(config: RunSettings, command: Sequence[str], stop: StopFlag) -> Led:
+def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> WorkersResult:
     """Starts workers, each by `command` and what is its share, and waits until all have ended. Whoever is killed leaves
     its blocks to the others. Raises ConfigError."""
     device = choose_device(config.machine.device)
@@ -229,22 +231,26 @@ def _wait(workers: Sequence[_Worker], stop: StopFlag) -> None:
         for worker in [each for each in left if each.code is not None]:
             left.remove(worker)
             if worker.process.returncode < 0 and left:
-                log.warning("%s: the others do its blocks", worker.how)
+                log.warning("%s: the others do its blocks", worker.describe_exit)
         time.sleep(POLL_SECONDS)
 
 
-def _result(workers: Sequence[_Worker]) -> Led:
+def _result(workers: Sequence[_Worker]) -> WorkersResult:
     finished = [worker for worker in workers if worker.code in FINISHED]
     if finished:
         code = max(worker.process.returncode for worker in finished)
-        return Led(code=code, output=_text(finished[0].output).strip(), error="")
+        return WorkersResult(code=code, output=_text(finished[0].output).strip(), error="")
     told = [worker for worker in workers if worker.code in WORST_FIRST]
     if not told:
         is_ours = any(worker.process.returncode > 0 for worker in workers)
         code = InternalError.exit_code if is_ours else Interrupted.exit_code
-        return Led(code=code, output="", error=f"interrupted: {workers[0].how}; the same command goes on from here")
+        return WorkersResult(
+            code=code, output="", error=f"interrupted: {workers[0].describe_exit}; the same command goes on from here"
+        )
     worst = min(told, key=lambda worker: WORST_FIRST.index(worker.process.returncode))
-    return Led(code=worst.process.returncode, output="", error=_text(worst.errors).strip().rpartition("\n")[2])
+    return WorkersResult(
+        code=worst.process.returncode, output="", error=_text(worst.errors).strip().rpartition("\n")[2]
+    )
 
 
 def _text(file: IO[bytes] | None) -> str:

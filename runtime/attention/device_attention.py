@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from ..plan.shape.attention import GATHERED_BYTES, SCORED_BYTES
 from .layout import LayerKV, QuantizedKV
-from .views import DecodeRows, Prompts, Reach, Rule, Segment, Stretches
+from .views import DecodeRows, Prompts, Reach, Rule, Segment, TokenRanges
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
@@ -73,7 +73,12 @@ def knows_windows() -> bool:
 
 
 def flash_attention(
-    q_THD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor, stretches: Stretches, window: int | None, rule: Rule
+    q_THD: torch.Tensor,
+    k_SHD: torch.Tensor,
+    v_SHD: torch.Tensor,
+    stretches: TokenRanges,
+    window: int | None,
+    rule: Rule,
 ) -> torch.Tensor:
     """(T, H, Dv) of the stretches' tokens, which look at their positions one behind the other (S), at the last `window`
     of them at most. For what `flash_applies` to; keys and values begin where kernels can load."""
@@ -156,13 +161,13 @@ def decode_on_device(
     q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, rows: DecodeRows, reach: Reach, rule: Rule
 ) -> torch.Tensor:
     """One new token per row, over pages: (B, H, Dv)."""
-    stretches = rows.stretches(reach)
+    stretches = rows.token_ranges(reach)
     is_flash = isinstance(kv, LayerKV) and flash_applies(q_BHD, *kv.likes, rule)
     is_gathered = is_flash or fused_applies(q_BHD, kv.likes[1], rule)
     most = max(1, (GATHERED_BYTES if is_gathered else SCORED_BYTES) // kv.position_bytes)
     groups = stretches.groups(most, are_padded=not is_flash)
 
-    def decode(q_BHD: torch.Tensor, group: Stretches) -> torch.Tensor:
+    def decode(q_BHD: torch.Tensor, group: TokenRanges) -> torch.Tensor:
         if isinstance(kv, LayerKV) and is_flash:
             return flash_attention(q_BHD, *kv.packed(group), group, None, rule)
         return _decode_padded(q_BHD, kv, group, rule)
@@ -183,12 +188,12 @@ def prefill_in_flash(
     if not flash_applies(query, key, value, rule) or (kv is None and reach.chunk is not None):
         return None
     if kv is None:
-        stretches = prompts.stretches(Reach())
+        stretches = prompts.token_ranges(Reach())
         begin = prompts.segments[0].kv_start
         k_SHD, v_SHD = (aligned(each[begin : begin + stretches.num_positions]) for each in (key, value))
         tokens = stretches.tokens
         return [(tokens, flash_attention(query[tokens], k_SHD, v_SHD, stretches, reach.window, rule))]
-    stretches, found = prompts.stretches(reach), []
+    stretches, found = prompts.token_ranges(reach), []
     for group in stretches.groups(max(1, GATHERED_BYTES // kv.position_bytes), are_padded=False):
         tokens = group.tokens
         k_SHD, v_SHD = (aligned(key[tokens]), aligned(value[tokens])) if group.is_fresh else kv.packed(group)
@@ -229,7 +234,7 @@ def attend_fused(
     return out_HGTD.flatten(0, 1).transpose(0, 1)
 
 
-def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: Stretches, rule: Rule) -> torch.Tensor:
+def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: TokenRanges, rule: Rule) -> torch.Tensor:
     """Query heads of a KV head stand where other tokens would, so that no head is repeated."""
     k_BHSD, v_BHSD = (each.transpose(1, 2) for each in kv.padded(group))
     q_BHGD = q_BHD.unflatten(1, (k_BHSD.shape[1], -1))

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from .layout import PassLayout, Places
-from .views import DecodeRows, Reach, Stretches
+from .views import DecodeRows, Reach, TokenRanges
 
 STEPS = 2  # sizes from one power of two to the next: a third of what is looked at is in vain at most
 LEAST = 64  # positions
@@ -39,7 +39,7 @@ def sizes_of(rows: DecodeRows, cuts: Cuts) -> Sizes | None:
     """The sizes that have room for these rows, or None where some layer would look at them in several parts."""
     found = dict[Reach, Size]()
     for reach, keys in cuts.items():
-        stretches = rows.stretches(reach)
+        stretches = rows.token_ranges(reach)
         if any(len(stretches.groups(most, are_padded=padded)) > 1 for most, padded in keys):
             return None
         found[reach] = Size(_rounded(stretches.most_positions), _rounded(stretches.num_positions))
@@ -77,16 +77,16 @@ class FixedRows:
     def _ways(self, reach: Reach) -> list[bool]:
         return sorted({padded for _, padded in self._cuts[reach]})
 
-    def _sized(self, rows: DecodeRows, reach: Reach) -> Stretches:
+    def _sized(self, rows: DecodeRows, reach: Reach) -> TokenRanges:
         """The rows' stretches, as if their longest one were as long as there is room for."""
-        stretches = rows.stretches(reach)
+        stretches = rows.token_ranges(reach)
         vars(stretches).update(most_positions=self._sizes[reach].longest)
         stretches.keep_whole(self._cuts[reach])
         return stretches
 
     def _tensors(self, rows: DecodeRows, layout: PassLayout, reach: Reach) -> list[torch.Tensor]:
         """Bounds of positions, the places of each way, and which of padded places are seen and hidden."""
-        stretches, found = rows.stretches(reach), list[torch.Tensor]()
+        stretches, found = rows.token_ranges(reach), list[torch.Tensor]()
         found.append(stretches.bounds[1])
         for padded in self._ways(reach):
             flat = (layout.padded if padded else layout.packed)(stretches).flat

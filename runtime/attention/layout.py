@@ -17,7 +17,7 @@ import torch
 from ..plan.shape.dtypes import PAGE_TOKENS
 from .page_codes import PageFormat, widened
 from .upload import upload
-from .views import DecodeRows, Reach, Segment, Stretches
+from .views import DecodeRows, Reach, Segment, TokenRanges
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +81,10 @@ class PassLayout:
         """`new_places`: (row, first, end) positions of the pass's tokens, in their order. `slots`: the tail of each
         row, where pages are quantised."""
         self._pages, self._device, self._decoding = pages, device, decoding
-        self._segments, self._slots, self._by_page = segments, slots, dict[Stretches, ByPage]()
+        self._segments, self._slots, self._by_page = segments, slots, dict[TokenRanges, ByPage]()
         self._numbers: dict[int, torch.Tensor] = {}
-        self._packed: dict[Stretches, Places] = {}
-        self._padded: dict[Stretches, Places] = {}
+        self._packed: dict[TokenRanges, Places] = {}
+        self._padded: dict[TokenRanges, Places] = {}
         new = [place for row, begin, end in new_places for place in self.places(row, begin, end)]
         self.new_T = Places(upload(new, device))
         self.cached_S: Places | None = None
@@ -103,7 +103,7 @@ class PassLayout:
             self._numbers[row] = upload(self._pages[row], self._device)
         return self._numbers[row]
 
-    def packed(self, stretches: Stretches) -> Places:
+    def packed(self, stretches: TokenRanges) -> Places:
         """The places of all positions that the stretches look at (S), one stretch behind the other."""
         if stretches not in self._packed:
             firsts_B, tables_Bn = self._looked_at(stretches)
@@ -114,7 +114,7 @@ class PassLayout:
             self._packed[stretches] = _in_pages(tables_Bn[which_S, position_S // PAGE_TOKENS], position_S)
         return self._packed[stretches]
 
-    def padded(self, stretches: Stretches) -> Places:
+    def padded(self, stretches: TokenRanges) -> Places:
         """The places of the positions that each stretch looks at (B, S); short ones end in repeats, which are as good
         as others."""
         if stretches not in self._padded:
@@ -125,11 +125,11 @@ class PassLayout:
             self._padded[stretches] = _in_pages(tables_Bn.gather(1, position_BS // PAGE_TOKENS), position_BS)
         return self._padded[stretches]
 
-    def keep(self, stretches: Stretches, places: Places, *, are_padded: bool) -> None:
+    def keep(self, stretches: TokenRanges, places: Places, *, are_padded: bool) -> None:
         """Says where these lie, in place of `packed` or `padded`."""
         (self._padded if are_padded else self._packed)[stretches] = places
 
-    def by_page(self, stretches: Stretches) -> ByPage:
+    def by_page(self, stretches: TokenRanges) -> ByPage:
         """The places of rows that decode, of which the last page is a tail."""
         if stretches not in self._by_page:
             firsts_B, tables_Bn = self._looked_at(stretches)
@@ -172,7 +172,7 @@ class PassLayout:
     def slot(self, row: int) -> int:
         return self._slots[row]
 
-    def _looked_at(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
+    def _looked_at(self, stretches: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages that stretches look at (B, n), and the first position in the first of them (B)."""
         parts = stretches.parts
         tables = [self._pages[p.row][p.first // PAGE_TOKENS : -(-p.end // PAGE_TOKENS)] for p in parts]
@@ -243,12 +243,12 @@ class LayerKV:
         k, v = (pages[numbers].flatten(0, 1)[: segment.end].transpose(0, 1) for pages in (self.k_NPHD, self.v_NPHD))
         return self._wide(k), self._wide(v)
 
-    def packed(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
+    def packed(self, stretches: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """What the stretches look at, (S, H, D) each, one stretch behind the other."""
         places = self.layout.packed(stretches)
         return self._wide(places.of(self.k_NPHD)), self._wide(places.of(self.v_NPHD))
 
-    def padded(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
+    def padded(self, stretches: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """What each looks at, (B, S, H, D) each; short ones end in repeats."""
         places = self.layout.padded(stretches)
         return self._wide(places.of(self.k_NPHD)), self._wide(places.of(self.v_NPHD))
@@ -295,7 +295,7 @@ class QuantizedKV:
             k_SHD, v_SHD = (torch.cat([x.flatten(0, 1), y]) for x, y in zip(kept, (k_SHD, v_SHD), strict=True))
         return k_SHD.transpose(0, 1), v_SHD.transpose(0, 1), hidden_TS
 
-    def padded(self, stretches: Stretches) -> Pair:
+    def padded(self, stretches: TokenRanges) -> Pair:
         """What rows that decode look at, (B, S, H, D) each; short ones end in repeats."""
         places = self.layout.by_page(stretches)
         kept = self.format.decode(self.pages[places.tables_Bn.flatten()], self.tails[0].dtype)

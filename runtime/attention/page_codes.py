@@ -47,7 +47,7 @@ class PageFormat:
     value_dim: int
 
     @staticmethod
-    def of(kv_dtype: KVDType, like_k: torch.Tensor, like_v: torch.Tensor) -> "PageFormat":
+    def from_dtypes(kv_dtype: KVDType, like_k: torch.Tensor, like_v: torch.Tensor) -> "PageFormat":
         """The format for tokens (1, H, T, D) such as these."""
         return PageFormat(kv_dtype, like_k.shape[1], like_k.shape[3], like_v.shape[3])
 

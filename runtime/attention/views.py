@@ -40,7 +40,7 @@ class Rule:
         return torch.softmax(torch.cat([scores, column], -1), -1, dtype=torch.float32)[..., :-1].to(scores.dtype)
 
 
-class Stretch(NamedTuple):
+class TokenRange(NamedTuple):
     """`new` tokens, from `start` on in the pass, of a row whose positions [first, end) they look at: the last token at
     all of them, each one before it at one less. Those before `past` were cached by earlier passes."""
 
@@ -60,12 +60,12 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Stretches:
+class TokenRanges:
     """The stretches of one pass, in the order of its tokens. Their tensors are made once for all layers."""
 
-    parts: tuple[Stretch, ...]
+    parts: tuple[TokenRange, ...]
     device: torch.device
-    _groups: dict[tuple[int, bool], tuple["Stretches", ...]] = field(default_factory=dict)
+    _groups: dict[tuple[int, bool], tuple["TokenRanges", ...]] = field(default_factory=dict)
 
     @cached_property
     def most_new(self) -> int:
@@ -122,12 +122,12 @@ class Stretches:
         """Says of these that nothing is cut."""
         self._groups.update(dict.fromkeys(cuts, (self,)))
 
-    def groups(self, most_positions: int, *, are_padded: bool) -> tuple["Stretches", ...]:
+    def groups(self, most_positions: int, *, are_padded: bool) -> tuple["TokenRanges", ...]:
         """Neighbours that together look at no more positions than this, each of them padded to the longest or not; one
         alone may."""
         key = most_positions, are_padded
         if key not in self._groups:
-            groups: list[list[Stretch]] = [[]]
+            groups: list[list[TokenRange]] = [[]]
             longest = total = 0
             for part in self.parts:
                 longest, total = max(longest, part.num_positions), total + part.num_positions
@@ -135,7 +135,7 @@ class Stretches:
                     groups.append([])
                     longest = total = part.num_positions
                 groups[-1].append(part)
-            parts = (Stretches(tuple(group), self.device) for group in groups)
+            parts = (TokenRanges(tuple(group), self.device) for group in groups)
             self._groups[key] = (self,) if len(groups) == 1 else tuple(parts)
         return self._groups[key]
 
@@ -224,12 +224,12 @@ class Segment:
             self._paged_views[reach] = pages, ~shown | reach.hides(queries, torch.cat([kept, computed], 1))
         return self._paged_views[reach]
 
-    def stretches(self, reach: Reach) -> Iterator[Stretch]:
+    def token_ranges(self, reach: Reach) -> Iterator[TokenRange]:
         """One, or one for each chunk that its new tokens lie in."""
         at = self.past
         while at < self.end:
             end = self.end if reach.chunk is None else min(self.end, (at // reach.chunk + 1) * reach.chunk)
-            yield Stretch(self.row, self.start + at - self.past, end - at, reach.first(at), end)
+            yield TokenRange(self.row, self.start + at - self.past, end - at, reach.first(at), end)
             at = end
 
 
@@ -239,12 +239,12 @@ class Prompts:
 
     segments: Sequence[Segment]
     device: torch.device
-    _stretches: dict[Reach, Stretches] = field(default_factory=dict, compare=False)
+    _stretches: dict[Reach, TokenRanges] = field(default_factory=dict, compare=False)
 
-    def stretches(self, reach: Reach) -> Stretches:
+    def token_ranges(self, reach: Reach) -> TokenRanges:
         if reach not in self._stretches:
-            parts = tuple(part for segment in self.segments for part in segment.stretches(reach))
-            self._stretches[reach] = Stretches(parts, self.device)
+            parts = tuple(part for segment in self.segments for part in segment.token_ranges(reach))
+            self._stretches[reach] = TokenRanges(parts, self.device)
         return self._stretches[reach]
 
 
@@ -261,21 +261,21 @@ class DecodeRows:
     device: torch.device
     _begins: dict[Reach, torch.Tensor] = field(default_factory=dict, compare=False)
     _hidden: dict[Reach, torch.Tensor | None] = field(default_factory=dict, compare=False)
-    _stretches: dict[Reach, Stretches] = field(default_factory=dict, compare=False)
+    _stretches: dict[Reach, TokenRanges] = field(default_factory=dict, compare=False)
 
     @cached_property
     def tokens_B(self) -> torch.Tensor:
         return upload(self.tokens, self.device)
 
-    def stretches(self, reach: Reach) -> Stretches:
+    def token_ranges(self, reach: Reach) -> TokenRanges:
         if reach not in self._stretches:
             each = zip(self.rows, self.past, self.tokens, strict=True)
-            parts = tuple(Stretch(row, token, 1, reach.first(past), past + 1) for row, past, token in each)
-            self._stretches[reach] = Stretches(parts, self.device)
+            parts = tuple(TokenRange(row, token, 1, reach.first(past), past + 1) for row, past, token in each)
+            self._stretches[reach] = TokenRanges(parts, self.device)
         return self._stretches[reach]
 
     @property
-    def reaches(self) -> Mapping[Reach, Stretches]:
+    def reaches(self) -> Mapping[Reach, TokenRanges]:
         """What layers have asked for."""
         return self._stretches
 

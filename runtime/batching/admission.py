@@ -13,7 +13,7 @@ What several begin with is computed by a row of its own, which takes no seat, an
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .prefixes import IN_LANES, HeldPrefix, Place, RetainedPrefixes, SharedPrefix, SharingRule
+from .prefixes import IN_LANES, CachedPrefix, Place, RetainedPrefixes, SharedPrefix, SharingRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Waiting:
 
 
 @dataclass(slots=True, kw_only=True)
-class SeatState:
+class SlotState:
     """A request in a lane, between two passes; who plays many of them moves it on from one to the next. `num_cached`:
     of its known tokens, those whose KV is stored, and those that it goes on from, stored or not."""
 
@@ -60,7 +60,7 @@ class AdmissionLimits:
     others_pages: int = 0
 
     @staticmethod
-    def of(
+    def from_lanes(
         rule: SharingRule, *, num_lanes: int, lane_size: int, chunk_tokens: int, page_tokens: int, others_pages: int = 0
     ) -> "AdmissionLimits":
         """The limits of lanes that prefill so many tokens a pass, and decode one of each sequence in any case. `rule`:
@@ -105,10 +105,10 @@ def most_cached(num_prompt_tokens: int, max_new_tokens: int) -> int:
 
 def plan_pass(
     waiting: Sequence[Waiting],
-    seats: Sequence[SeatState],
+    seats: Sequence[SlotState],
     free_pages: int,
     limits: AdmissionLimits,
-    held: Iterable[HeldPrefix] = (),
+    held: Iterable[CachedPrefix] = (),
 ) -> PassPlan:
     """`waiting` in the order of the line, as far as they may soon enter, `seats` in the order of admission, `held` in
     that in which they were opened.
@@ -118,7 +118,7 @@ def plan_pass(
     free all the same, prefixes that nobody seated needs and then the youngest give way until they are, and nobody
     enters.
     """
-    kept, staying, preempted = RetainedPrefixes(held, limits.rule, limits.page_tokens), list(seats), list[SeatState]()
+    kept, staying, preempted = RetainedPrefixes(held, limits.rule, limits.page_tokens), list(seats), list[SlotState]()
     free = free_pages + (kept.drop_unwanted(_seated(staying), _line(waiting)) if kept else 0)
     shares = _share_budgets(staying, kept, limits)
     while (needed := _needed_pages(staying, kept, limits, *shares)) > free:
@@ -143,16 +143,16 @@ def plan_pass(
     )
 
 
-def _seated(seats: Iterable[SeatState]) -> list[tuple[SharedPrefix | None, int]]:
+def _seated(seats: Iterable[SlotState]) -> list[tuple[SharedPrefix | None, int]]:
     return [(seat.prefix, seat.lane) for seat in seats]
 
 
-def _line(waiting: Iterable[Waiting | SeatState]) -> list[SharedPrefix | None]:
+def _line(waiting: Iterable[Waiting | SlotState]) -> list[SharedPrefix | None]:
     return [each.prefix for each in waiting]
 
 
 def _needed_pages(
-    seats: Sequence[SeatState],
+    seats: Sequence[SlotState],
     kept: RetainedPrefixes,
     limits: AdmissionLimits,
     new_tokens: Mapping[int, int],
@@ -169,7 +169,7 @@ def _needed_pages(
 
 
 def _share_budgets(
-    seats: Iterable[SeatState], kept: RetainedPrefixes, limits: AdmissionLimits
+    seats: Iterable[SlotState], kept: RetainedPrefixes, limits: AdmissionLimits
 ) -> tuple[dict[int, int], dict[Place, int]]:
     """Shares out each lane's tokens: what is decoded comes first, then what others wait for, lane by lane, as a lane
     goes on from those before it; then pieces of prompts, the oldest first."""
@@ -181,11 +181,11 @@ def _share_budgets(
         left[lane] -= taken
         return taken
 
-    def may_begin(seat: SeatState) -> bool:
+    def may_begin(seat: SlotState) -> bool:
         begins = seat.prefix is not None and seat.num_cached == rule.num_shared(seat.prefix)
         return not begins or kept.may_begin(seat.prefix, seat.lane, filled)
 
-    prompts = list[SeatState]()
+    prompts = list[SlotState]()
     for seat in seats:
         missing, prefix = seat.num_known - seat.num_cached, seat.prefix
         # Most decode, behind what they went on from: that is seen without a call.
@@ -207,11 +207,11 @@ def _share_budgets(
 
 def _enter(
     waiting: Sequence[Waiting],
-    seats: Sequence[SeatState],
+    seats: Sequence[SlotState],
     kept: RetainedPrefixes,
     free_pages: int,
     limits: AdmissionLimits,
-) -> list[SeatState]:
+) -> list[SlotState]:
     """Each into the lane with the fewest tokens that has a free seat, counting what it has computed for it there."""
     if not waiting or len(seats) == limits.num_lanes * limits.lane_size:
         return []
@@ -224,14 +224,14 @@ def _enter(
     for seat in seats:  # what they want beyond what they have
         most = seat.num_known + page
         room -= -(-(most if most < seat.num_most else seat.num_most) // page) - -(-seat.num_cached // page)
-    entered: list[SeatState] = []
+    entered: list[SlotState] = []
     for turn, request in enumerate(waiting):
         open_lanes = [lane for lane in range(limits.num_lanes) if num_seated[lane] < limits.lane_size]
         if not open_lanes:
             break
         prefix = request.prefix
         lane = min(open_lanes, key=lambda lane: (num_tokens[lane] + kept.missing_tokens(prefix, lane), lane))
-        entering = SeatState(
+        entering = SlotState(
             request=request.request,
             lane=lane,
             num_cached=limits.rule.num_shared(prefix),

@@ -178,7 +178,7 @@ FAR = 1 << 62  # nobody in line
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldPrefix:
+class CachedPrefix:
     """`lane` computes it; `num_cached` of its tokens are stored, those of its parent among them."""
 
     prefix: SharedPrefix
@@ -206,25 +206,25 @@ def places_of_all(seated: Seated, rule: SharingRule) -> set[Place]:
 class RetainedPrefixes:
     """The prefixes that are held, those opened last behind the others. `dropped` are those that no longer are."""
 
-    def __init__(self, held: Iterable[HeldPrefix], rule: SharingRule, page_tokens: int):
+    def __init__(self, held: Iterable[CachedPrefix], rule: SharingRule, page_tokens: int):
         self._rule, self._page_tokens = rule, page_tokens
         self._held = {(each.prefix, ALL_LANES if rule.among_lanes else each.lane): each for each in held}
         self.dropped: list[Place] = []
 
-    def __iter__(self) -> Iterator[tuple[Place, HeldPrefix]]:
+    def __iter__(self) -> Iterator[tuple[Place, CachedPrefix]]:
         return iter(self._held.items())
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def __getitem__(self, place: Place) -> HeldPrefix:
+    def __getitem__(self, place: Place) -> CachedPrefix:
         return self._held[place]
 
     def open(self, prefix: SharedPrefix | None, lane: int) -> None:
         """Has the lane compute what a sequence of it goes on from, as far as nobody does."""
         for place in self._missing(prefix, lane):
             found = place[0]
-            self._held[place] = HeldPrefix(prefix=found, lane=lane, num_cached=self._rule.num_shared(found.parent))
+            self._held[place] = CachedPrefix(prefix=found, lane=lane, num_cached=self._rule.num_shared(found.parent))
 
     def _missing(self, prefix: SharedPrefix | None, lane: int) -> list[Place]:
         return [place for place in places_of(prefix, lane, self._rule) if place not in self._held]

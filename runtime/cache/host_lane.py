@@ -11,9 +11,9 @@ import torch
 
 from ..attention.host_attention import decode_attention
 from ..attention.layout import LayerKV, PassLayout, Places, copy_places
-from ..attention.views import DecodeRows, Reach, Rule, Segment, Stretches
+from ..attention.views import DecodeRows, Reach, Rule, Segment, TokenRanges
 from ..stream.device import Part
-from ..stream.exchange import HostExchange, Trip
+from ..stream.exchange import HostExchange, RoundTrip
 from .pages import KVPages
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ class HostLayerKV(LayerKV):
             row[segment.past :] = new[0, :, segment.start : segment.start + segment.new].transpose(0, 1)
         return rows_SHD[0].transpose(0, 1), rows_SHD[1].transpose(0, 1)
 
-    def packed(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
+    def packed(self, stretches: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """All that is cached comes up at once."""
         sources = (self.k_NPHD, self.key[0]), (self.v_NPHD, self.value[0])
         packed_SHD = [
@@ -68,7 +68,7 @@ class HostVisit:
 
     def __init__(
         self,
-        trip: Trip,
+        trip: RoundTrip,
         kv: LayerKV,
         rows: DecodeRows,
         tokens_B: torch.Tensor,

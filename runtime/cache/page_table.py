@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..plan.placement.memory import PAGE_TOKENS
 from .pages import PagePool, SharedPages, num_pages_for
-from .tails import Tails
+from .tails import PartialPages
 
 
 @dataclass(kw_only=True)
@@ -44,7 +44,7 @@ class PageTable:
     `lies_close`: the pages that a pass leaves open lie side by side, as only these are carried back later.
     """
 
-    def __init__(self, pool: PagePool, tails: Tails | None, *, lies_close: bool):
+    def __init__(self, pool: PagePool, tails: PartialPages | None, *, lies_close: bool):
         self._pool, self._tails, self._lies_close = pool, tails, lies_close
         self._rows: list[PagedRow] = []
         self._new: list[int] = []  # of each row, how many tokens the pass carries

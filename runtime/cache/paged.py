@@ -29,7 +29,7 @@ from ..plan.placement.memory import PAGE_TOKENS
 from .host_lane import CPU, HostLane, HostVisit
 from .page_table import PageTable
 from .pages import KVCache, KVPages, split_pages
-from .tails import Tails
+from .tails import PartialPages
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class PagedKV(Cache, KVCache):
         self.expands, self.travels, self.heads = expands, travels, heads
         assert not (expands and pages.dtype.is_quantized), "latents are expanded as they are cached"
         self._pages = pages
-        self._tails = Tails(pages.device) if pages.dtype.is_quantized else None
+        self._tails = PartialPages(pages.device) if pages.dtype.is_quantized else None
         self._host = HostLane(pages, pages.exchange) if pages.exchange is not None else None
         self._device = pages.device.torch_device
         self.table = PageTable(pages.pool, self._tails, lies_close=bool(travels))
@@ -361,9 +361,9 @@ class PagedKV(Cache, KVCache):
         return LayerKV(*pages, self._view.there, dtype=dtype)
 
     def _quantized(
-        self, tails: Tails, index: int, like_k: torch.Tensor, like_v: torch.Tensor, spans: dict[int, Pair]
+        self, tails: PartialPages, index: int, like_k: torch.Tensor, like_v: torch.Tensor, spans: dict[int, Pair]
     ) -> QuantizedKV:
-        page_format, layout = PageFormat.of(self._pages.dtype, like_k, like_v), self._view.here
+        page_format, layout = PageFormat.from_dtypes(self._pages.dtype, like_k, like_v), self._view.here
         if index in self.travels:
             assert self._view.there is not None, "the pass was begun before layers travelled"
             pages, layout = self._bound[index], self._view.there

@@ -19,7 +19,7 @@ import torch
 from ..attention.page_codes import FLOAT8, PageFormat, stored_dtype
 from ..closing import Closing
 from ..config.settings import KVDType
-from ..plan.placement.kv import stretches
+from ..plan.placement.kv import layer_ranges
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
@@ -200,7 +200,7 @@ def num_pages_for(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_TOKENS)
 
 
-class NeighbourPool(PagePool):
+class ContiguousPool(PagePool):
     """Hands out pages behind those that their lane took last, as long as these are free. Otherwise the lane begins in
     the middle of the longest free stretch, as whoever has the pages in front of it will grow as well."""
 
@@ -221,7 +221,7 @@ class NeighbourPool(PagePool):
         return taken
 
     def _release(self, pages: Sequence[int]) -> None:
-        for run in stretches(pages):
+        for run in layer_ranges(pages):
             self._join(run)
 
     def _begin(self, last: int | None) -> int:

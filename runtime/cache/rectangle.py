@@ -19,7 +19,7 @@ from ..units import round_up
 from .pages import KVCache, PagePool, num_pages_for
 
 
-class PassedLayer(DynamicLayer):
+class SkippedLayer(DynamicLayer):
     """Counts positions."""
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ class PassedLayer(DynamicLayer):
         """All rows are as long."""
 
 
-def pass_over(cache: Cache, layers: Collection[int], num_rows: int, num_tokens: int) -> None:
+def skip_layers(cache: Cache, layers: Collection[int], num_rows: int, num_tokens: int) -> None:
     """Makes `layers` longer by so many tokens of each row. Those that keep a window take a byte for each of them."""
     byte = torch.zeros(num_rows, 1, num_tokens, 1, dtype=torch.uint8) if layers else None
     for index in layers:
         layer = cache.layers[index]
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
-        if isinstance(layer, PassedLayer):
+        if isinstance(layer, SkippedLayer):
             layer.lengthen(num_tokens)
         elif isinstance(layer, DynamicLayer) and byte is not None:
             layer.update(byte, byte)
@@ -217,7 +217,7 @@ def rectangle_cache(
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and index in passed:
-            cache.layers[index] = PassedLayer()
+            cache.layers[index] = SkippedLayer()
         elif type(layer) is DynamicLayer:
             kind = TravellingLayer if index in travels else ReservedLayer
             cache.layers[index] = kind(round_up(capacity, PAGE_TOKENS), device)

@@ -18,7 +18,7 @@ from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 
 
-class Tails:
+class PartialPages:
     """The tails of one lane. Rows take a slot each and give it back."""
 
     def __init__(self, device: ComputeDevice):

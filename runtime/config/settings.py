@@ -169,7 +169,7 @@ class SelfCheck(Enum):
     full = "full"
 
 
-class Way(Enum):
+class Parallelism(Enum):
     """How processes compute a run: `one` alone; or several ranks, where with `sharded` each reads an equal share of a
     layer and computes its part of the rows, with `tensor` has an equal share of each matrix and of the KV heads, and
     with `pipeline` has some of the layers."""
@@ -331,18 +331,21 @@ class PolicyConfig:
 class DevicesConfig:
     """How many processes compute a run, and what each of them does."""
 
-    way: TextField[Way] = enum_field(Way.one)
+    way: TextField[Parallelism] = enum_field(Parallelism.one)
     gather: TextField[Gather] = enum_field(Gather.auto)
     experts: TextField[DividedExperts] = enum_field(DividedExperts.auto)
 
     def __post_init__(self) -> None:
-        for key, value, way in (("gather", self.gather, Way.sharded), ("experts", self.experts, Way.tensor)):
+        for key, value, way in (
+            ("gather", self.gather, Parallelism.sharded),
+            ("experts", self.experts, Parallelism.tensor),
+        ):
             require(
                 self.way is way or value.value == "auto",
                 f"devices.{key}={value.value} says nothing of devices={self.way.value}: it is for devices={way.value}",
             )
 
-    def of_way(self, way: Way) -> "DevicesConfig":
+    def for_parallelism(self, way: Parallelism) -> "DevicesConfig":
         """These with another way, and of the rest what is for it."""
         return self if way is self.way else DevicesConfig(way=way)
 

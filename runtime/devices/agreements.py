@@ -34,7 +34,7 @@ from .messages import (
 LEAST = "least"
 
 
-class Agreement:
+class RankSync:
     """This rank's part in the agreements of one session. All ranks make the same calls in the same order, but for
     `stop` and `all_states`, which the others answer from within theirs. `rows`, to be set, gives this rank's that are
     not finished, and `states` what those of them have come to that are begun."""
@@ -118,7 +118,7 @@ class Agreement:
                 self._known.update(read_states(each["states"]))
 
 
-class BetweenPasses(Agreement):
+class SyncBetweenPasses(RankSync):
     """What such ranks agree on before each pass. Within one they go on, as each waits for others."""
 
     def should_stop(self) -> bool:
@@ -134,7 +134,7 @@ class BetweenPasses(Agreement):
         return [min(each) if None not in each else None for each in zip(*met, strict=True)]
 
 
-class PassAgreement(BetweenPasses):
+class PassSync(SyncBetweenPasses):
     """That the next pass is the same one, and that none of them is to stop."""
 
     def lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
@@ -168,7 +168,7 @@ class PassAgreement(BetweenPasses):
         return dict(self.states())
 
 
-class PipelineAgreement(BetweenPasses):
+class PipelineSync(SyncBetweenPasses):
     """Whether one of them is to stop. How far rows have come the last rank says, which has the generators that draw
     their tokens."""
 

@@ -18,12 +18,12 @@ from ..config.settings import (
     Admission,
     ExpertPaging,
     KVConfig,
+    Parallelism,
     PolicyConfig,
     PolicyKind,
     PrefetchConfig,
     RuntimeConfig,
     SharePrefixes,
-    Way,
 )
 from ..errors import BudgetError, ConfigError, require
 from ..plan.placement.memory import PAGE_TOKENS
@@ -112,7 +112,7 @@ def _read_logprobs(values: Sequence[Sequence[Any]]) -> tuple[TokenLogprobs, ...]
     return tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in values)
 
 
-def written_plan(plan: RunPlan, requests: Sequence[Request], weights: str) -> Values:
+def plan_to_broadcast(plan: RunPlan, requests: Sequence[Request], weights: str) -> Values:
     """The choices that a plan follows from, and of which requests and weights it is."""
     return {
         "blocks": [[block.index, block.micro_batches] for block in plan.blocks],
@@ -144,10 +144,14 @@ SESSION, OVER = "session", "over"
 NOT_YET = "devices={} does not go with {} as yet: {}"
 
 
-def for_ranks(config: RuntimeConfig, way: Way = Way.sharded) -> RuntimeConfig:
+def for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.sharded) -> RuntimeConfig:
     """The config with what only one process can do left out, where the settings leave that open. Raises ConfigError
     where they ask for it."""
-    paging, num_beams, is_divided = config.offload.expert_paging, config.sampling.num_beams or 1, way is Way.pipeline
+    paging, num_beams, is_divided = (
+        config.offload.expert_paging,
+        config.sampling.num_beams or 1,
+        way is Parallelism.pipeline,
+    )
     require(
         is_divided or paging in (ExpertPaging.auto, ExpertPaging.off),
         NOT_YET.format(way.value, f"offload.expert_paging={paging.value}", "layers are read whole, with auto or off"),
@@ -160,7 +164,7 @@ def for_ranks(config: RuntimeConfig, way: Way = Way.sharded) -> RuntimeConfig:
     return replace(config, offload=replace(config.offload, expert_paging=ExpertPaging.off), policy=policy)
 
 
-def plan_told(told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+def plan_from_broadcast(told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
     """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests or
     weights, and BudgetError."""
     if told["requests"] != digest_of(requests):
@@ -209,4 +213,4 @@ def _most_pages(requests: Sequence[Request]) -> int:
 
 def end_sessions(ranks: Ranks) -> None:
     """Says, as rank 0, that there will be no other session."""
-    ranks.tell({KIND: OVER})
+    ranks.broadcast({KIND: OVER})

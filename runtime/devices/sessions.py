@@ -10,14 +10,14 @@ from ..batching.balance import Block
 from ..engine.batcher import Batcher
 from ..engine.engine import Engine
 from ..engine.records import PassCounts
-from ..engine.session import OnPass, Seats, Session, ignore
+from ..engine.session import LaneSlots, OnPass, Session, ignore
 from ..errors import Interrupted, PeerEnded
 from ..model.loading import LoadedModel
 from ..plan.planner import RunPlan
 from ..sequences.reasoning import Reasoning
 from ..sequences.sequence import Completion, Request, Unfinished
 from ..sequences.sequence import Sequence as Running
-from .agreements import Agreement, BetweenPasses
+from .agreements import RankSync, SyncBetweenPasses
 from .messages import KIND, Finished, num_admitting, read_states, written_states
 
 WAVE, STREAM, CLOSED = "wave", "stream", "closed"
@@ -35,7 +35,7 @@ class RankSession(Session):
         *,
         opening_seconds: float,
         reasoning: Reasoning | None,
-        agreement: Agreement,
+        agreement: RankSync,
     ):
         super().__init__(model, engine, plan, plan.policy, opening_seconds=opening_seconds, reasoning=reasoning)
         self._agreement, self._ranks = agreement, agreement.ranks
@@ -51,7 +51,7 @@ class RankSession(Session):
         on_pass: OnPass = ignore,
     ) -> Generator[tuple[int, Completion]]:
         states = written_states({i: unfinished[i] for i in left if i in unfinished})
-        self._ranks.tell({KIND: WAVE, "block": block.index, "left": list(left), "states": states})
+        self._ranks.broadcast({KIND: WAVE, "block": block.index, "left": list(left), "states": states})
         return self._part(block, left, requests, unfinished, on_pass)
 
     def stream(
@@ -62,22 +62,22 @@ class RankSession(Session):
         on_pass: OnPass = ignore,
     ) -> Generator[tuple[int, Completion]]:
         states = written_states({i: unfinished[i] for i in order if i in unfinished})
-        self._ranks.tell({KIND: STREAM, "order": list(order), "states": states})
+        self._ranks.broadcast({KIND: STREAM, "order": list(order), "states": states})
         return self._part_of_stream(order, requests, unfinished, on_pass)
 
     def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
         """Takes part in what rank 0 begins, until it closes its session; gives what all ranks come to."""
         blocks = {block.index: block for block in self._plan.blocks}
-        while (told := self._ranks.heard())[KIND] != CLOSED:
+        while (told := self._ranks.receive())[KIND] != CLOSED:
             unfinished = read_states(told["states"])
             if told[KIND] == WAVE:
                 yield from self._part(blocks[told["block"]], told["left"], requests, unfinished, ignore)
             else:
                 yield from self._part_of_stream(told["order"], requests, unfinished, ignore)
 
-    def tell_closed(self) -> None:
+    def announce_close(self) -> None:
         """Has those that follow close theirs, too."""
-        self._ranks.tell({KIND: CLOSED})
+        self._ranks.broadcast({KIND: CLOSED})
 
     def snapshot(self) -> dict[int, Unfinished]:
         return self._agreement.all_states()
@@ -116,8 +116,8 @@ class RankSession(Session):
         rank, count = self._ranks.rank, self._num_admitting
         return order[rank::count] if rank < count else ()
 
-    def _seats(self) -> Seats:
-        return super()._seats().share(self._num_admitting, self._plan.placement.kv.num_pages)
+    def _slots(self) -> LaneSlots:
+        return super()._slots().share(self._num_admitting, self._plan.placement.kv.num_pages)
 
     @property
     def _num_admitting(self) -> int:
@@ -155,8 +155,8 @@ class SameRowsSession(RankSession):
     know the same tokens, they admit the same rows. Records have the times and bytes of this rank."""
 
     @property
-    def _between(self) -> BetweenPasses:
-        assert isinstance(self._agreement, BetweenPasses), "ranks have the same rows"
+    def _between(self) -> SyncBetweenPasses:
+        assert isinstance(self._agreement, SyncBetweenPasses), "ranks have the same rows"
         return self._agreement
 
     def _own(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
@@ -170,10 +170,10 @@ class SameRowsSession(RankSession):
     ) -> Sequence[int | None]:
         return self._between.least(super()._chunks(block, requests, lanes))
 
-    def _seats(self) -> Seats:
+    def _slots(self) -> LaneSlots:
         num_pages = self._plan.placement.kv.num_pages
         [least] = self._between.least([num_pages])
-        return Session._seats(self)._replace(others_pages=num_pages - (least or 0))
+        return Session._slots(self)._replace(others_pages=num_pages - (least or 0))
 
     def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
         return counts or PassCounts.total([]), self._take_finished()

@@ -11,7 +11,7 @@ import torch
 
 from ..batching.balance import Block
 from ..config.profiles import BackendTable
-from ..config.settings import OffloadConfig, RuntimeConfig, Way
+from ..config.settings import OffloadConfig, Parallelism, RuntimeConfig
 from ..errors import BudgetError, ConfigError, require
 from ..model.loading import LoadedModel, ModelSplit
 from ..plan.placement.placement import Budgets
@@ -21,23 +21,23 @@ from ..plan.shape.rank_shares import divided, part_of
 from ..planning.budgets import budgets_of
 from ..planning.planner import Planner
 from ..probing.meta import build_meta_model
-from ..ranks.collectives import Collectives, Gathering, PipelineLink
-from ..ranks.pipeline import handed_on, keep_part
+from ..ranks.collectives import AllGather, Collectives, PipelineLink
+from ..ranks.pipeline import keep_part, transferred_tensors
 from ..ranks.ranks import Message, Ranks
 from ..ranks.shared_memory import SharedMemory
 from ..ranks.tensor import TensorSplit
 from ..sequences.sequence import Request
 from ..stream.device import ComputeDevice, choose_device
 from ..stream.filling import Together
-from .agreements import Agreement, PassAgreement, PipelineAgreement
+from .agreements import PassSync, PipelineSync, RankSync
 from .messages import (
     KIND,
     NOT_YET,
     SESSION,
     Values,
     for_ranks,
-    plan_told,
-    written_plan,
+    plan_from_broadcast,
+    plan_to_broadcast,
 )
 from .sessions import RankSession, SameRowsSession
 
@@ -90,7 +90,7 @@ def require_alike(ranks: Ranks, model: LoadedModel, device: ComputeDevice) -> No
     for rank, each in enumerate(met):
         _require_same(rank, each["kind"], kind, "on", "set machine=cpu, or machine.device")
         _require_same(rank, each["dtype"], dtype, "in", "set model.dtype")
-        if ranks.devices.way is Way.tensor:
+        if ranks.devices.way is Parallelism.tensor:
             _require_same(rank, each["name"], name, "on", "take devices=sharded or pipeline")
 
 
@@ -104,7 +104,7 @@ class SharedRun(ABC):
     plans and begins sessions, the others hear of them, and join. `gathering` and `line`: what they hand one another
     by. `split`: how they divide the model's matrices. `budgets`: of the plan; None: each rank's are its own affair."""
 
-    gathering: Gathering | None = None
+    gathering: AllGather | None = None
     split: ModelSplit | None = None
     line: PipelineLink | None = None
     budgets: Budgets | None = None
@@ -114,8 +114,10 @@ class SharedRun(ABC):
         self.ranks, self.way = ranks, ranks.devices.way
 
     @staticmethod
-    def of(ranks: Ranks) -> "SharedRun":
-        return {Way.tensor: TensorRun, Way.pipeline: PipelineRun}.get(ranks.devices.way, ShardedRun)(ranks)
+    def from_ranks(ranks: Ranks) -> "SharedRun":
+        return {Parallelism.tensor: TensorRun, Parallelism.pipeline: PipelineRun}.get(ranks.devices.way, ShardedRun)(
+            ranks
+        )
 
     def config(self, config: RuntimeConfig) -> RuntimeConfig:
         """`config` without what one process alone can do. Raises ConfigError."""
@@ -137,7 +139,7 @@ class SharedRun(ABC):
         met = ranks.exchange({"host_bytes": own.host_bytes, "device_bytes": own.device_bytes})
         least = min(each["host_bytes"] // ranks.machines.count(ranks.machines[rank]) for rank, each in enumerate(met))
         device_bytes = None if own.device_bytes is None else min(each["device_bytes"] for each in met)
-        if self.way is Way.tensor:
+        if self.way is Parallelism.tensor:
             self.budgets = replace(own, host_bytes=least, device_bytes=device_bytes)
             return
         if device_bytes is not None:
@@ -160,15 +162,15 @@ class SharedRun(ABC):
         """What rank 0 tells of its plan. Raises ConfigError, BudgetError."""
         sizes = [request.size for request in requests]
         chosen = planner.plan(sizes, blocks=blocks, chunk_tokens=chunk_tokens)
-        return written_plan(chosen, requests, planner.model.fingerprint)
+        return plan_to_broadcast(chosen, requests, planner.model.fingerprint)
 
-    def plan_told(self, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+    def plan_from_broadcast(self, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
         """The plan that rank 0 tells of, as this rank makes it. Raises ConfigError, BudgetError."""
-        return plan_told(told, planner, requests)
+        return plan_from_broadcast(told, planner, requests)
 
     def begin(self, told: Values) -> Together | None:
         """Begins a session as rank 0, and has the others join it. Raises ConfigError."""
-        self._tell(told)
+        self._broadcast(told)
         return self.gathering
 
     def join(self, message: Message) -> Together | None:
@@ -176,18 +178,18 @@ class SharedRun(ABC):
         return self.gathering
 
     @abstractmethod
-    def agreement(self, should_stop: Callable[[], bool]) -> Agreement:
+    def rank_sync(self, should_stop: Callable[[], bool]) -> RankSync:
         """This rank's part in the agreements of a session."""
 
-    def require_told(self, requests: Sequence[Request]) -> None:
+    def require_broadcastable(self, requests: Sequence[Request]) -> None:
         """Raises ConfigError where they ask for what ranks do not tell one another."""
         # Only the last rank in a pipeline comes to them.
-        is_all = self.way is not Way.pipeline or all(request.generates for request in requests)
+        is_all = self.way is not Parallelism.pipeline or all(request.generates for request in requests)
         others = "take devices=sharded, tensor or one"
         require(is_all, NOT_YET.format(self.way.value, "scores and embeddings", others))
 
-    def _tell(self, told: Values, **more: object) -> None:
-        self.ranks.tell({KIND: SESSION, "plan": told, **more})
+    def _broadcast(self, told: Values, **more: object) -> None:
+        self.ranks.broadcast({KIND: SESSION, "plan": told, **more})
 
 
 class ShardedRun(SharedRun):
@@ -197,7 +199,7 @@ class ShardedRun(SharedRun):
 
     def begin(self, told: Values) -> Together:
         memory = SharedMemory.made(self.ranks) if self.ranks.sees_memory else None
-        self._tell(told, memory=None if memory is None else memory.place)
+        self._broadcast(told, memory=None if memory is None else memory.place)
         return self._begun(memory)
 
     def join(self, message: Message) -> Together:
@@ -208,8 +210,8 @@ class ShardedRun(SharedRun):
         self.ranks.begin_session()
         return Collectives(self.ranks) if memory is None else memory
 
-    def agreement(self, should_stop: Callable[[], bool]) -> Agreement:
-        return Agreement(self.ranks, should_stop)
+    def rank_sync(self, should_stop: Callable[[], bool]) -> RankSync:
+        return RankSync(self.ranks, should_stop)
 
 
 class TensorRun(SharedRun):
@@ -217,7 +219,7 @@ class TensorRun(SharedRun):
 
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
-        self.gathering = Gathering(ranks)
+        self.gathering = AllGather(ranks)
         self.split = TensorSplit(self.gathering)
 
     def products(self, found: BackendTable | None) -> BackendTable | None:
@@ -228,8 +230,8 @@ class TensorRun(SharedRun):
     def whole(self, shape: ModelShape) -> None:
         return None
 
-    def agreement(self, should_stop: Callable[[], bool]) -> PassAgreement:
-        return PassAgreement(self.ranks, should_stop)
+    def rank_sync(self, should_stop: Callable[[], bool]) -> PassSync:
+        return PassSync(self.ranks, should_stop)
 
 
 class PipelineRun(SharedRun):
@@ -263,7 +265,7 @@ class PipelineRun(SharedRun):
         config = copy.deepcopy(model.staged.model.config)
         for each in (config, config.get_text_config(decoder=True)):
             each._attn_implementation = "eager"
-        layers = handed_on(build_meta_model(config, model.compute_dtype))
+        layers = transferred_tensors(build_meta_model(config, model.compute_dtype))
         keep_part(model.staged, parts[ranks.rank], layers, device.torch_device)
         return replace(model, shape=self._shapes[ranks.rank])
 
@@ -288,25 +290,27 @@ class PipelineRun(SharedRun):
             with _naming(rank):
                 plans.append(self._planner(rank, planner).plan(sizes, blocks=blocks, chunk_tokens=chunk_tokens))
         smallest = min(plans, key=lambda plan: (plan.block_size, plan.policy.prefill_chunk_tokens or 0))
-        told = written_plan(smallest, requests, planner.model.fingerprint)
+        told = plan_to_broadcast(smallest, requests, planner.model.fingerprint)
         for rank in range(self.ranks.size):
-            self._told(rank, told, planner, requests)
+            self._plan_of_rank(rank, told, planner, requests)
         return told
 
-    def plan_told(self, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
-        return self._told(self.ranks.rank, told, planner, requests)
+    def plan_from_broadcast(self, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+        return self._plan_of_rank(self.ranks.rank, told, planner, requests)
 
-    def _told(self, rank: int, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+    def _plan_of_rank(self, rank: int, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
         with _naming(rank):
-            return plan_told({**told, "budgets": vars(self._budgets[rank])}, self._planner(rank, planner), requests)
+            return plan_from_broadcast(
+                {**told, "budgets": vars(self._budgets[rank])}, self._planner(rank, planner), requests
+            )
 
     def _planner(self, rank: int, planner: Planner) -> Planner:
         model = replace(planner.model, shape=self._shapes[rank])
         return replace(planner, model=model, given_budgets=self._budgets[rank])
 
-    def agreement(self, should_stop: Callable[[], bool]) -> PipelineAgreement:
+    def rank_sync(self, should_stop: Callable[[], bool]) -> PipelineSync:
         assert self.line is not None, "it is there once the model is"
-        return PipelineAgreement(self.line, should_stop)
+        return PipelineSync(self.line, should_stop)
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import islice
 
-from ..batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
+from ..batching.admission import AdmissionLimits, SlotState, Waiting, most_cached, plan_pass
 from ..batching.prefixes import (
-    HeldPrefix,
+    CachedPrefix,
     Place,
     SharedPrefix,
     Shares,
@@ -109,7 +109,7 @@ class Batch:
     new_tokens: Rows[Rows[int] | None] | None = None
 
 
-def nobody() -> Batch:
+def empty_batch() -> Batch:
     """A pass in which no lane of this process takes part."""
     return Batch(block=0, index=0, phase=Phase.decode, lanes=(), new_tokens=())
 
@@ -142,7 +142,7 @@ class StaticBatcher(Batcher):
         self._lanes: list[Lane] = []
 
     @staticmethod
-    def of_block(
+    def from_block(
         lanes: LaneFactory,
         block: int,
         micro_batches: Rows[Rows[Sequence]],
@@ -155,7 +155,7 @@ class StaticBatcher(Batcher):
         return StaticBatcher(line, num_lanes=len(micro_batches), block=block)
 
     @staticmethod
-    def of_line(
+    def from_sequences(
         lanes: LaneFactory, sequences: Iterable[Sequence], *, num_lanes: int, lane_size: int
     ) -> "StaticBatcher":
         """Continuous admission of padded lanes, which cannot be joined: the next `lane_size` sequences enter as a new
@@ -219,10 +219,10 @@ class ContinuousBatcher(Batcher):
             return None
         most = self._limits.num_lanes * self._limits.lane_size
         waiting = [self._waiting(i) for i in islice(self._line, most)]
-        seats = list[SeatState]()
+        seats = list[SlotState]()
         for i, lane in self._lane_of.items():
             known = self._waiting(i)
-            state = SeatState(
+            state = SlotState(
                 request=i,
                 lane=lane,
                 num_cached=self._sequences[i].num_cached,
@@ -232,7 +232,7 @@ class ContinuousBatcher(Batcher):
             )
             seats.append(state)
         held = [
-            HeldPrefix(prefix=prefix, lane=lane, num_cached=sequence.num_cached)
+            CachedPrefix(prefix=prefix, lane=lane, num_cached=sequence.num_cached)
             for (prefix, _), (lane, sequence) in self._held.items()
         ]
         free_pages = self._factory.num_free_pages - self._limits.others_pages

@@ -8,7 +8,7 @@ from typing import TypeAlias, cast
 
 import torch
 
-from ..cache.pages import KVPages, NeighbourPool, PagePool
+from ..cache.pages import ContiguousPool, KVPages, PagePool
 from ..config.settings import KVTier
 from ..events import Weights
 from ..model.experts import Experts, is_experts, matrix_names
@@ -22,13 +22,13 @@ from ..plan.schedule.walk import Walk
 from ..ranks.collectives import PipelineLink
 from ..sequences.sampler import Sampler
 from ..stream.host_memory import peak_resident_bytes, resident_bytes
-from .batcher import Batch, Batcher, nobody
+from .batcher import Batch, Batcher, empty_batch
 from .dequantized_weights import DequantizedWeights
 from .experts import BatchedExperts, CpuExperts
 from .lanes.factory import LaneFactory
 from .lanes.lane import LaneContext
 from .monitor import PassMonitor
-from .nonfinite import Inquiry
+from .nonfinite import NonFiniteProbe
 from .player import PipelinePeers, Player
 from .recorded import RecordedPasses
 from .records import PassCounts, PassRecord, Phase
@@ -75,7 +75,7 @@ class Engine:
         misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes
         self._copied = {stage for stage, num_bytes in enumerate(misaligned) if num_bytes}
         self._schedule = lru_cache(_checked_schedule)
-        self._inquiry = Inquiry(loaded, self.lanes, partial(self.step, may_replay=False), self._weights)
+        self._inquiry = NonFiniteProbe(loaded, self.lanes, partial(self.step, may_replay=False), self._weights)
         cpu = None
         if placement.cpu_share is not None and streams.experts is not None and streams.trips is not None:
             cpu = CpuExperts(
@@ -117,7 +117,7 @@ class Engine:
         Raises Interrupted, BrokenModelError when none of the sequences gets a finite number, and what streams raise.
         """
         assert not self._player.has_lost_a_pass, "an earlier pass of this session was lost: open another session"
-        own = batcher.next_batch() or nobody()
+        own = batcher.next_batch() or empty_batch()
         num_lanes, phase = self._agree(len(own.lanes), own.phase)
         if not num_lanes:
             return None
@@ -149,7 +149,7 @@ class Engine:
         if self._peers is not None:
             drawn = self._peers.drawn(batch.lanes)
         else:
-            drawn = self._device.brought([lane.draw() for lane in batch.lanes])
+            drawn = self._device.brought([lane.sample() for lane in batch.lanes])
         counts = PassCounts.total([lane.end_pass(part) for lane, part in zip(batch.lanes, drawn, strict=True)])
         times = self._monitor.take(self._streams.counters)
         return PassRecord(
@@ -198,7 +198,7 @@ def _lanes(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:
     # Pages that copies carry lie side by side. Elsewhere memory that was in use is taken again first: it is there
     # already, and in a processor's caches.
     are_copied = kv.tier is KVTier.cpu and kv.num_slots > 0
-    pool = (NeighbourPool if are_copied else PagePool)(kv.num_pages)
+    pool = (ContiguousPool if are_copied else PagePool)(kv.num_pages)
     kv_dtype = loaded.shape.kv_dtype
     pages = KVPages(kv.num_pages, device, placement.host_layers, streams.exchange, pool, dtype=kv_dtype)
     context = LaneContext(

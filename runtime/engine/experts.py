@@ -28,7 +28,7 @@ from ..model.experts import (
 from ..model.loading import LoadedModel
 from ..plan.placement.feedforward import CpuShare
 from ..plan.shape.shapes import Stage
-from ..stream.exchange import HostExchange, Trip
+from ..stream.exchange import HostExchange, RoundTrip
 from ..stream.experts import ExpertStream
 from ..weights.stage_weights import stage_weights
 from .monitor import PassMonitor
@@ -43,7 +43,7 @@ class Errand:
     path: str  # of the module, as parameters' names begin
     experts: Sequence[int]  # that ascend
     num_visits: Sequence[int]
-    trip: Trip
+    trip: RoundTrip
 
     @property
     def name(self) -> str:
@@ -99,7 +99,7 @@ class CpuExperts:
         """What each expert of the errand makes of its tokens (V, D), in compute memory, for compute that is queued from
         now on. Multiplies on this thread, and those that help it."""
         [x_VD] = errand.trip.arrived()
-        errand.trip.answer(self.monitor.shown(errand.name, lambda: self._multiplied(errand, x_VD)))
+        errand.trip.answer(self.monitor.traced(errand.name, lambda: self._multiplied(errand, x_VD)))
         yield from errand.received()
 
     def _multiplied(self, errand: Errand, x_VD: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ class PassMonitor:
         own."""
         self._device.clock.end(begin, partial(self._attended, stage), self._stream)
 
-    def watched(self, stage: int, action: object, compute: Callable[[], T]) -> Callable[[], T]:
+    def timed(self, stage: int, action: object, compute: Callable[[], T]) -> Callable[[], T]:
         """`compute`, for a worker of the CPU: whoever calls it tells the monitor and the trace when it ran."""
 
         def timed() -> T:
@@ -72,7 +72,7 @@ class PassMonitor:
 
         return timed
 
-    def shown(self, name: str, compute: Callable[[], T]) -> T:
+    def traced(self, name: str, compute: Callable[[], T]) -> T:
         """The result of `compute`, which runs on the CPU while an accelerator computes: the trace shows when."""
         begin = time.monotonic()
         result = compute()

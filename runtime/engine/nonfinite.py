@@ -22,7 +22,7 @@ MOST_EXPLAINED = 16  # passes of a session: a run of many broken rows shall not 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class NonFiniteSource:
     """The first module that a number that is not finite comes out of; `tensors`: its weights that hold one. Numbers in
     float16 may have been too large for it."""
 
@@ -44,13 +44,13 @@ class Origin:
         return bool(self.tensors) and self.stage != EMBEDDING
 
 
-def repeated(sequence: Sequence, *, has_encoder: bool) -> Sequence:
+def as_prompt(sequence: Sequence, *, has_encoder: bool) -> Sequence:
     """What is known of it as a prompt; behind an encoder, where no answer can be prefilled, from its beginning."""
     known = sequence.request.prompt_ids if has_encoder else tuple(sequence.known_ids)
     return Sequence(request=replace(sequence.request, prompt_ids=known, max_new_tokens=1, num_beams=1))
 
 
-class Inquiry:
+class NonFiniteProbe:
     """Says of rows without finite numbers where these began. `step` runs the passes of a batcher."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Inquiry:
             return
         self._num_explained += 1
         has_encoder = self._model.start_token_id is not None
-        again = [[repeated(s, has_encoder=has_encoder) for s in group] for group in broken if group]
+        again = [[as_prompt(s, has_encoder=has_encoder) for s in group] for group in broken if group]
         # There must be pages for all of them, each by itself: they may have shared theirs with rows that go on.
         wanted = sum(num_pages_for(s.num_known + 1) for group in again for s in group)
         has_room = not self._model.shape.is_packed or wanted <= self._lanes.num_free_pages
@@ -91,9 +91,9 @@ class Inquiry:
                 f"first with: {all_broken[0].error}. What is committed stays good; mend the weights, or fetch them anew"
             )
 
-    def _origins(self, groups: Rows[Rows[Sequence]]) -> Mapping[int, Origin]:
+    def _origins(self, groups: Rows[Rows[Sequence]]) -> Mapping[int, NonFiniteSource]:
         """Where each row's numbers began, by its `id`: looks at what each module gives while lanes pass them."""
-        lanes, found = [self._lanes.lane(group) for group in groups], dict[int, Origin]()
+        lanes, found = [self._lanes.lane(group) for group in groups], dict[int, NonFiniteSource]()
 
         def look(module: torch.nn.Module, inputs: object, output: object) -> None:
             assert isinstance(module, StreamedModule)
@@ -105,7 +105,7 @@ class Inquiry:
             news = [s for s, is_broken in zip(lane.sequences, rows, strict=True) if is_broken and id(s) not in found]
             if news:
                 tensors = tuple(_broken_weights(self._weights_of(module.stage), f"{module.name}."))
-                origin = Origin(module=module.name, stage=module.stage, tensors=tensors, dtype=hidden.dtype)
+                origin = NonFiniteSource(module=module.name, stage=module.stage, tensors=tensors, dtype=hidden.dtype)
                 found.update((id(sequence), origin) for sequence in news)
 
         handles = [module.register_forward_hook(look) for module in self._model.staged.modules]

@@ -62,12 +62,12 @@ class PipelinePeers:
         """What the last rank has drawn for each lane, in host memory."""
         self._lanes = ()
         if self._line.is_last:
-            drawn = self._device.brought([lane.draw() for lane in lanes])
-            self._line.tell(torch.cat([each.reshape(-1) for each in drawn]))
+            drawn = self._device.brought([lane.sample() for lane in lanes])
+            self._line.broadcast(torch.cat([each.reshape(-1) for each in drawn]))
             return drawn
         counts = [lane.expect() for lane in lanes]
         whole = torch.empty(sum(counts) * self._num_numbers, dtype=torch.int32)
-        self._line.heard(whole)
+        self._line.receive_broadcast(whole)
         self._device.finish()  # what was sent here has left host memory
         self._come = ()
         return whole.view(-1, self._num_numbers).split(counts)
@@ -225,7 +225,7 @@ class Player:
         event = self._events[lane]
         if isinstance(event, NeedAttention) and event.is_decode:  # not every layer of every family attends
             assert self._streams.workers is not None, f"'{action}': nobody attends on the CPU"
-            compute = self._monitor.watched(stage, action, event.compute)
+            compute = self._monitor.timed(stage, action, event.compute)
             self._attending[lane] = self._streams.workers.submit(compute)
 
     def _attend_here(self, stage: int, event: NeedAttention) -> torch.Tensor:

@@ -30,7 +30,7 @@ from ..config.settings import (
     Tier,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError, WeightstreamError
-from ..model.excerpt import Excerpt, dense_bytes, fill, leave_unread, num_telling_layers
+from ..model.excerpt import TruncatedModel, dense_bytes, drop_unused_modules, fill, num_representative_layers
 from ..model.families import FAMILIES
 from ..model.head import slice_head
 from ..model.loading import LoadedModel, load_model
@@ -57,7 +57,7 @@ SPECIAL = ("token_id", "token_ids", "token_index")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dictated:
+class TeacherForcing:
     """`tokens[id]` come behind a request's prompt, whatever the model would choose."""
 
     requests: tuple[Request, ...]
@@ -77,7 +77,7 @@ class Dictated:
         return max(found, key=lambda each: each.size)
 
 
-def dictated(model: LoadedModel, *, seed: int) -> Dictated | None:
+def teacher_forced(model: LoadedModel, *, seed: int) -> TeacherForcing | None:
     """Random tokens that mean nothing special to the class; None where its context or vocabulary has no room."""
     config, special = model.staged.model.config, set[int]()
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
@@ -96,7 +96,7 @@ def dictated(model: LoadedModel, *, seed: int) -> Dictated | None:
         Request(id=str(row), prompt_ids=some(length), max_new_tokens=NUM_NEW_TOKENS)
         for row, length in enumerate(PROMPT_LENGTHS)
     )
-    return Dictated(requests=requests, tokens={request.id: some(NUM_NEW_TOKENS) for request in requests})
+    return TeacherForcing(requests=requests, tokens={request.id: some(NUM_NEW_TOKENS) for request in requests})
 
 
 class _Forced(LogitsProcessor):
@@ -110,8 +110,8 @@ class _Forced(LogitsProcessor):
 
 
 @torch.no_grad()
-def heard_from_generate(
-    opened: LoadedModel, excerpt: Excerpt, told: Dictated, scores: bool
+def run_generate(
+    opened: LoadedModel, excerpt: TruncatedModel, told: TeacherForcing, scores: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns the class's answers by request id: logits (T, V) of `generate` at each of the dictated tokens, and, where
     scores are asked for, the tokens' log-probabilities (T,) by one forward over prompt and tokens.
@@ -122,7 +122,7 @@ def heard_from_generate(
     take_quantization(config)
     excerpt.shorten(config)
     model: Any = build_meta_model(config, torch.float32)
-    leave_unread(model)
+    drop_unused_modules(model)
     keep_computed(model, opened.checkpoint.tensors.keys())
     excerpt.cut(model)
     parameters = {p.name: p for stage in opened.shape.stages for p in stage.parameters}
@@ -162,18 +162,18 @@ def heard_from_generate(
     return logits, logprobs
 
 
-class Dictation(Sampler):
+class ForcedSampler(Sampler):
     """`tokens` by request id. `heard[id]` are a sequence's rows of logits (V,), float32 on the CPU, one per token."""
 
     def __init__(self, tokens: Mapping[str, Rows[int]]):
         self._tokens = tokens
         self.heard: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
 
-    def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
+    def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Where nobody asks, the head sees one all the same."""
         return logits_BV[: len(sequences)].float().view(torch.int32)
 
-    def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
+    def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
         for sequence, logits_V in zip(sequences, drawn.view(torch.float32), strict=True):
             told, heard = self._tokens[sequence.request.id], self.heard[sequence.request.id]
             sequence.generated.append(told[len(heard)])
@@ -212,7 +212,7 @@ class Difference:
 class _Compared:
     """One try. `score`: the largest difference of a log-probability, in tolerances; 0 where none is asked for."""
 
-    told: Dictated
+    told: TeacherForcing
     plan: RunPlan
     worst: Difference
     score: float
@@ -231,7 +231,7 @@ def is_due(model: LoadedModel, mode: SelfCheck, run_seconds: float) -> bool:
         return mode is SelfCheck.full
     if model.config.get("model_type") not in {family.model_type for family in FAMILIES.values()}:
         return True
-    num_layers = num_telling_layers(model.shape, model.staged.model.config)
+    num_layers = num_representative_layers(model.shape, model.staged.model.config)
     return run_seconds >= LONG_SECONDS and dense_bytes(model.shape, num_layers) <= LITTLE_BYTES
 
 
@@ -285,7 +285,7 @@ class _Check:
                 f"does alone: the sequence of {len(worst.request.prompt_ids)} prompt tokens differs at new token "
                 f"{worst.step} by {worst.size:.2g} of its logits' deviation (rounding: below {TOLERANCE}); lanes with "
                 f"prompts of {lengths} tokens, {excerpt.num_layers} of {len(self.model.shape.layers)} layers, float32. "
-                f"{self._ways_on()}"
+                f"{self._remedies()}"
             )
         if not found.is_rounding:
             raise ConfigError(
@@ -301,18 +301,18 @@ class _Check:
             f"deviation, in {excerpt.num_layers} of {len(self.model.shape.layers)} layers{partly}"
         )
 
-    def _compared(self, excerpt: Excerpt, seed: int) -> _Compared:
-        told = dictated(self.model, seed=seed)
+    def _compared(self, excerpt: TruncatedModel, seed: int) -> _Compared:
+        told = teacher_forced(self.model, seed=seed)
         if told is None:
             raise _CannotJudge(f"its context of {self.model.shape.context_tokens} tokens is too short to see anything")
         opened = self._opened(excerpt)
         try:
             with one_line(f"the class's own generate does not run its first {excerpt.num_layers} layers"):
-                logits, logprobs = heard_from_generate(opened, excerpt, told, self.scores)
+                logits, logprobs = run_generate(opened, excerpt, told, self.scores)
         except CheckpointError as error:
             raise _CannotJudge(str(error)) from error
         del opened
-        sampler = Dictation(told.tokens)
+        sampler = ForcedSampler(told.tokens)
         plan, _ = self._ours(excerpt, told.requests, sampler)
         ours = {id: torch.stack(rows) for id, rows in sampler.heard.items()}
         worst = told.largest_difference(ours, logits)
@@ -320,8 +320,8 @@ class _Check:
 
     def _score(
         self,
-        excerpt: Excerpt,
-        told: Dictated,
+        excerpt: TruncatedModel,
+        told: TeacherForcing,
         logits: Mapping[str, torch.Tensor],
         logprobs: Mapping[str, torch.Tensor],
     ) -> float:
@@ -340,12 +340,12 @@ class _Check:
             sizes.append(float((own_T - logprobs[id]).abs().nan_to_num(torch.inf).max()) / unit)
         return max(sizes)
 
-    def _excerpt(self) -> tuple[Excerpt, int]:
+    def _excerpt(self) -> tuple[TruncatedModel, int]:
         """What fits the budget, and how many layers it should have."""
         shape, budget = self.model.shape, self.budgets.host_bytes
         num_all = len(shape.layers)
         is_full = self.config.model.self_check is SelfCheck.full
-        wanted = num_telling_layers(shape, self.model.staged.model.config)
+        wanted = num_representative_layers(shape, self.model.staged.model.config)
         sizes = {count: dense_bytes(shape, count) for count in ({num_all} if is_full else set()) | {wanted, 2, 1}}
         fitting = [count for count, size in sizes.items() if size <= budget and count <= num_all]
         if not fitting:
@@ -353,9 +353,11 @@ class _Check:
                 f"one layer with all outside of the layers takes {format_bytes(min(sizes.values()))} in float32, "
                 f"offload.host_memory_gib allows {format_bytes(budget)}"
             )
-        return Excerpt(num_layers=max(fitting), is_packed=shape.is_packed), wanted
+        return TruncatedModel(num_layers=max(fitting), is_packed=shape.is_packed), wanted
 
-    def _ours(self, excerpt: Excerpt, requests: Rows[Request], sampler: Sampler) -> tuple[RunPlan, list[Sequence]]:
+    def _ours(
+        self, excerpt: TruncatedModel, requests: Rows[Request], sampler: Sampler
+    ) -> tuple[RunPlan, list[Sequence]]:
         """The sequences that these requests come to, in lanes."""
         try:
             return self._in_lanes(self._opened(excerpt), requests, sampler)
@@ -366,10 +368,10 @@ class _Check:
         except Exception as error:  # whatever a class raises at what lanes hand it, since by itself it runs
             raise ConfigError(
                 f"model.self_check: {type(self.model.staged.model).__name__} runs by itself and not in "
-                f"{self._kind} lanes: {reason_of(error)}; {self._ways_on()}"
+                f"{self._kind} lanes: {reason_of(error)}; {self._remedies()}"
             ) from error
 
-    def _opened(self, excerpt: Excerpt) -> LoadedModel:
+    def _opened(self, excerpt: TruncatedModel) -> LoadedModel:
         config = replace(self.config.model, dtype=DType.float32)
         try:
             return load_model(config, CPU, self.config.offload.cache_dir, excerpt=excerpt)
@@ -402,7 +404,7 @@ class _Check:
             engine = Engine(setup, streams, sampler, self.should_stop)
             for block in plan.blocks:
                 lanes = [[sequences[i] for i in group] for group in block.micro_batches]
-                with StaticBatcher.of_block(engine.lanes, block.index, lanes) as batcher:
+                with StaticBatcher.from_block(engine.lanes, block.index, lanes) as batcher:
                     while engine.step(batcher) is not None:
                         pass
         return plan, sequences
@@ -414,6 +416,6 @@ class _Check:
     def _lanes(self, plan: RunPlan) -> str:
         return f"{plan.num_lanes} {self._kind} lanes of {plan.lane_size}"
 
-    def _ways_on(self) -> str:
+    def _remedies(self) -> str:
         padded = "model.lanes=padded may be right; " if self.model.shape.is_packed else ""
         return f"{padded}model.self_check=off runs it all the same, with tokens that may be wrong"

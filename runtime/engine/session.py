@@ -23,7 +23,7 @@ from .records import PassRecord
 OnPass = Callable[[PassRecord], None]
 
 
-class Seats(NamedTuple):
+class LaneSlots(NamedTuple):
     """`num_lanes` of `lane_size` sequences, each of which prefills at most `chunk_tokens` in a pass; `others_pages` of
     keys and values are not for them."""
 
@@ -32,11 +32,11 @@ class Seats(NamedTuple):
     chunk_tokens: int
     others_pages: int = 0
 
-    def share(self, num_shares: int, num_pages: int) -> "Seats":
+    def share(self, num_shares: int, num_pages: int) -> "LaneSlots":
         """Those of one of `num_shares` ranks, if there are `num_pages`: fewer in each lane, and where there are not as
         many, fewer lanes."""
         num_lanes = max(1, min(self.num_lanes, self.num_lanes * self.lane_size // num_shares))
-        return Seats(
+        return LaneSlots(
             num_lanes=num_lanes,
             lane_size=max(1, self.lane_size // num_shares),
             chunk_tokens=max(1, self.chunk_tokens // num_shares),
@@ -82,7 +82,7 @@ class Session:
             running = {i: Running(request=requests[i]) for i in heaviest.members if requests[i].max_new_tokens}
             lanes = [[running[i] for i in group if i in running] for group in heaviest.micro_batches]
             lanes = self._sharing(heaviest, running, lanes)
-            batcher = StaticBatcher.of_block(self._engine.lanes, heaviest.index, lanes)
+            batcher = StaticBatcher.from_block(self._engine.lanes, heaviest.index, lanes)
         with batcher:
             self._engine.step(batcher)
 
@@ -125,7 +125,7 @@ class Session:
         entering = [[sequence for sequence in lane.values() if sequence.finish is None] for lane in lanes]
         chunks = self._chunks(block, requests, entering)
         entering = self._sharing(block, {i: s for i, s in self._open.items() if s.finish is None}, entering)
-        return self._generate(StaticBatcher.of_block(self._engine.lanes, block.index, entering, chunks), on_pass)
+        return self._generate(StaticBatcher.from_block(self._engine.lanes, block.index, entering, chunks), on_pass)
 
     def stream(
         self,
@@ -178,16 +178,16 @@ class Session:
             spare_bytes=max(0, compute.left_bytes),
         )
 
-    def _seats(self) -> Seats:
-        return Seats(self._plan.num_lanes, self._plan.lane_size, chunk_tokens(self._policy))
+    def _slots(self) -> LaneSlots:
+        return LaneSlots(self._plan.num_lanes, self._plan.lane_size, chunk_tokens(self._policy))
 
     def _continuous(self, sequences: Mapping[int, Running]) -> Batcher:
-        num_lanes, lane_size, num_tokens, others_pages = self._seats()
+        num_lanes, lane_size, num_tokens, others_pages = self._slots()
         if not self._model.shape.is_packed:
             waiting = list(sequences.values())
-            return StaticBatcher.of_line(self._engine.lanes, waiting, num_lanes=num_lanes, lane_size=lane_size)
+            return StaticBatcher.from_sequences(self._engine.lanes, waiting, num_lanes=num_lanes, lane_size=lane_size)
         rule = self._engine.lanes.sharing
-        limits = AdmissionLimits.of(
+        limits = AdmissionLimits.from_lanes(
             rule or IN_LANES,
             num_lanes=num_lanes,
             lane_size=lane_size,

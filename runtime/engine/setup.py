@@ -13,7 +13,7 @@ from ..closing import Closing
 from ..config.settings import Attention, KVTier, RuntimeConfig
 from ..model.fused_ops import DTYPES
 from ..model.loading import LoadedModel
-from ..plan.placement.feedforward import trip_size
+from ..plan.placement.feedforward import round_trip_size
 from ..plan.placement.placement import Placement
 from ..plan.shape.shapes import Parameter
 from ..store.kv_file import KVFile
@@ -181,7 +181,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
         if placement.cpu_share is not None:
             stacks = (parameter for stage in shape.stages for parameter in stage.stacks)
             prepare(products_of(stacks, setup.model.compute_dtype))
-            size = trip_size(shape, placement.cpu_share)
+            size = round_trip_size(shape, placement.cpu_share)
             trips = stack.enter_context(
                 HostExchange(size, device, first_stage=first, trace=trace, what="tokens of experts")
             )

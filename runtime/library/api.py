@@ -36,10 +36,10 @@ from ..measure.contests import known_backends
 from ..measure.machine_cache import Host, find_products
 from ..model.head import slice_head
 from ..model.loading import LoadedModel, load_model
-from ..origin.generation_config import as_the_model_says
+from ..origin.generation_config import resolve_generation_defaults
 from ..out_of_memory import first_line, is_out_of_memory, memory_shortage, out_of_memory
 from ..plan.cost.rates import MachineRates
-from ..plan.facts import PlanFacts, why_unshared
+from ..plan.facts import ResolvedSettings, why_unshared
 from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
 from ..plan.placement.placer import kv_tiers
@@ -107,7 +107,7 @@ class Runtime(Closing):
         self.config = changed(config, settings)
         self.config = replace(self.config, sampling=with_schema(self.config.sampling))
         self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
-        self._shared = None if ranks is None else SharedRun.of(ranks)
+        self._shared = None if ranks is None else SharedRun.from_ranks(ranks)
         if self._shared is not None:
             self.config = self._shared.config(self.config)
         self._kept: RuntimeCache | None = None
@@ -132,7 +132,7 @@ class Runtime(Closing):
         )
         loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
         self.model: LoadedModel = loaded.placed(self.device)
-        self.config = as_the_model_says(self.config, loaded.generation, loaded.shape.vocab_size)
+        self.config = resolve_generation_defaults(self.config, loaded.generation, loaded.shape.vocab_size)
         # What cannot be by the settings and the model alone is refused before rows are read, not behind them.
         require_beams_fit(self.config.policy, self.config.sampling)
         kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
@@ -285,8 +285,8 @@ class Runtime(Closing):
             return sizes_sharing(requests)
         return [request.size for request in requests]
 
-    def facts(self, plan: RunPlan) -> PlanFacts:
-        return self.planner.facts(plan)
+    def resolved_settings(self, plan: RunPlan) -> ResolvedSettings:
+        return self.planner.resolved_settings(plan)
 
     def require_within_budget(self, plan: RunPlan) -> None:
         """Raises MemoryError when this process has used more host memory than planned for, above its own baseline."""
@@ -317,7 +317,7 @@ class Runtime(Closing):
         common = nullcontext() if together is None else together
         with limit, self._session_reader() as reader, common, open_streams(setup, reader) as streams:
             sampler, shared = self._sampler(), self._shared
-            agreement = None if shared is None else shared.agreement(self._should_stop)
+            agreement = None if shared is None else shared.rank_sync(self._should_stop)
             engine = Engine(
                 setup,
                 streams,
@@ -352,7 +352,7 @@ class Runtime(Closing):
             raise
 
     @contextmanager
-    def confirmed_session(
+    def open_with_backoff(
         self, requests: Sequence[Request], **options: Unpack[PlanOptions]
     ) -> Iterator[tuple[RunPlan, Session]]:
         """Plans, as `plan` does, and opens a session. Unless the policy is fixed or there are `blocks` of an earlier
@@ -365,7 +365,7 @@ class Runtime(Closing):
         blocks = options.get("blocks")
         if self._shared is not None:
             told = self._shared.plan(self.planner, requests, blocks, options.get("chunk_tokens"))
-            plan = self._shared.plan_told(told, self.planner, requests)
+            plan = self._shared.plan_from_broadcast(told, self.planner, requests)
             self._check_lanes(plan, requests)
             reset_peak()
             together = self._shared.begin(told)
@@ -373,7 +373,7 @@ class Runtime(Closing):
             with self.session(plan, together) as session:
                 assert isinstance(session, RankSession)
                 yield plan, session
-                session.tell_closed()
+                session.announce_close()
             return
         if not self._begins_without_kernels(requests):
             self.wait_for_kernels()
@@ -424,7 +424,7 @@ class Runtime(Closing):
         """Mutates the model, where they ask for more than the next token. Raises ConfigError where it, or ranks, cannot
         do so."""
         if self._shared is not None:
-            self._shared.require_told(requests)
+            self._shared.require_broadcastable(requests)
         if any(request.encoding is None for request in requests):
             require_text(self.model)
         if any(request.scoring is not None for request in requests) or (
@@ -439,8 +439,8 @@ class Runtime(Closing):
         shared = self._shared
         assert shared is not None, "there is nobody to follow"
         self._prepare_for(requests)
-        while (message := shared.ranks.heard())[KIND] == SESSION:
-            plan = shared.plan_told(message["plan"], self.planner, requests)
+        while (message := shared.ranks.receive())[KIND] == SESSION:
+            plan = shared.plan_from_broadcast(message["plan"], self.planner, requests)
             with self.session(plan, shared.join(message)) as session:
                 assert isinstance(session, RankSession)
                 yield from session.follow(requests)
@@ -593,7 +593,7 @@ class Runtime(Closing):
         if self.ranks is not None and self.ranks.rank:
             yield from self.follow(requests)
             return
-        with self.confirmed_session(requests) as (_, session), closing(session.generate(requests)) as completions:
+        with self.open_with_backoff(requests) as (_, session), closing(session.generate(requests)) as completions:
             yield from completions
         if self.ranks is not None:
             end_sessions(self.ranks)

@@ -32,7 +32,7 @@ class Targets:
         require(len(self.targets) > 0, "targets must hold one target at least")
 
     @staticmethod
-    def of(value: "TargetsLike", index: int) -> "Targets":
+    def from_row(value: "TargetsLike", index: int) -> "Targets":
         """Targets of what stands for them. Raises ConfigError naming its place."""
         if isinstance(value, Targets):
             return value
@@ -144,10 +144,10 @@ class ScoringBatch:
             )
 
 
-def ask_scores(model: LoadedModel, pairs: Sequence[tuple[int, Targets]]) -> ScoringBatch:
+def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]]) -> ScoringBatch:
     """What the targets ask of the model. Raises ConfigError where texts are given and there is no tokenizer, or chats
     and no template."""
-    prompts = [Prompt.of(pair.prompt, index) for index, pair in pairs]
+    prompts = [Prompt.from_row(pair.prompt, index) for index, pair in pairs]
     texts = texts_of(model, prompts)
     encoded = encode_pairs(
         model,
@@ -183,12 +183,12 @@ class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):
         require_text(model)
 
     def read(self, value: TargetsLike, index: int) -> Targets:
-        return Targets.of(value, index)
+        return Targets.from_row(value, index)
 
     def results(
         self, model: LoadedModel, inputs: Sequence[tuple[int, Targets]], complete: Complete
     ) -> Generator[Scored]:
-        batch = ask_scores(model, inputs)
+        batch = make_scoring_batch(model, inputs)
         yield from batch.rejected
         for place, completion in complete(batch.requests):
             yield from batch.scored(place, completion)
@@ -214,7 +214,7 @@ def score_documents(
     for owner, scored in zip(owners, score(pairs) if pairs else (), strict=True):
         values[owner] += scored.token_logprobs
         errors[owner] = errors[owner] or scored.error
-    sizes = [TextSize.of(document if isinstance(document, str) else "") for document in given]
+    sizes = [TextSize.from_text(document if isinstance(document, str) else "") for document in given]
     return [
         ScoredDocument(
             prompt_index=index,

@@ -26,7 +26,7 @@ from ..kernels.arguments import (
     aligned_zeros,
 )
 from ..kernels.compiler import has_compiler
-from ..shared_work import Spares, parallel_for
+from ..shared_work import SparePool, parallel_for
 from ..units import round_down, round_up
 from .blocks import Block
 from .packed_rows import zero_rows
@@ -48,14 +48,14 @@ GROUP_ROWS = 96  # at most, of x for a weight whose product is one of many; with
 
 
 @cache
-def _spares(unit: LinearBackend) -> Spares[Workspace]:
-    return Spares()
+def _spares(unit: LinearBackend) -> SparePool[Workspace]:
+    return SparePool()
 
 
 @cache
-def _inputs() -> Spares[np.ndarray]:
+def _inputs() -> SparePool[np.ndarray]:
     """Threads' own, as kernels have them laid out."""
-    return Spares()
+    return SparePool()
 
 
 @cache

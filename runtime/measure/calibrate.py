@@ -86,7 +86,7 @@ class LayerOnHand:
         size, whole = run.room_for(self.stored), run.whole(self.stage)
         if not size:
             return UNLIMITED
-        buffer, work = device.compute_buffer(size), StoredWork.of(whole.parameters, shape.compute_dtype)
+        buffer, work = device.compute_buffer(size), StoredWork.from_parameter(whole.parameters, shape.compute_dtype)
         moved = work.num_bytes + work.num_numbers * shape.compute_dtype_bytes
         return Timed(moved, lambda: dequantized(self.stored, buffer), device.finish).rate()
 

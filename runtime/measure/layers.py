@@ -17,7 +17,7 @@ from ..engine.lanes.lane import Lane, LaneContext
 from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..model.experts import Visits, bound_matrices, is_experts, mixed, multiplied_bare
 from ..model.loading import LoadedModel
-from ..model.stages import StreamedModule, hollow_weights
+from ..model.stages import StreamedModule, empty_weights
 from ..plan.cost.calibration import LayerSeconds
 from ..plan.cost.lane_work import Piece
 from ..plan.cost.work import stage_works
@@ -87,7 +87,7 @@ class ProfilingPass:
             start = time.perf_counter()
             event: Event | None = lane.begin_pass(new_tokens)
             while isinstance(event, NeedStage) and event.stage != self.stage:
-                event = lane.advance(hollow_weights(self.loaded.staged, event.stage, self.device.torch_device))
+                event = lane.advance(empty_weights(self.loaded.staged, event.stage, self.device.torch_device))
             self.device.finish()
             begin = time.perf_counter()
             while event is not None and not (isinstance(event, NeedStage) and event.stage != self.stage):

@@ -29,7 +29,7 @@ from ..cache.host_lane import HostVisit
 from ..cache.paged import PagedKV
 from ..errors import ConfigError
 from ..events import NeedAttention, lane_run, need_tensor
-from ..plan.shape.attention import AttentionWay
+from ..plan.shape.attention import AttentionMethod
 from ..plan.shape.model import ModelShape
 from ..probing import guards
 from ..probing.guards import chunk_of, layer_of
@@ -264,13 +264,13 @@ def register() -> None:
     AttentionInterface.register(NAME, ragged_attention)
 
 
-def attention_way(model: PreTrainedModel, shape: ModelShape, device: ComputeDevice) -> AttentionWay:
+def attention_method(model: PreTrainedModel, shape: ModelShape, device: ComputeDevice) -> AttentionMethod:
     """Says how a loaded model's ordinary layers attend."""
     if not (device.is_accelerator and shape.is_packed):
-        return AttentionWay.host
+        return AttentionMethod.host
     softcap = getattr(decoder_config(model.config), "attn_logit_softcapping", None)
     like = torch.empty(0, shape.head_dim, dtype=model.dtype, device=device.torch_device)
     if flash_applies(like, like, like, Rule(1.0, softcap)) and not shape.kv_dtype.is_quantized:
-        return AttentionWay.flash
+        return AttentionMethod.flash
     is_fused = not shape.score_heads and fused_applies(like, like, Rule(1.0))
-    return AttentionWay.fused if is_fused else AttentionWay.scored
+    return AttentionMethod.fused if is_fused else AttentionMethod.scored

@@ -34,7 +34,7 @@ NO_CONTEXT = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Excerpt:
+class TruncatedModel:
     """`num_layers` of each list; lanes as the whole model has them, whatever a shorter window would say."""
 
     num_layers: int
@@ -70,7 +70,7 @@ class Excerpt:
             del found.layers[self.num_layers :]
 
 
-def num_telling_layers(shape: ModelShape, config: PreTrainedConfig) -> int:
+def num_representative_layers(shape: ModelShape, config: PreTrainedConfig) -> int:
     """How many of the first layers show every kind that there is: by their weights, and by their type in the config.
     Two at least, of which the one's output is the other's input."""
     layers = shape.layers
@@ -124,7 +124,7 @@ def fill(
                 buffer.copy_(load_tensor(plain[name]).view(buffer.shape))
 
 
-class UnreadModule(nn.Module):
+class UnusedModule(nn.Module):
     """Stands in a module's place, without its weights. Whoever wants to run it must do without."""
 
     def __init__(self, inner: nn.Module, name: str):
@@ -145,7 +145,7 @@ class UnreadModule(nn.Module):
         )
 
 
-def leave_unread(model: PreTrainedModel) -> None:
+def drop_unused_modules(model: PreTrainedModel) -> None:
     """Mutates `model`: of a composite one, whatever lies beside the decoder and the head has no weights any more."""
     decoder = model.get_decoder()
     if model.config.is_encoder_decoder or decoder_config(model.config) is model.config or decoder is model:
@@ -164,4 +164,4 @@ def _leave(module: nn.Module, path: str, kept: set[nn.Module]) -> None:
         if child not in kept and not kept.isdisjoint(child.modules()):
             _leave(child, child_path, kept)
         elif child not in kept and any(True for _ in child.parameters()):
-            setattr(module, name, UnreadModule(child, child_path))
+            setattr(module, name, UnusedModule(child, child_path))

@@ -22,7 +22,7 @@ from ..formats.kinds.rounded import Rounding
 from ..formats.module_tensors import METHOD, relative_error
 from ..formats.registry import LOSSES, pair_companions
 from ..kernels.compiler import can_compile
-from ..origin.generation_config import ModelGeneration, read_generation
+from ..origin.generation_config import GenerationDefaults, read_generation
 from ..origin.location import find_checkpoint, load_tokenizer, read_config
 from ..origin.net import class_refused, one_line
 from ..plan.shape.dtypes import StoredNumbers, auto_dtype
@@ -31,7 +31,7 @@ from ..plan.shape.shapes import Parameter, Stage
 from ..probing.guards import NO_DECODER
 from ..probing.heads import Head, head_of, looks_ahead
 from ..probing.meta import build_meta_model, zeroed_rows
-from ..probing.padded_probe import PaddedHabits, padded_habits
+from ..probing.padded_probe import PaddingBehavior, probe_padding
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import check_packed, digest_files
 from ..store.reader import Fill
@@ -42,7 +42,7 @@ from ..weights.layout import keep_computed, map_weights, take_quantization
 from ..weights.rounding_files import RoundedTensors
 from ..weights.stage_weights import load_tensor, stage_weights
 from . import attention, experts
-from .excerpt import Excerpt, leave_unread
+from .excerpt import TruncatedModel, drop_unused_modules
 from .fused import fuse
 from .fused_ops import DTYPES, compiled_ops, host_ops, require_accelerator
 from .rope_lengths import RopeLengths, follow_lengths
@@ -65,7 +65,7 @@ class LoadedModel:
     dtypes: Mapping[str, torch.dtype]
     compute_dtype: torch.dtype
     tokenizer: PreTrainedTokenizerBase | None
-    generation: ModelGeneration
+    generation: GenerationDefaults
     eos_token_ids: frozenset[int]
     start_token_id: int | None  # a decoder's first token behind an encoder; None without one
     checkpoint: Checkpoint
@@ -73,7 +73,7 @@ class LoadedModel:
     fingerprint: str
     digests: Mapping[str, str]
     expands_latents: bool  # see traits.CacheShape
-    habits: PaddedHabits  # of a decoder in padded lanes
+    habits: PaddingBehavior  # of a decoder in padded lanes
     head: Head
     looks_ahead: bool  # attention is over the whole prompt, in both directions: an encoder's
     stored: StoredNumbers
@@ -94,7 +94,7 @@ class LoadedModel:
 
     def placed(self, device: ComputeDevice) -> "LoadedModel":
         """The model with what its layers take of memory on this device."""
-        way = attention.attention_way(self.staged.model, self.shape, device)
+        way = attention.attention_method(self.staged.model, self.shape, device)
         return replace(self, shape=replace(self.shape, attention_way=way))
 
     def weights_of(
@@ -125,7 +125,7 @@ def load_model(
     cache_dir: str | None,
     *,
     express: bool = True,
-    excerpt: Excerpt | None = None,
+    excerpt: TruncatedModel | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     split: ModelSplit | None = None,
     encodes: bool = False,
@@ -144,15 +144,15 @@ def load_model(
     is_encoder = head_of(model) is not Head.text and looks_ahead(model)
     if is_encoder and config.lanes is Lanes.packed:
         raise ConfigError(f"model.lanes=packed: {class_name} cannot: {NO_DECODER}")
-    is_packed, reason, habits = False, "", PaddedHabits()
+    is_packed, reason, habits = False, "", PaddingBehavior()
     with class_refused(class_name):
         if is_encoder:
-            habits = PaddedHabits(whole="the class is an encoder, which sees all of a prompt at once")
+            habits = PaddingBehavior(whole="the class is an encoder, which sees all of a prompt at once")
             cache = without_cache(model)
         else:
             is_packed, reason = choose_lanes(model, config.lanes) if excerpt is None else (excerpt.is_packed, "")
             if not is_packed and not model.config.is_encoder_decoder:
-                habits = padded_habits(model)
+                habits = probe_padding(model)
             cache = measure_cache(model)
         _register(model, is_packed=is_packed)
     if reason:
@@ -199,7 +199,7 @@ def load_model(
         habits=habits,
         head=head_of(model),
         looks_ahead=is_encoder,
-        stored=StoredNumbers.of(shape, LOSSES, relative_error(hollow.quantization)),
+        stored=StoredNumbers.from_losses(shape, LOSSES, relative_error(hollow.quantization)),
         rounded=rounded,
         rope_lengths=rope_lengths,
         split_heads=heads,
@@ -217,7 +217,7 @@ def load_model(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Hollow:
+class _EmptyWeights:
     """A checkpoint, and the model that its config describes: its parameters are on the meta device. `described` is the
     config as published, `quantization` what it says of stored weights."""
 
@@ -227,7 +227,7 @@ class _Hollow:
     dtype: torch.dtype
     described: Mapping[str, object]
     quantization: Mapping[str, object]
-    generation: ModelGeneration
+    generation: GenerationDefaults
     zeroed_rows: Mapping[str, Sequence[int]]  # see `runtime.probing.meta`
 
     def rounded(self, config: ModelConfig) -> RoundedTensors | None:
@@ -241,7 +241,7 @@ class _Hollow:
                 f"model.quantize={config.quantize.value}: {self.checkpoint.path} is stored in fewer bytes already "
                 f"({stored or 'quantization_config'}): leave model.quantize out, or name the unquantised checkpoint"
             )
-        return RoundedTensors.of(self.checkpoint.tensors, Rounding(config.quantize.value))
+        return RoundedTensors.from_rounding(self.checkpoint.tensors, Rounding(config.quantize.value))
 
     def map_bytes(
         self,
@@ -318,11 +318,11 @@ def _open(
     config: ModelConfig,
     device: torch.device,
     cache_dir: str | None,
-    excerpt: Excerpt | None,
+    excerpt: TruncatedModel | None,
     should_stop: Callable[[], bool],
     *,
     encodes: bool,
-) -> _Hollow:
+) -> _EmptyWeights:
     """Reads the small files and the headers of a checkpoint, and builds the model without its weights."""
     if config.compile:
         require_accelerator(device)
@@ -340,11 +340,11 @@ def _open(
         model = build_meta_model(hf_config, dtype, most_tensors=most_tensors, encodes=encodes)
     with class_refused(type(model).__name__):
         zeroed = zeroed_rows(model)
-        leave_unread(model)
+        drop_unused_modules(model)
         keep_computed(model, checkpoint.tensors.keys())
         if excerpt is not None:
             excerpt.cut(model)
-    return _Hollow(
+    return _EmptyWeights(
         checkpoint=checkpoint,
         fingerprint=checkpoint.fingerprint(),
         model=model,

@@ -251,23 +251,23 @@ def _asked_before_layers(forward: Callable[[], object], outer: list[StreamedModu
         event = run.switch()
         while isinstance(event, NeedStage) and event.stage in by_number:
             before.append(by_number[event.stage])
-            event = run.switch(_hollow(before[-1]))
+            event = run.switch(_empty_weight(before[-1]))
     if run.dead:
         raise ConfigError("model.path: text passes by the layers of this model, so they cannot be streamed one by one")
     run.throw(GreenletExit)
     return before
 
 
-def hollow_weights(staged: StagedModel, stage: int, device: torch.device) -> Weights:
+def empty_weights(staged: StagedModel, stage: int, device: torch.device) -> Weights:
     """Makes for a stage zeros of full shape and no size, for a run that only wants to get past it."""
     found: dict[str, torch.Tensor] = {}
     for module in staged.modules:
         if module.stage == stage:
-            found |= _hollow(module, device)
+            found |= _empty_weight(module, device)
     return found
 
 
-def _hollow(module: StreamedModule, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+def _empty_weight(module: StreamedModule, device: torch.device | None = None) -> dict[str, torch.Tensor]:
     state = module.inner.state_dict(keep_vars=True)
     return {
         f"{module.name}.{name}": torch.zeros(1, dtype=tensor.dtype, device=device).expand(tensor.shape)

@@ -40,7 +40,7 @@ OFF: Mapping[str, object] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelGeneration:
+class GenerationDefaults:
     """`given`: what the checkpoint's `source` says, by transformers' own keys, less what it leaves open."""
 
     source: Path
@@ -66,7 +66,7 @@ class ModelGeneration:
         raise CheckpointError(f"{self.source.parent}: neither {FILE} nor {CONFIG} has a decoder_start_token_id")
 
 
-def read_generation(path: Path, config: PreTrainedConfig) -> ModelGeneration:
+def read_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
     """What the checkpoint at `path` says of generating: a directory, or a GGUF file. Raises CheckpointError naming
     file, key, value and what is expected."""
     if is_gguf(path):
@@ -83,7 +83,7 @@ def read_generation(path: Path, config: PreTrainedConfig) -> ModelGeneration:
         return _taken(file, GenerationConfig.from_dict({**without_code(values)}))
 
 
-def _of_gguf(path: Path, config: PreTrainedConfig) -> ModelGeneration:
+def _of_gguf(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
     """The settings of the config that transformers makes of the file. Beyond transformers, the ends of a turn and of a
     message that the file names are among the ends: a chat model would write the next turns itself."""
     found = _taken(path, GenerationConfig.from_model_config(config))
@@ -98,13 +98,13 @@ def _of_gguf(path: Path, config: PreTrainedConfig) -> ModelGeneration:
     return replace(found, given={**found.given, "eos_token_id": sorted(ends.union(more.values()))})
 
 
-def _taken(source: Path, config: GenerationConfig) -> ModelGeneration:
+def _taken(source: Path, config: GenerationConfig) -> GenerationDefaults:
     given = {key: value for key, value in vars(config).items() if value is not None and not key.startswith("_")}
-    return ModelGeneration(source=source, given=given)
+    return GenerationDefaults(source=source, given=given)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effective:
+class ResolvedSampling:
     """`sampling` has no setting left open. `sentence` says what came from the model, or what of it is not followed."""
 
     sampling: SamplingConfig
@@ -112,7 +112,7 @@ class Effective:
     is_warning: bool = False
 
 
-def as_the_model_says(config: RuntimeConfig, model: ModelGeneration, vocab_size: int) -> RuntimeConfig:
+def resolve_generation_defaults(config: RuntimeConfig, model: GenerationDefaults, vocab_size: int) -> RuntimeConfig:
     """The settings with `sampling` as it holds for this model; says what came from there, or was left there."""
     found = effective_sampling(config.sampling, model, vocab_size)
     if found.sentence is not None:
@@ -120,25 +120,27 @@ def as_the_model_says(config: RuntimeConfig, model: ModelGeneration, vocab_size:
     return replace(config, sampling=found.sampling)
 
 
-def effective_sampling(sampling: SamplingConfig, model: ModelGeneration, vocab_size: int) -> Effective:
+def effective_sampling(sampling: SamplingConfig, model: GenerationDefaults, vocab_size: int) -> ResolvedSampling:
     """What holds for a run. Raises ConfigError where `sampling.follow_model` asks for what cannot be followed, and
     CheckpointError where the model's settings cannot be read."""
-    said = _said(model, vocab_size, is_strict=sampling.follow_model)
+    said = _model_settings(model, vocab_size, is_strict=sampling.follow_model)
     asked = {key: model.given.get(key) for key in NEUTRAL}
     beyond = [f"{key}={value}" for key, value in asked.items() if value is not None and value not in NEUTRAL[key]]
     if model.given.get("cache_implementation") == "quantized":
         beyond.append("cache_implementation=quantized")
     if not sampling.follow_model:
-        return _unfollowed(sampling, model, said, beyond)
+        return _without_model_defaults(sampling, model, said, beyond)
     if beyond:
         raise ConfigError(
             f"sampling=model: {model.source} asks for {', '.join(beyond)}, which cannot be followed: "
             "choose sampling=greedy or sampling=sample, which say what they leave out"
         )
-    return _followed(sampling, model, said)
+    return _with_model_defaults(sampling, model, said)
 
 
-def _followed(sampling: SamplingConfig, model: ModelGeneration, said: Mapping[str, object]) -> Effective:
+def _with_model_defaults(
+    sampling: SamplingConfig, model: GenerationDefaults, said: Mapping[str, object]
+) -> ResolvedSampling:
     """Merges as `generate` does: what the caller sets, then the model's, then generate's own defaults."""
     defaults = GenerationConfig._get_default_generation_params()
     found = {key: said.get(key, defaults.get(key)) for key in CONVERTERS if getattr(sampling, key) is None}
@@ -156,14 +158,14 @@ def _followed(sampling: SamplingConfig, model: ModelGeneration, said: Mapping[st
         raise ConfigError(f"sampling=model, with the settings of {model.source}: {error}") from error
     unused = {*(SAMPLING_KEYS if made.is_greedy else ()), *(SEARCH_KEYS if (made.num_beams or 1) <= 1 else ())}
     shown = [f"{key}={found[key]}" for key in found if _is_on(key, found[key]) and key not in unused]
-    return Effective(
+    return ResolvedSampling(
         sampling=made, sentence=f"sampling=model: {', '.join(shown) or 'greedy'}; from {model.source} and its defaults"
     )
 
 
-def _unfollowed(
-    sampling: SamplingConfig, model: ModelGeneration, said: Mapping[str, object], beyond: list[str]
-) -> Effective:
+def _without_model_defaults(
+    sampling: SamplingConfig, model: GenerationDefaults, said: Mapping[str, object], beyond: list[str]
+) -> ResolvedSampling:
     is_sampled = bool(model.given.get("do_sample"))
     left = ["do_sample=True"] if is_sampled and sampling.is_greedy else []
     is_search = _is_on("num_beams", said.get("num_beams"))
@@ -173,14 +175,14 @@ def _unfollowed(
         if has_effect and value != getattr(sampling, key):
             left.append(f"{key}={value}")
     if not left and not beyond:
-        return Effective(sampling=sampling, sentence=None)
+        return ResolvedSampling(sampling=sampling, sentence=None)
     way = "sampling=model would" if not beyond else f"nor can sampling=model ({', '.join(beyond)})"
     named = ", ".join([*left, *beyond])
     sentence = f"{model.source} says {named}: sampling does not follow it, {way}"
-    return Effective(sampling=sampling, sentence=sentence, is_warning=True)
+    return ResolvedSampling(sampling=sampling, sentence=sentence, is_warning=True)
 
 
-def _said(model: ModelGeneration, vocab_size: int, *, is_strict: bool) -> dict[str, object]:
+def _model_settings(model: GenerationDefaults, vocab_size: int, *, is_strict: bool) -> dict[str, object]:
     """The model's settings by our keys. Suppressed tokens outside the vocabulary have no effect on anything. Raises
     CheckpointError for a value of the wrong kind; unless `is_strict`, it is as it stands there."""
     found: dict[str, object] = {}

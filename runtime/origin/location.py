@@ -25,7 +25,7 @@ from ..config.texts import is_url
 from ..errors import CheckpointError, ConfigError
 from ..foreign import deepseek_moe
 from ..remote.copies import local_copy
-from ..remote.object_store import ObjectStore, Patience, never
+from ..remote.object_store import ObjectStore, RetryPolicy, never
 from ..store.checkpoint import (
     INDEX_SUFFIX,
     SINGLE,
@@ -54,7 +54,7 @@ from .config_rules import (
 )
 from .gguf_tokenizer import load_gguf_tokenizer
 from .net import one_line
-from .place import local_place, no_weights
+from .place import localize, missing_weights_error
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
         if config.name == RANDOM:
             return random_checkpoint(cache_root(cache_dir) / "tiny")
         raise ConfigError(f"model={config.name} needs model.path: a local directory, a GGUF file or a hub id")
-    if (place := local_place(config)) is not None:
+    if (place := localize(config)) is not None:
         return place
     if is_url(config.path):
         # A copy of a GGUF file, or of a directory's settings, tokenizer and the weights that are read.
@@ -86,7 +86,7 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
         head = _copied(url, key, [CONFIG, f"*{INDEX_SUFFIX}"], cache_dir, should_stop)
         if head.is_file():
             return head
-        names = ObjectStore(url, key, Patience(should_stop=should_stop)).listed(is_deep=False)
+        names = ObjectStore(url, key, RetryPolicy(should_stop=should_stop)).listed(is_deep=False)
         entry = find_weights(head, names)
         if entry is None:
             raise unreadable(url, names, is_local=False)
@@ -95,7 +95,7 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
         return _fetched_model(config.path, config.revision)
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise no_weights(config, f"the hub and its cache gave nothing for it: {reason}") from error
+        raise missing_weights_error(config, f"the hub and its cache gave nothing for it: {reason}") from error
 
 
 def _fetched_model(model: str, revision: str | None) -> Path:
@@ -132,7 +132,7 @@ def _fetched_settings(model: str, revision: str | None) -> Path:
 def _copied(
     url: str, key: str, patterns: Sequence[str], cache_dir: str | None, should_stop: Callable[[], bool]
 ) -> Path:
-    store = ObjectStore(url, key, Patience(should_stop=should_stop))
+    store = ObjectStore(url, key, RetryPolicy(should_stop=should_stop))
     return local_copy(store, cache_root(cache_dir), patterns, CheckpointError)
 
 

@@ -12,7 +12,7 @@ FILE_SUFFIXES = (".gguf", ".safetensors", ".bin")
 PARTS = (*FILE_SUFFIXES, ".pt", ".pth", ".json", ".model", ".jinja")  # of files in a model's directory
 
 
-def local_place(config: ModelConfig) -> Path | None:
+def localize(config: ModelConfig) -> Path | None:
     """The directory or file that `model.path` names, or None where that is a URL, a hub id or not set. Raises
     CheckpointError for a file that is no model, and for what can only be a path and leads nowhere."""
     if config.path is None or is_url(config.path):
@@ -24,11 +24,11 @@ def local_place(config: ModelConfig) -> Path | None:
         way = f"give its directory: model.path={path.parent}" if path.suffix in PARTS else "name one of those"
         raise CheckpointError(f"model.path={config.path} is a file, neither a directory nor GGUF: {way}")
     if path.suffix in FILE_SUFFIXES or config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
-        raise no_weights(config, f"{path} is neither a directory nor a GGUF file")
+        raise missing_weights_error(config, f"{path} is neither a directory nor a GGUF file")
     return None
 
 
-def no_weights(config: ModelConfig, reason: str) -> CheckpointError:
+def missing_weights_error(config: ModelConfig, reason: str) -> CheckpointError:
     """The error for a model that is nowhere, with the three ways on."""
     shape = config.name if config.name != ANY else "llama-3.2-1b"  # any with a shape: hf has none
     return CheckpointError(

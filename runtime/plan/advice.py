@@ -31,7 +31,7 @@ from .shape.model import ModelShape
 ROOM_FOR_ALL = "there is room for all keys and values where compute happens"
 
 
-def advice(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
+def plan_warnings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
     """All there is to say, for whoever runs the plan to log as warnings."""
     return [*ignored_by_plan(config, shape, plan, has_device=has_device), *slow_by_plan(config, plan)]
 
@@ -69,7 +69,7 @@ def slow_by_plan(config: RuntimeConfig, plan: RunPlan) -> list[str]:
 def _weights(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> Iterator[str]:
     offload, tier = config.offload, config.tier
     keeps_all = tier is Tier.none or (tier is Tier.cpu and not has_device)
-    is_stored = DequantizedSize.of(shape, frozenset(), 1) is not None
+    is_stored = DequantizedSize.from_shape(shape, frozenset(), 1) is not None
     if offload.dequantize is not Dequantize.auto and not (has_device and is_stored):
         why = "all weights lie as they are multiplied" if has_device else "compute happens in host memory"
         yield f"offload.dequantize={offload.dequantize.value} has no effect: {why}; leave it auto"

@@ -26,7 +26,7 @@ def why_unshared(config: RuntimeConfig, shape: ModelShape, *, has_rope_lengths: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFacts:
+class ResolvedSettings:
     """Values of JSON, most of them words of the config. `str` is a few lines for a log.
 
     `prefetch_depth` counts stages that reads run ahead of compute: layers of a block, 0 where they wait for their turn.
@@ -64,7 +64,7 @@ class PlanFacts:
     weight_error: float | None = None  # relative RMS, of those that were rounded; None: none, or nobody measured it
 
     @staticmethod
-    def of(
+    def from_plan(
         config: RuntimeConfig,
         shape: ModelShape,
         plan: RunPlan,
@@ -72,7 +72,7 @@ class PlanFacts:
         dtype: str,
         stored: StoredNumbers,
         has_rope_lengths: bool = False,
-    ) -> "PlanFacts":
+    ) -> "ResolvedSettings":
         placement, walk, rule = plan.placement, plan.placement.decode_walk, plan.placement.sharing
         is_wave = plan.policy.admission is Admission.wave
         why = why_unshared(config, shape, has_rope_lengths=has_rope_lengths)
@@ -83,7 +83,7 @@ class PlanFacts:
             spared_rule = SharingRule(among_lanes=True, page_tokens=PAGE_TOKENS)
         attention = Attention.cpu if walk.attending else Attention.device
         kv = placement.kv.tier if placement.kv.page_bytes else KVTier.device
-        return PlanFacts(
+        return ResolvedSettings(
             dtype=dtype,
             weights=config.offload.tier.value,
             num_stages=len(shape.stages),

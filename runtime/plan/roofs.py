@@ -22,7 +22,7 @@ GIGA, TERA = 1e9, 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roof:
+class PeakLine:
     """FLOP/s of a processor, where each byte comes over `link`."""
 
     level: Level
@@ -75,10 +75,10 @@ def _number(intensity: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roofs:
+class RooflineReport:
     """`turning_points`: those that are known, and above 0. `needed_sequences` make a block that reaches P2."""
 
-    roofs: Sequence[Roof]
+    roofs: Sequence[PeakLine]
     operations: Sequence[Operation]
     turning_points: Sequence[TurningPoint]
     needed_sequences: float
@@ -105,8 +105,8 @@ class Roofs:
         return min([each.flops_per_second for each in self.operations] + over)
 
 
-def roofs_of(shape: ModelShape, machine: Machine, plan: RunPlan) -> Roofs:
-    work, reads = LayerWork.of(shape), plan.placement.walk.reads
+def make_roofline_report(shape: ModelShape, machine: Machine, plan: RunPlan) -> RooflineReport:
+    work, reads = LayerWork.from_shape(shape), plan.placement.walk.reads
     num_sequences = max((len(block.members) for block in plan.blocks), default=1)
     is_batched = plan.placement.decode_walk.order.style.batches_experts
     num_rows = num_sequences if is_batched else plan.lane_size
@@ -115,8 +115,8 @@ def roofs_of(shape: ModelShape, machine: Machine, plan: RunPlan) -> Roofs:
         "P1": (point.p1, machine.rates.link_in_bytes_per_second),
         "P2": (point.p2, link_bytes_per_second(machine, reads=reads)),
     }
-    return Roofs(
-        roofs=_roofs(work, machine),
+    return RooflineReport(
+        roofs=_peak_lines(work, machine),
         operations=[_attention(point, machine, plan), _feed_forward(point, work, machine, reads, plan, num_rows)],
         turning_points=[
             TurningPoint(name=name, intensity=intensity, flops_per_second=rate * intensity)
@@ -129,12 +129,12 @@ def roofs_of(shape: ModelShape, machine: Machine, plan: RunPlan) -> Roofs:
     )
 
 
-def _roofs(work: LayerWork, machine: Machine) -> list[Roof]:
+def _peak_lines(work: LayerWork, machine: Machine) -> list[PeakLine]:
     rates, compute = machine.rates, compute_level(work, machine.rates)
 
-    def over(link: str, bytes_per_second: float) -> Roof:
+    def over(link: str, bytes_per_second: float) -> PeakLine:
         level = Level(name="compute", flops_per_second=compute.flops_per_second, bytes_per_second=bytes_per_second)
-        return Roof(level=level, link=link)
+        return PeakLine(level=level, link=link)
 
     disk = over("disk", rates.disk_bytes_per_second)
     if machine.device_bytes is None:
@@ -144,7 +144,7 @@ def _roofs(work: LayerWork, machine: Machine) -> list[Roof]:
     )
     roofs = [
         over("device memory", compute.bytes_per_second),
-        Roof(level=replace(cpu, name="CPU"), link="host memory"),
+        PeakLine(level=replace(cpu, name="CPU"), link="host memory"),
         over("link", rates.link_in_bytes_per_second),
         disk,
     ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..config.settings import Admission
 from .cost.durations import durations
 from .cost.lane_work import AlikePasses, LaneWork, block_prefills, decode_work
-from .cost.predict import mixed_stretches
+from .cost.predict import mixed_spans
 from .cost.rates import MachineRates
 from .cost.simulator import Durations, PlayedPass, SimulatedSpan, play_passes
 from .placement.defaults import chunk_tokens
@@ -36,7 +36,7 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
     other at once; of continuous admission passes from the middle of the run."""
     placement, chunk = plan.placement, chunk_tokens(plan.policy)
     if plan.policy.admission is Admission.continuous and shape.is_packed:
-        found, count = mixed_stretches(placement, plan.blocks, sizes, chunk), NUM_DECODE_PASSES + 1
+        found, count = mixed_spans(placement, plan.blocks, sizes, chunk), NUM_DECODE_PASSES + 1
         which = f"{count} passes like the one in the middle of the run, prompts beside tokens that are decoded"
         names, stretches = ["mixed pass"] * count, [found[len(found) // 2]] * count
     else:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..config.settings import Admission, DividedExperts, Way
+from ..config.settings import Admission, DividedExperts, Parallelism
 from ..errors import ConfigError, require
 from ..resources import Resource
 from .cost.machine import Machine, rank_machine
@@ -25,54 +25,55 @@ LANES_PER_RANK = (1, 2, 4)  # of a pipeline, that are tried
 class RankView:
     """The model and the machine of the rank that has most. `whole` is the model of all ranks together."""
 
-    way: Way
+    way: Parallelism
     num_ranks: int
     whole: ModelShape
     shape: ModelShape
     machine: Machine
 
     @staticmethod
-    def of(
+    def from_shape(
         machine: Machine,
         shape: ModelShape,
-        way: Way,
+        way: Parallelism,
         num_ranks: int,
         experts: DividedExperts = DividedExperts.auto,
     ) -> "RankView":
         """The view of each of `num_ranks` of a machine as `machine_of` describes it. Raises ConfigError where model or
         machine cannot be shared out among so many."""
-        if (num_ranks == 1) is not (way is Way.one):
+        if (num_ranks == 1) is not (way is Parallelism.one):
             raise ConfigError(
-                f"devices={way.value} is of {'one process' if way is Way.one else 'several'}, and plan.num_ranks is "
-                f"{num_ranks}: " + ("devices=sharded, tensor or pipeline" if way is Way.one else "set it to 2 or more")
+                f"devices={way.value} is of {'one process' if way is Parallelism.one else 'several'}, and plan.num_ranks is "
+                f"{num_ranks}: "
+                + ("devices=sharded, tensor or pipeline" if way is Parallelism.one else "set it to 2 or more")
             )
         require(
-            way is Way.one or not shape.has_encoder,
+            way is Parallelism.one or not shape.has_encoder,
             f"devices={way.value}: model={shape.name} has an encoder, which ranks do not share as yet: devices=one",
         )
         seen = rank_machine(machine, shape, way, num_ranks, experts)
-        shares = {Way.tensor: partial(tensor_share, experts=experts), Way.pipeline: pipeline_share}
+        shares = {Parallelism.tensor: partial(tensor_share, experts=experts), Parallelism.pipeline: pipeline_share}
         own = shares[way](shape, num_ranks) if way in shares else shape
         return RankView(way=way, num_ranks=num_ranks, whole=shape, shape=own, machine=seen)
 
     def sizes(self, sizes: Sequence[SequenceSize]) -> Sequence[SequenceSize]:
         """The requests that the rank computes."""
-        return sizes[:: self.num_ranks] if self.way is Way.sharded else sizes
+        return sizes[:: self.num_ranks] if self.way is Parallelism.sharded else sizes
 
     @property
     def weight_bytes(self) -> int:
         """The bytes of weights that the rank reads in a pass in which none stays."""
-        return self.whole.weight_bytes // self.num_ranks if self.way is Way.sharded else self.shape.weight_bytes
+        return self.whole.weight_bytes // self.num_ranks if self.way is Parallelism.sharded else self.shape.weight_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
         """The bytes of keys and values that a rank keeps for each token of the run, in the mean."""
-        count = self.num_ranks if self.way is Way.sharded else 1
+        count = self.num_ranks if self.way is Parallelism.sharded else 1
         return self.shape.kv_bytes_per_token // count
 
     def timed(self, prediction: Prediction, run: RunPlan) -> Prediction:
         """The prediction of one rank by itself, with what it waits for others."""
-        if self.way is not Way.pipeline:
+        if self.way is not Parallelism.pipeline:
             return prediction
         prefill = self._piped(prediction.prefill, run, chunk_tokens(run.policy))
         return Prediction(prefill=prefill, decode=self._piped(prediction.decode, run, run.lane_size))
@@ -95,7 +96,7 @@ class RankView:
         """The plan that `find` makes of the rank's problem, with what it waits for others. A pipeline needs lanes,
         which nothing that one rank sees asks for: of plans with more and smaller ones the fastest is taken."""
         best = self._found(problem, find)
-        if self.way is not Way.pipeline:
+        if self.way is not Parallelism.pipeline:
             return best
         policy, block = problem.config.policy, best.block_size
         for times in LANES_PER_RANK:
@@ -114,7 +115,7 @@ class RankView:
 
     def others_share(self, run: RunPlan, sizes: Sequence[SequenceSize], admission: Admission) -> float:
         """The share of a run's time that it would be shorter by if what comes from other ranks came at once."""
-        if self.way is Way.one or run.prediction is None or not run.prediction.seconds:
+        if self.way is Parallelism.one or run.prediction is None or not run.prediction.seconds:
             return 0.0
         rates = self.machine.rates
         at_once = None if rates.shard_bytes_per_second is None else self.num_ranks * rates.link_in_bytes_per_second

@@ -32,24 +32,24 @@ EDITION = 4  # of searches: one more where they begin to choose otherwise, so th
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptPolicy:
+class CachedPolicy:
     """`why`: what the search said when it chose."""
 
     policy: Policy
     why: tuple[str, ...]
 
     @staticmethod
-    def of(choice: Choice) -> "KeptPolicy":
-        return KeptPolicy(policy=choice.best.policy, why=choice.why)
+    def from_plan(choice: Choice) -> "CachedPolicy":
+        return CachedPolicy(policy=choice.best.policy, why=choice.why)
 
     def to_json(self) -> str:
         return json.dumps({"policy": self.policy.to_plain(), "why": self.why}, indent=1)
 
     @staticmethod
-    def from_json(text: str) -> "KeptPolicy":
+    def from_json(text: str) -> "CachedPolicy":
         """Raises KeyError, TypeError or ValueError where `text` holds none."""
         values = json.loads(text)
-        return KeptPolicy(policy=Policy.from_plain(values["policy"]), why=tuple(map(str, values["why"])))
+        return CachedPolicy(policy=Policy.from_plain(values["policy"]), why=tuple(map(str, values["why"])))
 
 
 def question(
@@ -61,7 +61,7 @@ def question(
         f"edition {EDITION}",
         machine,
         f"{shape.name} {shape.weight_bytes} {len(shape.stages)} {shape.compute_dtype_bytes} {shape.is_packed}",
-        Workload.of(sizes).digest,
+        Workload.from_sizes(sizes).digest,
         f"{budgets.host_bytes:.2g} {budgets.device_bytes or 0:.2g}",
         f"{config.offload} {config.kv} {config.prefetch}",
         str(replace(config.policy, pin=None)),
@@ -102,7 +102,7 @@ def plan_by_choice(
             )
         kept, origin = next(iter(named.values())), "pinned"
     elif known is not None:
-        kept, origin = KeptPolicy(policy=known, why=(f"policy {known.digest}: {known}",)), "as before"
+        kept, origin = CachedPolicy(policy=known, why=(f"policy {known.digest}: {known}",)), "as before"
     else:
         kept, origin = _kept(path) if path is not None else None, "of an earlier search"
     if kept is not None:
@@ -118,7 +118,7 @@ def plan_by_choice(
             return found
     found = find_policy(problem, blocks=blocks, num_halvings=num_halvings)
     if found.choice is not None:
-        kept = KeptPolicy.of(found.choice)
+        kept = CachedPolicy.from_plan(found.choice)
         if path is not None:
             try:  # all or nothing; a cache that cannot be written is no reason to stop
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,14 +133,14 @@ def plan_by_choice(
     return found
 
 
-def _log_kept(kept: KeptPolicy, origin: str) -> None:
+def _log_kept(kept: CachedPolicy, origin: str) -> None:
     for sentence in kept.why[:NUM_LOGGED]:
         log.info("policy (%s): %s", origin, sentence)
 
 
-def _kept(path: Path) -> KeptPolicy | None:
+def _kept(path: Path) -> CachedPolicy | None:
     try:
-        return KeptPolicy.from_json(path.read_text(encoding="utf-8"))
+        return CachedPolicy.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -20,10 +20,10 @@ from ..measure.contests import compare_backends
 from ..measure.machine import device_name
 from ..measure.machine_cache import Host, this_host
 from ..model.loading import LoadedModel
-from ..plan.advice import advice
+from ..plan.advice import plan_warnings
 from ..plan.cost.calibration import TypicalLoad
 from ..plan.cost.rates import MachineRates
-from ..plan.facts import PlanFacts
+from ..plan.facts import ResolvedSettings
 from ..plan.placement.defaults import chunk_tokens, in_chunks
 from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
@@ -187,7 +187,9 @@ class Planner:
         fastest = max([*rates.gemm_flops_per_second.values(), *rates.expert_flops_per_second.values()])
         if flops < COMPARED_SECONDS * fastest or not has_compiler():
             return None
-        usual = TypicalLoad.of(self.model.shape, micro_batches_of(plan.blocks[0], sizes), chunk_tokens(plan.policy))
+        usual = TypicalLoad.from_lanes(
+            self.model.shape, micro_batches_of(plan.blocks[0], sizes), chunk_tokens(plan.policy)
+        )
         found = compare_backends(self.model, self.host, usual)
         return found if found != self._backends else None
 
@@ -195,7 +197,7 @@ class Planner:
         """The rates of this machine at the sizes that `plan`'s passes have, in about a second; where they are kept, of
         a load that covers it."""
         lanes = micro_batches_of(plan.blocks[0], sizes)
-        usual, paged = TypicalLoad.of(self.model.shape, lanes, chunk_tokens(plan.policy)), plan.placement.paged
+        usual, paged = TypicalLoad.from_lanes(self.model.shape, lanes, chunk_tokens(plan.policy)), plan.placement.paged
         if self.kept is not None:
             if (known := self.kept.rates(usual, paged, self._backends)) is not None:
                 return known
@@ -219,20 +221,20 @@ class Planner:
         is_worth_it = found.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds
         return found if is_worth_it and found.searched is not None else replace(same, searched=plan.searched)
 
-    def facts(self, plan: RunPlan) -> PlanFacts:
+    def resolved_settings(self, plan: RunPlan) -> ResolvedSettings:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
         has_lengths = self.model.rope_lengths is not None
-        return PlanFacts.of(
+        return ResolvedSettings.from_plan(
             self.config, self.model.shape, plan, dtype=dtype, stored=self.model.numbers, has_rope_lengths=has_lengths
         )
 
     def announce(self, plan: RunPlan, advised: set[str]) -> None:
         """Logs what the plan is, its ledgers, and advice on it; of that only what is not in `advised`, to which it is
         added."""
-        log.info("%s", self.facts(plan))
+        log.info("%s", self.resolved_settings(plan))
         for ledger in plan.placement.ledgers:
             log.info("%s", ledger)
-        found = advice(self.config, self.model.shape, plan, has_device=self.device.is_accelerator)
+        found = plan_warnings(self.config, self.model.shape, plan, has_device=self.device.is_accelerator)
         for sentence in found:
             if sentence not in advised:
                 log.warning("%s", sentence)

@@ -65,14 +65,14 @@ class PassInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaddedHabits:
+class PaddingBehavior:
     """Why rows of a lane pass each by itself, and why prompts are prefilled whole; empty where they need not be."""
 
     apart: str = ""
     whole: str = ""
 
 
-def padded_habits(model: PreTrainedModel) -> PaddedHabits:
+def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
     """The habits of a decoder that padded lanes run. Raises ConfigError for a class that keeps the state of a sequence
     where lanes cannot. Where its code does not run on such a copy, or gives no numbers, nothing is known."""
     name = type(model).__name__
@@ -86,16 +86,16 @@ def padded_habits(model: PreTrainedModel) -> PaddedHabits:
         probe = with_values(build_meta_model(config, torch.float32), num_layers=None)
         alone = _together(probe)
         if not bool(alone.isfinite().all()):
-            return PaddedHabits()
+            return PaddingBehavior()
         others = _together(probe, in_turns=True)
     except UNKNOWING as error:
         log.debug("%s: nothing is known of its padded lanes (%s)", name, error)
-        return PaddedHabits()
+        return PaddingBehavior()
     if not _are_close(alone, others):
         raise ConfigError(
             f"model.path: {name} keeps the state of a sequence in its own modules, where lanes overwrite each other's"
         )
-    return PaddedHabits(
+    return PaddingBehavior(
         apart="" if _agrees(probe, alone, num_pads=NUM_PADS) else APART,
         whole="" if _agrees(probe, alone, columns=NUM_COLUMNS) else WHOLE,
     )

@@ -152,7 +152,7 @@ class GatheredTransfer:
         return self._told.result()[1]
 
 
-class Gathering(Together):
+class AllGather(Together):
     """All ranks make the same calls in the same order, of equal shapes. Outside of its `with` block each is alone, and
     takes its own part for that of all others: shapes are right then, and numbers are not. What an accelerator has
     goes by way of host memory. `received_bytes`: from all others, so far. Raises PeerEnded where one has ended."""
@@ -162,7 +162,7 @@ class Gathering(Together):
         self.index, self.count = ranks.rank, ranks.size
         self._is_going = False
 
-    def __deepcopy__(self, memo: object) -> "Gathering":
+    def __deepcopy__(self, memo: object) -> "AllGather":
         """Copies of a model ask the same ranks."""
         return self
 
@@ -244,13 +244,13 @@ class PipelineLink:
         """Begins to send; the tensor must stay as it is until the pass is over."""
         self._send(self.ranks.rank + 1, item, tensor)
 
-    def tell(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor) -> None:
         """Tells all others, who call `heard`, and ends the pass; of the last rank alone."""
         for other in range(self.ranks.size - 1):
             self._send(other, self._num_items, tensor)
         self._finish()
 
-    def heard(self, target: torch.Tensor) -> None:
+    def receive_broadcast(self, target: torch.Tensor) -> None:
         """Fills it with what the last rank tells, and ends the pass."""
         self._wait(self._expect(self.ranks.size - 1, self._num_items, target))
         self._finish()

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import ConfigError
 from ..events import Weights, lane_run
-from ..model.stages import EMBEDDING, StagedModel, StreamedModule, hollow_weights
+from ..model.stages import EMBEDDING, StagedModel, StreamedModule, empty_weights
 from ..probing.hollow import with_values, without_values
 from ..probing.layer_lists import layer_lists
 from ..probing.padded_probe import cache_argument
@@ -33,7 +33,7 @@ _ONLY_SHAPES = ("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandedOn:
+class TransferredTensors:
     """How a layer is called and what it returns: `place` of the hidden states among its arguments, a number or a name,
     and how many things it gives, the hidden states first; 0: them alone, in no tuple."""
 
@@ -57,7 +57,7 @@ class HandedOn:
         return (hidden, *[None] * (self.num_given - 1)) if self.num_given else hidden
 
 
-def handed_on(model: PreTrainedModel) -> tuple[HandedOn, ...]:
+def transferred_tensors(model: PreTrainedModel) -> tuple[TransferredTensors, ...]:
     """How hidden states come into each decoder layer. `model` must be whole, with parameters on the meta device,
     and is not changed. Raises ConfigError where a layer needs more of those before it, by name."""
     config = model.config.get_text_config(decoder=True)
@@ -69,7 +69,7 @@ def handed_on(model: PreTrainedModel) -> tuple[HandedOn, ...]:
         return _probed(model, with_values(model, num_layers=None), "cpu")
 
 
-def _probed(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple[HandedOn, ...]:
+def _probed(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple[TransferredTensors, ...]:
     origins = _Origins(copy.parameters())
     [found] = layer_lists(copy)
     calls = [_Call(origins, index) for index in range(len(found.layers))]
@@ -80,13 +80,13 @@ def _probed(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple
     cache = {cache_argument(copy): DynamicCache(config=copy.config)}
     with torch.inference_mode(), origins:
         copy(input_ids=ids, use_cache=True, **cache)
-    handed = list[HandedOn]()
+    handed = list[TransferredTensors]()
     for call in calls:
         before = call.index - 1 if call.index else WEIGHTS
         if list(call.entered.values()) != [frozenset({before})] or not call.is_tensor:
             what = ", ".join(f"{place} of {sorted(origins)}" for place, origins in call.entered.items())
             raise _refusal(model, f"layer {call.index} is handed more than the hidden states of the one before: {what}")
-        handed.append(HandedOn(place=next(iter(call.entered)), num_given=call.num_given))
+        handed.append(TransferredTensors(place=next(iter(call.entered)), num_given=call.num_given))
     return tuple(handed)
 
 
@@ -160,14 +160,14 @@ class _LeftRank(Exception):
     """The next layer is another rank's, which is handed what is in the run's `leaving`."""
 
 
-def keep_part(staged: StagedModel, part: range, layers: Sequence[HandedOn], device: torch.device) -> None:
+def keep_part(staged: StagedModel, part: range, layers: Sequence[TransferredTensors], device: torch.device) -> None:
     """Mutates the model: of its stages only those of `part` ask for weights from now on, and a run of
     `until_it_leaves` ends behind them. `layers` as `handed_on` gives them, of decoder layers from stage 1 on;
     on `device`."""
     for module in staged.modules:
         handed = layers[module.stage - 1] if 0 < module.stage <= len(layers) else None
         if module.stage == EMBEDDING and EMBEDDING not in part:
-            module.stand_in = partial(_hollow, module, hollow_weights(staged, EMBEDDING, device))
+            module.stand_in = partial(_empty_module, module, empty_weights(staged, EMBEDDING, device))
         elif handed is None:
             continue
         elif module.stage < part.start:
@@ -178,26 +178,28 @@ def keep_part(staged: StagedModel, part: range, layers: Sequence[HandedOn], devi
             module.instead = partial(_left, handed)
 
 
-def until_it_leaves(forward: Callable[[], object]) -> None:
+def run_local_stages(forward: Callable[[], object]) -> None:
     """Runs it up to where another rank goes on, or to its end."""
     with suppress(_LeftRank):
         forward()
 
 
-def _hollow(module: StreamedModule, weights: Weights) -> Weights:
+def _empty_module(module: StreamedModule, weights: Weights) -> Weights:
     """Raises ConfigError where what is made of them would not be replaced by what the rank before sends."""
     if lane_run().entering is not None:
         raise ConfigError(f"model.path: {module.name} is asked for behind the first layer, and {OTHER_WAYS}")
     return weights
 
 
-def _entered(module: StreamedModule, handed: HandedOn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _entered(
+    module: StreamedModule, handed: TransferredTensors, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
     """Runs the layer on memory that is filled before the lane gets the layer's weights."""
     run = lane_run()
     run.entering = torch.empty_like(handed.taken(args, kwargs), memory_format=torch.contiguous_format)
     return module.computed(*handed.replaced(args, kwargs, run.entering))
 
 
-def _left(handed: HandedOn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _left(handed: TransferredTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     lane_run().leaving = handed.taken(args, kwargs).contiguous()
     raise _LeftRank

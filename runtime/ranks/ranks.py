@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..closing import Closing
-from ..config.settings import DevicesConfig, Gather, Way
+from ..config.settings import DevicesConfig, Gather, Parallelism
 from ..errors import Interrupted, PeerEnded
 from .launch import Launch
 
@@ -35,7 +35,7 @@ GREETING = struct.Struct("!16sI")  # a word that all ranks know, and the rank th
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))  # seconds, seconds, times
 
 
-class PeerWatch(Closing):
+class Heartbeat(Closing):
     """The connections of a rank to all others. `ended` and `stop` may be called by any thread."""
 
     def __init__(self, connections: Mapping[int, socket.socket]):
@@ -49,7 +49,7 @@ class PeerWatch(Closing):
                     each.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     @staticmethod
-    def of(rank: int, size: int, exchange: Exchange, host: str, *, is_local: bool) -> "PeerWatch":
+    def connect(rank: int, size: int, exchange: Exchange, host: str, *, is_local: bool) -> "Heartbeat":
         """Connects all ranks, each of which calls this. `host` is where rank 0 can be reached. Raises PeerEnded."""
         address = "127.0.0.1" if is_local else host if not rank else own_address(host)
         connections = dict[int, socket.socket]()
@@ -79,7 +79,7 @@ class PeerWatch(Closing):
                 f"rank {rank} has no connection to rank {missing[0]}: {error}; ranks reach one another at any port",
                 (),
             ) from error
-        return PeerWatch(connections)
+        return Heartbeat(connections)
 
     def close(self) -> None:
         for each in self._connections.values():
@@ -147,7 +147,7 @@ WAITING = timedelta(days=30)  # for a pass, which may be long; who has ended is 
 LOOK_SECONDS = 0.02  # between two looks for a stop
 LOOK = timedelta(seconds=0.1)  # between two looks at the others, of one that waits for them
 ENDING_SECONDS = 2.0  # for what one that has ended had said before, and from the end of one connection to the other's
-SHARDED = DevicesConfig(way=Way.sharded)
+SHARDED = DevicesConfig(way=Parallelism.sharded)
 STOPPED = "start the same command again to go on"
 
 
@@ -165,7 +165,7 @@ class Ranks(Closing):
     ):
         """Waits for the others, until `should_stop` says yes."""
         self.rank, self.size, self.devices = launch.rank, launch.size, devices
-        self._watch: PeerWatch | None = None
+        self._watch: Heartbeat | None = None
         self._session = 0
         self.group = _meet(launch, should_stop)
         # The same for processes that see one another's memory: on one machine, in one container, and where Slurm gives
@@ -173,7 +173,9 @@ class Ranks(Closing):
         boot, space = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), Path("/proc/self/ns/pid").stat()
         machine = f"{boot} {space.st_ino} {os.environ.get('SLURMD_NODENAME', '')}"
         self.machines = [str(each["machine"]) for each in self.exchange({"machine": machine})]
-        self._watch = PeerWatch.of(self.rank, self.size, self.exchange, launch.host, is_local=self.is_on_one_machine)
+        self._watch = Heartbeat.connect(
+            self.rank, self.size, self.exchange, launch.host, is_local=self.is_on_one_machine
+        )
 
     def close(self) -> None:
         """Leaves the others, who need not be there any more."""
@@ -199,7 +201,7 @@ class Ranks(Closing):
     def sees_memory(self) -> bool:
         """Whether weights lie in memory that all ranks see."""
         gather = self.devices.gather
-        if self.devices.way is Way.tensor:
+        if self.devices.way is Parallelism.tensor:
             return False
         return gather is Gather.memory or (gather is Gather.auto and self.is_on_one_machine)
 
@@ -217,11 +219,11 @@ class Ranks(Closing):
         found = self._gathered(torch.nn.functional.pad(data, (0, most - len(data))))
         return [json.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(found, sizes, strict=True)]
 
-    def tell(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         """Tells all others, who call `heard`; of rank 0 alone."""
         self.exchange(message)
 
-    def heard(self) -> Message:
+    def receive(self) -> Message:
         """What rank 0 tells."""
         return self.exchange({})[0]
 
@@ -232,7 +234,7 @@ class Ranks(Closing):
     def require_all(self) -> None:
         """Raises PeerEnded where one has ended."""
         if ended := self.ended():
-            raise self._told(ended)
+            raise self._receive(ended)
 
     def begin_session(self) -> None:
         """Stops from now on are those of another session."""
@@ -263,7 +265,7 @@ class Ranks(Closing):
             if until is None and self.ended():
                 until = time.monotonic() + ENDING_SECONDS  # one that has said all there was to say may have ended
             if until is not None and time.monotonic() > until:
-                raise self._told(self.ended())
+                raise self._receive(self.ended())
 
     def run(self, begin: Callable[[], dist.Work | None]) -> None:
         """Begins a collective, and waits for its end."""
@@ -284,9 +286,9 @@ class Ranks(Closing):
         until = time.monotonic() + ENDING_SECONDS
         while not (ended := self.ended()) and time.monotonic() < until:
             time.sleep(0.01)
-        return self._told(ended) if ended else PeerEnded(f"the ranks have lost one another: {error}", ())
+        return self._receive(ended) if ended else PeerEnded(f"the ranks have lost one another: {error}", ())
 
-    def _told(self, ended: list[int]) -> PeerEnded:
+    def _receive(self, ended: list[int]) -> PeerEnded:
         names, is_one = ", ".join(map(str, ended)), len(ended) == 1
         which = f"rank {names} of {self.size} has" if is_one else f"ranks {names} of {self.size} have"
         return PeerEnded(

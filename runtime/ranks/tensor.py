@@ -30,8 +30,8 @@ from ..plan.shape.shapes import Parameter, distinct_bytes
 from ..probing.hollow import UNKNOWING, without_values
 from ..probing.layer_lists import layer_lists
 from ..units import format_bytes
-from .collectives import Gathering
-from .tensor_experts import divide_experts, not_apart
+from .collectives import AllGather
+from .tensor_experts import divide_experts, why_not_split
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class SplitHeads:
     """The KV heads of each layer, of which a rank caches its share and looks at it with the queries that belong to
     it."""
 
-    gathering: Gathering
+    gathering: AllGather
     num_kv_heads: Sequence[int]
 
     def cuts(self, layer: int, states: torch.Tensor) -> bool:
@@ -78,7 +78,7 @@ class SplitHeads:
 class TensorSplit(ModelSplit):
     """A model's division among the ranks of `gathering`, as a loader asks for it."""
 
-    def __init__(self, gathering: Gathering):
+    def __init__(self, gathering: AllGather):
         self._gathering, self.count = gathering, gathering.count
 
     def share_heads(self, cache: CacheShape, *, is_packed: bool) -> SplitHeads:
@@ -99,7 +99,7 @@ class TensorSplit(ModelSplit):
         splitting.take_linears()
         splitting.take_experts()
         splitting.take_tables()
-        splitting.tell()
+        splitting.log_split()
         return {**parameters, **splitting.taken}
 
 
@@ -107,7 +107,7 @@ class _Splitting:
     """`taken`: the parameters that are split already, `whole`: those of them that are experts of which this rank has
     some. Experts are divided as rank 0 is asked to."""
 
-    def __init__(self, model: PreTrainedModel, parameters: Mapping[str, Parameter], gathering: Gathering):
+    def __init__(self, model: PreTrainedModel, parameters: Mapping[str, Parameter], gathering: AllGather):
         self._model, self._parameters, self._gathering = model, parameters, gathering
         self._share = RowShare(index=gathering.index, count=gathering.count)
         self._names = defaultdict[int, list[str]](list)
@@ -176,7 +176,7 @@ class _Splitting:
             if division.own is not None:
                 self.whole |= parts
 
-    def tell(self) -> None:
+    def log_split(self) -> None:
         """Logs what this rank holds."""
         rest = distinct_bytes(p for name, p in self._parameters.items() if name not in self.taken)
         experts = distinct_bytes(self._parameters[name] for name in self.whole)
@@ -211,7 +211,7 @@ class _Splitting:
             for name in self._names[id(tensor)]:
                 found = cut(self._parameters[name], self._share)
                 if found is None:
-                    raise self._refused(repr(name), not_apart(self._parameters[name]))
+                    raise self._refused(repr(name), why_not_split(self._parameters[name]))
                 self.taken[name] = found
 
     def _split(self, module: nn.Linear, flow: Flow) -> None:
@@ -235,7 +235,7 @@ def shorten(module: nn.Module, height: int) -> None:
             module._parameters[name] = nn.Parameter(short, requires_grad=False)
 
 
-def split_linear(module: nn.Linear, gathering: Gathering, *, takes_part: bool, gives_part: bool) -> None:
+def split_linear(module: nn.Linear, gathering: AllGather, *, takes_part: bool, gives_part: bool) -> None:
     """Makes it a map to this rank's numbers. `takes_part`: what comes is a part as well, and is made whole first.
     `gives_part`: what goes on is one. Mutates the module."""
     module.out_features //= gathering.count
@@ -246,7 +246,7 @@ def split_linear(module: nn.Linear, gathering: Gathering, *, takes_part: bool, g
         module.register_forward_hook(lambda _, given, out: gathering.whole(cast(torch.Tensor, out)))
 
 
-def split_embedding(module: nn.Embedding, gathering: Gathering) -> None:
+def split_embedding(module: nn.Embedding, gathering: AllGather) -> None:
     """Makes it a table of this rank's rows, which looks up the others' with them. Mutates the module."""
     module.num_embeddings //= gathering.count
     module.padding_idx = None  # matters to gradients alone, and may be another rank's
@@ -259,7 +259,7 @@ def split_embedding(module: nn.Embedding, gathering: Gathering) -> None:
 class _Lookup:
     """What lies around the look-up of token ids (B, T) in a table of `height` rows, which gives (B, T, D)."""
 
-    def __init__(self, gathering: Gathering, height: int):
+    def __init__(self, gathering: AllGather, height: int):
         self._gathering, self._height, self._is_here = gathering, height, torch.empty(0)
 
     def before(self, module: nn.Module, given: Any) -> tuple[Any, ...]:

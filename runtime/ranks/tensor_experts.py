@@ -32,7 +32,7 @@ from ..model.experts import (
 from ..model.fused import is_code_of
 from ..plan.shape.rank_shares import RowShare, cut, runs_of, sends_less_whole, take_experts
 from ..plan.shape.shapes import Parameter
-from .collectives import Gathering
+from .collectives import AllGather
 
 GATED: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
 LEAST_VISITS = 512  # whose numbers are made whole together
@@ -72,7 +72,7 @@ def _biased(experts: Experts, name: str, expert: int, x: torch.Tensor) -> torch.
 class ExpertRows(ExpertShare):
     """Rows of the matrices of each expert."""
 
-    def __init__(self, gathering: Gathering):
+    def __init__(self, gathering: AllGather):
         super().__init__()
         self._gathering = gathering
 
@@ -124,7 +124,7 @@ class ExpertRows(ExpertShare):
 class WholeExperts(ExpertShare):
     """Some experts, whose matrices no other rank has."""
 
-    def __init__(self, gathering: Gathering, own: range):
+    def __init__(self, gathering: AllGather, own: range):
         super().__init__(own)
         self._gathering = gathering
 
@@ -181,7 +181,7 @@ class Division(NamedTuple):
     instead: str = ""
 
 
-def divide_experts(module: nn.Module, stacks: Stacks, gathering: Gathering, asked: DividedExperts) -> Division:
+def divide_experts(module: nn.Module, stacks: Stacks, gathering: AllGather, asked: DividedExperts) -> Division:
     """Leaves the module this rank's part of its stacks. Mutates the module, unless there is none."""
     share = RowShare(index=gathering.index, count=gathering.count)
     rows, whole = _by_rows(module, stacks, share), _by_expert(stacks, share)
@@ -210,7 +210,7 @@ def divide_experts(module: nn.Module, stacks: Stacks, gathering: Gathering, aske
     return found
 
 
-def not_apart(parameter: Parameter) -> str:
+def why_not_split(parameter: Parameter) -> str:
     """Why its rows cannot be shared out."""
     piece = parameter.pieces[0][0]
     return f"rows of {piece.format or piece.dtype} of shape {piece.shape} do not lie apart in so many equal parts"
@@ -224,7 +224,7 @@ def _by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> Division:
     parts = {name: cut(stacks[name], share, num_runs=count) for name, count in counts.items()}
     for name, part in parts.items():
         if part is None:
-            return Division({}, why_not=not_apart(stacks[name]))
+            return Division({}, why_not=why_not_split(stacks[name]))
     return Division({name: part for name, part in parts.items() if part is not None})
 
 

@@ -31,7 +31,7 @@ def never() -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class RetryPolicy:
     """How long what fails is tried again, and who may end that. `key`: the setting that says how long."""
 
     seconds: float = 300.0
@@ -55,11 +55,13 @@ class Patience:
                 if left <= 0:
                     key = f" ({self.key})" if self.key is not None else ""
                     raise StorageError(
-                        f"{what} failed: {told(error)}; it was tried for {self.seconds:g} s{key}. "
+                        f"{what} failed: {describe_error(error)}; it was tried for {self.seconds:g} s{key}. "
                         "Nothing is lost: start the same command again"
                     ) from error
                 pause = min(pause, left)
-                log.warning("%s failed: %s; once more in %.1f s, for %.0f s in all", what, told(error), pause, left)
+                log.warning(
+                    "%s failed: %s; once more in %.1f s, for %.0f s in all", what, describe_error(error), pause, left
+                )
             again_at = time.monotonic() + pause
             while (left := again_at - time.monotonic()) > 0:
                 if self.should_stop():
@@ -68,7 +70,7 @@ class Patience:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
-def told(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Its type and text in one line."""
     text = " ".join(str(error).split())
     text = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."
@@ -95,19 +97,21 @@ class ObjectStore:
     All of it raises StorageError where the store fails for longer than `patience`, and Interrupted.
     """
 
-    def __init__(self, url: str, key: str, patience: Patience | None = None):
+    def __init__(self, url: str, key: str, patience: RetryPolicy | None = None):
         """Raises ConfigError for a URL with credentials, of an unknown scheme, or whose library is not installed."""
         require_plain_url(url, key)
-        self.url, self.key, self.patience = url.rstrip("/"), key, patience or Patience()
+        self.url, self.key, self.patience = url.rstrip("/"), key, patience or RetryPolicy()
         scheme = self.url.partition("://")[0]
         options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **options)
         except ImportError as error:
             extra = f"'weightstream[{EXTRAS[scheme]}]'" if scheme in EXTRAS else "what it names"
-            raise ConfigError(f"{key}={self.url} needs a library ({told(error)}): pip install {extra}") from error
+            raise ConfigError(
+                f"{key}={self.url} needs a library ({describe_error(error)}): pip install {extra}"
+            ) from error
         except ValueError as error:
-            raise ConfigError(f"{key}={self.url} is of no scheme that fsspec knows: {told(error)}") from error
+            raise ConfigError(f"{key}={self.url} is of no scheme that fsspec knows: {describe_error(error)}") from error
 
     def listed(self, *, is_deep: bool) -> Mapping[str, StoredFile]:
         """The files below the URL, by name; `is_deep`: those in folders too. The name of a URL that is a file is empty.
@@ -148,7 +152,7 @@ class ObjectStore:
             if absent is not None and isinstance(error, FileNotFoundError):
                 return absent
             raise ConfigError(
-                f"{self.key}={self.url}: {what} is refused ({told(error)}): look at its name, and at the credentials "
+                f"{self.key}={self.url}: {what} is refused ({describe_error(error)}): look at its name, and at the credentials "
                 "in the environment or in the files of the store's own tools"
             ) from error
 

@@ -153,7 +153,7 @@ class TextSize:
     num_bytes: int
 
     @staticmethod
-    def of(text: str) -> "TextSize":
+    def from_text(text: str) -> "TextSize":
         """The size of a text."""
         num_words = len(re.split(r"\s+", text)) if text else 0
         return TextSize(num_words=num_words, num_bytes=len(text.encode("utf-8", "surrogatepass")))

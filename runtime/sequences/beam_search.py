@@ -12,7 +12,7 @@ import torch
 
 from ..attention.upload import upload
 from .beams import BeamRules, BeamState, advanced
-from .sequence import BeamWay, FinishReason, Sequence, TokenLogprobs
+from .sequence import BeamTrace, FinishReason, Sequence, TokenLogprobs
 
 # Whether tokens that a beam may come to are a whole completion: why, and where a stop string begins in its text.
 Ends = Callable[[Sequence, Rows[int]], tuple[FinishReason, int | None] | None]
@@ -54,7 +54,7 @@ class BeamSearch:
         self._rules, self._scores, self._ends = rules, scores, ends
         self._vocab_size, self._num_top, self._bans = vocab_size, num_top, bans
 
-    def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, slice_bytes: int) -> torch.Tensor:
+    def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, slice_bytes: int) -> torch.Tensor:
         """Whether each row's logits are finite, and the candidates of its search, int32 (B, numbers)."""
         size = self._rules.num_beams
         num_rows = size * max(1, slice_bytes // (4 * logits_BV.shape[-1] * size))
@@ -69,7 +69,7 @@ class BeamSearch:
             parts.append(torch.cat([is_finite_B.int()[:, None], best], 1))
         return torch.cat(parts)
 
-    def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
+    def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
         """Takes each search a token further, or ends it by an error. Mutates the sequences."""
         begin = 0
         for beams in of_searches(sequences):
@@ -141,13 +141,13 @@ def go_on(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends:
     `source` says whose keys and values go with them; where the search is over, each that is returned has its
     completion."""
     found = [(beams[beam], token) for beam, token in zip(candidates.beams, candidates.tokens, strict=True)]
-    ways = list[BeamWay | None]()
+    ways = list[BeamTrace | None]()
     for rank, (beam, token) in enumerate(found):
         tokens = [*beam.generated, token]
         way = None
         if (end := ends(beam, tokens)) is not None:
             logprobs = (*beam.logprobs, *candidates.logprobs(rank))
-            way = BeamWay(token_ids=tuple(tokens), finish=end[0], text_end=end[1], logprobs=logprobs)
+            way = BeamTrace(token_ids=tuple(tokens), finish=end[0], text_end=end[1], logprobs=logprobs)
         ways.append(way)
     state, kept = advanced(
         rules,
@@ -174,6 +174,6 @@ def go_on(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends:
         beam.search = state
 
 
-def search_of(beams: Rows[Sequence]) -> BeamState[BeamWay]:
+def search_of(beams: Rows[Sequence]) -> BeamState[BeamTrace]:
     """The state of the search whose beams these are."""
     return beams[0].search or BeamState.first(len(beams))

@@ -181,7 +181,7 @@ class Grammars:
     def masks(self, sequences: Rows[Sequence]) -> torch.Tensor | None:
         """Which tokens may come next, a bit for each, int32 (B, words) in host memory; None where any may, for all
         rows. Mutates the sequences' guides. What comes where a guide has an error means nothing."""
-        guides = [self._told(sequence) for sequence in sequences]
+        guides = [self._log_compilation(sequence) for sequence in sequences]
         if all(guide is None for guide in guides):
             return None
         begun = [guide.mask() if guide is not None else None for guide in guides]
@@ -195,14 +195,14 @@ class Grammars:
     def begin(self, sequences: Rows[Sequence]) -> None:
         """Begins the masks that come next, on a thread beside what the caller does then: reading weights and computing
         logits. llguidance computes without the interpreter's lock."""
-        found = (self._told(sequence) for sequence in sequences)
+        found = (self._log_compilation(sequence) for sequence in sequences)
         guides = [guide for guide in found if guide is not None and guide.error is None]
         if guides:
             masks = self._thread.submit(fill_masks, self._executor, guides, self._tokens.vocab_size)
             for row, guide in enumerate(guides):
                 guide.ahead = masks, row
 
-    def _told(self, sequence: Sequence) -> Guide | None:
+    def _log_compilation(self, sequence: Sequence) -> Guide | None:
         grammar, thinking = sequence.request.grammar, self._reasoning
         if grammar is None:
             return None
@@ -218,7 +218,7 @@ class Grammars:
             else:
                 opening = self._compiled(thinking.opening).deep_copy() if thinking is not None else None
                 sequence.guide = Guide(matcher=matcher, opening=opening)
-        sequence.guide.tell(sequence.generated)
+        sequence.guide.accept(sequence.generated)
         return sequence.guide
 
     def _compile(self, grammar: str) -> "LLMatcher":

@@ -30,7 +30,7 @@ class Guide:
     num_told: int = 0
     ahead: tuple[Future[torch.Tensor], int] | None = None
 
-    def tell(self, generated: Rows[int]) -> None:
+    def accept(self, generated: Rows[int]) -> None:
         """Follows the tokens of the completion that it has not seen yet."""
         if self.num_told < len(generated):
             self.mask()

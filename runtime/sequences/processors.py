@@ -61,7 +61,7 @@ class LengthStep:
         made_BV = scores_BV.clone()
         for length, rows in rows_of.items():
             rows_R, processors = upload(rows, scores_BV.device), LogitsProcessorList([self.processor])
-            made_BV[rows_R] = process(processors, unread(len(rows), length), scores_BV[rows_R])
+            made_BV[rows_R] = process(processors, unused_processors(len(rows), length), scores_BV[rows_R])
         return made_BV
 
 
@@ -230,10 +230,10 @@ def _narrowing(config: SamplingConfig, asked: Request) -> Iterator[LogitsProcess
 
 def no_history(scores_BV: torch.Tensor) -> torch.Tensor:
     """A history for processors that do not look at it."""
-    return unread(len(scores_BV), 0)
+    return unused_processors(len(scores_BV), 0)
 
 
-def unread(num_rows: int, length: int) -> torch.Tensor:
+def unused_processors(num_rows: int, length: int) -> torch.Tensor:
     """A history for processors that look at nothing but its shape: a history of `length` tokens, whichever."""
     return torch.zeros(1, 1, dtype=torch.long).expand(num_rows, length) if length else torch.zeros(num_rows, 0).long()
 

@@ -19,7 +19,7 @@ NUM_OF_TOKEN = 2  # the likeliest token, whether the logits are finite
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class ScoringTargets:
     """The tokens that a pass scores. `places` are those of the tokens before them, among all of a hidden state;
     `rows`, `tokens` and `sequences` are of each score: which of `places` it is behind, what is scored, and for whom."""
 
@@ -34,7 +34,7 @@ class Given:
         return self.sequences
 
     @staticmethod
-    def of(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "Given":
+    def from_sequences(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "ScoringTargets":
         """What `parts` say of each sequence of a pass: itself, its first place, and what is scored behind each of its
         places."""
         places = list[int]()
@@ -44,14 +44,14 @@ class Given:
                 scores += [(len(places), token, sequence) for token in tokens]
                 places.append(place)
         rows, tokens, sequences = zip(*scores, strict=True) if scores else ((), (), ())
-        return Given(places=places, rows=rows, tokens=tokens, sequences=sequences)
+        return ScoringTargets(places=places, rows=rows, tokens=tokens, sequences=sequences)
 
 
 class TokenScorer:
     """Adds up what slices of logits say of the given tokens. `num_top`: how many of the likeliest tokens are wanted in
     place of each."""
 
-    def __init__(self, given: Given, num_top: int, device: torch.device):
+    def __init__(self, given: ScoringTargets, num_top: int, device: torch.device):
         self._given, self._num_top, self._device = given, num_top, device
         self._parts: list[torch.Tensor] = []
         self._num_done = 0
@@ -84,7 +84,7 @@ class TokenScorer:
         return torch.cat([of_row_N2[rows_E], own_E1.view(torch.int32), of_row[rows_E]], 1)
 
 
-def tell_scores(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
+def record_scores(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
     """Appends a score to each of `sequences`, one for each row of `numbers`, and marks those that have all of theirs.
     Mutates them; returns how many scores are good. A row without finite logits becomes an error row."""
     num_good = 0
@@ -108,7 +108,7 @@ SMALLEST_NORM = 1e-12  # that a vector is divided by, as in torch's own `normali
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picked:
+class PoolingTargets:
     """The hidden states that a pass reads: `places` among all of them, `owners` whose each is. `counts`: how many of
     each of `sequences`, whose are side by side."""
 
@@ -122,10 +122,10 @@ class Picked:
         return range(len(self.places))
 
     @staticmethod
-    def of(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "Picked":
+    def from_sequences(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "PoolingTargets":
         """`parts` as in `Given.of`."""
         known = [(sequence, first, len(each)) for sequence, first, each in parts if each]
-        return Picked(
+        return PoolingTargets(
             places=[first + place for _, first, count in known for place in range(count)],
             owners=[sequence for sequence, _, count in known for _ in range(count)],
             sequences=[sequence for sequence, _, _ in known],
@@ -156,7 +156,7 @@ def _encoding(sequence: Sequence) -> Encoding:
 
 
 def read_vectors(
-    model: torch.nn.Module, picked: Picked, forward: Callable[[], object], device: torch.device, class_rows: int
+    model: torch.nn.Module, picked: PoolingTargets, forward: Callable[[], object], device: torch.device, class_rows: int
 ) -> torch.Tensor:
     """Runs the model; what `tell` wants to know, int32 (sequences, numbers). `class_rows`: prompts whose classes are
     asked for at a time."""
@@ -170,7 +170,7 @@ def read_vectors(
     return class_logits(model, slices, ids, class_rows).view(torch.int32)
 
 
-def tell_vectors(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
+def record_vectors(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
     """Adds to the vector of each of `sequences`, one for each row of `numbers`, and finishes those whose prompts have
     been read. Mutates them; returns how many are good. A row that is not finite becomes an error row."""
     num_good = 0

@@ -118,11 +118,11 @@ class Sampler:
             bans=self._bans,
         )
 
-    def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
+    def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Chooses a token for each sequence; what `tell` wants to know of it, int32 (B, numbers), where `logits_BV`
         is. Advances the sequences' generators."""
         if _is_search(sequences):
-            return self._search.draw(sequences, logits_BV, SLICE_BYTES)
+            return self._search.sample(sequences, logits_BV, SLICE_BYTES)
         num_rows = max(1, SLICE_BYTES // (4 * logits_BV.shape[-1]))
         slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
         masks_BW = self._grammars.masks(sequences)
@@ -138,14 +138,14 @@ class Sampler:
         """What `draw` does beside choosing tokens, where another process chooses them: guides of grammars begin."""
         self._grammars.masks(sequences)
 
-    def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
+    def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
         """Appends a token to each sequence and marks those that are finished. Mutates the sequences. `drawn`, in host
         memory: what `draw` gave for them.
 
         A row that nothing can be chosen for becomes an error row: argmax would hide it.
         """
         if _is_search(sequences):
-            self._search.tell(sequences, drawn, step)
+            self._search.accept(sequences, drawn, step)
             return
         logprobs = read_logprobs(drawn[:, NUM_OF_TOKEN:]) if self._config.logprobs else None
         for row, (token, is_finite, is_open) in enumerate(drawn[:, :NUM_OF_TOKEN].tolist()):

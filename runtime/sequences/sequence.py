@@ -109,7 +109,7 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamWay:
+class BeamTrace:
     """A completion that a beam search has come to."""
 
     token_ids: tuple[int, ...]
@@ -238,7 +238,7 @@ class Sequence:
     is_broken: bool = False  # its logits were not finite
     fills: SharedPages | None = None  # its prompt is what others begin with, and nothing is generated
     behind: SharedPages | None = None  # what it goes on from
-    search: BeamState[BeamWay] | None = None  # of the beams that it is one of, once they have begun
+    search: BeamState[BeamTrace] | None = None  # of the beams that it is one of, once they have begun
     source: "Sequence | None" = None  # the beam whose keys and values it goes on from, until the lane has moved them
     beam_score: float | None = None  # of a completion of a beam search
 
@@ -355,7 +355,7 @@ class Unfinished:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     generator_state: bytes | None
-    search: BeamState[BeamWay] | None = None
+    search: BeamState[BeamTrace] | None = None
 
 
 def begun(request: Request) -> Sequence:

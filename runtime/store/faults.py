@@ -49,7 +49,7 @@ def open_files_hint(error: OSError) -> str:
     )
 
 
-def patiently(read: Callable[[], T], path: str, what: str, pause: Callable[[float], object]) -> T:
+def with_retries(read: Callable[[], T], path: str, what: str, pause: Callable[[float], object]) -> T:
     """What `read` returns, tried again behind a `pause` of some seconds where a fault may pass. Raises StorageError or
     CheckpointError."""
     for seconds in PAUSES_SECONDS:

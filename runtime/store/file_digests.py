@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, Interrupted
 from ..units import GIB, counted
-from .faults import patiently, read_fault
+from .faults import read_fault, with_retries
 from .header import MAX_HEADER_BYTES
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _read(file: str, should_stop: Callable[[], bool], asked_by: str) -> str:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES))
     try:
         with Path(file).open("rb", buffering=0) as handle:
-            while count := patiently(lambda: handle.readinto(buffer), file, "reading all of it", time.sleep):
+            while count := with_retries(lambda: handle.readinto(buffer), file, "reading all of it", time.sleep):
                 digest.update(buffer[:count])
                 if should_stop():
                     raise Interrupted(

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..closing import Closing
 from ..errors import BudgetError, ConfigError, KVFileError
-from ..plan.placement.kv import KVLayout, stretches
+from ..plan.placement.kv import KVLayout, layer_ranges
 from ..units import MIB, format_bytes
 from .transfer import ChunkTiming, PendingTransfer, TransferThreads, transfer
 
@@ -101,7 +101,7 @@ class KVFile(Closing):
 
     def _runs(self, pages: Iterable[int], stride: int) -> Iterator[range]:
         """Neighbours in the file, as many as one request takes."""
-        return stretches(pages, min(MAX_VIEWS, max(1, self._chunk_bytes // stride)))
+        return layer_ranges(pages, min(MAX_VIEWS, max(1, self._chunk_bytes // stride)))
 
     def _read(self, layer: int, run: range, views: list[memoryview]) -> ChunkTiming:
         begin, offset = time.monotonic(), self._offset(layer, run[0])

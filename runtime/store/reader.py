@@ -17,7 +17,7 @@ from ..closing import Closing
 from ..errors import CheckpointError
 from ..plan.shape.extents import Extent
 from ..units import MIB
-from .faults import open_files_hint, passes, patiently
+from .faults import open_files_hint, passes, with_retries
 from .transfer import Chunk, ChunkTiming, PendingTransfer, TransferThreads, transfer
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Reader(Closing):
                             del self._files[path]
                 raise
 
-        done = patiently(once, path, f"reading {needed:,} bytes at {offset:,}", self._closing.wait)
+        done = with_retries(once, path, f"reading {needed:,} bytes at {offset:,}", self._closing.wait)
         file = self._open(path)
         if done < needed:
             found = os.fstat(file.descriptor).st_size

@@ -19,7 +19,7 @@ from .clock import StreamCounters, Then
 from .device import ComputeDevice, Event, Part
 
 
-class TripMemory:
+class RoundTripMemory:
     """Pinned memory of one trip. `begun`: compute has made what goes down. `arrived`: it is in host memory. `left`: the
     answer is in compute memory."""
 
@@ -38,14 +38,14 @@ class TripMemory:
         return found
 
 
-class Trip:
+class RoundTrip:
     """One lane's attention in one layer. `arrived` and `answer` may be called on any thread."""
 
     def __init__(
         self,
         exchange: "HostExchange",
         layer: int,
-        memory: TripMemory,
+        memory: RoundTripMemory,
         sent: Sequence[torch.Tensor],
         out: torch.Tensor,
     ):
@@ -87,7 +87,7 @@ class HostExchange:
         self._size, self._device, self._what = size, device, what and f" {what}"
         self._first_stage, self._trace = first_stage, trace
         self._down, self._up = device.new_stream(), device.new_stream()
-        self._free = [TripMemory(device, size.trip_bytes) for _ in range(size.num_trips)]
+        self._free = [RoundTripMemory(device, size.trip_bytes) for _ in range(size.num_trips)]
         self._begun, self._loaded = device.new_event(), device.new_event()
         self._stored: deque[tuple[Event, Sequence[Part]]] = deque()
         self._counters = StreamCounters()
@@ -108,24 +108,24 @@ class HostExchange:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self._device.compute_buffer(num_bytes)[:num_bytes].view(dtype).view(*shape)
 
-    def send(self, layer: int, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Trip:
+    def send(self, layer: int, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> RoundTrip:
         """Begins to bring contiguous tensors down; the answer will go to `out`, compute memory that nobody else uses.
         Trips that are under way are limited in number."""
         assert self._free, f"more than {self._size.num_trips} lanes attend beside their KV"
         memory = self._free.pop()
-        trip = Trip(self, layer, memory, tensors, out)
+        trip = RoundTrip(self, layer, memory, tensors, out)
         memory.begun.record(self._device.compute_stream())
         copies = [Part(source, place) for source, place in zip(tensors, memory.parts(tensors), strict=True)]
         self._counters.bytes_returned += self._bring_down("send", layer, copies, memory.begun)
         memory.arrived.record(self._down)
         return trip
 
-    def lift(self, layer: int, answer: Part, memory: TripMemory) -> None:
+    def lift(self, layer: int, answer: Part, memory: RoundTripMemory) -> None:
         """The thread that attends calls it."""
         self._bring_up("answer", layer, [answer], memory.begun)
         memory.left.record(self._up)
 
-    def end(self, memory: TripMemory, answer_bytes: int) -> None:
+    def end(self, memory: RoundTripMemory, answer_bytes: int) -> None:
         self._device.compute_waits_for(memory.left)
         self._counters.bytes_copied += answer_bytes
         self._free.append(memory)

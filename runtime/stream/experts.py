@@ -66,7 +66,7 @@ class ExpertStream:
         assert paging in (ExpertPaging.hit, ExpertPaging.all), f"no experts are paged with {paging}"
         assert not placement.paged & placement.resident, "resident stages keep their experts"
         self._shape, self._paging = shape, paging
-        self._pages = ExpertPages.of(shape, placement.paged)
+        self._pages = ExpertPages.from_shape(shape, placement.paged)
         self.slot_bytes = max(slot_layout(page).num_bytes for page in self._pages.pages)
         walk = self._pages.walk(placement.walk, num_slots)
         self._walk, self._num_ahead = walk, walk.num_slots + walk.num_staging_slots

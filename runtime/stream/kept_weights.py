@@ -55,7 +55,7 @@ class KeptWeights:
         for stage in self.stages.in_host.keys() - placement.walk.in_host:
             del self.stages.in_host[stage]
         if self.experts.in_host:
-            pages = ExpertPages.of(shape, placement.paged)
+            pages = ExpertPages.from_shape(shape, placement.paged)
             for page in self.experts.in_host.keys() - pages.in_host(placement.walk):
                 del self.experts.in_host[page]
 

@@ -20,7 +20,7 @@ import torch
 
 from ..config.settings import KVTier
 from ..errors import KVFileError
-from ..plan.placement.kv import KVLayout, stretches
+from ..plan.placement.kv import KVLayout, layer_ranges
 from ..resources import Resource
 from ..store.kv_file import KVFile
 from ..store.transfer import PendingTransfer
@@ -97,7 +97,7 @@ class PinnedPages:
         stride, numbers = self._layout.stride_bytes(layer), np.array(pages, np.int64)
         is_stored = self._is_stored[layer][numbers]
         fresh, known = np.flatnonzero(~is_stored), np.flatnonzero(is_stored)
-        targets = [slot.buffer[run.start * stride : run.stop * stride] for run in stretches(fresh.tolist())]
+        targets = [slot.buffer[run.start * stride : run.stop * stride] for run in layer_ranges(fresh.tolist())]
         if targets:
             self._device.clear_all(targets, on=self._into, after=slot.free)
         runs = runs_of(numbers[known], known, self._most(layer))
@@ -180,7 +180,7 @@ class DiskPages:
         stride = self._layout.stride_bytes(layer)
         if slot.is_staged:
             told = partial(self._told, Resource.device_to_host, layer)
-            runs = [slice(run.start * stride, run.stop * stride) for run in stretches(places.values())]
+            runs = [slice(run.start * stride, run.stop * stride) for run in layer_ranges(places.values())]
             parts = [Part(slot.buffer[there], slot.staging[there]) for there in runs]
             self._device.copy_all(parts, on=self._out, after=slot.free, then=told)
             slot.free.record(self._out)
@@ -337,7 +337,7 @@ class KVStream:
             timing = self._wait(slot.arriving, layer).timing
             self._counters.bytes_read += timing.num_bytes
             self._counters.reads[self._first_stage + layer] += timing.end - timing.begin
-            self._tell(Resource.disk, "fetch", layer, timing.begin, timing.end)
+            self._count(Resource.disk, "fetch", layer, timing.begin, timing.end)
             slot.arriving = None
 
     def _wait(self, pending: Future[PendingTransfer], layer: int) -> PendingTransfer:
@@ -354,13 +354,13 @@ class KVStream:
             if left is not None and left.written is not None and left.written.done():
                 timing = left.written.result().timing
                 self._counters.bytes_written += timing.num_bytes
-                self._tell(Resource.disk, "store", left.layer, timing.begin, timing.end)
+                self._count(Resource.disk, "store", left.layer, timing.begin, timing.end)
                 slot.departure = None
 
     def _copied(self, row: Resource, layer: int, begin: float, end: float) -> None:
         self._counters.copies[self._first_stage + layer] += end - begin
-        self._tell(row, "fetch" if row is Resource.host_to_device else "store", layer, begin, end)
+        self._count(row, "fetch" if row is Resource.host_to_device else "store", layer, begin, end)
 
-    def _tell(self, row: Resource, what: str, layer: int, begin: float, end: float) -> None:
+    def _count(self, row: Resource, what: str, layer: int, begin: float, end: float) -> None:
         if self._trace is not None and end > begin:
             self._trace.span(row, f"{what} {self._first_stage + layer}", begin, end)

@@ -122,7 +122,7 @@ class RoundedTensors:
     rounded: tuple[RoundedTensor, ...]
 
     @staticmethod
-    def of(tensors: Mapping[str, TensorSlice], rounding: Rounding) -> "RoundedTensors":
+    def from_rounding(tensors: Mapping[str, TensorSlice], rounding: Rounding) -> "RoundedTensors":
         """Raises CheckpointError where nothing is to be rounded."""
         why = {name: rounding.why_exact(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         rounded = tuple(RoundedTensor(tensors[name], rounding) for name, reason in why.items() if reason is None)

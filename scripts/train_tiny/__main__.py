@@ -25,7 +25,7 @@ def make(directory: Path, recipe: Recipe, every: int) -> list[Progress]:
     tokenizer = train_tokenizer(recipe.vocab_size, recipe.seed)
     model, table = new_model(recipe, tokenizer), list[Progress]()
     for line in train(model, tokenizer, recipe, every):
-        LOG.info("step %d, loss %.3f, %.0f s of processor time, %s", *_told(line))
+        LOG.info("step %d, loss %.3f, %.0f s of processor time, %s", *_format_progress(line))
         table.append(line)
     model.bfloat16().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -34,7 +34,7 @@ def make(directory: Path, recipe: Recipe, every: int) -> list[Progress]:
     return table
 
 
-def _told(line: Progress) -> tuple[int, float, float, str]:
+def _format_progress(line: Progress) -> tuple[int, float, float, str]:
     shares = ", ".join(f"{task} {share:.0%}" for task, share in line.accuracy.items())
     return line.step, line.loss, line.processor_seconds, shares
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.errors import DatasetError
 
 from ..fields import DatasetFields, Turns
-from ..records import BadRecord, Content, Fields, asked_in_turn, check_text, read_prompt
+from ..records import BadRecord, Content, Fields, check_text, messages_of_turn, read_prompt
 from ..row_rules import CountTokens, InputKind, ReadRecords, make_row, make_rows
 from ..rows import Row
 from .jsonl import read_jsonl, read_jsonl_path
@@ -25,7 +25,7 @@ def _questions(read: ReadRecords, config: DatasetFields) -> Iterator[Row]:
         turns = fields.get("turns")
         if not isinstance(turns, list) or not turns:
             raise BadRecord("the field 'turns' is not a list of texts: not a question in MT-Bench's schema")
-        return asked_in_turn(turns if config.turns is Turns.all else turns[:1], "turn")
+        return messages_of_turn(turns if config.turns is Turns.all else turns[:1], "turn")
 
     return make_rows(enumerate(read(config)), config, content_of, MT_BENCH_ID)
 

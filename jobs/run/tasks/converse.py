@@ -44,7 +44,7 @@ def converse(
             answers = _answers(outcome, config)
             if ranks is not None:
                 end_sessions(ranks)
-                ranks.tell({ANSWERS: answers})
+                ranks.broadcast({ANSWERS: answers})
             rows = _continued(rows, turn, answers)
 
 
@@ -58,7 +58,7 @@ def follow_turns(config: GenerateConfig, should_stop: Callable[[], bool], ranks:
         if code:
             return code
         if turn < num_turns:
-            rows = _continued(rows, turn, ranks.heard()[ANSWERS])
+            rows = _continued(rows, turn, ranks.receive()[ANSWERS])
     return 0
 
 

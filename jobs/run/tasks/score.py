@@ -47,7 +47,7 @@ def scoring(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
         columns=lambda _: score_schema(has_top=sampling.logprobs > 0),
         requests=partial(windows_of if settings.rolling else targets_of, settings),
         problem=problem,
-        totals=lambda directory, read: Totals.of(directory, read() if settings.rolling else ()).to_plain(),
+        totals=lambda directory, read: Totals.from_parts(directory, read() if settings.rolling else ()).to_plain(),
     )
     most = max(1, sampling.logprobs)
     return task, replace(config, sampling=replace(sampling, logprobs=most, max_new_tokens=0))
@@ -118,7 +118,7 @@ class Totals:
         return math.exp(min(-self.logprob / count, MOST_EXPONENT)) if count else None
 
     @staticmethod
-    def of(directory: Path, documents: Sequence[Row] = ()) -> "Totals":
+    def from_parts(directory: Path, documents: Sequence[Row] = ()) -> "Totals":
         """The totals of a run's parts, whose rows are of `documents` where there are some. A document that has an error
         in any of its windows does not count."""
         broken = {row["row_index"] for row in _scores(directory) if row["logprob"] is None} if documents else set[int]()
@@ -133,7 +133,7 @@ class Totals:
 
         logprob = math.fsum(good())
         whole = [row for row in documents if row.index in scored]
-        sizes = [TextSize.of(row.prompt) for row in whole if row.messages is None and row.prompt_ids is None]
+        sizes = [TextSize.from_text(row.prompt) for row in whole if row.messages is None and row.prompt_ids is None]
         return Totals(
             num_rows=counts["rows"],
             num_tokens=counts["tokens"],

@@ -14,14 +14,14 @@ from ...cache.rectangle import RectangleKV, cross_rectangle_cache
 from ...model.head import HasLogits
 from ...model.stages import accepted
 from ...probing.layer_lists import config_behind_encoder
-from ...sequences.reading import Given
+from ...sequences.reading import ScoringTargets
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
 from .lane import Lane, LaneContext
 from .padded import RectangleLane
 
 
-class WholeLane(Lane):
+class WholePromptsLane(Lane):
     """Right-padded: the class finds the first token of each row where it looks for it, and its mask hides padding from
     the others. Positions and token types are the class's own, as of one segment."""
 
@@ -53,7 +53,7 @@ class WholeLane(Lane):
         self._mask_BS = upload([[1] * len(row) + [0] * (width - len(row)) for row in rows], self._device)
         encodings = [s.request.encoding for s in self.sequences]
         if any(encoding is not None and encoding.masked for encoding in encodings):  # tokens in masks' places
-            self._given = Given.of(
+            self._given = ScoringTargets.from_sequences(
                 (s, row * width + place, [(s.request.prompt_ids[place],)])
                 for row, (s, encoding) in enumerate(zip(self.sequences, encodings, strict=True))
                 for place in (encoding.masked if encoding is not None else ())
@@ -87,7 +87,7 @@ class WholeLane(Lane):
             padded_tokens=self._ids_BS.numel(),
             prompt_tokens=num_real,
             issued_tokens=len(self._drawing),
-            useful_tokens=self._tell(drawn),
+            useful_tokens=self._accept(drawn),
         )
         self.sequences = [sequence for sequence in self.sequences if sequence.finish is None]
         return counts
@@ -151,7 +151,9 @@ class Seq2SeqLane(RectangleLane):
             width = max(map(len, rows))
             self._ids_BT = upload([row + [0] * (width - len(row)) for row in rows], self._device)
             each = enumerate(zip(self.sequences, rows, strict=True))
-            self._given = Given.of((s, number * width, s.given(0, len(row))) for number, (s, row) in each)
+            self._given = ScoringTargets.from_sequences(
+                (s, number * width, s.given(0, len(row))) for number, (s, row) in each
+            )
             return
         begin, end = max(0, self._done - 1), self._done + self._columns - 1
         start = [] if self._done else [self._start_token_id]
@@ -198,8 +200,8 @@ class Seq2SeqLane(RectangleLane):
             real_tokens=real,
             padded_tokens=num_decoder + (self._prompts_BS.numel() if is_first else 0),
             prompt_tokens=real if is_behind else 0,
-            issued_tokens=self.num_drawn,
-            useful_tokens=self._tell(drawn),
+            issued_tokens=self.num_sampled,
+            useful_tokens=self._accept(drawn),
         )
         self._move_beams()
         self._drop_finished_rows()

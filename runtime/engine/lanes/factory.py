@@ -8,10 +8,10 @@ from ...cache.paged import PagedKV
 from ...cache.pages import KVPages
 from ...model.loading import LoadedModel
 from ...sequences.sequence import Sequence
-from .encoder import Seq2SeqLane, WholeLane
+from .encoder import Seq2SeqLane, WholePromptsLane
 from .lane import Lane, LaneContext
 from .packed import PackedLane
-from .padded import ApartLane, PaddedLane
+from .padded import PaddedLane, SeparateRowsLane
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ class LaneFactory:
         if self.model.shape.is_packed:
             return self.packed(sequences, chunk_tokens)
         if self.model.looks_ahead:
-            return WholeLane(self.context, sequences)
+            return WholePromptsLane(self.context, sequences)
         context, start = self._context(chunk_tokens), self.model.start_token_id
         if start is not None:
             return Seq2SeqLane(context, sequences, start)
-        return (ApartLane if self.model.habits.apart else PaddedLane)(context, sequences)
+        return (SeparateRowsLane if self.model.habits.apart else PaddedLane)(context, sequences)
 
     def _context(self, chunk_tokens: int | None) -> LaneContext:
         return self.context if chunk_tokens is None else replace(self.context, prefill_chunk_tokens=chunk_tokens)

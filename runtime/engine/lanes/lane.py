@@ -17,8 +17,15 @@ from ...cache.pages import KVCache, PagePool
 from ...events import Event, LaneRun, NeedStage, Weights, need_stage
 from ...model.head import HasLogits, sliced_logits
 from ...model.rope_lengths import RopeLengths
-from ...ranks.pipeline import until_it_leaves
-from ...sequences.reading import Given, Picked, TokenScorer, read_vectors, tell_scores, tell_vectors
+from ...ranks.pipeline import run_local_stages
+from ...sequences.reading import (
+    PoolingTargets,
+    ScoringTargets,
+    TokenScorer,
+    read_vectors,
+    record_scores,
+    record_vectors,
+)
 from ...sequences.sampler import Sampler
 from ...sequences.sequence import FinishReason, Sequence
 from ...stream.device import ComputeDevice
@@ -55,7 +62,9 @@ class Lane(ABC):
         self._logits_BV: torch.Tensor | None = None
         self._drawing: list[Sequence] = []
         self._head_rows, self._last_stage = context.head_rows, context.last_stage
-        self._given: Given | Picked | None = None  # what the prepared pass scores or reads; None where it generates
+        self._given: ScoringTargets | PoolingTargets | None = (
+            None  # what the prepared pass scores or reads; None where it generates
+        )
         self._read: torch.Tensor | None = None  # what it has found there
         self._num_passes = 0
         self._is_prepared = False
@@ -94,7 +103,7 @@ class Lane(ABC):
 
     def make_run(self) -> LaneRun:
         """The forward of a pass that is prepared."""
-        return LaneRun(partial(until_it_leaves, self._forward), self.cache, self._lengths())
+        return LaneRun(partial(run_local_stages, self._forward), self.cache, self._lengths())
 
     def advance(self, answer: Weights | torch.Tensor) -> Event | None:
         """Runs on with what was asked for, up to the next question; None when the forward has ended."""
@@ -117,7 +126,7 @@ class Lane(ABC):
         self._sampler.expect(self._drawing)
         return len(self._drawing)
 
-    def draw(self) -> torch.Tensor:
+    def sample(self) -> torch.Tensor:
         """Begins to choose the next tokens. Returns what `end_pass` wants of them, once it is in host memory: a row for
         each sequence that asks."""
         if self._read is not None and self._given is not None:
@@ -126,7 +135,7 @@ class Lane(ABC):
         assert self._logits_BV is not None, "the pass has not ended"
         self._drawing, logits_BV = self._sampled_sequences(), self._logits_BV
         self._logits_BV = None
-        return self._sampler.draw(self._drawing, logits_BV)
+        return self._sampler.sample(self._drawing, logits_BV)
 
     def end_pass(self, drawn: torch.Tensor) -> PassCounts:
         """Hands out the tokens, drops finished sequences and says what the pass amounted to."""
@@ -136,7 +145,7 @@ class Lane(ABC):
         return counts
 
     @property
-    def num_drawn(self) -> int:
+    def num_sampled(self) -> int:
         """Rows of what `draw` gave."""
         return len(self._drawing)
 
@@ -163,13 +172,13 @@ class Lane(ABC):
             return False
         return lengths.is_restart(num_cached=sequence.num_cached, num_known=sequence.num_known)
 
-    def _tell(self, drawn: torch.Tensor) -> int:
+    def _accept(self, drawn: torch.Tensor) -> int:
         """Those who asked; returns how many got a token, or a score."""
-        if isinstance(self._given, Picked):
-            return tell_vectors(self._drawing, drawn, self._num_passes)
+        if isinstance(self._given, PoolingTargets):
+            return record_vectors(self._drawing, drawn, self._num_passes)
         if self._given is not None:
-            return tell_scores(self._drawing, drawn, self._num_passes)
-        self._sampler.tell(self._drawing, drawn, self._num_passes)
+            return record_scores(self._drawing, drawn, self._num_passes)
+        self._sampler.accept(self._drawing, drawn, self._num_passes)
         asked = [sequence for sequence in self._drawing if sequence.request.is_returned]
         return sum(sequence.finish is not FinishReason.error for sequence in asked)
 
@@ -189,17 +198,19 @@ class Lane(ABC):
         """Whether its prompts are read, and nothing is generated."""
         return any(not sequence.request.generates for sequence in self.sequences)
 
-    def _given_of(self, parts: Iterable[tuple[Sequence, int, list[tuple[int, ...]]]]) -> Given | Picked:
+    def _given_of(
+        self, parts: Iterable[tuple[Sequence, int, list[tuple[int, ...]]]]
+    ) -> ScoringTargets | PoolingTargets:
         """What the pass scores or reads: of each sequence, the place behind its last token, and what is given at its
         last ones. Of a run, all are scored, or all are read."""
-        kind = Given if any(s.request.num_scores for s in self.sequences) else Picked
-        return kind.of((sequence, end - len(tokens), tokens) for sequence, end, tokens in parts)
+        kind = ScoringTargets if any(s.request.num_scores for s in self.sequences) else PoolingTargets
+        return kind.from_sequences((sequence, end - len(tokens), tokens) for sequence, end, tokens in parts)
 
     def _read_given(self, forward: Callable[[], HasLogits]) -> None:
         """Runs the model. Its head over a slice of what is scored at a time; of hidden states none but that of
         classes."""
         given, text = self._given, self._model.config.get_text_config()
-        if isinstance(given, Picked):
+        if isinstance(given, PoolingTargets):
             num_rows = 1 if getattr(text, "pad_token_id", None) is None else self._head_rows
             self._read = read_vectors(self._model, given, forward, self._device, num_rows)
             need_stage(self._last_stage)  # where no module of the class has asked for it

@@ -9,7 +9,7 @@ from ...attention.upload import upload
 from ...cache.paged import PagedKV, PassView
 from ...cache.pages import SharedPages
 from ...model.head import HasLogits
-from ...sequences.reading import Picked
+from ...sequences.reading import PoolingTargets
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
 from .lane import Lane, LaneContext
@@ -149,7 +149,7 @@ class PackedLane(Lane):
         return torch.tensor([[n for s, past, new in each for n in self._lengths_of(s, range(past, past + new))]])
 
     def _forward(self) -> None:
-        if self._given is not None and (self._given.places or isinstance(self._given, Picked)):
+        if self._given is not None and (self._given.places or isinstance(self._given, PoolingTargets)):
             self._read_given(self._called)
             return
         out = self._called(self._cache.selected_B)
@@ -186,7 +186,7 @@ class PackedLane(Lane):
             padded_tokens=sum(self._new),
             prompt_tokens=sum(self._new) - num_decoded,
             issued_tokens=len(sampled),
-            useful_tokens=self._tell(drawn),
+            useful_tokens=self._accept(drawn),
             spared_tokens=num_spared,
         )
         if (sources := self._take_sources()) is not None:

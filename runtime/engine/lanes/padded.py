@@ -15,12 +15,12 @@ from transformers import Cache
 
 from ...attention.upload import upload
 from ...cache.pages import KVCache
-from ...cache.rectangle import RectangleKV, pass_over, rectangle_cache
+from ...cache.rectangle import RectangleKV, rectangle_cache, skip_layers
 from ...events import Event, LaneRun, NeedStage, need_stage, need_tensor
 from ...plan.placement.memory import chunk_columns
 from ...probing.padded_probe import PassInputs
 from ...sequences.beam_search import of_searches
-from ...sequences.reading import Picked
+from ...sequences.reading import PoolingTargets
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
 from .lane import Lane, LaneContext
@@ -149,7 +149,7 @@ class PaddedLane(RectangleLane):
             is_first=self._done < self._width,
         )
         arguments = inputs.of(self._model, self._cache)
-        if self._given is not None and (self._given.places or isinstance(self._given, Picked)):
+        if self._given is not None and (self._given.places or isinstance(self._given, PoolingTargets)):
             every = {**arguments, "logits_to_keep": 0} if "logits_to_keep" in arguments else arguments
             self._read_given(lambda: self._model(**every))
             return
@@ -161,7 +161,7 @@ class PaddedLane(RectangleLane):
         return self.sequences if self._end >= self._width else []
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
-        pass_over(self._cache, self._context.passed_layers, *self._ids_BT.shape)
+        skip_layers(self._cache, self._context.passed_layers, *self._ids_BT.shape)
         real = 0
         is_prefill = self._done < self._width
         for sequence in self.sequences:
@@ -176,7 +176,7 @@ class PaddedLane(RectangleLane):
             padded_tokens=self._ids_BT.numel(),
             prompt_tokens=real if is_prefill else 0,
             issued_tokens=len(sampled),
-            useful_tokens=self._tell(drawn),
+            useful_tokens=self._accept(drawn),
         )
         self._move_beams()
         self._drop_finished_rows()
@@ -188,7 +188,7 @@ class PaddedLane(RectangleLane):
         return counts
 
 
-class ApartLane(Lane):
+class SeparateRowsLane(Lane):
     """A padded lane of which each row is a rectangle by itself: for classes that give a row other tokens beside
     padding. Beams of one request are equally long and share one, which has none. All rows pass a stage while its
     weights are there, one behind the other; to the engine they are one lane. Rows of finished sequences leave it."""
@@ -205,7 +205,7 @@ class ApartLane(Lane):
 
     @property
     def kv(self) -> KVCache:
-        return _TogetherKV([row.kv for row in self._rows])
+        return _JoinedKV([row.kv for row in self._rows])
 
     @property
     def is_filling(self) -> bool:
@@ -238,15 +238,15 @@ class ApartLane(Lane):
                 run.throw(GreenletExit)
             self._runs = []
 
-    def draw(self) -> torch.Tensor:
-        return torch.cat([row.draw() for row in self._rows])
+    def sample(self) -> torch.Tensor:
+        return torch.cat([row.sample() for row in self._rows])
 
     def _sampled_sequences(self) -> list[Sequence]:
         """Each row draws by itself."""
         return []
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
-        parts = drawn.split([row.num_drawn for row in self._rows])
+        parts = drawn.split([row.num_sampled for row in self._rows])
         counts = PassCounts.total([row.end_pass(part) for row, part in zip(self._rows, parts, strict=True)])
         for row in self._rows:
             if row.is_done:
@@ -268,7 +268,7 @@ def _through_stage(run: LaneRun, event: Event | None) -> Event | None:
     return event
 
 
-class _TogetherKV(KVCache):
+class _JoinedKV(KVCache):
     def __init__(self, parts: Rows[KVCache]):
         self._parts = parts
 

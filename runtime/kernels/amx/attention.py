@@ -199,7 +199,7 @@ split_weights: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(An
 
 
 @njit(fastmath=REORDERED)
-def _stretch(place: int, last: int, page_tokens: int) -> Span:
+def _position_range(place: int, last: int, page_tokens: int) -> Span:
     """How many positions of each page are taken from `place` on, and up to where: of whole pages, or of a part."""
     num = min(page_tokens - place % page_tokens, last - place)
     return num, place + (last - place) // num * num if num == page_tokens else place + num
@@ -249,7 +249,7 @@ def _score_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads
     """Scores of positions [first, last), a chunk at most."""
     place = first
     while place < last:
-        num, stop = _stretch(place, last, pages.page_tokens)
+        num, stop = _position_range(place, last, pages.page_tokens)
         configure(scratch.shapes, (num - 1) * 64)
         _score_stretch(pages, table_n, first, place, stop, num, heads, scratch)
         place = stop
@@ -266,7 +266,7 @@ def _add_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: 
             split_weights(scratch.scores_HGS, score_at, last - first, scratch.weights_HJPCS, at)
     place = first
     while place < last:
-        num, stop = _stretch(place, last, pages.page_tokens)
+        num, stop = _position_range(place, last, pages.page_tokens)
         configure(scratch.shapes, (TILE_ROWS + num - 1) * 64)
         _add_stretch(pages, table_n, first, place, stop, num, heads, scratch)
         place = stop

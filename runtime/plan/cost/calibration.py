@@ -38,7 +38,7 @@ class TypicalLoad:
     num_positions: int  # that a row looks at in the middle of its answer
 
     @staticmethod
-    def of(shape: ModelShape, lanes: Sequence[MicroBatch], prefill_chunk_tokens: int) -> "TypicalLoad":
+    def from_lanes(shape: ModelShape, lanes: Sequence[MicroBatch], prefill_chunk_tokens: int) -> "TypicalLoad":
         sizes = [size for lane in lanes for size in lane]
         num_prompt = sum(size.num_prompt_tokens for size in sizes) // max(1, len(sizes))
         num_new = sum(size.max_new_tokens for size in sizes) // max(1, len(sizes))

@@ -33,7 +33,7 @@ class PricedStages:
     like: Sequence[int]
 
     @staticmethod
-    def of(shape: ModelShape, placement: Placement) -> "PricedStages":
+    def from_shape(shape: ModelShape, placement: Placement) -> "PricedStages":
         works, first = stage_works(shape, placement.paged, placement.shared), dict[StageWork, int]()
         return PricedStages(works=works, like=[first.setdefault(work, stage) for stage, work in enumerate(works)])
 
@@ -48,7 +48,7 @@ def durations(
 ) -> Durations:
     """The durations of a pass over `walk`. A lane that has prompts attends where it computes; where only single tokens
     are, and the walk says so, the CPU's workers attend. `stages`: None works them out."""
-    stages = stages or PricedStages.of(shape, placement)
+    stages = stages or PricedStages.from_shape(shape, placement)
     bill = _Bill(shape=shape, placement=placement, walk=walk, lanes=lanes, rates=rates, stages=stages)
     kv, has_device = placement.kv, placement.has_device
     is_on_disk = bool(kv.page_bytes) and kv.tier is KVTier.nvme

@@ -8,7 +8,7 @@ once, share by share; `jobs.measure` on the machine itself replaces all of it.
 from dataclasses import dataclass, field, replace
 
 from ...config.profiles import DataSheet, DeviceLink, LinksConfig, MeasuredRates
-from ...config.settings import DividedExperts, DType, MachineConfig, Way
+from ...config.settings import DividedExperts, DType, MachineConfig, Parallelism
 from ...errors import ConfigError
 from ...units import gib_to_bytes
 from ..placement.ledger import LIBRARY_BYTES, PINNED_SHARE
@@ -246,16 +246,18 @@ def _per_second(gb_per_second: float | None, share: float = 1.0) -> float:
     return UNLIMITED if gb_per_second is None else gb_per_second * GIGA * share
 
 
-def rank_machine(machine: Machine, shape: ModelShape, way: Way, num_ranks: int, experts: DividedExperts) -> Machine:
+def rank_machine(
+    machine: Machine, shape: ModelShape, way: Parallelism, num_ranks: int, experts: DividedExperts
+) -> Machine:
     """The share of each of `num_ranks` ranks of a `machine` as `machine_of` describes it. `shape` is the whole model.
     Raises ConfigError where so many do not go onto the machine."""
-    if way is Way.one:
+    if way is Parallelism.one:
         return machine
     per_node = machine.fabric.num_per_node(num_ranks)
     rates, num_sharers = _share(machine, per_node), 1
-    if way is Way.tensor:
+    if way is Parallelism.tensor:
         rates = _exchanging(rates, machine.fabric, shape, num_ranks, experts)
-    elif way is Way.sharded:
+    elif way is Parallelism.sharded:
         rates = _sharing(rates, machine, num_ranks, num_ranks // per_node)
         # Devices hand each other what their hosts lack; in front of none, ranks of several hosts hold all weights each.
         num_sharers = num_ranks if machine.device_bytes is not None or per_node == num_ranks else 1

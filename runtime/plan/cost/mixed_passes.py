@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, islice
 
-from ...batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
-from ...batching.prefixes import HeldPrefix, Place, SharedPrefix, places_of, places_of_all
+from ...batching.admission import AdmissionLimits, PassPlan, SlotState, Waiting, most_cached, plan_pass
+from ...batching.prefixes import CachedPrefix, Place, SharedPrefix, places_of, places_of_all
 from ..placement.memory import SequenceSize
 from .lane_work import AlikePasses, LaneWork, Piece, packed_work
 
@@ -25,7 +25,7 @@ MAX_KEPT = 96  # passes that are kept
 def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[AlikePasses]:
     """Every pass. `sizes` in the order in which requests enter; every one runs to its limit, and asks for a token at
     least."""
-    seats, found = _Seats(sizes, limits, num_pages), list[AlikePasses]()
+    seats, found = _RunningSlots(sizes, limits, num_pages), list[AlikePasses]()
     while seats.are_left:
         plan = seats.planned()
         found.append(seats.worked(plan))
@@ -35,8 +35,8 @@ def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pag
 
 def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[AlikePasses]:
     """Up to `MAX_KEPT` passes that stand for all of `mixed_passes`."""
-    sample = _Sample.of(sizes, limits, num_pages)
-    seats, outline, num_alike = _Seats(sample.played, sample.limits, sample.num_pages), _Outline(), 0.0
+    sample = _Sample.from_limits(sizes, limits, num_pages)
+    seats, outline, num_alike = _RunningSlots(sample.played, sample.limits, sample.num_pages), _Outline(), 0.0
     while seats.are_left:
         plan = seats.planned()
         if not num_alike and seats.have_turned_over:
@@ -89,7 +89,7 @@ class _Sample:
     times: float  # as many lanes there are
 
     @staticmethod
-    def of(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> "_Sample":
+    def from_limits(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> "_Sample":
         num_lanes = limits.num_lanes
         if all(size.prefix is None for size in sizes):
             longest = max(limits.pages(_most(size)) for size in sizes)
@@ -123,7 +123,7 @@ def _num_tokens(size: SequenceSize) -> int:
     return size.num_prompt_tokens + size.max_new_tokens
 
 
-class _Seats:
+class _RunningSlots:
     """A run between two passes. `planned`, `worked` and `move_on` are of the next one, in this order."""
 
     def __init__(self, sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int):
@@ -135,8 +135,8 @@ class _Seats:
         self._shared = [limits.rule.num_shared(size.prefix) for size in sizes]  # tokens that each goes on from
         self._num_seats = limits.num_lanes * limits.lane_size
         self._are_sharing = any(size.prefix is not None for size in sizes)
-        self._seats: dict[int, SeatState] = {}  # by request, in the order of admission
-        self._held: dict[Place, HeldPrefix] = {}
+        self._seats: dict[int, SlotState] = {}  # by request, in the order of admission
+        self._held: dict[Place, CachedPrefix] = {}
 
     @property
     def are_left(self) -> bool:
@@ -171,8 +171,8 @@ class _Seats:
             entrant = self._line.pop()
             for place in places_of(entrant.prefix, lane, self._limits.rule):
                 if place not in self._held:
-                    self._held[place] = HeldPrefix(prefix=place[0], lane=lane, num_cached=self._begin(place))
-            self._seats[entrant.request] = SeatState(
+                    self._held[place] = CachedPrefix(prefix=place[0], lane=lane, num_cached=self._begin(place))
+            self._seats[entrant.request] = SlotState(
                 request=entrant.request, lane=lane, num_cached=self._shared[entrant.request],
                 num_known=entrant.num_known, num_most=entrant.num_most, prefix=entrant.prefix,
             )  # fmt: skip

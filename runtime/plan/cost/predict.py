@@ -80,10 +80,10 @@ def predict(
     if not blocks:
         return Prediction(prefill=PhaseTime(), decode=PhaseTime())
     if admission is Admission.continuous and shape.is_packed:
-        return clock.added(mixed_stretches(placement, blocks, sizes, chunk_tokens))
+        return clock.added(mixed_spans(placement, blocks, sizes, chunk_tokens))
     chosen, rule = evenly(blocks, MAX_BLOCKS), placement.sharing
     lanes = [[[sizes[i] for i in group] for group in block.micro_batches if group] for block in chosen]
-    stretches = [stretch for block in lanes for stretch in block_stretches(shape, block, chunk_tokens, rule)]
+    stretches = [stretch for block in lanes for stretch in block_spans(shape, block, chunk_tokens, rule)]
     found, times = clock.added(stretches, num_blocks=len(chosen)), len(blocks) / len(chosen)
     return Prediction(prefill=PhaseTime().plus(found.prefill, times), decode=PhaseTime().plus(found.decode, times))
 
@@ -110,7 +110,7 @@ def predict_roughly(
 ) -> Prediction:
     """The prediction for one block, by few of its passes."""
     rule = placement.sharing
-    stretches = list(block_stretches(shape, lanes, chunk_tokens, rule, max_prefills=max_prefills, max_decodes=1))
+    stretches = list(block_spans(shape, lanes, chunk_tokens, rule, max_prefills=max_prefills, max_decodes=1))
     return _PassTimer(shape=shape, placement=placement, rates=rates, num_steady=1).added(stretches)
 
 
@@ -136,7 +136,7 @@ def predict_by_few(
     return Prediction(prefill=prefill, decode=decode)
 
 
-def block_stretches(
+def block_spans(
     shape: ModelShape,
     lanes: Sequence[MicroBatch],
     chunk_tokens: int,
@@ -168,11 +168,11 @@ def block_stretches(
         yield AlikePasses(num_passes=len(part), lanes=decoding(part[len(part) // 2]), prefill_share=0.0)
 
 
-def mixed_stretches(
+def mixed_spans(
     placement: Placement, blocks: Sequence[Block], sizes: Sequence[SequenceSize], chunk_tokens: int
 ) -> list[AlikePasses]:
     """Seats as a run has them: as many lanes as the block that has most, as long as the longest."""
-    limits = AdmissionLimits.of(
+    limits = AdmissionLimits.from_lanes(
         placement.sharing,
         num_lanes=max(len(block.micro_batches) for block in blocks),
         lane_size=max(len(group) for block in blocks for group in block.micro_batches),
@@ -263,4 +263,4 @@ class _PassTimer:
 
     @cached_property
     def _priced(self) -> PricedStages:
-        return PricedStages.of(self.shape, self.placement)
+        return PricedStages.from_shape(self.shape, self.placement)

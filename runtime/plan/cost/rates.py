@@ -33,7 +33,7 @@ class StoredWork(NamedTuple):
     num_matrices: float = 0.0
 
     @staticmethod
-    def of(parameters: Iterable[Parameter], compute_dtype: str) -> "StoredWork":
+    def from_parameter(parameters: Iterable[Parameter], compute_dtype: str) -> "StoredWork":
         found = [p for p in parameters if is_stored(p, compute_dtype)]
         return StoredWork(
             float(sum(p.num_elements for p in found)),

@@ -285,7 +285,7 @@ def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -
     """What `simulate` says of each of these numbers of passes, which rise, at the price of the last. `script`: made
     with the links of `durations`; one serves all passes of its schedule, whatever they take."""
     clock, found, done = _Clock(script.events.count), list[PhaseTime](), 0
-    prologue, cycle = _Timed.of(script.prologue, durations), _Timed.of(script.cycle, durations)
+    prologue, cycle = _Timed.from_script(script.prologue, durations), _Timed.from_script(script.cycle, durations)
     clock.play(prologue)
     begun, every = prologue.busy(), cycle.busy()
     for count in counts:
@@ -311,7 +311,7 @@ def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: floa
     for (schedule, durations), script in zip(passes, scripts, strict=True):
         begin, spans = clock.now, list[SimulatedSpan]()
         parts = [script.cycle] if schedule.prologue == filled else [script.prologue, script.cycle]
-        for timed in (_Timed.of(lines, durations) for lines in parts):
+        for timed in (_Timed.from_script(lines, durations) for lines in parts):
             clock.play(timed, spans)
             host_seconds += timed.busy()[HOST]
         clock.wait_until(host_seconds)
@@ -331,7 +331,7 @@ class _Timed:
     durations: Durations
 
     @staticmethod
-    def of(lines: Lines, durations: Durations) -> "_Timed":
+    def from_script(lines: Lines, durations: Durations) -> "_Timed":
         ask = durations.expert_reads
         reads = [None if ask is None or line.kind != COMPUTE else ask(line.action) for line in lines]
         return _Timed(lines, durations.of(lines), reads, durations)

@@ -65,7 +65,7 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
     looked_up = stage.kind in (StageKind.embedding, StageKind.bridge)
     stacks = {p.name for p in stage.stacks}
     stored = () if looked_up else [p for p in stage.parameters if p.name not in stacks]
-    experts = StoredWork.of(stage.stacks, shape.compute_dtype)
+    experts = StoredWork.from_parameter(stage.stacks, shape.compute_dtype)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size  # beside experts there may be none
     token = HIDDEN_TRIPS * shape.hidden_size + HEAD_TRIPS * heads + INNER_TRIPS * shape.intermediate_size * has_inner
@@ -84,7 +84,7 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
         is_shared=False,
         is_narrow=shape.is_packed and stage in shape.layers[-1:],
         visit_bytes=size * stage.own_share * (VISIT_TRIPS * shape.hidden_size + INNER_TRIPS * shape.intermediate_size),
-        stored=StoredWork.of(stored, shape.compute_dtype),
+        stored=StoredWork.from_parameter(stored, shape.compute_dtype),
         # What all experts take together, or one of a paged stage, as it is read by itself.
         stored_experts=experts.times(1 / (count if is_paged else 1))._replace(num_matrices=experts.num_matrices),
     )
@@ -115,12 +115,12 @@ class LayerWork:
     stored_experts: StoredWork = NOTHING_STORED  # the same of all experts
 
     @staticmethod
-    def of(shape: ModelShape) -> "LayerWork":
+    def from_shape(shape: ModelShape) -> "LayerWork":
         """Layers of an encoder count with the decoder's bytes alone: a decode pass does not see them."""
         layers, outer = shape.layers, [stage for stage in shape.stages if not stage.kind.is_layer]
         stacks = [parameter for stage in layers for parameter in stage.stacks]
         parameters = [parameter for stage in layers for parameter in stage.parameters]
-        stored, stored_experts = (StoredWork.of(each, shape.compute_dtype) for each in (parameters, stacks))
+        stored, stored_experts = (StoredWork.from_parameter(each, shape.compute_dtype) for each in (parameters, stacks))
         share = 1 / max(1, len(layers))
         num_experts = max((stage.num_experts for stage in layers), default=0)
         stack_bytes = sum(p.num_bytes for p in stacks)

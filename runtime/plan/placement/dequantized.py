@@ -22,7 +22,7 @@ class DequantizedSize:
     stages: frozenset[int]
 
     @staticmethod
-    def of(shape: ModelShape, paged: Collection[int], num_open: int) -> "DequantizedSize | None":
+    def from_shape(shape: ModelShape, paged: Collection[int], num_open: int) -> "DequantizedSize | None":
         """Returns the size for a model's layers, of `paged` ones without their experts; None where nothing is stored
         otherwise than it is multiplied. Embeddings are looked up row by row, and the head runs once in a pass."""
         sizes, dtype, item = dict[int, int](), shape.compute_dtype, shape.compute_dtype_bytes

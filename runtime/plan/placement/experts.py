@@ -87,7 +87,7 @@ class ExpertPages:
     first_page: Mapping[int, int]
 
     @staticmethod
-    def of(shape: ModelShape, paged: Collection[int]) -> "ExpertPages":
+    def from_shape(shape: ModelShape, paged: Collection[int]) -> "ExpertPages":
         pages: list[Stage] = []
         first_page = {}
         for stage in (shape.stages[index] for index in sorted(paged)):

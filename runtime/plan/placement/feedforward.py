@@ -89,7 +89,7 @@ def most_visits(shape: ModelShape, share: CpuShare) -> int:
     return share.most_tokens * max((stage.num_experts_per_token for stage in shape.stages), default=0)
 
 
-def trip_size(shape: ModelShape, share: CpuShare) -> ExchangeSize:
+def round_trip_size(shape: ModelShape, share: CpuShare) -> ExchangeSize:
     """One trip: the tokens of the visits down, what became of them up."""
     each = shape.hidden_size * shape.compute_dtype_bytes
     return ExchangeSize(num_trips=1, trip_bytes=2 * (most_visits(shape, share) * each + PART_ALIGNMENT_BYTES))
@@ -101,7 +101,7 @@ def host_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]
     them, and what their threads need."""
     if share is None:
         return ()
-    trip = pinned_bytes(trip_size(shape, share).trip_bytes, is_aligned=False)
+    trip = pinned_bytes(round_trip_size(shape, share).trip_bytes, is_aligned=False)
     numbers = 2 * shape.hidden_size + 4 * shape.intermediate_size
     products = FLOAT32_BYTES * share.most_tokens * numbers + LAID_OUT_BYTES + KERNEL_SCRATCH_BYTES
     equation = f"{share.most_tokens:,} tokens x {numbers:,} numbers in float32, and what kernels need"

@@ -92,7 +92,7 @@ def travelling_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has_d
     return tuple(layer for layer in layers if layer not in staying)
 
 
-def stretches(numbers: Iterable[int], most: int | None = None) -> Iterator[range]:
+def layer_ranges(numbers: Iterable[int], most: int | None = None) -> Iterator[range]:
     """Neighbouring numbers together, ascending, up to `most` of them."""
     run = range(0)
     for number in sorted(numbers):

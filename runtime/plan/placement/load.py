@@ -31,7 +31,7 @@ class Load:
     num_decode_passes: float
 
     @staticmethod
-    def of(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int) -> "Load":
+    def from_lanes(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int) -> "Load":
         """Pages so many that every sequence can run to its limit."""
         pages = [kv_tokens(shape, [lane]) // PAGE_TOKENS for lane in lanes]
         tokens = [pass_tokens(shape, lane, chunk_tokens) for lane in lanes]
@@ -54,10 +54,12 @@ class Load:
         )
 
     @staticmethod
-    def of_blocks(shape: ModelShape, blocks: Iterable[Sequence[MicroBatch]], chunk_tokens: int) -> "Load":
+    def from_blocks(shape: ModelShape, blocks: Iterable[Sequence[MicroBatch]], chunk_tokens: int) -> "Load":
         """The load of blocks that come one after the other: the lanes of the one whose lanes take most. Its KV pages
         may be fewer than another's, which the pool must hold all the same."""
-        loads = [Load.of(shape, lanes, chunk_tokens) for lanes in blocks] or [Load.of(shape, [], chunk_tokens)]
+        loads = [Load.from_lanes(shape, lanes, chunk_tokens) for lanes in blocks] or [
+            Load.from_lanes(shape, [], chunk_tokens)
+        ]
         heaviest = max(loads, key=lambda load: load.lane_bytes)
         num_kv_pages = max(load.num_kv_pages for load in loads)
         return replace(

@@ -13,8 +13,8 @@ from ...units import MIB, round_up
 from ..shape.attention import (
     CHUNK_COLUMNS,
     GATHERED_BYTES,
+    AttentionMethod,
     AttentionSizes,
-    AttentionWay,
     DeltaRule,
     device_attention_bytes,
 )
@@ -345,7 +345,7 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
         rows = len(lane) if shape.is_packed else tokens
         decode = 0 if shape.has_decode_kernel else 2 * rows * shape.num_heads * longest * size
         prefill = 0
-        if shape.is_packed and shape.attention_way is not AttentionWay.host:
+        if shape.is_packed and shape.attention_way is not AttentionMethod.host:
             sizes = AttentionSizes(
                 num_heads=shape.num_heads,
                 num_kv_heads=shape.num_kv_heads,

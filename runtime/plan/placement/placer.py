@@ -265,7 +265,7 @@ class _Candidate:
             paging=paging if paged else ExpertPaging.off,
             num_expert_slots=max(2, config.prefetch.depth + 1) if paged else 0,
             cpu_share=self._cpu_share if paged & in_host else None,
-            dequantized=DequantizedSize.of(shape, paged, num_open) if self.has_area else None,
+            dequantized=DequantizedSize.from_shape(shape, paged, num_open) if self.has_area else None,
             at_least=load.at_least,
         )
         return replace(placement, ledgers=self.needs.ledgers(placement))
@@ -282,7 +282,7 @@ class _Placer:
         """More resident layers do not always take more: they free slots and, in front of an accelerator, host memory,
         and spread over the depth they are others. So all numbers of them are tried."""
         residents, areas = list(self._residents()), [False]
-        if self.budgets.has_device and DequantizedSize.of(self.shape, frozenset(), 1) is not None:
+        if self.budgets.has_device and DequantizedSize.from_shape(self.shape, frozenset(), 1) is not None:
             # Memory set aside for dequantized weights comes first: otherwise each lane dequantizes what it multiplies.
             by_choice = {Dequantize.auto: [True, False], Dequantize.stage: [True], Dequantize.product: [False]}
             areas = by_choice[self.config.offload.dequantize]

@@ -42,7 +42,7 @@ def run_load(
     chunk = chunk_tokens(config.policy)
     if config.policy.admission is Admission.continuous:
         return _continuous_load(shape, config, budgets, blocks, sizes)
-    return Load.of_blocks(shape, [micro_batches_of(block, sizes) for block in blocks], chunk)
+    return Load.from_blocks(shape, [micro_batches_of(block, sizes) for block in blocks], chunk)
 
 
 def _continuous_load(
@@ -72,7 +72,7 @@ def _continuous_load(
         )
         longest = [most] * min(seats, len(sizes))
     lanes = [longest[i : i + lane_size] for i in range(0, len(longest), lane_size)]
-    full = Load.of(shape, lanes, chunk)
+    full = Load.from_lanes(shape, lanes, chunk)
     full = replace(
         full,
         num_prefill_passes=sum(size.num_prompt_tokens for size in sizes) / max(1, full.all_tokens),

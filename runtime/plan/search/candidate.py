@@ -227,7 +227,7 @@ def _timed(problem: Problem, first: PlacedRun, num_tokens: int, rates: MachineRa
     if problem.config.policy.admission is Admission.continuous:
         run = problem.placed(evenly(first.blocks, MAX_BLOCKS), num_tokens)
         return problem.predicted(run) if run.placement.fits else None
-    load = Load.of(problem.shape, first.load.lanes, num_tokens)  # of the block that takes most memory
+    load = Load.from_lanes(problem.shape, first.load.lanes, num_tokens)  # of the block that takes most memory
     load = replace(
         first.load,
         chunk_tokens=num_tokens,

@@ -139,7 +139,7 @@ class Choices:
     feedforwards: Sequence[FeedForward] = (FeedForward.device,)
 
     @staticmethod
-    def of(shape: ModelShape, config: RuntimeConfig, num_requests: int, *, has_device: bool) -> "Choices":
+    def from_config(shape: ModelShape, config: RuntimeConfig, num_requests: int, *, has_device: bool) -> "Choices":
         """What `config` says is the only value of its axis; of the number of micro-batches it is the most."""
         policy, num_layers, wanted = config.policy, len(shape.layers), config.offload.resident_layers
         width, most = policy.micro_batch_size, policy.num_micro_batches or COUNTS[-1]

@@ -224,8 +224,8 @@ def search(
         num_sharers=budgets.num_sharers,
         rates=problem.rates,
     )
-    workload = workload or Workload.of(problem.sizes)
-    choices = choices or Choices.of(shape, config, workload.num_requests, has_device=budgets.has_device)
+    workload = workload or Workload.from_sizes(problem.sizes)
+    choices = choices or Choices.from_config(shape, config, workload.num_requests, has_device=budgets.has_device)
     if problem.rates.cpu_flops_per_second is None:  # the CPU shares experts only where the settings say so
         choices = replace(choices, feedforwards=[config.policy.feedforward or FeedForward.device])
     if blocks:
@@ -255,7 +255,7 @@ def search(
 
 def roofline_of(shape: ModelShape, machine: Machine, workload: Workload, config: RuntimeConfig) -> Roofline:
     return Roofline(
-        work=LayerWork.of(shape),
+        work=LayerWork.from_shape(shape),
         rates=machine.rates,
         workload=workload,
         config=config,

@@ -46,7 +46,7 @@ class Room:
     ):
         self._shape, self._config, self._workload, self._grid = shape, config, workload, grid
         self._has_device, self._num_sharers, self._is_paged = budgets.has_device, budgets.num_sharers, is_paged
-        self._work, self._slots = LayerWork.of(shape), grid.num_slots(config.prefetch)
+        self._work, self._slots = LayerWork.from_shape(shape), grid.num_slots(config.prefetch)
         layer_bytes = [slot_layout(layer.dense if is_paged else layer).num_bytes for layer in shape.layers]
         self._layer_bytes = float(max(layer_bytes))  # which slots are for
         # What counts of a layer that lives in host memory, in the mean: the first ones of a mixture may be dense.
@@ -54,7 +54,7 @@ class Room:
         self._living = (sum(map(pinned_bytes, layer_bytes)) / len(layer_bytes) + experts) / budgets.num_sharers
         self._kv_in_host = self._has_device & grid.cpu_attends  # for good
         paged = {layer.index for layer in shape.layers} if is_paged else frozenset[int]()
-        size, choice = DequantizedSize.of(shape, paged, 1), config.offload.dequantize
+        size, choice = DequantizedSize.from_shape(shape, paged, 1), config.offload.dequantize
         area = 0 if size is None or choice is Dequantize.product else size.entry.num_bytes
         has_area = choice is Dequantize.stage or area <= (budgets.device_bytes or 0) // 2
         self._area = area if has_area else 0  # of dequantized weights, where there will be room for them

@@ -13,7 +13,7 @@ MOST_LENGTHS = 512  # of a sample
 
 
 @dataclass(frozen=True, order=True)
-class SharedStretch:
+class SharedRange:
     """Tokens [begin, end) of a prompt, which `num_sharing` requests have in common; there are `count` such."""
 
     begin: int
@@ -35,10 +35,10 @@ class Workload:
     prompt_tokens: tuple[int, ...]
     max_new_tokens: int
     num_scored: int = 0
-    shared: tuple[SharedStretch, ...] = ()
+    shared: tuple[SharedRange, ...] = ()
 
     @staticmethod
-    def of(sizes: Sequence[SequenceSize]) -> "Workload":
+    def from_sizes(sizes: Sequence[SequenceSize]) -> "Workload":
         """All lengths where they are few, otherwise a sample, evenly over the ranks. Of the answers the longest."""
         lengths = sorted(size.num_prompt_tokens for size in sizes)
         num_taken = min(len(lengths), MOST_LENGTHS)
@@ -52,7 +52,7 @@ class Workload:
             prompt_tokens=tuple(lengths[(2 * turn + 1) * len(lengths) // (2 * num_taken)] for turn in range(num_taken)),
             max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
             num_scored=-(-sum(size.num_scored for size in sizes) // max(1, len(sizes))),
-            shared=tuple(sorted(SharedStretch(*stretch, count) for stretch, count in alike.items())),
+            shared=tuple(sorted(SharedRange(*stretch, count) for stretch, count in alike.items())),
         )
 
     @staticmethod

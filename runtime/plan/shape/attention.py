@@ -15,7 +15,7 @@ INDEX_BYTES = 64  # of a position: where it lies, for two kinds of reach, and wh
 NUM_WAVES_SPLIT = 800  # of a flash kernel's partial sums: three waves of blocks of a device with 132 processors
 
 
-class AttentionWay(Enum):
+class AttentionMethod(Enum):
     """How a layer attends. On a `host` a kernel reads keys and values where they lie. On an accelerator they are
     gathered, for `flash` kernels of many sequences, for `fused` attention with masks, or for scores in float32 that
     operators make (`scored`) where no kernel knows what is asked."""
@@ -54,10 +54,10 @@ class AttentionSizes:
         return min(num_positions, max(self.longest, most_bytes // self.position_bytes))
 
 
-def device_attention_bytes(way: AttentionWay, sizes: AttentionSizes) -> int:
+def device_attention_bytes(way: AttentionMethod, sizes: AttentionSizes) -> int:
     """The most that a pass takes, of tokens that decode or of prompts."""
-    assert way is not AttentionWay.host, "a host's attention is another"
-    if way is not AttentionWay.flash:
+    assert way is not AttentionMethod.host, "a host's attention is another"
+    if way is not AttentionMethod.flash:
         return max(_padded_decode(way, sizes), _masked_prefill(way, sizes))
     gathered = sizes.gathered(sizes.num_positions, GATHERED_BYTES) * sizes.position_bytes
     gathered += sizes.num_positions * INDEX_BYTES
@@ -69,24 +69,24 @@ def device_attention_bytes(way: AttentionWay, sizes: AttentionSizes) -> int:
     return gathered + max(decode, prefill)
 
 
-def _padded_decode(way: AttentionWay, sizes: AttentionSizes) -> int:
+def _padded_decode(way: AttentionMethod, sizes: AttentionSizes) -> int:
     """Masks as two of bits and two of numbers; out of the kernels, and what they add up in float32."""
     padded = sizes.num_rows * sizes.longest
     beside = padded * (INDEX_BYTES + 2 + 2 * sizes.item_bytes)
     out = sizes.num_rows * (3 * sizes.token_bytes + 4 * sizes.num_heads * sizes.head_dim)
-    if way is AttentionWay.fused:
+    if way is AttentionMethod.fused:
         return sizes.gathered(padded, GATHERED_BYTES) * sizes.position_bytes + beside + out
     each = sizes.position_bytes + 4 * (2 * sizes.num_kv_heads * sizes.head_dim + 3 * sizes.num_heads)
     return sizes.gathered(padded, SCORED_BYTES) * each + beside + out
 
 
-def _masked_prefill(way: AttentionWay, sizes: AttentionSizes) -> int:
+def _masked_prefill(way: AttentionMethod, sizes: AttentionSizes) -> int:
     """One segment after the other, but masks of all of them stay: two of bits, of two kinds of layers."""
     most = min(sizes.num_tokens, sizes.longest)
     masks = 4 * sizes.num_tokens * sizes.longest + most * sizes.longest * (2 + 2 * sizes.item_bytes)
     row = sizes.longest * sizes.position_bytes
     out = sizes.num_tokens * sizes.token_bytes + most * (sizes.token_bytes + 4 * sizes.num_heads * (sizes.head_dim + 1))
-    if way is AttentionWay.fused:
+    if way is AttentionMethod.fused:
         return row + masks + out
     group = sizes.num_heads // sizes.num_kv_heads  # the heads whose scores lie in memory at a time
     scores = most * sizes.longest * group * (4 + 2 * max(4, sizes.item_bytes))

@@ -118,7 +118,9 @@ class StoredNumbers:
     relative_error: float | None = None
 
     @staticmethod
-    def of(shape: ModelShape, losses: Mapping[str, Loss], relative_error: float | None = None) -> "StoredNumbers":
+    def from_losses(
+        shape: ModelShape, losses: Mapping[str, Loss], relative_error: float | None = None
+    ) -> "StoredNumbers":
         """`losses`: the class of each format that is no dtype."""
         num_bytes = dict[str, int]()
         parameters = [parameter for stage in shape.stages for parameter in stage.parameters]

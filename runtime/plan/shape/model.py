@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...config.settings import KVDType
-from .attention import AttentionWay, DeltaRule
+from .attention import AttentionMethod, DeltaRule
 from .shapes import Stage, StageKind, inner_size
 from .stage_sizes import StageSizes
 
@@ -36,7 +36,7 @@ class ModelShape:
     bounded_layers: frozenset[int] = frozenset()  # of padded lanes: decoder layers that transformers keeps a window of
     restart_tokens: int | None = None  # of a sequence, on which its keys are computed once more (LongRoPE)
     has_decode_kernel: bool = False  # decode attention that keeps its scores in the processor's cache
-    attention_way: AttentionWay = AttentionWay.host  # of packed lanes, where the model computes
+    attention_way: AttentionMethod = AttentionMethod.host  # of packed lanes, where the model computes
     has_fused_gates: bool = False  # feed-forwards take a few tokens at a time and multiply in place
     has_whole_prompts: bool = False  # padded lanes of which no prompt is prefilled in chunks
     has_bare_experts: bool = False  # that run through our function, and have matrices alone

@@ -28,7 +28,7 @@ class ExpertSizes:
     pinned_bytes: int
 
     @staticmethod
-    def of(stage: Stage) -> "ExpertSizes":
+    def from_stage(stage: Stage) -> "ExpertSizes":
         known, sizes = dict[Hashable, int](), list[int]()
         for expert in range(stage.num_experts):
             pattern = _pattern(stage, expert)
@@ -72,7 +72,7 @@ class StageSizes:
     @cached_property
     def experts(self) -> dict[int, ExpertSizes]:
         """The sizes of experts, by stage."""
-        return {stage.index: ExpertSizes.of(stage) for stage in self.stages if stage.experts}
+        return {stage.index: ExpertSizes.from_stage(stage) for stage in self.stages if stage.experts}
 
     @cached_property
     def num_layers(self) -> int:
