@@ -108,7 +108,7 @@ class BenchConfig:
     Prompts are random ids, their lengths log-normal (median `prompt_tokens`) within 16..256. All contenders get the
     same. `batch_size` is the peers', `batch_sizes` has those of some of them instead; None: the best is searched.
     `peer_minutes` limits each measurement of a peer; of an evaluation its requests are fewer then.
-    Those of `prefixes` are `questions` behind eight examples, and the budget has keys and values of `kv_seats` of them;
+    Those of `prefixes` are `questions` behind eight examples, and the budget has keys and values of `kv_slots` of them;
     `rows` gives some contenders fewer prompts. `isa` restricts the instructions of all processes that measure.
     `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
 
@@ -132,7 +132,7 @@ class BenchConfig:
     isa: Isa | None = None
     questions: str | None = None
     tokenizer: str | None = None
-    kv_seats: int = 8
+    kv_slots: int = 8
     rows: dict[Contender, int] = field(default_factory=dict)
     products: ProductsConfig = field(default_factory=ProductsConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)

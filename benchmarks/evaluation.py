@@ -100,7 +100,7 @@ def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measured_sc
             for entrant, each in asked.items():
                 rounds[entrant].append(measure(each))
                 say(f"round {turn + 1} {entrant.value}: {rounds[entrant][-1].result.seconds:.1f} s")
-            require_agreement(rounds)
+            require_equal_scores(rounds)
     results = {entrant.value: [scores.result for scores in each] for entrant, each in rounds.items()}
     peers = [entrant.value for entrant in Entrant if BATCH_SIZES[entrant]]
     return Measured(table=evaluation_table(rounds), rounds=results, peers=peers)
@@ -158,7 +158,7 @@ def _sized(asked: Asked, most_minutes: float | None, say: Say, measure: Measure)
     return replace(asked, batch_size=best, num_documents=max(tried.num_documents, min(asked.num_documents, most)))
 
 
-def require_agreement(rounds: Rounds) -> None:
+def require_equal_scores(rounds: Rounds) -> None:
     """Raises WeightstreamError where the last scores differ from those of transformers in memory."""
     for entrant, all_scores in rounds.items():
         difference = differs_by(all_scores[-1], rounds[Entrant.hf][-1])

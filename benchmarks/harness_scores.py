@@ -95,15 +95,15 @@ def _hugging_face(asked: Asked, folder: str, *, is_offloaded: bool) -> Scores:
 
     baseline = resident_bytes()
     assert asked.batch_size is not None, "given, or searched before"
-    told: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "pretrained": asked.path,
         "device": "cpu",
         "dtype": "float32",
         "batch_size": asked.batch_size,
     }
     if is_offloaded:
-        told |= {"parallelize": True, "max_cpu_memory": _host_bytes(asked), "offload_folder": folder}
-    model = HFLM(**told)
+        arguments |= {"parallelize": True, "max_cpu_memory": _host_bytes(asked), "offload_folder": folder}
+    model = HFLM(**arguments)
     with forgetting(Path(asked.path)) if is_offloaded else nullcontext():
         return _timed(asked, lambda: model, baseline)
 

@@ -61,12 +61,12 @@ def _within_share(task: Task, offload: OffloadConfig, trace: Trace | None = None
     if offload.tier is not Tier.nvme:
         return runtime, requests
     shape = runtime.model.shape
-    num_seats = task.num_kv_seats or block_size(runtime.config.policy)
+    num_slots = task.num_kv_slots or block_size(runtime.config.policy)
     everything = requests if task.prompts_file is None else opened(replace(task, num_prompts=ALL), offload)[1]
-    seated = sorted(everything, key=lambda request: -request.size.capacity_tokens)[:num_seats]
-    positions = sum(request.size.capacity_tokens for request in seated)
+    assigned = sorted(everything, key=lambda request: -request.size.capacity_tokens)[:num_slots]
+    positions = sum(request.size.capacity_tokens for request in assigned)
     budget = int(task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token)
-    asked = seated if task.policy == PolicyKind.auto.value else requests
+    asked = assigned if task.policy == PolicyKind.auto.value else requests
     if task.policy != PolicyKind.hrm.value and (least := least_bytes(runtime, asked)) > budget:
         line = f"{task.contender}: weight_share={task.weight_share:g} comes to {format_bytes(budget)} of host memory"
         sys.stderr.write(f"{line}; it has the least that a run takes, {format_bytes(least)}\n")

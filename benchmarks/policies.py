@@ -47,7 +47,7 @@ class Attempt:
 
 def attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
     """The search's, then the grid's. All have the budget of a block of all prompts."""
-    base = replace(task_of(config, Contender.nvme, path, config.num_prompts), num_kv_seats=config.num_prompts)
+    base = replace(task_of(config, Contender.nvme, path, config.num_prompts), num_kv_slots=config.num_prompts)
     yield Attempt(path=path, task=replace(base, policy=PolicyKind.hrm.value))
     for count, part in SIZES:
         for order, attention in VARIANTS:

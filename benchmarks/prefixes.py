@@ -43,8 +43,8 @@ def prompts_file(config: BenchConfig, path: str) -> Iterator[str]:
         len(texts) >= config.num_prompts + NUM_EXAMPLES,
         f"questions={config.questions} has {len(texts):,}: num_prompts must be {len(texts) - NUM_EXAMPLES:,} or less",
     )
-    told = config.tokenizer
-    tokenizer = AutoTokenizer.from_pretrained(path) if told is None else tokenizer_from(Path(told))
+    tokenizer_path = config.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(path) if tokenizer_path is None else tokenizer_from(Path(tokenizer_path))
     prompts = few_shot(texts[: config.num_prompts + NUM_EXAMPLES], NUM_EXAMPLES)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.json"
@@ -65,7 +65,7 @@ def _texts(config: BenchConfig) -> list[tuple[str, str]]:
 def prefix_task(config: BenchConfig, contender: Contender, path: str, file: str) -> Task:
     """What the settings ask of one contender. Blocks are as large as the budget has room for."""
     task = task_of(config, contender, path, config.rows.get(contender, config.num_prompts))
-    return replace(task, policy=PolicyKind.auto.value, num_kv_seats=config.kv_seats, prompts_file=file)
+    return replace(task, policy=PolicyKind.auto.value, num_kv_slots=config.kv_slots, prompts_file=file)
 
 
 def prefixes_table(rounds: Mapping[str, Sequence[Result]]) -> str:

@@ -217,8 +217,10 @@ def stated(num_rounds: int, command: str) -> str:
 def restricted(machine: str, isa: Isa, contenders: Sequence[Contender]) -> str:
     """What a table that was measured under it begins with: the processor, and who is restricted by what."""
     peers = [entry for entry in map(CONTENDERS.__getitem__, contenders) if isinstance(entry, Peer)]
-    told = dict.fromkeys(peer.isolation.restricted for peer in peers if peer.isolation and peer.isolation.restricted)
-    ways = ["Weightstream by WEIGHTSTREAM_ISA", "torch, oneDNN and MKL by their variables", *told]
+    restrictions = dict.fromkeys(
+        peer.isolation.restricted for peer in peers if peer.isolation and peer.isolation.restricted
+    )
+    ways = ["Weightstream by WEIGHTSTREAM_ISA", "torch, oneDNN and MKL by their variables", *restrictions]
     return f"**{machine}, restricted to {isa.title}**: {', '.join(ways)}."
 
 

@@ -22,7 +22,7 @@ FORGET_SECONDS = 0.5  # less than a step of any peer takes
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """`batch_size` is a peer's, None where it has none of its own or none is found yet; `limit_minutes` the time that
-    its process may take. `num_kv_seats`: sequences whose keys and values the budget has room for; None: those of a
+    its process may take. `num_kv_slots`: sequences whose keys and values the budget has room for; None: those of a
     block. `host_memory_gib`: the budget, in place of what `weight_share` gives. `prompts_file`: JSON of the prompts'
     ids, of which the first `num_prompts` are asked; None: random ones."""
 
@@ -40,7 +40,7 @@ class Task:
     policy: str = PolicyKind.fixed.value
     schedule: str = Order.zigzag.value
     attention: str = Attention.device.value
-    num_kv_seats: int | None = None
+    num_kv_slots: int | None = None
     host_memory_gib: float | None = None
     limit_minutes: float | None = None
     prompts_file: str | None = None

@@ -34,13 +34,13 @@ def main(composed: Composed) -> None:
 
     from benchmarks.report import commit, draw_rates, hardware, restricted, round_rows, stated
     from benchmarks.suites import run_suite
-    from runtime.origin.location import find_checkpoint
+    from runtime.checkpoint_source.location import find_checkpoint
 
     paths = config.checkpoints or [str(find_checkpoint(config.model, None))]
     machine = hardware()  # before instructions are restricted: torch looks at them once
     done = run_suite(config, paths, lambda line: print(line, file=sys.stderr, flush=True))
-    told = [argument for argument in sys.argv[1:] if not any(key in argument for key in NAMES_FILES)]
-    command = "python -m jobs.bench " + " ".join(told)
+    shown = [argument for argument in sys.argv[1:] if not any(key in argument for key in NAMES_FILES)]
+    command = "python -m jobs.bench " + " ".join(shown)
     table = f"{done.table}\n\n{stated(config.rounds, command.strip())}"
     if config.isa is not None:
         taking_part = config.larger.peers if config.suite is Suite.larger_than_memory else config.contenders

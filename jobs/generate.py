@@ -22,8 +22,8 @@ from jobs.config.settings import Composed, GenerateConfig, load
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_there
 from jobs.run.door import run_door
+from runtime.checkpoint_source.localize import localize
 from runtime.config.texts import is_url
-from runtime.origin.place import localize
 
 if TYPE_CHECKING:
     from jobs.run.run import Outcome
@@ -62,9 +62,9 @@ def _print_results(config: GenerateConfig, outcome: "Outcome") -> None:
     """Says what there is to see in a run's generations, and how."""
     folder = outcome.directory / "generations"
     if config.dataset.kind is DatasetKind["tasks"] and config.dataset.keep_columns:
-        from jobs.grading.grading import told
+        from jobs.grading.grading import format_generations
 
-        print_line(f"\n{told(folder)}")
+        print_line(f"\n{format_generations(folder)}")
     print_line(HOW_TO_READ.format(folder=folder))
     if config.dataset.prompt is not None:
         print_line("\n" + answers(folder))

@@ -27,7 +27,7 @@ def main(composed: Composed) -> None:
     from jobs.files.named import publish_named, require_replaceable
     from jobs.files.publishing import make_directory, write_all
     from jobs.measuring.measurement import measure_machine, shown_steps
-    from jobs.measuring.report import agreement, doubts, format_table
+    from jobs.measuring.report import doubts, format_table, rank_sync
     from runtime.measure.machine_cache import find_latest, keep
 
     if config.measure.out is not None:
@@ -39,7 +39,7 @@ def main(composed: Composed) -> None:
     last = found[-1]
     print_line(format_table([measurement.figures for measurement in found]))
     if len(found) > 1:
-        print_line(agreement([measurement.figures for measurement in found]))
+        print_line(rank_sync([measurement.figures for measurement in found]))
     for note in last.notes:
         print_line(f"note: {note}")
     for doubt in doubts(last.rates, find_latest(last.host.kind), last.host):

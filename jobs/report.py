@@ -16,7 +16,7 @@ def main(composed: Composed) -> None:
     config = load(ReportConfig, composed)
     log_plainly(LogLevel.warning)
 
-    from jobs.record.found import find_runs
+    from jobs.record.run_reader import find_runs
     from jobs.record.unfinished import describe_unfinished
     from jobs.reporting.figures import RunFigures
     from jobs.reporting.overview import overview, write_overview

@@ -42,8 +42,8 @@ def main(composed: Composed) -> None:
 
 def _composed(job: str, kind: type[C], settings: list[str]) -> C:
     """The settings of each such job. Raises ConfigError for those that it would not take."""
-    if (said := suggest_key(settings, kind)) is not None:
-        raise ConfigError(said)
+    if (suggestion := suggest_key(settings, kind)) is not None:
+        raise ConfigError(suggestion)
     try:
         return load(kind, hydra.compose(job, settings))
     except HydraException as error:

@@ -14,7 +14,7 @@ def main(composed: Composed) -> None:
     config = load(StatusConfig, composed)
     log_plainly(LogLevel.warning)
 
-    from jobs.record.found import find_runs
+    from jobs.record.run_reader import find_runs
     from jobs.reporting.status import as_json, as_text, status_of
 
     statuses = [status_of(run) for run in find_runs([config.run or ""], "run")]

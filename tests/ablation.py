@@ -79,7 +79,7 @@ def steps(shape: ModelShape, on: Machine) -> Iterator[Step]:
 
 def best_of_way(shape: ModelShape, on: Machine, order: Order, attention: Attention) -> Policy:
     """The fastest by the roofline that fits."""
-    every = Choices.of(shape, CONFIG, WORKLOAD.num_requests, has_device=True)
+    every = Choices.from_config(shape, CONFIG, WORKLOAD.num_requests, has_device=True)
     ways = [way for way in every.ways if way[:2] == (order, attention)]
     grid = fitting(shape, on, WORKLOAD, CONFIG, replace(every, ways=ways).grid(WORKLOAD.num_requests))
     return grid.policy(int(np.argmin(roofline_of(shape, on, WORKLOAD, CONFIG).seconds(grid))))

@@ -19,7 +19,8 @@ from runtime.engine import compiling
 from runtime.engine.compiling import KernelSet
 from runtime.linear import backends, work_items
 from runtime.linear.window4_rows import WINDOW4
-from runtime.model import loading, traits
+from runtime.model import capabilities as traits
+from runtime.model import loading
 from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel
 from runtime.plan.cost.calibration import TypicalLoad
@@ -156,7 +157,7 @@ def measured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "measure_rates", rates_of)
         patch.setattr(loading, "measure_cache", once_for_each_config(loading.measure_cache))
-        patch.setattr(loading, "padded_habits", once_for_each_config(loading.padded_habits))
+        patch.setattr(loading, "probe_padding", once_for_each_config(loading.probe_padding))
         patch.setattr(traits, "why_not_packed", once_for_each_config(traits.why_not_packed))
         yield
 

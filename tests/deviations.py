@@ -113,7 +113,7 @@ def _sizes(setting: Setting) -> tuple[int, int, float]:
 
 def prompt_flops(setting: Setting) -> float:
     """Of one card's products of one prompt."""
-    work = LayerWork.of(setting.shape)
+    work = LayerWork.from_shape(setting.shape)
     return setting.workload.mean_prompt_tokens * work.num_layers * work.flops_per_token
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from runtime.stream.device import ComputeDevice
-from runtime.stream.exchange import TripMemory
+from runtime.stream.exchange import RoundTripMemory
 from runtime.stream.kv import KVSlot, KVStream
 from runtime.stream.slots import Slot, StagingSlot
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
@@ -27,7 +27,7 @@ def when_recorded(event: object, spoiled: torch.Tensor, *, but_on: FakeStream | 
 def freed_slots_are_spoiled() -> Iterator[None]:
     """Of devices that are doubles; others are as they are."""
     slot_made, staging_made = Slot.__init__, StagingSlot.__init__
-    kv_slot_made, trip_made, stored = KVSlot.__init__, TripMemory.__init__, KVStream.store
+    kv_slot_made, made_round_trip, stored = KVSlot.__init__, RoundTripMemory.__init__, KVStream.store
 
     def make_slot(slot: Slot, number: int, buffer: torch.Tensor, device: ComputeDevice) -> None:
         slot_made(slot, number, buffer, device)
@@ -42,9 +42,9 @@ def freed_slots_are_spoiled() -> Iterator[None]:
         if isinstance(device, FakeDevice):  # compute lets go first, then what carries the pages away
             when_recorded(slot.free, buffer, but_on=device.compute_stream())
 
-    def make_trip(trip: TripMemory, device: ComputeDevice, num_bytes: int) -> None:
-        trip_made(trip, device, num_bytes)
-        when_recorded(trip.left, trip.buffer)
+    def make_round_trip(round_trip: RoundTripMemory, device: ComputeDevice, num_bytes: int) -> None:
+        made_round_trip(round_trip, device, num_bytes)
+        when_recorded(round_trip.left, round_trip.buffer)
 
     def store(stream: KVStream, layer: int, lane: int, changed: Sequence[int]) -> None:
         if not changed and isinstance(stream._device, FakeDevice):  # nothing carries any away
@@ -56,7 +56,7 @@ def freed_slots_are_spoiled() -> Iterator[None]:
             (Slot, "__init__", make_slot),
             (StagingSlot, "__init__", make_staging),
             (KVSlot, "__init__", make_kv_slot),
-            (TripMemory, "__init__", make_trip),
+            (RoundTripMemory, "__init__", make_round_trip),
             (KVStream, "store", store),
         ):
             stack.enter_context(mock.patch.object(owner, name, made))

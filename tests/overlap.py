@@ -208,7 +208,7 @@ def _played(
                 experts=None,
                 kv=None,
                 exchange=None,
-                trips=None,
+                round_trips=None,
                 workers=cast(AttentionWorkers, ScriptedWorkers(clock)),
             ),
             bound,

@@ -82,7 +82,7 @@ def runs(first: Path, second: Path, tier: Tier, dtype: DType) -> None:
 
 def _completions(runtime: Runtime, prompts: Sequence[list[int]], records: list[PassRecord]) -> list[Completion]:
     requests = [cast(Request, runtime.request(str(number), prompt)) for number, prompt in enumerate(prompts)]
-    with runtime.confirmed_session(requests) as (_, session):
+    with runtime.open_with_backoff(requests) as (_, session):
         found = dict(session.generate(requests, records.append))
     return [found[number] for number in range(len(requests))]
 

@@ -17,23 +17,23 @@ from runtime.config.settings import (
     MachineConfig,
     OffloadConfig,
     Order,
+    Parallelism,
     PolicyConfig,
     PolicyKind,
     RuntimeConfig,
     Tier,
-    Way,
 )
 from runtime.plan.cost.machine import Machine, machine_of
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.ledger import PINNED_SHARE
 from runtime.plan.planner import plan_run
+from runtime.plan.rank_plans import RankView
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.hrm import Choice, search
 from runtime.plan.search.policy import Policy
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
-from runtime.plan.ways import RankView
 from runtime.units import GIB
 from tests.moe_shapes import DBRX, MIXTRAL, MIXTRAL_8X22B, Moe
 
@@ -146,7 +146,9 @@ def view_for(setting: Setting, num_cards: int | None = None) -> RankView:
     host_bytes = on.host_bytes / PINNED_SHARE if setting.host_gib is None else setting.host_gib * GIB
     on = replace(on, host_bytes=int(host_bytes * THEIR_SHARE))
     count = num_cards or on.fabric.num_devices
-    return RankView.of(on, setting.model.shape(), Way.one if count == 1 else Way.tensor, count, DividedExperts.rows)
+    return RankView.from_shape(
+        on, setting.model.shape(), Parallelism.one if count == 1 else Parallelism.tensor, count, DividedExperts.rows
+    )
 
 
 def machine_for(setting: Setting) -> Machine:

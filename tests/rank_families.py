@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime import Runtime, RuntimeConfig
-from runtime.config.settings import DevicesConfig, DividedExperts, Tier, Way
+from runtime.config.settings import DevicesConfig, DividedExperts, Parallelism, Tier
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES, Family
 from runtime.ranks.ranks import Ranks
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
 def verdict(ranks: Ranks, asked: Asked) -> str:
     """Says of one rank what its tokens are, or why there are none."""
     ranks.devices, reference = asked.devices, asked.reference
-    times = ranks.size if asked.devices.way is Way.sharded else 1  # as many rows, and pages, for each rank
+    times = ranks.size if asked.devices.way is Parallelism.sharded else 1  # as many rows, and pages, for each rank
     try:
         runtime = Runtime(asked.config, ranks=ranks)
         if not asked.is_first and not runtime.model.shape.has_own_experts:
@@ -66,7 +66,7 @@ def enough_heads(family: Family, num_ranks: int) -> Family:
 def main(arguments: Sequence[str]) -> int:
     options = dict(argument.split("=", 1) for argument in arguments)
     names = options["families"].split(";") if "families" in options else FAMILIES
-    way, num_ranks = Way(options.get("way", "sharded")), int(options.get("ranks", 2))
+    way, num_ranks = Parallelism(options.get("way", "sharded")), int(options.get("ranks", 2))
     tiers = [Tier(name) for name in options.get("tiers", "nvme").split(",")]
     divisions = [DividedExperts(name) for name in options.get("experts", "auto").split(",")]
     is_continuous = bool(int(options.get("continuous", "0")))

@@ -16,7 +16,7 @@ from zipfile import ZipFile
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from runtime.origin.gguf_tokenizer import load_gguf_tokenizer
+from runtime.checkpoint_source.gguf_tokenizer import load_gguf_tokenizer
 from runtime.store.gguf import read_gguf
 from tests.support import SHARED_DATA
 

@@ -19,7 +19,7 @@ from jobs.datasets.config import DatasetConfig, DatasetKind, read_rows
 from runtime import Runtime, Targets
 from runtime.batching.prefixes import num_spared
 from runtime.engine.records import PassRecord
-from runtime.library.scoring import ask_scores
+from runtime.library.scoring import make_scoring_batch
 from runtime.sequences.sequence import Request
 from runtime.synthesize.tokenizer import tokenizer_from
 
@@ -52,7 +52,7 @@ def generating(prompts: Sequence[str], num_samples: int = 1) -> Ask:
 
 def scoring(pairs: Sequence[tuple[str, Sequence[str]]]) -> Ask:
     def ask(runtime: Runtime) -> tuple[list[Request], int]:
-        asked = ask_scores(runtime.model, [(i, Targets(*pair)) for i, pair in enumerate(pairs)])
+        asked = make_scoring_batch(runtime.model, [(i, Targets(*pair)) for i, pair in enumerate(pairs)])
         return asked.requests, sum(len(request.prompt_ids) for request in asked.members)
 
     return ask
@@ -91,7 +91,7 @@ WORKLOADS: Mapping[str, Callable[[Path], Ask]] = {
 def num_computed(runtime: Runtime, requests: Sequence[Request]) -> tuple[int, int, str]:
     """Planned and counted, and the blocks."""
     passes = list[PassRecord]()
-    with runtime.confirmed_session(requests) as (plan, session):
+    with runtime.open_with_backoff(requests) as (plan, session):
         for block in plan.blocks:
             session.run(block, requests, passes.append)
     facts = f"{len(plan.blocks)} blocks of up to {plan.num_lanes} x {plan.lane_size}"

@@ -32,7 +32,7 @@ def decode_seconds(runtime: Runtime, num_rows: int) -> list[float]:
         for row, prompt in enumerate(prompts)
     ]
     requests = [request for request in made if isinstance(request, Request)]
-    with runtime.confirmed_session(requests) as (plan, session):
+    with runtime.open_with_backoff(requests) as (plan, session):
         for block in plan.blocks:
             session.run(block, requests, on_pass)
     return found

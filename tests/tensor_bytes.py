@@ -17,7 +17,7 @@ import torch
 
 from runtime import Runtime
 from runtime.cache.pages import KVPages
-from runtime.config.settings import DevicesConfig, DividedExperts, Way
+from runtime.config.settings import DevicesConfig, DividedExperts, Parallelism
 from runtime.ranks.ranks import Ranks
 from runtime.ranks.tensor import SplitHeads
 from runtime.units import MIB
@@ -27,7 +27,7 @@ from tests.runtime.test_families import GREEDY, config_for
 from tests.runtime.test_ranks import counted_reads
 from tests.support import Reference, synthesize
 
-TENSOR = DevicesConfig(way=Way.tensor)
+TENSOR = DevicesConfig(way=Parallelism.tensor)
 PROMPTS = [[7 + i, 8, 9] for i in range(6)]
 
 
@@ -63,7 +63,7 @@ def held(ranks: Ranks, directory: Path, num_new_tokens: int, experts: DividedExp
         kv_bytes_per_token=runtime.model.shape.kv_bytes_per_token,
         read_bytes=read.num_bytes,
         num_kv_heads=num_kv_heads,
-        received_bytes=heads.gathering.received_bytes if isinstance(heads, SplitHeads) else 0,
+        received_bytes=heads.all_gather.received_bytes if isinstance(heads, SplitHeads) else 0,
     )
 
 

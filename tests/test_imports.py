@@ -26,7 +26,7 @@ MODEL = {
     "weights",
     "events",
     "probing",
-    "origin",
+    "checkpoint_source",
 }
 ALLOWED = {
     "plan": {"batching"},
@@ -45,11 +45,11 @@ ALLOWED = {
     "probing": {"plan", "events", "attention"},
     "foreign": set[str](),
     "synthesize": {"store", "probing", "foreign"},
-    "origin": {"store", "remote", "synthesize", "foreign", "out_of_memory"},
+    "checkpoint_source": {"store", "remote", "synthesize", "foreign", "out_of_memory"},
     "model": MODEL,
     "ranks": {"plan", "store", "stream", "events", "probing", "model"},
     "sequences": {"plan", "attention", "cache", "model"},
-    "requests": {"origin", "probing", "model", "sequences"},
+    "requests": {"checkpoint_source", "probing", "model", "sequences"},
     "engine": {*MODEL, "model", "ranks", "batching", "sequences", "requests", "trace"},
     "measure": {*MODEL, "model", "batching", "sequences", "engine"},
 }

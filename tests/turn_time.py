@@ -99,7 +99,7 @@ def costs_of_a_pass(home: Path) -> dict[Function, Cost]:
     with operators_of_a_device():
         runtime = Runtime(config, device=FakeDevice((False, False)))
         requests = [runtime.request(str(i), list(range(5, 25 + i))) for i in range(NUM_ROWS)]
-        with runtime.confirmed_session(requests) as (plan, session):
+        with runtime.open_with_backoff(requests) as (plan, session):
             for block in plan.blocks:
                 session.run(block, requests, on_pass)
         profile.disable()

@@ -21,10 +21,10 @@ from transformers.utils.logging import disable_progress_bar
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime import Runtime, RuntimeConfig
+from runtime.checkpoint_source.location import BUNDLED
 from runtime.config.settings import DType, KVConfig, KVDType, ModelConfig
 from runtime.formats.module_tensors import METHOD
 from runtime.formats.registry import LOSSES, pair_companions
-from runtime.origin.location import BUNDLED
 from runtime.plan.shape.dtypes import Loss, StoredNumbers
 from runtime.store.checkpoint import open_checkpoint
 from runtime.weights.stage_weights import load_tensor

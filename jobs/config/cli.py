@@ -19,8 +19,8 @@ from typing import NoReturn, TypeVar
 import runtime
 from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, OutputError, WeightstreamError
 
+from .error_log import log_errors, to_user_error
 from .help import help_text
-from .mistakes import log_errors, to_user_error
 from .process import exit_as_rank, prepare_process
 from .typed import ARCHITECTURE, known_keys, unknown_key
 
@@ -126,8 +126,8 @@ def _run_subcommand(job: str, words: list[str], schema: type) -> int | None:
             print_line(f"weightstream {runtime.__version__}")
         elif {"--help", "-h"} & {*words}:
             print_line(help_text(job, words))
-        elif (said := suggest_key(words, schema)) is not None:
-            raise ConfigError(said)
+        elif (suggestion := suggest_key(words, schema)) is not None:
+            raise ConfigError(suggestion)
         else:
             return None
     except ConfigError as error:

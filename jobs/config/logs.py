@@ -9,7 +9,7 @@ from runtime.ranks.launch import Launch
 
 from .settings import LogLevel, RunSettings, doubtful_settings, run_directory, to_yaml
 
-TOLD_TOO_MUCH = ("botocore", "aiobotocore")  # log requests to stores with what signs them
+REPORTED_TOO_MUCH = ("botocore", "aiobotocore")  # log requests to stores with what signs them
 
 
 def log_to_stderr(level: LogLevel) -> None:
@@ -21,7 +21,7 @@ def log_to_stderr(level: LogLevel) -> None:
         stream=sys.stderr,
         force=True,
     )
-    for name in TOLD_TOO_MUCH:
+    for name in REPORTED_TOO_MUCH:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

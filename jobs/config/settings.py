@@ -206,8 +206,8 @@ class RunSettings:
         require(beams in (None, 1), f"sampling.num_beams={beams} means nothing where {doing}")
         structures = [key for key in STRUCTURES if getattr(sampling, key) is not None]
         require(not structures, f"sampling.{''.join(structures)} means nothing where {doing}")
-        told = f"devices={way.value} tells no scores or embeddings as yet: take devices=sharded, tensor or one"
-        require(way is not Parallelism.pipeline, told)
+        why = f"devices={way.value} tells no scores or embeddings as yet: take devices=sharded, tensor or one"
+        require(way is not Parallelism.pipeline, why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,7 +432,7 @@ def run_directory(config: RunSettings) -> Path:
 
 def doubtful_settings(config: RunSettings) -> list[str]:
     """A sentence for each setting that has no effect beside the others, or another than was surely meant; for the job
-    to log as warnings. Those that the model or the plan leaves without effect: `runtime.plan.advice`."""
+    to log as warnings. Those that the model or the plan leaves without effect: `runtime.plan.plan_warnings`."""
     return [*_ignored_settings(config), *_unread_escapes(config.sampling.stop or [])]
 
 

@@ -167,14 +167,16 @@ class _Structure(TypedDict, total=False):
 
 def _structure(given: Fields) -> _Structure:
     """One at most, whoever's words say it. Whether a schema is one is seen with the run's other requests."""
-    said: list[tuple[str, Json, str]] = [(GUIDED[key], given[key], f"body.{key}") for key in GUIDED if key in given]
+    structures: list[tuple[str, Json, str]] = [
+        (GUIDED[key], given[key], f"body.{key}") for key in GUIDED if key in given
+    ]
     if "structured_outputs" in given:
-        said += _vllm_structures(given["structured_outputs"])
+        structures += _vllm_structures(given["structured_outputs"])
     if "response_format" in given:
-        said += _response_format(given["response_format"])
-    if len(said) > 1:
-        raise BadRecord(f"{' and '.join(where for _, _, where in said)} are two structures")
-    return _read_structure(*said[0]) if said else {}
+        structures += _response_format(given["response_format"])
+    if len(structures) > 1:
+        raise BadRecord(f"{' and '.join(where for _, _, where in structures)} are two structures")
+    return _read_structure(*structures[0]) if structures else {}
 
 
 def _vllm_structures(value: Json) -> list[tuple[str, Json, str]]:

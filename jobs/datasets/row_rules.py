@@ -32,7 +32,7 @@ from .rows import Row
 from .strict_json import shorten
 from .templates import content_reader
 
-STRETCH_ROWS = 8192  # of a stretch, at most
+SPAN_ROWS = 8192  # of a stretch, at most
 
 
 @dataclass(frozen=True, kw_only=True)

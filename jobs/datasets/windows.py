@@ -122,15 +122,15 @@ def make_survey(config: DatasetFields, windowed: Windowed, folder: Path, should_
         _refuse_any_bad(config, windowed, should_stop)
     named = NamedFields(config)
     with SeenIds(folder) as ids:
-        for stretch in _limited(windowed.source.row_ranges(config), config.limit):
+        for span in _limited(windowed.source.row_ranges(config), config.limit):
             _heed(should_stop)
-            marks.append((num_rows, stretch.mark))
-            for row in stretch.rows:
+            marks.append((num_rows, span.mark))
+            for row in span.rows:
                 named.note_fields(row, str(config.path))
-            add_kinds(kinds, (passed_through(row, config, config.id_field) for row in stretch.rows if row is not None))
+            add_kinds(kinds, (passed_through(row, config, config.id_field) for row in span.rows if row is not None))
             if config.id_field is not None:
-                ids.add([_id_of(row, num_rows + i, config.id_field) for i, row in enumerate(stretch.rows)], num_rows)
-            num_rows += len(stretch.rows)
+                ids.add([_id_of(row, num_rows + i, config.id_field) for i, row in enumerate(span.rows)], num_rows)
+            num_rows += len(span.rows)
         named.require_all()
         dropped, first_rows = ids.repeated()
     found = Survey(
@@ -154,13 +154,13 @@ def _heed(should_stop: Callable[[], bool]) -> None:
         raise Interrupted("stopped while the rows were looked through; the same command begins that again")
 
 
-def _limited(stretches: Iterator[RowRange], limit: int | None) -> Iterator[RowRange]:
-    for stretch in stretches:
+def _limited(spans: Iterator[RowRange], limit: int | None) -> Iterator[RowRange]:
+    for span in spans:
         if limit is not None:
-            stretch = RowRange(mark=stretch.mark, rows=stretch.rows[:limit])
-            limit -= len(stretch.rows)
-        if stretch.rows:
-            yield stretch
+            span = RowRange(mark=span.mark, rows=span.rows[:limit])
+            limit -= len(span.rows)
+        if span.rows:
+            yield span
         if limit == 0:
             return
 

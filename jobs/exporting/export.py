@@ -20,8 +20,8 @@ from runtime.units import MIB, counted, format_bytes
 
 from ..files.named import cannot_write, is_replaceable, publish_named
 from ..files.publishing import PARQUET_PROBLEMS, make_directory, sweep_temps
-from ..record.found import RunReader, find_runs
 from ..record.run_dir import RunDirectory
+from ..record.run_reader import RunReader, find_runs
 from .columns import WRITERS, JsonTypes, chosen, exported_schema, with_columns, write_csv
 from .config import ErrorRows, ExportConfig, ExportFormat
 from .fastchat import fastchat_results
@@ -65,7 +65,7 @@ def export(config: ExportConfig) -> Exported:
     shards = require_one_run(find_runs(config.runs, "run"))
     out = require_free(config)
     _require_file(out, shards)
-    lacking = missing(config.runs, shards, partial=config.partial, does="exports")
+    absent = missing(config.runs, shards, partial=config.partial, does="exports")
     firsts = [run.parts[min(run.parts)] for run in shards if run.parts]
     if not firsts:
         raise ConfigError(f"{shards[0].place}: no row is done yet")
@@ -120,7 +120,7 @@ def export(config: ExportConfig) -> Exported:
         num_errors=0 if config.errors is ErrorRows.drop else num_errors,
         num_dropped=num_errors if config.errors is ErrorRows.drop else 0,
         num_shards=len({run.shard[0] for run in shards}),
-        missing=lacking,
+        missing=absent,
         as_text=types.as_text() if is_parquet else [],
         made=made,
     )

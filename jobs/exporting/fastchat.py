@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from runtime.errors import ConfigError
 
-from ..record.found import RunReader
+from ..record.run_reader import RunReader
 from .columns import JsonObject, ResultLines, RowValues
 from .config import ErrorRows
 
@@ -58,10 +58,10 @@ def judge_name(run: RunReader) -> str:
 
 def require_judged(schema: pa.Schema, run: RunReader) -> None:
     """Raises ConfigError where the run's rows do not say what they judge."""
-    lacking = [name for name in JUDGE_COLUMNS if name not in schema.names]
-    if lacking:
+    missing = [name for name in JUDGE_COLUMNS if name not in schema.names]
+    if missing:
         raise ConfigError(
-            f"{run.path} has no column {lacking[0]}: ratings are read from runs of dataset={JUDGED} with "
+            f"{run.path} has no column {missing[0]}: ratings are read from runs of dataset={JUDGED} with "
             "dataset.keep_columns=true"
         )
 
@@ -89,7 +89,7 @@ class Answers(ResultLines):
             turns[int(row.get("turn") or 1)] = row["completion"] if is_ok else ERROR
             failed |= set() if is_ok else {question}
         for question, choices in by_question.items():
-            said = [
+            answers = [
                 {"index": index, "turns": [turns[turn] for turn in sorted(turns)]}
                 for index, turns in sorted(choices.items())
             ]
@@ -97,9 +97,11 @@ class Answers(ResultLines):
                 question in failed,
                 {
                     "question_id": int(question) if question.isdecimal() else question,
-                    "answer_id": sha256(json.dumps([question, self.model_id, said]).encode()).hexdigest()[:ID_DIGITS],
+                    "answer_id": sha256(json.dumps([question, self.model_id, answers]).encode()).hexdigest()[
+                        :ID_DIGITS
+                    ],
                     "model_id": self.model_id,
-                    "choices": said,
+                    "choices": answers,
                     "tstamp": self.time,
                 },
             )
@@ -133,11 +135,11 @@ class Judgments(ResultLines):
         }
 
     def _pair(self, games: Sequence[RowValues]) -> JsonObject:
-        first, said = games[0], {row["game"]: row for row in games}
+        first, answers = games[0], {row["game"]: row for row in games}
         line = {"question_id": first["question_id"], "model_1": first["model"], "model_2": first["baseline"]}
-        line |= {f"g{game}_winner": winner_of_game(game, judgment_of(row)) for game, row in said.items()}
+        line |= {f"g{game}_winner": winner_of_game(game, judgment_of(row)) for game, row in answers.items()}
         line["judge"] = [self.judge, first["prompt_name"]]
-        for game, row in said.items():
+        for game, row in answers.items():
             line |= {f"g{game}_user_prompt": row["user_prompt"], f"g{game}_judgment": judgment_of(row)}
         return {**line, "turn": first["turn"], "tstamp": self.time}
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from runtime.checkpoint_source.location import find_tokenizer
 from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError
-from runtime.origin.location import find_tokenizer
 from runtime.sequences.detokenizer import Detokenizer
 
 from ..datasets.openai_body import CHAT_URL, EMBEDDINGS_URL, SCORE_URLS, endpoint_of, num_texts
-from ..record.found import RunReader
+from ..record.run_reader import RunReader
 from .columns import JsonObject, ResultLines, RowValues
 from .config import ErrorRows
 
@@ -177,10 +177,10 @@ class BatchResults(ResultLines):
 
 def batch_results(shards: Sequence[RunReader], schema: pa.Schema, wanted: ErrorRows) -> BatchResults:
     """What writes the results of these shards. Raises ConfigError where their rows were no requests."""
-    lacking = [name for name in REQUEST_COLUMNS if name not in schema.names]
-    if lacking:
+    missing = [name for name in REQUEST_COLUMNS if name not in schema.names]
+    if missing:
         raise ConfigError(
-            f"{shards[0].path} has no column {lacking[0]}: format=openai_batch needs a run of dataset=openai_batch "
+            f"{shards[0].path} has no column {missing[0]}: format=openai_batch needs a run of dataset=openai_batch "
             "with dataset.keep_columns=true"
         )
     run = shards[0]

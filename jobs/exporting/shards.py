@@ -12,7 +12,7 @@ import pyarrow as pa
 from runtime.errors import ConfigError, DamagedRunError, Interrupted
 from runtime.units import counted
 
-from ..record.found import Condition, RunReader, find_runs, is_locked
+from ..record.run_reader import Condition, RunReader, find_runs, is_locked
 from ..record.unfinished import describe_missing_rows, format_ranges, leased_blocks, missing_rows
 
 log = logging.getLogger(__name__)
@@ -46,17 +46,17 @@ def require_one_run(runs: Sequence[RunReader]) -> list[RunReader]:
 def missing(names: Sequence[str], shards: Sequence[RunReader], *, partial: bool, does: str) -> list[str]:
     """What is not there yet of the run that `names` mean, by names, footers and plans: sentences, each about a shard.
     Raises ConfigError where something is missing that is not to be left out; `partial` `does` something without it."""
-    lacking = absent_shards(shards)
+    absent = absent_shards(shards)
     for run in shards:
         rows = missing_rows(run)
         if run.condition is not Condition.done or len(rows):
-            lacking.append(describe_missing_rows(run, rows))
-    if lacking and not partial:
+            absent.append(describe_missing_rows(run, rows))
+    if absent and not partial:
         raise ConfigError(
-            f"run={','.join(names)} is not complete: {'; '.join(lacking)}. The run's own command goes on with it; "
+            f"run={','.join(names)} is not complete: {'; '.join(absent)}. The run's own command goes on with it; "
             f"partial=true {does} what is there"
         )
-    return lacking
+    return absent
 
 
 def absent_shards(runs: Sequence[RunReader]) -> list[str]:
@@ -100,7 +100,7 @@ def wait_for_end(
     """Returns once the run that `names` mean is finished, whoever works on it, and nobody works in its directory any
     more. Meanwhile `tell` is told what is missing, when that changes. Raises Interrupted, and what `find_runs` and
     `require_one_run` raise."""
-    said, said_at = "", -inf
+    logged, logged_at = "", -inf
     num_blocks: dict[str, int] = {}  # a plan is read once, as it does not change
 
     def unfinished(run: RunReader) -> str | None:
@@ -123,7 +123,7 @@ def wait_for_end(
         text = f"waiting: {'; '.join(texts)}"
         if should_stop():
             raise Interrupted(f"stopped while {text}")
-        if text != said and clock() - said_at >= SECONDS_PER_LINE:
+        if text != logged and clock() - logged_at >= SECONDS_PER_LINE:
             tell(text)
-            said, said_at = text, clock()
+            logged, logged_at = text, clock()
         sleep(POLL_SECONDS)

@@ -20,7 +20,7 @@ from runtime.units import counted
 from ..exporting.columns import from_json, is_json
 from ..exporting.shards import missing, read_parts, require_one_run
 from ..files.named import publish_named, require_replaceable
-from ..record.found import RunReader, find_runs
+from ..record.run_reader import RunReader, find_runs
 from .config import Metric, MetricsConfig
 from .intervals import Estimate, estimate
 
@@ -153,7 +153,7 @@ def format_estimate(found: Estimate) -> str:
     return f"{found.mean:.1%} (95% interval {found.low:.1%} to {found.high:.1%}, {rows})"
 
 
-def told(generations: Path) -> str:
+def format_generations(generations: Path) -> str:
     """The answers of a run of dataset=tasks, one of each task, and the share of right answers."""
     table = pq.read_table(generations)
     graded = graded_tables([table], "reference", scorers([Metric.exact_match]))

@@ -22,7 +22,7 @@ ALL_TURNS = 0
 
 @dataclass(kw_only=True)
 class Judged:
-    """`values`: ratings, or points of pairs, by model and turn, and of those by question. `num_unread`: judgments
+    """`values`: ratings, or points of pairs, by model and turn, and of those by question. `num_unparsed`: judgments
     without a rating or a winner; errors count apart."""
 
     out: Path | None = None
@@ -33,7 +33,7 @@ class Judged:
     baseline: str | None = None
     outcomes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     num_errors: int = 0
-    num_unread: int = 0
+    num_unparsed: int = 0
 
     def estimates(self, model: str) -> dict[int, Estimate]:
         """The mean of each turn, and under 0 that of all values of several turns, drawn by question."""
@@ -58,7 +58,7 @@ def judged(config: MetricsConfig) -> Judged:
     if not found.values:
         raise ConfigError(
             f"run={','.join(config.runs)}: no judgment has a rating: {counted(found.num_errors, 'row')} with an error, "
-            f"{counted(found.num_unread, 'judgment')} without the number or the letter that was asked for; "
+            f"{counted(found.num_unparsed, 'judgment')} without the number or the letter that was asked for; "
             "sampling.max_new_tokens may have been too few"
         )
     found.out = written(config, shards, found.rows)
@@ -75,7 +75,7 @@ def judged_tables(tables: Iterable[pa.Table]) -> Judged:
             continue
         rating = rating_of(row["completion"]) if row["status"] == "ok" else None
         found.num_errors += row["status"] != "ok"
-        found.num_unread += row["status"] == "ok" and rating is None
+        found.num_unparsed += row["status"] == "ok" and rating is None
         found.rows.append(_about(row) | {"status": row["status"], "rating": None if rating is None else float(rating)})
         if rating is not None:
             found.values[row["model"]][row["turn"]][str(row["question_id"])] = float(rating)
@@ -85,7 +85,7 @@ def judged_tables(tables: Iterable[pa.Table]) -> Judged:
         winners = [winner_of_game(row["game"], judgment_of(row)) for row in games]
         is_read = is_ok and "error" not in winners
         found.num_errors += not is_ok
-        found.num_unread += is_ok and not is_read
+        found.num_unparsed += is_ok and not is_read
         # The winner is who won in both orders; where they differ it is a tie (Zheng et al., arXiv 2306.05685).
         winner = (winners[0] if len(set(winners)) == 1 else "tie") if is_read else None
         found.rows.append(_about(games[0]) | {"status": "ok" if is_ok else "error", "winner": winner})
@@ -115,7 +115,7 @@ def describe_judged(found: Judged) -> list[str]:
             won = found.outcomes[model]
             lines.append(f"  beside {found.baseline}: {won['model_1']} won, {won['tie']} tied, {won['model_2']} lost")
     counts = [f"{found.num_errors:,} with an error"] if found.num_errors else []
-    counts += [f"{found.num_unread:,} without what was asked for"] if found.num_unread else []
+    counts += [f"{found.num_unparsed:,} without what was asked for"] if found.num_unparsed else []
     judgments = counted(len(found.rows), "judgment")
     left_out = f", left out: {' and '.join(counts)}" if counts else ""
     return [*lines, f"{judgments}{left_out}", *([f"by question: {found.out}"] if found.out else [])]

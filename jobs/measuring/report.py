@@ -78,7 +78,7 @@ def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
     )
 
 
-def agreement(times: Sequence[Mapping[str, Figure]]) -> str:
+def rank_sync(times: Sequence[Mapping[str, Figure]]) -> str:
     """One line: of how many figures all measurements have a value in common, within the spreads that they state."""
     names = [name for name in times[0] if all(name in figures for figures in times)]  # measured each time
     num_agreeing = sum(_agree([figures[name] for figures in times]) for name in names)

@@ -13,7 +13,7 @@ from runtime.formats.module_tensors import RELATIVE_ERROR
 from runtime.out_of_memory import first_line, is_out_of_memory
 from runtime.store.checkpoint import INDEX, SINGLE
 from runtime.store.faults import read_fault, with_retries
-from runtime.store.file_digests import told_of
+from runtime.store.file_digests import read_packing_record
 from runtime.store.header import read_header
 from runtime.store.writer import published, sync_directory
 from runtime.units import format_bytes
@@ -174,15 +174,15 @@ class _Packer:
 
     def _require_same(self, original: Path, target: Path, tensors: Collection[str]) -> None:
         """`tensors`: those that are read of the original, which an index decides that may have been changed since."""
-        told, _ = told_of(target)
-        found = told.get("tensors")
-        is_same = told.get("source") == self._stamp(original) if original.exists() else True
+        record, _ = read_packing_record(target)
+        found = record.get("tensors")
+        is_same = record.get("source") == self._stamp(original) if original.exists() else True
         if not is_same or (original.exists() and isinstance(found, Mapping) and found.keys() != set(tensors)):
             raise CheckpointError(
                 f"{target}: packed of another file than {original}, or that was changed since, or in another format: "
                 "remove it, or choose another directory with out="
             )
-        if not str(told.get("source")).endswith(self._stamped):
+        if not str(record.get("source")).endswith(self._stamped):
             raise CheckpointError(f"{target}: packed in another format: choose another directory with out=")
 
     def _stamp(self, original: Path) -> str:

@@ -29,7 +29,7 @@ from runtime.formats.storage_format import Stored
 from runtime.linear.packed_rows import ROUNDED
 from runtime.linear.window4_rows import WINDOW4
 from runtime.plan.shape.shapes import TensorSlice
-from runtime.store.file_digests import METADATA, PIECE_BYTES, sums_of, told_of
+from runtime.store.file_digests import METADATA, PIECE_BYTES, read_packing_record, sums_of
 from runtime.store.header import read_header
 from runtime.store.writer import published
 from runtime.units import round_up
@@ -70,7 +70,7 @@ class _Shard:
     def __init__(self, file: BinaryIO, header_bytes: int, rounding: Rounding | None, progress: Callable[[int], None]):
         self._file, self._begin, self._rounding, self._progress = file, header_bytes, rounding, progress
         self.entries: dict[str, object] = {}
-        self.told: dict[str, object] = {}
+        self.record: dict[str, object] = {}
         file.seek(header_bytes)
 
     def add(self, tensor: TensorSlice) -> PackedTensor:
@@ -87,7 +87,7 @@ class _Shard:
             for first in range(0, tensor.num_bytes, COPY_BYTES):
                 self._file.write(data[first : first + COPY_BYTES].data)
             self._enter(tensor.name, tensor.dtype, tensor.shape, begin)
-        self.told[tensor.name] = {
+        self.record[tensor.name] = {
             "sha256": hashlib.sha256(data.data).hexdigest(),
             **({"raw": reason} if reason else {}),
             **({"squares": squares} if squares else {}),
@@ -154,8 +154,8 @@ class _Shard:
     def finish(self, stamp: str) -> None:
         """Writes the header, which fills its room."""
         self._file.flush()
-        told = {"source": stamp, "crc32": sums_of(Path(self._file.name), self._begin), "tensors": self.told}
-        metadata = {"format": "pt", METADATA: json.dumps(told, separators=(",", ":"))}
+        record = {"source": stamp, "crc32": sums_of(Path(self._file.name), self._begin), "tensors": self.record}
+        metadata = {"format": "pt", METADATA: json.dumps(record, separators=(",", ":"))}
         text = json.dumps({"__metadata__": metadata, **self.entries}, separators=(",", ":")).encode()
         assert len(text) <= self._begin - 8, f"a header of {len(text)} bytes in room for {self._begin}"
         self._file.seek(0)
@@ -243,10 +243,13 @@ def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None
 def sizes_of(path: Path, tensors: Mapping[str, int]) -> list[PackedTensor]:
     """What became of the tensors of a shard that was packed before. `tensors`: their bytes before; read off the
     packed ones, as if of 16 bits, where the original is gone."""
-    told, header = told_of(path)[0]["tensors"], pair_companions(read_header(path), {"quant_method": METHOD})
-    assert isinstance(told, Mapping), "our own header"
+    record, header = (
+        read_packing_record(path)[0]["tensors"],
+        pair_companions(read_header(path), {"quant_method": METHOD}),
+    )
+    assert isinstance(record, Mapping), "our own header"
     found = list[PackedTensor]()
-    for name, about in told.items():
+    for name, about in record.items():
         tensor = header[name]
         after = sum(part.num_bytes for part in tensor.with_companions())
         before = tensors.get(name, 2 * prod(tensor.shape) if tensor.format else after)

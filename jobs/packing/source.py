@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.checkpoint_source.config_rules import TEMPLATES
 from runtime.errors import CheckpointError, ConfigError
 from runtime.formats.module_tensors import METHOD
-from runtime.origin.config_rules import TEMPLATES
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.checkpoint import (
     INDEX,

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from runtime.config.settings import DType, Lanes
 from runtime.model import experts
+from runtime.model.capabilities import choose_lanes, measure_cache, shape_of
 from runtime.model.stages import stage_model
-from runtime.model.traits import choose_lanes, measure_cache, shape_of
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.probing.meta import build_meta_model, untie_head
@@ -104,8 +104,12 @@ def architecture_digest(architecture: Mapping[str, object]) -> str:
 
 def make_row(name: str, architecture: Mapping[str, object]) -> ShapeRow:
     """Raises ConfigError for a way to publish it that is not known."""
-    shapes, said = named_shapes(name, architecture), architecture.get(HOW_PUBLISHED)
-    published = as_published(shapes[STORED], Publication.from_config(said)) if isinstance(said, Mapping) else None
+    shapes, quantization = named_shapes(name, architecture), architecture.get(HOW_PUBLISHED)
+    published = (
+        as_published(shapes[STORED], Publication.from_config(quantization))
+        if isinstance(quantization, Mapping)
+        else None
+    )
     return to_row(shapes, architecture_digest(architecture), published)
 
 

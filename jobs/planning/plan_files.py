@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from runtime.plan.roofs import Operation, RooflineReport, make_roofline_report
+from runtime.plan.roofline_report import Operation, RooflineReport, make_roofline_report
 from runtime.plan.timeline import Timeline, make_timeline
 from runtime.resources import Resource
 from runtime.trace import Span

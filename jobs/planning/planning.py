@@ -9,15 +9,15 @@ from runtime.errors import ConfigError, require
 from runtime.measure.machine_cache import find_latest
 from runtime.plan.cost.machine import Machine, machine_of
 from runtime.plan.cost.predict import Prediction
-from runtime.plan.facts import ResolvedSettings
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import RunPlan, find_policy
+from runtime.plan.rank_plans import RankView
+from runtime.plan.resolved_settings import ResolvedSettings
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.attention import AttentionMethod
 from runtime.plan.shape.dtypes import StoredNumbers, auto_dtype, keeping_kv
 from runtime.plan.shape.model import ModelShape
-from runtime.plan.ways import RankView
 from runtime.planning.choices import plan_by_choice, policies_directory
 from runtime.units import gib_to_bytes
 

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from runtime.plan.advice import plan_warnings
 from runtime.plan.cost.simulator import PhaseTime
+from runtime.plan.plan_warnings import plan_warnings
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.timeline import schedule_text
 from runtime.resources import Resource

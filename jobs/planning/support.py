@@ -13,8 +13,8 @@ from runtime.config.settings import Lanes
 from runtime.errors import ConfigError
 from runtime.foreign import deepseek_moe
 from runtime.formats.registry import FORMATS, METHODS
+from runtime.model.capabilities import CacheKind, ExpertKind, cache_kind, choose_lanes, expert_kind, measure_cache
 from runtime.model.families import FAMILIES, Family
-from runtime.model.traits import CacheKind, ExpertKind, cache_kind, choose_lanes, expert_kind, measure_cache
 from runtime.probing.meta import build_meta_model
 from runtime.synthesize.checkpoints import config_for
 

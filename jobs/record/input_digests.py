@@ -23,7 +23,7 @@ from ..files.publishing import (
 from .output_rows import encode_columns
 
 LOG = logging.getLogger(__name__)
-MAX_FILES_SAID = 1000  # one by one, in run.json
+MAX_FILES_SHOWN = 1000  # one by one, in run.json
 ROW_SCHEMA = pa.schema(
     [pa.field("asked", pa.uint64(), nullable=False), pa.field("columns", pa.uint64(), nullable=False)]
 )
@@ -75,7 +75,7 @@ def digest_files_of_input(
     decides which rows they hold."""
     names = _names(columns)
     facts: dict[str, JsonValue] = {f"input column {names[column.name]}": str(column.type) for column in columns}
-    if len(files) <= MAX_FILES_SAID:
+    if len(files) <= MAX_FILES_SHOWN:
         facts |= {f"input file {name}": sha256 for name, sha256 in files.items()}
     asked = json_digest([[*files.items()], {**settings}])
     return InputDigests(asked=asked, facts=facts | {"input columns": list(names.values())})

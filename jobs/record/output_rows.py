@@ -151,7 +151,7 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
     """`infer_column_schema`, from what kinds of values the columns have."""
     taken = {*fixed.names, *kinds}
     columns: list[pa.Field] = []
-    agreements = (
+    rank_syncs = (
         ({"string"}, pa.string()),
         ({"bool"}, pa.bool_()),
         ({"int", "wide int"}, pa.int64()),
@@ -159,7 +159,7 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
     )
     for name, kind in kinds.items():
         # The simple type that all values have; None where they agree on none.
-        column_type = next((column_type for allowed, column_type in agreements if kind <= allowed), None)
+        column_type = next((column_type for allowed, column_type in rank_syncs if kind <= allowed), None)
         encoding = b"json" if column_type is None else b"plain"
         metadata = {b"column": name.encode("utf-8", "surrogatepass"), b"encoding": encoding}
         final = name

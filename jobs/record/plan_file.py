@@ -30,7 +30,7 @@ from ..files.row_digest import is_signed, require_intact, sign
 PlanStatus: TypeAlias = Literal["planned", "rejected"]
 CHUNK_TOKENS = b"weightstream.prefill_chunk_tokens"  # in the footer of a plan
 BACKENDS = b"weightstream.linear_backends"  # there too, with the host that they were chosen on
-Seat: TypeAlias = tuple[int, int, int]  # block, micro-batch, position
+RowSlot: TypeAlias = tuple[int, int, int]  # block, micro-batch, position
 Chosen: TypeAlias = tuple[Host, BackendTable]
 
 PLAN_SCHEMA = pa.schema(
@@ -66,7 +66,7 @@ class PlannedRequest:
         return self.row_id, self.sample_index
 
     @property
-    def slot(self) -> Seat:
+    def slot(self) -> RowSlot:
         return self.block, self.micro_batch, self.position
 
 

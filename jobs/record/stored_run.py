@@ -248,5 +248,5 @@ def copy_of(config: RunSettings, directory: Path, should_stop: Callable[[], bool
     if config.output_url is None:
         return RunCopy()
     url = url_child(config.output_url, directory.relative_to(config.output_root).as_posix())
-    patience = RetryPolicy(seconds=config.upload_retry_seconds, should_stop=should_stop, key=RETRY_KEY)
-    return StoredRun(ObjectStore(url, KEY, patience), RunDirectory(path=directory))
+    retry = RetryPolicy(seconds=config.upload_retry_seconds, should_stop=should_stop, key=RETRY_KEY)
+    return StoredRun(ObjectStore(url, KEY, retry), RunDirectory(path=directory))

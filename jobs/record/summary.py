@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 
-from runtime.plan.facts import ResolvedSettings
 from runtime.plan.placement.ledger import Ledger
+from runtime.plan.resolved_settings import ResolvedSettings
 
 from ..files.publishing import JsonValue, write_json
 from .passes import PASS_SECONDS, PREDICTED_SECONDS, PassRow, PhaseTimes, Status

@@ -14,7 +14,7 @@ from runtime.units import counted
 
 from ..files.locks import format_holder, read_lease
 from ..files.publishing import JsonValue, OddFileError
-from .found import Condition, RunReader
+from .run_reader import Condition, RunReader
 
 
 def lease_name(block: int) -> str:
@@ -105,13 +105,13 @@ def describe_missing_rows(run: RunReader, rows: Sequence[int]) -> str:
         missing = sorted(set(run.rows_by_block) - set(run.parts))
         blocks = f"{len(missing):,} of {counted(len(run.rows_by_block), 'block')} ({format_ranges(missing)})"
         texts.append(f"missing are rows {format_ranges(rows)}, in {blocks}")
-    said = f"{name} {state}: {', '.join(texts)}"
+    line = f"{name} {state}: {', '.join(texts)}"
     # Of a run of one worker, or that nobody works on, there are no leases that mean anything.
     leased = leased_blocks(run.directory.leases) if run.condition is Condition.running else []
     if not leased:
-        return said
+        return line
     more = f" and {len(leased) - NUM_LISTED} more" if len(leased) > NUM_LISTED else ""
-    return f"{said}; leased are {', '.join(str(each) for each in leased[:NUM_LISTED])}{more}"
+    return f"{line}; leased are {', '.join(str(each) for each in leased[:NUM_LISTED])}{more}"
 
 
 def format_ranges(numbers: Sequence[int]) -> str:

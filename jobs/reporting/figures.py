@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from runtime.errors import DamagedRunError
 
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular
-from ..record.found import Condition, RunReader
 from ..record.passes import PassRow
+from ..record.run_reader import Condition, RunReader
 from ..record.summary import Summary, summarize
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from ..config.settings import GenerateConfig
 from ..config.typed import flatten
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import JsonValue, canonical_json, make_directory, write_all, write_parquet
-from ..record.found import Condition
+from ..record.run_reader import Condition
 from .figures import RunFigures
 
 SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}$")

@@ -13,7 +13,7 @@ from runtime.units import counted
 
 from ..files.locks import format_holder
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular
-from ..record.found import RunReader, is_locked
+from ..record.run_reader import RunReader, is_locked
 from ..record.unfinished import LeasedBlock, format_slurm_ids, leased_blocks
 from ..run.progress import roughly
 

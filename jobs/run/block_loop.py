@@ -21,7 +21,7 @@ from runtime.sequences.sequence import Completion, Request, Unfinished
 from ..record.output_rows import GenerationRow
 from ..record.parts import PartStore
 from ..record.passes import PassRow, Start, pass_row
-from ..record.running import RequestKey, RunCheckpoint, RunCheckpointFile
+from ..record.run_checkpoint import RequestKey, RunCheckpoint, RunCheckpointFile
 from .progress import Progress
 from .requests import RequestBatch, completed_rows
 

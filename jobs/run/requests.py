@@ -20,7 +20,7 @@ from ..datasets import DatasetConfig, Row
 from ..datasets.fields import MAX_ROWS
 from ..datasets.records import shorten
 from ..record.output_rows import GenerationRow
-from ..record.plan_file import PlannedRequest, Seat
+from ..record.plan_file import PlannedRequest, RowSlot
 
 QUESTION = {"role": "user", "content": "?"}
 
@@ -90,20 +90,20 @@ ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together;
 @dataclass(frozen=True, kw_only=True)
 class RequestBatch:
     """Each row's output rows: one of `requests` for each that is computed, `rejected` are all the others. Both by row,
-    then by sample, and beside each the row that it came from. `seats`: those of a plan that is fixed, by key: what has
+    then by sample, and beside each the row that it came from. `slots`: those of a plan that is fixed, by key: what has
     one of its own there is computed by itself. `read`: the columns of what a request with an encoding came to."""
 
     requests: Sequence[Request]
     request_rows: Sequence[Row]
     rejected: Sequence[Rejected]
     rejected_rows: Sequence[Row]
-    seats: Mapping[tuple[str, int], Seat] = field(default_factory=dict)
+    slots: Mapping[tuple[str, int], RowSlot] = field(default_factory=dict)
     read: Read = lambda _: {}
 
     @cached_property
     def joined(self) -> Sequence[Joined]:
         """What is computed, of which each serves its members among `requests`; blocks hold positions into it."""
-        return list(with_beams(join(self.requests, [self.seats.get(request.key) for request in self.requests])))
+        return list(with_beams(join(self.requests, [self.slots.get(request.key) for request in self.requests])))
 
     @cached_property
     def computed(self) -> Sequence[Request]:
@@ -112,7 +112,7 @@ class RequestBatch:
 
     def in_order_of_plan(self, planned: Iterable[PlannedRequest]) -> "RequestBatch":
         """The same, joined as a plan that is fixed has it."""
-        return replace(self, seats={each.key: each.slot for each in planned})
+        return replace(self, slots={each.key: each.slot for each in planned})
 
 
 def completions_of(runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Iterator[Sequence[Request | Rejected]]:
@@ -232,17 +232,17 @@ def _planned(row: Row, item: Request | Rejected, block: int, micro_batch: int, p
 def blocks_of_plan(planned: Iterable[PlannedRequest], asked: RequestBatch) -> tuple[Block, ...]:
     """The blocks of a plan read back; `seat` of the result gives the plan again if the rows are the same."""
     place_of = {asked.requests[i].key: place for place, each in enumerate(asked.joined) for i in each.members}
-    seats: dict[int, dict[int, dict[int, None]]] = {}
+    slots: dict[int, dict[int, dict[int, None]]] = {}
     for request in planned:
         if request.status == "planned" and request.key in place_of:
-            lanes = seats.setdefault(request.block, {})
+            lanes = slots.setdefault(request.block, {})
             lanes.setdefault(request.micro_batch, {})[place_of[request.key]] = None
     return tuple(
         Block(
             index=index,
             micro_batches=tuple(tuple(whole_searches(members, asked.computed)) for _, members in sorted(lanes.items())),
         )
-        for index, lanes in sorted(seats.items())
+        for index, lanes in sorted(slots.items())
     )
 
 

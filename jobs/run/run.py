@@ -13,7 +13,7 @@ from runtime.stream.device import ComputeDevice
 from runtime.trace import Trace
 from runtime.units import counted
 
-from ..config.mistakes import log_errors
+from ..config.error_log import log_errors
 from ..config.settings import EncodeConfig, RunSettings, ScoreConfig
 from ..datasets import Row
 from ..datasets.config import looks_otherwise

@@ -25,7 +25,7 @@ from ..files.publishing import publish, write_all
 from ..pictures.trace_file import tracing
 from ..record.parts import PartStore
 from ..record.plan_file import PlannedRequest, backends_of, chunk_tokens_of, fix_plan
-from ..record.running import remove_committed
+from ..record.run_checkpoint import remove_committed
 from .block_loop import OpenBlocks
 from .context import RunContext
 from .feedback import Feedback

@@ -24,8 +24,8 @@ from ..config.cli import quote
 from ..datasets.openai_body import ENCODED
 from ..exporting.export import write_batch_files
 from ..files.publishing import read_json
-from ..record.found import is_locked
 from ..record.run_dir import RunDirectory
+from ..record.run_reader import is_locked
 from .config import settings_of
 from .store import MADE, BatchStore, Record
 
@@ -67,7 +67,7 @@ class Keeper(threading.Thread):
         self._current: str | None = None  # the batch whose job runs
         self._process: subprocess.Popen[bytes] | None = None  # of the current one; None where an earlier server's runs
         self._log_start = 0  # where the words of the current one's job begin
-        self._is_told = False  # the job of the current one has been asked to stop
+        self._is_reported = False  # the job of the current one has been asked to stop
         self._troubles: dict[str, _Trouble] = {}
 
     def wake(self) -> None:
@@ -133,9 +133,9 @@ class Keeper(threading.Thread):
         is_running = self._is_running(batch) if process is None else code is None or is_locked(run.lock)
         if is_running:
             if id != self._current or code is not None:
-                self._current, self._process, self._is_told = id, None, False
-            if is_cancelled and not self._is_told:
-                self._is_told = _ask_to_stop(self._process, run)
+                self._current, self._process, self._is_reported = id, None, False
+            if is_cancelled and not self._is_reported:
+                self._is_reported = _ask_to_stop(self._process, run)
             return
         if run.success.exists():
             self._finish(id, run, "completed")
@@ -176,12 +176,12 @@ class Keeper(threading.Thread):
         now = self._store.change(id, lambda record: begun if record["status"] == "validating" else {})
         if now["status"] != "in_progress":
             return  # cancelled in the meantime
-        with self._store.log(id).open("ab") as said:
-            self._log_start = said.tell()
+        with self._store.log(id).open("ab") as log_file:
+            self._log_start = log_file.tell()
             # The lock belongs to the open file, so that it stays for as long as a process of the job has this as its
             # output, the server's end included: no second job begins, also before the first has locked its run.
             try:
-                fcntl.flock(said, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return  # it runs: the next step finds it
             except OSError:  # a file system without locks
@@ -190,13 +190,13 @@ class Keeper(threading.Thread):
                 # -P and a folder of ours: the current folder holds no code for the job, nor a library's settings
                 [sys.executable, "-P", "-m", f"jobs.{job}", *settings_of(job, self._settings), *own],
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=log_file,
+                stderr=log_file,
                 start_new_session=True,
                 cwd=self._store.jobs,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
-        self._current, self._is_told = id, False
+        self._current, self._is_reported = id, False
         log.info("%s begins", id)
 
     def _finish(self, id: str, run: RunDirectory, status: str) -> None:

@@ -183,10 +183,10 @@ class _Repeats(logging.Filter):
         if record.levelno < logging.WARNING:
             return True
         now, text = time.monotonic(), record.getMessage()
-        self._seen = {said: each for said, each in self._seen.items() if each[0] + 2 * REPEAT_SECONDS > now}
-        said_at, num_repeats = self._seen.get(text, (-REPEAT_SECONDS, 0))
-        if now - said_at < REPEAT_SECONDS:
-            self._seen[text] = (said_at, num_repeats + 1)
+        self._seen = {message: each for message, each in self._seen.items() if each[0] + 2 * REPEAT_SECONDS > now}
+        logged_at, num_repeats = self._seen.get(text, (-REPEAT_SECONDS, 0))
+        if now - logged_at < REPEAT_SECONDS:
+            self._seen[text] = (logged_at, num_repeats + 1)
             return False
         self._seen[text] = (now, 0)
         if num_repeats:

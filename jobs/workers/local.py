@@ -222,10 +222,10 @@ def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> 
 
 def _wait(workers: Sequence[_Worker], stop: StopFlag) -> None:
     """Returns when all have ended. A signal to stop is passed on once."""
-    left, has_told = list(workers), False
+    left, has_reported = list(workers), False
     while left:
-        if stop.requested and not has_told:
-            has_told = True
+        if stop.requested and not has_reported:
+            has_reported = True
             for worker in left:
                 worker.process.send_signal(signal.Signals[stop.signal_name])
         for worker in [each for each in left if each.code is not None]:
@@ -240,14 +240,14 @@ def _result(workers: Sequence[_Worker]) -> WorkersResult:
     if finished:
         code = max(worker.process.returncode for worker in finished)
         return WorkersResult(code=code, output=_text(finished[0].output).strip(), error="")
-    told = [worker for worker in workers if worker.code in WORST_FIRST]
-    if not told:
+    classified = [worker for worker in workers if worker.code in WORST_FIRST]
+    if not classified:
         is_ours = any(worker.process.returncode > 0 for worker in workers)
         code = InternalError.exit_code if is_ours else Interrupted.exit_code
         return WorkersResult(
             code=code, output="", error=f"interrupted: {workers[0].describe_exit}; the same command goes on from here"
         )
-    worst = min(told, key=lambda worker: WORST_FIRST.index(worker.process.returncode))
+    worst = min(classified, key=lambda worker: WORST_FIRST.index(worker.process.returncode))
     return WorkersResult(
         code=worst.process.returncode, output="", error=_text(worst.errors).strip().rpartition("\n")[2]
     )

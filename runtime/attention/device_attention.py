@@ -76,22 +76,22 @@ def flash_attention(
     q_THD: torch.Tensor,
     k_SHD: torch.Tensor,
     v_SHD: torch.Tensor,
-    stretches: TokenRanges,
+    spans: TokenRanges,
     window: int | None,
     rule: Rule,
 ) -> torch.Tensor:
     """(T, H, Dv) of the stretches' tokens, which look at their positions one behind the other (S), at the last `window`
     of them at most. For what `flash_applies` to; keys and values begin where kernels can load."""
     missing = k_SHD.shape[2] - v_SHD.shape[2]
-    is_single = stretches.most_new == 1  # and then what it looks at is all that it is handed
+    is_single = spans.most_new == 1  # and then what it looks at is all that it is handed
     window_size = (-1, -1) if is_single else (-1 if window is None else window - 1, 0)
     runs = (  # in the order of both: tokens, positions, where runs of them end, and how long the longest ones are
         aligned(q_THD),
         k_SHD,
         F.pad(v_SHD, (0, missing)) if missing else v_SHD,
-        *stretches.bounds,
-        stretches.most_new,
-        stretches.most_positions,
+        *spans.bounds,
+        spans.most_new,
+        spans.most_positions,
     )
     operator = flash_operator()
     if operator is not None:
@@ -161,11 +161,11 @@ def decode_on_device(
     q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, rows: DecodeRows, reach: Reach, rule: Rule
 ) -> torch.Tensor:
     """One new token per row, over pages: (B, H, Dv)."""
-    stretches = rows.token_ranges(reach)
+    spans = rows.token_ranges(reach)
     is_flash = isinstance(kv, LayerKV) and flash_applies(q_BHD, *kv.likes, rule)
     is_gathered = is_flash or fused_applies(q_BHD, kv.likes[1], rule)
     most = max(1, (GATHERED_BYTES if is_gathered else SCORED_BYTES) // kv.position_bytes)
-    groups = stretches.groups(most, are_padded=not is_flash)
+    groups = spans.groups(most, are_padded=not is_flash)
 
     def decode(q_BHD: torch.Tensor, group: TokenRanges) -> torch.Tensor:
         if isinstance(kv, LayerKV) and is_flash:
@@ -188,13 +188,13 @@ def prefill_in_flash(
     if not flash_applies(query, key, value, rule) or (kv is None and reach.chunk is not None):
         return None
     if kv is None:
-        stretches = prompts.token_ranges(Reach())
+        spans = prompts.token_ranges(Reach())
         begin = prompts.segments[0].kv_start
-        k_SHD, v_SHD = (aligned(each[begin : begin + stretches.num_positions]) for each in (key, value))
-        tokens = stretches.tokens
-        return [(tokens, flash_attention(query[tokens], k_SHD, v_SHD, stretches, reach.window, rule))]
-    stretches, found = prompts.token_ranges(reach), []
-    for group in stretches.groups(max(1, GATHERED_BYTES // kv.position_bytes), are_padded=False):
+        k_SHD, v_SHD = (aligned(each[begin : begin + spans.num_positions]) for each in (key, value))
+        tokens = spans.tokens
+        return [(tokens, flash_attention(query[tokens], k_SHD, v_SHD, spans, reach.window, rule))]
+    spans, found = prompts.token_ranges(reach), []
+    for group in spans.groups(max(1, GATHERED_BYTES // kv.position_bytes), are_padded=False):
         tokens = group.tokens
         k_SHD, v_SHD = (aligned(key[tokens]), aligned(value[tokens])) if group.is_fresh else kv.packed(group)
         found.append((tokens, flash_attention(query[tokens], k_SHD, v_SHD, group, reach.window, rule)))

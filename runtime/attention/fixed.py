@@ -21,7 +21,7 @@ Cuts: TypeAlias = Mapping[Reach, frozenset[tuple[int, bool]]]  # how layers cut 
 
 def cuts_of(rows: DecodeRows) -> Cuts:
     """How the layers of the pass that these rows were in have looked at them."""
-    return {reach: frozenset(stretches.cuts) for reach, stretches in rows.reaches.items()}
+    return {reach: frozenset(spans.cuts) for reach, spans in rows.reaches.items()}
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ def sizes_of(rows: DecodeRows, cuts: Cuts) -> Sizes | None:
     """The sizes that have room for these rows, or None where some layer would look at them in several parts."""
     found = dict[Reach, Size]()
     for reach, keys in cuts.items():
-        stretches = rows.token_ranges(reach)
-        if any(len(stretches.groups(most, are_padded=padded)) > 1 for most, padded in keys):
+        spans = rows.token_ranges(reach)
+        if any(len(spans.groups(most, are_padded=padded)) > 1 for most, padded in keys):
             return None
-        found[reach] = Size(_rounded(stretches.most_positions), _rounded(stretches.num_positions))
+        found[reach] = Size(_rounded(spans.most_positions), _rounded(spans.num_positions))
     return found
 
 
@@ -56,15 +56,15 @@ class FixedRows:
 
     def __init__(self, rows: DecodeRows, layout: PassLayout, cuts: Cuts, sizes: Sizes):
         self._layout, self._cuts, self._sizes = layout, cuts, sizes
-        self._stretches = {reach: self._sized(rows, reach) for reach in cuts}
+        self._spans = {reach: self._sized(rows, reach) for reach in cuts}
         self._kept = {reach: self._tensors(rows, layout, reach) for reach in cuts}
-        for reach, stretches in self._stretches.items():
+        for reach, spans in self._spans.items():
             bounds, *places = self._kept[reach]
-            vars(stretches).update(bounds=(stretches.bounds[0], bounds))
+            vars(spans).update(bounds=(spans.bounds[0], bounds))
             for padded, flat in zip(self._ways(reach), places, strict=False):
                 if padded:
-                    vars(stretches).update(seen_BS=places[-2], hidden_BS=places[-1])
-                layout.keep(stretches, Places(flat), are_padded=padded)
+                    vars(spans).update(seen_BS=places[-2], hidden_BS=places[-1])
+                layout.keep(spans, Places(flat), are_padded=padded)
 
     def fill(self, rows: DecodeRows, layout: PassLayout) -> None:
         """Puts in the numbers of another pass of these sizes, which is fresh."""
@@ -79,22 +79,22 @@ class FixedRows:
 
     def _sized(self, rows: DecodeRows, reach: Reach) -> TokenRanges:
         """The rows' stretches, as if their longest one were as long as there is room for."""
-        stretches = rows.token_ranges(reach)
-        vars(stretches).update(most_positions=self._sizes[reach].longest)
-        stretches.keep_whole(self._cuts[reach])
-        return stretches
+        spans = rows.token_ranges(reach)
+        vars(spans).update(most_positions=self._sizes[reach].longest)
+        spans.keep_whole(self._cuts[reach])
+        return spans
 
     def _tensors(self, rows: DecodeRows, layout: PassLayout, reach: Reach) -> list[torch.Tensor]:
         """Bounds of positions, the places of each way, and which of padded places are seen and hidden."""
-        stretches, found = rows.token_ranges(reach), list[torch.Tensor]()
-        found.append(stretches.bounds[1])
+        spans, found = rows.token_ranges(reach), list[torch.Tensor]()
+        found.append(spans.bounds[1])
         for padded in self._ways(reach):
-            flat = (layout.padded if padded else layout.packed)(stretches).flat
+            flat = (layout.padded if padded else layout.packed)(spans).flat
             if not padded:  # place 0 is there, whatever lies in it, and nobody looks at it
                 flat = torch.nn.functional.pad(flat, (0, self._sizes[reach].total - len(flat)))
             found.append(flat)
         if True in self._ways(reach):
-            lengths_B = stretches.bounds[1].diff()
-            seen_BS = torch.arange(stretches.most_positions, device=lengths_B.device) < lengths_B[:, None]
+            lengths_B = spans.bounds[1].diff()
+            seen_BS = torch.arange(spans.most_positions, device=lengths_B.device) < lengths_B[:, None]
             found += [seen_BS, ~seen_BS]
         return found

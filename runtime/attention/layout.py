@@ -103,43 +103,43 @@ class PassLayout:
             self._numbers[row] = upload(self._pages[row], self._device)
         return self._numbers[row]
 
-    def packed(self, stretches: TokenRanges) -> Places:
-        """The places of all positions that the stretches look at (S), one stretch behind the other."""
-        if stretches not in self._packed:
-            firsts_B, tables_Bn = self._looked_at(stretches)
-            bounds, total = stretches.bounds[1], stretches.num_positions
-            numbers = torch.arange(len(stretches.parts), device=self._device)
+    def packed(self, ranges: TokenRanges) -> Places:
+        """The places of all positions that the ranges look at (S), one range behind the other."""
+        if ranges not in self._packed:
+            firsts_B, tables_Bn = self._looked_at(ranges)
+            bounds, total = ranges.bounds[1], ranges.num_positions
+            numbers = torch.arange(len(ranges.parts), device=self._device)
             which_S = numbers.repeat_interleave(bounds.diff(), output_size=total)
             position_S = torch.arange(total, device=self._device) + (firsts_B - bounds[:-1])[which_S]
-            self._packed[stretches] = _in_pages(tables_Bn[which_S, position_S // PAGE_TOKENS], position_S)
-        return self._packed[stretches]
+            self._packed[ranges] = _in_pages(tables_Bn[which_S, position_S // PAGE_TOKENS], position_S)
+        return self._packed[ranges]
 
-    def padded(self, stretches: TokenRanges) -> Places:
-        """The places of the positions that each stretch looks at (B, S); short ones end in repeats, which are as good
+    def padded(self, ranges: TokenRanges) -> Places:
+        """The places of the positions that each range looks at (B, S); short ones end in repeats, which are as good
         as others."""
-        if stretches not in self._padded:
-            firsts_B, tables_Bn = self._looked_at(stretches)
-            lasts_B = stretches.bounds[1].diff() - 1
-            at_BS = torch.arange(stretches.most_positions, device=self._device).minimum(lasts_B[:, None])
+        if ranges not in self._padded:
+            firsts_B, tables_Bn = self._looked_at(ranges)
+            lasts_B = ranges.bounds[1].diff() - 1
+            at_BS = torch.arange(ranges.most_positions, device=self._device).minimum(lasts_B[:, None])
             position_BS = at_BS + firsts_B[:, None]
-            self._padded[stretches] = _in_pages(tables_Bn.gather(1, position_BS // PAGE_TOKENS), position_BS)
-        return self._padded[stretches]
+            self._padded[ranges] = _in_pages(tables_Bn.gather(1, position_BS // PAGE_TOKENS), position_BS)
+        return self._padded[ranges]
 
-    def keep(self, stretches: TokenRanges, places: Places, *, are_padded: bool) -> None:
+    def keep(self, ranges: TokenRanges, places: Places, *, are_padded: bool) -> None:
         """Says where these lie, in place of `packed` or `padded`."""
-        (self._padded if are_padded else self._packed)[stretches] = places
+        (self._padded if are_padded else self._packed)[ranges] = places
 
-    def by_page(self, stretches: TokenRanges) -> ByPage:
+    def by_page(self, ranges: TokenRanges) -> ByPage:
         """The places of rows that decode, of which the last page is a tail."""
-        if stretches not in self._by_page:
-            firsts_B, tables_Bn = self._looked_at(stretches)
-            counts_B = stretches.bounds[1].diff()
-            at_BS = torch.arange(stretches.most_positions, device=self._device).minimum(counts_B[:, None] - 1)
+        if ranges not in self._by_page:
+            firsts_B, tables_Bn = self._looked_at(ranges)
+            counts_B = ranges.bounds[1].diff()
+            at_BS = torch.arange(ranges.most_positions, device=self._device).minimum(counts_B[:, None] - 1)
             at_BS = at_BS + firsts_B[:, None]
             lasts_B = (firsts_B + counts_B - 1) // PAGE_TOKENS
-            slots_B = upload([self._slots[part.row] for part in stretches.parts], self._device)
-            self._by_page[stretches] = ByPage(tables_Bn, lasts_B, slots_B, at_BS)
-        return self._by_page[stretches]
+            slots_B = upload([self._slots[part.row] for part in ranges.parts], self._device)
+            self._by_page[ranges] = ByPage(tables_Bn, lasts_B, slots_B, at_BS)
+        return self._by_page[ranges]
 
     @cached_property
     def filled_M(self) -> torch.Tensor:
@@ -172,9 +172,9 @@ class PassLayout:
     def slot(self, row: int) -> int:
         return self._slots[row]
 
-    def _looked_at(self, stretches: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages that stretches look at (B, n), and the first position in the first of them (B)."""
-        parts = stretches.parts
+    def _looked_at(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages that ranges look at (B, n), and the first position in the first of them (B)."""
+        parts = ranges.parts
         tables = [self._pages[p.row][p.first // PAGE_TOKENS : -(-p.end // PAGE_TOKENS)] for p in parts]
         width = max(map(len, tables))
         lines = [
@@ -243,14 +243,14 @@ class LayerKV:
         k, v = (pages[numbers].flatten(0, 1)[: segment.end].transpose(0, 1) for pages in (self.k_NPHD, self.v_NPHD))
         return self._wide(k), self._wide(v)
 
-    def packed(self, stretches: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the stretches look at, (S, H, D) each, one stretch behind the other."""
-        places = self.layout.packed(stretches)
+    def packed(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the ranges look at, (S, H, D) each, one range behind the other."""
+        places = self.layout.packed(ranges)
         return self._wide(places.of(self.k_NPHD)), self._wide(places.of(self.v_NPHD))
 
-    def padded(self, stretches: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
+    def padded(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """What each looks at, (B, S, H, D) each; short ones end in repeats."""
-        places = self.layout.padded(stretches)
+        places = self.layout.padded(ranges)
         return self._wide(places.of(self.k_NPHD)), self._wide(places.of(self.v_NPHD))
 
 
@@ -295,9 +295,9 @@ class QuantizedKV:
             k_SHD, v_SHD = (torch.cat([x.flatten(0, 1), y]) for x, y in zip(kept, (k_SHD, v_SHD), strict=True))
         return k_SHD.transpose(0, 1), v_SHD.transpose(0, 1), hidden_TS
 
-    def padded(self, stretches: TokenRanges) -> Pair:
+    def padded(self, ranges: TokenRanges) -> Pair:
         """What rows that decode look at, (B, S, H, D) each; short ones end in repeats."""
-        places = self.layout.by_page(stretches)
+        places = self.layout.by_page(ranges)
         kept = self.format.decode(self.pages[places.tables_Bn.flatten()], self.tails[0].dtype)
         rows_B = torch.arange(len(places.slots_B), device=places.slots_B.device)
         found = []

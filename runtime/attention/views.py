@@ -239,13 +239,13 @@ class Prompts:
 
     segments: Sequence[Segment]
     device: torch.device
-    _stretches: dict[Reach, TokenRanges] = field(default_factory=dict, compare=False)
+    _spans: dict[Reach, TokenRanges] = field(default_factory=dict, compare=False)
 
     def token_ranges(self, reach: Reach) -> TokenRanges:
-        if reach not in self._stretches:
+        if reach not in self._spans:
             parts = tuple(part for segment in self.segments for part in segment.token_ranges(reach))
-            self._stretches[reach] = TokenRanges(parts, self.device)
-        return self._stretches[reach]
+            self._spans[reach] = TokenRanges(parts, self.device)
+        return self._spans[reach]
 
 
 @dataclass(frozen=True)
@@ -261,23 +261,23 @@ class DecodeRows:
     device: torch.device
     _begins: dict[Reach, torch.Tensor] = field(default_factory=dict, compare=False)
     _hidden: dict[Reach, torch.Tensor | None] = field(default_factory=dict, compare=False)
-    _stretches: dict[Reach, TokenRanges] = field(default_factory=dict, compare=False)
+    _spans: dict[Reach, TokenRanges] = field(default_factory=dict, compare=False)
 
     @cached_property
     def tokens_B(self) -> torch.Tensor:
         return upload(self.tokens, self.device)
 
     def token_ranges(self, reach: Reach) -> TokenRanges:
-        if reach not in self._stretches:
+        if reach not in self._spans:
             each = zip(self.rows, self.past, self.tokens, strict=True)
             parts = tuple(TokenRange(row, token, 1, reach.first(past), past + 1) for row, past, token in each)
-            self._stretches[reach] = TokenRanges(parts, self.device)
-        return self._stretches[reach]
+            self._spans[reach] = TokenRanges(parts, self.device)
+        return self._spans[reach]
 
     @property
     def reaches(self) -> Mapping[Reach, TokenRanges]:
         """What layers have asked for."""
-        return self._stretches
+        return self._spans
 
     @property
     def longest(self) -> int:

@@ -105,12 +105,12 @@ def most_cached(num_prompt_tokens: int, max_new_tokens: int) -> int:
 
 def plan_pass(
     waiting: Sequence[Waiting],
-    seats: Sequence[SlotState],
+    running: Sequence[SlotState],
     free_pages: int,
     limits: AdmissionLimits,
     held: Iterable[CachedPrefix] = (),
 ) -> PassPlan:
-    """`waiting` in the order of the line, as far as they may soon enter, `seats` in the order of admission, `held` in
+    """`waiting` in the order of the line, as far as they may soon enter, `running` in the order of admission, `held` in
     that in which they were opened.
 
     A request enters when every seated one, itself included, could get from what is free the pages of its known tokens
@@ -118,11 +118,11 @@ def plan_pass(
     free all the same, prefixes that nobody seated needs and then the youngest give way until they are, and nobody
     enters.
     """
-    kept, staying, preempted = RetainedPrefixes(held, limits.rule, limits.page_tokens), list(seats), list[SlotState]()
-    free = free_pages + (kept.drop_unwanted(_seated(staying), _line(waiting)) if kept else 0)
+    kept, staying, preempted = RetainedPrefixes(held, limits.rule, limits.page_tokens), list(running), list[SlotState]()
+    free = free_pages + (kept.drop_unwanted(_assigned(staying), _line(waiting)) if kept else 0)
     shares = _share_budgets(staying, kept, limits)
     while (needed := _needed_pages(staying, kept, limits, *shares)) > free:
-        if (dropped := kept.drop_one(_seated(staying), _line([*preempted, *waiting]))) is not None:
+        if (dropped := kept.drop_one(_assigned(staying), _line([*preempted, *waiting]))) is not None:
             free += dropped
         else:
             assert len(staying) > 1, f"request {staying[0].request} alone needs {needed} KV pages, {free} are free"
@@ -135,16 +135,16 @@ def plan_pass(
     assert staying or entered or not waiting, f"request {waiting[0].request} can never be admitted: {free} pages"
     new_tokens, filled = _share_budgets([*staying, *entered], kept, limits) if entered else shares
     return PassPlan(
-        preempted=tuple(seat.request for seat in preempted),
-        admitted=tuple((seat.request, seat.lane) for seat in entered),
+        preempted=tuple(slot.request for slot in preempted),
+        admitted=tuple((slot.request, slot.lane) for slot in entered),
         new_tokens=new_tokens,
         dropped=tuple(kept.dropped),
         filled=filled,
     )
 
 
-def _seated(seats: Iterable[SlotState]) -> list[tuple[SharedPrefix | None, int]]:
-    return [(seat.prefix, seat.lane) for seat in seats]
+def _assigned(running: Iterable[SlotState]) -> list[tuple[SharedPrefix | None, int]]:
+    return [(slot.prefix, slot.lane) for slot in running]
 
 
 def _line(waiting: Iterable[Waiting | SlotState]) -> list[SharedPrefix | None]:
@@ -152,7 +152,7 @@ def _line(waiting: Iterable[Waiting | SlotState]) -> list[SharedPrefix | None]:
 
 
 def _needed_pages(
-    seats: Sequence[SlotState],
+    running: Sequence[SlotState],
     kept: RetainedPrefixes,
     limits: AdmissionLimits,
     new_tokens: Mapping[int, int],
@@ -162,14 +162,14 @@ def _needed_pages(
     page = limits.page_tokens
     cached_of = {place: kept[place].num_cached for place in filled}
     needed = sum(limits.pages(cached_of[place] + new) - limits.pages(cached_of[place]) for place, new in filled.items())
-    for seat in seats:
-        cached = seat.num_cached
-        needed += -(-(cached + new_tokens.get(seat.request, 0)) // page) - -(-cached // page)
+    for slot in running:
+        cached = slot.num_cached
+        needed += -(-(cached + new_tokens.get(slot.request, 0)) // page) - -(-cached // page)
     return needed
 
 
 def _share_budgets(
-    seats: Iterable[SlotState], kept: RetainedPrefixes, limits: AdmissionLimits
+    running: Iterable[SlotState], kept: RetainedPrefixes, limits: AdmissionLimits
 ) -> tuple[dict[int, int], dict[Place, int]]:
     """Shares out each lane's tokens: what is decoded comes first, then what others wait for, lane by lane, as a lane
     goes on from those before it; then pieces of prompts, the oldest first."""
@@ -181,52 +181,52 @@ def _share_budgets(
         left[lane] -= taken
         return taken
 
-    def may_begin(seat: SlotState) -> bool:
-        begins = seat.prefix is not None and seat.num_cached == rule.num_shared(seat.prefix)
-        return not begins or kept.may_begin(seat.prefix, seat.lane, filled)
+    def may_begin(slot: SlotState) -> bool:
+        begins = slot.prefix is not None and slot.num_cached == rule.num_shared(slot.prefix)
+        return not begins or kept.may_begin(slot.prefix, slot.lane, filled)
 
     prompts = list[SlotState]()
-    for seat in seats:
-        missing, prefix = seat.num_known - seat.num_cached, seat.prefix
+    for slot in running:
+        missing, prefix = slot.num_known - slot.num_cached, slot.prefix
         # Most decode, behind what they went on from: that is seen without a call.
-        if missing > 1 or (prefix is not None and seat.num_cached <= prefix.num_tokens and not may_begin(seat)):
-            prompts.append(seat)
-        elif missing and left[seat.lane]:
-            left[seat.lane] -= 1
-            new_tokens[seat.request] = 1
+        if missing > 1 or (prefix is not None and slot.num_cached <= prefix.num_tokens and not may_begin(slot)):
+            prompts.append(slot)
+        elif missing and left[slot.lane]:
+            left[slot.lane] -= 1
+            new_tokens[slot.request] = 1
     growing = [each for each in kept if each[1].num_cached < rule.num_shared(each[0][0])]
     for (prefix, where), held in sorted(growing, key=lambda each: each[1].lane):
         begins = held.num_cached == rule.num_shared(prefix.parent)
         if not begins or kept.may_begin(prefix.parent, held.lane, filled):
             filled[prefix, where] = take(held.lane, rule.num_shared(prefix) - held.num_cached)
-    for seat in prompts:
-        if may_begin(seat) and (taken := take(seat.lane, seat.num_missing)):
-            new_tokens[seat.request] = taken
+    for slot in prompts:
+        if may_begin(slot) and (taken := take(slot.lane, slot.num_missing)):
+            new_tokens[slot.request] = taken
     return new_tokens, {place: count for place, count in filled.items() if count}
 
 
 def _enter(
     waiting: Sequence[Waiting],
-    seats: Sequence[SlotState],
+    running: Sequence[SlotState],
     kept: RetainedPrefixes,
     free_pages: int,
     limits: AdmissionLimits,
 ) -> list[SlotState]:
     """Each into the lane with the fewest tokens that has a free seat, counting what it has computed for it there."""
-    if not waiting or len(seats) == limits.num_lanes * limits.lane_size:
+    if not waiting or len(running) == limits.num_lanes * limits.lane_size:
         return []
-    num_seated, num_tokens = [0] * limits.num_lanes, [0] * limits.num_lanes
-    for seat in seats:
-        num_seated[seat.lane] += 1
-        num_tokens[seat.lane] += seat.num_known
+    num_assigned, num_tokens = [0] * limits.num_lanes, [0] * limits.num_lanes
+    for slot in running:
+        num_assigned[slot.lane] += 1
+        num_tokens[slot.lane] += slot.num_known
     room = free_pages - kept.promised_pages
     page = limits.page_tokens
-    for seat in seats:  # what they want beyond what they have
-        most = seat.num_known + page
-        room -= -(-(most if most < seat.num_most else seat.num_most) // page) - -(-seat.num_cached // page)
+    for slot in running:  # what they want beyond what they have
+        most = slot.num_known + page
+        room -= -(-(most if most < slot.num_most else slot.num_most) // page) - -(-slot.num_cached // page)
     entered: list[SlotState] = []
     for turn, request in enumerate(waiting):
-        open_lanes = [lane for lane in range(limits.num_lanes) if num_seated[lane] < limits.lane_size]
+        open_lanes = [lane for lane in range(limits.num_lanes) if num_assigned[lane] < limits.lane_size]
         if not open_lanes:
             break
         prefix = request.prefix
@@ -242,13 +242,13 @@ def _enter(
         wanted = limits.pages(min(request.num_known + limits.page_tokens, request.num_most))
         wanted += kept.missing_pages(prefix, lane) - limits.pages(entering.num_cached)
         if wanted > room:
-            made = kept.make_room(wanted - room, _seated([*seats, *entered, entering]), _line(waiting[turn:]))
+            made = kept.make_room(wanted - room, _assigned([*running, *entered, entering]), _line(waiting[turn:]))
             if made is None:
                 break
             room += made
         kept.open(prefix, lane)
         room -= wanted
-        num_seated[lane] += 1
+        num_assigned[lane] += 1
         num_tokens[lane] += request.num_known
         entered.append(entering)
     return entered

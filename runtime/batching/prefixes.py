@@ -172,7 +172,7 @@ def _num_common(one: bytes, other: bytes) -> int:
 
 ALL_LANES = -1
 Place = tuple[SharedPrefix, int]  # a prefix, and the lane that shares it: ALL_LANES where all do
-Seated = Iterable[tuple[SharedPrefix | None, int]]  # what each goes on from, and its lane
+Assigned = Iterable[tuple[SharedPrefix | None, int]]  # what each goes on from, and its lane
 Line = Iterable[SharedPrefix | None]  # what those go on from that may soon enter
 FAR = 1 << 62  # nobody in line
 
@@ -192,10 +192,10 @@ def places_of(prefix: SharedPrefix | None, lane: int, rule: SharingRule) -> list
     return [(each, where) for each in prefix.chain][::-1] if prefix is not None else []
 
 
-def places_of_all(seated: Seated, rule: SharingRule) -> set[Place]:
+def places_of_all(assigned: Assigned, rule: SharingRule) -> set[Place]:
     """Where any of them does."""
     found = set[Place]()
-    for prefix, lane in seated:
+    for prefix, lane in assigned:
         where = ALL_LANES if rule.among_lanes else lane
         while prefix is not None and (prefix, where) not in found:
             found.add((prefix, where))
@@ -249,22 +249,22 @@ class RetainedPrefixes:
         in_pass = filled.get(place, 0) if self._rule.in_pass and held.lane <= lane else 0
         return held.num_cached + in_pass == num_tokens
 
-    def drop_unwanted(self, seated: Seated, line: Line) -> int:
+    def drop_unwanted(self, assigned: Assigned, line: Line) -> int:
         """Drops those that neither anybody seated nor anybody in line goes on from; returns the pages that are free."""
-        idle = self._unneeded(seated)
+        idle = self._unneeded(assigned)
         wanted = _turns(line) if idle else {}  # mostly nobody is idle, and the line is long
         return sum(self._drop(place) for place in self._in_order(idle, wanted) if place[0] not in wanted)
 
-    def drop_one(self, seated: Seated, line: Line) -> int | None:
+    def drop_one(self, assigned: Assigned, line: Line) -> int | None:
         """Drops the one that is wanted last of those that nobody seated goes on from; returns the pages that are free,
         None where there is none."""
-        idle = self._in_order(self._unneeded(seated), _turns(line))
+        idle = self._in_order(self._unneeded(assigned), _turns(line))
         return self._drop(idle[0]) if idle else None
 
-    def make_room(self, num_pages: int, seated: Seated, line: Line) -> int | None:
+    def make_room(self, num_pages: int, assigned: Assigned, line: Line) -> int | None:
         """Drops as many, in the same order, as have `num_pages`, stored or promised, together; returns the pages
         that they come to, None where all of them come to too few, and none is dropped."""
-        idle, found = self._in_order(self._unneeded(seated), _turns(line)), 0
+        idle, found = self._in_order(self._unneeded(assigned), _turns(line)), 0
         if sum(map(self._num_pages, idle)) < num_pages:
             return None
         for place in idle:
@@ -274,9 +274,9 @@ class RetainedPrefixes:
             self._drop(place)
         return found
 
-    def _unneeded(self, seated: Seated) -> list[Place]:
+    def _unneeded(self, assigned: Assigned) -> list[Place]:
         """Those that nobody seated needs."""
-        needed = places_of_all(seated, self._rule) if self._held else ()
+        needed = places_of_all(assigned, self._rule) if self._held else ()
         return [place for place in self._held if place not in needed]
 
     @staticmethod

@@ -43,15 +43,15 @@ class HostLayerKV(LayerKV):
             row[segment.past :] = new[0, :, segment.start : segment.start + segment.new].transpose(0, 1)
         return rows_SHD[0].transpose(0, 1), rows_SHD[1].transpose(0, 1)
 
-    def packed(self, stretches: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
+    def packed(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """All that is cached comes up at once."""
         sources = (self.k_NPHD, self.key[0]), (self.v_NPHD, self.value[0])
         packed_SHD = [
-            self.exchange.new((stretches.num_positions, pages.shape[2], pages.shape[3]), pages.dtype)
+            self.exchange.new((ranges.num_positions, pages.shape[2], pages.shape[3]), pages.dtype)
             for pages, _ in sources
         ]
         copies, begin = list[Part](), 0
-        for part in stretches.parts:
+        for part in ranges.parts:
             middle, end = begin + part.past - part.first, begin + part.num_positions
             for (pages, new_HTD), packed in zip(sources, packed_SHD, strict=True):
                 flat = pages.flatten(0, 1)
@@ -68,19 +68,19 @@ class HostVisit:
 
     def __init__(
         self,
-        trip: RoundTrip,
+        round_trip: RoundTrip,
         kv: LayerKV,
         rows: DecodeRows,
         tokens_B: torch.Tensor,
         copies: tuple[Places, Places] | None,
     ):
         """`copies`: what rows that part from others copy of the page that is not full."""
-        self._trip, self._kv, self._rows, self._tokens_B, self._copies = trip, kv, rows, tokens_B, copies
+        self._round_trip, self._kv, self._rows, self._tokens_B, self._copies = round_trip, kv, rows, tokens_B, copies
 
     def attend(self, reach: Reach, *, scale: float, softcap: float | None, num_threads: int) -> torch.Tensor:
         """Waits for this trip alone, on any thread, stores the new keys and values, and begins to send up what it
         returns: (B, H, D) in compute memory, which `receive` waits for."""
-        q_BHD, k_BHD, v_BHD, *sinks = self._trip.arrived()
+        q_BHD, k_BHD, v_BHD, *sinks = self._round_trip.arrived()
         layout, rows = self._kv.layout, self._rows
         layout.new_T.put(self._kv.k_NPHD, k_BHD)
         layout.new_T.put(self._kv.v_NPHD, v_BHD)
@@ -96,12 +96,12 @@ class HostVisit:
             Rule(scale, softcap, sinks[0] if sinks else None),
             num_threads,
         )
-        self._trip.answer(answer)
-        return self._trip.out
+        self._round_trip.answer(answer)
+        return self._round_trip.out
 
     def receive(self, out_THD: torch.Tensor) -> torch.Tensor:
         """Where `out` is not the answer itself, the answer is put into it. For compute that is queued from now on."""
-        answer_BHD = self._trip.receive()
+        answer_BHD = self._round_trip.receive()
         if out_THD is not answer_BHD:
             out_THD[self._tokens_B] = answer_BHD
         return out_THD
@@ -160,5 +160,5 @@ class HostLane:
         sent = [t[0, :, tokens_B].transpose(0, 1).contiguous() for t in qkv]
         out = self._exchange.new((*sent[0].shape[:2], sent[2].shape[2]), sent[2].dtype)
         sinks = [] if sinks_H is None else [sinks_H.float().contiguous()]
-        trip = self._exchange.send(index, [*sent, *sinks], out)
-        return HostVisit(trip, self.layer(index, *qkv[1:]), self._rows, tokens_B, self._copies)
+        round_trip = self._exchange.send(index, [*sent, *sinks], out)
+        return HostVisit(round_trip, self.layer(index, *qkv[1:]), self._rows, tokens_B, self._copies)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..plan.placement.memory import PAGE_TOKENS
 from .pages import PagePool, SharedPages, num_pages_for
-from .tails import PartialPages
+from .partial_pages import PartialPages
 
 
 @dataclass(kw_only=True)

@@ -29,7 +29,7 @@ from ..plan.placement.memory import PAGE_TOKENS
 from .host_lane import CPU, HostLane, HostVisit
 from .page_table import PageTable
 from .pages import KVCache, KVPages, split_pages
-from .tails import PartialPages
+from .partial_pages import PartialPages
 
 
 @dataclass(frozen=True)

@@ -206,11 +206,11 @@ class ContiguousPool(PagePool):
 
     def __init__(self, num_pages: int):
         super().__init__(num_pages)
-        self._stretches = [range(num_pages)] if num_pages else []  # free, ascending, with taken pages between them
+        self._spans = [range(num_pages)] if num_pages else []  # free, ascending, with taken pages between them
 
     @property
     def num_free(self) -> int:
-        return sum(map(len, self._stretches))
+        return sum(map(len, self._spans))
 
     def take(self, count: int, behind: int | None = None) -> list[int]:
         self._require(count)
@@ -225,27 +225,27 @@ class ContiguousPool(PagePool):
             self._join(run)
 
     def _begin(self, last: int | None) -> int:
-        if last is not None and (at := self._before(last + 1)) >= 0 and last + 1 in self._stretches[at]:
+        if last is not None and (at := self._before(last + 1)) >= 0 and last + 1 in self._spans[at]:
             return last + 1
-        longest = max(self._stretches, key=len)
+        longest = max(self._spans, key=len)
         return longest.start + len(longest) // 2 if longest.start else 0
 
     def _before(self, page: int) -> int:
         """Which stretch is the last that begins at the page or before it; -1: none."""
-        return bisect_right(self._stretches, page, key=lambda stretch: stretch.start) - 1
+        return bisect_right(self._spans, page, key=lambda span: span.start) - 1
 
     def _cut(self, begin: int, most: int) -> range:
         at = self._before(begin)
-        whole = self._stretches[at]
+        whole = self._spans[at]
         taken = range(begin, min(begin + most, whole.stop))
         left = (range(whole.start, taken.start), range(taken.stop, whole.stop))
-        self._stretches[at : at + 1] = [part for part in left if part]
+        self._spans[at : at + 1] = [part for part in left if part]
         return taken
 
     def _join(self, run: range) -> None:
         at = self._before(run.start) + 1
-        first = at - 1 if at and self._stretches[at - 1].stop == run.start else at
-        end = at + 1 if at < len(self._stretches) and self._stretches[at].start == run.stop else at
-        touching = [run, *self._stretches[first:end]]
+        first = at - 1 if at and self._spans[at - 1].stop == run.start else at
+        end = at + 1 if at < len(self._spans) and self._spans[at].start == run.stop else at
+        touching = [run, *self._spans[first:end]]
         whole = range(min(each.start for each in touching), max(each.stop for each in touching))
-        self._stretches[first:end] = [whole]
+        self._spans[first:end] = [whole]

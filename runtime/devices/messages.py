@@ -164,26 +164,26 @@ def for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.sharded) -> 
     return replace(config, offload=replace(config.offload, expert_paging=ExpertPaging.off), policy=policy)
 
 
-def plan_from_broadcast(told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+def plan_from_broadcast(message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
     """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests or
     weights, and BudgetError."""
-    if told["requests"] != digest_of(requests):
+    if message["requests"] != digest_of(requests):
         raise ConfigError(
             "devices: this rank has read other rows than rank 0: all ranks need the same data set, "
             "tokenizer and settings"
         )
-    if told["weights"] != planner.model.fingerprint:
+    if message["weights"] != planner.model.fingerprint:
         raise ConfigError(
             "devices: this rank finds other weights than rank 0 at model.path: copy the same checkpoint to "
             "each machine, or read it where all see it"
         )
-    kv, prefetch = KVConfig(**told["kv"]), PrefetchConfig(**told["prefetch"])
-    policy = replace(PolicyConfig(**told["policy"]), kind=PolicyKind.fixed, pin=None)
-    blocks = tuple(Block(index=index, micro_batches=tuple(map(tuple, lanes))) for index, lanes in told["blocks"])
+    kv, prefetch = KVConfig(**message["kv"]), PrefetchConfig(**message["prefetch"])
+    policy = replace(PolicyConfig(**message["policy"]), kind=PolicyKind.fixed, pin=None)
+    blocks = tuple(Block(index=index, micro_batches=tuple(map(tuple, lanes))) for index, lanes in message["blocks"])
     config = replace(planner.config, policy=policy, kv=kv, prefetch=prefetch)
     sizes = [request.size for request in requests]
     problem = Problem(
-        shape=planner.model.shape, config=config, budgets=Budgets(**told["budgets"]), sizes=sizes, rates=None
+        shape=planner.model.shape, config=config, budgets=Budgets(**message["budgets"]), sizes=sizes, rates=None
     )
     plan = plan_policy(problem, blocks=blocks)
     if policy.admission is Admission.continuous:

@@ -17,8 +17,8 @@ from ..plan.planner import RunPlan
 from ..sequences.reasoning import Reasoning
 from ..sequences.sequence import Completion, Request, Unfinished
 from ..sequences.sequence import Sequence as Running
-from .agreements import RankSync, SyncBetweenPasses
 from .messages import KIND, Finished, num_admitting, read_states, written_states
+from .rank_sync import RankSync, SyncBetweenPasses
 
 WAVE, STREAM, CLOSED = "wave", "stream", "closed"
 
@@ -35,12 +35,12 @@ class RankSession(Session):
         *,
         opening_seconds: float,
         reasoning: Reasoning | None,
-        agreement: RankSync,
+        rank_sync: RankSync,
     ):
         super().__init__(model, engine, plan, plan.policy, opening_seconds=opening_seconds, reasoning=reasoning)
-        self._agreement, self._ranks = agreement, agreement.ranks
+        self._rank_sync, self._ranks = rank_sync, rank_sync.ranks
         self._requests: Sequence[Request] = ()
-        agreement.rows, agreement.states = lambda: self._open, super().snapshot
+        rank_sync.rows, rank_sync.states = lambda: self._open, super().snapshot
 
     def wave(
         self,
@@ -68,19 +68,19 @@ class RankSession(Session):
     def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
         """Takes part in what rank 0 begins, until it closes its session; gives what all ranks come to."""
         blocks = {block.index: block for block in self._plan.blocks}
-        while (told := self._ranks.receive())[KIND] != CLOSED:
-            unfinished = read_states(told["states"])
-            if told[KIND] == WAVE:
-                yield from self._part(blocks[told["block"]], told["left"], requests, unfinished, ignore)
+        while (message := self._ranks.receive())[KIND] != CLOSED:
+            unfinished = read_states(message["states"])
+            if message[KIND] == WAVE:
+                yield from self._part(blocks[message["block"]], message["left"], requests, unfinished, ignore)
             else:
-                yield from self._part_of_stream(told["order"], requests, unfinished, ignore)
+                yield from self._part_of_stream(message["order"], requests, unfinished, ignore)
 
     def announce_close(self) -> None:
         """Has those that follow close theirs, too."""
         self._ranks.broadcast({KIND: CLOSED})
 
     def snapshot(self) -> dict[int, Unfinished]:
-        return self._agreement.all_states()
+        return self._rank_sync.all_states()
 
     def _part(
         self,
@@ -133,7 +133,7 @@ class RankSession(Session):
                     except Interrupted:
                         raise
                     except Exception:
-                        self._agreement.lose_pass()
+                        self._rank_sync.lose_pass()
                         raise
                     if record is None:
                         break
@@ -143,11 +143,11 @@ class RankSession(Session):
         except PeerEnded:
             raise
         except (Interrupted, GeneratorExit):
-            self._agreement.stop()
+            self._rank_sync.stop()
             raise
 
     def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
-        return self._agreement.ended(counts, self._take_finished(), self._requests)
+        return self._rank_sync.ended(counts, self._take_finished(), self._requests)
 
 
 class SameRowsSession(RankSession):
@@ -156,8 +156,8 @@ class SameRowsSession(RankSession):
 
     @property
     def _between(self) -> SyncBetweenPasses:
-        assert isinstance(self._agreement, SyncBetweenPasses), "ranks have the same rows"
-        return self._agreement
+        assert isinstance(self._rank_sync, SyncBetweenPasses), "ranks have the same rows"
+        return self._rank_sync
 
     def _own(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
         return block, left

@@ -29,7 +29,6 @@ from ..ranks.tensor import TensorSplit
 from ..sequences.sequence import Request
 from ..stream.device import ComputeDevice, choose_device
 from ..stream.filling import Together
-from .agreements import PassSync, PipelineSync, RankSync
 from .messages import (
     KIND,
     NOT_YET,
@@ -39,6 +38,7 @@ from .messages import (
     plan_from_broadcast,
     plan_to_broadcast,
 )
+from .rank_sync import PassSync, PipelineSync, RankSync
 from .sessions import RankSession, SameRowsSession
 
 LANES_PER_RANK = 4  # so that a rank waits for lanes of others in a fifth of a pass at most
@@ -101,10 +101,10 @@ def _require_same(rank: int, found: str, own: str, how: str, remedy: str) -> Non
 
 class SharedRun(ABC):
     """This rank's part of what all ranks compute; they make the same calls in the same order, but that where rank 0
-    plans and begins sessions, the others hear of them, and join. `gathering` and `line`: what they hand one another
+    plans and begins sessions, the others hear of them, and join. `all_gather` and `line`: what they hand one another
     by. `split`: how they divide the model's matrices. `budgets`: of the plan; None: each rank's are its own affair."""
 
-    gathering: AllGather | None = None
+    all_gather: AllGather | None = None
     split: ModelSplit | None = None
     line: PipelineLink | None = None
     budgets: Budgets | None = None
@@ -171,11 +171,11 @@ class SharedRun(ABC):
     def begin(self, told: Values) -> Together | None:
         """Begins a session as rank 0, and has the others join it. Raises ConfigError."""
         self._broadcast(told)
-        return self.gathering
+        return self.all_gather
 
     def join(self, message: Message) -> Together | None:
         """Joins the session that rank 0's message is of. Raises ConfigError."""
-        return self.gathering
+        return self.all_gather
 
     @abstractmethod
     def rank_sync(self, should_stop: Callable[[], bool]) -> RankSync:
@@ -219,8 +219,8 @@ class TensorRun(SharedRun):
 
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
-        self.gathering = AllGather(ranks)
-        self.split = TensorSplit(self.gathering)
+        self.all_gather = AllGather(ranks)
+        self.split = TensorSplit(self.all_gather)
 
     def products(self, found: BackendTable | None) -> BackendTable | None:
         """Rank 0's, so that all ranks make the same products in the same way."""
@@ -248,7 +248,7 @@ class PipelineRun(SharedRun):
         """The model with this rank's stages alone. Mutates its modules. Raises ConfigError where ranks have other
         weights, or the model cannot be divided among them."""
         model, ranks, way = super().joined(model, offload, device), self.ranks, self.way.value
-        require(not model.habits.apart, NOT_YET.format(way, f"rows apart ({model.habits.apart})", "take devices=one"))
+        require(not model.padding.apart, NOT_YET.format(way, f"rows apart ({model.padding.apart})", "take devices=one"))
         own = budgets_of(offload, device)
         own = replace(own, host_bytes=own.host_bytes // ranks.num_here)
         met = ranks.exchange({"budgets": vars(own), "weights": model.fingerprint})

@@ -219,7 +219,7 @@ class ContinuousBatcher(Batcher):
             return None
         most = self._limits.num_lanes * self._limits.lane_size
         waiting = [self._waiting(i) for i in islice(self._line, most)]
-        seats = list[SlotState]()
+        slots = list[SlotState]()
         for i, lane in self._lane_of.items():
             known = self._waiting(i)
             state = SlotState(
@@ -230,13 +230,13 @@ class ContinuousBatcher(Batcher):
                 num_most=known.num_most,
                 prefix=known.prefix,
             )
-            seats.append(state)
+            slots.append(state)
         held = [
             CachedPrefix(prefix=prefix, lane=lane, num_cached=sequence.num_cached)
             for (prefix, _), (lane, sequence) in self._held.items()
         ]
         free_pages = self._factory.num_free_pages - self._limits.others_pages
-        plan = plan_pass(waiting, seats, free_pages, self._limits, held)
+        plan = plan_pass(waiting, slots, free_pages, self._limits, held)
         for i in reversed(plan.preempted):
             self._lanes[self._lane_of.pop(i)].leave(self._sequences[i])
             self._line.appendleft(i)

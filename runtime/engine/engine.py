@@ -77,13 +77,13 @@ class Engine:
         self._schedule = lru_cache(_checked_schedule)
         self._inquiry = NonFiniteProbe(loaded, self.lanes, partial(self.step, may_replay=False), self._weights)
         cpu = None
-        if placement.cpu_share is not None and streams.experts is not None and streams.trips is not None:
+        if placement.cpu_share is not None and streams.experts is not None and streams.round_trips is not None:
             cpu = CpuExperts(
                 loaded=loaded,
                 share=placement.cpu_share,
                 shared=placement.shared,
                 stream=streams.experts,
-                exchange=streams.trips,
+                exchange=streams.round_trips,
                 monitor=self._monitor,
                 first_layer=loaded.shape.layers[0].index,
             )

@@ -43,7 +43,7 @@ class Errand:
     path: str  # of the module, as parameters' names begin
     experts: Sequence[int]  # that ascend
     num_visits: Sequence[int]
-    trip: RoundTrip
+    round_trip: RoundTrip
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class Errand:
 
     def received(self) -> Iterator[tuple[int, torch.Tensor]]:
         """What came of each expert's tokens, in compute memory, for compute that is queued from now on."""
-        yield from zip(self.experts, self.trip.receive().split(list(self.num_visits)), strict=True)
+        yield from zip(self.experts, self.round_trip.receive().split(list(self.num_visits)), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +92,14 @@ class CpuExperts:
             path=path,
             experts=experts,
             num_visits=[num_visits[expert] for expert in experts],
-            trip=self.exchange.send(stage - self.first_layer, [x_VD], out_VD),
+            round_trip=self.exchange.send(stage - self.first_layer, [x_VD], out_VD),
         )
 
     def outputs(self, errand: Errand) -> Iterator[tuple[int, torch.Tensor]]:
         """What each expert of the errand makes of its tokens (V, D), in compute memory, for compute that is queued from
         now on. Multiplies on this thread, and those that help it."""
-        [x_VD] = errand.trip.arrived()
-        errand.trip.answer(self.monitor.traced(errand.name, lambda: self._multiplied(errand, x_VD)))
+        [x_VD] = errand.round_trip.arrived()
+        errand.round_trip.answer(self.monitor.traced(errand.name, lambda: self._multiplied(errand, x_VD)))
         yield from errand.received()
 
     def _multiplied(self, errand: Errand, x_VD: torch.Tensor) -> torch.Tensor:

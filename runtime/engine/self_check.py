@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedConfig
 
+from ..checkpoint_source.download import one_line, reason_of
+from ..checkpoint_source.location import read_config
 from ..config.settings import (
     DType,
     OffloadConfig,
@@ -30,12 +32,10 @@ from ..config.settings import (
     Tier,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError, WeightstreamError
-from ..model.excerpt import TruncatedModel, dense_bytes, drop_unused_modules, fill, num_representative_layers
 from ..model.families import FAMILIES
 from ..model.head import slice_head
 from ..model.loading import LoadedModel, load_model
-from ..origin.location import read_config
-from ..origin.net import one_line, reason_of
+from ..model.truncated_model import TruncatedModel, dense_bytes, drop_unused_modules, fill, num_representative_layers
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan, plan_run
 from ..probing.heads import Head
@@ -111,7 +111,7 @@ class _Forced(LogitsProcessor):
 
 @torch.no_grad()
 def run_generate(
-    opened: LoadedModel, excerpt: TruncatedModel, told: TeacherForcing, scores: bool
+    opened: LoadedModel, truncated: TruncatedModel, forcing: TeacherForcing, scores: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns the class's answers by request id: logits (T, V) of `generate` at each of the dictated tokens, and, where
     scores are asked for, the tokens' log-probabilities (T,) by one forward over prompt and tokens.
@@ -120,20 +120,20 @@ def run_generate(
     have it, which says where its weights lie. May raise whatever the class raises."""
     config = read_config(opened.checkpoint.path)
     take_quantization(config)
-    excerpt.shorten(config)
+    truncated.shorten(config)
     model: Any = build_meta_model(config, torch.float32)
     drop_unused_modules(model)
     keep_computed(model, opened.checkpoint.tensors.keys())
-    excerpt.cut(model)
+    truncated.cut(model)
     parameters = {p.name: p for stage in opened.shape.stages for p in stage.parameters}
     fill(model, parameters, opened.checkpoint, opened.made)
     initialize_again(model)
     model.generation_config = GenerationConfig()  # beams of the class's own config are not asked for
     logits: dict[str, torch.Tensor] = {}
     logprobs: dict[str, torch.Tensor] = {}
-    for request in told.requests:
+    for request in forcing.requests:
         ids = torch.tensor([request.prompt_ids])
-        tokens = told.tokens[request.id]
+        tokens = forcing.tokens[request.id]
         num_before = 1 if config.is_encoder_decoder else len(request.prompt_ids)
         out = model.generate(
             ids,
@@ -175,10 +175,10 @@ class ForcedSampler(Sampler):
 
     def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
         for sequence, logits_V in zip(sequences, drawn.view(torch.float32), strict=True):
-            told, heard = self._tokens[sequence.request.id], self.heard[sequence.request.id]
-            sequence.generated.append(told[len(heard)])
+            forcing, heard = self._tokens[sequence.request.id], self.heard[sequence.request.id]
+            sequence.generated.append(forcing[len(heard)])
             heard.append(logits_V.clone())
-            if len(heard) == len(told):
+            if len(heard) == len(forcing):
                 sequence.finish = FinishReason.length
 
 
@@ -212,7 +212,7 @@ class Difference:
 class _Compared:
     """One try. `score`: the largest difference of a log-probability, in tolerances; 0 where none is asked for."""
 
-    told: TeacherForcing
+    forcing: TeacherForcing
     plan: RunPlan
     worst: Difference
     score: float
@@ -272,56 +272,59 @@ class _Check:
 
     def run(self) -> str:
         """What to say when all is well."""
-        excerpt, wanted = self._excerpt()
-        found = self._compared(excerpt, seed=0)
+        truncated, wanted = self._truncated()
+        found = self._compared(truncated, seed=0)
         if not found.is_rounding:  # two experts may have been as good as equal for a token
-            found = self._compared(excerpt, seed=1)
+            found = self._compared(truncated, seed=1)
         if not found.worst.is_rounding:
             plan, worst = found.plan, found.worst
             groups = [group for block in plan.blocks for group in block.micro_batches]
-            lengths = [[len(found.told.requests[i].prompt_ids) for i in group] for group in groups]
+            lengths = [[len(found.forcing.requests[i].prompt_ids) for i in group] for group in groups]
             raise ConfigError(
                 f"model.self_check: {type(self.model.staged.model).__name__} does in {self._lanes(plan)} not what it "
                 f"does alone: the sequence of {len(worst.request.prompt_ids)} prompt tokens differs at new token "
                 f"{worst.step} by {worst.size:.2g} of its logits' deviation (rounding: below {TOLERANCE}); lanes with "
-                f"prompts of {lengths} tokens, {excerpt.num_layers} of {len(self.model.shape.layers)} layers, float32. "
+                f"prompts of {lengths} tokens, {truncated.num_layers} of {len(self.model.shape.layers)} layers, "
+                f"float32. "
                 f"{self._remedies()}"
             )
         if not found.is_rounding:
             raise ConfigError(
                 f"model.self_check: {type(self.model.staged.model).__name__} gives other log-probabilities here than "
                 f"alone: they differ by up to {found.score:.1g} times what rounding may do ({SCORE_TOLERANCE}), in "
-                f"{excerpt.num_layers} of {len(self.model.shape.layers)} layers, float32; its greedy tokens are right, "
+                f"{truncated.num_layers} of {len(self.model.shape.layers)} layers, float32; its greedy tokens are right, "
                 "its scores may not be. model.self_check=off scores all the same"
             )
-        partly = f", of which {wanted} would show every kind" if excerpt.num_layers < wanted else ""
+        partly = f", of which {wanted} would show every kind" if truncated.num_layers < wanted else ""
         return (
-            f"{len(found.told.requests)} sequences in {self._lanes(found.plan)} give transformers' own "
+            f"{len(found.forcing.requests)} sequences in {self._lanes(found.plan)} give transformers' own "
             f"logits{' and log-probabilities' if self.scores else ''} within {found.worst.size:.0e} of their "
-            f"deviation, in {excerpt.num_layers} of {len(self.model.shape.layers)} layers{partly}"
+            f"deviation, in {truncated.num_layers} of {len(self.model.shape.layers)} layers{partly}"
         )
 
-    def _compared(self, excerpt: TruncatedModel, seed: int) -> _Compared:
-        told = teacher_forced(self.model, seed=seed)
-        if told is None:
+    def _compared(self, truncated: TruncatedModel, seed: int) -> _Compared:
+        forcing = teacher_forced(self.model, seed=seed)
+        if forcing is None:
             raise _CannotJudge(f"its context of {self.model.shape.context_tokens} tokens is too short to see anything")
-        opened = self._opened(excerpt)
+        opened = self._opened(truncated)
         try:
-            with one_line(f"the class's own generate does not run its first {excerpt.num_layers} layers"):
-                logits, logprobs = run_generate(opened, excerpt, told, self.scores)
+            with one_line(f"the class's own generate does not run its first {truncated.num_layers} layers"):
+                logits, logprobs = run_generate(opened, truncated, forcing, self.scores)
         except CheckpointError as error:
             raise _CannotJudge(str(error)) from error
         del opened
-        sampler = ForcedSampler(told.tokens)
-        plan, _ = self._ours(excerpt, told.requests, sampler)
+        sampler = ForcedSampler(forcing.tokens)
+        plan, _ = self._ours(truncated, forcing.requests, sampler)
         ours = {id: torch.stack(rows) for id, rows in sampler.heard.items()}
-        worst = told.largest_difference(ours, logits)
-        return _Compared(told=told, plan=plan, worst=worst, score=self._score(excerpt, told, logits, logprobs))
+        worst = forcing.largest_difference(ours, logits)
+        return _Compared(
+            forcing=forcing, plan=plan, worst=worst, score=self._score(truncated, forcing, logits, logprobs)
+        )
 
     def _score(
         self,
-        excerpt: TruncatedModel,
-        told: TeacherForcing,
+        truncated: TruncatedModel,
+        forcing: TeacherForcing,
         logits: Mapping[str, torch.Tensor],
         logprobs: Mapping[str, torch.Tensor],
     ) -> float:
@@ -329,10 +332,10 @@ class _Check:
         where the run scores nothing."""
         if not self.scores:
             return 0.0
-        made = [make_scoring(self.model, r.id, r.prompt_ids, told.tokens[r.id]) for r in told.requests]
+        made = [make_scoring(self.model, r.id, r.prompt_ids, forcing.tokens[r.id]) for r in forcing.requests]
         requests = [request for request in made if isinstance(request, Request)]
         sampler = sampler_for(self.model, SamplingConfig(), CPU)
-        _, sequences = self._ours(excerpt, requests, sampler)
+        _, sequences = self._ours(truncated, requests, sampler)
         sizes = [0.0]
         for sequence in sequences:
             id, own_T = sequence.request.id, torch.tensor([score.own for score in sequence.scores])
@@ -340,7 +343,7 @@ class _Check:
             sizes.append(float((own_T - logprobs[id]).abs().nan_to_num(torch.inf).max()) / unit)
         return max(sizes)
 
-    def _excerpt(self) -> tuple[TruncatedModel, int]:
+    def _truncated(self) -> tuple[TruncatedModel, int]:
         """What fits the budget, and how many layers it should have."""
         shape, budget = self.model.shape, self.budgets.host_bytes
         num_all = len(shape.layers)
@@ -356,11 +359,11 @@ class _Check:
         return TruncatedModel(num_layers=max(fitting), is_packed=shape.is_packed), wanted
 
     def _ours(
-        self, excerpt: TruncatedModel, requests: Rows[Request], sampler: Sampler
+        self, truncated: TruncatedModel, requests: Rows[Request], sampler: Sampler
     ) -> tuple[RunPlan, list[Sequence]]:
         """The sequences that these requests come to, in lanes."""
         try:
-            return self._in_lanes(self._opened(excerpt), requests, sampler)
+            return self._in_lanes(self._opened(truncated), requests, sampler)
         except (BudgetError, MemoryError) as error:
             raise _CannotJudge(str(error).partition("\n")[0]) from error
         except WeightstreamError:
@@ -371,12 +374,12 @@ class _Check:
                 f"{self._kind} lanes: {reason_of(error)}; {self._remedies()}"
             ) from error
 
-    def _opened(self, excerpt: TruncatedModel) -> LoadedModel:
+    def _opened(self, truncated: TruncatedModel) -> LoadedModel:
         config = replace(self.config.model, dtype=DType.float32)
         try:
-            return load_model(config, CPU, self.config.offload.cache_dir, excerpt=excerpt)
+            return load_model(config, CPU, self.config.offload.cache_dir, truncated=truncated)
         except (CheckpointError, ConfigError) as error:  # the whole model was opened before
-            raise _CannotJudge(f"it cannot be cut to {excerpt.num_layers} layers: {error}") from error
+            raise _CannotJudge(f"it cannot be cut to {truncated.num_layers} layers: {error}") from error
 
     def _in_lanes(
         self, model: LoadedModel, requests: Rows[Request], sampler: Sampler

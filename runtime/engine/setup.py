@@ -135,18 +135,18 @@ def _attend(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
 @dataclass(frozen=True, kw_only=True)
 class Streams:
     """`experts` are there where experts are paged, `kv` where keys and values travel, `workers` where the CPU attends,
-    `exchange` where it does so for an accelerator, `trips` where it multiplies experts for one."""
+    `exchange` where it does so for an accelerator, `round_trips` where it multiplies experts for one."""
 
     weights: WeightStream
     experts: ExpertStream | None
     kv: KVStream | None
     exchange: HostExchange | None
-    trips: HostExchange | None
+    round_trips: HostExchange | None
     workers: AttentionWorkers | None
 
     @property
     def counters(self) -> list[Callable[[], StreamCounters]]:
-        found = [self.weights, self.experts, self.kv, self.exchange, self.trips]
+        found = [self.weights, self.experts, self.kv, self.exchange, self.round_trips]
         return [stream.take_counters for stream in found if stream is not None]
 
     def forget(self, pages: Sequence[int]) -> None:
@@ -177,12 +177,12 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
         exchange = None
         if placement.host_layers:
             exchange = stack.enter_context(HostExchange(placement.exchange, device, first_stage=first, trace=trace))
-        trips = None
+        round_trips = None
         if placement.cpu_share is not None:
             stacks = (parameter for stage in shape.stages for parameter in stage.stacks)
             prepare(products_of(stacks, setup.model.compute_dtype))
             size = round_trip_size(shape, placement.cpu_share)
-            trips = stack.enter_context(
+            round_trips = stack.enter_context(
                 HostExchange(size, device, first_stage=first, trace=trace, what="tokens of experts")
             )
         layout, pages = placement.kv, None
@@ -205,6 +205,6 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
             experts=None if experts is None else stack.enter_context(experts),
             kv=pages,
             exchange=exchange,
-            trips=trips,
+            round_trips=round_trips,
             workers=stack.enter_context(AttentionWorkers()) if setup.config.policy.attention is Attention.cpu else None,
         )

@@ -30,7 +30,7 @@ from ..errors import ConfigError
 from .arguments import ISA
 
 # What a set lacks, by the beginning of LLVM's names. The last one lacks nothing.
-LACKING = {"avx2": ("avx512", "avx10", "evex512", "amx"), "avx512": ("amx",), "amx": ()}
+MISSING = {"avx2": ("avx512", "avx10", "evex512", "amx"), "avx512": ("amx",), "amx": ()}
 NEEDED = {"avx2": "avx2", "avx512": "avx512f", "amx": "amx-bf16"}
 
 
@@ -41,11 +41,11 @@ def features() -> dict[str, bool]:
     wanted = os.environ.get(ISA)
     if wanted is None:
         return found
-    if wanted not in LACKING:
-        raise ConfigError(f"{ISA}={wanted} is unknown: known are {', '.join(LACKING)}")
+    if wanted not in MISSING:
+        raise ConfigError(f"{ISA}={wanted} is unknown: known are {', '.join(MISSING)}")
     if not found.get(NEEDED[wanted]):
         raise ConfigError(f"{ISA}={wanted}: this processor has no {NEEDED[wanted]}; unset {ISA}")
-    return {name: has and not name.startswith(LACKING[wanted]) for name, has in found.items()}
+    return {name: has and not name.startswith(MISSING[wanted]) for name, has in found.items()}
 
 
 def has_fma_alone() -> bool:
@@ -55,7 +55,7 @@ def has_fma_alone() -> bool:
 
 def _compile_for_it() -> None:
     wanted = os.environ.get(ISA)
-    if wanted is None or not LACKING.get(wanted):
+    if wanted is None or not MISSING.get(wanted):
         return
     taken = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(features().items()))
     for name, value in (("CPU_NAME", binding.get_host_cpu_name()), ("CPU_FEATURES", taken)):
@@ -93,7 +93,7 @@ class _FirstCompilation(event.Listener):
     """Says that kernels are being compiled, as it begins and once."""
 
     def __init__(self) -> None:
-        self._was_said, self.are_kept = False, True
+        self._was_logged, self.are_kept = False, True
 
     def on_start(self, event: event.Event) -> None:
         """Begins to compile a kernel, or a function that it is made of."""
@@ -102,8 +102,8 @@ class _FirstCompilation(event.Listener):
         self.say()
 
     def say(self) -> None:
-        if not self._was_said:
-            self._was_said = True
+        if not self._was_logged:
+            self._was_logged = True
             later = "find them on disk" if self.are_kept else "do it again: no directory that can be written was found"
             log.info("compiling kernels for this processor, which takes some 15 s; later starts %s", later)
 

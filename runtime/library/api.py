@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import torch
 
+from ..checkpoint_source.generation_config import resolve_generation_defaults
 from ..closing import Closing
 from ..config.profiles import BY_RULE
 from ..config.settings import (
@@ -36,14 +37,13 @@ from ..measure.contests import known_backends
 from ..measure.machine_cache import Host, find_products
 from ..model.head import slice_head
 from ..model.loading import LoadedModel, load_model
-from ..origin.generation_config import resolve_generation_defaults
 from ..out_of_memory import first_line, is_out_of_memory, memory_shortage, out_of_memory
 from ..plan.cost.rates import MachineRates
-from ..plan.facts import ResolvedSettings, why_unshared
 from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
 from ..plan.placement.placer import kv_tiers
 from ..plan.planner import RunPlan
+from ..plan.resolved_settings import ResolvedSettings, why_unshared
 from ..plan.shape.dtypes import keeping_kv
 from ..plan.shape.model import ModelShape
 from ..planning.budgets import device_limited, require_within
@@ -317,23 +317,23 @@ class Runtime(Closing):
         common = nullcontext() if together is None else together
         with limit, self._session_reader() as reader, common, open_streams(setup, reader) as streams:
             sampler, shared = self._sampler(), self._shared
-            agreement = None if shared is None else shared.rank_sync(self._should_stop)
+            rank_sync = None if shared is None else shared.rank_sync(self._should_stop)
             engine = Engine(
                 setup,
                 streams,
                 sampler,
-                self._should_stop if agreement is None else agreement.should_stop,
-                alone if agreement is None else agreement.lanes,
+                self._should_stop if rank_sync is None else rank_sync.should_stop,
+                alone if rank_sync is None else rank_sync.lanes,
                 None if shared is None else shared.line,
             )
             seconds, reasoning = time.monotonic() - begin, sampler.reasoning
             if self.model.rounded is not None:
                 log.info("weights were rounded while they were read: %s", self.model.numbers)
-            if shared is None or agreement is None:
+            if shared is None or rank_sync is None:
                 yield Session(self.model, engine, plan, plan.policy, opening_seconds=seconds, reasoning=reasoning)
             else:
                 yield shared.session_kind(
-                    self.model, engine, plan, opening_seconds=seconds, reasoning=reasoning, agreement=agreement
+                    self.model, engine, plan, opening_seconds=seconds, reasoning=reasoning, rank_sync=rank_sync
                 )
 
     @contextmanager
@@ -407,8 +407,8 @@ class Runtime(Closing):
                         raise
                     if num_halvings or not may_back_off:
                         raise out_of_memory(plan.placement.ledgers, error) from error
-                    said = first_line(error)  # a record of the log would keep the error, and all that its frames hold
-                    log.warning("policy=%s: %s; once more with blocks of half as many sequences", kind.value, said)
+                    reason = first_line(error)  # a record of the log would keep the error, and all that its frames hold
+                    log.warning("policy=%s: %s; once more with blocks of half as many sequences", kind.value, reason)
                     session = None  # so that its memory is free as the stack closes
                 if session is None:
                     continue

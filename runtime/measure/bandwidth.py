@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ..config.settings import OffloadConfig
 from ..errors import require
-from ..plan.cost.work import INNER_TRIPS
+from ..plan.cost.work import INNER_ROUND_TRIPS
 from ..plan.shape.extents import Extent
 from ..store.kv_file import free_bytes, open_unnamed
 from ..store.reader import Reader
@@ -71,7 +71,7 @@ def gating(num_rows: int, num_columns: int, dtype: torch.dtype, device: ComputeD
     """Bytes that a gate's activation and its product with what it lets through read and write, of (num_rows,
     num_columns) each, as torch's own operators go over them."""
     gate, up = torch.ones(2, num_rows, num_columns, dtype=dtype, device=device.torch_device)
-    return Timed(INNER_TRIPS * gate.nbytes, lambda: F.silu(gate) * up, device.finish)
+    return Timed(INNER_ROUND_TRIPS * gate.nbytes, lambda: F.silu(gate) * up, device.finish)
 
 
 def _within(buffer: torch.Tensor, finish: Callable[[], object] = lambda: None) -> Timed:

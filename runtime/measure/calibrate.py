@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checkpoint_source.download import class_refused
 from ..engine.dequantized_weights import dequantized, room_for
 from ..events import Weights
 from ..model.loading import LoadedModel
-from ..origin.net import class_refused
 from ..plan.cost.calibration import TypicalLoad, anchored, with_overheads
 from ..plan.cost.lane_work import packed_work
 from ..plan.cost.rates import UNLIMITED, MachineRates, StoredWork

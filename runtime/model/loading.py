@@ -15,6 +15,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..cache.paged import HeadShare
 from ..cache_root import cache_root
+from ..checkpoint_source.download import class_refused, one_line
+from ..checkpoint_source.generation_config import GenerationDefaults, read_generation
+from ..checkpoint_source.location import find_checkpoint, load_tokenizer, read_config
 from ..config.profiles import BackendTable
 from ..config.settings import ANY, DType, Lanes, ModelConfig, Verify
 from ..errors import CheckpointError, ConfigError
@@ -22,9 +25,6 @@ from ..formats.kinds.rounded import Rounding
 from ..formats.module_tensors import METHOD, relative_error
 from ..formats.registry import LOSSES, pair_companions
 from ..kernels.compiler import can_compile
-from ..origin.generation_config import GenerationDefaults, read_generation
-from ..origin.location import find_checkpoint, load_tokenizer, read_config
-from ..origin.net import class_refused, one_line
 from ..plan.shape.dtypes import StoredNumbers, auto_dtype
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage
@@ -42,12 +42,12 @@ from ..weights.layout import keep_computed, map_weights, take_quantization
 from ..weights.rounding_files import RoundedTensors
 from ..weights.stage_weights import load_tensor, stage_weights
 from . import attention, experts
-from .excerpt import TruncatedModel, drop_unused_modules
+from .capabilities import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache, shape_of, without_cache
 from .fused import fuse
 from .fused_ops import DTYPES, compiled_ops, host_ops, require_accelerator
 from .rope_lengths import RopeLengths, follow_lengths
 from .stages import StagedModel, stage_model
-from .traits import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache, shape_of, without_cache
+from .truncated_model import TruncatedModel, drop_unused_modules
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class LoadedModel:
     fingerprint: str
     digests: Mapping[str, str]
     expands_latents: bool  # see traits.CacheShape
-    habits: PaddingBehavior  # of a decoder in padded lanes
+    padding: PaddingBehavior  # of a decoder in padded lanes
     head: Head
     looks_ahead: bool  # attention is over the whole prompt, in both directions: an encoder's
     stored: StoredNumbers
@@ -125,44 +125,44 @@ def load_model(
     cache_dir: str | None,
     *,
     express: bool = True,
-    excerpt: TruncatedModel | None = None,
+    truncated: TruncatedModel | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     split: ModelSplit | None = None,
     encodes: bool = False,
 ) -> LoadedModel:
     """Opens a checkpoint, maps its bytes to parameters, and stages the model that asks for them.
 
-    `express`: see `map_weights`; `excerpt`: a part of it alone; `split`: among ranks that compute each token together,
+    `express`: see `map_weights`; `truncated`: its first layers; `split`: among ranks that compute each token together,
     of which this one is given its part; `encodes`: of an encoder-decoder its encoder alone. Raises
     CheckpointError or ConfigError, with what to do.
     """
-    hollow = _open(config, device, cache_dir, excerpt, should_stop, encodes=encodes)
-    model, checkpoint, class_name = hollow.model, hollow.checkpoint, type(hollow.model).__name__
+    empty = _open(config, device, cache_dir, truncated, should_stop, encodes=encodes)
+    model, checkpoint, class_name = empty.model, empty.checkpoint, type(empty.model).__name__
 
     # The class is run without weights to see what it does in lanes. An encoder's are rectangles without a cache, which
     # pass the model once.
     is_encoder = head_of(model) is not Head.text and looks_ahead(model)
     if is_encoder and config.lanes is Lanes.packed:
         raise ConfigError(f"model.lanes=packed: {class_name} cannot: {NO_DECODER}")
-    is_packed, reason, habits = False, "", PaddingBehavior()
+    is_packed, reason, padding = False, "", PaddingBehavior()
     with class_refused(class_name):
         if is_encoder:
-            habits = PaddingBehavior(whole="the class is an encoder, which sees all of a prompt at once")
+            padding = PaddingBehavior(whole="the class is an encoder, which sees all of a prompt at once")
             cache = without_cache(model)
         else:
-            is_packed, reason = choose_lanes(model, config.lanes) if excerpt is None else (excerpt.is_packed, "")
+            is_packed, reason = choose_lanes(model, config.lanes) if truncated is None else (truncated.is_packed, "")
             if not is_packed and not model.config.is_encoder_decoder:
-                habits = probe_padding(model)
+                padding = probe_padding(model)
             cache = measure_cache(model)
         _register(model, is_packed=is_packed)
     if reason:
         log.info("lanes are padded: %s", reason)
     if not is_encoder:
-        for reason in filter(None, (habits.apart, habits.whole)):
+        for reason in filter(None, (padding.apart, padding.whole)):
             log.info("padded lanes: %s", reason)
 
-    rounded = hollow.rounded(config)
-    parameters, digests = hollow.map_bytes(rounded, config, cache_root(cache_dir), express, should_stop)
+    rounded = empty.rounded(config)
+    parameters, digests = empty.map_bytes(rounded, config, cache_root(cache_dir), express, should_stop)
     heads = None if split is None else split.share_heads(cache, is_packed=is_packed)
     if split is not None:
         parameters = split.split_model(model, parameters)
@@ -170,7 +170,7 @@ def load_model(
 
     # Stand-ins take the places of modules, where there are operations for this device.
     ops = compiled_ops() if config.compile else None
-    if ops is None and hollow.dtype in DTYPES and device.type == "cpu":
+    if ops is None and empty.dtype in DTYPES and device.type == "cpu":
         ops = host_ops()
     if ops is not None:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(fuse(model, ops).items()))
@@ -192,26 +192,26 @@ def load_model(
         shape=replace(
             shape if split is None or split.count == 1 else shape.part(split.count),
             has_decode_kernel=is_packed and not cache.is_latent and device.type == "cpu" and can_compile(),
-            has_whole_prompts=bool(habits.whole),
+            has_whole_prompts=bool(padding.whole),
             restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
         ),
         expands_latents=cache.is_latent,
-        habits=habits,
+        padding=padding,
         head=head_of(model),
         looks_ahead=is_encoder,
-        stored=StoredNumbers.from_losses(shape, LOSSES, relative_error(hollow.quantization)),
+        stored=StoredNumbers.from_losses(shape, LOSSES, relative_error(empty.quantization)),
         rounded=rounded,
         rope_lengths=rope_lengths,
         split_heads=heads,
         dtypes=dtypes,
-        compute_dtype=hollow.dtype,
+        compute_dtype=empty.dtype,
         tokenizer=load_tokenizer(config.tokenizer, checkpoint, cache_dir),
-        generation=hollow.generation,
-        eos_token_ids=hollow.generation.eos_token_ids,
-        start_token_id=hollow.generation.start_token_id if model.config.is_encoder_decoder else None,
+        generation=empty.generation,
+        eos_token_ids=empty.generation.eos_token_ids,
+        start_token_id=empty.generation.start_token_id if model.config.is_encoder_decoder else None,
         checkpoint=checkpoint,
-        config=hollow.described,
-        fingerprint=hollow.fingerprint,
+        config=empty.described,
+        fingerprint=empty.fingerprint,
         digests=digests,
     )
 
@@ -318,7 +318,7 @@ def _open(
     config: ModelConfig,
     device: torch.device,
     cache_dir: str | None,
-    excerpt: TruncatedModel | None,
+    truncated: TruncatedModel | None,
     should_stop: Callable[[], bool],
     *,
     encodes: bool,
@@ -333,8 +333,8 @@ def _open(
     described = hf_config.to_dict()
     quantization = take_quantization(hf_config)
     dtype = _compute_dtype(config.dtype, hf_config, device)
-    if excerpt is not None:
-        excerpt.shorten(hf_config)
+    if truncated is not None:
+        truncated.shorten(hf_config)
     most_tensors = 16 * len(checkpoint.tensors) + 8192  # several are fused in one of its own, or shared by many layers
     with one_line(f"{path}: config.json makes no model", described):
         model = build_meta_model(hf_config, dtype, most_tensors=most_tensors, encodes=encodes)
@@ -342,8 +342,8 @@ def _open(
         zeroed = zeroed_rows(model)
         drop_unused_modules(model)
         keep_computed(model, checkpoint.tensors.keys())
-        if excerpt is not None:
-            excerpt.cut(model)
+        if truncated is not None:
+            truncated.cut(model)
     return _EmptyWeights(
         checkpoint=checkpoint,
         fingerprint=checkpoint.fingerprint(),

@@ -38,7 +38,7 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
     if plan.policy.admission is Admission.continuous and shape.is_packed:
         found, count = mixed_spans(placement, plan.blocks, sizes, chunk), NUM_DECODE_PASSES + 1
         which = f"{count} passes like the one in the middle of the run, prompts beside tokens that are decoded"
-        names, stretches = ["mixed pass"] * count, [found[len(found) // 2]] * count
+        names, ranges = ["mixed pass"] * count, [found[len(found) // 2]] * count
     else:
         lanes = [[sizes[i] for i in group] for group in plan.blocks[0].micro_batches if group]
         prompts = block_prefills(shape, lanes, chunk, placement.sharing)
@@ -49,14 +49,14 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
         decode = f" and decode passes 1 to {num_shown} of {num_decode:,}" if num_shown else ""
         which = f"prefill pass 1 of {max(map(len, prompts)):,}{decode} of the first block"
         names = ["prefill pass", *(f"decode pass {number + 1}" for number in range(num_shown))]
-        stretches = [
+        ranges = [
             AlikePasses(
                 num_passes=1, lanes=[work for work in each if work is not None], prefill_share=0.0 if number else 1.0
             )
             for number, each in enumerate(works)
         ]
     passes = list[tuple[Schedule, Durations]]()
-    for each in stretches:
+    for each in ranges:
         walk = placement.walk if each.is_prefill else placement.decode_walk
         passes.append((make_schedule(walk, len(each.lanes)), durations(shape, placement, walk, each.lanes, rates)))
     return Timeline(which=which, names=names, passes=play_passes(passes, rates.pass_seconds))

@@ -20,15 +20,15 @@ from ..measure.contests import compare_backends
 from ..measure.machine import device_name
 from ..measure.machine_cache import Host, this_host
 from ..model.loading import LoadedModel
-from ..plan.advice import plan_warnings
 from ..plan.cost.calibration import TypicalLoad
 from ..plan.cost.rates import MachineRates
-from ..plan.facts import ResolvedSettings
 from ..plan.placement.defaults import chunk_tokens, in_chunks
 from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
 from ..plan.placement.run_load import micro_batches_of
+from ..plan.plan_warnings import plan_warnings
 from ..plan.planner import RunPlan, find_policy, plan_policy, plan_run
+from ..plan.resolved_settings import ResolvedSettings
 from ..plan.schedule.schedule import require_slots
 from ..plan.search.candidate import Problem
 from ..plan.search.policy import Policy

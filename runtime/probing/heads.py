@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from .hollow import UNKNOWING, Reached, with_values
+from .empty_weights import UNKNOWING, Reached, with_values
 from .layer_lists import decoder_config, layer_lists
 
 NUM_TOKENS = 4

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from ..attention.views import Reach
 from ..events import LaneRun
 from . import guards
-from .hollow import UNKNOWING, Reached, with_values, without_values
+from .empty_weights import UNKNOWING, Reached, with_values, without_values
 
 log = logging.getLogger(__name__)
 

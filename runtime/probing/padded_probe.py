@@ -13,7 +13,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..errors import ConfigError
-from .hollow import UNKNOWING, with_values
+from .empty_weights import UNKNOWING, with_values
 from .meta import build_meta_model
 
 log = logging.getLogger(__name__)

@@ -129,27 +129,27 @@ class GatheredFilling(Filling):
 class GatheredTransfer:
     """A page on its way, of which each rank reads a share; `timing` is of this one's."""
 
-    def __init__(self, collectives: Collectives, told: Future[tuple[ChunkTiming, ChunkTiming]]):
-        self._ranks, self._told = collectives.ranks, told
+    def __init__(self, collectives: Collectives, timings: Future[tuple[ChunkTiming, ChunkTiming]]):
+        self._ranks, self._timings = collectives.ranks, timings
 
     @property
     def is_done(self) -> bool:
-        return self._told.done()
+        return self._timings.done()
 
     def wait(self) -> None:
         """Returns when all shares are there; raises what this rank's read raised, PeerEnded, and Interrupted."""
-        while not wait_for([self._told], LOOK_SECONDS).done:
+        while not wait_for([self._timings], LOOK_SECONDS).done:
             self._ranks.require_going()
-        self._told.result()
+        self._timings.result()
 
     @property
     def timing(self) -> ChunkTiming:
-        return self._told.result()[0]
+        return self._timings.result()[0]
 
     @property
     def gathered(self) -> ChunkTiming:
         """When the page was gathered, once it was waited for."""
-        return self._told.result()[1]
+        return self._timings.result()[1]
 
 
 class AllGather(Together):

@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..errors import ConfigError
 from ..events import Weights, lane_run
 from ..model.stages import EMBEDDING, StagedModel, StreamedModule, empty_weights
-from ..probing.hollow import with_values, without_values
+from ..probing.empty_weights import with_values, without_values
 from ..probing.layer_lists import layer_lists
 from ..probing.padded_probe import cache_argument
 

@@ -30,7 +30,7 @@ from .launch import Launch
 
 Exchange: TypeAlias = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
 NUM_SESSIONS = 256  # a session is told by one byte
-PATIENCE_SECONDS = 60.0  # for a connection to a rank that listens
+RETRY_SECONDS = 60.0  # for a connection to a rank that listens
 GREETING = struct.Struct("!16sI")  # a word that all ranks know, and the rank that connects
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))  # seconds, seconds, times
 
@@ -61,11 +61,11 @@ class Heartbeat(Closing):
             else:
                 server = socket.create_server(("", 0))
             with server as listening:
-                listening.settimeout(PATIENCE_SECONDS)
+                listening.settimeout(RETRY_SECONDS)
                 met = exchange({"at": [address, listening.getsockname()[1]], "word": secrets.token_hex(16)})
                 word = bytes.fromhex(met[0]["word"])
                 for other in range(rank):
-                    connections[other] = socket.create_connection(tuple(met[other]["at"]), PATIENCE_SECONDS)
+                    connections[other] = socket.create_connection(tuple(met[other]["at"]), RETRY_SECONDS)
                     connections[other].sendall(GREETING.pack(word, rank))
                 while len(connections) < size - 1:
                     connection, _ = listening.accept()
@@ -133,12 +133,12 @@ def own_address(host: str) -> str:
 
 def _greeted(connection: socket.socket, word: bytes) -> int | None:
     """The rank that has connected; None where somebody else has."""
-    connection.settimeout(PATIENCE_SECONDS)
+    connection.settimeout(RETRY_SECONDS)
     try:
-        said, rank = GREETING.unpack(connection.recv(GREETING.size, socket.MSG_WAITALL))
+        greeting, rank = GREETING.unpack(connection.recv(GREETING.size, socket.MSG_WAITALL))
     except (OSError, struct.error):
         return None
-    return rank if secrets.compare_digest(said, word) else None
+    return rank if secrets.compare_digest(greeting, word) else None
 
 
 Message: TypeAlias = Mapping[str, Any]

@@ -107,12 +107,12 @@ class SharedFilling(Filling):
         self._freed, self._arrived = cells[0], cells[1]
         self._num_begun, self._num_freed = [0] * count, [0] * count  # fills and frees, as this rank orders them
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="share-read")
-        self._telling = ThreadPoolExecutor(1, thread_name_prefix="share-there")
+        self._representative = ThreadPoolExecutor(1, thread_name_prefix="share-there")
         self._is_abandoned = threading.Event()
 
     def close(self) -> None:
         self._reading.shutdown(wait=True)
-        self._telling.shutdown(wait=True)
+        self._representative.shutdown(wait=True)
 
     def abandon(self) -> None:
         self._is_abandoned.set()
@@ -139,7 +139,7 @@ class SharedFilling(Filling):
             self._arrived[self._rank, number] = count
             return transfer
 
-        return SharedTransfer(self, self._telling.submit(tell, self._reading.submit(read)), number, count)
+        return SharedTransfer(self, self._representative.submit(tell, self._reading.submit(read)), number, count)
 
     def free(self, number: int) -> None:
         self._num_freed[number] += 1
@@ -168,17 +168,17 @@ class SharedTransfer:
     """A page on its way, of which each rank reads a share; `timing` is of this one's."""
 
     def __init__(self, filling: SharedFilling, told: Future[PendingTransfer], number: int, count: int):
-        self._filling, self._told, self._number, self._count = filling, told, number, count
+        self._filling, self._begun, self._number, self._count = filling, told, number, count
 
     @property
     def is_done(self) -> bool:
-        return self._told.done() and self._filling.is_whole(self._number, self._count)
+        return self._begun.done() and self._filling.is_whole(self._number, self._count)
 
     def wait(self) -> None:
         """Returns when all shares are there; raises what this rank's read raised, and what `wait_whole` raises."""
-        self._told.result()
+        self._begun.result()
         self._filling.wait_whole(self._number, self._count)
 
     @property
     def timing(self) -> ChunkTiming:
-        return self._told.result().timing
+        return self._begun.result().timing

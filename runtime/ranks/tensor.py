@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 
 from ..config.settings import DividedExperts
 from ..errors import ConfigError
+from ..model.capabilities import CacheShape, filled_cache
 from ..model.experts import is_experts, matrix_names
 from ..model.loading import ModelSplit
-from ..model.traits import CacheShape, filled_cache
 from ..plan.shape.rank_shares import RowShare, cut
 from ..plan.shape.shapes import Parameter, distinct_bytes
-from ..probing.hollow import UNKNOWING, without_values
+from ..probing.empty_weights import UNKNOWING, without_values
 from ..probing.layer_lists import layer_lists
 from ..units import format_bytes
 from .collectives import AllGather
@@ -56,7 +56,7 @@ class SplitHeads:
     """The KV heads of each layer, of which a rank caches its share and looks at it with the queries that belong to
     it."""
 
-    gathering: AllGather
+    all_gather: AllGather
     num_kv_heads: Sequence[int]
 
     def cuts(self, layer: int, states: torch.Tensor) -> bool:
@@ -68,18 +68,18 @@ class SplitHeads:
         return self.part(states, 1) if self.cuts(layer, states) else states
 
     def part(self, states: torch.Tensor, dim: int) -> torch.Tensor:
-        share = RowShare(index=self.gathering.index, count=self.gathering.count).of(states.shape[dim])
+        share = RowShare(index=self.all_gather.index, count=self.all_gather.count).of(states.shape[dim])
         return states.narrow(dim, share.start, len(share))
 
     def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        return self.gathering.whole(part, dim)
+        return self.all_gather.whole(part, dim)
 
 
 class TensorSplit(ModelSplit):
-    """A model's division among the ranks of `gathering`, as a loader asks for it."""
+    """A model's division among the ranks of `all_gather`, as a loader asks for it."""
 
-    def __init__(self, gathering: AllGather):
-        self._gathering, self.count = gathering, gathering.count
+    def __init__(self, all_gather: AllGather):
+        self._all_gather, self.count = all_gather, all_gather.count
 
     def share_heads(self, cache: CacheShape, *, is_packed: bool) -> SplitHeads:
         count, heads = self.count, [num_heads for num_heads, *_ in cache.heads]
@@ -92,10 +92,10 @@ class TensorSplit(ModelSplit):
                 f"devices=tensor: keys and values cannot be shared by {count} ranks: {why}; take fewer ranks, or "
                 "devices=sharded"
             )
-        return SplitHeads(gathering=self._gathering, num_kv_heads=heads)
+        return SplitHeads(all_gather=self._all_gather, num_kv_heads=heads)
 
     def split_model(self, model: PreTrainedModel, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        splitting = _Splitting(model, parameters, self._gathering)
+        splitting = _Splitting(model, parameters, self._all_gather)
         splitting.take_linears()
         splitting.take_experts()
         splitting.take_tables()
@@ -107,15 +107,15 @@ class _Splitting:
     """`taken`: the parameters that are split already, `whole`: those of them that are experts of which this rank has
     some. Experts are divided as rank 0 is asked to."""
 
-    def __init__(self, model: PreTrainedModel, parameters: Mapping[str, Parameter], gathering: AllGather):
-        self._model, self._parameters, self._gathering = model, parameters, gathering
-        self._share = RowShare(index=gathering.index, count=gathering.count)
+    def __init__(self, model: PreTrainedModel, parameters: Mapping[str, Parameter], all_gather: AllGather):
+        self._model, self._parameters, self._all_gather = model, parameters, all_gather
+        self._share = RowShare(index=all_gather.index, count=all_gather.count)
         self._names = defaultdict[int, list[str]](list)
         for name, tensor in model.named_parameters(remove_duplicate=False):
             self._names[id(tensor)].append(name)
         self.taken: dict[str, Parameter] = {}
         self.whole: dict[str, Parameter] = {}
-        ranks = gathering.ranks
+        ranks = all_gather.ranks
         self._asked = DividedExperts(ranks.exchange({"experts": ranks.devices.experts.value})[0]["experts"])
 
     def take_linears(self) -> None:
@@ -168,7 +168,7 @@ class _Splitting:
                 continue
             stacks = {name: self._parameters[f"{path}.{name}"] for name in matrix_names(module)}
             names = {name: self._names[id(module._parameters[name])] for name in stacks}
-            division = divide_experts(module, stacks, self._gathering, self._asked)
+            division = divide_experts(module, stacks, self._all_gather, self._asked)
             if not division.stacks:
                 raise self._refused(path, division.why_not, division.instead)
             parts = {each: replace(part, name=each) for leaf, part in division.stacks.items() for each in names[leaf]}
@@ -184,7 +184,7 @@ class _Splitting:
         own = f", {format_bytes(distinct_bytes(self.whole.values()))} of {format_bytes(experts)} of experts"
         log.info(
             "devices=tensor: of %s of weights this rank holds 1/%d%s, and all of %s",
-            *(format_bytes(cut_bytes), self._gathering.count, own if experts else "", format_bytes(rest)),
+            *(format_bytes(cut_bytes), self._all_gather.count, own if experts else "", format_bytes(rest)),
         )
 
     def take_tables(self) -> None:
@@ -198,9 +198,9 @@ class _Splitting:
             if module is not None and ((table is not None and head is not None) or not is_tied):
                 self._take(module)
         if isinstance(head, nn.Linear) and self._is_taken(head):
-            split_linear(head, self._gathering, takes_part=False, gives_part=False)
+            split_linear(head, self._all_gather, takes_part=False, gives_part=False)
         if table is not None and self._is_taken(table):
-            split_embedding(table, self._gathering)
+            split_embedding(table, self._all_gather)
 
     def _is_taken(self, module: nn.Module) -> bool:
         return any(name in self.taken for tensor in module.parameters() for name in self._names[id(tensor)])
@@ -215,7 +215,7 @@ class _Splitting:
                 self.taken[name] = found
 
     def _split(self, module: nn.Linear, flow: Flow) -> None:
-        split_linear(module, self._gathering, takes_part=flow is Flow.closes, gives_part=flow is Flow.opens)
+        split_linear(module, self._all_gather, takes_part=flow is Flow.closes, gives_part=flow is Flow.opens)
 
     def _linear(self, model: nn.Module, path: str) -> nn.Linear:
         found = model.get_submodule(path)
@@ -224,7 +224,7 @@ class _Splitting:
 
     def _refused(self, what: str, why: str, instead: str = "") -> ConfigError:
         others = f"take {instead}, or " if instead else "take fewer ranks, or "
-        return ConfigError(f"{NOT_SPLIT.format(what, self._gathering.count, why)}; {others}devices=sharded")
+        return ConfigError(f"{NOT_SPLIT.format(what, self._all_gather.count, why)}; {others}devices=sharded")
 
 
 def shorten(module: nn.Module, height: int) -> None:
@@ -235,23 +235,23 @@ def shorten(module: nn.Module, height: int) -> None:
             module._parameters[name] = nn.Parameter(short, requires_grad=False)
 
 
-def split_linear(module: nn.Linear, gathering: AllGather, *, takes_part: bool, gives_part: bool) -> None:
+def split_linear(module: nn.Linear, all_gather: AllGather, *, takes_part: bool, gives_part: bool) -> None:
     """Makes it a map to this rank's numbers. `takes_part`: what comes is a part as well, and is made whole first.
     `gives_part`: what goes on is one. Mutates the module."""
-    module.out_features //= gathering.count
+    module.out_features //= all_gather.count
     shorten(module, module.out_features)
     if takes_part:
-        module.register_forward_pre_hook(lambda _, given: (gathering.whole(given[0]), *given[1:]))
+        module.register_forward_pre_hook(lambda _, given: (all_gather.whole(given[0]), *given[1:]))
     if not gives_part:
-        module.register_forward_hook(lambda _, given, out: gathering.whole(cast(torch.Tensor, out)))
+        module.register_forward_hook(lambda _, given, out: all_gather.whole(cast(torch.Tensor, out)))
 
 
-def split_embedding(module: nn.Embedding, gathering: AllGather) -> None:
+def split_embedding(module: nn.Embedding, all_gather: AllGather) -> None:
     """Makes it a table of this rank's rows, which looks up the others' with them. Mutates the module."""
-    module.num_embeddings //= gathering.count
+    module.num_embeddings //= all_gather.count
     module.padding_idx = None  # matters to gradients alone, and may be another rank's
     shorten(module, module.num_embeddings)
-    lookup = _Lookup(gathering, module.num_embeddings)
+    lookup = _Lookup(all_gather, module.num_embeddings)
     module.register_forward_pre_hook(lookup.before)
     module.register_forward_hook(lookup.behind)
 
@@ -259,13 +259,13 @@ def split_embedding(module: nn.Embedding, gathering: AllGather) -> None:
 class _Lookup:
     """What lies around the look-up of token ids (B, T) in a table of `height` rows, which gives (B, T, D)."""
 
-    def __init__(self, gathering: AllGather, height: int):
-        self._gathering, self._height, self._is_here = gathering, height, torch.empty(0)
+    def __init__(self, all_gather: AllGather, height: int):
+        self._all_gather, self._height, self._is_here = all_gather, height, torch.empty(0)
 
     def before(self, module: nn.Module, given: Any) -> tuple[Any, ...]:
-        places = given[0] - self._gathering.index * self._height
+        places = given[0] - self._all_gather.index * self._height
         self._is_here = (places >= 0) & (places < self._height)
         return torch.where(self._is_here, places, 0), *given[1:]
 
     def behind(self, module: nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor:
-        return self._gathering.sum(torch.where(self._is_here[..., None], out, torch.zeros_like(out)))
+        return self._all_gather.sum(torch.where(self._is_here[..., None], out, torch.zeros_like(out)))

@@ -72,9 +72,9 @@ def _biased(experts: Experts, name: str, expert: int, x: torch.Tensor) -> torch.
 class ExpertRows(ExpertShare):
     """Rows of the matrices of each expert."""
 
-    def __init__(self, gathering: AllGather):
+    def __init__(self, all_gather: AllGather):
         super().__init__()
-        self._gathering = gathering
+        self._all_gather = all_gather
 
     def mixed(
         self, module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
@@ -91,7 +91,7 @@ class ExpertRows(ExpertShare):
                     out_TM = hidden_TD.new_zeros(len(hidden_TD), width)
                 out_TM.index_add_(0, visits.tokens_V[mine], (found * visits.weights_V[mine, None]).to(out_TM.dtype))
         assert out_TM is not None, "each token visits an expert"
-        return out_TM if is_last_whole else self._gathering.whole(out_TM)
+        return out_TM if is_last_whole else self._all_gather.whole(out_TM)
 
     def _outputs(
         self,
@@ -107,15 +107,15 @@ class ExpertRows(ExpertShare):
         counts = [visits.of(expert).stop - visits.of(expert).start for expert, _ in run]
         parts = [F.linear(hidden_TD[visits.tokens_V[visits.of(expert)]], own[up]) for expert, own in run]
         if num_runs(module) == 2 or (not experts.has_gate and not experts.has_bias):
-            inner_VH = self._gathering.whole(torch.cat([activated(experts, part) for part in parts]))
+            inner_VH = self._all_gather.whole(torch.cat([activated(experts, part) for part in parts]))
         else:
-            whole = self._gathering.whole(torch.cat(parts)).split(counts)
+            whole = self._all_gather.whole(torch.cat(parts)).split(counts)
             pairs = zip(run, whole, strict=True)
             inner_VH = torch.cat([activated(experts, _biased(experts, up, expert, x)) for (expert, _), x in pairs])
         pairs = zip(run, inner_VH.split(counts), strict=True)
         found = [F.linear(inner, own[down]) for (_, own), inner in pairs]
         if is_whole:
-            found = self._gathering.whole(torch.cat(found)).split(counts)
+            found = self._all_gather.whole(torch.cat(found)).split(counts)
             found = [_biased(experts, down, expert, x) for (expert, _), x in zip(run, found, strict=True)]
             found = [experts.post_expert_norm(x) for x in found] if has_norm(experts) else found
         yield from zip((expert for expert, _ in run), found, strict=True)
@@ -124,27 +124,27 @@ class ExpertRows(ExpertShare):
 class WholeExperts(ExpertShare):
     """Some experts, whose matrices no other rank has."""
 
-    def __init__(self, gathering: AllGather, own: range):
+    def __init__(self, all_gather: AllGather, own: range):
         super().__init__(own)
-        self._gathering = gathering
+        self._all_gather = all_gather
 
     def mixed(
         self, module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
     ) -> torch.Tensor:
         """`hit` yields this rank's experts alone."""
-        gathering, num_experts = self._gathering, cast("Experts", module).num_experts
-        experts, tokens = runs_of(num_experts, gathering.count), runs_of(len(hidden_TD), gathering.count)
-        own, mine = experts[gathering.index], tokens[gathering.index]
+        all_gather, num_experts = self._all_gather, cast("Experts", module).num_experts
+        experts, tokens = runs_of(num_experts, all_gather.count), runs_of(len(hidden_TD), all_gather.count)
+        own, mine = experts[all_gather.index], tokens[all_gather.index]
         given, sizes_given = _given(module, hidden_TD, visits, hit, own, tokens)
         summed = visits.of_tokens(mine)
         sizes_taken = [summed.of(each[-1]).stop - summed.of(each.start).start for each in experts]
-        taken = gathering.exchanged(given, sizes_given, sizes_taken)
+        taken = all_gather.exchanged(given, sizes_given, sizes_taken)
         out_tD = hidden_TD.new_zeros(len(mine), hidden_TD.shape[1])
         for expert in summed.hit:
             rows = summed.of(expert)
             out_tD.index_add_(0, summed.tokens_V[rows] - mine.start, taken[rows])
-        return gathering.exchanged(
-            out_tD.repeat(gathering.count, 1), [len(mine)] * gathering.count, [len(each) for each in tokens]
+        return all_gather.exchanged(
+            out_tD.repeat(all_gather.count, 1), [len(mine)] * all_gather.count, [len(each) for each in tokens]
         )
 
 
@@ -181,9 +181,9 @@ class Division(NamedTuple):
     instead: str = ""
 
 
-def divide_experts(module: nn.Module, stacks: Stacks, gathering: AllGather, asked: DividedExperts) -> Division:
+def divide_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, asked: DividedExperts) -> Division:
     """Leaves the module this rank's part of its stacks. Mutates the module, unless there is none."""
-    share = RowShare(index=gathering.index, count=gathering.count)
+    share = RowShare(index=all_gather.index, count=all_gather.count)
     rows, whole = _by_rows(module, stacks, share), _by_expert(stacks, share)
     if asked is DividedExperts.auto:
         inputs = stacks[matrix_names(module)[1]].shape[1:]
@@ -206,7 +206,7 @@ def divide_experts(module: nn.Module, stacks: Stacks, gathering: AllGather, aske
                 torch.empty(part.shape, device="meta", dtype=before.dtype), requires_grad=False
             )
         own = found.own
-        setattr(module, SHARE, ExpertRows(gathering) if own is None else WholeExperts(gathering, own))
+        setattr(module, SHARE, ExpertRows(all_gather) if own is None else WholeExperts(all_gather, own))
     return found
 
 

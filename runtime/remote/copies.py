@@ -42,8 +42,8 @@ def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], refused
         what = f"{counted(len(files), 'file')} and none of {', '.join(patterns)}" if files else "nothing there"
         raise refused(f"{store.key}={store.url}: there is {what}")
     name = store.url.rstrip("/").rpartition("/")[2]
-    told = [store.url, *([each, file.num_bytes, file.tag] for each, file in sorted(wanted.items()))]
-    folder = cache / "copies" / hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
+    listing = [store.url, *([each, file.num_bytes, file.tag] for each, file in sorted(wanted.items()))]
+    folder = cache / "copies" / hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:24]
     root = folder / name if "" not in wanted else folder
     targets = {each: root / (each or name) for each in wanted}
     if not all(target.exists() for target in targets.values()):
@@ -67,15 +67,15 @@ def _locked(path: Path, store: ObjectStore) -> Iterator[None]:
     """A lock on the copy: others wait until the process that holds it has copied, or has ended."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        has_said = False
+        has_logged = False
         while True:
             try:
                 flock(descriptor, LOCK_EX | LOCK_NB)
                 break
             except BlockingIOError:
-                if not has_said:
+                if not has_logged:
                     log.info("another process copies %s", store.url)
-                has_said = True
+                has_logged = True
                 _heed_stop(store)
                 time.sleep(SECONDS_PER_LOOK)
         yield
@@ -84,7 +84,7 @@ def _locked(path: Path, store: ObjectStore) -> Iterator[None]:
 
 
 def _heed_stop(store: ObjectStore) -> None:
-    if store.patience.should_stop():
+    if store.retry.should_stop():
         raise Interrupted(f"stopped while {store.url} was copied; the same command goes on from here")
 
 
@@ -103,7 +103,7 @@ def _copy(
             f"{folder}: make room, or set XDG_CACHE_HOME or offload.cache_dir"
         )
     log.info("copying %s, %s of %s", store.url, counted(len(left), "file"), format_bytes(all_bytes))
-    said_at = time.monotonic()
+    logged_at = time.monotonic()
     for name, file in left.items():
         partial = _partial(targets[name])
         try:
@@ -113,8 +113,8 @@ def _copy(
                     for data in pool.map(lambda at, name=name, file=file: _range(store, name, file, at, refused), ends):
                         out.write(data)
                         done_bytes += len(data)
-                        if time.monotonic() - said_at >= SECONDS_PER_LINE:
-                            said_at = time.monotonic()
+                        if time.monotonic() - logged_at >= SECONDS_PER_LINE:
+                            logged_at = time.monotonic()
                             done, whole = format_bytes(done_bytes), format_bytes(all_bytes)
                             log.info("copying %s: %s of %s", store.url, done, whole)
                 out.flush()

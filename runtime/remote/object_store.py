@@ -94,13 +94,13 @@ class StoredFile:
 class ObjectStore:
     """What lies below `url`, which the setting `key` names. Names of files are what follows on the URL and a slash.
 
-    All of it raises StorageError where the store fails for longer than `patience`, and Interrupted.
+    All of it raises StorageError where the store fails for longer than `retry`, and Interrupted.
     """
 
-    def __init__(self, url: str, key: str, patience: RetryPolicy | None = None):
+    def __init__(self, url: str, key: str, retry: RetryPolicy | None = None):
         """Raises ConfigError for a URL with credentials, of an unknown scheme, or whose library is not installed."""
         require_plain_url(url, key)
-        self.url, self.key, self.patience = url.rstrip("/"), key, patience or RetryPolicy()
+        self.url, self.key, self.retry = url.rstrip("/"), key, retry or RetryPolicy()
         scheme = self.url.partition("://")[0]
         options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
         try:
@@ -142,17 +142,17 @@ class ObjectStore:
 
     def _held(self, what: str, name: str, call: Callable[[], T], *, lasting: tuple[type[Exception], ...] = ()) -> T:
         place = url_child(self.url, name) if name else self.url
-        return self.patience.hold(f"{what} {place} ({self.key})", call, lasting=lasting)
+        return self.retry.hold(f"{what} {place} ({self.key})", call, lasting=lasting)
 
     def _opening(self, what: str, call: Callable[[], T], absent: T | None) -> T:
         """A call that is among the first: what cannot pass is refused at once, but for `absent` where that is given."""
         try:
-            return self.patience.hold(f"{what} at {self.url} ({self.key})", call, lasting=LASTING)
+            return self.retry.hold(f"{what} at {self.url} ({self.key})", call, lasting=LASTING)
         except LASTING as error:
             if absent is not None and isinstance(error, FileNotFoundError):
                 return absent
             raise ConfigError(
-                f"{self.key}={self.url}: {what} is refused ({describe_error(error)}): look at its name, and at the credentials "
+                f"{self.key}={self.url}: {what} is refused ({describe_error(error)}): check its name and credentials, "
                 "in the environment or in the files of the store's own tools"
             ) from error
 

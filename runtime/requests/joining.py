@@ -17,14 +17,14 @@ class Joined:
     members: Rows[int]
 
 
-def join(requests: Rows[Request], seats: Rows[object] | None = None) -> list[Joined]:
+def join(requests: Rows[Request], slots: Rows[object] | None = None) -> list[Joined]:
     """Requests that ask for scores behind the same tokens become one, under the first one's name: what they compute is
-    the same, and their last tokens are read off the same logits. One that generates stays by itself. `seats`: one of
+    the same, and their last tokens are read off the same logits. One that generates stays by itself. `slots`: one of
     each, where only those with the same may become one."""
     groups: dict[object, list[int]] = {}
-    for i, (request, seat) in enumerate(zip(requests, seats or [None] * len(requests), strict=True)):
+    for i, (request, slot) in enumerate(zip(requests, slots or [None] * len(requests), strict=True)):
         scoring = request.scoring
-        computed = request.key if scoring is None else (request.prompt_ids, scoring.decoder_ids, seat)
+        computed = request.key if scoring is None else (request.prompt_ids, scoring.decoder_ids, slot)
         groups.setdefault(computed, []).append(i)
     found = list[Joined]()
     for group in groups.values():

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+from ..checkpoint_source.download import PASS_ON, reason_of
 from ..config.settings import SamplingConfig, SamplingOverrides, require
 from ..errors import CheckpointError, ConfigError
 from ..model.loading import LoadedModel
-from ..origin.net import PASS_ON, reason_of
 from ..sequences.grammar import grammar_of, tokens_of
 from ..sequences.sequence import FinishReason, Request, TokenLogprobs
 

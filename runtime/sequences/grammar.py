@@ -210,11 +210,11 @@ class Grammars:
         if thinking is not None and answer is None and thinking.is_thinking(sequence):
             sequence.guide = None
             return None
-        if sequence.guide is None or (answer is not None and sequence.guide.num_told < answer.num_tokens):
+        if sequence.guide is None or (answer is not None and sequence.guide.num_reported < answer.num_tokens):
             matcher = self._compiled(grammar).deep_copy()
             if answer is not None:
                 matcher.consume_tokens(self._tokens.tokenize_str(answer.rest.lstrip()))
-                sequence.guide = Guide(matcher=matcher, num_told=answer.num_tokens)
+                sequence.guide = Guide(matcher=matcher, num_reported=answer.num_tokens)
             else:
                 opening = self._compiled(thinking.opening).deep_copy() if thinking is not None else None
                 sequence.guide = Guide(matcher=matcher, opening=opening)

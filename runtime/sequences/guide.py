@@ -20,21 +20,21 @@ BITS = 32  # tokens of a word of a mask
 
 @dataclass(kw_only=True)
 class Guide:
-    """Mutable; owned by its sequence. `num_told`: tokens of the completion that `matcher` has seen, or that stand
+    """Mutable; owned by its sequence. `num_reported`: tokens of the completion that `matcher` has seen, or that stand
     before its structure. `opening`: of the tag that reasoning begins with, while that may still come in the structure's
     place. `ahead`: its row of masks that are being computed for them, on a thread that both matchers belong to until
     they are done."""
 
     matcher: "LLMatcher"
     opening: "LLMatcher | None" = None
-    num_told: int = 0
+    num_reported: int = 0
     ahead: tuple[Future[torch.Tensor], int] | None = None
 
     def accept(self, generated: Rows[int]) -> None:
         """Follows the tokens of the completion that it has not seen yet."""
-        if self.num_told < len(generated):
+        if self.num_reported < len(generated):
             self.mask()
-            tokens = list(generated[self.num_told :])
+            tokens = list(generated[self.num_reported :])
             if self.opening is not None:  # in the structure, in the tag, or in both as long as the tokens are of both
                 if self.opening.validate_tokens(tokens) < len(tokens):
                     self.opening = None
@@ -43,7 +43,7 @@ class Guide:
                 else:
                     self.opening.consume_tokens(tokens)
             self.matcher.consume_tokens(tokens)
-            self.num_told, self.ahead = len(generated), None
+            self.num_reported, self.ahead = len(generated), None
 
     def mask(self) -> torch.Tensor | None:
         """The mask behind the tokens that it was told, int32 (words), waited for; None where none was begun."""

@@ -167,7 +167,7 @@ def sums_of(path: Path, begin: int) -> str:
     return "".join(sums)
 
 
-def told_of(path: Path) -> tuple[Mapping[str, object], int]:
+def read_packing_record(path: Path) -> tuple[Mapping[str, object], int]:
     """Returns what the header of a packed shard says of its original, and where its data begins. Raises CheckpointError
     for a file that is no such shard."""
     try:
@@ -190,7 +190,7 @@ def told_of(path: Path) -> tuple[Mapping[str, object], int]:
 
 def check_packed(files: Sequence[str], *, is_full: bool) -> None:
     """Checks all pieces of a packed store's shards, or a few at equal distances. Raises CheckpointError."""
-    told = {file: told_of(Path(file)) for file in files}
+    told = {file: read_packing_record(Path(file)) for file in files}
     pieces = [(file, number) for file, (about, _) in told.items() for number in range(len(str(about["crc32"])) // 8)]
     count = len(pieces) if is_full else min(NUM_SAMPLED, len(pieces))
     chosen = [pieces[turn * len(pieces) // count] for turn in range(count)]

@@ -41,10 +41,10 @@ def choose_device(name: str) -> torch.device:
         return device
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
-        lacking = None if found is None else _lacking(found)
-        if found is not None and lacking is not None:
-            log.warning("machine.device=auto: the CPU, as torch offers no %s on %s", lacking, found.type)
-        if found is None or lacking is not None:
+        missing = None if found is None else _missing(found)
+        if found is not None and missing is not None:
+            log.warning("machine.device=auto: the CPU, as torch offers no %s on %s", missing, found.type)
+        if found is None or missing is not None:
             return torch.device("cpu")
         device = found
     elif found is None:
@@ -53,9 +53,9 @@ def choose_device(name: str) -> torch.device:
         )
     elif found.type != device.type:
         raise ConfigError(f"machine.device={name}: this torch {torch.__version__} computes on {found.type} or the CPU")
-    elif (lacking := _lacking(device)) is not None:
+    elif (missing := _missing(device)) is not None:
         raise ConfigError(
-            f"machine.device={name}: torch offers no {lacking} on {device.type}, which streaming weights takes; "
+            f"machine.device={name}: torch offers no {missing} on {device.type}, which streaming weights takes; "
             "use machine=cpu"
         )
     index, count = device.index, torch.accelerator.device_count()
@@ -68,7 +68,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device(device.type, index)
 
 
-def _lacking(device: torch.device) -> str | None:
+def _missing(device: torch.device) -> str | None:
     """What of it torch does not offer, as on Apple's devices, where host memory is the device's too."""
     if not hasattr(torch.get_device_module(device), "mem_get_info"):
         return "figure for free memory"

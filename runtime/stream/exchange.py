@@ -87,7 +87,7 @@ class HostExchange:
         self._size, self._device, self._what = size, device, what and f" {what}"
         self._first_stage, self._trace = first_stage, trace
         self._down, self._up = device.new_stream(), device.new_stream()
-        self._free = [RoundTripMemory(device, size.trip_bytes) for _ in range(size.num_trips)]
+        self._free = [RoundTripMemory(device, size.round_trip_bytes) for _ in range(size.num_round_trips)]
         self._begun, self._loaded = device.new_event(), device.new_event()
         self._stored: deque[tuple[Event, Sequence[Part]]] = deque()
         self._counters = StreamCounters()
@@ -111,14 +111,14 @@ class HostExchange:
     def send(self, layer: int, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> RoundTrip:
         """Begins to bring contiguous tensors down; the answer will go to `out`, compute memory that nobody else uses.
         Trips that are under way are limited in number."""
-        assert self._free, f"more than {self._size.num_trips} lanes attend beside their KV"
+        assert self._free, f"more than {self._size.num_round_trips} lanes attend beside their KV"
         memory = self._free.pop()
-        trip = RoundTrip(self, layer, memory, tensors, out)
+        round_trip = RoundTrip(self, layer, memory, tensors, out)
         memory.begun.record(self._device.compute_stream())
         copies = [Part(source, place) for source, place in zip(tensors, memory.parts(tensors), strict=True)]
         self._counters.bytes_returned += self._bring_down("send", layer, copies, memory.begun)
         memory.arrived.record(self._down)
-        return trip
+        return round_trip
 
     def lift(self, layer: int, answer: Part, memory: RoundTripMemory) -> None:
         """The thread that attends calls it."""

@@ -20,9 +20,9 @@ from benchmarks.runner import failure
 from benchmarks.task import Result, Task, prompts
 from benchmarks.weightstream import opened
 from benchmarks.worker import respond
+from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import DType, ModelConfig, OffloadConfig, Order
 from runtime.errors import ConfigError
-from runtime.origin.location import find_checkpoint
 from runtime.units import MIB
 from tests.dealt import with_slow_others
 

@@ -12,9 +12,9 @@ from benchmarks.contenders import Contender
 from benchmarks.measure import measure
 from benchmarks.suites import run_suite
 from benchmarks.task import Result
+from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError
-from runtime.origin.location import find_checkpoint
 
 
 def result(decode: float, predicted: float) -> Result:

@@ -9,9 +9,9 @@ from benchmarks.config import BenchConfig, RanksConfig, Suite
 from benchmarks.devices import RanksCase, ThrottledReader, devices_table
 from benchmarks.suites import run_suite
 from benchmarks.task import Result
+from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import Gather, ModelConfig
 from runtime.errors import ConfigError
-from runtime.origin.location import find_checkpoint
 from runtime.plan.shape.extents import Extent
 from tests.jobs.forked_workers import ForkedWorker
 

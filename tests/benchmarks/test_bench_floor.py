@@ -14,11 +14,11 @@ from benchmarks.predictions import Case
 from benchmarks.products import Product, Products, products_table
 from benchmarks.suites import run_suite
 from benchmarks.task import Result, prompts
+from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig, RuntimeConfig
 from runtime.errors import ConfigError
 from runtime.kernels.compiler import has_compiler
 from runtime.library.api import Runtime
-from runtime.origin.location import find_checkpoint
 from tests.jobs.forked_workers import ForkedWorker
 
 CASE = Case(path="somewhere/llama", contender="nvme", num_sequences=128)

@@ -440,8 +440,8 @@ def test_the_plain_command_takes_the_keys_of_the_job() -> None:
             settings([wrong])
 
 
-LACKING = ("hydra", "omegaconf", "datasets", "pyarrow", "numba", "matplotlib", "accelerate")
-BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({LACKING!r})); import benchmarks.gpu.__main__"
+MISSING = ("hydra", "omegaconf", "datasets", "pyarrow", "numba", "matplotlib", "accelerate")
+BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({MISSING!r})); import benchmarks.gpu.__main__"
 
 
 @pytest.mark.slow(

@@ -19,9 +19,9 @@ from benchmarks.contenders import CONTENDERS, Contender, Isolation, Peer
 from benchmarks.measure import measure
 from benchmarks.runner import measured
 from benchmarks.task import Result, Task
+from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
 from runtime.errors import WeightstreamError
-from runtime.origin.location import find_checkpoint
 from runtime.units import MIB
 
 TASK = Task(
@@ -104,8 +104,8 @@ def test_a_sigterm_ends_the_worker_too(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_worker_of_llama_cpp_needs_nothing_that_its_environment_lacks() -> None:
-    lacking = ("torch", "transformers", "safetensors", "omegaconf", "pyarrow", "numba", "greenlet")
-    program = f"import sys; sys.modules.update(dict.fromkeys({lacking!r}))"
+    missing = ("torch", "transformers", "safetensors", "omegaconf", "pyarrow", "numba", "greenlet")
+    program = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))"
     program += "; import benchmarks.worker, benchmarks.peers.llama_cpp_python"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=False)
     assert ended.returncode == 0, ended.stderr

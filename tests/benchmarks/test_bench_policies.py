@@ -10,10 +10,10 @@ from benchmarks.measure import measure
 from benchmarks.policies import NUM_AGAIN, attempts
 from benchmarks.suites import run_suite
 from benchmarks.task import Result, Task
+from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
 from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError
-from runtime.origin.location import find_checkpoint
 
 CONFIG = BenchConfig(suite=Suite.policies, num_prompts=16, num_new_tokens=3, rounds=3, weight_share=60.0)
 
@@ -22,7 +22,7 @@ def test_the_grid_has_twenty_policies_with_the_budget_of_the_largest_block() -> 
     searched, *grid = attempts(CONFIG, "somewhere/llama")
     assert searched.is_searched
     assert len({attempt.name for attempt in grid}) == len(grid) == 20
-    assert {attempt.task.num_kv_seats for attempt in (searched, *grid)} == {16}
+    assert {attempt.task.num_kv_slots for attempt in (searched, *grid)} == {16}
     assert max(attempt.task.micro_batch_size * attempt.task.num_micro_batches for attempt in grid) == 16
 
 
@@ -49,7 +49,7 @@ def test_the_fastest_and_the_search_are_measured_again_and_compared() -> None:
 @pytest.mark.parametrize("index", [0, 2])
 def test_an_attempt_generates(index: int) -> None:
     attempt = list(attempts(CONFIG, str(find_checkpoint(ModelConfig(), None))))[index]
-    result = measure(replace(attempt.task, num_prompts=4, num_kv_seats=4))
+    result = measure(replace(attempt.task, num_prompts=4, num_kv_slots=4))
     assert [len(tokens) for tokens in result.tokens] == [3] * 4
     assert bool(result.policy) == attempt.is_searched
 
@@ -59,7 +59,7 @@ def test_a_rate_counts_the_seconds_of_every_pass_prefill_too(monkeypatch: pytest
     prefill_seconds = weightstream.prefill_seconds
     monkeypatch.setattr(weightstream, "prefill_seconds", lambda passes: seen.extend(passes) or prefill_seconds(passes))
     attempt = list(attempts(CONFIG, str(find_checkpoint(ModelConfig(), None))))[2]
-    result = measure(replace(attempt.task, num_prompts=4, num_kv_seats=4))
+    result = measure(replace(attempt.task, num_prompts=4, num_kv_slots=4))
     assert 0 < result.prefill_seconds < sum(record.seconds for record in seen) <= result.seconds
     assert result.rate == pytest.approx(sum(map(len, result.tokens)) / result.seconds)
 

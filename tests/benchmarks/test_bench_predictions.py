@@ -9,9 +9,9 @@ from benchmarks.contenders import Contender
 from benchmarks.measure import measure
 from benchmarks.predictions import Case, Outcome, outcomes_of, predictions_table
 from benchmarks.task import Result
+from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError
-from runtime.origin.location import find_checkpoint
 
 
 def result(prefill: float, decode: float, *, predicted_prefill: float, predicted_decode: float) -> Result:

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from runtime.cache_root import cache_root
+from runtime.checkpoint_source.location import load_tokenizer
 from runtime.config.settings import ModelConfig
 from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel, load_model
-from runtime.origin.location import load_tokenizer
 from runtime.requests.chat import ChatRenderer, TemplateRefusal
 from runtime.requests.prompts import tokenize_each
 from runtime.store.checkpoint import open_checkpoint

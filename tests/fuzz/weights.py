@@ -13,16 +13,16 @@ from safetensors.torch import save
 
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
+from runtime.checkpoint_source.location import read_config
 from runtime.config.settings import ModelConfig, Verify
 from runtime.formats.module_tensors import METHOD
 from runtime.formats.registry import pair_companions
 from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
 from runtime.linear.window4_rows import WINDOW4
 from runtime.model.loading import load_model
-from runtime.origin.location import read_config
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.checkpoint import SINGLE, open_checkpoint
-from runtime.store.file_digests import METADATA, PIECE_BYTES, told_of
+from runtime.store.file_digests import METADATA, PIECE_BYTES, read_packing_record
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.weights.layout import take_quantization
 from runtime.weights.stage_weights import TORCH_DTYPES, load_tensor
@@ -271,7 +271,7 @@ def _numbers_by_sums(home: Path) -> dict[object, dict[str, torch.Tensor]]:
     found = dict[object, dict[str, torch.Tensor]]()
     for file in (home / format_.value / SINGLE for format_ in Format):
         weights = pair_companions(open_checkpoint(file.parent).tensors, {"quant_method": METHOD})
-        found[told_of(file)[0]["crc32"]] = {name: load_tensor(weight) for name, weight in weights.items()}
+        found[read_packing_record(file)[0]["crc32"]] = {name: load_tensor(weight) for name, weight in weights.items()}
     return found
 
 
@@ -279,7 +279,7 @@ def check_store(directory: Path, rng: random.Random) -> None:
     """A file whose sums were put right holds whatever its bytes say; any other must hold what was packed."""
     model = ModelConfig(name="hf", path=str(directory), verify=Verify.full)
     loaded = load_model(model, torch.device("cpu"), None)
-    right = _numbers_by_sums(directory.parent).get(told_of(directory / SINGLE)[0]["crc32"])
+    right = _numbers_by_sums(directory.parent).get(read_packing_record(directory / SINGLE)[0]["crc32"])
     for stage in loaded.shape.stages:
         for parameter in stage.parameters:
             for piece in (piece for blocks in parameter.pieces for piece in blocks):

@@ -24,18 +24,18 @@ from jobs.run.tasks.generate import generate
 from runtime.config.settings import (
     Admission,
     OffloadConfig,
+    Parallelism,
     PolicyConfig,
     PolicyKind,
     SamplingConfig,
     SharePrefixes,
     Tier,
-    Way,
 )
 from tests.generations import read_generations
 from tests.jobs.killing import job_alone
 from tests.processes import PROCESSES
 
-RESUMABLE, PATIENCE_SECONDS = 75, 60.0
+RESUMABLE, RETRY_SECONDS = 75, 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Case:
     num_rows: int = 12
     num_new_tokens: int = 60
     admission: Admission = Admission.wave
-    way: Way = Way.sharded
+    way: Parallelism = Parallelism.sharded
 
     @property
     def directory(self) -> RunDirectory:
@@ -101,9 +101,9 @@ def rank_alone(rank: int, size: int, port: int, arguments: Sequence[str], apart:
     job_alone(arguments)
 
 
-def end_of(ranks: Sequence[BaseProcess], patience_seconds: float = PATIENCE_SECONDS) -> list[int | None]:
+def end_of(ranks: Sequence[BaseProcess], retry_seconds: float = RETRY_SECONDS) -> list[int | None]:
     """The exit codes, once all have ended. Raises AssertionError where one goes on and on."""
-    until = time.monotonic() + patience_seconds
+    until = time.monotonic() + retry_seconds
     for each in ranks:
         each.join(max(0.0, until - time.monotonic()))
     codes = [each.exitcode for each in ranks]
@@ -200,14 +200,14 @@ def check(case: Case, num_rounds: int, num_stops: int, most_ranks: int, seed: in
         codes = kill_one(case, size, victim, MOMENTS["a pass has ended"], chance.uniform(0.0, 0.2), gently=True)
         assert set(codes) <= {RESUMABLE}, f"rank {victim} of {size} stopped: {codes}"
         print(f"rank {victim} of {size} stopped: {codes}", flush=True)
-    assert end_of(case.start(2), patience_seconds=600.0) == [0, 0]  # all of a run, on a machine that may be busy
+    assert end_of(case.start(2), retry_seconds=600.0) == [0, 0]  # all of a run, on a machine that may be busy
     require_equal(case)
     return num_killed
 
 
 def main(words: Sequence[str]) -> None:
     named = {name: value for name, _, value in (word.partition("=") for word in words)}
-    way, given = Way(named.pop("way", "sharded")), {name: int(value) for name, value in named.items()}
+    way, given = Parallelism(named.pop("way", "sharded")), {name: int(value) for name, value in named.items()}
     with tempfile.TemporaryDirectory() as home:
         admission = Admission.continuous if given.get("continuous") else Admission.wave
         tokens = given.get("tokens", 400)

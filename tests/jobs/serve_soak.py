@@ -26,8 +26,8 @@ from pathlib import Path
 
 import openai
 
-from jobs.record.found import is_locked
 from jobs.record.run_dir import RunDirectory
+from jobs.record.run_reader import is_locked
 from runtime.units import KIB, MIB
 
 URL = "/v1/completions"

@@ -10,12 +10,12 @@ from jobs.record.manifest import RunManifest
 from jobs.record.output_rows import generation_schema, infer_column_schema
 from jobs.record.parts import PartStore
 from jobs.record.plan_file import fix_plan
+from jobs.record.run_checkpoint import remove_committed
 from jobs.record.run_dir import RunDirectory
-from jobs.record.running import remove_committed
 from jobs.run.block_loop import OpenBlocks
 from jobs.run.progress import Progress
-from jobs.run.requests import RequestBatch, seat
-from runtime.batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
+from jobs.run.requests import RequestBatch, slot
+from runtime.batching.admission import AdmissionLimits, SlotState, Waiting, most_cached, plan_pass
 from runtime.batching.balance import Block, plan_blocks
 from runtime.config.settings import Admission
 from runtime.engine.records import PassCounts, PassRecord, Phase, StageTimes
@@ -63,7 +63,7 @@ def blocks_of(asked: RequestBatch) -> tuple[Block, ...]:
 
 
 def store_at(path: Path, asked: RequestBatch) -> PartStore:
-    run, planned = RunDirectory(path=path), seat(asked, blocks_of(asked))
+    run, planned = RunDirectory(path=path), slot(asked, blocks_of(asked))
     for folder in (run.generations, run.throughput):
         folder.mkdir(parents=True, exist_ok=True)
     fix_plan(run.plan, planned)
@@ -155,7 +155,7 @@ class Growing:
 
 
 class FakeSession:
-    """Its passes are decided as the engine's are. `stop_after` passes it raises `stop`; `num_drawn` counts tokens.
+    """Its passes are decided as the engine's are. `stop_after` passes it raises `stop`; `num_sampled` counts tokens.
 
     `reports_first`: whether `on_pass` is called before the completions of the pass are given.
     """
@@ -169,7 +169,7 @@ class FakeSession:
     ):
         self._stop_after, self._reports_first, self._stop = stop_after, reports_first, stop
         self._running: dict[int, Growing] = {}
-        self.num_drawn = 0
+        self.num_sampled = 0
         self.num_passes = 0
         self.order: list[int] = []
 
@@ -201,19 +201,19 @@ class FakeSession:
         assert set(unfinished) <= set(order)
         sequences = {i: self._start(requests[i], unfinished.get(i)) for i in order}
         waiting = [_waiting(i, sequences[i]) for i in order]
-        seats: list[SeatState] = []
-        while waiting or seats:
+        slots: list[SlotState] = []
+        while waiting or slots:
             if self.num_passes == self._stop_after:
                 raise self._stop
-            free = NUM_PAGES - sum(LIMITS.pages(seat.num_cached) for seat in seats)
-            plan = plan_pass(waiting, seats, free, LIMITS)
-            kept = len(seats) - len(plan.preempted)
-            waiting = [*(_waiting(s.request, sequences[s.request]) for s in seats[kept:]), *waiting]
-            seats = seats[:kept]
+            free = NUM_PAGES - sum(LIMITS.pages(slot.num_cached) for slot in slots)
+            plan = plan_pass(waiting, slots, free, LIMITS)
+            kept = len(slots) - len(plan.preempted)
+            waiting = [*(_waiting(s.request, sequences[s.request]) for s in slots[kept:]), *waiting]
+            slots = slots[:kept]
             for i, lane in plan.admitted:
-                seats.append(SeatState(lane=lane, num_cached=0, **vars(waiting.pop(0))))
+                slots.append(SlotState(lane=lane, num_cached=0, **vars(waiting.pop(0))))
                 self._running[i] = sequences[i]
-            seats, done, record = self._pass(seats, plan.new_tokens)
+            slots, done, record = self._pass(slots, plan.new_tokens)
             if self._reports_first:
                 on_pass(record)
             for i in done:
@@ -230,22 +230,22 @@ class FakeSession:
         return Growing(request=request, token_ids=tokens, logprobs=logprobs, state=unfinished.generator_state)
 
     def _pass(
-        self, seats: Sequence[SeatState], new_tokens: Mapping[int, int]
-    ) -> tuple[list[SeatState], list[int], PassRecord]:
-        after, done, num_drawn, num_prompt = list[SeatState](), list[int](), 0, 0
-        for old in seats:
+        self, slots: Sequence[SlotState], new_tokens: Mapping[int, int]
+    ) -> tuple[list[SlotState], list[int], PassRecord]:
+        after, done, num_sampled, num_prompt = list[SlotState](), list[int](), 0, 0
+        for old in slots:
             new, sequence = new_tokens.get(old.request, 0), self._running[old.request]
             num_prompt += new if old.num_missing > 1 else 0
             if new and new == old.num_missing:
                 sequence.draw()
-                num_drawn += 1
+                num_sampled += 1
             if sequence.finish is not None:
                 done.append(old.request)
             else:
                 known = len(sequence.request.prompt_ids) + len(sequence.token_ids)
                 after.append(replace(old, num_cached=old.num_cached + new, num_known=known))
-        self.num_drawn += num_drawn
-        record = _record(self.num_passes, sum(new_tokens.values()), num_prompt, num_drawn)
+        self.num_sampled += num_sampled
+        record = _record(self.num_passes, sum(new_tokens.values()), num_prompt, num_sampled)
         self.num_passes += 1
         return after, done, record
 
@@ -256,19 +256,19 @@ def _waiting(request: int, sequence: Growing) -> Waiting:
     return Waiting(request=request, num_known=num_prompt + len(sequence.token_ids), num_most=most)
 
 
-def _record(index: int, num_tokens: int, num_prompt: int, num_drawn: int) -> PassRecord:
+def _record(index: int, num_tokens: int, num_prompt: int, num_sampled: int) -> PassRecord:
     phase = Phase.decode if not num_prompt else Phase.prefill if num_prompt == num_tokens else Phase.mixed
     return PassRecord(
         block=0,
         index=index,
         phase=phase,
         counts=PassCounts(
-            num_sequences=num_drawn,
+            num_sequences=num_sampled,
             real_tokens=num_tokens,
             padded_tokens=num_tokens,
             prompt_tokens=num_prompt,
-            issued_tokens=num_drawn,
-            useful_tokens=num_drawn,
+            issued_tokens=num_sampled,
+            useful_tokens=num_sampled,
         ),
         seconds=0.25,
         times=TIMES,

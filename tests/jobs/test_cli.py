@@ -17,7 +17,15 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
-from jobs.config.cli import as_job, explain, report, run_job, say, with_kind, with_prompt
+from jobs.config.cli import (
+    as_job,
+    describe_hydra_error,
+    expand_prompt,
+    infer_dataset_kind,
+    print_error,
+    print_line,
+    run_job,
+)
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
 from jobs.exporting.config import ExportConfig
 from jobs.packing.config import PackConfig
@@ -137,7 +145,7 @@ def test_launcher_without_its_plugin_names_the_extra() -> None:
     missing = MissingConfigException(
         message="Could not load", missing_cfg_file="hydra/launcher/submitit_slurm", options=["basic"]
     )
-    assert explain(missing, []) == (
+    assert describe_hydra_error(missing, []) == (
         "hydra/launcher=slurm needs the extra: pip install -e '.[slurm]', or use slurm/generate.sbatch"
     )
 
@@ -280,7 +288,7 @@ sys.stdout.buffer.write(cloudpickle.dumps(main.__wrapped__))
 
 
 def test_control_characters_of_a_message_never_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    report("row '\x1b[2J\r\x07' is bad\nsecond line")
+    print_error("row '\x1b[2J\r\x07' is bad\nsecond line")
     assert capfd.readouterr().err == "error: row '\\x1b[2J\\r\\x07' is bad\nsecond line\n"
 
 
@@ -359,8 +367,8 @@ def test_a_reader_that_has_left_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> 
     os.close(read)
     with open(write, "w") as unread:  # noqa: PTH123 - a descriptor
         monkeypatch.setattr(sys, "stdout", unread)
-        say("a first line")
-        say("a second one")
+        print_line("a first line")
+        print_line("a second one")
         monkeypatch.undo()
 
 
@@ -368,7 +376,7 @@ def test_a_stdout_without_room_is_an_error_of_the_output(monkeypatch: pytest.Mon
     with open("/dev/full", "w") as full:  # noqa: PTH123
         monkeypatch.setattr(sys, "stdout", full)
         with pytest.raises(OutputError, match="cannot write to stdout: No space left on device"):
-            say("a line")
+            print_line("a line")
         monkeypatch.undo()
 
 
@@ -400,7 +408,7 @@ def test_a_path_that_is_not_utf8_is_refused_with_a_way_out(
 )
 def test_a_prompt_on_the_command_line_is_taken_as_it_is_typed(text: str) -> None:
     with initialize_config_dir(config_dir=str(CONF), version_base=None):
-        composed = compose("generate", with_prompt(["model=tiny", f"prompt={text}"]))
+        composed = compose("generate", expand_prompt(["model=tiny", f"prompt={text}"]))
     assert load(GenerateConfig, composed).dataset.prompt == text
 
 
@@ -428,12 +436,12 @@ def test_a_prompt_on_the_command_line_is_taken_as_it_is_typed(text: str) -> None
 def test_the_ending_of_a_path_tells_the_kind_of_data_set_where_none_is_chosen(
     words: list[str], kind: str | None
 ) -> None:
-    given = with_prompt(words)
-    assert with_kind(given) == [*given, *([f"dataset={kind}"] if kind is not None else [])]
+    given = expand_prompt(words)
+    assert infer_dataset_kind(given) == [*given, *([f"dataset={kind}"] if kind is not None else [])]
 
 
 @pytest.mark.parametrize("job", ["generate", "score", "encode"])
 def test_a_path_alone_is_enough_for_every_job_that_reads_one(job: str) -> None:
     with initialize_config_dir(config_dir=str(CONF), version_base=None):
-        assert compose(job, with_kind(["dataset.path=prompts.csv"])).dataset.kind == "csv"
+        assert compose(job, infer_dataset_kind(["dataset.path=prompts.csv"])).dataset.kind == "csv"
     assert "with_kind(" in (CONF.parent / "jobs" / f"{job}.py").read_text(encoding="utf-8").rpartition("__main__")[2]

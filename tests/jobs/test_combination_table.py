@@ -20,7 +20,7 @@ from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, load
 from jobs.evaluating.config import EvaluateConfig
 from jobs.run.tasks.encode import encoding
 from runtime import Runtime
-from runtime.config.settings import DevicesConfig, Way
+from runtime.config.settings import DevicesConfig, Parallelism
 from runtime.errors import WeightstreamError
 from runtime.model.loading import LoadedModel
 from runtime.plan.planner import plan_run
@@ -78,7 +78,7 @@ FEATURES = (
 class _Alone(Ranks):
     """The first of two ranks while a run is opened: the other says what it says."""
 
-    def __init__(self, way: Way):
+    def __init__(self, way: Parallelism):
         self.rank, self.size, self.devices = 0, 2, DevicesConfig(way=way)
         self.machines = ["here", "here"]
         self.group = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -94,11 +94,11 @@ class _Opened(Runtime):
     """Models that several pairs ask alike are loaded once; a pipeline changes its own."""
 
     def _loaded(self) -> LoadedModel:
-        way = Way.one if self.ranks is None else self.ranks.devices.way
+        way = Parallelism.one if self.ranks is None else self.ranks.devices.way
         key = self.config.model, self.config.kv.dtype, self._encodes, way
         if key not in _LOADED:
             loaded = super()._loaded()
-            if way is Way.pipeline:
+            if way is Parallelism.pipeline:
                 return loaded
             _LOADED[key] = loaded
         return _LOADED[key]
@@ -137,12 +137,12 @@ def _refusal(first: Feature, second: Feature, beside: Sequence[str]) -> str | No
     try:
         config = load(job, OmegaConf.from_dotlist(words))
         way = config.devices.way
-        ranks = None if way is Way.one else _Alone(way)
+        ranks = None if way is Parallelism.one else _Alone(way)
         with patch("runtime.library.api.kernels_of"):  # which takes longer than all else, and refuses nothing
             runtime = _Opened(config.runtime, ranks=ranks, encodes=isinstance(config, EncodeConfig))
         if isinstance(config, EncodeConfig):
             encoding(config)[0].check(runtime)
-        elif job is GenerateConfig and way is Way.one:
+        elif job is GenerateConfig and way is Parallelism.one:
             made = runtime.request("0", PROMPT)
             assert not isinstance(made, Rejected), made
             sizes = [each.size for each in runtime.samples(made) if not isinstance(each, Rejected)]

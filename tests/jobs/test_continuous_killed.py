@@ -34,7 +34,7 @@ def test_killed_at_every_step_and_again_while_resuming_a_run_ends_with_the_same_
     kills = Kills(monkeypatch)
     store = case.store_at(tmp_path / "whole", ASKED)
     with kills.copied(tmp_path / "whole", tmp_path / "killed") as killed:
-        num_tokens = start(tmp_path / "whole").num_drawn
+        num_tokens = start(tmp_path / "whole").num_sampled
     whole = part_support.parts(store)
     assert len(killed) > 40, len(killed)
     for number, path in enumerate(killed):
@@ -51,4 +51,4 @@ def test_killed_at_every_step_and_again_while_resuming_a_run_ends_with_the_same_
         assert part_support.quarantined(store) == []
         left = [*store.directory.path.rglob(".*"), *store.directory.path.glob("running*")]
         assert left == []
-        assert number < len(killed) // 2 or last.num_drawn < num_tokens, "all was generated again"
+        assert number < len(killed) // 2 or last.num_sampled < num_tokens, "all was generated again"

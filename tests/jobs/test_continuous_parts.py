@@ -38,8 +38,8 @@ def test_every_row_comes_out_once_and_every_pass_is_in_one_part(tmp_path: Path, 
     assert sorted(table["id"].to_pylist()) == sorted(request.id for request in made().requests)
     assert [f"row {own}" for own in table["own"].to_pylist()] == table["id"].to_pylist()
     assert session.num_passes == NUM_PASSES
-    assert recorded(store) == (list(range(NUM_PASSES)), session.num_drawn)
-    assert sum(table["num_completion_tokens"].to_pylist()) == session.num_drawn
+    assert recorded(store) == (list(range(NUM_PASSES)), session.num_sampled)
+    assert sum(table["num_completion_tokens"].to_pylist()) == session.num_sampled
     assert is_finished(store.directory)
     assert not store.directory.running.exists()
 
@@ -65,7 +65,7 @@ def test_a_stop_after_any_pass_loses_no_token_and_no_pass(tmp_path: Path, num_pa
     second = FakeSession(reports_first=reports_first)
     store = run_at(tmp_path / "stopped", second)
     assert parts(store) == parts(whole)
-    assert first.num_drawn + second.num_drawn == recorded(whole)[1]
+    assert first.num_sampled + second.num_sampled == recorded(whole)[1]
     indices, num_issued = recorded(store)
     assert indices == list(range(first.num_passes + second.num_passes))
     assert num_issued == recorded(whole)[1]
@@ -77,7 +77,7 @@ def test_a_stop_before_what_was_saved_is_seated_again_loses_nothing(tmp_path: Pa
     starts.append(FakeSession())
     store = run_at(tmp_path / "stopped", starts[-1])
     assert parts(store) == parts(whole)
-    assert sum(session.num_drawn for session in starts) == recorded(whole)[1]
+    assert sum(session.num_sampled for session in starts) == recorded(whole)[1]
 
 
 def test_what_a_checkpoint_holds_of_committed_parts_is_dropped(tmp_path: Path) -> None:
@@ -130,4 +130,4 @@ def test_a_full_disk_at_a_commit_stops_the_run_and_the_checkpoint_stays(
     again = FakeSession()
     store = run_at(tmp_path / "full", again)
     assert parts(store) == parts(whole)
-    assert again.num_drawn < recorded(whole)[1]
+    assert again.num_sampled < recorded(whole)[1]

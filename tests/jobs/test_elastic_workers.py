@@ -8,8 +8,8 @@ import pytest
 
 from jobs.config.settings import GenerateConfig, Workers
 from jobs.files.locks import RunLock
-from jobs.record.found import Condition, find_runs
 from jobs.record.run_dir import RunDirectory
+from jobs.record.run_reader import Condition, find_runs
 from jobs.run.tasks.generate import generate
 from jobs.workers.elastic import Worker
 from runtime.batching.balance import Block

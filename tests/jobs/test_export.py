@@ -198,8 +198,8 @@ def test_an_unfinished_and_an_absent_shard_are_named_by_index_with_their_rows_an
 
     done = exported(case, "all.jsonl", partial=True)
     rows = {row["row_index"] for row in lines(done.out)}
-    lacking = sorted({i for i in range(24) if i % 3 != 2} - rows)
-    assert f"missing are rows {', '.join(map(str, lacking))}" in message
+    absent = sorted({i for i in range(24) if i % 3 != 2} - rows)
+    assert f"missing are rows {', '.join(map(str, absent))}" in message
     assert len(done.missing) == 2
     assert done.num_rows == 28
 

@@ -21,6 +21,7 @@ from jobs.record.run_dir import RunDirectory
 from jobs.run.run import Outcome
 from jobs.run.summary_table import format_table
 from jobs.run.tasks.generate import generate
+from runtime.checkpoint_source.location import BUNDLED
 from runtime.config.settings import (
     KVConfig,
     KVDType,
@@ -34,7 +35,6 @@ from runtime.config.settings import (
     Tier,
 )
 from runtime.errors import Interrupted, RunMismatchError
-from runtime.origin.location import BUNDLED
 from runtime.plan.schedule.actions import Op, parse_action
 from tests.generations import read_generations
 from tests.jobs.killing import run_and_kill

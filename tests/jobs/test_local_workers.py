@@ -15,7 +15,15 @@ from jobs.config.settings import GenerateConfig, Workers
 from jobs.config.signals import StopFlag
 from jobs.record.run_dir import RunDirectory
 from jobs.run.tasks.generate import generate
-from jobs.workers.local import VARIABLE, Led, is_leader, lead, processors_by_node, shares, split_processors
+from jobs.workers.local import (
+    VARIABLE,
+    WorkersResult,
+    is_leader,
+    processors_by_node,
+    run_workers,
+    shares,
+    split_processors,
+)
 from runtime.config.settings import MachineConfig, OffloadConfig
 from runtime.errors import ConfigError
 from tests.generations import read_generations
@@ -90,10 +98,10 @@ class FakeStop(StopFlag):
         return bool(self._name) and len(list(self._ready.iterdir())) == 2
 
 
-def led(first: str, other: str, stop: str = "", ready: Path = ROOT) -> Led:
+def run_two(first: str, other: str, stop: str = "", ready: Path = ROOT) -> WorkersResult:
     """What two workers come to, of which the first does this in bash and the second that."""
     script = f'if [[ "$*" == *log_level=warning* ]]; then {other}; else {first}; fi'
-    return lead(elastic(2), ["bash", "-c", script, "worker"], FakeStop(stop, ready))
+    return run_workers(elastic(2), ["bash", "-c", script, "worker"], FakeStop(stop, ready))
 
 
 SAYS = "echo rows ok 12"
@@ -114,11 +122,11 @@ FAILS = "echo log >&2; echo error: it is full >&2; exit 75"
     ],
 )
 def test_workers_end_with_one_code_and_one_message(first: str, other: str, code: int, output: str, error: str) -> None:
-    assert led(first, other) == (code, output, error)
+    assert run_two(first, other) == (code, output, error)
 
 
 def test_where_all_are_killed_it_is_said_and_the_command_goes_on() -> None:
-    code, output, error = led("kill -9 $$", "kill -9 $$")
+    code, output, error = run_two("kill -9 $$", "kill -9 $$")
     assert (code, output) == (75, "")
     assert re.fullmatch(r"interrupted: worker 0 \(pid \d+\) was killed by SIGKILL; the same command goes on.*", error)
 
@@ -128,7 +136,7 @@ def test_a_signal_to_stop_is_passed_on_to_all_as_it_came(name: str, other: str, 
     waits = (
         f"trap 'exit 75' {name}; trap 'exit 4' {other}; touch {tmp_path}/$$; for i in {{1..600}}; do sleep 0.05; done"
     )
-    assert led(waits, waits, name, tmp_path) == (75, "", "")
+    assert run_two(waits, waits, name, tmp_path) == (75, "", "")
 
 
 def children(pid: int) -> list[int]:

@@ -11,7 +11,7 @@ from jobs import measure
 from jobs.config.cli import run_job
 from jobs.config.typed import build
 from jobs.measuring.config import MeasureJobConfig
-from jobs.measuring.report import Measurement, agreement, doubts, format_table, format_value, names
+from jobs.measuring.report import Measurement, doubts, format_table, format_value, names, rank_sync
 from runtime.config.profiles import DTypeRates, MeasuredRates
 from runtime.config.settings import MachineConfig
 from runtime.measure.machine_cache import find_latest, this_host
@@ -69,8 +69,8 @@ def test_measurements_side_by_side_say_which_figures_agree() -> None:
     table = format_table([FIGURES, SLOWER]).splitlines()
     assert table[0].split() == ["measured", "spread", "measured", "spread", "unit", "agree"]
     assert [line.split()[-1] for line in table[1:]] == ["no", "yes"]
-    assert agreement([FIGURES, SLOWER]) == "1 of 2 figures agree within their spreads"
-    assert agreement([FIGURES, FIGURES]) == "2 of 2 figures agree within their spreads"
+    assert rank_sync([FIGURES, SLOWER]) == "1 of 2 figures agree within their spreads"
+    assert rank_sync([FIGURES, FIGURES]) == "2 of 2 figures agree within their spreads"
 
 
 def test_a_figure_that_was_not_measured_each_time_has_a_place_and_is_not_compared() -> None:
@@ -79,7 +79,7 @@ def test_a_figure_that_was_not_measured_each_time_has_a_place_and_is_not_compare
         rows = {line.split("  ")[0]: line.split() for line in format_table(times).splitlines()[1:]}
         assert rows["disk, sustained"][-2:] == ["GB/s", "yes"]
         assert rows["a turn"].count("-") == 3
-        assert agreement(times) == "1 of 1 figures agree within their spreads"
+        assert rank_sync(times) == "1 of 1 figures agree within their spreads"
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (0.00041234, "0.000412"), (99.95, "100"), (1234.5, "1234")])

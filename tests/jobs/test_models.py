@@ -11,18 +11,18 @@ from jobs.config.settings import ModelsConfig, TableFormat
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import error_of, pack
 from jobs.planning.published import read_losses
-from jobs.planning.support import FamilyTraits, families_named, format_table, support_table
+from jobs.planning.support import FamilyCapabilities, families_named, format_table, support_table
+from runtime.checkpoint_source.location import BUNDLED
 from runtime.config.settings import Lanes
 from runtime.errors import ConfigError
 from runtime.formats.kinds.rounded import WAYS, Rounding
 from runtime.formats.registry import LOSSES
+from runtime.model.capabilities import CacheKind, ExpertKind
 from runtime.model.families import FAMILIES
-from runtime.model.traits import CacheKind, ExpertKind
-from runtime.origin.location import BUNDLED
 from runtime.plan.shape.dtypes import Loss
 
 ROWS = [
-    FamilyTraits(
+    FamilyCapabilities(
         name="mixtral",
         model_type="mixtral",
         lanes=Lanes.packed,
@@ -30,7 +30,7 @@ ROWS = [
         cache=CacheKind.kv,
         note="",
     ),
-    FamilyTraits(
+    FamilyCapabilities(
         name="bloom",
         model_type="bloom",
         lanes=Lanes.padded,
@@ -38,7 +38,9 @@ ROWS = [
         cache=CacheKind.kv,
         note="own attention code",
     ),
-    FamilyTraits(name="new", model_type="nowhere", lanes=None, experts=None, cache=None, note="not in transformers 1"),
+    FamilyCapabilities(
+        name="new", model_type="nowhere", lanes=None, experts=None, cache=None, note="not in transformers 1"
+    ),
 ]
 
 

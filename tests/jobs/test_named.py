@@ -13,7 +13,7 @@ from jobs.grading.config import MetricsConfig
 from jobs.grading.grading import grade
 from jobs.planning.config import PlanConfig, ShownConfig, Sweep, WorkloadConfig
 from jobs.planning.plan_files import run_sweep, write_timeline
-from jobs.record.found import find_runs
+from jobs.record.run_reader import find_runs
 from jobs.reporting.figures import RunFigures
 from jobs.reporting.overview import overview, write_overview
 from jobs.reporting.page import write_page

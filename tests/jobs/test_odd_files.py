@@ -9,7 +9,7 @@ import pytest
 
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
-from jobs.record.found import find_runs
+from jobs.record.run_reader import find_runs
 from jobs.record.success import is_finished
 from jobs.reporting.figures import RunFigures
 from jobs.reporting.overview import overview

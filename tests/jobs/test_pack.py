@@ -25,7 +25,7 @@ from runtime.config.settings import ExpertPaging, ModelConfig, Tier, Verify
 from runtime.errors import BudgetError, CheckpointError, ConfigError, RunMismatchError
 from runtime.model.loading import load_model
 from runtime.store.checkpoint import INDEX, SINGLE
-from runtime.store.file_digests import METADATA, check_packed, told_of
+from runtime.store.file_digests import METADATA, check_packed, read_packing_record
 from runtime.store.header import read_header
 from tests.jobs.test_identity import Place, begun
 from tests.packed import adversaries, tensor_of
@@ -118,9 +118,9 @@ def test_of_two_tensors_of_one_name_that_of_the_index_is_packed(model: Path, tmp
     save_file(load_file(model / other) | {name: load_file(model / file)[name] + 1}, model / other, {"format": "pt"})
     packed(model, tmp_path / "packed")
     first = tmp_path / "packed" / file
-    assert name in told_of(first)[0]["tensors"]
+    assert name in read_packing_record(first)[0]["tensors"]
     compare(read_header(model / file), first, file)
-    assert name not in told_of(tmp_path / "packed" / other)[0]["tensors"]
+    assert name not in read_packing_record(tmp_path / "packed" / other)[0]["tensors"]
     (model / INDEX).write_text(json.dumps({"weight_map": weight_map | {name: other}}))
     with pytest.raises(CheckpointError, match=r"packed of another file than .* or that was changed since"):
         packed(model, tmp_path / "packed")
@@ -156,7 +156,7 @@ def test_the_comparison_finds_one_bit(model: Path, tmp_path: Path) -> None:
 
 def _flip(path: Path) -> None:
     """One bit of its first tensor."""
-    _, begin = told_of(path)
+    _, begin = read_packing_record(path)
     data = bytearray(path.read_bytes())
     data[begin + 5] ^= 1
     path.write_bytes(data)
@@ -176,7 +176,7 @@ class Killed(BaseException):
     pass
 
 
-UNREAD = ("consolidated.00.pth", "model.fp16.safetensors", "pytorch_model.bin", "training_args.bin")
+UNUSED = ("consolidated.00.pth", "model.fp16.safetensors", "pytorch_model.bin", "training_args.bin")
 
 
 @pytest.mark.parametrize("told", ["5", "[]", "{}", "[" * 10**5, '{"crc32": 5}', '{"crc32": ""}', '{"crc32": "0123"}'])
@@ -199,7 +199,7 @@ def test_a_store_whose_config_does_not_say_that_it_is_one_is_refused(model: Path
 
 def test_other_files_are_copied_but_for_weights_and_pickles_that_no_run_reads(model: Path, tmp_path: Path) -> None:
     for name in (
-        *UNREAD,
+        *UNUSED,
         "pytorch_model.bin.index.json",
         "original/consolidated.00.pth",
         "checkpoint-5/model.safetensors",
@@ -212,7 +212,7 @@ def test_other_files_are_copied_but_for_weights_and_pickles_that_no_run_reads(mo
         (model / name).write_bytes(text)
     packing = packed(model, tmp_path / "packed")
     found = {path.relative_to(tmp_path / "packed").as_posix() for path in (tmp_path / "packed").rglob("*")}
-    own = {path.name for path in model.iterdir() if path.is_file()} - {*UNREAD, "pytorch_model.bin.index.json"}
+    own = {path.name for path in model.iterdir() if path.is_file()} - {*UNUSED, "pytorch_model.bin.index.json"}
     assert found - {".pack.lock"} == own | wanted.keys() | {"additional_chat_templates"}
     assert all((tmp_path / "packed" / name).read_bytes() == text for name, text in wanted.items())
     assert [line for line in packing.lines if line.startswith("left out")] == [
@@ -228,7 +228,7 @@ def test_a_file_is_copied_in_pieces_and_seen_whole_or_not_at_all(
     (model / "vocabulary.txt").write_bytes(bytes(range(256)) * 10)
     out = tmp_path / "packed"
     pieces = list[int]()
-    real = packing_module.patiently
+    real = packing_module.with_retries
 
     def dying(read: Callable[[], int], *told: object) -> int:
         if len(pieces) == 2:
@@ -238,7 +238,7 @@ def test_a_file_is_copied_in_pieces_and_seen_whole_or_not_at_all(
         return count
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing_module, "patiently", dying)
+        patch.setattr(packing_module, "with_retries", dying)
         with pytest.raises(Killed):
             packed(model, out)
     assert pieces == [1000, 1000]
@@ -249,7 +249,7 @@ def test_a_file_is_copied_in_pieces_and_seen_whole_or_not_at_all(
 
 
 @pytest.mark.parametrize("error", [MemoryError("no"), OSError(errno.ENOMEM, "Cannot allocate memory")])
-@pytest.mark.parametrize(("name", "call"), [("shard-0.safetensors", "pack_shard"), ("tokenizer.json", "patiently")])
+@pytest.mark.parametrize(("name", "call"), [("shard-0.safetensors", "pack_shard"), ("tokenizer.json", "with_retries")])
 def test_memory_that_runs_out_is_said_of_the_file(
     name: str, call: str, error: Exception, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,7 +361,7 @@ def test_the_table_says_what_stayed_raw_and_why(model: Path, tmp_path: Path) -> 
     shards = sorted((tmp_path / "packed").glob("*.safetensors"))
     stored = sum(tensor.num_bytes for path in shards for tensor in read_header(path).values())
     assert sum(each.packed_bytes for each in packing.tensors) == stored
-    told, _ = told_of(shards[0])
+    told, _ = read_packing_record(shards[0])
     assert set(told) == {"source", "crc32", "tensors"}
 
 

@@ -202,11 +202,11 @@ def test_a_dense_model_has_no_experts_to_store() -> None:
 def test_modules_that_a_config_leaves_out_stay_as_they_are() -> None:
     shape = read_shape("llama-3.2-1b", DType.bfloat16)
     said = {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.*.self_attn", "down_proj"]}
-    found = formats_of(as_published(shape, Publication.of(said)))
+    found = formats_of(as_published(shape, Publication.from_config(said)))
     stored = {name.split(".*.")[-1] for name, storage in found.items() if storage}
     assert stored == {"mlp.gate_proj.weight", "mlp.up_proj.weight"}
     with pytest.raises(ConfigError, match="quant_method 'quip' with 4 bits is none of mxfp4, fp8, gptq, awq"):
-        Publication.of({"quant_method": "quip"})
+        Publication.from_config({"quant_method": "quip"})
 
 
 def test_every_storage_format_that_can_be_read_can_be_planned() -> None:

@@ -158,15 +158,15 @@ def test_a_directory_deleted_during_the_run_is_an_output_error(tmp_path: Path) -
 
 def test_parts_that_a_plan_seats_otherwise_are_left_alone_and_need_a_person(tmp_path: Path) -> None:
     store = committed_store(tmp_path)
-    store.require_seats()
+    store.require_same_plan()
     others = [replace(request, block=(request.block + 1) % 3) for request in PLAN]
     with pytest.raises(DamagedRunError, match="seats rows otherwise than 3 parts") as refused:
-        store_at(tmp_path, plan=others).require_seats()
+        store_at(tmp_path, plan=others).require_same_plan()
     assert refused.value.exit_code == 4
     store.directory.generations_part(0).write_bytes(b"torn")
     with pytest.raises(DamagedRunError, match="than 2 parts"):
-        store_at(tmp_path, plan=others).require_seats()
-    store.require_seats()
+        store_at(tmp_path, plan=others).require_same_plan()
+    store.require_same_plan()
 
 
 # --- finish

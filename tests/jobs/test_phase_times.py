@@ -14,7 +14,7 @@ BUSY = {
 
 
 def test_each_resource_is_counted_where_it_belongs() -> None:
-    times = PhaseTimes.of(PhaseTime(num_passes=2, seconds=32.0, stall_seconds=64.0, busy_seconds=BUSY))
+    times = PhaseTimes.from_phase(PhaseTime(num_passes=2, seconds=32.0, stall_seconds=64.0, busy_seconds=BUSY))
     assert times == PhaseTimes(
         seconds=32.0,
         compute_seconds=8.0,

@@ -17,7 +17,7 @@ from runtime.config.profiles import DTypeRates, MeasuredRates
 from runtime.config.settings import Attention, DType, MachineConfig, Order
 from runtime.errors import BudgetError, ConfigError
 from runtime.plan.search.policy import Policy
-from runtime.planning.choices import KeptPolicy
+from runtime.planning.choices import CachedPolicy
 from runtime.resources import Resource
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,7 +204,7 @@ def test_what_is_drawn_is_refused_where_it_makes_no_sense(settings: list[str], m
 def kept(directory: Path, policy: Policy) -> None:
     """As a run's search leaves it behind."""
     (directory / "policies").mkdir()
-    (directory / "policies" / "one.json").write_text(KeptPolicy(policy=policy, why=("because",)).to_json())
+    (directory / "policies" / "one.json").write_text(CachedPolicy(policy=policy, why=("because",)).to_json())
 
 
 def test_a_pin_is_followed_as_a_run_follows_it(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_each_row_has_the_budget_that_it_says() -> None:
 
 
 def test_what_does_not_fit_is_a_row_with_the_reason() -> None:
-    refused = [SweepRow.of(each) for each in swept("plan.sweep=memory", "plan.sweep_points=[0.02]")]
+    refused = [SweepRow.from_point(each) for each in swept("plan.sweep=memory", "plan.sweep_points=[0.02]")]
     assert [row.fits for row in refused] == [False, False]
     assert all("memory" in row.refusal and row.num_sequences is None for row in refused)
 
@@ -83,12 +83,12 @@ def test_a_block_grows_to_the_largest_that_fits() -> None:
     assert refused.planned is None
     assert all(each.planned is not None for each in fitting)
     assert fitting[-1].value < refused.value <= 1.06 * fitting[-1].value + 1
-    assert [SweepRow.of(each).num_sequences for each in fitting] == [each.value for each in fitting]
+    assert [SweepRow.from_point(each).num_sequences for each in fitting] == [each.value for each in fitting]
     assert {each.planned.run.lane_size <= 8 for each in fitting if each.planned is not None} == {True}
 
 
 def test_rows_line_up_below_the_head() -> None:
-    rows = [str(SweepRow.of(each)) for each in swept("plan.sweep=batch", "plan.sweep_points=[8,16]")]
+    rows = [str(SweepRow.from_point(each)) for each in swept("plan.sweep=batch", "plan.sweep_points=[8,16]")]
     at = HEAD.index("attention")
     assert [row[at : at + 6] for row in rows] == ["device", "device"]
 

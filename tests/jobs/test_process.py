@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.config.process import settled, uncollected
+from jobs.config.process import gc_paused, settled
 from runtime.stream.host_memory import HEAP_TUNABLE
 
 
@@ -32,12 +32,12 @@ def test_what_is_settled_is_not_settled_again() -> None:
 
 
 def test_garbage_is_collected_behind_the_imports_if_it_was_before() -> None:
-    with uncollected():
+    with gc_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.disable()
     try:
-        with uncollected():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -45,7 +45,7 @@ def test_garbage_is_collected_behind_the_imports_if_it_was_before() -> None:
 
 
 def test_garbage_is_collected_behind_imports_that_fail() -> None:
-    with pytest.raises(ModuleNotFoundError), uncollected():
+    with pytest.raises(ModuleNotFoundError), gc_paused():
         importlib.import_module("jobs.none_such")
     assert gc.isenabled()
 

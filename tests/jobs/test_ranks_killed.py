@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config.settings import DevicesConfig, Way
+from runtime.config.settings import DevicesConfig, Parallelism
 from tests.jobs.rank_loop import MOMENTS, RESUMABLE, Case, end_of, kill_one, require_equal
 
-SHARDED = DevicesConfig(way=Way.sharded)
+SHARDED = DevicesConfig(way=Parallelism.sharded)
 
 
 KILLED = dict(zip(MOMENTS, [(2, 1), (2, 0), (2, 1), (3, 2), (3, 0)], strict=True))
@@ -33,7 +33,7 @@ def test_whoever_is_killed_whenever_all_end_with_75_and_another_number_of_ranks_
     "runtime/test_pipeline.py::test_one_rank_that_is_stopped_stops_the_pipeline_and_so_does_one_that_fails"
 )
 def test_a_pipeline_of_which_one_is_killed_ends_with_75_and_goes_on_to_the_rows_of_one_process(tmp_path: Path) -> None:
-    case = Case(home=tmp_path, way=Way.pipeline)
+    case = Case(home=tmp_path, way=Parallelism.pipeline)
     assert kill_one(case, 2, 1, MOMENTS["a pass has ended"]) == [RESUMABLE]
     assert end_of(case.start(2)) == [0, 0]
     require_equal(case)

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from jobs.config.settings import load
 from jobs.files.locks import RunLock
-from jobs.record.found import find_runs
+from jobs.record.run_reader import find_runs
 from jobs.reporting.config import ReportConfig
 from jobs.reporting.figures import RunFigures
 from jobs.reporting.overview import differing, overview, write_overview

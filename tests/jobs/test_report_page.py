@@ -9,11 +9,11 @@ import pytest
 
 from jobs.files.publishing import JsonValue, write_json
 from jobs.pictures.trace_file import RUN, publish_trace
-from jobs.record.found import find_runs
 from jobs.record.output_rows import GenerationRow, infer_column_schema, score_schema
 from jobs.record.parts import PartStore
 from jobs.record.plan_file import PlannedRequest, fix_plan
 from jobs.record.run_dir import RunDirectory
+from jobs.record.run_reader import find_runs
 from jobs.reporting.figures import RunFigures
 from jobs.reporting.page import NUM_FAILED, write_page
 from jobs.reporting.samples import failed_rows, good_rows

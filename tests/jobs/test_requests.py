@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jobs.datasets import Row, asked_bytes
+from jobs.datasets import Row, prompt_bytes
 from jobs.run import requests
 from jobs.run.requests import ask, completions_of
 from runtime import Runtime, RuntimeConfig
@@ -42,4 +42,4 @@ def test_a_prompt_that_comes_as_tokens_is_asked_as_it_is_and_is_another_row_than
     asked = ask(runtime, [row(0, "one"), given, replace(given, index=2, id="r2", prompt_ids=())], completions_of)
     assert [each.prompt_ids for each in asked.requests] == [runtime.tokenize(["one"])[0], ids]
     assert [each.error for each in asked.rejected] == ["the prompt has no tokens"]
-    assert len({asked_bytes(each) for each in (row(1, ""), given, replace(given, prompt_ids=ids[1:]))}) == 3
+    assert len({prompt_bytes(each) for each in (row(1, ""), given, replace(given, prompt_ids=ids[1:]))}) == 3

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from jobs.config.cli import explain
+from jobs.config.cli import describe_hydra_error
 from jobs.config.settings import GenerateConfig, doubtful_settings, load
 from jobs.config.typed import known_keys
 from jobs.datasets import DatasetConfig, DatasetKind
@@ -76,7 +76,7 @@ def test_what_is_passed_on_is_no_setting_of_its_own_and_the_refusal_says_how_it_
         composed(f"+sampling.{key}=1")
     with initialize_config_dir(str(CONF), version_base=None), pytest.raises(HydraException) as refused:
         compose("generate", overrides=[f"sampling.{key}=1"])
-    assert re.match(told, explain(refused.value, known_keys(GenerateConfig)))
+    assert re.match(told, describe_hydra_error(refused.value, known_keys(GenerateConfig)))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from jobs.config.settings import ScoreConfig, load, run_directory
-from jobs.record.plan_file import Seat, read_plan
+from jobs.record.plan_file import RowSlot, read_plan
 from jobs.run.run import perform
 from jobs.run.summary_table import outcome_text
 from jobs.run.tasks.score import score, scoring, sentence
@@ -165,8 +165,8 @@ def test_a_document_without_tokens_is_an_error_row_and_no_perplexity_counts_it(t
     assert (totals["num_rows"], totals["num_words"], totals["num_bytes"]) == (1, 1, 4)
 
 
-def seats_of(config: ScoreConfig) -> dict[tuple[str, int], Seat]:
-    return {each.key: each.seat for each in read_plan(run_directory(config) / "plan.parquet")}
+def slots_of(config: ScoreConfig) -> dict[tuple[str, int], RowSlot]:
+    return {each.key: each.slot for each in read_plan(run_directory(config) / "plan.parquet")}
 
 
 def test_targets_that_end_behind_the_same_tokens_are_computed_once_and_have_a_row_each(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_targets_that_end_behind_the_same_tokens_are_computed_once_and_have_a_ro
     outcome = score(config, never)
     expected = Runtime(config.runtime).score([(str(row["prompt"]), row["target"]) for row in LETTERS])  # pyright: ignore
     computed = {(one.prompt_index, one.num_prompt_tokens, one.token_ids[:-1]) for one in expected}
-    assert len(set(seats_of(config).values())) == len(computed) < len(expected)
+    assert len(set(slots_of(config).values())) == len(computed) < len(expected)
     assert outcome.summary.prompt_tokens == sum(num_prompt + len(known) for _, num_prompt, known in computed)
     found = {(row["id"], row["target_index"]): row for row in rows_of(config)}
     assert len(found) == len(expected)
@@ -193,14 +193,14 @@ def test_a_run_that_was_begun_with_a_seat_for_each_target_goes_on_with_them(
         before.setattr("jobs.run.requests.join", _apart)
         with pytest.raises(Interrupted):
             score(config, once_there_is_a_part(config))
-    begun = seats_of(config)
+    begun = slots_of(config)
     score(config, never)
-    assert seats_of(config) == begun
+    assert slots_of(config) == begun
     assert len(set(begun.values())) == len(begun) == len(rows_of(config))
     assert [len(str(row["error"] or "")) for row in rows_of(config)] == [0] * len(begun)
 
 
-def _apart(requests: list[Request], seats: object) -> list[Joined]:
+def _apart(requests: list[Request], slots: object) -> list[Joined]:
     return [Joined(request=request, members=[i]) for i, request in enumerate(requests)]
 
 

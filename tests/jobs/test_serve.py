@@ -21,8 +21,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jobs.record.found import is_locked
 from jobs.record.run_dir import RunDirectory
+from jobs.record.run_reader import is_locked
 from jobs.serve import with_settings
 from jobs.serving.config import ServeConfig, absolute_paths, settings_of
 from jobs.serving.keeper import Keeper

@@ -10,9 +10,9 @@ import pytest
 
 from jobs.files.locks import Holder, Leases, RunLock, this_process
 from jobs.files.publishing import canonical_json
-from jobs.record.found import find_runs
 from jobs.record.passes import PassRow
 from jobs.record.run_dir import RunDirectory
+from jobs.record.run_reader import find_runs
 from jobs.record.unfinished import lease_name
 from jobs.reporting.config import StatusConfig
 from jobs.reporting.status import RunStatus, as_json, as_text, status_of

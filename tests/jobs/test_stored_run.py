@@ -13,7 +13,7 @@ from jobs.config.settings import GenerateConfig, Workers
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
-from jobs.record.found import find_runs
+from jobs.record.run_reader import find_runs
 from jobs.reporting.config import ReportConfig, StatusConfig
 from jobs.reporting.status import status_of
 from jobs.run.tasks.generate import generate

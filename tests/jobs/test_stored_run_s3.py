@@ -14,9 +14,9 @@ import pytest
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
+from runtime.checkpoint_source.location import BUNDLED
 from runtime.config.settings import ModelConfig
 from runtime.errors import CheckpointError, ConfigError, DatasetError, StorageError
-from runtime.origin.location import BUNDLED
 from runtime.remote.object_store import ObjectStore
 from tests.jobs.killing import run_and_kill
 from tests.jobs.stored_runs import config, files, num_parts, parts, rows, run

@@ -50,7 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> PartStore:
     session = FakeSession()
     store = start_waves(tmp_path_factory.mktemp("whole"), session)
     assert session.num_passes == NUM_PASSES
-    assert recorded(store) == (NUM_PASSES, session.num_drawn)
+    assert recorded(store) == (NUM_PASSES, session.num_sampled)
     assert num_stops(store) == ["0", "0", "0"]
     return store
 
@@ -63,7 +63,7 @@ def test_a_stop_after_any_pass_loses_no_token_and_counts_every_pass_once(
     second = FakeSession()
     store = start_waves(tmp_path, second)
     assert rows(store).equals(rows(whole))
-    assert first.num_drawn + second.num_drawn == recorded(whole)[1]
+    assert first.num_sampled + second.num_sampled == recorded(whole)[1]
     assert recorded(store) == (first.num_passes + second.num_passes, recorded(whole)[1])
     for block in store.blocks:
         assert [row.pass_index for row in store.passes([block])] == list(range(len(store.passes([block]))))
@@ -93,8 +93,8 @@ def test_what_was_sampled_is_saved_whichever_error_of_ours_ends_a_start(
     with pytest.raises(type(stop)):
         start(tmp_path / "stopped", first, checkpoint_seconds=1e9)
     start(tmp_path / "stopped", second)
-    assert first.num_drawn > 0
-    assert first.num_drawn + second.num_drawn == uninterrupted.num_drawn
+    assert first.num_sampled > 0
+    assert first.num_sampled + second.num_sampled == uninterrupted.num_sampled
 
 
 @pytest.mark.parametrize("start", [start_waves, run_at], ids=["wave", "continuous"])
@@ -120,7 +120,9 @@ def test_it_is_saved_as_often_as_asked_and_not_in_between(tmp_path: Path, monkey
     session, saved = FakeSession(), list[int]()
     clock = SimpleNamespace(monotonic=lambda: float(session.num_passes))
     monkeypatch.setattr("jobs.run.block_loop.time", clock)
-    monkeypatch.setattr("jobs.record.running.RunningFile.save", lambda file, running: saved.append(len(running.passes)))
+    monkeypatch.setattr(
+        "jobs.record.run_checkpoint.RunCheckpointFile.save", lambda file, running: saved.append(len(running.passes))
+    )
     start_waves(tmp_path, session, checkpoint_seconds=4)
     assert saved == [4, 8, 4, 8, 4]
 
@@ -163,4 +165,4 @@ def test_killed_at_every_step_and_again_while_resuming_a_run_ends_with_the_same_
         assert {name: part_support.parts(store)[name] for name in final} == final, "a committed part was changed"
         assert part_support.quarantined(store) == []
         assert [*store.directory.path.rglob(".*"), *store.directory.path.glob("running*")] == []
-        assert number < len(killed) // 4 or last.num_drawn < session.num_drawn, "all was generated again"
+        assert number < len(killed) // 4 or last.num_sampled < session.num_sampled, "all was generated again"

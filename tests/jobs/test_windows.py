@@ -20,14 +20,14 @@ from jobs.datasets import DatasetConfig, DatasetKind, DuplicatePolicy, ShardConf
 from jobs.datasets.fields import BadRowPolicy
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
-from jobs.record.found import Condition, find_runs
 from jobs.record.run_dir import RunDirectory
+from jobs.record.run_reader import Condition, find_runs
 from jobs.reporting.status import as_text, status_of
 from jobs.run import input as run_input
 from jobs.run.tasks.generate import generate
 from jobs.run.tasks.score import score
 from runtime.config.profiles import BY_RULE, BackendTable, LinearBackend
-from runtime.config.settings import Admission, DevicesConfig, PolicyConfig, PolicyKind, SamplingConfig, Way
+from runtime.config.settings import Admission, DevicesConfig, Parallelism, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.engine.engine import Engine
 from runtime.engine.setup import Setup
 from runtime.errors import (
@@ -388,7 +388,7 @@ def test_what_holds_its_rows_is_refused_by_name() -> None:
 
 
 def test_ranks_hold_all_rows_and_refuse_windows_by_name(case: WindowedInput) -> None:
-    ranks = DevicesConfig(way=Way.sharded)
+    ranks = DevicesConfig(way=Parallelism.sharded)
     with pytest.raises(ConfigError, match=r"devices=sharded holds all rows as yet: leave dataset\.window_rows null"):
         case.config("run", WINDOW, devices=ranks)
     begun = {"semantic": {run_input.WINDOW_KEY: WINDOW}}

@@ -49,7 +49,7 @@ def placement_of(
         prefetch=PrefetchConfig(kind=Prefetch.off),
     )
     budgets = Budgets(host_bytes=GIB, device_bytes=device_bytes)
-    return place(loaded.shape, config, budgets, Load.of(loaded.shape, [], 512))
+    return place(loaded.shape, config, budgets, Load.from_lanes(loaded.shape, [], 512))
 
 
 @dataclass(frozen=True, kw_only=True)

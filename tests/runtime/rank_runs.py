@@ -53,7 +53,7 @@ def faulted_once(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence
     try:
         if ranks.rank:
             list(runtime.follow(asked))
-        with mock.patch.object(Reader, "_read", failing), runtime.confirmed_session(asked) as (_, session):
+        with mock.patch.object(Reader, "_read", failing), runtime.open_with_backoff(asked) as (_, session):
             try:
                 list(session.generate(asked, noted))
             finally:

@@ -48,7 +48,7 @@ def runtime_for(
 def complete(runtime: Runtime, requests: Sequence[Request]) -> list[Completion]:
     """In the order of `requests`."""
     made: dict[tuple[str, int], Completion] = {}
-    with runtime.confirmed_session(requests) as (plan, session):
+    with runtime.open_with_backoff(requests) as (plan, session):
         for block in plan.blocks:
             made |= {completion.request.key: completion for completion in session.run(block, requests)}
     return [made[request.key] for request in requests]
@@ -113,4 +113,4 @@ def logits_for(*tokens: int, size: int = 300) -> torch.Tensor:
 
 def step(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor, number: int) -> None:
     """What a pass does with them."""
-    sampler.tell(sequences, sampler.draw(sequences, logits_BV), number)
+    sampler.accept(sequences, sampler.sample(sequences, logits_BV), number)

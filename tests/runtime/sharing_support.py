@@ -93,7 +93,7 @@ def _require_as_planned(runtime: Runtime, plan: RunPlan, requests: list[Request]
     sizes, rule = runtime.sizes(requests), plan.placement.sharing
     if plan.policy.admission is Admission.continuous:
         order = [sizes[i] for block in plan.blocks for i in block.members]
-        limits = AdmissionLimits.of(
+        limits = AdmissionLimits.from_lanes(
             rule,
             num_lanes=plan.num_lanes,
             lane_size=plan.lane_size,

@@ -16,7 +16,7 @@ from runtime.model import expert_groups
 from runtime.plan.placement import experts as placement_of_experts
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.shape import attention
-from runtime.plan.shape.attention import AttentionSizes, AttentionWay, device_attention_bytes
+from runtime.plan.shape.attention import AttentionMethod, AttentionSizes, device_attention_bytes
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB, KIB, round_up
 from tests.attention_doubles import install_flash, refuse_groups
@@ -66,13 +66,13 @@ def most_taken(kinds: tuple[Kind, ...], dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("gathered", [64 * KIB, GIB], ids=["row by row", "a lane at once"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("way", "kinds"), [(AttentionWay.flash, KINDS), (AttentionWay.fused, KINDS), (AttentionWay.scored, CAPPED)]
+    ("way", "kinds"), [(AttentionMethod.flash, KINDS), (AttentionMethod.fused, KINDS), (AttentionMethod.scored, CAPPED)]
 )
 def test_no_pass_takes_more_than_counted(
-    way: AttentionWay, kinds: tuple[Kind, ...], dtype: torch.dtype, gathered: int, monkeypatch: pytest.MonkeyPatch
+    way: AttentionMethod, kinds: tuple[Kind, ...], dtype: torch.dtype, gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_groups(monkeypatch)
-    if way is AttentionWay.flash:
+    if way is AttentionMethod.flash:
         install_flash(monkeypatch, (torch.float32,))
     for module in (device_attention, attention):
         monkeypatch.setattr(module, "GATHERED_BYTES", gathered)
@@ -94,20 +94,20 @@ def test_no_pass_takes_more_than_counted(
 @pytest.mark.parametrize(
     ("family", "fused", "flash"),
     [
-        ("llama", AttentionWay.fused, AttentionWay.flash),
-        ("gemma-2", AttentionWay.scored, AttentionWay.scored),
-        ("gpt-oss", AttentionWay.scored, AttentionWay.flash),
+        ("llama", AttentionMethod.fused, AttentionMethod.flash),
+        ("gemma-2", AttentionMethod.scored, AttentionMethod.scored),
+        ("gpt-oss", AttentionMethod.scored, AttentionMethod.flash),
     ],
 )
 def test_a_runtime_counts_the_way_that_its_layers_take(
-    family: str, fused: AttentionWay, flash: AttentionWay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, fused: AttentionMethod, flash: AttentionMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RuntimeConfig(model=ModelConfig(path=str(synthesize(family, tmp_path))))
     loaded = Runtime(config, device=FakeDevice()).model
-    assert loaded.shape.attention_way is fused
+    assert loaded.shape.attention_method is fused
     install_flash(monkeypatch, (torch.float32,))
-    assert loaded.placed(FakeDevice()).shape.attention_way is flash
-    assert loaded.placed(ComputeDevice("cpu")).shape.attention_way is AttentionWay.host
+    assert loaded.placed(FakeDevice()).shape.attention_method is flash
+    assert loaded.placed(ComputeDevice("cpu")).shape.attention_method is AttentionMethod.host
 
 
 @pytest.mark.parametrize("most_visits", [256, 1 << 20], ids=["one by one", "in groups"])
@@ -127,7 +127,7 @@ def test_no_run_with_experts_takes_more_than_counted(
     )
     runtime = Runtime(config, device=FakeDevice())
     requests = [runtime.request(str(row), [1 + row] * 256) for row in range(16)]
-    with runtime.confirmed_session(requests) as (plan, session), LiveBytes() as live:
+    with runtime.open_with_backoff(requests) as (plan, session), LiveBytes() as live:
         assert len(list(session.generate(requests, lambda record: None))) == 16
     device = next(ledger for ledger in plan.placement.ledgers if ledger.memory == "device")
     counted = sum(entry.num_bytes for entry in device.entries if entry.name != "workspace")

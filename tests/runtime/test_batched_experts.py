@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.checkpoint_source.location import GGUF_READER
 from runtime.config.settings import ExpertPaging
 from runtime.model.experts import is_experts
 from runtime.model.loading import LoadedModel
-from runtime.origin.location import GGUF_READER
 from runtime.plan.placement.experts import pageable_stages
 from tests.gguf_files import Type, write_gguf
 from tests.quantized import write_fp8, write_mxfp4

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from jobs.record.running import read_search, written_search
+from jobs.record.run_checkpoint import read_search, written_search
 from runtime import PolicyConfig, PrefetchConfig, Runtime, SamplingConfig
+from runtime.checkpoint_source.generation_config import GenerationDefaults, effective_sampling
 from runtime.config.sampling import AS_THE_MODEL_SAYS
 from runtime.config.settings import (
     Admission,
@@ -29,7 +30,6 @@ from runtime.config.settings import (
 )
 from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError
-from runtime.origin.generation_config import ModelGeneration, effective_sampling
 from runtime.sequences.sequence import FinishReason, Unfinished
 from runtime.synthesize.checkpoints import config_for as tiny_config
 from tests.dealt import with_slow_others
@@ -208,7 +208,7 @@ def test_pages_and_prompts_of_beams_are_counted_once_and_given_back(
     runtime = Runtime(config_for(reference("llama"), tier=Tier.none, sampling=sampling, policy=sharing))
     requests = [each.request for each in searched_requests(runtime, of.prompts)]
     passes = list[PassRecord]()
-    with runtime.confirmed_session(requests) as (plan, session):
+    with runtime.open_with_backoff(requests) as (plan, session):
         for block in plan.blocks:
             session.run(block, requests, passes.append)
         assert session._engine.lanes.num_free_pages == plan.placement.kv.num_pages
@@ -238,7 +238,7 @@ def test_what_a_search_cannot_follow_is_refused_by_name(reference: References) -
 
 def test_a_model_that_asks_for_beams_is_followed(beams: Callable[[str], Searched], reference: References) -> None:
     said = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": False}
-    source = ModelGeneration(source=Path("generation_config.json"), given=said)
+    source = GenerationDefaults(source=Path("generation_config.json"), given=said)
     asked = replace(AS_THE_MODEL_SAYS, n=4, max_new_tokens=NUM_NEW)
     found = effective_sampling(asked, source, vocab_size=640)
     assert found.sentence is not None
@@ -310,7 +310,7 @@ def test_beams_share_a_rectangle_where_rows_pass_one_by_one(tmp_path: Path) -> N
     of = Searched(prompts=prompts, ends=[], answers=[])
     tiny = Reference(directory=tmp_path, prompts=[], expected=[], sampled=[])
     runtime = Runtime(config_for(tiny, policy=policy(micro_batch_size=9)))
-    assert runtime.model.habits.apart
+    assert runtime.model.padding.apart
     sampling = SamplingConfig(num_beams=3, n=3, max_new_tokens=NUM_NEW)
     for found, expected in zip(searched(runtime, of, sampling), answers, strict=True):
         assert [list(each.token_ids) for each in found] == expected.tokens

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import pytest
 
-from jobs.record.running import read_search, written_search
+from jobs.record.run_checkpoint import read_search, written_search
 from runtime.batching.balance import plan_blocks
 from runtime.batching.prefixes import SharedPrefix
 from runtime.cache.rectangle import row_moves
 from runtime.requests.joining import join, whole_searches, with_beams, with_whole_searches
 from runtime.sequences.beams import NEVER, BeamRules, BeamState, EarlyStopping, Hypothesis, advanced
-from runtime.sequences.sequence import BeamWay, FinishReason, Request, TokenLogprobs
+from runtime.sequences.sequence import BeamTrace, FinishReason, Request, TokenLogprobs
 
 SCORES = (-1.0, -2.0, -3.0, -4.0)  # of the candidates of two beams
 ENDED = "ended"
@@ -108,8 +108,8 @@ def test_candidates_are_so_many_that_beams_go_on_even_if_all_others_end() -> Non
 
 def test_a_search_is_read_as_it_was_written() -> None:
     logprobs = (TokenLogprobs(own=-0.1, top_ids=(3, 4), top=(-0.1, -2.0)),)
-    way = BeamWay(token_ids=(3,), finish=FinishReason.stop, text_end=2, logprobs=logprobs)
-    hypotheses = (Hypothesis(score=-0.1, way=way), Hypothesis[BeamWay]())
+    way = BeamTrace(token_ids=(3,), finish=FinishReason.stop, text_end=2, logprobs=logprobs)
+    hypotheses = (Hypothesis(score=-0.1, way=way), Hypothesis[BeamTrace]())
     state = BeamState(scores=(-0.30000001192092896, NEVER), hypotheses=hypotheses)
     assert read_search(written_search(state)) == state
     assert read_search(written_search(None)) is None

@@ -12,7 +12,7 @@ from runtime.config.settings import Admission, Attention, KVConfig, KVTier, Orde
 from runtime.errors import BrokenModelError, ConfigError
 from runtime.plan.shape.extents import pinned_bytes
 from runtime.sequences.sequence import Completion, Request
-from runtime.stream.exchange import HostExchange, Trip
+from runtime.stream.exchange import HostExchange, RoundTrip
 from tests.fake_device import FakeDevice
 from tests.runtime.test_correct import RATES
 from tests.runtime.test_fidelity import config_for, tokens
@@ -89,7 +89,7 @@ def test_without_the_wait_for_what_goes_down_the_tokens_are_wrong(
     reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = reference("llama")
-    monkeypatch.setattr(Trip, "arrived", lambda trip: trip._places)
+    monkeypatch.setattr(RoundTrip, "arrived", lambda round_trip: round_trip._places)
     assert is_wrong(ref, FakeDevice((False,)))
 
 

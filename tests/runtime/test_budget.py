@@ -54,7 +54,7 @@ def test_a_run_that_passes_its_budget_is_tried_once_more_with_half_as_many_seque
 ) -> None:
     with runtime_with(monkeypatch, PolicyKind.auto, [MIB, -MIB]) as runtime:
         requests = requests_of(runtime)
-        with caplog.at_level(logging.WARNING), runtime.confirmed_session(requests) as (plan, _):
+        with caplog.at_level(logging.WARNING), runtime.open_with_backoff(requests) as (plan, _):
             assert plan.lane_size * plan.num_lanes == 4
     assert "once more with blocks of half as many sequences" in caplog.text
 
@@ -63,7 +63,7 @@ def test_a_run_that_passes_its_budget_twice_is_refused_with_the_key(monkeypatch:
     with (
         runtime_with(monkeypatch, PolicyKind.auto, [MIB, MIB]) as runtime,
         pytest.raises(BudgetError, match=r"raise offload\.host_memory_gib, as this plan takes more than it counts"),
-        runtime.confirmed_session(requests_of(runtime)),
+        runtime.open_with_backoff(requests_of(runtime)),
     ):
         pass
 
@@ -81,7 +81,7 @@ def test_what_a_process_holds_before_a_session_is_not_the_runs(monkeypatch: pyte
         assert [b"x" * (needed // 1000) for _ in range(2000)], "in the heap, and free again"
 
     monkeypatch.setattr(tight, "_check_lanes", check)
-    with tight.confirmed_session(requests_of(tight)) as (plan, session):
+    with tight.open_with_backoff(requests_of(tight)) as (plan, session):
         assert len(list(session.generate(requests_of(tight)))) == 8
         used = peak_resident_bytes() - tight.baseline_bytes
     assert len(held) == 1, "the first try was within the budget"

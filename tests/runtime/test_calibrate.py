@@ -113,6 +113,6 @@ def test_prompts_of_any_length_are_measured_in_a_bounded_piece_of_memory(
 
 def test_products_are_measured_at_the_sizes_of_the_run() -> None:
     lanes = [sizes_of([100] * 3, max_new_tokens=20), sizes_of([40] * 5, max_new_tokens=20)]
-    usual = TypicalLoad.of(toy_shape(), lanes, 256)
+    usual = TypicalLoad.from_lanes(toy_shape(), lanes, 256)
     assert (usual.chunk_tokens, usual.num_rows, usual.num_prompt_tokens, usual.num_positions) == (256, 5, 62, 72)
     assert usual.product_rows == [1, 5, 16, 64, 128, 256]

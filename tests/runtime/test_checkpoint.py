@@ -37,7 +37,7 @@ def test_shards_and_single_files_open(sharded: Path, tmp_path: Path) -> None:
     assert list(open_checkpoint(tmp_path).tensors) == ["a"]
 
 
-DISAGREEMENTS = {
+MISMATCHES = {
     "missing shard": (WEIGHT_MAP | {"d": "three.safetensors"}, r"three\.safetensors: missing"),
     "missing tensor": (WEIGHT_MAP | {"d": "one.safetensors"}, r"one\.safetensors lacks 'd'"),
     "tensor elsewhere": (WEIGHT_MAP | {"c": "one.safetensors"}, r"one\.safetensors lacks 'c'"),
@@ -51,9 +51,9 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", DISAGREEMENTS)
+@pytest.mark.parametrize("name", MISMATCHES)
 def test_an_index_that_disagrees_is_refused(name: str, sharded: Path) -> None:
-    weight_map, message = DISAGREEMENTS[name]
+    weight_map, message = MISMATCHES[name]
     set_index(sharded, weight_map)
     with pytest.raises(CheckpointError, match=message) as error:
         open_checkpoint(sharded)

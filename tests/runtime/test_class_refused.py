@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.checkpoint_source.download import class_refused
 from runtime.config.settings import ModelConfig
 from runtime.errors import BudgetError, ConfigError
 from runtime.linear.blocks import plain_rows
 from runtime.model import loading
-from runtime.origin.net import class_refused
 from runtime.plan.placement.experts import expected_hits
 from runtime.probing.layer_lists import layer_lists
 from runtime.probing.meta import build_meta_model

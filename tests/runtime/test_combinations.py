@@ -185,7 +185,7 @@ def test_whatever_a_search_may_choose_is_among_them(name: str, bench: Callable[[
     tried = set[tuple[Order, Attention]]()
     for tier, kv, prefetch in itertools.product(TIERS, KVTier, kind.prefetches):
         config = RuntimeConfig(offload=OffloadConfig(tier=tier), kv=KVConfig(tier=kv), prefetch=prefetch)
-        ways = Choices.of(shape, config, 4, has_device=True).ways
+        ways = Choices.from_config(shape, config, 4, has_device=True).ways
         tried |= {(order, attention) for order, attention, _ in ways}
         if kind.has_few_layers:
             shares = (travelling_layers(shape, KVTier.cpu, each, has_device=True) for each in (1.0, 0.5, 0.0))

@@ -73,12 +73,12 @@ def test_a_kernel_is_compiled_anew_when_a_part_in_another_file_has_changed(packa
 def test_the_first_compilation_of_a_process_is_said_and_what_is_kept_is_not(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for num_said in (1, 0):
+    for num_shown in (1, 0):
         kernel, said = loaded_anew(package).kernel, list[str]()
         log = SimpleNamespace(info=lambda text, *values, said=said: said.append(text % values))
         monkeypatch.setattr(sys.modules[f"{package.parent.name}.kernels.compiled"], "log", log)
         assert (kernel(4), kernel(0.5)) == (50, 15)
-        assert [text.partition(",")[0] for text in said] == ["compiling kernels for this processor"] * num_said
+        assert [text.partition(",")[0] for text in said] == ["compiling kernels for this processor"] * num_shown
 
 
 def test_other_functions_are_kept_where_their_owners_say(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

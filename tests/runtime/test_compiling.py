@@ -79,10 +79,10 @@ def test_a_short_run_begins_without_kernels_and_a_later_one_with_them(
 def test_a_plan_of_plain_operators_counts_their_memory(compiled: Compiled) -> None:
     with opened() as runtime:
         made = [runtime.request(str(index), prompt) for index, prompt in enumerate(PROMPTS)]
-        with runtime.confirmed_session(made) as (without, _):  # pyright: ignore[reportArgumentType] - none is rejected
+        with runtime.open_with_backoff(made) as (without, _):  # pyright: ignore[reportArgumentType] - none is rejected
             pass
         runtime.wait_for_kernels()
-        with runtime.confirmed_session(made) as (having, _):  # pyright: ignore[reportArgumentType]
+        with runtime.open_with_backoff(made) as (having, _):  # pyright: ignore[reportArgumentType]
             pass
     needed = [sum(entry.num_bytes for entry in plan.placement.ledgers[0].entries) for plan in (without, having)]
     assert needed[0] > needed[1]

@@ -8,7 +8,7 @@ import pytest
 from runtime.errors import CheckpointError, Interrupted, StorageError
 from runtime.remote import copies
 from runtime.remote.copies import local_copy
-from runtime.remote.object_store import ObjectStore, Patience
+from runtime.remote.object_store import ObjectStore, RetryPolicy
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(250)) * 40, "notes.md": b"not wanted"}
 PATTERNS = ["*.json", "*.safetensors"]
@@ -32,7 +32,7 @@ class Place(ObjectStore):
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(copies, "RANGE_BYTES", 1000)
     monkeypatch.setattr(copies, "NUM_RANGES", 2)
-    store = Place(f"memory://{tmp_path.name}/model", "model.path", Patience(seconds=0))
+    store = Place(f"memory://{tmp_path.name}/model", "model.path", RetryPolicy(seconds=0))
     for name, data in FILES.items():
         store.write(name, data)
     store.write("inside/other.json", b"{}")
@@ -106,8 +106,8 @@ def test_a_copy_that_has_no_room_is_refused_with_numbers(
 
 
 def test_a_stop_ends_a_copy_and_the_next_goes_on(tmp_path: Path, place: Place) -> None:
-    place.patience = Patience(seconds=0, should_stop=lambda: place.num_bytes > 3000)
+    place.retry = RetryPolicy(seconds=0, should_stop=lambda: place.num_bytes > 3000)
     with pytest.raises(Interrupted):
         copied(place, tmp_path)
-    place.patience = Patience(seconds=0)
+    place.retry = RetryPolicy(seconds=0)
     assert contents(copied(place, tmp_path))["model.safetensors"] == FILES["model.safetensors"]

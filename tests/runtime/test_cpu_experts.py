@@ -18,7 +18,7 @@ from runtime.events import NeedExperts
 from runtime.model.loading import LoadedModel
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.simulator import Durations, ExpertReads, simulate
-from runtime.plan.placement.feedforward import CpuShare, trip_size
+from runtime.plan.placement.feedforward import CpuShare, round_trip_size
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
 from runtime.plan.placement.placer import place
@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused_with_the_key_to_change(text: str) -> None:
 def placed(shape: ModelShape, offload: OffloadConfig, *, device_bytes: int | None = GIB) -> Placement:
     config = shared(RuntimeConfig(offload=offload, policy=policy_for(Order.zigzag)))
     budgets = Budgets(host_bytes=GIB, device_bytes=device_bytes)
-    return place(shape, config, budgets, Load.of(shape, [sizes_of([30, 20]), sizes_of([25])], 512))
+    return place(shape, config, budgets, Load.from_lanes(shape, [sizes_of([30, 20]), sizes_of([25])], 512))
 
 
 def test_ledgers_count_what_goes_to_the_cpu_and_back_and_what_is_made_there() -> None:
@@ -165,8 +165,8 @@ def test_ledgers_count_what_goes_to_the_cpu_and_back_and_what_is_made_there() ->
     names = [{entry.name: entry.num_bytes for entry in ledger.entries} for ledger in placement.ledgers]
     visits, token_bytes = 2 * 2, 256 * 4
     assert names[0]["experts on the CPU"] == 2 * visits * token_bytes
-    assert names[1]["experts on the CPU"] >= trip_size(toy_mixture(), placement.cpu_share).trip_bytes
-    assert trip_size(toy_mixture(), placement.cpu_share).trip_bytes >= 2 * visits * token_bytes
+    assert names[1]["experts on the CPU"] >= round_trip_size(toy_mixture(), placement.cpu_share).round_trip_bytes
+    assert round_trip_size(toy_mixture(), placement.cpu_share).round_trip_bytes >= 2 * visits * token_bytes
     assert names[1]["products on the CPU"] > 0
 
 
@@ -200,14 +200,14 @@ def seconds_of_layer(clock: VirtualTime, share: CpuShare, link: float, cpu: floa
     with (
         TimedReader(clock, 1e-12, chunk_bytes=1 << 20) as reader,
         ExpertStream(SHAPE, placement, device, reader, paging=ExpertPaging.hit) as stream,
-        HostExchange(trip_size(SHAPE, share), device) as trips,
+        HostExchange(round_trip_size(SHAPE, share), device) as round_trips,
     ):
         beside = CpuExperts(
             loaded=loaded,
             share=share,
             shared=frozenset({LAYER.index}),
             stream=stream,
-            exchange=trips,
+            exchange=round_trips,
             monitor=PassMonitor(len(SHAPE.stages), device),
             first_layer=LAYER.index,
         )

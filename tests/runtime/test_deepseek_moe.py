@@ -13,8 +13,8 @@ from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, Sampling
 from runtime.config.settings import DType, Tier
 from runtime.foreign import deepseek_moe
 from runtime.model import experts
+from runtime.model.capabilities import ExpertKind, expert_kind
 from runtime.model.families import FAMILIES
-from runtime.model.traits import ExpertKind, expert_kind
 from runtime.probing.meta import build_meta_model
 from runtime.sequences.sequence import Completion
 from runtime.synthesize.checkpoints import config_for, synthesize_checkpoint

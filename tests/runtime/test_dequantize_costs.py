@@ -66,7 +66,7 @@ def placed(shape: ModelShape, on: Machine, dequantize: Dequantize, size: int = 6
         kv=KVConfig(tier=KVTier.cpu),
         policy=PolicyConfig(kind=PolicyKind.fixed, attention=Attention.device),
     )
-    return place(shape, config, on.budgets, Load.of(shape, [sizes_of([20] * size)] * 2, 512))
+    return place(shape, config, on.budgets, Load.from_lanes(shape, [sizes_of([20] * size)] * 2, 512))
 
 
 def turn(shape: ModelShape, dequantize: Dequantize, lanes: list[LaneWork], rates: MachineRates) -> float:
@@ -100,7 +100,7 @@ def test_few_rows_take_with_codes_as_long_as_numbers_take_to_be_read() -> None:
 )
 def test_the_roofline_of_a_decode_pass_has_what_lanes_take_in_its_layers(model: str, name: str, rows: LaneWork) -> None:
     on, shape, count = machine("a100-80"), shape_of(name, model), 2
-    workload = Workload.of(sizes_of([20] * count * rows.num_rows))
+    workload = Workload.from_sizes(sizes_of([20] * count * rows.num_rows))
     policy = Policy(micro_batch_size=rows.num_rows, num_micro_batches=count, attention=Attention.device,
                     schedule=Order.zigzag, resident_layers=0, kv_fraction=1.0)  # fmt: skip
     grid = Choices(micro_batches=[rows.num_rows], counts=[count], resident=[0],

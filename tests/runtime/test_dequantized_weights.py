@@ -187,7 +187,7 @@ def test_a_layer_needs_dequantizing_once_for_all_lanes_and_passes_of_it(
     config = on_a_device(ref, stored, Dequantize.auto)
     runtime = Runtime(config, device=FakeDevice((False, True)))
     requests = [Request(id=str(i), prompt_ids=tuple(p), max_new_tokens=3) for i, p in enumerate(ref.prompts[:4])]
-    with runtime.confirmed_session(requests) as (plan, session):
+    with runtime.open_with_backoff(requests) as (plan, session):
         assert plan.placement.dequantized is not None
         session.run(plan.blocks[0], requests, lambda _: None)
     num_layers, num_passes = 4, 3

@@ -63,7 +63,7 @@ def test_the_second_plan_of_a_process_has_the_memory_of_the_first(device: Cachin
 def test_a_revised_plan_has_the_memory_that_its_session_holds(device: CachingDevice) -> None:
     runtime = Runtime(replace(CONFIG, policy=PolicyConfig(kind=PolicyKind.hrm)), device=device)
     requests = requests_of(runtime)
-    with runtime.confirmed_session(requests) as (plan, _):
+    with runtime.open_with_backoff(requests) as (plan, _):
         assert device.own.allocated > 0
         assert plan.rates is not None
         assert runtime.revised(plan, requests, plan.rates).budgets == plan.budgets
@@ -119,7 +119,7 @@ def test_backing_off_plans_with_the_memory_of_the_first_try(
     runtime = Runtime(CONFIG, device=device)
     requests = requests_of(runtime)
     first = runtime.plan(requests)
-    with caplog.at_level(logging.WARNING), runtime.confirmed_session(requests) as (plan, _):
+    with caplog.at_level(logging.WARNING), runtime.open_with_backoff(requests) as (plan, _):
         assert plan.num_lanes * plan.lane_size == first.num_lanes * first.lane_size / 2
         assert plan.budgets == first.budgets
     assert "once more with blocks of half as many sequences" in caplog.text
@@ -131,7 +131,7 @@ def test_a_card_that_stays_full_is_a_refusal_that_says_what_was_said_and_the_key
     failing(2)
     runtime = Runtime(CONFIG, device=device)
     said = r"(?s)CUBLAS_STATUS.*device memory:.*lower offload\.device_memory_gib or .*policy\.micro_batch_size"
-    with pytest.raises(BudgetError, match=said), runtime.confirmed_session(requests_of(runtime)):
+    with pytest.raises(BudgetError, match=said), runtime.open_with_backoff(requests_of(runtime)):
         pass
 
 
@@ -139,7 +139,7 @@ def test_a_device_budget_holds_for_torchs_allocator_while_a_session_is_open(devi
     """Above what was in tensors before."""
     runtime = Runtime(replace(CONFIG, offload=replace(CONFIG.offload, device_memory_gib=0.1)), device=device)
     requests, before = requests_of(runtime), device.compute_buffer(MIB)
-    with runtime.confirmed_session(requests):
+    with runtime.open_with_backoff(requests):
         room = gib_to_bytes(0.1) + len(before) - device.own.allocated
         device.compute_buffer(room)
         with pytest.raises(torch.OutOfMemoryError):
@@ -187,7 +187,7 @@ def test_a_device_that_maps_no_pages_has_whole_segments(
 
 def test_what_libraries_take_is_a_term_of_the_devices_ledger_and_a_heaps_slack_is_none() -> None:
     """And of every device, where a machine has several."""
-    shape, load = toy_shape(), Load.of(toy_shape(), [], 512)
+    shape, load = toy_shape(), Load.from_lanes(toy_shape(), [], 512)
     totals: dict[int, int] = {}
     for count in (0, 1, 4):
         budgets = Budgets(host_bytes=GIB, device_bytes=4 * GIB, library_bytes=count * LIBRARY_BYTES)

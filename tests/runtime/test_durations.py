@@ -41,7 +41,7 @@ ATTENTION = 100 * 1024 / 1e5
 
 
 def placed(config: RuntimeConfig, shape: ModelShape, *, has_device: bool = False) -> Placement:
-    load = Load.of(shape, [sizes_of([20] * 4)] * 2, 512)
+    load = Load.from_lanes(shape, [sizes_of([20] * 4)] * 2, 512)
     placement = place(shape, config, Budgets(host_bytes=GIB, device_bytes=GIB if has_device else None), load)
     assert placement.fits
     return placement

@@ -112,7 +112,7 @@ def test_what_a_checkpoint_has_not_is_refused_by_name(checkpoint: Checkpoints) -
     assert isinstance(plain, Request)
     with (
         pytest.raises(ConfigError, match="BertForMaskedLM generates no text"),
-        masks.confirmed_session([plain]),  # as a job does it
+        masks.open_with_backoff([plain]),  # as a job does it
     ):
         pass
     with pytest.raises(ConfigError, match="BertForMaskedLM generates no text"):

@@ -18,23 +18,23 @@ from tests.toy import sizes_of, toy_shape
 
 COMPUTE, COPIES, DOWN, UP = range(4)  # streams in the order in which the device makes them
 RACES = [(compute, True, down, up) for compute, down, up in itertools.product([False, True], repeat=3)]
-SIZE = ExchangeSize(num_trips=1, trip_bytes=4096)
+SIZE = ExchangeSize(num_round_trips=1, round_trip_bytes=4096)
 
 
-def trips(device: FakeDevice, num_trips: int = 3) -> list[tuple[float, float]]:
+def round_trips(device: FakeDevice, num_round_trips: int = 3) -> list[tuple[float, float]]:
     """What the CPU found of what compute had made for it, and compute of what the CPU answered, one behind the other
     through the same memory."""
     found: list[float] = []
     answers: list[torch.Tensor] = []
     with HostExchange(SIZE, device) as exchange:
-        for number in range(num_trips):
+        for number in range(num_round_trips):
             made = exchange.new((2, 3), torch.float32)
             device.compute(lambda made=made, number=number: made.fill_(number))
-            trip = exchange.send(0, [made, made], exchange.new((5,), torch.float32))
-            arrived = trip.arrived()
+            round_trip = exchange.send(0, [made, made], exchange.new((5,), torch.float32))
+            arrived = round_trip.arrived()
             found.append(float(arrived[1].mean()))
-            trip.answer(torch.full((5,), number + 0.5))
-            answer = trip.receive()
+            round_trip.answer(torch.full((5,), number + 0.5))
+            answer = round_trip.receive()
             device.compute(lambda answer=answer: answers.append(answer.clone()))
         device.finish()
     return list(zip(found, [float(answer.mean()) for answer in answers], strict=True))
@@ -47,7 +47,7 @@ RIGHT = [(number, number + 0.5) for number in range(3)]
 def test_no_race_gives_wrong_numbers(late: tuple[bool, ...]) -> None:
     """True: that stream runs when it is waited for, and no sooner. False: it overtakes what it does not wait for. All
     trips go through the same pinned memory."""
-    assert trips(FakeDevice(late, defers_compute=True)) == RIGHT
+    assert round_trips(FakeDevice(late, defers_compute=True)) == RIGHT
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_no_race_gives_wrong_numbers(late: tuple[bool, ...]) -> None:
     ],
 )
 def test_a_wait_that_is_missing_shows(forgetful: int, late: tuple[bool, ...]) -> None:
-    found = trips(Careless(late, forgetful=forgetful, defers_compute=True))
+    found = round_trips(Careless(late, forgetful=forgetful, defers_compute=True))
     assert found != RIGHT
 
 
@@ -105,10 +105,10 @@ def test_each_copy_is_a_span_on_the_row_of_its_way() -> None:
         made = exchange.new((8,), torch.float32)
         exchange.store(0, [Part(made, home)])
         exchange.load(1, [Part(home, made)])
-        trip = exchange.send(2, [made, made], exchange.new((4,), torch.float32))
-        trip.arrived()
-        trip.answer(torch.zeros(4))
-        trip.receive()
+        round_trip = exchange.send(2, [made, made], exchange.new((4,), torch.float32))
+        round_trip.arrived()
+        round_trip.answer(torch.zeros(4))
+        round_trip.receive()
         device.settle()
         counters = exchange.take_counters()
     down, up = Resource.device_to_host, Resource.host_to_device
@@ -145,8 +145,8 @@ def test_prompts_on_their_way_down_are_counted_with_those_made_meanwhile() -> No
             exchange.store(0, [Part(source, home)])
             del source
     shape = toy_shape()
-    load = Load.of(shape, [sizes_of([100, 30], max_new_tokens=12)], 64)
+    load = Load.from_lanes(shape, [sizes_of([100, 30], max_new_tokens=12)], 64)
     kv = kv_layout(shape, KVTier.cpu, range(8), num_pages=load.num_kv_pages, slot_pages=load.most_pages, num_slots=0)
     entry = device_entry(shape, kv, SIZE, load)
     assert max(alive) == STORES_IN_FLIGHT + 1 == 3
-    assert entry.num_bytes == SIZE.trip_bytes + (3 * 64 + 112) * shape.kv_layer_bytes[0]
+    assert entry.num_bytes == SIZE.round_trip_bytes + (3 * 64 + 112) * shape.kv_layer_bytes[0]

@@ -25,7 +25,7 @@ EXPERT_BYTES = LAYER.num_bytes // NUM_EXPERTS
 def seconds_each(clock: VirtualTime, seconds: Seconds, tier: Tier, paging: ExpertPaging, *, is_in_step: bool) -> float:
     offload = OffloadConfig(tier=tier, resident_layers=0, expert_paging=paging)
     budgets = Budgets(host_bytes=GIB, device_bytes=GIB)
-    placement = place(SHAPE, RuntimeConfig(offload=offload), budgets, Load.of(SHAPE, [], 512))
+    placement = place(SHAPE, RuntimeConfig(offload=offload), budgets, Load.from_lanes(SHAPE, [], 512))
     device = TimedDevice(clock, seconds.copy / EXPERT_BYTES)
     with (
         TimedReader(clock, seconds.read / EXPERT_BYTES, chunk_bytes=EXPERT_BYTES) as reader,

@@ -92,7 +92,7 @@ def decode_passes(runtime: Runtime, requests: list[Request]) -> tuple[RunPlan, l
     """Three."""
     records: list[PassRecord] = []
     requests = [replace(request, max_new_tokens=4) for request in requests]
-    with runtime.confirmed_session(requests) as (plan, session):
+    with runtime.open_with_backoff(requests) as (plan, session):
         for block in plan.blocks:
             session.run(block, requests, records.append)
     return plan, [record for record in records if record.phase is Phase.decode]
@@ -138,7 +138,7 @@ def test_a_decode_pass_reads_the_experts_that_are_hit_and_no_more(
         runtime = Runtime(config_for(many_experts(family), ExpertPaging.hit, policy))
         plan, passes = decode_passes(runtime, requests_of(runtime, [[7 + n, 600 - n] for n in range(num_sequences)]))
         shape, paged = runtime.model.shape, plan.placement.paged
-        layers, pages = [shape.stages[stage] for stage in paged], ExpertPages.of(shape, paged).pages
+        layers, pages = [shape.stages[stage] for stage in paged], ExpertPages.from_shape(shape, paged).pages
         dense = [dense_shape(shape, paged).stages[stage] for stage in plan.placement.walk.streamed]
         even = sum(expected_hits(s.num_experts, s.num_experts_per_token, num_sequences) for s in layers)
         for times in [record.times for record in passes]:

@@ -229,8 +229,8 @@ def test_long_prompts_read_whole_layers_and_long_answers_the_experts_they_visit(
 def test_slots_hold_any_expert_and_are_counted_where_they_lie(reads: bool, copies: bool) -> None:
     in_host = frozenset(() if reads else (1, 2))
     outer = Walk(num_stages=4, streamed=(1, 2), num_slots=1, in_host=in_host, copies=copies)
-    paged = [ExpertSizes.of(STAGE)]
-    pages = ExpertPages.of(shape_with(STAGE), {1})
+    paged = [ExpertSizes.from_stage(STAGE)]
+    pages = ExpertPages.from_shape(shape_with(STAGE), {1})
     walk = pages.walk(outer, 3)
     sizes = [slot_layout(page).num_bytes for page in pages.pages]
     assert len(sizes) == NUM_EXPERTS == len(walk.streamed)

@@ -56,7 +56,7 @@ def test_without_the_wait_for_copies_the_tokens_are_wrong(reference: References)
 def device_placement(shape: ModelShape, tier: Tier) -> Placement:
     """Every stage streamed, on a machine with a device."""
     config = RuntimeConfig(offload=OffloadConfig(tier=tier, resident_layers=0))
-    return place(shape, config, Budgets(host_bytes=GIB, device_bytes=GIB), Load.of(shape, [], 512))
+    return place(shape, config, Budgets(host_bytes=GIB, device_bytes=GIB), Load.from_lanes(shape, [], 512))
 
 
 @pytest.fixture

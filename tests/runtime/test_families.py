@@ -138,8 +138,8 @@ def test_logits_in_bfloat16_are_those_of_transformers(
         for sequence in sequences:
             sequence.finish = FinishReason.length
 
-    monkeypatch.setattr(Sampler, "draw", keep)
-    monkeypatch.setattr(Sampler, "tell", end)
+    monkeypatch.setattr(Sampler, "sample", keep)
+    monkeypatch.setattr(Sampler, "accept", end)
     Runtime(config_for(ref, dtype=DType.bfloat16)).generate(ref.prompts)
     found = torch.stack([ours[str(index)] for index in range(len(ref.prompts))])
     assert (found - theirs).norm() <= 0.03 * theirs.norm()

@@ -16,7 +16,7 @@ from runtime.attention.device_attention import (
     has_flash,
     knows_windows,
 )
-from runtime.attention.views import Rule, Stretch, Stretches
+from runtime.attention.views import Rule, TokenRange, TokenRanges
 
 CUDA, PLAIN = torch.device("cuda", 0), Rule(1.0)
 
@@ -142,8 +142,8 @@ def test_the_operator_is_handed_what_torch_hands_it_by_its_documented_name(
     sinks: torch.Tensor | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parts = tuple(Stretch(row, sum(new[:row]), count, 0, 5) for row, count in enumerate(new))
-    stretches = Stretches(parts, torch.device("cpu"))
+    parts = tuple(TokenRange(row, sum(new[:row]), count, 0, 5) for row, count in enumerate(new))
+    spans = TokenRanges(parts, torch.device("cpu"))
     q, k, v = (
         torch.ones(count, heads, 64, dtype=torch.bfloat16)
         for count, heads in ((sum(new), 8), (10, num_kv_heads), (10, num_kv_heads))
@@ -152,7 +152,7 @@ def test_the_operator_is_handed_what_torch_hands_it_by_its_documented_name(
 
     def called() -> tuple[list[dict[str, object]], torch.Tensor]:
         with _Kernels() as kernels:
-            out = flash_attention(q, k, v, stretches, window, Rule(0.125, sinks=sinks))
+            out = flash_attention(q, k, v, spans, window, Rule(0.125, sinks=sinks))
         return kernels.calls, out
 
     (direct,), out = called()

@@ -13,15 +13,15 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from runtime import Runtime, SamplingConfig
-from runtime.config.sampling import AS_THE_MODEL_SAYS
-from runtime.errors import CheckpointError, ConfigError
-from runtime.origin.generation_config import (
+from runtime.checkpoint_source.generation_config import (
     NEUTRAL,
-    ModelGeneration,
-    as_the_model_says,
+    GenerationDefaults,
     effective_sampling,
     read_generation,
+    resolve_generation_defaults,
 )
+from runtime.config.sampling import AS_THE_MODEL_SAYS
+from runtime.errors import CheckpointError, ConfigError
 from runtime.sequences.sequence import Completion, Request
 from tests.runtime.sampling_support import References, complete, request_of, runtime_for
 from tests.support import Reference, transformers_model
@@ -110,7 +110,7 @@ def follow(runtime: Runtime, ref: Reference, sampling: SamplingConfig) -> Runtim
     object.__setattr__(runtime.model, "generation", generation)
     object.__setattr__(runtime.model, "eos_token_ids", generation.eos_token_ids)
     config, model = replace(runtime.config, sampling=sampling), runtime.model
-    runtime.config = as_the_model_says(config, model.generation, model.shape.vocab_size)
+    runtime.config = resolve_generation_defaults(config, model.generation, model.shape.vocab_size)
     return runtime
 
 
@@ -189,8 +189,8 @@ ASKS = {
 }  # fmt: skip
 
 
-def said_by(**given: object) -> ModelGeneration:
-    return ModelGeneration(source=Path("generation_config.json"), given=given)
+def said_by(**given: object) -> GenerationDefaults:
+    return GenerationDefaults(source=Path("generation_config.json"), given=given)
 
 
 def test_every_other_way_to_generate_is_refused_by_name_and_named_where_the_model_is_not_followed() -> None:

@@ -20,12 +20,12 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from runtime.config.settings import DType, ModelConfig
 from runtime.kernels.rowwise import RUN
 from runtime.model import fused_ops
+from runtime.model.capabilities import has_fused_gate
 from runtime.model.experts import activated
 from runtime.model.fused import FusedGate, FusedOps, fuse, is_code_of
 from runtime.model.fused_ops import host_ops as ops_of_this_host
 from runtime.model.loading import load_model
 from runtime.model.stages import Binding
-from runtime.model.traits import has_fused_gate
 from runtime.probing.meta import build_meta_model
 from runtime.synthesize.checkpoints import config_for
 from tests.support import Reference

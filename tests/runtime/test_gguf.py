@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.run.identity import model_facts
 from runtime import Runtime
+from runtime.checkpoint_source import location as origin
 from runtime.config.settings import DType, ModelConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import CheckpointError, ConfigError
 from runtime.model.families import FAMILIES, Family
 from runtime.model.loading import load_model
-from runtime.origin import location as origin
 from runtime.sequences.sequence import Completion, FinishReason
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from tests.dealt import with_slow_others

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from runtime.checkpoint_source.gguf_tokenizer import BY_NAME, RULES, load_gguf_tokenizer
+from runtime.checkpoint_source.location import load_tokenizer
 from runtime.errors import CheckpointError
-from runtime.origin.gguf_tokenizer import BY_NAME, RULES, load_gguf_tokenizer
-from runtime.origin.location import load_tokenizer
 from runtime.store.checkpoint import Checkpoint
 from runtime.store.gguf import read_gguf
 from runtime.synthesize.tokenizer import byte_level_tokenizer

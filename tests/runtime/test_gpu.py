@@ -165,16 +165,16 @@ def test_attention_beside_pinned_pages_does_not_change_tokens(
 
 def test_a_trip_waits_for_nothing_but_itself(device: ComputeDevice) -> None:
     """It arrives, and its answer is computed with, although compute that came later has hardly begun."""
-    with HostExchange(ExchangeSize(num_trips=1, trip_bytes=MIB), device) as exchange:
+    with HostExchange(ExchangeSize(num_round_trips=1, round_trip_bytes=MIB), device) as exchange:
         made, out = exchange.new((64,), torch.float32).fill_(3), exchange.new((64,), torch.float32)
-        trip = exchange.send(0, [made], out)
+        round_trip = exchange.send(0, [made], out)
         busy(device)
         behind = torch.Event(device=device.torch_device)
         behind.record(device.compute_stream())
-        assert bool((trip.arrived()[0] == 3).all())
+        assert bool((round_trip.arrived()[0] == 3).all())
         assert not behind.query()
-        trip.answer(torch.full((64,), 5.0))
-        assert bool((trip.receive() == 5).all())
+        round_trip.answer(torch.full((64,), 5.0))
+        assert bool((round_trip.receive() == 5).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from runtime import Runtime
 from runtime.config.settings import Lanes
 from runtime.errors import ConfigError
-from runtime.model import traits
+from runtime.model import capabilities as traits
+from runtime.model.capabilities import choose_lanes
 from runtime.model.families import FAMILIES, Family
-from runtime.model.traits import choose_lanes
 from runtime.probing.meta import build_meta_model
 from runtime.probing.padded_probe import APART as ROWS_APART
 from runtime.probing.padded_probe import WHOLE as PROMPTS_WHOLE
-from runtime.probing.padded_probe import PaddedHabits, padded_habits
+from runtime.probing.padded_probe import PaddingBehavior, probe_padding
 from runtime.synthesize.checkpoints import config_for
 from tests.dealt import with_slow_others
 from tests.runtime.guard_support import NOT_PACKED, REFUSED, SIZES, TROCR, WHOLE
@@ -103,7 +103,7 @@ def test_prompts_are_not_cut_where_a_class_cannot_go_on(name: str, made: Referen
     ref = made(WHOLE[name])
     runtime = Runtime(runtime_config(ref, prefill_chunk_tokens=6))
     assert tokens(runtime, ref.prompts) == ref.expected
-    assert runtime.model.habits == PaddedHabits(whole=PROMPTS_WHOLE)
+    assert runtime.model.padding == PaddingBehavior(whole=PROMPTS_WHOLE)
 
 
 def test_rows_pass_one_by_one_where_padding_would_move_their_positions(tmp_path: Path) -> None:
@@ -118,17 +118,17 @@ def test_rows_pass_one_by_one_where_padding_would_move_their_positions(tmp_path:
     ref = Reference(directory=tmp_path, prompts=[p for p, _ in clear], expected=[t for _, t in clear], sampled=[])
     runtime = Runtime(runtime_config(ref, prefill_chunk_tokens=6))
     assert tokens(runtime, ref.prompts) == ref.expected
-    assert runtime.model.habits == PaddedHabits(apart=ROWS_APART)
+    assert runtime.model.padding == PaddingBehavior(apart=ROWS_APART)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_whose_state_no_lane_can_keep_is_refused(name: str) -> None:
     overrides, why = REFUSED[name]
     with pytest.raises(ConfigError, match=why):
-        padded_habits(built(Family(name=name, model_type=name, overrides=overrides)))
+        probe_padding(built(Family(name=name, model_type=name, overrides=overrides)))
 
 
 @pytest.mark.parametrize("name", ["bloom", "qwen3-next", "mamba-2", "gpt-neo", "falcon, alibi", "kimi-linear", "lfm-2"])
 def test_what_padding_and_chunks_do_not_change_has_both(name: str) -> None:
-    habits = padded_habits(built(FAMILIES[name]))
-    assert (habits.apart, habits.whole) == ("", "")
+    padding = probe_padding(built(FAMILIES[name]))
+    assert (padding.apart, padding.whole) == ("", "")

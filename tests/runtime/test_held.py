@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
-from runtime.batching.prefixes import HeldPrefix, Place, SharedPrefix, SharingRule, places_of, shared_prefixes
+from runtime.batching.admission import AdmissionLimits, PassPlan, SlotState, Waiting, most_cached, plan_pass
+from runtime.batching.prefixes import CachedPrefix, Place, SharedPrefix, SharingRule, places_of, shared_prefixes
 from tests.dealt import with_slow_others
 from tests.runtime.test_prefixes import drawn_prompts, limits
 
@@ -20,7 +20,7 @@ class Run:
     def __init__(self, seed: int, *, is_roomy: bool = False):
         rng, prompts = random.Random(seed), [prompt for prompt in drawn_prompts(seed) if prompt]
         self.rule = SharingRule(among_lanes=rng.random() < 0.5, in_pass=rng.random() < 0.5)
-        self.limits = AdmissionLimits.of(
+        self.limits = AdmissionLimits.from_lanes(
             self.rule,
             num_lanes=rng.randint(1, 3),
             lane_size=rng.randint(1, 4),
@@ -35,15 +35,15 @@ class Run:
             Waiting(request=i, num_known=len(prompt), num_most=most[i], prefix=self.prefixes[i])
             for i, prompt in enumerate(prompts)
         ]
-        self.seats: list[SeatState] = []
-        self.held: dict[Place, HeldPrefix] = {}
+        self.slots: list[SlotState] = []
+        self.held: dict[Place, CachedPrefix] = {}
         self.left = [rng.randint(1, new) for new in self.allowed]
         self.opened = Counter[Place]()
 
     @property
     def free_pages(self) -> int:
         pages, shared = self.limits.pages, self.limits.rule.num_shared
-        own = [(seat.num_cached, shared(seat.prefix)) for seat in self.seats]
+        own = [(slot.num_cached, shared(slot.prefix)) for slot in self.slots]
         own += [(held.num_cached, shared(held.prefix.parent)) for held in self.held.values()]
         return self.num_pages - sum(pages(end) - pages(begin) for end, begin in own)
 
@@ -52,17 +52,17 @@ class Run:
         return self.waiting[: self.limits.num_lanes * self.limits.lane_size]
 
     def step(self) -> None:
-        plan = plan_pass(self.window, self.seats, self.free_pages, self.limits, self.held.values())
-        kept = len(self.seats) - len(plan.preempted)
-        gone = [_waiting(seat) for seat in self.seats[kept:]]
-        self.seats, self.waiting = self.seats[:kept], [*gone, *self.waiting]
+        plan = plan_pass(self.window, self.slots, self.free_pages, self.limits, self.held.values())
+        kept = len(self.slots) - len(plan.preempted)
+        gone = [_waiting(slot) for slot in self.slots[kept:]]
+        self.slots, self.waiting = self.slots[:kept], [*gone, *self.waiting]
         for place in plan.dropped:
             assert place not in self._needed(), "somebody seated goes on from it"
             del self.held[place]
         for request, lane in plan.admitted:
             self._admit(request, lane)
         self._check(plan)
-        self.seats = [seat for old in self.seats if (seat := self._compute(old, plan)) is not None]
+        self.slots = [slot for old in self.slots if (slot := self._compute(old, plan)) is not None]
         for place, new in plan.filled.items():
             self.held[place] = replace(self.held[place], num_cached=self.held[place].num_cached + new)
 
@@ -72,24 +72,24 @@ class Run:
         for place in places_of(entrant.prefix, lane, self.limits.rule):
             if place not in self.held:
                 begin = self.limits.rule.num_shared(place[0].parent)
-                self.held[place] = HeldPrefix(prefix=place[0], lane=lane, num_cached=begin)
+                self.held[place] = CachedPrefix(prefix=place[0], lane=lane, num_cached=begin)
                 self.opened[place] += 1
         begin = self.limits.rule.num_shared(entrant.prefix)
-        self.seats.append(SeatState(lane=lane, num_cached=begin, **vars(entrant)))
+        self.slots.append(SlotState(lane=lane, num_cached=begin, **vars(entrant)))
 
     def _needed(self) -> set[Place]:
-        return {place for seat in self.seats for place in places_of(seat.prefix, seat.lane, self.limits.rule)}
+        return {place for slot in self.slots for place in places_of(slot.prefix, slot.lane, self.limits.rule)}
 
     def _check(self, plan: PassPlan) -> None:
         assert self._needed() <= self.held.keys()
         assert plan.new_tokens or plan.filled, "every pass computes something"
         for lane in range(self.limits.num_lanes):
-            counts = [plan.new_tokens.get(seat.request, 0) for seat in self.seats if seat.lane == lane]
+            counts = [plan.new_tokens.get(slot.request, 0) for slot in self.slots if slot.lane == lane]
             counts += [new for place, new in plan.filled.items() if self.held[place].lane == lane]
             assert sum(counts) <= self.limits.lane_tokens
-        for seat in self.seats:
-            if seat.request in plan.new_tokens and seat.num_cached == self.limits.rule.num_shared(seat.prefix):
-                self._require_whole(seat.prefix, seat.lane, plan)
+        for slot in self.slots:
+            if slot.request in plan.new_tokens and slot.num_cached == self.limits.rule.num_shared(slot.prefix):
+                self._require_whole(slot.prefix, slot.lane, plan)
         for place in plan.filled:
             held = self.held[place]
             if held.num_cached == self.limits.rule.num_shared(held.prefix.parent):
@@ -102,23 +102,23 @@ class Run:
             in_pass = plan.filled.get(place, 0) if self.rule.in_pass and held.lane <= lane else 0
             assert held.num_cached + in_pass == self.limits.rule.num_shared(prefix)
 
-    def _compute(self, seat: SeatState, plan: PassPlan) -> SeatState | None:
-        new = plan.new_tokens.get(seat.request, 0)
-        assert 0 <= new <= seat.num_missing
-        seat = replace(seat, num_cached=seat.num_cached + new)
-        if seat.num_missing or not new:
-            return seat
-        self.left[seat.request] -= 1
-        return replace(seat, num_known=seat.num_known + 1) if self.left[seat.request] else None
+    def _compute(self, slot: SlotState, plan: PassPlan) -> SlotState | None:
+        new = plan.new_tokens.get(slot.request, 0)
+        assert 0 <= new <= slot.num_missing
+        slot = replace(slot, num_cached=slot.num_cached + new)
+        if slot.num_missing or not new:
+            return slot
+        self.left[slot.request] -= 1
+        return replace(slot, num_known=slot.num_known + 1) if self.left[slot.request] else None
 
     def finish(self) -> None:
-        while self.waiting or self.seats:
+        while self.waiting or self.slots:
             self.step()
             assert self.free_pages >= 0
 
 
-def _waiting(seat: SeatState) -> Waiting:
-    return Waiting(request=seat.request, num_known=seat.num_known, num_most=seat.num_most, prefix=seat.prefix)
+def _waiting(slot: SlotState) -> Waiting:
+    return Waiting(request=slot.request, num_known=slot.num_known, num_most=slot.num_most, prefix=slot.prefix)
 
 
 @pytest.mark.parametrize("seed", with_slow_others(range(150), range(40)))
@@ -138,10 +138,10 @@ def test_with_room_for_all_a_prefix_is_computed_once_where_all_who_share_it_are_
 
 def test_a_prefix_is_held_for_those_in_line_and_no_longer() -> None:
     prefix = SharedPrefix(num_tokens=32)
-    alone = AdmissionLimits.of(
+    alone = AdmissionLimits.from_lanes(
         SharingRule(among_lanes=True), num_lanes=1, lane_size=1, chunk_tokens=64, page_tokens=PAGE
     )
-    held = [HeldPrefix(prefix=prefix, lane=0, num_cached=32)]
+    held = [CachedPrefix(prefix=prefix, lane=0, num_cached=32)]
     stranger = Waiting(request=1, num_known=5, num_most=9)
     user = Waiting(request=2, num_known=40, num_most=50, prefix=prefix)
     assert plan_pass([stranger, user], [], 8, alone, held).dropped == ()
@@ -150,23 +150,25 @@ def test_a_prefix_is_held_for_those_in_line_and_no_longer() -> None:
 
 def test_who_decodes_keeps_its_pages_before_a_prefix_for_those_in_line_does() -> None:
     prefix = SharedPrefix(num_tokens=32)
-    two = AdmissionLimits.of(SharingRule(among_lanes=True), num_lanes=1, lane_size=2, chunk_tokens=64, page_tokens=PAGE)
-    seats = [SeatState(request=i, lane=0, num_cached=16, num_known=17, num_most=40) for i in (0, 1)]
-    held = [HeldPrefix(prefix=prefix, lane=0, num_cached=32)]
+    two = AdmissionLimits.from_lanes(
+        SharingRule(among_lanes=True), num_lanes=1, lane_size=2, chunk_tokens=64, page_tokens=PAGE
+    )
+    slots = [SlotState(request=i, lane=0, num_cached=16, num_known=17, num_most=40) for i in (0, 1)]
+    held = [CachedPrefix(prefix=prefix, lane=0, num_cached=32)]
     user = Waiting(request=2, num_known=40, num_most=50, prefix=prefix)
-    plan = plan_pass([user], seats, 0, two, held)
+    plan = plan_pass([user], slots, 0, two, held)
     assert (plan.preempted, plan.dropped, plan.new_tokens) == ((), ((prefix, -1),), {0: 1, 1: 1})
 
 
 def test_what_waits_for_a_prefix_in_a_later_lane_waits_a_pass() -> None:
     prefix = SharedPrefix(num_tokens=16)
-    lanes = AdmissionLimits.of(
+    lanes = AdmissionLimits.from_lanes(
         SharingRule(among_lanes=True), num_lanes=2, lane_size=2, chunk_tokens=64, page_tokens=PAGE
     )
-    held = [HeldPrefix(prefix=prefix, lane=1, num_cached=0)]
-    seats = [
-        SeatState(request=i, lane=lane, num_cached=16, num_known=20, num_most=25, prefix=prefix)
+    held = [CachedPrefix(prefix=prefix, lane=1, num_cached=0)]
+    slots = [
+        SlotState(request=i, lane=lane, num_cached=16, num_known=20, num_most=25, prefix=prefix)
         for i, lane in ((0, 0), (1, 1))
     ]
-    plan = plan_pass([], seats, 20, lanes, held)
+    plan = plan_pass([], slots, 20, lanes, held)
     assert (plan.new_tokens, plan.filled) == ({1: 4}, {(prefix, -1): 16})

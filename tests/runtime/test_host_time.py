@@ -52,7 +52,7 @@ def decode(config: RuntimeConfig, ref: Reference, temperatures: Sequence[float |
         asked = zip(ref.prompts, cycle(temperatures), strict=False)
         requests = [request_of(runtime, str(i), p, temperature=t) for i, (p, t) in enumerate(asked)]
         completions: dict[int, Completion] = {}
-        with runtime.confirmed_session(requests) as (plan, session):
+        with runtime.open_with_backoff(requests) as (plan, session):
             counter.take()
             for block in plan.blocks:
                 done = session.run(block, requests, lambda record: found.append((record, counter.take())))

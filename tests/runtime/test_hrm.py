@@ -120,7 +120,7 @@ def test_what_is_chosen_fits_and_is_the_fastest_of_what_was_simulated(
 
 
 def roofline_seconds(shape: ModelShape, machine: Machine, asked: RuntimeConfig) -> float:
-    grid = Choices.of(shape, asked, 300, has_device=machine.device_bytes is not None).grid(300)
+    grid = Choices.from_config(shape, asked, 300, has_device=machine.device_bytes is not None).grid(300)
     within = fitting(shape, machine, WORKLOAD, asked, grid)
     return float(np.min(roofline_of(shape, machine, WORKLOAD, asked).seconds(within)))
 
@@ -169,7 +169,7 @@ def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int
         micro_batches=[8, 32],
         counts=[1, 3],
         resident=[2],
-        ways=Choices.of(shape, asked, 192, has_device=has_device).ways,
+        ways=Choices.from_config(shape, asked, 192, has_device=has_device).ways,
     )
     grid = choices.grid(192)
     need = Room(shape, asked, workload, grid, huge.budgets, is_paged=False)
@@ -365,7 +365,7 @@ def test_the_whole_grid_takes_less_than_a_second() -> None:
     shape, workload = MIXTRAL.shape(), Workload.from_mean(10_000, mean=77, longest=418, max_new_tokens=128)
     machine = Machine(name="t4", host_bytes=170 * GIB, device_bytes=14 * GIB, rates=RATES)
     asked, begin = config(Tier.cpu), time.process_time()
-    grid = Choices.of(shape, asked, 10_000, has_device=True).grid(10_000)
+    grid = Choices.from_config(shape, asked, 10_000, has_device=True).grid(10_000)
     roofline_of(shape, machine, workload, asked).seconds(fitting(shape, machine, workload, asked, grid))
     assert len(grid.micro_batch) > 50_000
     assert time.process_time() - begin < 1.0

@@ -109,7 +109,7 @@ def test_a_batch_that_takes_more_memory_keeps_fewer_weights_within_the_same_budg
         for num_tokens in (20, 4, 20):  # the first measures for all
             request = runtime.request("0", [5] * num_tokens)
             assert isinstance(request, Request)
-            with runtime.confirmed_session([request]) as (plan, _):
+            with runtime.open_with_backoff([request]) as (plan, _):
                 [ledger] = plan.placement.ledgers
                 assert runtime._kept is not None
                 kept.append(runtime._kept.weights.compute_bytes)

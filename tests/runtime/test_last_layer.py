@@ -35,7 +35,7 @@ def test_logits_are_those_of_all_tokens_together(
         found[-1] |= {f"{s.request.id} {len(s.generated)}": row for s, row in zip(sequences, logits_BV, strict=False)}
         return draw(sampler, sequences, logits_BV)
 
-    monkeypatch.setattr(Sampler, "draw", keep)
+    monkeypatch.setattr(Sampler, "sample", keep)
     for forward in (forward_selected, lambda layer, args, kwargs: layer(*args, **kwargs)):
         monkeypatch.setattr(stages, "forward_selected", forward)
         found.append({})
@@ -65,12 +65,12 @@ def test_several_tokens_of_a_prompt_may_be_asked_for(
             found.setdefault(sequence.request.id, []).append(logits_V)
         return draw(sampler, sequences, logits_BV)
 
-    def tell_the_last(sampler: Sampler, sequences: Sequence[Running], drawn: torch.Tensor, step: int) -> None:
+    def accept_the_last(sampler: Sampler, sequences: Sequence[Running], drawn: torch.Tensor, step: int) -> None:
         last = {id(s): row for row, s in enumerate(sequences) if s.num_cached == s.num_known}.values()
         tell(sampler, [sequences[row] for row in last], drawn[list(last)], step)
 
-    monkeypatch.setattr(Sampler, "draw", keep)
-    monkeypatch.setattr(Sampler, "tell", tell_the_last)
+    monkeypatch.setattr(Sampler, "sample", keep)
+    monkeypatch.setattr(Sampler, "accept", accept_the_last)
     one = SamplingConfig(max_new_tokens=1)
     tokens(opened(config_for(ref, Tier.none, one, prefill_chunk_tokens=chunk)), ref.prompts)
     assert max(narrowed) > 1

@@ -9,10 +9,10 @@ import huggingface_hub.constants
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
+from runtime.checkpoint_source import location
+from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
 from runtime.errors import CheckpointError
-from runtime.origin import location
-from runtime.origin.location import find_checkpoint
 from runtime.remote.object_store import ObjectStore
 from runtime.store.checkpoint import INDEX, NAMED, SINGLE
 

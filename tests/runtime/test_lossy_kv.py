@@ -172,7 +172,7 @@ def test_more_sequences_fit_in_fewer_bytes() -> None:
 
     def most_lanes(dtype: KVDType) -> int:
         kept = keeping_kv(shape, dtype)
-        fits = (place(kept, config, budgets, Load.of(kept, [lane] * num, 512)).fits for num in range(8, 512, 2))
+        fits = (place(kept, config, budgets, Load.from_lanes(kept, [lane] * num, 512)).fits for num in range(8, 512, 2))
         return next(8 + 2 * turn for turn, does_fit in enumerate(fits) if not does_fit)
 
     exact = most_lanes(KVDType.auto)

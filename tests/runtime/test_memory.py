@@ -6,7 +6,7 @@ import pytest
 
 from runtime.batching.prefixes import SharedPrefix
 from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize, chunk_columns, kv_tokens, lane_entries
-from runtime.plan.shape.attention import AttentionSizes, AttentionWay, device_attention_bytes
+from runtime.plan.shape.attention import AttentionMethod, AttentionSizes, device_attention_bytes
 from runtime.units import MIB
 from tests.toy import HIDDEN, VOCAB, sizes_of, toy_shape
 
@@ -54,10 +54,10 @@ def test_no_chunk_of_a_longer_prompt_is_a_single_column(width: int, chunk_tokens
     assert columns <= allowed or all(width % fewer == 1 for fewer in range(2, min(allowed, width) + 1))
 
 
-@pytest.mark.parametrize("way", [way for way in AttentionWay if way is not AttentionWay.host])
-def test_attention_on_an_accelerator_is_counted_by_its_way(way: AttentionWay) -> None:
+@pytest.mark.parametrize("way", [way for way in AttentionMethod if way is not AttentionMethod.host])
+def test_attention_on_an_accelerator_is_counted_by_its_way(way: AttentionMethod) -> None:
     """Not as a host's is. 8 rows of 1016 positions, of pages 1024; chunks of 512 tokens; by the toy's heads."""
-    shape, lanes = replace(toy_shape(), attention_way=way), [sizes_of([1000] * 8)]
+    shape, lanes = replace(toy_shape(), attention_method=way), [sizes_of([1000] * 8)]
     counted = next(e for e in lane_entries(shape, lanes, 512) if e.name == "activations")
     sizes = AttentionSizes(
         num_heads=4,

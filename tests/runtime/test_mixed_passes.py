@@ -54,11 +54,11 @@ def totals(passes: Sequence[AlikePasses]) -> list[float]:
     ids=["room for all", "pages are short", "answers differ", "one lane"],
 )
 def test_an_outline_takes_as_much_as_the_run(
-    monkeypatch: pytest.MonkeyPatch, sizes: list[SequenceSize], seats: AdmissionLimits, num_pages: int
+    monkeypatch: pytest.MonkeyPatch, sizes: list[SequenceSize], slots: AdmissionLimits, num_pages: int
 ) -> None:
     for name, value in {"MAX_STEPS": 6000, "MAX_SEATS": 64, "MAX_KEPT": 32}.items():
         monkeypatch.setattr(played, name, value)
-    outline, every = outlined_passes(sizes, seats, num_pages), mixed_passes(sizes, seats, num_pages)
+    outline, every = outlined_passes(sizes, slots, num_pages), mixed_passes(sizes, slots, num_pages)
     assert len(outline) <= 32 < len(every)
     assert totals(outline) == pytest.approx(totals(every), rel=0.1)
 

@@ -94,7 +94,7 @@ def test_tokens_equal_transformers_and_each_stage_comes_from_where_it_lives(
     config = halfway(replace(config, offload=replace(config.offload, expert_paging=paging)), ref)
     runtime = Runtime(config, device=FakeDevice((True, False, True)))
     requests, passes = requests_of(runtime, ref), list[PassRecord]()
-    with runtime.confirmed_session(requests) as (plan, session):
+    with runtime.open_with_backoff(requests) as (plan, session):
         found = {requests[i].key: list(each.token_ids) for i, each in session.generate(requests, passes.append)}
     assert [found[request.key] for request in requests] == ref.expected
     walk, sizes = plan.placement.decode_walk, runtime.model.shape.stages
@@ -111,7 +111,7 @@ def placed(
 ) -> Placement:
     offload = OffloadConfig(tier=tier, resident_layers=resident_layers)
     config = RuntimeConfig(offload=offload, policy=policy_for(Order.zigzag))
-    return place(shape, config, budgets, Load.of(shape, [sizes_of([30, 20]), sizes_of([25])], 512))
+    return place(shape, config, budgets, Load.from_lanes(shape, [sizes_of([30, 20]), sizes_of([25])], 512))
 
 
 def in_front(host_bytes: int) -> Budgets:

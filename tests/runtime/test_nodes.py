@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from runtime import Runtime, RuntimeConfig
-from runtime.config.settings import DevicesConfig, Gather, Way
-from runtime.engine.session import Seats
+from runtime.config.settings import DevicesConfig, Gather, Parallelism
+from runtime.engine.session import LaneSlots
 from runtime.errors import ConfigError
 from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, even_shares_of
 from runtime.ranks.ranks import Ranks
@@ -22,10 +22,10 @@ References = Callable[[str], Reference]
 def between_nodes(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], str]:
     """What a run comes to whose ranks are in nodes of their own, and how one ends that is stopped."""
     assert not ranks.is_on_one_machine
-    ranks.devices = DevicesConfig(way=Way.sharded, gather=Gather.memory)
+    ranks.devices = DevicesConfig(way=Parallelism.sharded, gather=Gather.memory)
     with pytest.raises(ConfigError, match=r"devices\.gather=memory"):
         SharedMemory.made(ranks)
-    ranks.devices = DevicesConfig(way=Way.sharded)
+    ranks.devices = DevicesConfig(way=Parallelism.sharded)
     return completed(Runtime(config, ranks=ranks), prompts), stopped_once(ranks, config, prompts)
 
 
@@ -56,12 +56,12 @@ def test_even_shares_are_of_one_size_side_by_side_and_all_read_the_few_blocks_th
 @pytest.mark.parametrize(
     ("seats", "num_ranks", "expected"),
     [
-        (Seats(4, 6, 64), 2, Seats(4, 3, 32, 50)),
-        (Seats(4, 1, 64), 2, Seats(2, 1, 32, 50)),
-        (Seats(1, 1, 1), 4, Seats(1, 1, 1, 75)),
+        (LaneSlots(4, 6, 64), 2, LaneSlots(4, 3, 32, 50)),
+        (LaneSlots(4, 1, 64), 2, LaneSlots(2, 1, 32, 50)),
+        (LaneSlots(1, 1, 1), 4, LaneSlots(1, 1, 1, 75)),
     ],
 )
 def test_a_rank_has_its_share_of_the_seats_of_continuous_admission(
-    seats: Seats, num_ranks: int, expected: Seats
+    slots: LaneSlots, num_ranks: int, expected: LaneSlots
 ) -> None:
-    assert seats.share(num_ranks, 100) == expected
+    assert slots.share(num_ranks, 100) == expected

@@ -92,7 +92,7 @@ def test_a_healthy_run_makes_no_second_pass(reference: References, monkeypatch: 
     def never(*_: object) -> None:
         raise AssertionError("it was looked into")
 
-    monkeypatch.setattr("runtime.engine.nonfinite.Inquiry.explain", never)
+    monkeypatch.setattr("runtime.engine.nonfinite.NonFiniteProbe.explain", never)
     ref = reference("llama")
     results = runtime_for(ref, SamplingConfig(max_new_tokens=2)).generate(ref.prompts)
     assert all(isinstance(result, Completion) and result.error is None for result in results)

@@ -41,7 +41,7 @@ RATES = MachineRates(
     turn_seconds=1e-4,
     pass_seconds=1e-3,
 )
-WORKLOAD = Workload.of(sizes_of([20, 60] * 50, max_new_tokens=33))
+WORKLOAD = Workload.from_sizes(sizes_of([20, 60] * 50, max_new_tokens=33))
 CONFIG = RuntimeConfig(
     offload=OffloadConfig(tier=Tier.cpu), kv=KVConfig(tier=KVTier.auto), policy=PolicyConfig(prefill_chunk_tokens=100)
 )
@@ -59,7 +59,7 @@ EVERY = Choices(
 
 
 def roofline(rates: MachineRates = RATES, *, is_moe: bool = False, has_device: bool = True) -> Roofline:
-    work = LayerWork.of(MIXTRAL.shape() if is_moe else toy_shape())
+    work = LayerWork.from_shape(MIXTRAL.shape() if is_moe else toy_shape())
     return Roofline(
         work=work, rates=rates, workload=WORKLOAD, config=CONFIG, has_device=has_device, item_bytes=4,
         in_host=lambda grid: work.num_layers - grid.resident,
@@ -80,13 +80,13 @@ def only(order: Order = Order.zigzag, attention: Attention = Attention.device, k
 
 
 def test_layers_of_the_toy_model_are_what_it_is_made_of() -> None:
-    work = LayerWork.of(toy_shape())
+    work = LayerWork.from_shape(toy_shape())
     assert (work.num_layers, work.num_bytes, work.dense_weights) == (8, 4096 * 256 * 4, 4096 * 256)
     assert (work.kv_bytes, work.head_weights, work.flops_per_token) == (1024, 8192 * 256, 2 * 4096 * 256)
 
 
 def test_layers_of_a_mixture_count_what_a_token_meets() -> None:
-    work = LayerWork.of(MIXTRAL.shape())
+    work = LayerWork.from_shape(MIXTRAL.shape())
     assert work.expert_weights == 3 * 4096 * 14336
     assert work.flops_per_token == pytest.approx(MIXTRAL.shape().layers[0].flops_per_token)
     assert work.num_bytes * 32 + work.outer_bytes == pytest.approx(93.4e9, rel=0.01)
@@ -100,7 +100,7 @@ def test_what_layers_weigh_is_what_lies_in_the_checkpoint(family: str, num_exper
     shape = named_shapes(family, {"model_type": found.model_type, **found.overrides})[DType.bfloat16]
     kernels = [p for stage in shape.layers for p in stage.parameters if p.name.endswith("conv1d.weight")]
     assert {len(p.shape) for p in kernels} == {3}
-    work = LayerWork.of(shape)
+    work = LayerWork.from_shape(shape)
     assert work.num_layers * work.num_bytes + work.outer_bytes == shape.weight_bytes
     assert not {p.name for stage in shape.layers for p in stage.stacks} & {p.name for p in kernels}
     works = stage_works(shape, frozenset())
@@ -228,7 +228,7 @@ def test_the_cpu_takes_off_the_link_what_it_multiplies_itself() -> None:
         roofline(rates, is_moe=True).decode_pass(each).busy
         for each in (replace(grid, shares=np.zeros_like(grid.shares)), grid)
     )
-    work = LayerWork.of(MIXTRAL.shape())
+    work = LayerWork.from_shape(MIXTRAL.shape())
     experts = 30 * work.hits(25) * work.expert_bytes * 2 / 1e10  # of two lanes, where they are not batched
     zigzag = grid.order == list(Order).index(Order.zigzag)
     saved = (alone[Resource.host_to_device] - shared[Resource.host_to_device])[zigzag]

@@ -18,9 +18,9 @@ from runtime.config.settings import (
     KVConfig,
     KVTier,
     Order,
+    Parallelism,
     PolicyConfig,
     Tier,
-    Way,
 )
 from runtime.errors import ConfigError
 from runtime.plan.schedule.check import check_schedule
@@ -29,7 +29,7 @@ from runtime.plan.schedule.walk import Walk
 from runtime.plan.shape.rank_shares import divided
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.probing.meta import build_meta_model
-from runtime.ranks.pipeline import handed_on
+from runtime.ranks.pipeline import transferred_tensors
 from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks
 from tests.runtime.rank_runs import completed, faulted_once, stopped_once
@@ -38,7 +38,7 @@ from tests.runtime.test_ranks import counted_reads
 from tests.runtime.uneven_pages import Admitted, admitted, continuous
 from tests.support import NUM_NEW_TOKENS, Reference
 
-PIPELINE = DevicesConfig(way=Way.pipeline)
+PIPELINE = DevicesConfig(way=Parallelism.pipeline)
 LONG = 40  # new tokens, with which rows outgrow the pages that they enter with
 Asked = tuple[RuntimeConfig, Sequence[Sequence[int]]]
 Generated = list[list[list[int]]]
@@ -231,4 +231,4 @@ def test_layers_that_need_more_than_hidden_states_are_refused_by_name(num_shared
         num_kv_shared_layers=num_shared,
     )
     with pytest.raises(ConfigError, match=r"devices=pipeline: the layers of Gemma3nForCausalLM cannot be divided"):
-        handed_on(build_meta_model(config, torch.float32))
+        transferred_tensors(build_meta_model(config, torch.float32))

@@ -117,7 +117,7 @@ def test_every_block_of_a_plan_fits_and_not_only_the_one_with_most_tokens() -> N
     )
     shape = toy_shape()
     found = plan_run(shape, config, Budgets(host_bytes=GIB), sizes)
-    loads = [Load.of(shape, micro_batches_of(block, sizes), 512) for block in found.blocks]
+    loads = [Load.from_lanes(shape, micro_batches_of(block, sizes), 512) for block in found.blocks]
     num_pages = max(load.num_kv_pages for load in loads)
     needed = [place(shape, config, Budgets(host_bytes=GIB), replace(load, num_kv_pages=num_pages)) for load in loads]
     totals = [placement.ledgers[0].total_bytes for placement in needed]

@@ -33,7 +33,7 @@ def test_a_barrier_waits_for_weights_and_for_keys_and_values() -> None:
             experts=None,
             kv=cast(KVStream | None, travelling),
             exchange=None,
-            trips=None,
+            round_trips=None,
             workers=None,
         )
         player = Player(

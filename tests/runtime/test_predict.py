@@ -42,7 +42,7 @@ def predicted(
 ) -> Prediction:
     shape = shape or toy_shape()
     config = RuntimeConfig(offload=OffloadConfig(tier=tier, resident_layers=None if tier is Tier.none else 0))
-    load = Load.of(shape, [[sizes[i] for i in group] for group in blocks[0].micro_batches], chunk_tokens)
+    load = Load.from_lanes(shape, [[sizes[i] for i in group] for group in blocks[0].micro_batches], chunk_tokens)
     placement = place(shape, config, Budgets(host_bytes=GIB), load)
     return predict(shape, placement, blocks, sizes, chunk_tokens, rates, admission)
 

@@ -23,7 +23,7 @@ def name(setting: Setting) -> str:
 def test_the_best_roofline_is_near_what_was_measured_and_less_optimistic_than_the_papers_own(setting: Setting) -> None:
     shape, on, asked = setting.shape, machine_for(setting), setting.workload
     config = replace(CONFIG, policy=replace(CONFIG.policy, prefill_chunk_tokens=CHUNK_TOKENS))
-    grid = Choices.of(shape, config, asked.num_requests, has_device=True).grid(asked.num_requests)
+    grid = Choices.from_config(shape, config, asked.num_requests, has_device=True).grid(asked.num_requests)
     seconds = roofline_of(shape, on, asked, config).seconds(fitting(shape, on, asked, config, grid))
     tokens_per_second = asked.num_new_tokens / float(seconds.min())
     assert LEAST < tokens_per_second / setting.moe_lightning < MOST_OPTIMISTIC

@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_numbers_in_front_of_a_device(reference: Referen
     assert tokens(at(ref, quantised), ref.prompts, FakeDevice((False, True))) == expected_tokens(plain, ref.prompts)
 
 
-UNREAD = ("weight_shape", "input_scale", "g_idx", "weight_format", "quant_state.bitsandbytes__nf4")
+UNUSED = ("weight_shape", "input_scale", "g_idx", "weight_format", "quant_state.bitsandbytes__nf4")
 COUNTED = ("gptq", "awq", "pack-quantized, zero points", "bitsandbytes nf4", "bitsandbytes int8", "modelopt nvfp4")
 
 
@@ -67,7 +67,7 @@ COUNTED = ("gptq", "awq", "pack-quantized, zero points", "bitsandbytes nf4", "bi
 def test_plans_count_stored_bytes(name: str, reference: References, tmp_path: Path) -> None:
     quantised, plain = write(reference("mixtral"), "mixtral", name, tmp_path)
     stored, numbers = shape_of(quantised, tmp_path), shape_of(plain, tmp_path)
-    read = [tensor.nbytes for leaf, tensor in tensors_in(quantised).items() if not leaf.endswith(UNREAD)]
+    read = [tensor.nbytes for leaf, tensor in tensors_in(quantised).items() if not leaf.endswith(UNUSED)]
     assert stored.weight_bytes == sum(read)
     assert [stage.flops_per_token for stage in stored.stages] == [stage.flops_per_token for stage in numbers.stages]
     assert all(stage.experts for stage in stored.stages[1:-1]), "experts are read one by one"

@@ -254,10 +254,10 @@ def test_a_variant_that_cannot_be_read_is_named(what: str, tmp_path: Path) -> No
         pair_companions(read_header(tmp_path / "a.safetensors"), config)
 
 
-UNSAID = {"gptq": PUBLISHED["gptq"].config, "packed_integers": COMPRESSED}  # none says that columns are ordered
+UNSET = {"gptq": PUBLISHED["gptq"].config, "packed_integers": COMPRESSED}  # none says that columns are ordered
 
 
-@pytest.mark.parametrize("name", UNSAID)
+@pytest.mark.parametrize("name", UNSET)
 def test_columns_are_in_the_groups_that_their_tensor_says_where_the_config_says_nothing(
     name: str, tmp_path: Path
 ) -> None:
@@ -268,7 +268,7 @@ def test_columns_are_in_the_groups_that_their_tensor_says_where_the_config_says_
         made, numbers[module] = getattr(published_formats, name)(matrix, ordered=is_ordered)
         tensors |= {module + leaf: tensor.contiguous() for leaf, tensor in made.items()}
     save_file(tensors, tmp_path / "a.safetensors")
-    found = pair_companions(read_header(tmp_path / "a.safetensors"), UNSAID[name])
+    found = pair_companions(read_header(tmp_path / "a.safetensors"), UNSET[name])
     for module, right in numbers.items():
         assert torch.equal(load_tensor(found[f"{module}weight"]), right), module
 

@@ -20,10 +20,10 @@ from runtime.config.settings import (
     KVConfig,
     KVTier,
     Order,
+    Parallelism,
     Prefetch,
     PrefetchConfig,
     Tier,
-    Way,
 )
 from runtime.devices.messages import end_sessions, for_ranks
 from runtime.engine.records import PassRecord
@@ -147,7 +147,7 @@ def bytes_read(ranks: Ranks, directory: Path) -> tuple[int, int]:
         if ranks.rank:
             list(runtime.follow(asked))
         else:
-            with runtime.confirmed_session(asked) as (_, session):
+            with runtime.open_with_backoff(asked) as (_, session):
                 list(session.generate(asked, records.append))
             end_sessions(ranks)
     assert ranks.rank or sum(record.times.bytes_read_disk for record in records) <= read.num_bytes
@@ -210,14 +210,14 @@ def test_what_ranks_cannot_do_yet_is_refused_by_name(changes: dict[str, Any], na
         for_ranks(RuntimeConfig(**changes))
 
 
-@pytest.mark.parametrize("way", Way)
-def test_a_setting_that_is_for_another_way_is_refused_by_name(way: Way) -> None:
-    asked = [("gather", Gather.memory, Way.sharded), ("experts", DividedExperts.whole, Way.tensor)]
+@pytest.mark.parametrize("way", Parallelism)
+def test_a_setting_that_is_for_another_way_is_refused_by_name(way: Parallelism) -> None:
+    asked = [("gather", Gather.memory, Parallelism.sharded), ("experts", DividedExperts.whole, Parallelism.tensor)]
     for key, value, other in asked:
         if way is other:
             kept = DevicesConfig(way=way, **{key: value})
-            assert kept.of_way(way) == kept
-            assert kept.of_way(Way.pipeline) == DevicesConfig(way=Way.pipeline)
+            assert kept.for_parallelism(way) == kept
+            assert kept.for_parallelism(Parallelism.pipeline) == DevicesConfig(way=Parallelism.pipeline)
             continue
         said = rf"devices.{key}={value.value} says nothing of devices={way.value}: it is for devices={other.value}"
         with pytest.raises(ConfigError, match=said):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
-from runtime.config.settings import DevicesConfig, DividedExperts, Gather, Tier, Way
+from runtime.config.settings import DevicesConfig, DividedExperts, Gather, Parallelism, Tier
 from runtime.devices.shared_run import device_of, place_of, require_alike
 from runtime.errors import ConfigError
 from runtime.model.loading import LoadedModel
@@ -34,10 +34,10 @@ __all__ = ["shape", "tensors"]  # fixtures
 References = Callable[[str], Reference]
 Asked = tuple[DevicesConfig, RuntimeConfig, Sequence[Sequence[int]]]
 WAYS = (
-    DevicesConfig(way=Way.sharded, gather=Gather.memory),
-    DevicesConfig(way=Way.sharded, gather=Gather.collective),
-    DevicesConfig(way=Way.tensor),
-    DevicesConfig(way=Way.pipeline),
+    DevicesConfig(way=Parallelism.sharded, gather=Gather.memory),
+    DevicesConfig(way=Parallelism.sharded, gather=Gather.collective),
+    DevicesConfig(way=Parallelism.tensor),
+    DevicesConfig(way=Parallelism.pipeline),
 )
 
 
@@ -62,14 +62,17 @@ def test_tokens_of_ranks_with_accelerators_are_those_of_transformers_in_every_wa
     asked = [(way, config, ref.prompts) for way in WAYS for config in configs]
     mixtures = (
         WAYS[0],
-        *(DevicesConfig(way=Way.tensor, experts=experts) for experts in (DividedExperts.rows, DividedExperts.whole)),
+        *(
+            DevicesConfig(way=Parallelism.tensor, experts=experts)
+            for experts in (DividedExperts.rows, DividedExperts.whole)
+        ),
     )
     asked += [(way, config_for(moe, tier=Tier.cpu, resident_layers=1), moe.prompts) for way in mixtures]
     ranks = in_ranks(2, generated, asked)
     for found in ranks:
         assert [tokens for tokens, _ in found] == [*[ref.expected] * len(WAYS) * 2, *[moe.expected] * len(mixtures)]
     for (way, *_), (_, first), (_, second) in zip(asked, *ranks, strict=True):
-        if way.way is Way.sharded:
+        if way.way is Parallelism.sharded:
             assert first == pytest.approx(second, rel=0.05)
 
 
@@ -96,13 +99,13 @@ def test_of_devices_together_each_has_slots_and_weights_that_stay(shape: ModelSh
     found = dict[int, dict[str, int]]()
     for count in (1, 2):
         budgets = Budgets(host_bytes=GIB, device_bytes=count * GIB, num_devices=count)
-        device, _ = place(shape, config, budgets, Load.of(shape, [], 512)).ledgers
+        device, _ = place(shape, config, budgets, Load.from_lanes(shape, [], 512)).ledgers
         found[count] = {entry.name: entry.num_bytes for entry in device.entries}
     for name in ("resident weights", "slots"):
         assert found[2][name] == 2 * found[1][name] > 0
 
 
-def _others(met: Sequence[dict[str, str]], way: Way = Way.sharded) -> Ranks:
+def _others(met: Sequence[dict[str, str]], way: Parallelism = Parallelism.sharded) -> Ranks:
     """Rank 0 of several on one machine, whose others say `met` of themselves."""
     made = SimpleNamespace(
         exchange=lambda own: [own, *({**own, **each} for each in met)],
@@ -117,12 +120,16 @@ def _others(met: Sequence[dict[str, str]], way: Way = Way.sharded) -> Ranks:
 @pytest.mark.parametrize(
     ("said", "way", "named"),
     [
-        ({"kind": "accelerator"}, Way.sharded, "rank 1 would compute on accelerator, this one on processor"),
-        ({"dtype": "bfloat16"}, Way.pipeline, "rank 1 would compute in bfloat16, this one in float32: set model.dtype"),
-        ({"name": "T4"}, Way.tensor, "rank 1 would compute on T4, this one on a processor"),
+        ({"kind": "accelerator"}, Parallelism.sharded, "rank 1 would compute on accelerator, this one on processor"),
+        (
+            {"dtype": "bfloat16"},
+            Parallelism.pipeline,
+            "rank 1 would compute in bfloat16, this one in float32: set model.dtype",
+        ),
+        ({"name": "T4"}, Parallelism.tensor, "rank 1 would compute on T4, this one on a processor"),
     ],
 )
-def test_ranks_that_would_come_to_other_numbers_are_refused(said: dict[str, str], way: Way, named: str) -> None:
+def test_ranks_that_would_come_to_other_numbers_are_refused(said: dict[str, str], way: Parallelism, named: str) -> None:
     model = cast(LoadedModel, SimpleNamespace(compute_dtype=torch.float32))
     with pytest.raises(ConfigError, match=named):
         require_alike(_others([said], way), model, ComputeDevice("cpu"))

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import pytest
 
 from runtime import ModelConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config.settings import DevicesConfig, DType, PolicyKind, Quantize, Way
+from runtime.config.settings import DevicesConfig, DType, Parallelism, PolicyKind, Quantize
 from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks
 from tests.support import synthesize
@@ -26,7 +26,9 @@ def said(runtime: Runtime, prompts: list[list[int] | str]) -> Said:
 
 def in_each_way(ranks: Ranks, asked: list[tuple[RuntimeConfig, list[list[int] | str]]]) -> list[Said]:
     found = list[Said]()
-    for ranks.devices in (DevicesConfig(way=way) for way in (Way.sharded, Way.tensor, Way.pipeline)):
+    for ranks.devices in (
+        DevicesConfig(way=way) for way in (Parallelism.sharded, Parallelism.tensor, Parallelism.pipeline)
+    ):
         found += [said(Runtime(config, ranks=ranks), prompts) for config, prompts in asked]
     return found
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import pytest
 
 from runtime import Runtime, RuntimeConfig
-from runtime.config.settings import DevicesConfig, Way
+from runtime.config.settings import DevicesConfig, Parallelism
 from runtime.errors import ConfigError
 from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks
@@ -29,7 +29,7 @@ def read_off(runtime: Runtime) -> Found:
 
 def in_each_way(ranks: Ranks, config: RuntimeConfig) -> list[Found | str]:
     found = list[Found | str]()
-    for way in (Way.sharded, Way.tensor, Way.pipeline):
+    for way in (Parallelism.sharded, Parallelism.tensor, Parallelism.pipeline):
         ranks.devices = DevicesConfig(way=way)
         try:
             found.append(read_off(Runtime(config, ranks=ranks)))

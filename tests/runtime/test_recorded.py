@@ -117,7 +117,7 @@ def test_prompts_that_enter_between_replayed_passes_are_computed(
             request_of(runtime, str(turn), ref.prompts[place], max_new_tokens=lengths[turn])
             for turn, place in enumerate(places)
         ]
-        with runtime.confirmed_session(requests) as (_, session):
+        with runtime.open_with_backoff(requests) as (_, session):
             for _, completion in session.stream(range(len(requests)), requests, {}):
                 found[completion.request.key] = list(completion.token_ids)
     assert (device.num_replayed > 0) is graphs

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from runtime.batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting
+from runtime.batching.admission import AdmissionLimits, PassPlan, SlotState, Waiting
 from runtime.engine import batcher
 from runtime.engine.batcher import ContinuousBatcher
 from runtime.engine.lanes.factory import LaneFactory
@@ -48,7 +48,7 @@ def test_the_first_that_gave_way_is_the_first_to_go_on(monkeypatch: pytest.Monke
     )
 
     def plan_pass(
-        waiting: Rows[Waiting], seats: Rows[SeatState], free: int, limits: AdmissionLimits, held: object
+        waiting: Rows[Waiting], slots: Rows[SlotState], free: int, limits: AdmissionLimits, held: object
     ) -> PassPlan:
         lines.append([each.request for each in waiting])
         return next(plans)

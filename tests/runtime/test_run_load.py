@@ -47,7 +47,7 @@ def planned(budgets: Budgets, tier: KVTier, kind: PolicyKind = PolicyKind.fixed)
 
 def load_of(num_pages: int) -> Load:
     whole = sizes_of([size.capacity_tokens for size in SIZES], max_new_tokens=0)
-    full = Load.of(SHAPE, [whole[i : i + 16] for i in range(0, 64, 16)], 512)
+    full = Load.from_lanes(SHAPE, [whole[i : i + 16] for i in range(0, 64, 16)], 512)
     return replace(full, num_kv_pages=num_pages)
 
 
@@ -101,8 +101,8 @@ def test_each_of_a_runs_blocks_finds_the_memory_it_takes(name: str, order: Order
     ones scores."""
     config = bare(replace(CONTINUOUS, policy=PolicyConfig(schedule=order, attention=Attention.cpu)))
     budgets = Budgets(host_bytes=8 * GIB, device_bytes=8 * GIB)
-    together = Load.of_blocks(SHAPE, BLOCKS.values(), 512)
-    alone = replace(Load.of(SHAPE, BLOCKS[name], 512), num_kv_pages=together.num_kv_pages)
+    together = Load.from_blocks(SHAPE, BLOCKS.values(), 512)
+    alone = replace(Load.from_lanes(SHAPE, BLOCKS[name], 512), num_kv_pages=together.num_kv_pages)
     for mine, all_of_them in zip(
         *(place(SHAPE, config, budgets, load).ledgers for load in (alone, together)), strict=True
     ):

@@ -105,20 +105,20 @@ def without_streams(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("lacking", ["figure for free memory", "streams"])
 def test_a_device_that_cannot_be_streamed_to_is_left_for_the_cpu(
-    lacking: str,
+    missing: str,
     accelerator: FakeAccelerator,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As `mps` is; or refused, where it was named."""
     accelerator.type = "mps"
-    if lacking == "streams":
+    if missing == "streams":
         without_streams(accelerator, monkeypatch)
     else:
         without_memory_figures(accelerator)
     assert not ComputeDevice("auto").is_accelerator
-    assert f"no {lacking} on mps" in caplog.text
-    with pytest.raises(ConfigError, match=rf"machine\.device=mps: torch offers no {lacking} on mps.*machine=cpu"):
+    assert f"no {missing} on mps" in caplog.text
+    with pytest.raises(ConfigError, match=rf"machine\.device=mps: torch offers no {missing} on mps.*machine=cpu"):
         ComputeDevice("mps")
 
 

@@ -12,14 +12,15 @@ from gguf import GGMLQuantizationType
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import DType, PolicyKind, SelfCheck
 from runtime.engine import self_check
-from runtime.engine.self_check import LONG_SECONDS, Dictated, check_lanes, is_due
+from runtime.engine.self_check import LONG_SECONDS, TeacherForcing, check_lanes, is_due
 from runtime.errors import ConfigError
-from runtime.model import loading, traits
-from runtime.model.excerpt import num_telling_layers
+from runtime.model import capabilities as traits
+from runtime.model import loading
 from runtime.model.families import FAMILIES, Family
+from runtime.model.truncated_model import num_representative_layers
 from runtime.probing import guards
 from runtime.probing.meta import auto_class
-from runtime.probing.padded_probe import PaddedHabits
+from runtime.probing.padded_probe import PaddingBehavior
 from runtime.sequences import reading
 from runtime.stream.device import ComputeDevice
 from runtime.synthesize.checkpoints import config_for
@@ -88,7 +89,7 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(guards, guard, lambda *args, **kwargs: "")
     monkeypatch.setattr(loading, "follow_lengths", lambda model: None)
     monkeypatch.setattr(loading, "fill_buffers", lambda *args: None)
-    monkeypatch.setattr(loading, "padded_habits", lambda model: PaddedHabits())
+    monkeypatch.setattr(loading, "probe_padding", lambda model: PaddingBehavior())
 
 
 @pytest.fixture
@@ -228,7 +229,7 @@ def test_every_kind_of_layer_is_in_an_excerpt(reference: References) -> None:
     kinds = {"llama": 2, "qwen3-next": 4, "gemma-3": 2, "deepseek-v3": 2}
     for family, most in kinds.items():
         model = opened(reference(family).directory).model
-        assert num_telling_layers(model.shape, model.staged.model.config) == most, family
+        assert num_representative_layers(model.shape, model.staged.model.config) == most, family
 
 
 def test_what_does_not_fit_is_not_checked_and_a_warning_says_so(
@@ -259,9 +260,9 @@ def test_auto_checks_what_is_not_proven_and_long_runs_of_small_models(
 
 
 def test_a_run_begins_with_the_check_once(saved: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Dictated] = []
-    real = self_check.heard_from_generate
-    monkeypatch.setattr(self_check, "heard_from_generate", lambda *args: told.append(args[2]) or real(*args))
+    told: list[TeacherForcing] = []
+    real = self_check.run_generate
+    monkeypatch.setattr(self_check, "run_generate", lambda *args: told.append(args[2]) or real(*args))
     runtime = opened(saved(WRONG["diffllama"]))
     for _ in range(2):
         runtime.generate([[5, 6, 7]])

@@ -64,7 +64,7 @@ def test_decode_passes_leave_the_encoder_on_disk(reference: References) -> None:
     made = [runtime.request(str(index), prompt) for index, prompt in enumerate(ref.prompts)]
     requests = [request for request in made if isinstance(request, Request)]
     records: list[PassRecord] = []
-    with runtime.confirmed_session(requests) as (plan, session):
+    with runtime.open_with_backoff(requests) as (plan, session):
         for block in plan.blocks:
             session.run(block, requests, records.append)
     passes = [record.phase for record in records]
@@ -93,7 +93,7 @@ def test_the_ledger_counts_prompts_once_and_answers_once() -> None:
     """Two lanes, of 2 rows 30 wide and of 1 row 25 wide; answers of up to 16 tokens."""
     shape = toy_shape(4, num_encoder_layers=3, is_packed=False)
     lanes = [sizes_of([30, 20]), sizes_of([25])]
-    assert Load.of(shape, lanes, 8).num_kv_pages * PAGE_TOKENS == 3 * 16
+    assert Load.from_lanes(shape, lanes, 8).num_kv_pages * PAGE_TOKENS == 3 * 16
     entries = {e.name: e.num_bytes for e in lane_entries(shape, lanes, 8)}
     assert entries["encoder output"] == (2 * 30 + 25) * (shape.cross_kv_bytes_per_token + shape.hidden_size * 4)
     assert entries["position bias"] == (4 * 4 + 2) * 30**2 + (4 * 4 + 1) * 25**2

@@ -12,7 +12,7 @@ from runtime import PolicyConfig, Runtime, RuntimeConfig, Targets
 from runtime.config.settings import Admission, Attention, KVConfig, KVTier, Order, PolicyKind, SharePrefixes, Tier
 from runtime.engine.records import PassRecord
 from runtime.errors import Interrupted
-from runtime.library.scoring import ask_scores
+from runtime.library.scoring import make_scoring_batch
 from runtime.model.families import FAMILIES
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.sequences.sequence import Request, Unfinished
@@ -270,9 +270,9 @@ def test_random_tries_get_the_tokens_and_scores_of_each_prompt_by_itself(
 def test_targets_of_one_prompt_share_it(reference: References) -> None:
     prompt = tuple(range(20, 70))
     runtime = Runtime(replace(config_for(reference("llama"), tier=Tier.none), policy=policy(micro_batch_size=8)))
-    asked = ask_scores(runtime.model, [(0, Targets(prompt, [[first, 8, 9] for first in range(100, 108)]))])
+    asked = make_scoring_batch(runtime.model, [(0, Targets(prompt, [[first, 8, 9] for first in range(100, 108)]))])
     passes = list[PassRecord]()
     plan = runtime.plan(asked.requests)
-    with runtime.confirmed_session(asked.requests) as (_, session):
+    with runtime.open_with_backoff(asked.requests) as (_, session):
         session.run(plan.blocks[0], asked.requests, passes.append)
     assert sum(record.counts.prompt_tokens for record in passes) == len(prompt) - 1 + 8 * 3

@@ -29,7 +29,7 @@ def test_resident_stages_take_the_buffers_that_hold_them(is_tied: bool, resident
 
 def search(shape: ModelShape, budgets: Budgets) -> None:
     config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme))
-    assert not place(shape, config, budgets, Load.of(shape, [sizes_of([30] * 8)] * 4, 512)).fits
+    assert not place(shape, config, budgets, Load.from_lanes(shape, [sizes_of([30] * 8)] * 4, 512)).fits
 
 
 def test_however_many_placements_are_tried_a_stage_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,15 @@
 import pytest
 import transformers
 
-from jobs.planning.support import FamilyTraits
+from jobs.planning.support import FamilyCapabilities
 from runtime.config.settings import Lanes
+from runtime.model.capabilities import CacheKind, ExpertKind
 from runtime.model.families import FAMILIES, Family
-from runtime.model.traits import CacheKind, ExpertKind
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_lanes_are_packed_or_there_is_a_reason(name: str) -> None:
-    row = FamilyTraits.of(FAMILIES[name])
+    row = FamilyCapabilities.of(FAMILIES[name])
     assert (row.name, row.model_type) == (name, FAMILIES[name].model_type)
     assert (row.lanes is Lanes.packed) == (row.note == "")
     assert (row.lanes is None) == (row.experts is None) == (row.cache is None)
@@ -34,12 +34,12 @@ def test_lanes_are_packed_or_there_is_a_reason(name: str) -> None:
     ],
 )
 def test_kinds_are_read_off_the_class(name: str, lanes: Lanes, experts: ExpertKind, cache: CacheKind) -> None:
-    row = FamilyTraits.of(FAMILIES[name])
+    row = FamilyCapabilities.of(FAMILIES[name])
     assert (row.lanes, row.experts, row.cache) == (lanes, experts, cache)
 
 
 def test_a_family_that_transformers_lacks_has_a_row_that_says_so() -> None:
-    assert FamilyTraits.of(Family(name="new", model_type="nowhere")) == FamilyTraits(
+    assert FamilyCapabilities.of(Family(name="new", model_type="nowhere")) == FamilyCapabilities(
         name="new",
         model_type="nowhere",
         lanes=None,

@@ -13,7 +13,7 @@ from jobs.packing.config import Format
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import DividedExperts, KVConfig, KVDType, KVTier, Order, Quantize, Tier
 from runtime.errors import ConfigError, PeerEnded
-from runtime.ranks.collectives import Gathering
+from runtime.ranks.collectives import AllGather
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
 from tests.processes import PROCESSES
@@ -161,8 +161,8 @@ def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]
     ranks.devices = TENSOR
     found = [stopped_once(ranks, config, prompts, num_looks=3)]
     if not ranks.rank:
-        with Gathering(ranks) as gathering, pytest.raises(PeerEnded) as raised:
-            gathering.whole(torch.zeros(3))
+        with AllGather(ranks) as all_gather, pytest.raises(PeerEnded) as raised:
+            all_gather.whole(torch.zeros(3))
         found.append(str(raised.value))
     return found
 
@@ -180,10 +180,10 @@ def left_alone(launch: Launch) -> None:
     ranks = Ranks(launch, devices=TENSOR)
     if ranks.rank:
         os._exit(1)
-    gathering = Gathering(ranks)
+    all_gather = AllGather(ranks)
     try:
-        with gathering:
-            gathering.whole(torch.zeros(3))
+        with all_gather:
+            all_gather.whole(torch.zeros(3))
     except PeerEnded as error:
         os._exit(error.exit_code)
 

@@ -25,5 +25,5 @@ def test_windows_are_those_of_the_harness(num_tokens: int, room: int) -> None:
 def test_words_and_bytes_are_counted_as_by_the_harness(text: str) -> None:
     from lm_eval.api.task import ConfigurableTask
 
-    size = TextSize.of(text)
+    size = TextSize.from_text(text)
     assert (size.num_words, size.num_bytes) == (ConfigurableTask.count_words(text), ConfigurableTask.count_bytes(text))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from runtime.checkpoint_source.location import load_tokenizer
 from runtime.errors import ConfigError
-from runtime.origin.location import load_tokenizer
 from runtime.store.checkpoint import open_checkpoint
 from runtime.synthesize.tokenizer import BOS, MIN_VOCAB_SIZE, byte_level_tokenizer, tokenizer_from
 from tests.support import SHARED_DATA, Reference

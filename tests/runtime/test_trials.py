@@ -33,7 +33,7 @@ def shape_of(name: str) -> ModelShape:
 def tried(name: str, machine: Machine, asked: RuntimeConfig | None = None) -> Trials:
     shape, asked = shape_of(name), asked or config()
     case = problem(shape, machine, asked, WORKLOAD)
-    grid = Choices.of(shape, asked, 48, has_device=machine.device_bytes is not None).grid(48)
+    grid = Choices.from_config(shape, asked, 48, has_device=machine.device_bytes is not None).grid(48)
     within = fitting(shape, machine, WORKLOAD, asked, grid)
     bounds = roofline_of(shape, machine, WORKLOAD, asked).seconds(within)
     return Trials(problem=case, grid=within, bounds=bounds)

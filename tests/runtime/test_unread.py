@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runtime.errors import ConfigError
-from runtime.model.excerpt import UnreadModule, leave_unread
+from runtime.model.truncated_model import UnusedModule, drop_unused_modules
 from runtime.probing.meta import build_meta_model
 from runtime.weights.layout import keep_computed
 from tests.tiny_configs import tiny_config
@@ -14,15 +14,15 @@ def test_of_a_model_that_sees_no_weight_beside_the_decoder_and_its_head_is_asked
     model = build_meta_model(tiny_config("llava"), torch.float32)
     decoder = {name for name, _ in model.named_parameters() if "language_model" in name or name.startswith("lm_head")}
     assert len(decoder) < len(dict(model.named_parameters()))
-    leave_unread(model)
+    drop_unused_modules(model)
     assert set(dict(model.named_parameters())) == decoder
 
 
 def test_a_tower_that_is_asked_for_says_which_and_why_not() -> None:
     model = build_meta_model(tiny_config("llava"), torch.float32)
-    leave_unread(model)
+    drop_unused_modules(model)
     tower = model.get_submodule("model.vision_tower")
-    assert isinstance(tower, UnreadModule)
+    assert isinstance(tower, UnusedModule)
     with pytest.raises(ConfigError, match=r"model\.vision_tower .*all prompts are text"):
         tower(torch.zeros(1))
 
@@ -31,7 +31,7 @@ def test_a_tower_that_is_asked_for_says_which_and_why_not() -> None:
 def test_a_model_of_text_alone_is_left_as_it_is(name: str) -> None:
     model = build_meta_model(tiny_config(name), torch.float32)
     before = set(dict(model.named_parameters()))
-    leave_unread(model)
+    drop_unused_modules(model)
     assert set(dict(model.named_parameters())) == before
 
 

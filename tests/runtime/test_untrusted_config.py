@@ -13,11 +13,11 @@ import torch
 from transformers import AutoConfig
 
 from runtime.cache_root import cache_root
+from runtime.checkpoint_source.location import read_config
 from runtime.config.settings import ModelConfig
 from runtime.errors import CheckpointError, WeightstreamError
 from runtime.model import attention
 from runtime.model.loading import LoadedModel, load_model
-from runtime.origin.location import read_config
 from runtime.synthesize.checkpoints import random_checkpoint
 
 MARKER = "it ran"

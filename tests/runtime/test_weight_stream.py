@@ -69,7 +69,7 @@ def placement_of(
     config = RuntimeConfig(offload=offload, prefetch=PrefetchConfig(depth=depth), policy=PolicyConfig(schedule=order))
     budgets = Budgets(host_bytes=GIB, device_bytes=GIB if device.is_accelerator else None)
     lanes = [[SequenceSize(num_prompt_tokens=1, max_new_tokens=1)]] * num_lanes
-    return place(shape, config, budgets, Load.of(shape, lanes, 512))
+    return place(shape, config, budgets, Load.from_lanes(shape, lanes, 512))
 
 
 class CountingReader(Reader):

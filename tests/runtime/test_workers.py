@@ -11,12 +11,12 @@ from runtime.engine.setup import AttentionWorkers
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
-PATIENCE_SECONDS = 20.0
+RETRY_SECONDS = 20.0
 
 
 def after(event: threading.Event, value: float = 0.0) -> Callable[[], torch.Tensor]:
     def compute() -> torch.Tensor:
-        assert event.wait(PATIENCE_SECONDS)
+        assert event.wait(RETRY_SECONDS)
         return torch.tensor(value)
 
     return compute
@@ -47,7 +47,7 @@ def test_two_workers_compute_side_by_side() -> None:
     meeting = threading.Barrier(2)
 
     def compute() -> torch.Tensor:
-        meeting.wait(PATIENCE_SECONDS)
+        meeting.wait(RETRY_SECONDS)
         return torch.ones(1)
 
     with AttentionWorkers(num_workers=2) as workers:
@@ -75,7 +75,7 @@ def test_submit_waits_when_as_many_as_allowed_are_under_way() -> None:
         time.sleep(0.05)
         assert workers._pool._work_queue.qsize() == 1, "one runs, one is queued, the third is held back"
         gate.set()
-        third.join(PATIENCE_SECONDS)
+        third.join(RETRY_SECONDS)
         assert has_submitted.is_set()
         assert all(p.done() for p in pending)
 
@@ -89,7 +89,7 @@ def test_close_waits_for_what_runs_and_drops_what_does_not() -> None:
 
     workers = AttentionWorkers()
     running, queued = workers.submit(compute), workers.submit(compute)
-    assert has_begun.wait(PATIENCE_SECONDS)
+    assert has_begun.wait(RETRY_SECONDS)
     threading.Timer(0.05, gate.set).start()
     workers.close()
     assert running.result() == 1

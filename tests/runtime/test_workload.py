@@ -11,7 +11,7 @@ from tests.toy import sizes_of, toy_shape
 
 
 def test_few_requests_are_kept_as_they_are() -> None:
-    workload = Workload.of(sizes_of([30, 10, 20], max_new_tokens=7))
+    workload = Workload.from_sizes(sizes_of([30, 10, 20], max_new_tokens=7))
     assert workload == Workload(num_requests=3, prompt_tokens=(10, 20, 30), max_new_tokens=7)
     assert workload.sizes() == [SequenceSize(num_prompt_tokens=n, max_new_tokens=7) for n in (10, 20, 30)]
     assert workload.mean_prompt_tokens == 20
@@ -22,7 +22,7 @@ def test_few_requests_are_kept_as_they_are() -> None:
 
 def test_a_sample_of_many_has_the_mean_of_all() -> None:
     lengths = [n * n % 977 + 1 for n in range(20_000)]
-    workload = Workload.of(sizes_of(lengths))
+    workload = Workload.from_sizes(sizes_of(lengths))
     assert workload.num_requests == 20_000
     assert len(workload.prompt_tokens) == MOST_LENGTHS
     assert workload.mean_prompt_tokens == pytest.approx(sum(lengths) / len(lengths), rel=0.005)
@@ -51,24 +51,28 @@ def test_a_mean_above_the_longest_is_refused() -> None:
 
 
 def test_padding_makes_every_prompt_the_longest() -> None:
-    assert {s.num_prompt_tokens for s in Workload.of(sizes_of([3, 9])).padded().sizes()} == {9}
+    assert {s.num_prompt_tokens for s in Workload.from_sizes(sizes_of([3, 9])).padded().sizes()} == {9}
 
 
 @pytest.mark.parametrize(("lane_size", "expected"), [(1, 25.0), (2, 30.0), (3, (20 + 40) / 2), (4, 40.0), (9, 40.0)])
 def test_padding_costs_what_lanes_of_neighbours_compute(lane_size: int, expected: float) -> None:
-    assert Workload.of(sizes_of([40, 10, 30, 20])).mean_padded_tokens(lane_size) == pytest.approx(expected)
+    assert Workload.from_sizes(sizes_of([40, 10, 30, 20])).mean_padded_tokens(lane_size) == pytest.approx(expected)
 
 
 def test_workloads_that_differ_have_other_digests() -> None:
-    one = Workload.of(sizes_of([3, 9]))
-    others = [Workload.of(sizes_of([3, 8])), Workload.of(sizes_of([3, 9], max_new_tokens=1)), one.padded()]
-    assert one.digest == Workload.of(sizes_of([9, 3])).digest
+    one = Workload.from_sizes(sizes_of([3, 9]))
+    others = [
+        Workload.from_sizes(sizes_of([3, 8])),
+        Workload.from_sizes(sizes_of([3, 9], max_new_tokens=1)),
+        one.padded(),
+    ]
+    assert one.digest == Workload.from_sizes(sizes_of([9, 3])).digest
     assert len({one.digest, *(other.digest for other in others)}) == 4
 
 
 def test_no_requests_are_a_workload_too() -> None:
-    assert Workload.of([]).sizes() == []
-    assert Workload.of([]).mean_prompt_tokens == 0
+    assert Workload.from_sizes([]).sizes() == []
+    assert Workload.from_sizes([]).mean_prompt_tokens == 0
 
 
 def sharing_sizes(num_tasks: int, num_prompts: int, num_samples: int) -> list[SequenceSize]:
@@ -85,7 +89,7 @@ def sharing_sizes(num_tasks: int, num_prompts: int, num_samples: int) -> list[Se
 @pytest.mark.parametrize("lane_size", [2, 8, 32, 64])
 def test_what_is_spared_is_what_blocks_spare(lane_size: int) -> None:
     sizes = sharing_sizes(6, 16, 2)
-    workload = Workload.of(sizes)
+    workload = Workload.from_sizes(sizes)
     blocks = plan_blocks(
         [size.capacity_tokens for size in sizes],
         micro_batch_size=lane_size,
@@ -106,6 +110,6 @@ def test_what_is_spared_is_what_blocks_spare(lane_size: int) -> None:
 def test_workloads_that_share_are_told_from_those_that_do_not() -> None:
     shared = sharing_sizes(2, 3, 1)
     alone = [SequenceSize(num_prompt_tokens=120, max_new_tokens=3)] * 6
-    assert Workload.of(shared).digest == Workload.of(sharing_sizes(2, 3, 1)).digest
-    assert len({Workload.of(sizes).digest for sizes in (shared, alone, sharing_sizes(1, 6, 1))}) == 3
-    assert Workload.of(alone).mean_spared_tokens(64) == 0
+    assert Workload.from_sizes(shared).digest == Workload.from_sizes(sharing_sizes(2, 3, 1)).digest
+    assert len({Workload.from_sizes(sizes).digest for sizes in (shared, alone, sharing_sizes(1, 6, 1))}) == 3
+    assert Workload.from_sizes(alone).mean_spared_tokens(64) == 0

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from jobs.datasets.kinds.questions import TASKS_PATH
-from runtime.origin.location import BUNDLED
+from runtime.checkpoint_source.location import BUNDLED
 from scripts.train_tiny.__main__ import make
 from scripts.train_tiny.corpus import asked_examples, is_held_back, training_examples, write_prompts
 from scripts.train_tiny.stories import STORY

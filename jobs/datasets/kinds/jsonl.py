@@ -29,11 +29,11 @@ from ..files import (
     unpacked_name,
 )
 from ..records import Fields, Record, too_long
-from ..row_rules import CHAT_KEYS, STRETCH_ROWS, Mark, Numbered, RowRange, RowSource, prompts
+from ..row_rules import CHAT_KEYS, SPAN_ROWS, Mark, Numbered, RowRange, RowSource, prompts
 from ..strict_json import DECODER, Json, parse_json, shorten
 
 ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once
-STRETCH_BYTES = 32 * MIB
+SPAN_BYTES = 32 * MIB
 LEAST_ROW_BYTES = 3  # `{}` and the end of its line
 _SUFFIXES = packed_too(".jsonl", ".ndjson", ".json")
 _ANY_JSON = json.JSONDecoder()  # where a value ends, whatever rows may hold
@@ -150,12 +150,12 @@ def _look(config: DatasetFields, numbered: Numbered) -> Iterator[RowRange]:
         mark, begin_bytes, rows = Mark(file=number, row=0), 0, list[Fields | None]()
         if form is _Form.document:
             records = _read_document(file, config.json_field, config.max_row_bytes)
-            while rows := [record.fields for record in islice(records, STRETCH_ROWS)]:
+            while rows := [record.fields for record in islice(records, SPAN_ROWS)]:
                 yield RowRange(mark=mark, rows=rows)
                 mark = Mark(file=number, row=mark.row + len(rows))
             return
         for row, (line, offset_bytes, text, _) in enumerate(_rows(file, form, config.max_row_bytes, mark)):
-            if len(rows) == STRETCH_ROWS or offset_bytes - begin_bytes > STRETCH_BYTES:
+            if len(rows) == SPAN_ROWS or offset_bytes - begin_bytes > SPAN_BYTES:
                 yield RowRange(mark=mark, rows=rows)
                 mark = Mark(file=number, row=row, line=line - 1, offset_bytes=offset_bytes)
                 rows, begin_bytes = [], offset_bytes

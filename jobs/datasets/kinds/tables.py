@@ -26,7 +26,7 @@ from runtime.units import MIB
 from ..fields import DatasetFields
 from ..files import CHUNK_BYTES, list_files, open_bytes, other_kind, packed_too, reading, unpacked_name
 from ..records import Fields, Json, Record, check_columns, named_fields, num_text_bytes, too_long
-from ..row_rules import CHAT_KEYS, STRETCH_ROWS, Mark, Numbered, RowRange, RowSource, prompts
+from ..row_rules import CHAT_KEYS, SPAN_ROWS, Mark, Numbered, RowRange, RowSource, prompts
 
 NUM_ROWS_PER_BATCH, BATCH_BYTES = 1024, 64 * MIB
 _MAX_CSV_BLOCK_BYTES = 2**31 - 1
@@ -72,8 +72,8 @@ def _count_parquet(config: DatasetFields, path: Path, most: int) -> int:
 def _look_at_parquet(config: DatasetFields, numbered: Numbered) -> Iterator[RowRange]:
     number, path = numbered
     with _arrow_reading(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        rows = _parquet_rows(config, file, path, 0, STRETCH_ROWS)
-        first, at_once = 0, _rows_at_once(file, STRETCH_ROWS)
+        rows = _parquet_rows(config, file, path, 0, SPAN_ROWS)
+        first, at_once = 0, _rows_at_once(file, SPAN_ROWS)
         while found := list(islice(rows, at_once)):
             seen = [_as_fields(row) if num_text_bytes(row) <= config.max_row_bytes else None for row in found]
             yield RowRange(mark=Mark(file=number, row=first), rows=seen)

@@ -5,17 +5,17 @@ the runs of the turns before came to.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from runtime.checkpoint_source.location import find_tokenizer
 from runtime.devices.messages import end_sessions
 from runtime.errors import ConfigError
-from runtime.origin.location import find_tokenizer
 from runtime.ranks.ranks import Ranks
 from runtime.sequences.detokenizer import Detokenizer
 
 from ...config.settings import GenerateConfig, run_directory
 from ...datasets import Row
-from ...record.found import find_runs
 from ...record.passes import Start
 from ...record.run_dir import RunDirectory
+from ...record.run_reader import find_runs
 from ..ranks import follow
 from ..run import Outcome, perform, require_usable
 from .generate import generation
@@ -104,7 +104,7 @@ def _continued(rows: Sequence[Row], turn: int, answers: Mapping[str, Mapping[str
     for row in rows:
         if not row.later_turns:
             continue
-        said, *later = row.later_turns
+        prompt, *later = row.later_turns
         answer = answers.get(row.id, {})
         error = answer.get("error")
         if row.error is not None or error is not None:
@@ -112,6 +112,6 @@ def _continued(rows: Sequence[Row], turn: int, answers: Mapping[str, Mapping[str
             found.append(replace(row, messages=None, later_turns=tuple(later), error=why))
             continue
         messages = [*(row.messages or []), {"role": "assistant", "content": answer.get("content")}]
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": prompt})
         found.append(replace(row, messages=messages, later_turns=tuple(later)))
     return found

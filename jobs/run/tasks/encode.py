@@ -6,13 +6,13 @@ from functools import partial
 
 import pyarrow as pa
 
+from runtime.checkpoint_source.download import PASS_ON, reason_of
 from runtime.config.settings import Readout
 from runtime.errors import require
 from runtime.library.api import Runtime
 from runtime.library.columns import clean_text
 from runtime.library.encoding import Classified, Embedded, encoded
 from runtime.model.loading import LoadedModel
-from runtime.origin.net import PASS_ON, reason_of
 from runtime.requests.encoding import Wanted, make_encoding, require_readable
 from runtime.requests.prompts import Rejected, tokenize_each
 from runtime.sequences.sequence import Completion, Request

@@ -206,7 +206,7 @@ def _position_range(place: int, last: int, page_tokens: int) -> Span:
 
 
 @njit(fastmath=REORDERED)
-def _score_stretch(
+def _score_span(
     pages: Pages, table_n: np.ndarray, first: int, place: int, stop: int, num: int, heads: Span, scratch: TileScratch
 ) -> None:
     H, J, T = scratch.queries_HJTRC.shape[:3]
@@ -226,7 +226,7 @@ def _score_stretch(
 
 
 @njit(fastmath=REORDERED)
-def _add_stretch(
+def _add_span(
     pages: Pages, table_n: np.ndarray, first: int, place: int, stop: int, num: int, heads: Span, scratch: TileScratch
 ) -> None:
     H, J, D = len(scratch.sums_HGD), scratch.weights_HJPCS.shape[1], scratch.sums_HGD.shape[2]
@@ -251,7 +251,7 @@ def _score_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads
     while place < last:
         num, stop = _position_range(place, last, pages.page_tokens)
         configure(scratch.shapes, (num - 1) * 64)
-        _score_stretch(pages, table_n, first, place, stop, num, heads, scratch)
+        _score_span(pages, table_n, first, place, stop, num, heads, scratch)
         place = stop
 
 
@@ -268,7 +268,7 @@ def _add_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: 
     while place < last:
         num, stop = _position_range(place, last, pages.page_tokens)
         configure(scratch.shapes, (TILE_ROWS + num - 1) * 64)
-        _add_stretch(pages, table_n, first, place, stop, num, heads, scratch)
+        _add_span(pages, table_n, first, place, stop, num, heads, scratch)
         place = stop
 
 

@@ -112,7 +112,7 @@ def anchored(
     by their distance, beyond as at the last; it stays where a layer has others that `work` does not tell apart, such as
     experts that its own code runs, or what expands latents.
     """
-    is_told_apart = not shape.expanded_kv_width and (not work.num_experts or rates.has_expert_rates)
+    is_distinguished = not shape.expanded_kv_width and (not work.num_experts or rates.has_expert_rates)
     factors: dict[int, float] = {}
     for lane, took in sorted(passes, key=lambda each: each[0].num_tokens):
         if took.attention and lane.prefill_pairs:
@@ -126,7 +126,7 @@ def anchored(
         products = 2.0 * lane.num_tokens * work.dense_weights / rates.gemm_rate(lane.num_tokens)
         other = lane.num_tokens * work.token_bytes / rates.memory_bytes_per_second + rates.turn_seconds
         left = took.inside - other
-        if is_told_apart and left > LEAST_SHARE * took.inside:
+        if is_distinguished and left > LEAST_SHARE * took.inside:
             factors[lane.num_tokens] = min(MOST_ANCHORED, max(1 / MOST_ANCHORED, products / left))
     if not factors:
         return rates
@@ -146,10 +146,10 @@ def corrected(
 
     def factor(resource: Resource) -> float:
         """Above 1 where the machine is faster than it was taken to be."""
-        was, is_said = measured.get(resource, 0.0), predicted.get(resource, 0.0)
-        if min(was, is_said) < LEAST_SECONDS:
+        was, is_reported = measured.get(resource, 0.0), predicted.get(resource, 0.0)
+        if min(was, is_reported) < LEAST_SECONDS:
             return 1.0
-        return min(MOST_CORRECTED, max(1 / MOST_CORRECTED, is_said / was))
+        return min(MOST_CORRECTED, max(1 / MOST_CORRECTED, is_reported / was))
 
     compute = factor(Resource.compute)
     found = rates.changed(OF_COMPUTE, lambda rate: rate * compute)

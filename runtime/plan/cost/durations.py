@@ -19,7 +19,7 @@ from ..shape.shapes import StageKind
 from .lane_work import LaneWork
 from .rates import MachineRates, StoredWork
 from .simulator import Durations, ExpertReads, Links
-from .work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, num_of_cpu, stage_works
+from .work import EXPANDED_ROUND_TRIPS, LOGIT_ROUND_TRIPS, StageWork, num_of_cpu, stage_works
 
 LOGIT_BYTES = 4
 LINKS = (Resource.disk, Resource.host_to_device, Resource.device_to_host)
@@ -114,7 +114,7 @@ class _Bill:
     def dense(self, work: StageWork, lane: LaneWork) -> float:
         """All of a turn but attention and experts."""
         if work.kind is StageKind.head:
-            logits = lane.num_rows * self.shape.vocab_size * LOGIT_BYTES * LOGIT_TRIPS
+            logits = lane.num_rows * self.shape.vocab_size * LOGIT_BYTES * LOGIT_ROUND_TRIPS
             own = self._product(lane.num_rows, work.dense_weights) + self._streamed(logits) + self.rates.turn_seconds
             return own + self._dequantizing(work.stored)
         seconds = self.early(work, lane) + self._behind_attention(work, lane)
@@ -144,7 +144,7 @@ class _Bill:
                 lane.selected_positions if is_narrow else lane.num_positions,
             )
             seconds += self._product(positions, width * work.kv_bytes / self.shape.compute_dtype_bytes)
-            seconds += self._streamed(positions * width * self.shape.compute_dtype_bytes * EXPANDED_TRIPS)
+            seconds += self._streamed(positions * width * self.shape.compute_dtype_bytes * EXPANDED_ROUND_TRIPS)
         return seconds
 
     def experts(self, work: StageWork, lane: LaneWork) -> float:
@@ -264,9 +264,9 @@ class _Bill:
             each = tokens * work.num_experts_per_token / num_hit
             products = num_beside * share.cost(each) * work.expert_bytes / rates.link_in_bytes_per_second
             vectors = num_beside * each * self.shape.hidden_size * self.shape.compute_dtype_bytes
-            trip = vectors / rates.link_out_bytes_per_second + vectors / rates.link_in_bytes_per_second
+            round_trip = vectors / rates.link_out_bytes_per_second + vectors / rates.link_in_bytes_per_second
             # The host launches the others before it begins.
-            cpu_seconds = products + trip + max(0.0, num_hit - num_beside) * rates.hit_seconds
+            cpu_seconds = products + round_trip + max(0.0, num_hit - num_beside) * rates.hit_seconds
         return ExpertReads(
             num_experts=round(count),
             read_seconds=count * read,

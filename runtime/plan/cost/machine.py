@@ -40,7 +40,7 @@ LINK_SHARE = 0.8  # of one direction, of links to the host from pinned memory, a
 NODE_LINK_SHARE = 0.9  # of one direction of a network, by TCP
 DISK_SHARE = 0.9  # of sequential reads
 PREFILL_ATTENTION_SHARE = 0.4  # of dense FLOP/s at the base clock: prompts attend one by one
-DECODE_ATTENTION_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
+DECODE_ATTENTION_ROUND_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
 CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX-512, float32
 CORE_FLOPS_PER_SECOND = 40e9  # products of many rows on a core, float32, AVX2: two thirds of what we measured
 LAUNCH_SECONDS = 10e-6  # of the host for one operator, as measured beside an H100: docs/first-gpu-run.md
@@ -189,7 +189,7 @@ def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> 
             link_in_bytes_per_second=link,
             link_out_bytes_per_second=link,
             memory_bytes_per_second=memory,
-            attention_bytes_per_second=memory / DECODE_ATTENTION_TRIPS,
+            attention_bytes_per_second=memory / DECODE_ATTENTION_ROUND_TRIPS,
             cpu_attention_bytes_per_second=min(host, sheet.host_num_cores * CORE_ATTENTION_BYTES_PER_SECOND),
             cpu_flops_per_second=sheet.host_num_cores * CORE_FLOPS_PER_SECOND,
             host_memory_bytes_per_second=host,

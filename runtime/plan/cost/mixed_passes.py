@@ -17,7 +17,7 @@ from .lane_work import AlikePasses, LaneWork, Piece, packed_work
 
 MAX_STEPS = 48_000  # seats times passes that are played: about a tenth of a second
 NUM_TURNOVERS = 3  # as many requests as seats are played so often in any case
-MAX_SEATS = 256  # that are played, or a lane's, where prompts share nothing: what lanes share cannot be divided
+MAX_SLOTS = 256  # that are played, or a lane's, where prompts share nothing: what lanes share cannot be divided
 LEAST_ROOM = 8  # times the pages of the longest sequence: with less, who enters depends on how long each is
 MAX_KEPT = 96  # passes that are kept
 
@@ -25,25 +25,25 @@ MAX_KEPT = 96  # passes that are kept
 def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[AlikePasses]:
     """Every pass. `sizes` in the order in which requests enter; every one runs to its limit, and asks for a token at
     least."""
-    seats, found = _RunningSlots(sizes, limits, num_pages), list[AlikePasses]()
-    while seats.are_left:
-        plan = seats.planned()
-        found.append(seats.worked(plan))
-        seats.move_on(plan)
+    slots, found = _RunningSlots(sizes, limits, num_pages), list[AlikePasses]()
+    while slots.are_left:
+        plan = slots.planned()
+        found.append(slots.worked(plan))
+        slots.move_on(plan)
     return found
 
 
 def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[AlikePasses]:
     """Up to `MAX_KEPT` passes that stand for all of `mixed_passes`."""
     sample = _Sample.from_limits(sizes, limits, num_pages)
-    seats, outline, num_alike = _RunningSlots(sample.played, sample.limits, sample.num_pages), _Outline(), 0.0
-    while seats.are_left:
-        plan = seats.planned()
-        if not num_alike and seats.have_turned_over:
-            num_alike = 1 + sample.num_left_tokens / seats.num_waiting_tokens if sample.num_left_tokens else 1.0
-        if outline.takes(num_alike if num_alike and seats.are_waited_for else 1.0):
-            outline.take(seats.worked(plan))
-        seats.move_on(plan)
+    slots, outline, num_alike = _RunningSlots(sample.played, sample.limits, sample.num_pages), _Outline(), 0.0
+    while slots.are_left:
+        plan = slots.planned()
+        if not num_alike and slots.have_turned_over:
+            num_alike = 1 + sample.num_left_tokens / slots.num_waiting_tokens if sample.num_left_tokens else 1.0
+        if outline.takes(num_alike if num_alike and slots.are_waited_for else 1.0):
+            outline.take(slots.worked(plan))
+        slots.move_on(plan)
     return [replace(each, lanes=sample.all_lanes(each.lanes)) for each in outline.whole]
 
 
@@ -94,7 +94,7 @@ class _Sample:
         if all(size.prefix is None for size in sizes):
             longest = max(limits.pages(_most(size)) for size in sizes)
             num_lanes = min(
-                num_lanes, max(1, MAX_SEATS // limits.lane_size, -(-LEAST_ROOM * longest * num_lanes // num_pages))
+                num_lanes, max(1, MAX_SLOTS // limits.lane_size, -(-LEAST_ROOM * longest * num_lanes // num_pages))
             )
         times = limits.num_lanes / num_lanes
         its = [sizes[int((turn + 0.5) * times)] for turn in range(int(len(sizes) / times))] or sizes[:1]
@@ -133,14 +133,14 @@ class _RunningSlots:
             for i, size in enumerate(sizes)
         ][::-1]
         self._shared = [limits.rule.num_shared(size.prefix) for size in sizes]  # tokens that each goes on from
-        self._num_seats = limits.num_lanes * limits.lane_size
+        self._num_slots = limits.num_lanes * limits.lane_size
         self._are_sharing = any(size.prefix is not None for size in sizes)
-        self._seats: dict[int, SlotState] = {}  # by request, in the order of admission
+        self._slots: dict[int, SlotState] = {}  # by request, in the order of admission
         self._held: dict[Place, CachedPrefix] = {}
 
     @property
     def are_left(self) -> bool:
-        return bool(self._line or self._seats)
+        return bool(self._line or self._slots)
 
     @property
     def are_waited_for(self) -> bool:
@@ -149,8 +149,8 @@ class _RunningSlots:
     @property
     def have_turned_over(self) -> bool:
         """Whether all have ended that were seated first, or half of all have left the line."""
-        oldest = next(iter(self._seats))
-        return oldest >= len(self._seats) or 2 * len(self._line) <= len(self._sizes)
+        oldest = next(iter(self._slots))
+        return oldest >= len(self._slots) or 2 * len(self._line) <= len(self._sizes)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -158,13 +158,13 @@ class _RunningSlots:
 
     def planned(self) -> PassPlan:
         """Who enters and gives way has done so."""
-        num_looked = self._num_seats if self._are_sharing else 1 + self._num_seats - len(self._seats)
-        waiting, seats = self._line[: -1 - num_looked : -1], list(self._seats.values())
-        plan = plan_pass(waiting, seats, self._num_free, self._limits, self._held.values())
+        num_looked = self._num_slots if self._are_sharing else 1 + self._num_slots - len(self._slots)
+        waiting, slots = self._line[: -1 - num_looked : -1], list(self._slots.values())
+        plan = plan_pass(waiting, slots, self._num_free, self._limits, self._held.values())
         for i in reversed(plan.preempted):
-            seat = self._seats.pop(i)
-            self._num_free += self._num_pages(seat.num_cached, self._shared[i])
-            self._line.append(Waiting(request=i, num_known=seat.num_known, num_most=seat.num_most, prefix=seat.prefix))
+            slot = self._slots.pop(i)
+            self._num_free += self._num_pages(slot.num_cached, self._shared[i])
+            self._line.append(Waiting(request=i, num_known=slot.num_known, num_most=slot.num_most, prefix=slot.prefix))
         for place in plan.dropped:
             self._num_free += self._num_pages(self._held.pop(place).num_cached, self._begin(place))
         for _, lane in plan.admitted:
@@ -172,7 +172,7 @@ class _RunningSlots:
             for place in places_of(entrant.prefix, lane, self._limits.rule):
                 if place not in self._held:
                     self._held[place] = CachedPrefix(prefix=place[0], lane=lane, num_cached=self._begin(place))
-            self._seats[entrant.request] = SlotState(
+            self._slots[entrant.request] = SlotState(
                 request=entrant.request, lane=lane, num_cached=self._shared[entrant.request],
                 num_known=entrant.num_known, num_most=entrant.num_most, prefix=entrant.prefix,
             )  # fmt: skip
@@ -192,13 +192,13 @@ class _RunningSlots:
             held = self._held[place]
             lanes[held.lane].append(Piece(held.num_cached, new, 0, self._begin(place)))
         num_decoded = 0
-        for i, seat in self._seats.items():
-            new, past = plan.new_tokens.get(i, 0), seat.num_cached
-            asks, is_begun = new > 0 and past + new == seat.num_known, seat.num_known > self._sizes[i].num_prompt_tokens
+        for i, slot in self._slots.items():
+            new, past = plan.new_tokens.get(i, 0), slot.num_cached
+            asks, is_begun = new > 0 and past + new == slot.num_known, slot.num_known > self._sizes[i].num_prompt_tokens
             selected = int(asks) if is_begun else self._sizes[i].num_selected(past, new)
-            lanes[seat.lane].append(Piece(past, new, selected, self._shared[i]))
-            prefixes[seat.lane].add(seat.prefix)
-            num_decoded += new if is_begun and past + 1 == seat.num_known else 0
+            lanes[slot.lane].append(Piece(past, new, selected, self._shared[i]))
+            prefixes[slot.lane].add(slot.prefix)
+            num_decoded += new if is_begun and past + 1 == slot.num_known else 0
         works = list[LaneWork]()
         for lane, pieces in enumerate(lanes):
             if any(piece.new for piece in pieces):  # what they go on from, but for what the pass computes of it
@@ -214,12 +214,12 @@ class _RunningSlots:
             self._held[place] = replace(held, num_cached=held.num_cached + new)
         page = self._limits.page_tokens
         for i, new in plan.new_tokens.items():
-            seat = self._seats[i]
-            past, cached = seat.num_cached, seat.num_cached + new
+            slot = self._slots[i]
+            past, cached = slot.num_cached, slot.num_cached + new
             self._num_free -= -(-cached // page) - -(-past // page)
-            seat.num_cached = cached
-            if cached == seat.num_known:
-                seat.num_known += 1
-                if seat.num_known > seat.num_most:
+            slot.num_cached = cached
+            if cached == slot.num_known:
+                slot.num_known += 1
+                if slot.num_known > slot.num_most:
                     self._num_free += self._num_pages(cached, self._shared[i])
-                    del self._seats[i]
+                    del self._slots[i]

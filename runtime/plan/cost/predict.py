@@ -27,8 +27,8 @@ from .simulator import Links, PhaseTime, Script, simulate_each
 
 MANY_PREFILLS = 8  # passes, of which the last one is no longer worth one of its own
 MAX_BLOCKS = 3  # that stand for all: blocks of a plan are alike
-MAX_STRETCHES = 8  # of a phase of a block
-MAX_MIXED_STRETCHES = 24  # of a run whose passes carry both
+MAX_SPANS = 8  # of a phase of a block
+MAX_MIXED_SPANS = 24  # of a run whose passes carry both
 
 
 @lru_cache(64)
@@ -83,8 +83,8 @@ def predict(
         return clock.added(mixed_spans(placement, blocks, sizes, chunk_tokens))
     chosen, rule = evenly(blocks, MAX_BLOCKS), placement.sharing
     lanes = [[[sizes[i] for i in group] for group in block.micro_batches if group] for block in chosen]
-    stretches = [stretch for block in lanes for stretch in block_spans(shape, block, chunk_tokens, rule)]
-    found, times = clock.added(stretches, num_blocks=len(chosen)), len(blocks) / len(chosen)
+    spans = [span for block in lanes for span in block_spans(shape, block, chunk_tokens, rule)]
+    found, times = clock.added(spans, num_blocks=len(chosen)), len(blocks) / len(chosen)
     return Prediction(prefill=PhaseTime().plus(found.prefill, times), decode=PhaseTime().plus(found.decode, times))
 
 
@@ -110,8 +110,8 @@ def predict_roughly(
 ) -> Prediction:
     """The prediction for one block, by few of its passes."""
     rule = placement.sharing
-    stretches = list(block_spans(shape, lanes, chunk_tokens, rule, max_prefills=max_prefills, max_decodes=1))
-    return _PassTimer(shape=shape, placement=placement, rates=rates, num_steady=1).added(stretches)
+    spans = list(block_spans(shape, lanes, chunk_tokens, rule, max_prefills=max_prefills, max_decodes=1))
+    return _PassTimer(shape=shape, placement=placement, rates=rates, num_steady=1).added(spans)
 
 
 def predict_by_few(
@@ -142,8 +142,8 @@ def block_spans(
     chunk_tokens: int,
     rule: SharingRule = IN_LANES,
     *,
-    max_prefills: int = MAX_STRETCHES,
-    max_decodes: int = MAX_STRETCHES,
+    max_prefills: int = MAX_SPANS,
+    max_decodes: int = MAX_SPANS,
 ) -> Iterator[AlikePasses]:
     """Prefill passes, from which lanes drop out as they have no prompts left, the last with what is left of them; then
     decode passes, from which they drop out as their sequences end."""
@@ -181,7 +181,7 @@ def mixed_spans(
     )
     order = [sizes[i] for block in blocks for i in block.members]
     passes = outlined_passes(order, limits, placement.kv.num_pages)
-    parts = [passes[part.start : part.stop] for part in _parts(len(passes), MAX_MIXED_STRETCHES)]
+    parts = [passes[part.start : part.stop] for part in _parts(len(passes), MAX_MIXED_SPANS)]
     return [replace(part[len(part) // 2], num_passes=sum(each.num_passes for each in part)) for part in parts]
 
 
@@ -222,18 +222,18 @@ class _PassTimer:
     rates: MachineRates
     num_steady: int = 2  # passes behind the first, whose mean a steady pass is
 
-    def added(self, stretches: Sequence[AlikePasses], num_blocks: int = 1) -> Prediction:
+    def added(self, spans: Sequence[AlikePasses], num_blocks: int = 1) -> Prediction:
         """Each phase's passes, and what its first one takes longer where slots are empty: at the start of the run, or
         in every block where the two walks do not flow into each other."""
         prefill, decode = PhaseTime(), PhaseTime()
         begun, flows_on = set[bool](), self.placement.walk.first_stage == self.placement.decode_walk.first_stage
-        for stretch in stretches:
-            first, steady = self._first_and_steady(stretch)
-            share = stretch.prefill_share
-            prefill = prefill.plus(steady, stretch.num_passes * share)
-            decode = decode.plus(steady, stretch.num_passes * (1 - share))
-            if stretch.is_prefill not in begun and (not begun or not flows_on):
-                begun.add(stretch.is_prefill)
+        for span in spans:
+            first, steady = self._first_and_steady(span)
+            share = span.prefill_share
+            prefill = prefill.plus(steady, span.num_passes * share)
+            decode = decode.plus(steady, span.num_passes * (1 - share))
+            if span.is_prefill not in begun and (not begun or not flows_on):
+                begun.add(span.is_prefill)
                 late = PhaseTime(
                     seconds=max(0.0, first.seconds - steady.seconds),
                     stall_seconds=max(0.0, first.stall_seconds - steady.stall_seconds),
@@ -242,15 +242,15 @@ class _PassTimer:
                 prefill, decode = prefill.plus(late, times * share), decode.plus(late, times * (1 - share))
         return Prediction(prefill=prefill, decode=decode)
 
-    def steady(self, stretch: AlikePasses) -> PhaseTime:
-        return self._first_and_steady(stretch)[1]
+    def steady(self, span: AlikePasses) -> PhaseTime:
+        return self._first_and_steady(span)[1]
 
-    def _first_and_steady(self, stretch: AlikePasses) -> tuple[PhaseTime, PhaseTime]:
+    def _first_and_steady(self, span: AlikePasses) -> tuple[PhaseTime, PhaseTime]:
         """A pass that finds slots empty; and one behind others like it, what those after the first take on average."""
         # Only passes of prompts alone take the prefill walk.
-        walk = self.placement.walk if stretch.is_prefill else self.placement.decode_walk
-        seconds = durations(self.shape, self.placement, walk, stretch.lanes, self.rates, self._priced)
-        count, script = self.num_steady, _script(walk, len(stretch.lanes), seconds.links)
+        walk = self.placement.walk if span.is_prefill else self.placement.decode_walk
+        seconds = durations(self.shape, self.placement, walk, span.lanes, self.rates, self._priced)
+        count, script = self.num_steady, _script(walk, len(span.lanes), seconds.links)
         one, all_ = simulate_each(script, [1, 1 + count], seconds)
         steady = PhaseTime(
             num_passes=1,

@@ -17,12 +17,12 @@ from .rates import NOTHING_STORED, MachineRates, StoredWork
 # is fused; what a CPU's joined steps spare shows in a profiling pass. Two norms at 7 and two sums at 3, and what
 # attention is handed and gives; rotary embeddings of queries and keys at 8, the cache and a change of layout; an
 # activation and its product with the gate.
-HIDDEN_TRIPS = 24
-HEAD_TRIPS = 12
-INNER_TRIPS = 5
-VISIT_TRIPS = 8  # of a token that visits an expert: taken, weighed and added
-LOGIT_TRIPS = 6  # a change of layout, whether all are finite, and the largest
-EXPANDED_TRIPS = 6  # of keys and values that a layer makes of latents
+HIDDEN_ROUND_TRIPS = 24
+HEAD_ROUND_TRIPS = 12
+INNER_ROUND_TRIPS = 5
+VISIT_ROUND_TRIPS = 8  # of a token that visits an expert: taken, weighed and added
+LOGIT_ROUND_TRIPS = 6  # a change of layout, whether all are finite, and the largest
+EXPANDED_ROUND_TRIPS = 6  # of keys and values that a layer makes of latents
 LEAST_SHARE = 0.5  # of the rate at which the CPU reads host memory, while the link reads there too
 
 
@@ -68,7 +68,11 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
     experts = StoredWork.from_parameter(stage.stacks, shape.compute_dtype)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size  # beside experts there may be none
-    token = HIDDEN_TRIPS * shape.hidden_size + HEAD_TRIPS * heads + INNER_TRIPS * shape.intermediate_size * has_inner
+    token = (
+        HIDDEN_ROUND_TRIPS * shape.hidden_size
+        + HEAD_ROUND_TRIPS * heads
+        + INNER_ROUND_TRIPS * shape.intermediate_size * has_inner
+    )
     return StageWork(
         kind=stage.kind,
         num_bytes=stage.dense.num_bytes if is_paged else stage.num_bytes,
@@ -83,7 +87,9 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
         is_paged=is_paged,
         is_shared=False,
         is_narrow=shape.is_packed and stage in shape.layers[-1:],
-        visit_bytes=size * stage.own_share * (VISIT_TRIPS * shape.hidden_size + INNER_TRIPS * shape.intermediate_size),
+        visit_bytes=size
+        * stage.own_share
+        * (VISIT_ROUND_TRIPS * shape.hidden_size + INNER_ROUND_TRIPS * shape.intermediate_size),
         stored=StoredWork.from_parameter(stored, shape.compute_dtype),
         # What all experts take together, or one of a paged stage, as it is read by itself.
         stored_experts=experts.times(1 / (count if is_paged else 1))._replace(num_matrices=experts.num_matrices),

@@ -92,7 +92,9 @@ def most_visits(shape: ModelShape, share: CpuShare) -> int:
 def round_trip_size(shape: ModelShape, share: CpuShare) -> ExchangeSize:
     """One trip: the tokens of the visits down, what became of them up."""
     each = shape.hidden_size * shape.compute_dtype_bytes
-    return ExchangeSize(num_trips=1, trip_bytes=2 * (most_visits(shape, share) * each + PART_ALIGNMENT_BYTES))
+    return ExchangeSize(
+        num_round_trips=1, round_trip_bytes=2 * (most_visits(shape, share) * each + PART_ALIGNMENT_BYTES)
+    )
 
 
 def host_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]:
@@ -101,12 +103,12 @@ def host_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]
     them, and what their threads need."""
     if share is None:
         return ()
-    trip = pinned_bytes(round_trip_size(shape, share).trip_bytes, is_aligned=False)
+    round_trip = pinned_bytes(round_trip_size(shape, share).round_trip_bytes, is_aligned=False)
     numbers = 2 * shape.hidden_size + 4 * shape.intermediate_size
     products = FLOAT32_BYTES * share.most_tokens * numbers + LAID_OUT_BYTES + KERNEL_SCRATCH_BYTES
     equation = f"{share.most_tokens:,} tokens x {numbers:,} numbers in float32, and what kernels need"
     return (
-        Entry(name="experts on the CPU", num_bytes=trip, equation=f"a trip of {trip:,} B, pinned"),
+        Entry(name="experts on the CPU", num_bytes=round_trip, equation=f"a trip of {round_trip:,} B, pinned"),
         Entry(name="products on the CPU", num_bytes=products, equation=equation),
     )
 

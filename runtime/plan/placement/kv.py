@@ -152,27 +152,29 @@ def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
     return KVCost(compute=tuple(compute), host=(staging, checksums), disk_bytes=layout.tier_bytes)
 
 
-TRIP_PARTS = 5  # queries, keys, values, sinks; the answer
+ROUND_TRIP_PARTS = 5  # queries, keys, values, sinks; the answer
 PART_ALIGNMENT_BYTES = 64  # of each part of a trip, for vector loads
 STORES_IN_FLIGHT = 2  # prompts' keys and values on their way down
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeSize:
-    """`num_trips` side by side, each through `trip_bytes` of pinned memory."""
+    """`num_round_trips` side by side, each through `round_trip_bytes` of pinned memory."""
 
-    num_trips: int
-    trip_bytes: int
+    num_round_trips: int
+    round_trip_bytes: int
 
 
 def exchange_size(shape: ModelShape, kv: KVLayout, walk: Walk, load: Load) -> ExchangeSize:
     """`walk` is the decode passes'. Nothing where no keys and values stay in host memory."""
     if not kv.stays_in_host:
-        return ExchangeSize(num_trips=0, trip_bytes=0)
-    sinks = shape.num_heads * 4 + TRIP_PARTS * PART_ALIGNMENT_BYTES
+        return ExchangeSize(num_round_trips=0, round_trip_bytes=0)
+    sinks = shape.num_heads * 4 + ROUND_TRIP_PARTS * PART_ALIGNMENT_BYTES
     # One new token: its key and value, and for each of their heads a group of queries and answers.
     row_bytes = (1 + -(-shape.num_heads // max(1, shape.num_kv_heads))) * _position_bytes(shape, kv)
-    return ExchangeSize(num_trips=walk.order.style.num_ahead + 1, trip_bytes=load.most_rows * row_bytes + sinks)
+    return ExchangeSize(
+        num_round_trips=walk.order.style.num_ahead + 1, round_trip_bytes=load.most_rows * row_bytes + sinks
+    )
 
 
 def _position_bytes(shape: ModelShape, kv: KVLayout) -> int:
@@ -180,9 +182,11 @@ def _position_bytes(shape: ModelShape, kv: KVLayout) -> int:
 
 
 def pinned_entry(size: ExchangeSize) -> Entry:
-    pinned = pinned_bytes(size.trip_bytes, is_aligned=False)
+    pinned = pinned_bytes(size.round_trip_bytes, is_aligned=False)
     return Entry(
-        name="KV exchange", num_bytes=size.num_trips * pinned, equation=f"{size.num_trips} x {pinned:,} B, pinned"
+        name="KV exchange",
+        num_bytes=size.num_round_trips * pinned,
+        equation=f"{size.num_round_trips} x {pinned:,} B, pinned",
     )
 
 
@@ -193,6 +197,6 @@ def device_entry(shape: ModelShape, kv: KVLayout, size: ExchangeSize, load: Load
     positions = (STORES_IN_FLIGHT + 1) * load.most_tokens + load.most_positions
     return Entry(
         name="KV exchange",
-        num_bytes=size.num_trips * size.trip_bytes + positions * per_position,
-        equation=f"{size.num_trips} x {size.trip_bytes:,} B + {positions:,} positions x {per_position:,} B",
+        num_bytes=size.num_round_trips * size.round_trip_bytes + positions * per_position,
+        equation=f"{size.num_round_trips} x {size.round_trip_bytes:,} B + {positions:,} positions x {per_position:,} B",
     )

@@ -59,10 +59,10 @@ def _continuous_load(
     padded lane may come to hold the longest prompt beside the longest answer.
     """
     chunk = chunk_tokens(config.policy)
-    seats = max((len(block.members) for block in blocks), default=0)
+    slots = max((len(block.members) for block in blocks), default=0)
     lane_size = max((len(lane) for block in blocks for lane in block.micro_batches), default=1)
     if shape.is_packed:
-        most_tokens = nlargest(seats, (size.capacity_tokens for size in sizes))
+        most_tokens = nlargest(slots, (size.capacity_tokens for size in sizes))
         longest = [SequenceSize(num_prompt_tokens=num_tokens, max_new_tokens=0) for num_tokens in most_tokens]
     else:
         most = SequenceSize(
@@ -70,13 +70,13 @@ def _continuous_load(
             max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
             num_scored=max((size.num_scored for size in sizes), default=0),
         )
-        longest = [most] * min(seats, len(sizes))
+        longest = [most] * min(slots, len(sizes))
     lanes = [longest[i : i + lane_size] for i in range(0, len(longest), lane_size)]
     full = Load.from_lanes(shape, lanes, chunk)
     full = replace(
         full,
         num_prefill_passes=sum(size.num_prompt_tokens for size in sizes) / max(1, full.all_tokens),
-        num_decode_passes=sum(size.max_new_tokens - 1 for size in sizes) / max(1, seats),
+        num_decode_passes=sum(size.max_new_tokens - 1 for size in sizes) / max(1, slots),
     )
     if not shape.is_packed or not lanes:
         return full

@@ -234,7 +234,7 @@ class _Play:
     """Weights in slots go on from pass to pass; lanes begin each anew."""
 
     def __init__(self, walk: Walk, num_lanes: int):
-        self.weights, self._kv, self._neighbours = WeightSlots(walk), KVSlots(walk), PipelineTransfers(walk, num_lanes)
+        self.weights, self._kv, self._adjacent = WeightSlots(walk), KVSlots(walk), PipelineTransfers(walk, num_lanes)
         self._walk, self._num_lanes, self._lanes = walk, num_lanes, list[_LanePosition]()
         self._attending, self._routing = frozenset(walk.attending), frozenset(walk.routing)
         self._rules: dict[Op, Callable[[Action], None]] = {
@@ -261,14 +261,14 @@ class _Play:
         self._lanes = [_LanePosition(self._walk.first_stage) for _ in range(self._num_lanes)]
         self.weights.begin_pass()
         self._kv.begin_pass()
-        self._neighbours.begin_pass()
+        self._adjacent.begin_pass()
         self.play(actions)
         for index, lane in enumerate(self._lanes):
             if lane.stage < self._walk.num_stages:
                 raise broken(self._missing(index, lane), f"missing: at the end of the pass lane {index} stands {lane}")
         self.weights.end_pass()
         self._kv.end_pass()
-        self._neighbours.end_pass()
+        self._adjacent.end_pass()
 
     def _move(self, action: Action) -> None:
         lane, (stage, index) = self._lane(action), action.turn
@@ -287,7 +287,7 @@ class _Play:
                     f"those of lanes {attending} are",
                 )
         if lane.place is _LanePlace.entrance:
-            self._neighbours.enter(action)
+            self._adjacent.enter(action)
             self.weights.use(action)
             self._kv.use(action)
         lane.place = target
@@ -320,13 +320,13 @@ class _Play:
 
     def _receive(self, action: Action) -> None:
         self._lane(action)
-        self._neighbours.receive(action)
+        self._adjacent.receive(action)
 
     def _send(self, action: Action) -> None:
         lane, (stage, index) = self._lane(action), action.turn
         if lane.stage <= stage:
             raise broken(action, f"sent before its stages are over, lane {index} stands {lane}")
-        self._neighbours.send(action)
+        self._adjacent.send(action)
 
     def _lane(self, action: Action) -> _LanePosition:
         _, index = action.turn

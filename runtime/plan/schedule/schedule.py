@@ -233,13 +233,13 @@ def lane_steps(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
     if walk.is_by_lane:
         for stage, lane in walk.turns(num_lanes):  # nothing else goes on beside a turn
             ops = (Op.pre, Op.attend, Op.post) if stage in walk.attending else (Op.run,)
-            yield [each for op in ops for each in _beside_neighbours(walk, Action(op, stage, lane))]
+            yield [each for op in ops for each in _adjacent_spans(walk, Action(op, stage, lane))]
         return
     for step in _steps_by_stage(walk, num_lanes):
-        yield [action for each in step for action in _beside_neighbours(walk, each)]
+        yield [action for each in step for action in _adjacent_spans(walk, each)]
 
 
-def _beside_neighbours(walk: Walk, action: Action) -> Iterator[Action]:
+def _adjacent_spans(walk: Walk, action: Action) -> Iterator[Action]:
     """The action, and where a lane comes from another rank or leaves for one, that as well."""
     op, stage, lane = action.op, action.stage, action.lane
     enters = op in (Op.run, Op.pre) or (op is Op.route and stage not in walk.attending)

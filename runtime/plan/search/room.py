@@ -15,7 +15,7 @@ from ..cost.work import LayerWork
 from ..placement.defaults import chunk_tokens
 from ..placement.dequantized import DequantizedSize
 from ..placement.experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
-from ..placement.kv import SEGMENT_BYTES, STORES_IN_FLIGHT, TRIP_PARTS
+from ..placement.kv import ROUND_TRIP_PARTS, SEGMENT_BYTES, STORES_IN_FLIGHT
 from ..placement.ledger import Entry
 from ..placement.memory import ALLOCATOR_SLACK_BYTES, PAGE_TOKENS, SequenceSize, lane_entries, pass_tokens
 from ..placement.placement import Budgets
@@ -135,8 +135,10 @@ class Room:
         staying = work.num_layers * self._positions * work.kv_bytes * np.where(in_host, 0.0, grid.kv_fraction)
         travels = (grid.kv_fraction < 1) & ~in_host
         slots = self._config.kv.num_slots * self._positions / grid.lanes * work.kv_bytes
-        trips = 2 * np.ceil(grid.rows) * (work.kv_bytes + 2 * work.query_bytes) + TRIP_PARTS * ALIGNMENT_BYTES
-        under_way = STORES_IN_FLIGHT * self._tokens * work.kv_bytes + trips
+        round_trips = (
+            2 * np.ceil(grid.rows) * (work.kv_bytes + 2 * work.query_bytes) + ROUND_TRIP_PARTS * ALIGNMENT_BYTES
+        )
+        under_way = STORES_IN_FLIGHT * self._tokens * work.kv_bytes + round_trips
         return staying + travels * slots + in_host * under_way
 
     @cached_property

@@ -52,7 +52,7 @@ class Workload:
             prompt_tokens=tuple(lengths[(2 * turn + 1) * len(lengths) // (2 * num_taken)] for turn in range(num_taken)),
             max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
             num_scored=-(-sum(size.num_scored for size in sizes) // max(1, len(sizes))),
-            shared=tuple(sorted(SharedRange(*stretch, count) for stretch, count in alike.items())),
+            shared=tuple(sorted(SharedRange(*span, count) for span, count in alike.items())),
         )
 
     @staticmethod

@@ -16,7 +16,7 @@ from ..store.checkpoint import is_gguf
 from ..store.gguf import read_gguf
 from ..store.json_object import read_json_object
 from .config_rules import CONFIG, MAX_SETTINGS_BYTES, require_sound, without_code
-from .net import one_line
+from .download import one_line
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,8 @@ def _of_gguf(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
     found = _taken(path, GenerationConfig.from_model_config(config))
     metadata, ends = read_gguf(path).metadata, found.eos_token_ids
     ids = range(int(metadata.get("tokenizer.ggml.tokens", 0)))  # others are nothing that a model can say
-    said = {key: int(metadata[key]) for key in GGUF_ENDS if metadata.get(key) in ids}
-    more = {key: token for key, token in said.items() if token not in ends}
+    model_values = {key: int(metadata[key]) for key in GGUF_ENDS if metadata.get(key) in ids}
+    more = {key: token for key, token in model_values.items() if token not in ends}
     if not more:
         return found
     named = " and ".join(f"{key}={token}" for key, token in more.items())
@@ -123,27 +123,27 @@ def resolve_generation_defaults(config: RuntimeConfig, model: GenerationDefaults
 def effective_sampling(sampling: SamplingConfig, model: GenerationDefaults, vocab_size: int) -> ResolvedSampling:
     """What holds for a run. Raises ConfigError where `sampling.follow_model` asks for what cannot be followed, and
     CheckpointError where the model's settings cannot be read."""
-    said = _model_settings(model, vocab_size, is_strict=sampling.follow_model)
+    model_values = _model_settings(model, vocab_size, is_strict=sampling.follow_model)
     asked = {key: model.given.get(key) for key in NEUTRAL}
     beyond = [f"{key}={value}" for key, value in asked.items() if value is not None and value not in NEUTRAL[key]]
     if model.given.get("cache_implementation") == "quantized":
         beyond.append("cache_implementation=quantized")
     if not sampling.follow_model:
-        return _without_model_defaults(sampling, model, said, beyond)
+        return _without_model_defaults(sampling, model, model_values, beyond)
     if beyond:
         raise ConfigError(
             f"sampling=model: {model.source} asks for {', '.join(beyond)}, which cannot be followed: "
             "choose sampling=greedy or sampling=sample, which say what they leave out"
         )
-    return _with_model_defaults(sampling, model, said)
+    return _with_model_defaults(sampling, model, model_values)
 
 
 def _with_model_defaults(
-    sampling: SamplingConfig, model: GenerationDefaults, said: Mapping[str, object]
+    sampling: SamplingConfig, model: GenerationDefaults, model_values: Mapping[str, object]
 ) -> ResolvedSampling:
     """Merges as `generate` does: what the caller sets, then the model's, then generate's own defaults."""
     defaults = GenerationConfig._get_default_generation_params()
-    found = {key: said.get(key, defaults.get(key)) for key in CONVERTERS if getattr(sampling, key) is None}
+    found = {key: model_values.get(key, defaults.get(key)) for key in CONVERTERS if getattr(sampling, key) is None}
     if "temperature" in found and not model.given.get("do_sample"):
         found["temperature"] = 0.0
     elif found.get("temperature") == 0:
@@ -164,12 +164,12 @@ def _with_model_defaults(
 
 
 def _without_model_defaults(
-    sampling: SamplingConfig, model: GenerationDefaults, said: Mapping[str, object], beyond: list[str]
+    sampling: SamplingConfig, model: GenerationDefaults, model_values: Mapping[str, object], beyond: list[str]
 ) -> ResolvedSampling:
     is_sampled = bool(model.given.get("do_sample"))
     left = ["do_sample=True"] if is_sampled and sampling.is_greedy else []
-    is_search = _is_on("num_beams", said.get("num_beams"))
-    for key, value in said.items():
+    is_search = _is_on("num_beams", model_values.get("num_beams"))
+    for key, value in model_values.items():
         has_effect = _is_on(key, value) and (is_sampled or key not in SAMPLING_KEYS)
         has_effect = has_effect and (is_search or key not in SEARCH_KEYS)
         if has_effect and value != getattr(sampling, key):

@@ -11,11 +11,11 @@ from runtime.config.settings import (
     KVConfig,
     KVTier,
     OffloadConfig,
+    Parallelism,
     PolicyConfig,
     PolicyKind,
     RuntimeConfig,
     Tier,
-    Way,
 )
 from runtime.errors import ConfigError
 from runtime.plan.cost.machine import GLOO_BYTES_PER_SECOND, HOP_SECONDS, NODE_HOP_SECONDS, Fabric, Machine
@@ -24,13 +24,13 @@ from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.defaults import CHUNK_TOKENS
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import RunPlan, find_policy, plan_run
+from runtime.plan.rank_plans import RankView
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.grid import Choices
 from runtime.plan.search.hrm import fitting, roofline_of
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.rank_shares import pipeline_share, tensor_share
 from runtime.plan.shape.shapes import Parameter
-from runtime.plan.ways import RankView
 from runtime.resources import Resource
 from runtime.units import GIB
 from tests.moe_shapes import DBRX, MIXTRAL_8X22B
@@ -48,8 +48,8 @@ RATES = MachineRates(
 MACHINE = Machine(name="eight", host_bytes=64 * GIB, device_bytes=8 * GIB, rates=RATES, fabric=EIGHT)
 
 
-def seen(way: Way, num_ranks: int, fabric: Fabric = EIGHT, shape: ModelShape | None = None) -> Machine:
-    return RankView.of(replace(MACHINE, fabric=fabric), shape or toy_shape(), way, num_ranks).machine
+def seen(way: Parallelism, num_ranks: int, fabric: Fabric = EIGHT, shape: ModelShape | None = None) -> Machine:
+    return RankView.from_shape(replace(MACHINE, fabric=fabric), shape or toy_shape(), way, num_ranks).machine
 
 
 def test_a_ring_receives_all_but_its_own_part_over_the_slowest_of_its_links() -> None:
@@ -72,16 +72,16 @@ def test_ranks_of_a_cpu_gather_as_fast_as_gloo_was_measured() -> None:
 @pytest.mark.parametrize(
     ("way", "num_ranks", "message"),
     [
-        (Way.tensor, 16, "plan.num_ranks=16 does not go onto one host: up to 8 of its devices"),
-        (Way.tensor, 8, "devices=tensor: model=toy has 2 KV heads, which 8 ranks cannot share equally"),
-        (Way.pipeline, 1, "devices=pipeline is of several, and plan.num_ranks is 1: set it to 2 or more"),
-        (Way.one, 2, "devices=one is of one process, and plan.num_ranks is 2"),
+        (Parallelism.tensor, 16, "plan.num_ranks=16 does not go onto one host: up to 8 of its devices"),
+        (Parallelism.tensor, 8, "devices=tensor: model=toy has 2 KV heads, which 8 ranks cannot share equally"),
+        (Parallelism.pipeline, 1, "plan.num_ranks=1: devices=pipeline runs in several processes; set it to 2 or more"),
+        (Parallelism.one, 2, "plan.num_ranks=2: devices=one runs in one process"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused_by_name(way: Way, num_ranks: int, message: str) -> None:
+def test_what_cannot_be_shared_out_is_refused_by_name(way: Parallelism, num_ranks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         seen(way, num_ranks)
-    for other in (Way.sharded, Way.tensor, Way.pipeline):
+    for other in (Parallelism.sharded, Parallelism.tensor, Parallelism.pipeline):
         with pytest.raises(ConfigError, match="model=toy has an encoder, which ranks do not share"):
             seen(other, 2, shape=toy_shape(num_encoder_layers=2))
     with pytest.raises(ConfigError, match="model=toy has padded lanes, which keep all heads"):
@@ -116,7 +116,7 @@ def test_of_whole_experts_a_rank_has_its_number_and_is_sent_what_they_make() -> 
         assert (own.shape[0], own.num_bytes) == (2, before.num_bytes / 4)
     assert share.layers[0].num_experts == 8
     rows, whole = (
-        RankView.of(MACHINE, shape, Way.tensor, 2, experts).machine.rates.exchange_bytes_per_second
+        RankView.from_shape(MACHINE, shape, Parallelism.tensor, 2, experts).machine.rates.exchange_bytes_per_second
         for experts in (DividedExperts.rows, DividedExperts.auto)
     )
     around = shape.num_heads * shape.head_dim + 2 * shape.hidden_size
@@ -136,16 +136,16 @@ def test_what_is_no_matrix_of_a_layer_is_whole_on_every_rank() -> None:
 
 
 def test_sharded_pages_come_over_all_links_where_devices_have_links_of_their_own_and_over_one_where_not() -> None:
-    over = {link: seen(Way.sharded, 4, replace(EIGHT, device=link)).rates for link in DeviceLink}
+    over = {link: seen(Parallelism.sharded, 4, replace(EIGHT, device=link)).rates for link in DeviceLink}
     assert over[DeviceLink.nvlink].weights_in_bytes_per_second == pytest.approx(1 / (1 / 80e9 + 0.75 / 200e9))
     assert over[DeviceLink.host].weights_in_bytes_per_second == 20e9
-    pcie = seen(Way.sharded, 4, replace(EIGHT, device=DeviceLink.pcie, device_bytes_per_second=20e9)).rates
+    pcie = seen(Parallelism.sharded, 4, replace(EIGHT, device=DeviceLink.pcie, device_bytes_per_second=20e9)).rates
     assert pcie.weights_in_bytes_per_second == pytest.approx(20e9), "a quarter from the host, the rest from the others"
-    assert seen(Way.tensor, 2).rates.weights_in_bytes_per_second == 20e9
+    assert seen(Parallelism.tensor, 2).rates.weights_in_bytes_per_second == 20e9
 
 
 def test_ranks_share_a_host_and_its_disk() -> None:
-    sharded, tensor = seen(Way.sharded, 4), seen(Way.tensor, 2)
+    sharded, tensor = seen(Parallelism.sharded, 4), seen(Parallelism.tensor, 2)
     assert (sharded.host_bytes, sharded.num_sharers) == (16 * GIB, 4)
     assert (tensor.host_bytes, tensor.num_sharers) == (32 * GIB, 1)
     assert sharded.rates.disk_bytes_per_second == 8e9, "whole pages, of which each reads a quarter"
@@ -156,13 +156,15 @@ def test_ranks_share_a_host_and_its_disk() -> None:
         "a rank's bytes are those of all, which a host's memory does not see as often"
     )
     assert tensor.rates.gemm_flops_per_second == RATES.gemm_flops_per_second
-    on_cpu = RankView.of(replace(MACHINE, device_bytes=None, fabric=Fabric()), toy_shape(), Way.sharded, 2).machine
+    on_cpu = RankView.from_shape(
+        replace(MACHINE, device_bytes=None, fabric=Fabric()), toy_shape(), Parallelism.sharded, 2
+    ).machine
     assert on_cpu.rates.gemm_flops_per_second == {1: 5e8, 64: 5e10}
 
 
 def test_a_layer_of_cut_matrices_gathers_four_times() -> None:
     shape, fabric = toy_shape(), EIGHT
-    rates = seen(Way.tensor, 2).rates
+    rates = seen(Parallelism.tensor, 2).rates
     width = shape.num_heads * shape.head_dim + shape.hidden_size + shape.intermediate_size + shape.hidden_size
     gathered = 100 * width * 4 / fabric.gather_bytes_per_second(2) + 4 * fabric.gather_seconds(2)
     assert rates.exchanged_seconds(100 * shape.hidden_size * 4) == pytest.approx(gathered)
@@ -174,7 +176,7 @@ def test_a_pipeline_waits_for_one_lane_where_all_stays_and_for_whole_ranks_where
     resident = None if tier is Tier.none else 0
     policy = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=4, num_micro_batches=4)
     config = RuntimeConfig(offload=OffloadConfig(tier=tier, resident_layers=resident), policy=policy)
-    view = RankView.of(MACHINE, shape, Way.pipeline, 4)
+    view = RankView.from_shape(MACHINE, shape, Parallelism.pipeline, 4)
     problem = Problem(shape=view.shape, config=config, budgets=view.machine.budgets, sizes=sizes, rates=RATES)
     alone, run = find_policy(problem).prediction, view.plan(replace(problem, config=config), find_policy)
     assert alone is not None
@@ -187,7 +189,7 @@ def test_a_pipeline_waits_for_one_lane_where_all_stays_and_for_whole_ranks_where
 def test_a_pipeline_tries_lanes_that_fill_its_ranks_once_twice_and_four_times() -> None:
     sizes = [SequenceSize(num_prompt_tokens=32, max_new_tokens=9)] * 63
     config = RuntimeConfig(offload=OffloadConfig(tier=Tier.none), policy=PolicyConfig(kind=PolicyKind.auto))
-    view = RankView.of(MACHINE, toy_shape(), Way.pipeline, 4)
+    view = RankView.from_shape(MACHINE, toy_shape(), Parallelism.pipeline, 4)
     problem = Problem(shape=view.shape, config=config, budgets=view.machine.budgets, sizes=sizes, rates=RATES)
     asked, found = list[int | None](), list[int]()
 
@@ -221,7 +223,9 @@ def ratio_of_four_cards_to_two(setting: Setting, config: RuntimeConfig) -> float
     config = replace(config, policy=replace(config.policy, prefill_chunk_tokens=CHUNK_TOKENS))
     for count in (2, 4):
         view, workload = view_for(setting, count), setting.workload
-        grid = Choices.of(view.shape, config, workload.num_requests, has_device=True).grid(workload.num_requests)
+        grid = Choices.from_config(view.shape, config, workload.num_requests, has_device=True).grid(
+            workload.num_requests
+        )
         seconds = roofline_of(view.shape, view.machine, workload, config).seconds(
             fitting(view.shape, view.machine, workload, config, grid)
         )
@@ -259,7 +263,7 @@ def published_step(num_ranks: int, *, exposed_seconds: float = 0.0) -> float:
     )
     fabric = replace(EIGHT, device_bytes_per_second=DEVICE_LINK * scale)
     machine = Machine(name="910b3", host_bytes=64 * GIB, device_bytes=60 * GIB, rates=rates, fabric=fabric)
-    view = RankView.of(machine, shape, Way.sharded if num_ranks > 1 else Way.one, num_ranks)
+    view = RankView.from_shape(machine, shape, Parallelism.sharded if num_ranks > 1 else Parallelism.one, num_ranks)
     policy = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=1, num_micro_batches=1)
     config = RuntimeConfig(offload=OffloadConfig(tier=Tier.cpu, resident_layers=0), policy=policy)
     sizes, own = [SequenceSize(num_prompt_tokens=16, max_new_tokens=8)], view.machine.rates

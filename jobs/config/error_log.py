@@ -41,8 +41,8 @@ def to_user_error(error: Exception, path: Path | None = None) -> WeightstreamErr
             "container's or a job's memory), or lower offload.host_memory_gib, offload.device_memory_gib or "
             "policy.micro_batch_size"
         )
-    if (said := _slurm_error(error)) is not None:
-        return said
+    if (slurm_error := _slurm_error(error)) is not None:
+        return slurm_error
     if isinstance(error, RuntimeError) and str(error).startswith(NO_HOME):
         return ConfigError("a path begins with ~, and no home directory is known for it: write the path in full")
     if any(isinstance(each, FileNotFoundError) and NO_TEMPORARY in str(each) for each in _chain(error)):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from runtime.cache.rectangle import TravellingLayer, rectangle_cache
+from runtime.model.capabilities import CacheShape, bounded_layers, layer_types, measure_cache
 from runtime.model.families import FAMILIES
-from runtime.model.traits import CacheShape, bounded_layers, layer_types, measure_cache
 from runtime.probing.meta import build_meta_model
 from runtime.stream.device import ComputeDevice
 from runtime.synthesize.checkpoints import config_for

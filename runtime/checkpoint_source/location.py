@@ -52,9 +52,9 @@ from .config_rules import (
     vetted_directory,
     without_code,
 )
+from .download import one_line
 from .gguf_tokenizer import load_gguf_tokenizer
-from .net import one_line
-from .place import localize, missing_weights_error
+from .localize import localize, missing_weights_error
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..errors import CheckpointError
 from ..store.gguf import GgufHeader
-from .net import one_line
+from .download import one_line
 
 log = logging.getLogger(__name__)
 

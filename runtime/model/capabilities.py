@@ -16,8 +16,8 @@ from ..errors import ConfigError, require
 from ..plan.shape.attention import DeltaRule
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage, StageKind
+from ..probing.empty_weights import without_values
 from ..probing.guards import NO_DECODER
-from ..probing.hollow import without_values
 from ..probing.layer_lists import (
     config_behind_encoder,
     decoder_config,

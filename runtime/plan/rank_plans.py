@@ -43,9 +43,12 @@ class RankView:
         machine cannot be shared out among so many."""
         if (num_ranks == 1) is not (way is Parallelism.one):
             raise ConfigError(
-                f"devices={way.value} is of {'one process' if way is Parallelism.one else 'several'}, and plan.num_ranks is "
-                f"{num_ranks}: "
-                + ("devices=sharded, tensor or pipeline" if way is Parallelism.one else "set it to 2 or more")
+                f"plan.num_ranks={num_ranks}: devices={way.value} runs in "
+                + (
+                    "one process; choose devices=sharded, tensor or pipeline"
+                    if way is Parallelism.one
+                    else "several processes; set it to 2 or more"
+                )
             )
         require(
             way is Parallelism.one or not shape.has_encoder,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.record import running
+from jobs.record import run_checkpoint as running
 from jobs.record.output_rows import GenerationRow
+from jobs.record.run_checkpoint import RunCheckpoint, RunCheckpointFile
 from jobs.record.run_dir import RunDirectory
-from jobs.record.running import Running, RunningFile
 from runtime.sequences.sequence import TokenLogprobs, Unfinished
 from tests.jobs.part_support import MANIFEST, PASSES, PLAN
 
@@ -36,16 +36,16 @@ UNFINISHED = {
     ),
     ("row 4", 1): Unfinished(token_ids=(), logprobs=(), generator_state=None),
 }
-RUNNING = Running(finished=FINISHED, unfinished=UNFINISHED, passes=PASSES)
-NOTHING = Running(finished=[], unfinished={}, passes=[])
+CHECKPOINT = RunCheckpoint(finished=FINISHED, unfinished=UNFINISHED, passes=PASSES)
+NOTHING = RunCheckpoint(finished=[], unfinished={}, passes=[])
 
 
-def file_at(path: Path) -> RunningFile:
+def file_at(path: Path) -> RunCheckpointFile:
     path.mkdir(exist_ok=True)
-    return RunningFile(directory=RunDirectory(path=path), manifest=MANIFEST, plan=PLAN)
+    return RunCheckpointFile(directory=RunDirectory(path=path), manifest=MANIFEST, plan=PLAN)
 
 
-def plain(running: Running) -> tuple[object, ...]:
+def plain(running: RunCheckpoint) -> tuple[object, ...]:
     return list(running.finished), dict(running.unfinished), list(running.passes)
 
 
@@ -53,12 +53,12 @@ def test_what_was_saved_last_comes_back(tmp_path: Path) -> None:
     file = file_at(tmp_path)
     assert plain(file.load()) == plain(NOTHING)
     assert file.save(NOTHING)
-    assert file.save(RUNNING)
+    assert file.save(CHECKPOINT)
     cleaned = [
         replace(FINISHED[0], completion="text \\ud800"),
         replace(FINISHED[1], token_ids=[], logprobs=[], top_token_ids=[], top_logprobs=[]),
     ]
-    assert plain(file.load()) == plain(replace(RUNNING, finished=cleaned))
+    assert plain(file.load()) == plain(replace(CHECKPOINT, finished=cleaned))
     file.remove()
     file.remove()
     assert list(tmp_path.iterdir()) == []
@@ -66,7 +66,7 @@ def test_what_was_saved_last_comes_back(tmp_path: Path) -> None:
 
 def test_every_flipped_bit_is_harmless_or_costs_the_checkpoint_alone(tmp_path: Path) -> None:
     file = file_at(tmp_path)
-    file.save(RUNNING)
+    file.save(CHECKPOINT)
     path = file.directory.running
     whole, expected = path.read_bytes(), plain(file.load())
     num_refused = 0
@@ -90,7 +90,7 @@ def test_a_file_that_is_not_this_runs_moves_to_quarantine(
         "other run": replace(file, manifest=replace(MANIFEST, semantic={"model.name": "other"})),
         "other plan": replace(file, plan=PLAN[1:]),
     }
-    others.get(spoil, file).save(RUNNING)
+    others.get(spoil, file).save(CHECKPOINT)
     path = file.directory.running
     damaged = {"cut": path.read_bytes()[:-9], "empty": b"", "text": b"hello"}.get(spoil, path.read_bytes())
     path.write_bytes(damaged)
@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_read_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     file = file_at(tmp_path)
-    file.save(RUNNING)
+    file.save(CHECKPOINT)
 
     def fail(_: Path) -> tuple[bytes, os.stat_result]:
         raise OSError(number, os.strerror(number))
@@ -119,7 +119,7 @@ def test_a_fault_while_saving_keeps_what_was_saved_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = file_at(tmp_path)
-    file.save(RUNNING)
+    file.save(CHECKPOINT)
     before = file.directory.running.read_bytes()
 
     def fail(*_: object) -> None:

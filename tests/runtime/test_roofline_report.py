@@ -6,7 +6,7 @@ from runtime.config.settings import Attention, OffloadConfig, Order, PolicyConfi
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.planner import plan_run
-from runtime.plan.roofs import Roofs, roofs_of
+from runtime.plan.roofline_report import RooflineReport, make_roofline_report
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 
@@ -22,14 +22,16 @@ RATES = MachineRates(
 SHAPE = toy_shape()
 
 
-def roofs(*, has_device: bool = True, tier: Tier = Tier.nvme, attention: Attention = Attention.device) -> Roofs:
+def roofs(
+    *, has_device: bool = True, tier: Tier = Tier.nvme, attention: Attention = Attention.device
+) -> RooflineReport:
     machine = Machine(name="m", host_bytes=2 * GIB, device_bytes=160 * MIB if has_device else None, rates=RATES)
     policy = PolicyConfig(
         kind=PolicyKind.fixed, micro_batch_size=4, num_micro_batches=2, attention=attention, schedule=Order.zigzag
     )
     config = RuntimeConfig(offload=OffloadConfig(tier=tier, resident_layers=0), policy=policy)
     plan = plan_run(SHAPE, config, machine.budgets, sizes_of([40] * 8, max_new_tokens=8), rates=RATES)
-    return roofs_of(SHAPE, machine, plan)
+    return make_roofline_report(SHAPE, machine, plan)
 
 
 def test_each_memory_and_each_road_is_a_roof() -> None:

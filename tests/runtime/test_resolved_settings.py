@@ -23,10 +23,10 @@ from runtime.config.settings import (
     Tier,
 )
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.facts import PlanFacts
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
+from runtime.plan.resolved_settings import ResolvedSettings
 from runtime.plan.shape.dtypes import Loss, StoredNumbers, keeping_kv
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Stage
@@ -41,10 +41,10 @@ RATES = MachineRates(
 )
 
 
-def facts(config: RuntimeConfig, shape: ModelShape | None = None, *, has_device: bool = False) -> PlanFacts:
+def facts(config: RuntimeConfig, shape: ModelShape | None = None, *, has_device: bool = False) -> ResolvedSettings:
     shape, budgets = shape or toy_shape(), Budgets(host_bytes=GIB, device_bytes=GIB if has_device else None)
     plan = plan_run(shape, config, budgets, sizes_of([30] * 10), rates=RATES)
-    return PlanFacts.of(config, shape, plan, dtype="float32", stored=PUBLISHED)
+    return ResolvedSettings.from_plan(config, shape, plan, dtype="float32", stored=PUBLISHED)
 
 
 def test_blocks_and_stages_are_counted() -> None:
@@ -108,9 +108,11 @@ def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
     prefix = SharedPrefix(num_tokens=20)
     sizes = [size.behind(prefix) for size in sizes_of([30] * 6)]
 
-    def sharing(shape: ModelShape, config: RuntimeConfig = NVME, *, has_rope_lengths: bool = False) -> PlanFacts:
+    def sharing(shape: ModelShape, config: RuntimeConfig = NVME, *, has_rope_lengths: bool = False) -> ResolvedSettings:
         plan = plan_run(shape, config, Budgets(host_bytes=GIB), sizes, rates=RATES)
-        return PlanFacts.of(config, shape, plan, dtype="float32", stored=PUBLISHED, has_rope_lengths=has_rope_lengths)
+        return ResolvedSettings.from_plan(
+            config, shape, plan, dtype="float32", stored=PUBLISHED, has_rope_lengths=has_rope_lengths
+        )
 
     found = sharing(toy_shape())
     assert (found.sharing, found.num_spared_tokens, found.why_unshared) == ("block", 5 * 20, None)
@@ -150,7 +152,7 @@ def stored_as(*formats: str, relative_error: float | None = None) -> StoredNumbe
         return replace(stage, parameters=(replace(parameter, pieces=((piece,),)),))
 
     losses = {"published": Loss.exact, "packed": Loss.lossless, "rounded": Loss.lossy}
-    return StoredNumbers.of(replace(shape, stages=tuple(map(kept, shape.stages))), losses, relative_error)
+    return StoredNumbers.from_losses(replace(shape, stages=tuple(map(kept, shape.stages))), losses, relative_error)
 
 
 def test_a_models_class_of_error_is_the_worst_of_its_matrices() -> None:

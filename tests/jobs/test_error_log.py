@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.config.mistakes import mistakes_logged, told
+from jobs.config.error_log import log_errors, to_user_error
 from runtime.errors import BudgetError, ConfigError, InternalError, MemoryShortage
 
 TOO_MUCH = 1 << 60  # bytes
@@ -42,9 +42,9 @@ def test_memory_that_ran_out_is_refused_before_a_run_begins_and_resumable_behind
     run_out: object, tmp_path: Path
 ) -> None:
     assert callable(run_out)
-    with pytest.raises(BudgetError, match="no more memory"), mistakes_logged():
+    with pytest.raises(BudgetError, match="no more memory"), log_errors():
         run_out()
-    with pytest.raises(MemoryShortage, match="no more memory") as ended, mistakes_logged(tmp_path / "run.log"):
+    with pytest.raises(MemoryShortage, match="no more memory") as ended, log_errors(tmp_path / "run.log"):
         run_out()
     assert ended.value.exit_code == 75
     assert list(tmp_path.iterdir()) == []
@@ -55,12 +55,12 @@ def test_a_mistake_of_ours_names_the_log_that_has_its_traceback(tmp_path: Path) 
     path.write_text("before\n")
     for number in (1, 2):
         line = f"ValueError: mistake {number}; the traceback is in {path}"
-        with pytest.raises(InternalError, match=line), mistakes_logged(path):
+        with pytest.raises(InternalError, match=line), log_errors(path):
             raise ValueError(f"mistake {number}\nmore")
     text = path.read_text()
     assert text.startswith("before\n")
     assert text.count("Traceback") == 2
-    assert "test_mistakes.py" in text
+    assert "test_error_log.py" in text
     assert InternalError.exit_code == 70
 
 
@@ -70,13 +70,13 @@ def test_a_log_that_is_a_link_or_cannot_be_written_leaves_the_traceback_in_the_j
     other, link = tmp_path / "precious", tmp_path / "run.log"
     other.write_text("mine")
     link.symlink_to(other)
-    assert "the log, above" in str(told(ValueError("a mistake"), link))
+    assert "the log, above" in str(to_user_error(ValueError("a mistake"), link))
     assert other.read_text() == "mine"
     assert "ValueError: a mistake" in caplog.text
 
 
 def test_a_home_that_nobody_has_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match="write the path in full"), mistakes_logged():
+    with pytest.raises(ConfigError, match="write the path in full"), log_errors():
         Path("~nobody-of-this-name/prompts.jsonl").expanduser()
 
 
@@ -85,10 +85,10 @@ def test_a_machine_without_room_for_temporary_files_is_refused_with_the_way_out(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
-    with pytest.raises(ConfigError, match="Set TMPDIR"), mistakes_logged():
+    with pytest.raises(ConfigError, match="Set TMPDIR"), log_errors():
         tempfile.gettempdir()
 
 
 def test_a_path_that_no_file_can_have_is_refused_by_its_beginning(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'.*' \.\.\. is longer than a path may be"), mistakes_logged():
+    with pytest.raises(ConfigError, match=r"'.*' \.\.\. is longer than a path may be"), log_errors():
         (tmp_path / ("x" * 5000)).exists()

@@ -24,8 +24,8 @@ from runtime.config.settings import (
     Tier,
 )
 from runtime.errors import CheckpointError
-from runtime.plan.advice import advice, ignored_by_plan, slow_by_plan
 from runtime.plan.placement.placement import Budgets
+from runtime.plan.plan_warnings import advice, ignored_by_plan, slow_by_plan
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.shape.model import ModelShape
 from runtime.stream.weights import WeightStream

@@ -42,7 +42,7 @@ from .plan_file import read_plan_table
 from .run_dir import RunDirectory
 from .stored_run import NUM_FETCHES, OWN, RUN
 
-PATIENCE_SECONDS = 30.0  # somebody waits
+RETRY_SECONDS = 30.0  # somebody waits
 PLAIN = re.compile(r"[^/\\\0*?\[]*[^/\\\0*?\[.][^/\\\0*?\[]*")  # a folder's name: no pattern, and more than dots
 TURN = re.compile(r"turn-([1-9]\d*)")
 RECORD = ".fetched.json"
@@ -58,7 +58,7 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
     if num_plain == 0:
         raise ConfigError(f"{key}={url} names no bucket")
     base, pattern = f"{scheme}://{'/'.join(steps[:num_plain])}", "/".join(steps[num_plain:])
-    store = ObjectStore(base, key, RetryPolicy(seconds=PATIENCE_SECONDS))
+    store = ObjectStore(base, key, RetryPolicy(seconds=RETRY_SECONDS))
     files = store.listed(is_deep=True)
     names = [name.removesuffix(RUN).rstrip("/") for name in files if name == RUN or name.endswith(f"/{RUN}")]
 
@@ -92,10 +92,10 @@ def _fetched(store: ObjectStore, name: str, files: Mapping[str, StoredFile], pat
     record, here = make_directory(path) / RECORD, dict[str, object]()
     with suppress(FileNotFoundError, DamagedRunError):
         here.update(read_json(record))
-    told = {each: [file.num_bytes, file.tag] for each, file in sorted(there.items())}
-    for each in here.keys() - told.keys():
+    listing = {each: [file.num_bytes, file.tag] for each, file in sorted(there.items())}
+    for each in here.keys() - listing.keys():
         (path / each).unlink(missing_ok=True)
-    new = [each for each, value in told.items() if here.get(each) != value or not (path / each).exists()]
+    new = [each for each, value in listing.items() if here.get(each) != value or not (path / each).exists()]
 
     def fetch(name: str) -> None:
         try:
@@ -108,7 +108,7 @@ def _fetched(store: ObjectStore, name: str, files: Mapping[str, StoredFile], pat
 
     with ThreadPoolExecutor(NUM_FETCHES) as pool:
         list(pool.map(fetch, new))
-    write_json(record, told, exclusive=False)
+    write_json(record, listing, exclusive=False)
     return path, url_child(store.url, name) if name else store.url
 
 
