@@ -292,8 +292,8 @@ class _Check:
             raise ConfigError(
                 f"model.self_check: {type(self.model.staged.model).__name__} gives other log-probabilities here than "
                 f"alone: they differ by up to {found.score:.1g} times what rounding may do ({SCORE_TOLERANCE}), in "
-                f"{truncated.num_layers} of {len(self.model.shape.layers)} layers, float32; its greedy tokens are right, "
-                "its scores may not be. model.self_check=off scores all the same"
+                f"{truncated.num_layers} of {len(self.model.shape.layers)} layers, float32; "
+                "its greedy tokens are right, its scores may not be. model.self_check=off scores all the same"
             )
         partly = f", of which {wanted} would show every kind" if truncated.num_layers < wanted else ""
         return (

@@ -87,7 +87,7 @@ class EncodingTask(RuntimeTask[PromptLike, Prompt, E]):
         require_readable(model, self.wanted)
 
     def read(self, value: PromptLike, index: int) -> Prompt:
-        return Prompt.from_row(value, index)
+        return Prompt.from_value(value, index)
 
     def results(self, model: LoadedModel, inputs: Sequence[tuple[int, Prompt]], complete: Complete) -> Generator[E]:
         every = tokenized(model, [prompt for _, prompt in inputs], model.shape.context_tokens)

@@ -30,7 +30,7 @@ class GenerationTask(RuntimeTask[PromptLike, Prompt, Result]):
         require_text(model)
 
     def read(self, value: PromptLike, index: int) -> Prompt:
-        return Prompt.from_row(value, index)
+        return Prompt.from_value(value, index)
 
     def results(
         self, model: LoadedModel, inputs: Sequence[tuple[int, Prompt]], complete: Complete

@@ -70,7 +70,7 @@ class Prompt:
         )
 
     @staticmethod
-    def from_row(value: "PromptLike", place: int) -> "Prompt":
+    def from_value(value: "PromptLike", place: int) -> "Prompt":
         """A prompt of what stands for one: a text, token ids or messages. Raises ConfigError naming its place."""
         if isinstance(value, Prompt):
             return value

@@ -32,7 +32,7 @@ class Targets:
         require(len(self.targets) > 0, "targets must hold one target at least")
 
     @staticmethod
-    def from_row(value: "TargetsLike", index: int) -> "Targets":
+    def from_value(value: "TargetsLike", index: int) -> "Targets":
         """Targets of what stands for them. Raises ConfigError naming its place."""
         if isinstance(value, Targets):
             return value
@@ -147,7 +147,7 @@ class ScoringBatch:
 def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]]) -> ScoringBatch:
     """What the targets ask of the model. Raises ConfigError where texts are given and there is no tokenizer, or chats
     and no template."""
-    prompts = [Prompt.from_row(pair.prompt, index) for index, pair in pairs]
+    prompts = [Prompt.from_value(pair.prompt, index) for index, pair in pairs]
     texts = texts_of(model, prompts)
     encoded = encode_pairs(
         model,
@@ -183,7 +183,7 @@ class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):
         require_text(model)
 
     def read(self, value: TargetsLike, index: int) -> Targets:
-        return Targets.from_row(value, index)
+        return Targets.from_value(value, index)
 
     def results(
         self, model: LoadedModel, inputs: Sequence[tuple[int, Targets]], complete: Complete

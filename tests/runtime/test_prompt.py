@@ -68,8 +68,8 @@ def test_messages_become_what_the_models_own_template_makes_of_them(monkeypatch:
 
 
 def test_token_ids_of_other_libraries_are_prompts_too() -> None:
-    assert Prompt.from_row(torch.tensor([3, 4]), 0) == Prompt(token_ids=[3, 4])  # pyright: ignore
-    assert Prompt.from_row(({"role": "user", "content": "x"},), 0).messages == [{"role": "user", "content": "x"}]
+    assert Prompt.from_value(torch.tensor([3, 4]), 0) == Prompt(token_ids=[3, 4])  # pyright: ignore
+    assert Prompt.from_value(({"role": "user", "content": "x"},), 0).messages == [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_token_ids_of_other_libraries_are_prompts_too() -> None:
         (lambda: Prompt("a", max_new_tokens=1.5), "a prompt's max_new_tokens must be a whole number"),  # pyright: ignore
         (lambda: Prompt("a", seed=-1), "a prompt's seed must be 0 to"),
         (lambda: Prompt("a", temperature="hot"), "a prompt's temperature must be a number"),  # pyright: ignore
-        (lambda: Prompt.from_row(3.5, 4), "prompt 4 must be a text, a list of token ids, a list of messages or a Prompt"),
-        (lambda: Prompt.from_row([1, "a"], 4), "prompt 4 must be"),  # pyright: ignore
-        (lambda: Prompt.from_row({"role": "user"}, 4), "prompt 4 must be"),  # pyright: ignore
+        (lambda: Prompt.from_value(3.5, 4), "prompt 4 must be a text, a list of token ids, a list of messages"),
+        (lambda: Prompt.from_value([1, "a"], 4), "prompt 4 must be"),  # pyright: ignore
+        (lambda: Prompt.from_value({"role": "user"}, 4), "prompt 4 must be"),  # pyright: ignore
         (lambda: Runtime().generate([Prompt("a", id="1"), "b"]), "prompts 0 and 1 have the same id '1'"),
     ],
 )  # fmt: skip
