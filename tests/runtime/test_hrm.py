@@ -13,6 +13,7 @@ from runtime.config.settings import (
     Attention,
     ExpertPaging,
     KVConfig,
+    KVDType,
     KVTier,
     OffloadConfig,
     Order,
@@ -359,6 +360,14 @@ def test_a_found_policy_is_a_fixed_one_and_a_resumed_run_keeps_its_blocks() -> N
     again = find_policy(problem(SHAPES["moe"], replace(WITH_DEVICE, rates=slower), config()), blocks=first.blocks)
     assert again.blocks == first.blocks
     assert again.choice is not None
+
+
+def test_attention_on_the_cpu_is_not_tried_with_a_rounded_cache_before_an_accelerator() -> None:
+    exact, rounded = (replace(SHAPES["moe"], kv_dtype=dtype) for dtype in (KVDType.auto, KVDType.int8))
+    tried = [
+        {way[1] for way in Choices.from_config(shape, config(), 4, has_device=True).ways} for shape in (exact, rounded)
+    ]
+    assert tried == [{Attention.device, Attention.cpu}, {Attention.device}]
 
 
 def test_the_whole_grid_takes_less_than_a_second() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...config.orders import PLAIN, Order
-from ...config.settings import Attention, FeedForward, KVTier, PrefetchConfig, RuntimeConfig, Tier
+from ...config.settings import Attention, FeedForward, KVDType, KVTier, PrefetchConfig, RuntimeConfig, Tier
 from ..placement.feedforward import why_not
 from ..placement.placer import KV_FRACTIONS
 from ..placement.walks import cpu_attends, num_slots_for
@@ -236,7 +236,8 @@ def _kv_fractions(
         if not cpu_attends(shape, policy, has_device=has_device):
             return ()
         if has_device:
-            return (0.0,) if config.kv.tier in (KVTier.auto, KVTier.cpu) else ()
+            can_be_read = shape.kv_dtype is KVDType.auto and config.kv.tier in (KVTier.auto, KVTier.cpu)
+            return (0.0,) if can_be_read else ()
     if not can_travel:
         return (1.0,)
     return KV_FRACTIONS if config.kv.device_fraction is None else (config.kv.device_fraction,)
