@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-DOORS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.py")) if not path.stem.startswith("_")}
-COMMANDS = [*DOORS, "help", "completion"]
+JOBS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.py")) if not path.stem.startswith("_")}
+COMMANDS = [*JOBS, "help", "completion"]
 USAGE = """usage: weightstream JOB [key=value ...], and weightstream JOB --help for what a job's settings are
 
 {jobs}
@@ -21,17 +21,20 @@ def main() -> None:
     """Little is imported before a job starts: it sees to stop signals first."""
     match sys.argv[1:]:
         case ["help", *words] if words:
-            job, *topics = words if words[0] in DOORS else ["generate", *words]
+            job, *topics = words if words[0] in JOBS else ["generate", *words]
             sys.argv[1:] = [job, "--help", *topics]
             main()
-        case [job, *words] if job in DOORS:
+        case [job, *words] if job in JOBS:
             sys.argv[1:] = words
             runpy.run_module(f"jobs.{job}", run_name="__main__", alter_sys=True)
         case ["completion", *words]:
-            from jobs.config.help import script_or_answer
+            from jobs.config.help import completion_output
 
-            text = script_or_answer(words, COMMANDS)
-            print(refuse("completion takes the name of a shell: bash, zsh or fish") if text is None else text, end="")
+            text = completion_output(words, COMMANDS)
+            print(
+                exit_refused("completion takes the name of a shell: bash, zsh or fish") if text is None else text,
+                end="",
+            )
         case ["--help" | "-h" | "help", *_]:
             print(help_text())
         case ["--version", *_]:
@@ -43,19 +46,19 @@ def main() -> None:
             sys.exit(2)
         case [word, *_]:
             close = get_close_matches(word, COMMANDS, n=1)
-            refuse(
+            exit_refused(
                 f"unknown job {word!r}: {f'did you mean {close[0]}?' if close else 'weightstream --help lists them'}"
             )
 
 
 def help_text() -> str:
     """The help text, with what each job's module says of itself, up to the first full stop or semicolon."""
-    texts = {job: ast.get_docstring(ast.parse(door.read_text(encoding="utf-8"))) or "" for job, door in DOORS.items()}
+    texts = {job: ast.get_docstring(ast.parse(door.read_text(encoding="utf-8"))) or "" for job, door in JOBS.items()}
     about = {job: " ".join(text.split()).partition(": ")[2] for job, text in texts.items()}
-    return USAGE.format(jobs="\n".join(f"  {job:<12}{re.split(r'[.;](?: |$)', about[job])[0]}" for job in DOORS))
+    return USAGE.format(jobs="\n".join(f"  {job:<12}{re.split(r'[.;](?: |$)', about[job])[0]}" for job in JOBS))
 
 
-def refuse(message: str) -> NoReturn:
+def exit_refused(message: str) -> NoReturn:
     from jobs.config.cli import REFUSED, print_error
 
     print_error(message)

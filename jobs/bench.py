@@ -8,7 +8,7 @@ from pathlib import Path
 import hydra
 
 from jobs.config.cli import REFUSED, as_job, print_error, print_line, run_job
-from jobs.config.logs import log_plainly
+from jobs.config.logs import setup_plain_logging
 from jobs.config.settings import Composed, load
 
 CHECKOUT = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ NAMES_FILES = ("path=", "questions=", "tokenizer=")  # where something lies is n
 @as_job
 def main(composed: Composed) -> None:
     config = load(BenchConfig, composed)
-    log_plainly(config.log_level)
+    setup_plain_logging(config.log_level)
 
     import pyarrow as pa
     import pyarrow.parquet as pq

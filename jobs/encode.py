@@ -16,7 +16,7 @@ import hydra
 from jobs.config.cli import as_job, infer_dataset_kind, print_line, run_job
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, EncodeConfig, load
-from jobs.run.door import run_door
+from jobs.run.door import run_command
 
 if TYPE_CHECKING:
     from jobs.run.tasks.task import Task
@@ -35,7 +35,7 @@ def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(EncodeConfig, composed)
     log_start(logging.getLogger("jobs.encode"), config)
-    return run_door(
+    return run_command(
         config,
         _load_task,
         lambda outcome: print_line(HOW_TO_READ.format(folder=outcome.directory / "generations")),
@@ -45,9 +45,9 @@ def main(composed: Composed) -> int:
 
 
 def _load_task() -> "Callable[[EncodeConfig], tuple[Task, EncodeConfig]]":
-    from jobs.run.tasks.encode import encoding
+    from jobs.run.tasks.encode import encoding_task
 
-    return encoding
+    return encoding_task
 
 
 if __name__ == "__main__":

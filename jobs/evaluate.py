@@ -11,7 +11,7 @@ if __name__ == "__main__":
 import hydra
 
 from jobs.config.cli import as_job, print_line, run_job
-from jobs.config.logs import log_to_stderr
+from jobs.config.logs import setup_logging
 from jobs.config.settings import Composed, load
 from jobs.evaluating.config import EvaluateConfig
 from runtime.errors import require
@@ -23,7 +23,7 @@ def main(composed: Composed) -> None:
     began_at, began = time.time(), time.monotonic()
     config = load(EvaluateConfig, composed)
     require(find_spec("lm_eval") is not None, "jobs.evaluate needs lm-evaluation-harness: pip install -e '.[eval]'")
-    log_to_stderr(config.log_level)
+    setup_logging(config.log_level)
 
     # torch, transformers and the harness are loaded only once the config is known to be good
     with gc_paused():

@@ -21,7 +21,7 @@ from jobs.config.logs import log_start
 from jobs.config.settings import Composed, GenerateConfig, load
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_there
-from jobs.run.door import run_door
+from jobs.run.door import run_command
 from runtime.checkpoint_source.localize import localize
 from runtime.config.texts import is_url
 
@@ -49,13 +49,13 @@ def main(composed: Composed) -> int:
     path = config.dataset.path
     if path is not None and not is_url(path) and config.dataset.kind is not DatasetKind["hub"]:
         require_there(path)
-    return run_door(config, _load_task, partial(_print_results, config), at=began_at, clock=began)
+    return run_command(config, _load_task, partial(_print_results, config), at=began_at, clock=began)
 
 
 def _load_task() -> "Callable[[GenerateConfig], tuple[Task, GenerateConfig]]":
-    from jobs.run.tasks.generate import generation
+    from jobs.run.tasks.generate import generation_task
 
-    return lambda config: (generation(config), config)
+    return lambda config: (generation_task(config), config)
 
 
 def _print_results(config: GenerateConfig, outcome: "Outcome") -> None:
@@ -67,10 +67,10 @@ def _print_results(config: GenerateConfig, outcome: "Outcome") -> None:
         print_line(f"\n{format_generations(folder)}")
     print_line(HOW_TO_READ.format(folder=folder))
     if config.dataset.prompt is not None:
-        print_line("\n" + answers(folder))
+        print_line("\n" + format_completions(folder))
 
 
-def answers(folder: Path) -> str:
+def format_completions(folder: Path) -> str:
     """The completions of a run of one prompt, or what is wrong with them."""
     import pyarrow.parquet as pq
 

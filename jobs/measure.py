@@ -9,7 +9,7 @@ from pathlib import Path
 import hydra
 
 from jobs.config.cli import as_job, print_line, run_job
-from jobs.config.logs import log_plainly
+from jobs.config.logs import setup_plain_logging
 from jobs.config.process import restart_tuned
 from jobs.config.settings import Composed, load
 from jobs.measuring.config import MeasureJobConfig
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 @as_job
 def main(composed: Composed) -> None:
     config = load(MeasureJobConfig, composed)
-    log_plainly(config.log_level)
+    setup_plain_logging(config.log_level)
 
     from jobs.files.named import publish_named, require_replaceable
     from jobs.files.publishing import make_directory, write_all

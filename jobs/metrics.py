@@ -3,7 +3,7 @@
 import hydra
 
 from jobs.config.cli import as_job, print_line, run_job
-from jobs.config.logs import log_plainly
+from jobs.config.logs import setup_plain_logging
 from jobs.config.settings import Composed, LogLevel, load
 from jobs.grading.config import Metric, MetricsConfig
 
@@ -12,7 +12,7 @@ from jobs.grading.config import Metric, MetricsConfig
 @as_job
 def main(composed: Composed) -> None:
     config = load(MetricsConfig, composed)
-    log_plainly(LogLevel.warning)
+    setup_plain_logging(LogLevel.warning)
 
     from jobs.grading.grading import describe, grade
     from jobs.grading.judging import describe_judged, judged

@@ -4,7 +4,7 @@ import hydra
 from tqdm import tqdm
 
 from jobs.config.cli import as_job, print_line, run_job
-from jobs.config.logs import log_plainly
+from jobs.config.logs import setup_plain_logging
 from jobs.config.settings import Composed, LogLevel, load
 from jobs.packing.config import PackConfig
 
@@ -13,7 +13,7 @@ from jobs.packing.config import PackConfig
 @as_job
 def main(composed: Composed) -> None:
     config = load(PackConfig, composed)
-    log_plainly(LogLevel.info)
+    setup_plain_logging(LogLevel.info)
 
     from jobs.packing.packing import pack
 

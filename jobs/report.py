@@ -5,7 +5,7 @@ from pathlib import Path
 import hydra
 
 from jobs.config.cli import as_job, print_line, run_job
-from jobs.config.logs import log_plainly
+from jobs.config.logs import setup_plain_logging
 from jobs.config.settings import Composed, LogLevel, load
 from jobs.reporting.config import ReportConfig
 
@@ -14,7 +14,7 @@ from jobs.reporting.config import ReportConfig
 @as_job
 def main(composed: Composed) -> None:
     config = load(ReportConfig, composed)
-    log_plainly(LogLevel.warning)
+    setup_plain_logging(LogLevel.warning)
 
     from jobs.record.run_reader import find_runs
     from jobs.record.unfinished import describe_unfinished

@@ -16,7 +16,7 @@ import hydra
 from jobs.config.cli import as_job, infer_dataset_kind, print_line, run_job
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, ScoreConfig, load
-from jobs.run.door import run_door
+from jobs.run.door import run_command
 
 if TYPE_CHECKING:
     from jobs.run.run import Outcome
@@ -36,20 +36,20 @@ def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(ScoreConfig, composed)
     log_start(logging.getLogger("jobs.score"), config)
-    return run_door(config, _load_task, _print_results, at=began_at, clock=began)
+    return run_command(config, _load_task, _print_results, at=began_at, clock=began)
 
 
 def _load_task() -> "Callable[[ScoreConfig], tuple[Task, ScoreConfig]]":
-    from jobs.run.tasks.score import scoring
+    from jobs.run.tasks.score import scoring_task
 
-    return scoring
+    return scoring_task
 
 
 def _print_results(outcome: "Outcome") -> None:
-    from jobs.run.tasks.score import sentence
+    from jobs.run.tasks.score import format_totals
 
     print_line(HOW_TO_READ.format(folder=outcome.directory / "generations"))
-    print_line(f"\n{sentence(outcome.summary.totals or {})}")
+    print_line(f"\n{format_totals(outcome.summary.totals or {})}")
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ def main(composed: Composed) -> None:
         stream=sys.stderr,
         force=True,
     )
-    composed_job = _composed("generate", GenerateConfig, settings_of("generate", config.settings))
+    composed_job = _compose_job("generate", GenerateConfig, settings_of("generate", config.settings))
     if settings_of("encode", config.settings) != settings_of("generate", config.settings):
-        _composed("encode", EncodeConfig, settings_of("encode", config.settings))
+        _compose_job("encode", EncodeConfig, settings_of("encode", config.settings))
     config = replace(config, settings=[*config.settings, *absolute_paths(flatten(composed_job))])
     try:
         from jobs.serving.server import serve
@@ -40,7 +40,7 @@ def main(composed: Composed) -> None:
     serve(config, Path(config.output_root), [model.path or model.name])
 
 
-def _composed(job: str, kind: type[C], settings: list[str]) -> C:
+def _compose_job(job: str, kind: type[C], settings: list[str]) -> C:
     """The settings of each such job. Raises ConfigError for those that it would not take."""
     if (suggestion := suggest_key(settings, kind)) is not None:
         raise ConfigError(suggestion)
@@ -50,7 +50,7 @@ def _composed(job: str, kind: type[C], settings: list[str]) -> C:
         raise ConfigError(describe_hydra_error(error, known_keys(kind))) from error
 
 
-def with_settings(words: list[str]) -> list[str]:
+def collect_settings(words: list[str]) -> list[str]:
     """The command line with what is `jobs.generate`'s, as `model=hf`, in `settings`."""
     own = {*known_keys(ServeConfig), "hydra"}
     groups = {word: word.lstrip("+~").partition("=")[0].partition(".")[0] for word in words}
@@ -61,5 +61,5 @@ def with_settings(words: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = with_settings(sys.argv[1:])
+    sys.argv[1:] = collect_settings(sys.argv[1:])
     run_job(main, ServeConfig)

@@ -3,7 +3,7 @@
 import hydra
 
 from jobs.config.cli import as_job, print_line, run_job
-from jobs.config.logs import log_plainly
+from jobs.config.logs import setup_plain_logging
 from jobs.config.settings import Composed, LogLevel, load
 from jobs.reporting.config import StatusConfig, StatusFormat
 
@@ -12,7 +12,7 @@ from jobs.reporting.config import StatusConfig, StatusFormat
 @as_job
 def main(composed: Composed) -> None:
     config = load(StatusConfig, composed)
-    log_plainly(LogLevel.warning)
+    setup_plain_logging(LogLevel.warning)
 
     from jobs.record.run_reader import find_runs
     from jobs.reporting.status import as_json, as_text, status_of

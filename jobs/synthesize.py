@@ -6,7 +6,7 @@ import hydra
 from tqdm import tqdm
 
 from jobs.config.cli import as_job, print_line, run_job
-from jobs.config.logs import log_plainly
+from jobs.config.logs import setup_plain_logging
 from jobs.config.settings import Composed, SynthesizeConfig, load
 from runtime.units import GIB
 
@@ -15,7 +15,7 @@ from runtime.units import GIB
 @as_job
 def main(composed: Composed) -> None:
     config = load(SynthesizeConfig, composed)
-    log_plainly(config.log_level)
+    setup_plain_logging(config.log_level)
 
     import torch
 

@@ -99,12 +99,12 @@ def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
         print_error(Interrupted("the same command goes on from here"))
         sys.exit(RESUMABLE)
     except Exception as error:
-        if _comes_from_hydra(error):
+        if _is_hydra_error(error):
             print_error(describe_hydra_error(error, known_keys(schema)))
             sys.exit(REFUSED)
-        mistake = _sweep_output_error(error) or to_user_error(error)
-        print_error(mistake)
-        sys.exit(mistake.exit_code)
+        user_error = _sweep_output_error(error) or to_user_error(error)
+        print_error(user_error)
+        sys.exit(user_error.exit_code)
     finally:
         _exit_codes.set(None)
     sys.exit(min(codes, key=_WORST_FIRST.index, default=0))
@@ -138,14 +138,14 @@ def _run_subcommand(job: str, words: list[str], schema: type) -> int | None:
 
 def expand_prompt(words: list[str]) -> list[str]:
     """`prompt=TEXT` as the settings that it is short for, with all that Hydra would read in the text quoted."""
-    found = []
+    expanded = []
     for word in words:
         name, sign, text = word.partition("=")
         if (name, sign) != ("prompt", "="):
-            found.append(word)
+            expanded.append(word)
             continue
-        found += ["dataset=prompt", f"dataset.prompt={quote(text)}"]
-    return found
+        expanded += ["dataset=prompt", f"dataset.prompt={quote(text)}"]
+    return expanded
 
 
 def infer_dataset_kind(words: list[str]) -> list[str]:
@@ -257,7 +257,7 @@ def _first_line(text: str) -> str:
     return " ".join(line for line in lines if line and not line.startswith("See "))
 
 
-def _comes_from_hydra(error: Exception) -> bool:
+def _is_hydra_error(error: Exception) -> bool:
     """True for Hydra's and OmegaConf's exceptions, and for built-in ones that their own code raised."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:

@@ -54,7 +54,8 @@ def to_user_error(error: Exception, path: Path | None = None) -> WeightstreamErr
         return ConfigError(f"{str(error.filename)[:60]!r} ... is longer than a path may be, which no file can have")
     return InternalError(
         f"internal error, a mistake of Weightstream's and none of yours: {type(error).__name__}: {_first_line(error)}; "
-        f"the traceback is in {_logged(error, path)}: please report it. The same command goes on from what is committed"
+        f"the traceback is in {_log_traceback(error, path)}: please report it. The same command goes on from what is "
+        "committed"
     )
 
 
@@ -82,27 +83,27 @@ def _slurm_error(error: Exception) -> WeightstreamError | None:
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error and those it came out of: who cannot load a library may say no more than that."""
     seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        yield each
-        each = each.__cause__ or each.__context__
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:200] or type(error).__name__
 
 
-def _logged(error: Exception, path: Path | None) -> str:
+def _log_traceback(error: Exception, path: Path | None) -> str:
     text = f"{datetime.now().isoformat(timespec='seconds')}\n{''.join(traceback.format_exception(error))}\n"
     try:
-        return _append(text, path) if path is not None else _keep(text)
+        return _append_traceback(text, path) if path is not None else _write_traceback(text)
     except OSError as problem:
         log.error("no file takes this traceback (%s):\n%s", problem, text)
         return "the log, above"
 
 
-def _append(text: str, path: Path) -> str:
+def _append_traceback(text: str, path: Path) -> str:
     """A link is not followed: a run's directory may be somebody else's."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8", errors="backslashreplace") as file:
@@ -110,7 +111,7 @@ def _append(text: str, path: Path) -> str:
     return str(path)
 
 
-def _keep(text: str) -> str:
+def _write_traceback(text: str) -> str:
     with tempfile.NamedTemporaryFile(
         "w", prefix="weightstream-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
     ) as file:

@@ -21,14 +21,14 @@ from runtime.errors import ConfigError
 
 Settings: TypeAlias = Mapping[str, object]
 
-OF_HYDRA = ("hydra", "defaults")
+HYDRA_KEYS = ("hydra", "defaults")
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-LISTED = re.compile(r"[\w-]+(?: \| [\w-]+)+")  # at the beginning of a comment: what there is to choose
+CHOICES = re.compile(r"[\w-]+(?: \| [\w-]+)+")  # at the beginning of a comment: what there is to choose
 WIDTH, COLUMN = 120, 40  # of a line, and where what a key means begins
 ALL = "all"
 PLACEHOLDER = re.compile(r"\{(settings|options):? ?([^}]*)\}")  # in a page of `jobs/data/help`
 SHELLS = ("bash", "zsh", "fish")
-AT_THE_TOP = "@package _global_"  # Hydra's word for a file whose keys are a job's own: below a group, and beside it
+GLOBAL_PACKAGE = "@package _global_"  # Hydra's word for a file whose keys are a job's own: below a group, and beside it
 FLAGS = ("--help", "--version", "--multirun", "--cfg")  # two of ours, and of Hydra's those of which a user has a use
 
 
@@ -39,22 +39,24 @@ class SettingsFile:
 
     values: Settings
     comments: Mapping[str, str]
-    about: Sequence[str]
-    beside: Settings = field(default_factory=dict)
+    header: Sequence[str]
+    extra_values: Settings = field(default_factory=dict)
 
 
 class JobSettings:
     """The settings of one job, with the options that are chosen on its command line."""
 
     def __init__(self, job: str, words: Sequence[str]):
-        self._primary = read(job_file(job))
+        self._primary = read_settings_file(job_file(job))
         defaults = self._primary.values.get("defaults", [])
         assert isinstance(defaults, list)
         for entry in defaults:
             if isinstance(entry, str) and entry != "_self_":  # the job whose settings it begins with
-                base, own = read(job_file(entry)), self._primary
-                values = {**_merged(base.values, own.values), "defaults": (defaults := base.values["defaults"])}
-                self._primary = SettingsFile(values=values, comments={**base.comments, **own.comments}, about=own.about)
+                base, own = read_settings_file(job_file(entry)), self._primary
+                values = {**_merge(base.values, own.values), "defaults": (defaults := base.values["defaults"])}
+                self._primary = SettingsFile(
+                    values=values, comments={**base.comments, **own.comments}, header=own.header
+                )
         assert isinstance(defaults, list)
         pairs = [pair for entry in defaults if isinstance(entry, dict) for pair in entry.items()]
         # each group with its option, in the order of the defaults list; Hydra's own are left out
@@ -64,74 +66,80 @@ class JobSettings:
         self.groups = list(options)
         self._tree: Settings = self._primary.values
         for group in self.groups:
-            beside = {key: value for key, value in self.option(group).beside.items() if key in self._primary.values}
-            self._tree = _merged(self._tree, {group: self.option(group).values, **beside})
+            beside = {
+                key: value
+                for key, value in self.selected_file(group).extra_values.items()
+                if key in self._primary.values
+            }
+            self._tree = _merge(self._tree, {group: self.selected_file(group).values, **beside})
 
-    def at(self, key: str) -> object:
+    def value_at(self, key: str) -> object:
         """The value of a key, a mapping for a group, or None where there is no such key; the empty key is all."""
         found: object = self._tree
         for name in filter(None, key.split(".")):
             found = found.get(name) if isinstance(found, Mapping) else None
         return found
 
-    def below(self, key: str) -> list[str]:
+    def child_names(self, key: str) -> list[str]:
         """The names of what stands right below a group, none where it is a value."""
-        found = self.at(key)
-        return [name for name in found if key or name not in OF_HYDRA] if isinstance(found, Mapping) else []
+        found = self.value_at(key)
+        return [name for name in found if key or name not in HYDRA_KEYS] if isinstance(found, Mapping) else []
 
-    def all_keys(self, key: str = "") -> list[str]:
+    def leaf_keys(self, key: str = "") -> list[str]:
         """All keys below a group that have a value, dotted."""
-        names = self.below(key)
+        names = self.child_names(key)
         paths = [f"{key}.{name}" if key else name for name in names]
-        return [found for path in paths for found in (self.all_keys(path) if self.below(path) else [path])]
+        return [found for path in paths for found in (self.leaf_keys(path) if self.child_names(path) else [path])]
 
-    def chosen(self, group: str) -> str:
+    def selected_option(self, group: str) -> str:
         """The name of the option that a group stands at, or of that of the group that it follows."""
         option = self._options[group]
         return self._options.get(option[2:-1], "") if option.startswith("${") else option
 
-    def meaning(self, key: str) -> str:
+    def description(self, key: str) -> str:
         """The comment that explains a key: that of the chosen option, else of the job's own file, else of any other
         option that has one. A key that chooses the option has what stands at the top of that option's file."""
         group, _, name = key.partition(".")
         if group not in self.groups:
-            bringing = (self.option(other) for other in self.groups if group in self.option(other).beside)
+            bringing = (
+                self.selected_file(other) for other in self.groups if group in self.selected_file(other).extra_values
+            )
             found = (file.comments.get(key, "") for file in (self._primary, *bringing))
             return next(filter(None, found), "")
-        option = self.option(group)
-        if self.selects(key):
-            return " ".join(takewhile(lambda line: line[:1].strip(), option.about))
-        others = (read_option(group, other) for other in options_of(group))
+        option = self.selected_file(group)
+        if self.names_option(key):
+            return " ".join(takewhile(lambda line: line[:1].strip(), option.header))
+        others = (read_option(group, other) for other in option_names(group))
         found = [option.comments.get(name), self._primary.comments.get(key), *(o.comments.get(name) for o in others)]
         return next((comment for comment in found if comment), "")
 
     def choices(self, key: str) -> list[str]:
         """What a key may be, as far as that can be listed."""
         group, _, name = key.partition(".")
-        if key in self.groups or self.selects(key):
-            return options_of(group)
-        value, comments = self.at(key), [self.meaning(key)]
+        if key in self.groups or self.names_option(key):
+            return option_names(group)
+        value, comments = self.value_at(key), [self.description(key)]
         if isinstance(value, bool):
             return ["true", "false"]
         if group in self.groups:
-            comments += [read_option(group, other).comments.get(name, "") for other in options_of(group)]
+            comments += [read_option(group, other).comments.get(name, "") for other in option_names(group)]
         for comment in comments:
-            if listed := LISTED.match(comment):
+            if listed := CHOICES.match(comment):
                 return [*listed[0].split(" | "), *(["null"] if value is None else [])]
         return []
 
-    def selects(self, key: str) -> bool:
+    def names_option(self, key: str) -> bool:
         """True for a key whose value names the option that it is in, such as `offload.tier`."""
         group, _, name = key.partition(".")
         return group in self.groups and all(
-            read_option(group, option).values.get(name) == option for option in options_of(group)
+            read_option(group, option).values.get(name) == option for option in option_names(group)
         )
 
-    def option(self, group: str) -> SettingsFile:
+    def selected_file(self, group: str) -> SettingsFile:
         """The file of the option that a group stands at, an empty one where there is none."""
-        option = self.chosen(group)
+        option = self.selected_option(group)
         is_there = option_file(group, option).is_file()
-        return read_option(group, option) if is_there else SettingsFile(values={}, comments={}, about=())
+        return read_option(group, option) if is_there else SettingsFile(values={}, comments={}, header=())
 
 
 def job_file(job: str) -> Traversable:
@@ -143,51 +151,51 @@ def option_file(group: str, option: str) -> Traversable:
 
 
 @cache
-def options_of(group: str) -> list[str]:
+def option_names(group: str) -> list[str]:
     """The names of what a group has to choose from, sorted; those of a `--config-dir` are not among them."""
     names = (file.name for file in files("conf").joinpath(group).iterdir())
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 @cache
-def read(file: Traversable) -> SettingsFile:
+def read_settings_file(file: Traversable) -> SettingsFile:
     """The result is what a file holds, its comments included."""
     text = file.read_text(encoding="utf-8")
     values = yaml.load(text, Loader=LOADER)
     assert isinstance(values, dict), f"{file} holds no mapping"
-    comments, about = _comments(text)
-    return SettingsFile(values=values, comments=comments, about=about)
+    comments, about = _parse_comments(text)
+    return SettingsFile(values=values, comments=comments, header=about)
 
 
 @cache
 def read_option(group: str, option: str) -> SettingsFile:
     """The result is what the file of an option holds, its keys as they are called within the group."""
-    file = read(option_file(group, option))
-    if AT_THE_TOP not in file.about:
+    file = read_settings_file(option_file(group, option))
+    if GLOBAL_PACKAGE not in file.header:
         return file
     values, beside = file.values[group], {key: value for key, value in file.values.items() if key != group}
     assert isinstance(values, dict), f"{option} of {group} holds no mapping"
     comments = {key.removeprefix(f"{group}."): comment for key, comment in file.comments.items()}
-    about = [line for line in file.about if line != AT_THE_TOP]
-    return SettingsFile(values=values, comments=comments, about=about, beside=beside)
+    about = [line for line in file.header if line != GLOBAL_PACKAGE]
+    return SettingsFile(values=values, comments=comments, header=about, extra_values=beside)
 
 
-def _merged(settings: Settings, others: Settings) -> Settings:
+def _merge(settings: Settings, others: Settings) -> Settings:
     merged = dict(settings)
     for key, value in others.items():
         before = merged.get(key)
-        merged[key] = _merged(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = _merge(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
-def _comments(text: str) -> tuple[dict[str, str], list[str]]:
+def _parse_comments(text: str) -> tuple[dict[str, str], list[str]]:
     """The comments of each dotted key, behind it first, then above it; and the lines above the first key.
 
     A line that is nothing but a comment goes on with the one behind the last key if it begins as far to the right."""
     lines, found = text.splitlines(), dict[str, str]()
     about, done = list[str](), 0
     behind, at, column = list[str](), "", 0
-    for key, begin, end in _places(yaml.compose(text, Loader=LOADER), ""):
+    for key, begin, end in _key_positions(yaml.compose(text, Loader=LOADER), ""):
         above = [line.partition("#") for line in lines[done : begin[0]] if line.lstrip().startswith("#")]
         goes_on = [comment for indent, _, comment in above if behind and len(indent) > column + 1]
         before = [comment for indent, _, comment in above if not (behind and len(indent) > column + 1)]
@@ -203,7 +211,7 @@ def _comments(text: str) -> tuple[dict[str, str], list[str]]:
     return {key: comment for key, comment in found.items() if key and comment}, about
 
 
-def _places(node: yaml.Node | None, parent: str) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
+def _key_positions(node: yaml.Node | None, parent: str) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
     """Each dotted key comes with the line and column where it begins, and where its value or a group's name ends."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         name = f"{parent}.{key.value}" if parent else key.value
@@ -211,7 +219,7 @@ def _places(node: yaml.Node | None, parent: str) -> Iterator[tuple[str, tuple[in
         end = key.end_mark if is_open else value.end_mark
         yield name, (key.start_mark.line, key.start_mark.column), (end.line, end.column)
         if is_open:
-            yield from _places(value, name)
+            yield from _key_positions(value, name)
 
 
 def help_text(job: str, words: Sequence[str]) -> str:
@@ -222,63 +230,65 @@ def help_text(job: str, words: Sequence[str]) -> str:
     settings = JobSettings(job, [word for word in words if "=" in word])
     topics = [word for word in words if "=" not in word and not word.startswith("-")]
     if topics:
-        return "\n\n".join(part for topic in topics for part in _about(settings, topic))
+        return "\n\n".join(part for topic in topics for part in _describe_topic(settings, topic))
     page = files("jobs").joinpath("data", "help", f"{job}.txt").read_text(encoding="utf-8")
 
     def filled(place: re.Match[str]) -> str:
         """`{settings}` or `{settings: KEYS}`, and `{options: GROUP}`, the default first."""
         what, names = place[1], place[2]
         if what == "settings":
-            return "\n".join(_entry(settings, key) for key in names.split() or settings.all_keys())
-        default = settings.chosen(names)
-        text = ", ".join([default, *(option for option in options_of(names) if option != default)])
+            return "\n".join(_format_setting(settings, key) for key in names.split() or settings.leaf_keys())
+        default = settings.selected_option(names)
+        text = ", ".join([default, *(option for option in option_names(names) if option != default)])
         return fill(text, WIDTH - 20, subsequent_indent=" " * 13, break_on_hyphens=False)
 
     return PLACEHOLDER.sub(filled, page).rstrip("\n")
 
 
-def _about(settings: JobSettings, topic: str) -> Iterator[str]:
+def _describe_topic(settings: JobSettings, topic: str) -> Iterator[str]:
     if topic == ALL:
-        yield "\n".join(_entry(settings, key) for key in settings.below("") if not settings.below(key))
-        for name in settings.below(""):
-            if settings.below(name):
-                yield from _about(settings, name)
+        yield "\n".join(
+            _format_setting(settings, key) for key in settings.child_names("") if not settings.child_names(key)
+        )
+        for name in settings.child_names(""):
+            if settings.child_names(name):
+                yield from _describe_topic(settings, name)
     elif topic in settings.groups:
-        yield "\n".join([f"{topic}=OPTION, one of", *_options(settings, topic), *_below(settings, topic)])
-    elif settings.below(topic):
-        meaning = fill(f"{topic}: {settings.meaning(topic)}".removesuffix(": "), WIDTH, break_on_hyphens=False)
-        yield "\n".join([meaning, *_below(settings, topic)])
-    elif topic in settings.all_keys():
-        yield _entry(settings, topic)
+        yield "\n".join([f"{topic}=OPTION, one of", *_option_lines(settings, topic), *_setting_lines(settings, topic)])
+    elif settings.child_names(topic):
+        meaning = fill(f"{topic}: {settings.description(topic)}".removesuffix(": "), WIDTH, break_on_hyphens=False)
+        yield "\n".join([meaning, *_setting_lines(settings, topic)])
+    elif topic in settings.leaf_keys():
+        yield _format_setting(settings, topic)
     else:
-        near = did_you_mean(topic, [*settings.below(""), *settings.all_keys(), ALL])
+        near = did_you_mean(topic, [*settings.child_names(""), *settings.leaf_keys(), ALL])
         raise ConfigError(f"no group and no setting is called {topic}{near}; --help all lists them")
 
 
-def _options(settings: JobSettings, group: str) -> Iterator[str]:
+def _option_lines(settings: JobSettings, group: str) -> Iterator[str]:
     """A line for each option, and all that the chosen one's file begins with."""
-    chosen = settings.chosen(group)
-    for option in options_of(group):
-        about = " ".join(read_option(group, option).about)
+    chosen = settings.selected_option(group)
+    for option in option_names(group):
+        about = " ".join(read_option(group, option).header)
         first = re.split(r"(?<=\.) ", about, maxsplit=1)[0]
-        yield _columns(f"  {option}{' (chosen)' if option == chosen else ''}", first, 24)
-    about = settings.option(group).about
+        yield _two_columns(f"  {option}{' (chosen)' if option == chosen else ''}", first, 24)
+    about = settings.selected_file(group).header
     if len(about) > 1:
         yield from (f"\n{group}={chosen}", *about)
 
 
-def _below(settings: JobSettings, group: str) -> list[str]:
-    keys = [key for key in settings.all_keys(group) if not settings.selects(key)]
-    return ["\nSettings", *(_entry(settings, key) for key in keys)] if keys else []
+def _setting_lines(settings: JobSettings, group: str) -> list[str]:
+    keys = [key for key in settings.leaf_keys(group) if not settings.names_option(key)]
+    return ["\nSettings", *(_format_setting(settings, key) for key in keys)] if keys else []
 
 
-def _entry(settings: JobSettings, key: str) -> str:
-    value = settings.at(key)
+def _format_setting(settings: JobSettings, key: str) -> str:
+    value = settings.value_at(key)
     shown = value if isinstance(value, str) else json.dumps(value).replace('"', "")
-    return _columns(f"  {key}={shown}", settings.meaning(key), COLUMN)
+    return _two_columns(f"  {key}={shown}", settings.description(key), COLUMN)
 
 
-def _columns(left: str, right: str, column: int) -> str:
+def _two_columns(left: str, right: str, column: int) -> str:
     """`right` stands beside `left`, or below it where that is too long."""
     indent = " " * column
     text = fill(right, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
@@ -287,7 +297,7 @@ def _columns(left: str, right: str, column: int) -> str:
     return f"{left}\n{text}" if len(left) >= column else left + text[len(left) :]
 
 
-def script_or_answer(words: Sequence[str], commands: Iterable[str]) -> str | None:
+def completion_output(words: Sequence[str], commands: Iterable[str]) -> str | None:
     """The name of one of `SHELLS` gives the script that it sources; `answer WORD ...`, which that script asks at each
     TAB, gives the `completions` of these words, one a line. The result is None for any other words."""
     match words:
@@ -306,25 +316,25 @@ def completions(words: Sequence[str], commands: Iterable[str]) -> list[str]:
     may come first. The result is empty for a job that is not known and for values that no one can list."""
     *before, word = words or [""]
     if not before:
-        return _matching(word, (*commands, "--help", "--version"))
+        return _with_prefix(word, (*commands, "--help", "--version"))
     if before == ["completion"]:
-        return _matching(word, SHELLS)
+        return _with_prefix(word, SHELLS)
     if before == ["help"]:
-        return _matching(word, commands)
+        return _with_prefix(word, commands)
     if not job_file(before[0]).is_file():
         return []
     settings = JobSettings(before[0], before[1:])
     if "=" in word:
         key = word.partition("=")[0]
-        return _matching(word, [*FLAGS, *(f"{key}={value}" for value in settings.choices(key))])
+        return _with_prefix(word, [*FLAGS, *(f"{key}={value}" for value in settings.choices(key))])
     parent, keys = word.rpartition(".")[0], list[str]()
-    for name in settings.below(parent):  # a group takes an option too, behind `=`
+    for name in settings.child_names(parent):  # a group takes an option too, behind `=`
         key = f"{parent}.{name}" if parent else name
-        is_group = isinstance(settings.at(key), Mapping)
+        is_group = isinstance(settings.value_at(key), Mapping)
         keys += [f"{key}="] if not is_group or key in settings.groups else []
         keys += [f"{key}."] if is_group else []
-    return _matching(word, [*FLAGS, *keys])
+    return _with_prefix(word, [*FLAGS, *keys])
 
 
-def _matching(word: str, candidates: Iterable[str]) -> list[str]:
+def _with_prefix(word: str, candidates: Iterable[str]) -> list[str]:
     return [candidate for candidate in candidates if candidate.startswith(word)]

@@ -7,12 +7,12 @@ import sys
 from runtime.config.settings import Parallelism
 from runtime.ranks.launch import Launch
 
-from .settings import LogLevel, RunSettings, doubtful_settings, run_directory, to_yaml
+from .settings import LogLevel, RunSettings, run_directory, settings_warnings, to_yaml
 
-REPORTED_TOO_MUCH = ("botocore", "aiobotocore")  # log requests to stores with what signs them
+NOISY_LOGGERS = ("botocore", "aiobotocore")  # log requests to stores with what signs them
 
 
-def log_to_stderr(level: LogLevel) -> None:
+def setup_logging(level: LogLevel) -> None:
     """Every line gets its time; where nobody watches, as in a file that is read later, its date as well."""
     logging.basicConfig(
         level=level.value.upper(),
@@ -21,11 +21,11 @@ def log_to_stderr(level: LogLevel) -> None:
         stream=sys.stderr,
         force=True,
     )
-    for name in REPORTED_TOO_MUCH:
+    for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def log_plainly(level: LogLevel) -> None:
+def setup_plain_logging(level: LogLevel) -> None:
     """The log of a job that is soon done: lines without their time."""
     logging.basicConfig(level=level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
 
@@ -36,14 +36,14 @@ def log_start(log: logging.Logger, config: RunSettings) -> None:
     here."""
     launch = Launch.found(os.environ) if config.devices.way is not Parallelism.one else None
     if launch is not None and launch.rank:
-        log_to_stderr(LogLevel.warning)
+        setup_logging(LogLevel.warning)
         return
-    log_to_stderr(config.log_level)
+    setup_logging(config.log_level)
     if config.machine.device not in ("auto", "cpu") and config.num_workers == 1:
         from runtime.stream.device import choose_device  # torch
 
         choose_device(config.machine.device)
-    for sentence in doubtful_settings(config):
+    for sentence in settings_warnings(config):
         log.warning("%s", sentence)
     log.debug("config:\n%s", to_yaml(config))
     log.info("opening %s; results go to %s", config.model.path or f"model={config.model.name}", run_directory(config))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from runtime.stream.host_memory import HEAP_TUNABLE
 
-from .signals import end_on_signals, hold_signals
+from .signals import block_signals, exit_on_signals
 
 TUNABLES, WAITING = "GLIBC_TUNABLES", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 SPIN_COUNT = "1000"  # some microseconds
@@ -54,10 +54,10 @@ def restart_tuned() -> None:
     id, and 0.1 s: call it before anything is opened, and before what takes long to import, since from here on a stop
     signal ends the process with 75."""
     prepare_process()
-    end_on_signals()
+    exit_on_signals()
     environment = tuned_environment(os.environ)
     if sys.platform == "linux" and environment != dict(os.environ):
-        hold_signals()
+        block_signals()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 

@@ -36,7 +36,7 @@ from runtime.errors import ConfigError
 from ..datasets.config import DatasetConfig
 from ..datasets.fields import ShardConfig
 from ..files.publishing import JsonValue, json_digest
-from .typed import ARCHITECTURE, TRANSFORMERS, build, field_types, flatten, plain
+from .typed import ARCHITECTURE, TRANSFORMERS, build, field_types, flatten, to_plain
 
 T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
@@ -47,7 +47,7 @@ LOSSY_KEYS = frozenset({"kv.dtype"})  # of those groups: they change the text
 # Of the other groups: greedy float32 text is the same; which rows are too long is in the digest of the input, and how
 # many a window has is in the manifest of a run that has several.
 # What model.verify=full finds is among the facts of the manifest.
-FREE_KEYS = frozenset(
+OPERATIONAL_KEYS = frozenset(
     {
         "policy.schedule",
         "policy.attention",
@@ -198,14 +198,14 @@ class RunSettings:
             machine=self.machine,
         )
 
-    def _require_no_answer(self, doing: str) -> None:
+    def _require_no_generation(self, activity: str) -> None:
         """What is of generated tokens is refused where none are: `doing` says what is done in their place."""
         sampling, way = self.sampling, self.devices.way
-        require(sampling.n == 1, f"sampling.n={sampling.n} means nothing where {doing}")
+        require(sampling.n == 1, f"sampling.n={sampling.n} means nothing where {activity}")
         beams = sampling.num_beams
-        require(beams in (None, 1), f"sampling.num_beams={beams} means nothing where {doing}")
+        require(beams in (None, 1), f"sampling.num_beams={beams} means nothing where {activity}")
         structures = [key for key in STRUCTURES if getattr(sampling, key) is not None]
-        require(not structures, f"sampling.{''.join(structures)} means nothing where {doing}")
+        require(not structures, f"sampling.{''.join(structures)} means nothing where {activity}")
         why = f"devices={way.value} tells no scores or embeddings as yet: take devices=sharded, tensor or one"
         require(way is not Parallelism.pipeline, why)
 
@@ -247,7 +247,7 @@ class ScoreConfig(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_no_answer("targets are scored")
+        self._require_no_generation("targets are scored")
         require(not self.dataset.has_turns, "targets are scored behind one prompt: dataset.turns have no meaning here")
         is_held = self.score.rolling and self.dataset.window_rows is not None
         require(not is_held, "dataset.window_rows reads rows in windows, and score.rolling=true holds its documents")
@@ -285,7 +285,7 @@ class EncodeConfig(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_no_answer("prompts are encoded")
+        self._require_no_generation("prompts are encoded")
         require(not self.dataset.has_turns, "one prompt of a row is encoded: dataset.turns have no meaning here")
         require(
             not self.is_batch or self.encode.output is not Readout.masks,
@@ -398,7 +398,7 @@ def _is_semantic(key: str) -> bool:
     """A group that nobody has thought of is: to go on otherwise than begun does more harm than to refuse."""
     group, _, name = key.partition(".")
     is_operational = group in OPERATIONAL_GROUPS and key not in LOSSY_KEYS
-    return bool(name) and not is_operational and key not in FREE_KEYS
+    return bool(name) and not is_operational and key not in OPERATIONAL_KEYS
 
 
 def _is_unset(key: str, value: JsonValue) -> bool:
@@ -430,13 +430,13 @@ def run_directory(config: RunSettings) -> Path:
     return Path(config.output_root) / job / run_name(config)
 
 
-def doubtful_settings(config: RunSettings) -> list[str]:
+def settings_warnings(config: RunSettings) -> list[str]:
     """A sentence for each setting that has no effect beside the others, or another than was surely meant; for the job
     to log as warnings. Those that the model or the plan leaves without effect: `runtime.plan.plan_warnings`."""
-    return [*_ignored_settings(config), *_unread_escapes(config.sampling.stop or [])]
+    return [*_ignored_settings(config), *_escape_warnings(config.sampling.stop or [])]
 
 
-def _unread_escapes(stop: list[str]) -> list[str]:
+def _escape_warnings(stop: list[str]) -> list[str]:
     """What a shell hands on of "\\n" in plain quotes is a backslash and a letter, which hardly any text holds."""
     return [
         f"sampling.stop holds {text!r}: a backslash and a letter, not the one character that they spell in code; "
@@ -477,7 +477,7 @@ def read_yaml(path: Path) -> dict[str, object]:
 
 def to_yaml(config: RunSettings | SynthesizeConfig) -> str:
     """The settings as YAML, readable and safe to load as plain data, by the keys that `load` takes."""
-    values = plain(config)
+    values = to_plain(config)
     assert isinstance(values, dict)
     if isinstance(sampling := values.get("sampling"), dict):
         passed = {key: value for key in PASSED_ON if (value := sampling.pop(key)) is not None}

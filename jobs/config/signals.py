@@ -16,35 +16,35 @@ from types import FrameType, TracebackType
 from typing import Self
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # a shell has a background job ignore the one, nohup the other
-BEFORE_THE_START = b"interrupted: nothing was begun; start the same command again to go on\n"
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)  # a shell has a background job ignore the one, nohup the other
+NOTHING_BEGUN = b"interrupted: nothing was begun; start the same command again to go on\n"
 EXIT_INTERRUPTED = 75
-END = 0  # no signal has this number
+STOP_BYTE = 0  # no signal has this number
 BURST_SECONDS = 0.5  # `timeout` and Ctrl-C in a pipeline signal the process and its group: one request, sent twice
 
 
 def stop_signals() -> list[signal.Signals]:
     """Those that ask this process to stop. What whoever started it has had ignored goes on being ignored."""
-    return [s for s in STOP_SIGNALS if s not in OF_THE_TERMINAL or signal.getsignal(s) is not signal.SIG_IGN]
+    return [s for s in STOP_SIGNALS if s not in TERMINAL_SIGNALS or signal.getsignal(s) is not signal.SIG_IGN]
 
 
-def hold_signals() -> None:
-    """Lets them wait, also across `os.exec`, until `end_on_signals`."""
+def block_signals() -> None:
+    """Lets them wait, also across `os.exec`, until `exit_on_signals`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
-def end_on_signals() -> None:
+def exit_on_signals() -> None:
     """Lets a signal, also one that has waited, end the process with 75 from now on, until a `StopFlag` takes over: a
     job calls this first, as imports from a cold file system can take long and there is nothing to save yet."""
     for number in stop_signals():
-        signal.signal(number, _end)
+        signal.signal(number, _exit_handler)
     atexit.register(ignore_signals)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _exit_handler(number: int, frame: FrameType | None) -> None:
     if not StopFlag.was_watching:  # what ends behind it has said why
-        os.write(2, BEFORE_THE_START)
+        os.write(2, NOTHING_BEGUN)
     os._exit(EXIT_INTERRUPTED)
 
 
@@ -68,7 +68,7 @@ class StopFlag:
         self._event = threading.Event()
         self._name = ""
         self._is_watching = False
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._reset_after_fork)
 
     @property
     def requested(self) -> bool:
@@ -100,7 +100,7 @@ class StopFlag:
         if not self._is_watching:  # a forked child that unwinds: the pipe is its parent's
             return
         self._restore()
-        os.write(self._writer, bytes([END]))  # closing would not do: a forked child may hold the pipe open
+        os.write(self._writer, bytes([STOP_BYTE]))  # closing would not do: a forked child may hold the pipe open
         self._thread.join()
         os.close(self._writer)
         os.close(self._reader)
@@ -111,7 +111,7 @@ class StopFlag:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_descriptor)
 
-    def _forget(self) -> None:
+    def _reset_after_fork(self) -> None:
         """Forgets the parent in a forked child, such as a worker of `datasets`: its signals are its own and must not
         stop the parent."""
         if self._is_watching:
@@ -119,7 +119,7 @@ class StopFlag:
 
     def _watch(self) -> None:
         first, first_seconds = 0, 0.0
-        while (number := os.read(self._reader, 1)[0]) != END:
+        while (number := os.read(self._reader, 1)[0]) != STOP_BYTE:
             if number not in self._old_handlers:
                 continue
             now_seconds = time.monotonic()

@@ -31,8 +31,8 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "") -> T:
     for name in values:
         if name not in keys:
             raise ConfigError(unknown_key(f"{prefix}{name}", [f"{prefix}{key}" for key in known_keys(cls)]))
-    given = values if keys == hints else _spread(values, prefix)
-    return cls(**{name: _convert(hints[name], value, f"{prefix}{name}") for name, value in given.items()})
+    field_values = values if keys == hints else _flatten_sampling(values, prefix)
+    return cls(**{name: _convert(hints[name], value, f"{prefix}{name}") for name, value in field_values.items()})
 
 
 def known_keys(cls: type) -> list[str]:
@@ -63,19 +63,19 @@ def unknown_key(key: str, known: list[str]) -> str:
 
 def flatten(config: object) -> "dict[str, JsonValue]":
     """A dataclass tree as `{"sampling.top_k": 0, ...}` with enums as their values, in the order of the fields."""
-    return dict(_flatten(plain(config), ""))
+    return dict(_flatten(to_plain(config), ""))
 
 
-def plain(value: object) -> "JsonValue":
+def to_plain(value: object) -> "JsonValue":
     """A dataclass tree as nested dicts, lists and scalars that JSON and YAML can write."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
-        return plain(value.value)
+        return to_plain(value.value)
     if isinstance(value, Mapping):
-        return {str(plain(key)): plain(item) for key, item in value.items()}
+        return {str(to_plain(key)): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     assert value is None or isinstance(value, str | int | float | bool), f"{type(value).__name__} in a config"
     return value
 
@@ -94,10 +94,10 @@ def key_types(cls: type) -> dict[str, object]:
 def field_types(cls: type) -> dict[str, object]:
     """The type of each field's value, by name."""
     hints = typing.get_type_hints(cls)
-    return {field.name: _held(hints[field.name]) for field in fields(cls)}
+    return {field.name: _value_type(hints[field.name]) for field in fields(cls)}
 
 
-def _held(hint: object) -> object:
+def _value_type(hint: object) -> object:
     return typing.get_args(hint)[0] if typing.get_origin(hint) is TextField else hint
 
 
@@ -110,7 +110,7 @@ def _known_keys(cls: type, prefix: str) -> Iterator[str]:
             yield from _known_keys(hint, f"{prefix}{name}.")
 
 
-def _spread(values: Mapping[str, object], prefix: str) -> Mapping[str, object]:
+def _flatten_sampling(values: Mapping[str, object], prefix: str) -> Mapping[str, object]:
     """Settings of sampling as its fields, those that are passed on among them. Raises ConfigError for a name that is
     none of theirs, with the one that was meant."""
     keys, group = key_types(SamplingConfig), f"{prefix}{TRANSFORMERS}"
@@ -191,7 +191,7 @@ def _convert_scalar(hint: object, value: object, key: str) -> object:
 def _mismatch(hint: object, value: object, key: str) -> ConfigError:
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     near = did_you_mean(value, enum_members(hint)) if isinstance(value, str) else ""
-    return ConfigError(f"{key} must be {_describe(hint)}, got {shown}{near}")
+    return ConfigError(f"{key} must be {_describe_type(hint)}, got {shown}{near}")
 
 
 def enum_members(hint: object) -> list[str]:
@@ -203,14 +203,14 @@ def enum_members(hint: object) -> list[str]:
 _NAMES = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false", type(None): "null"}
 
 
-def _describe(hint: object) -> str:
+def _describe_type(hint: object) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, type) and hint in _NAMES:
         return _NAMES[hint]
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(hint.__members__)}"
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(option) for option in arguments)
+        return " or ".join(_describe_type(option) for option in arguments)
     if origin in (list, tuple):
-        return f"a list, each item {_describe(arguments[0])}"
+        return f"a list, each item {_describe_type(arguments[0])}"
     return "a group of keys"

@@ -38,9 +38,9 @@ from ..files.publishing import json_digest, publish, write_all
 from ..record.output_rows import score_schema
 from ..record.passes import Start
 from ..record.run_dir import RunDirectory
-from ..run.requests import Prompt, completions_of
-from ..run.run import perform
-from ..run.tasks.generate import generation
+from ..run.requests import Prompt, completion_requests
+from ..run.run import run_task
+from ..run.tasks.generate import generation_task
 from ..run.tasks.task import Task
 from .config import EvaluateConfig
 
@@ -96,7 +96,9 @@ class Answerer:
         keys = [(request, index if request.temperature else None) for index, request in enumerate(requests)]
         distinct = dict(zip(keys, requests, strict=True))
         rows = [each.row(index) for index, each in enumerate(distinct.values())]
-        task = replace(generation(config), directory=self.directory / kind, rows=lambda *_: rows, requests=_own_stops)
+        task = replace(
+            generation_task(config), directory=self.directory / kind, rows=lambda *_: rows, requests=_own_stops
+        )
         answers = dict(zip(distinct, self._answers(task, config, ["token_ids"]), strict=True))
         return [tuple(answers[key]["token_ids"]) for key in keys]
 
@@ -141,7 +143,7 @@ class Answerer:
 
     def _answers(self, task: Task, config: GenerateConfig, columns: Sequence[str]) -> list[dict[str, Any]]:
         """What the rows of a task come to, in their order."""
-        outcome = perform(task, config, self._should_stop, self._start)
+        outcome = run_task(task, config, self._should_stop, self._start)
         read = pq.read_table(RunDirectory(path=outcome.directory).generations, columns=["row_index", "error", *columns])
         answers = read.sort_by("row_index").to_pylist()
         broken = [answer for answer in answers if answer["error"] is not None]
@@ -153,7 +155,7 @@ class Answerer:
 
 def _own_stops(runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Iterator[list[Request | Rejected]]:
     """Requests whose stop strings count in the completion alone, as in the harness' own models."""
-    for made in completions_of(runtime, asked):
+    for made in completion_requests(runtime, asked):
         yield [replace(each, stops_begin_in_prompt=False) if isinstance(each, Request) else each for each in made]
 
 

@@ -18,7 +18,7 @@ from runtime.config.texts import is_url
 from runtime.errors import ConfigError, DamagedRunError
 from runtime.units import MIB, counted, format_bytes
 
-from ..files.named import cannot_write, is_replaceable, publish_named
+from ..files.named import is_replaceable, named_file_error, publish_named
 from ..files.publishing import PARQUET_PROBLEMS, make_directory, sweep_temps
 from ..record.run_dir import RunDirectory
 from ..record.run_reader import RunReader, find_runs
@@ -68,7 +68,7 @@ def export(config: ExportConfig) -> Exported:
     absent = missing(config.runs, shards, partial=config.partial, does="exports")
     firsts = [run.parts[min(run.parts)] for run in shards if run.parts]
     if not firsts:
-        raise ConfigError(f"{shards[0].place}: no row is done yet")
+        raise ConfigError(f"{shards[0].location}: no row is done yet")
     try:
         schema = exported_schema([pq.read_schema(path) for path in firsts])
     except PARQUET_PROBLEMS as error:
@@ -111,7 +111,7 @@ def export(config: ExportConfig) -> Exported:
             sweep_temps(out.parent, out.name)  # what exports that were killed left half written
             publish_named(out, lambda file: write(tables, as_written, file))
     except OSError as error:
-        raise cannot_write(out, error) from error
+        raise named_file_error(out, error) from error
     if results is not None:
         num_rows, num_errors = results.num_lines, results.num_errors
     return Exported(
@@ -162,7 +162,9 @@ def _require_file(out: Path, shards: Sequence[RunReader]) -> None:
         return
     for run in shards:
         if (key := _input_at(out, run)) is not None:
-            raise ConfigError(f"out={out} is an input of {run.place} ({key}), which is never replaced: choose another")
+            raise ConfigError(
+                f"out={out} is an input of {run.location} ({key}), which is never replaced: choose another"
+            )
         results = (run.directory.batch_output.name, run.directory.batch_errors.name)
         if run.path.samefile(out.absolute().parent) and out.name not in results and not is_replaceable(out):
             raise ConfigError(f"out={out} is a file of the run itself, which is never replaced: choose another")

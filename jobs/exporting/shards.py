@@ -28,17 +28,19 @@ def require_one_run(runs: Sequence[RunReader]) -> list[RunReader]:
         keys = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
         if keys:
             raise ConfigError(
-                f"{other.place} is another run than {first.place}, by {', '.join(keys[:3])}: one is exported at a time"
+                f"{other.location} is another run than {first.location}, by {', '.join(keys[:3])}: one is exported "
+                "at a time"
             )
         counts = first.shard[1], other.shard[1]
         if counts[0] != counts[1]:
-            raise ConfigError(f"{first.place} is one of {counts[0]} shards and {other.place} one of {counts[1]}")
+            raise ConfigError(f"{first.location} is one of {counts[0]} shards and {other.location} one of {counts[1]}")
     by_place = {(run.turn, run.shard[0]): run for run in runs}
     if len(by_place) < len(runs):
         twice = next(run for run in runs if by_place[run.turn, run.shard[0]] is not run)
         other = by_place[twice.turn, twice.shard[0]]
         raise ConfigError(
-            f"{twice.place} and {other.place} are both shard {twice.shard[0]} of {twice.shard[1]}: name one of them"
+            f"{twice.location} and {other.location} are both shard {twice.shard[0]} of {twice.shard[1]}: name one of "
+            "them"
         )
     return [by_place[place] for place in sorted(by_place)]
 

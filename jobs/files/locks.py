@@ -29,17 +29,17 @@ from runtime.units import MIB
 from .publishing import (
     TEMP_SUFFIX,
     JsonValue,
-    OddFileError,
+    UnexpectedFileError,
     canonical_json,
     output_error,
     read_json,
-    read_regular,
+    read_regular_file,
     write_json,
 )
 
 LOG = logging.getLogger(__name__)
-BEATS_PER_LEASE = 10
-MOST_BYTES = MIB  # of a lease
+RENEWALS_PER_LEASE = 10
+MAX_LEASE_BYTES = MIB  # of a lease
 SLURM_IDS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
 
 
@@ -82,7 +82,7 @@ class RunLock:
             self._descriptor = -1
 
 
-def start_ticks_of(pid: int) -> int | None:
+def process_start_ticks(pid: int) -> int | None:
     """When a process of this machine was started, in ticks since boot, which tells it from a later one of the same
     number; None where there is none."""
     try:
@@ -104,17 +104,17 @@ class Holder:
     start_ticks: int | None
     slurm: Mapping[str, str] = field(default_factory=dict)
 
-    def has_ended(self, found: Mapping[str, JsonValue], start_ticks: Callable[[int], int | None]) -> bool:
+    def has_ended(self, lease_holder: Mapping[str, JsonValue], start_ticks: Callable[[int], int | None]) -> bool:
         """Whether the holder that a lease names is known to be no more: its machine was started again since, or its
         process is not there."""
-        if found.get("host") != self.host:
+        if lease_holder.get("host") != self.host:
             return False
-        if found.get("boot_id") != self.boot_id:
+        if lease_holder.get("boot_id") != self.boot_id:
             return True
-        pid = found.get("pid")
-        if found.get("pid_namespace") != self.pid_namespace or not isinstance(pid, int):
+        pid = lease_holder.get("pid")
+        if lease_holder.get("pid_namespace") != self.pid_namespace or not isinstance(pid, int):
             return False
-        return start_ticks(pid) != found.get("start_ticks")
+        return start_ticks(pid) != lease_holder.get("start_ticks")
 
 
 def this_process() -> Holder:
@@ -129,7 +129,7 @@ def this_process() -> Holder:
         boot_id=boot,
         pid_namespace=namespace,
         pid=os.getpid(),
-        start_ticks=start_ticks_of(os.getpid()),
+        start_ticks=process_start_ticks(os.getpid()),
         slurm={name: os.environ[name] for name in SLURM_IDS if name in os.environ},
     )
 
@@ -151,13 +151,13 @@ class Lease(NamedTuple):
 
 
 def read_lease(path: Path) -> Lease | None:
-    """The lease at `path`; None where nobody holds one. Raises OddFileError where something else lies there, a link
-    too, OSError."""
+    """Reads the lease at `path`; None if there is none. Raises UnexpectedFileError for anything but a regular file,
+    symbolic links included, OSError."""
     try:
-        data, found = read_regular(path, most_bytes=MOST_BYTES, follows=False)
+        data, status = read_regular_file(path, max_bytes=MAX_LEASE_BYTES, follow_links=False)
     except FileNotFoundError:
         return None
-    return Lease(data, found.st_mtime_ns)
+    return Lease(data, status.st_mtime_ns)
 
 
 class Leases(Closing):
@@ -173,37 +173,39 @@ class Leases(Closing):
         *,
         holder: Holder | None = None,
         clock: Callable[[], float] = time.monotonic,
-        start_ticks: Callable[[int], int | None] = start_ticks_of,
-        has_heart: bool = True,
+        start_ticks: Callable[[int], int | None] = process_start_ticks,
+        has_renewal_thread: bool = True,
     ):
         self._folder, self._seconds, self._clock, self._start_ticks = folder, seconds, clock, start_ticks
         self._holder = holder or this_process()
         self._held: dict[str, tuple[int, bytes]] = {}  # an open file, and what is in it
         self._seen: dict[str, tuple[Lease, float]] = {}  # others', and since when they look so
         self._mutex, self._has_closed = threading.Lock(), threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="leases", daemon=True) if has_heart else None
+        self._heart = (
+            threading.Thread(target=self._renew_loop, name="leases", daemon=True) if has_renewal_thread else None
+        )
         if self._heart is not None:
             self._heart.start()
 
     def path(self, name: str) -> Path:
         return self._folder / f"{name}.json"
 
-    def take(self, name: str) -> bool:
+    def acquire(self, name: str) -> bool:
         """Whether this process now holds the lease: nobody did, or it was stale. Of several that try, one gets it.
         Raises DamagedRunError where something lies in its place that no worker has made, OutputError."""
         path = self.path(name)
         try:
-            if (found := read_lease(path)) is not None:
-                if not self._is_stale(name, found) or not _remove(path, found.data, found.touched_ns):
+            if (lease := read_lease(path)) is not None:
+                if not self._is_stale(name, lease) or not _remove_lease(path, lease.data, lease.touched_ns):
                     return False
-                LOG.info("lease %s of %s is stale and taken over", name, format_holder(found.holder))
-            return self._make(name)
-        except OddFileError as error:
+                LOG.info("lease %s of %s is stale and taken over", name, format_holder(lease.holder))
+            return self._create(name)
+        except UnexpectedFileError as error:
             raise DamagedRunError(f"{error}, where workers keep a lease: remove it, or all of them wait") from error
         except OSError as error:
             raise output_error(path, error) from error
 
-    def touch(self) -> list[str]:
+    def renew(self) -> list[str]:
         """Renews what is held. Returns what is not any more: somebody found it stale, as after a long pause.
         Raises OSError."""
         lost = []
@@ -211,20 +213,20 @@ class Leases(Closing):
             for name, (descriptor, data) in self._held.items():
                 os.utime(descriptor)
                 try:
-                    found = read_lease(self.path(name))
-                except OddFileError:  # whoever put it there took the lease away
-                    found = None
-                if found is None or found.data != data:
+                    lease = read_lease(self.path(name))
+                except UnexpectedFileError:  # whoever put it there took the lease away
+                    lease = None
+                if lease is None or lease.data != data:
                     lost.append(name)
         return lost
 
-    def give_back(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Removes the lease if it is still this process's. One that cannot be removed goes stale by itself."""
         with self._mutex:
             descriptor, data = self._held.pop(name)
         os.close(descriptor)
         try:
-            _remove(self.path(name), data)
+            _remove_lease(self.path(name), data)
         except OSError as error:
             LOG.warning("lease %s cannot be given back, and will go stale: %s", name, error)
 
@@ -233,9 +235,9 @@ class Leases(Closing):
         if self._heart is not None:
             self._heart.join()
         for name in list(self._held):
-            self.give_back(name)
+            self.release(name)
 
-    def _make(self, name: str) -> bool:
+    def _create(self, name: str) -> bool:
         """A file that was taken away again, in the moment since it was made, is not held."""
         token = secrets.token_hex(8)
         value: dict[str, JsonValue] = {**asdict(self._holder), "lease": token, "since": time.time()}
@@ -254,20 +256,20 @@ class Leases(Closing):
             self._held[name] = descriptor, data
         return True
 
-    def _is_stale(self, name: str, found: Lease) -> bool:
-        if self._holder.has_ended(found.holder, self._start_ticks):
+    def _is_stale(self, name: str, lease: Lease) -> bool:
+        if self._holder.has_ended(lease.holder, self._start_ticks):
             return True
-        seen, since = self._seen.get(name, (None, 0.0))
-        if seen != found:
-            self._seen[name] = found, self._clock()
+        last_lease, since = self._seen.get(name, (None, 0.0))
+        if last_lease != lease:
+            self._seen[name] = lease, self._clock()
             return False
         return self._clock() - since >= self._seconds
 
-    def _beat(self) -> None:
+    def _renew_loop(self) -> None:
         lost = set[str]()
-        while not self._has_closed.wait(self._seconds / BEATS_PER_LEASE):
+        while not self._has_closed.wait(self._seconds / RENEWALS_PER_LEASE):
             try:
-                now_lost = {*self.touch()}
+                now_lost = {*self.renew()}
             except OSError as error:  # the next beat may find the disk well again
                 LOG.warning("leases cannot be renewed: %s", error)
                 continue
@@ -281,7 +283,7 @@ def format_holder(holder: Mapping[str, JsonValue]) -> str:
     return f"pid {holder.get('pid')} on host {json.dumps(holder.get('host'))}"
 
 
-def _remove(path: Path, data: bytes, touched_ns: int | None = None) -> bool:
+def _remove_lease(path: Path, data: bytes, touched_ns: int | None = None) -> bool:
     """Removes the lease that was read, and no other: it is looked at once it has a name that nobody else uses, and put
     back if it is not the one. Of several that try, one succeeds. Raises OSError."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
@@ -289,11 +291,11 @@ def _remove(path: Path, data: bytes, touched_ns: int | None = None) -> bool:
         path.rename(aside)
     except FileNotFoundError:
         return False
-    found = read_lease(aside)
-    is_it = found is not None and found.data == data and touched_ns in (None, found.touched_ns)
-    if not is_it:
+    lease = read_lease(aside)
+    is_expected = lease is not None and lease.data == data and touched_ns in (None, lease.touched_ns)
+    if not is_expected:
         # Its holder lost it in between, also where another worker swept it away from aside: that does no harm.
         with suppress(FileExistsError, FileNotFoundError):
             os.link(aside, path)
     aside.unlink(missing_ok=True)
-    return is_it
+    return is_expected

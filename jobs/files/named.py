@@ -10,7 +10,7 @@ from typing import BinaryIO
 from runtime.cache_root import cache_root
 from runtime.errors import ConfigError, DamagedRunError, OutputError, WeightstreamError
 
-from .publishing import LASTING_ERRNOS, publish, read_json, write_json
+from .publishing import PERMANENT_ERRNOS, publish, read_json, write_json
 
 
 def publish_named(path: Path, write: Callable[[BinaryIO], None]) -> None:
@@ -20,7 +20,7 @@ def publish_named(path: Path, write: Callable[[BinaryIO], None]) -> None:
         publish(path, write, exclusive=False)
     except OutputError as error:
         if isinstance(error.__cause__, OSError):
-            raise cannot_write(path, error.__cause__) from error
+            raise named_file_error(path, error.__cause__) from error
         raise
     with suppress(OSError, OutputError):  # then it is not replaced without a question
         record = _record(path)
@@ -28,9 +28,9 @@ def publish_named(path: Path, write: Callable[[BinaryIO], None]) -> None:
         write_json(record, _state(path), exclusive=False)
 
 
-def cannot_write(path: Path, error: OSError) -> WeightstreamError:
+def named_file_error(path: Path, error: OSError) -> WeightstreamError:
     """What the user is told: what no waiting heals is refused."""
-    kind = ConfigError if error.errno in LASTING_ERRNOS else OutputError
+    kind = ConfigError if error.errno in PERMANENT_ERRNOS else OutputError
     return kind(f"{path} cannot be written: {error.strerror or error}; an older file is as it was")
 
 

@@ -31,8 +31,8 @@ JsonValue: TypeAlias = "str | int | float | bool | Sequence[JsonValue] | Mapping
 
 LOG = logging.getLogger(__name__)
 TEMP_SUFFIX = ".tmp"
-MOST_JSON_BYTES = 256 * MIB  # of one record; the list of a run of a million parts has less
-LASTING_ERRNOS = frozenset(
+MAX_JSON_BYTES = 256 * MIB  # of one record; the list of a run of a million parts has less
+PERMANENT_ERRNOS = frozenset(
     {errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR}
     | {errno.ENOENT}
 )  # of a path that cannot be written, which no waiting heals
@@ -54,7 +54,7 @@ def publish(
     `expected_bytes` only makes the message of a full disk better. Raises OutputError; an older file is then still good.
     """
     try:
-        with _temp_beside(path) as file:
+        with _temp_file(path) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -76,7 +76,7 @@ def publish(
 
 
 @contextmanager
-def _temp_beside(path: Path) -> Iterator[BinaryIO]:
+def _temp_file(path: Path) -> Iterator[BinaryIO]:
     """A new hidden file. Its lock ends with the process, so that `sweep_temps` knows one that is being written; where
     the file system has no locks, nobody sweeps it."""
     temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}")
@@ -85,7 +85,7 @@ def _temp_beside(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink == 0:  # swept in the moment before it was locked
-            with _temp_beside(path) as another:
+            with _temp_file(path) as another:
                 yield another
         else:
             yield file
@@ -109,28 +109,28 @@ def make_directory(directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if error.errno in LASTING_ERRNOS:
+        if error.errno in PERMANENT_ERRNOS:
             raise ConfigError(f"the directory {directory} cannot be made: {error.strerror}: choose another") from error
         raise output_error(directory, error) from error
     return directory
 
 
-def sweep_temps(directory: Path, name: str | None = None, *, is_alone: bool = False) -> int:
+def sweep_temps(directory: Path, name: str | None = None, *, is_only_writer: bool = False) -> int:
     """Removes what killed writers left half written, of the file `name` or of all; returns how many. What a living
     writer has locked stays. `is_alone`: nobody else writes here, so that all go, also where the file system has no
     locks. Raises OSError."""
     pattern = f".*{TEMP_SUFFIX}" if name is None else f".{escape(name)}.*{TEMP_SUFFIX}"
-    return sum(_sweep(entry, is_alone=is_alone) for entry in directory.glob(pattern) if entry.is_file())
+    return sum(_sweep(entry, is_only_writer=is_only_writer) for entry in directory.glob(pattern) if entry.is_file())
 
 
-def _sweep(temp: Path, *, is_alone: bool) -> bool:
+def _sweep(temp: Path, *, is_only_writer: bool) -> bool:
     """Whether it was left behind; then it is gone."""
     try:
         descriptor = os.open(temp, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:  # published in between, or swept by another
         return False
     try:
-        if not is_alone:
+        if not is_only_writer:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
@@ -141,7 +141,7 @@ def _sweep(temp: Path, *, is_alone: bool) -> bool:
         os.close(descriptor)
 
 
-def set_aside(path: Path, folder: Path, reason: str) -> None:
+def move_to_quarantine(path: Path, folder: Path, reason: str) -> None:
     """Move a file that cannot be used into `folder`, where nothing is overwritten, and say so. Raises OSError."""
     folder.mkdir(exist_ok=True)
     targets = (folder / f"{path.parent.name}-{path.name}.{number}" for number in count())
@@ -166,7 +166,7 @@ def output_error(path: Path, error: OSError, *, expected_bytes: int = 0) -> Outp
         hint = "the file system must allow hard links: choose an output directory on another one with output_root="
     elif error.errno == errno.EFBIG:
         hint = "files may be larger only with a higher limit (ulimit -f, RLIMIT_FSIZE), or on another file system"
-    elif error.errno in LASTING_ERRNOS:
+    elif error.errno in PERMANENT_ERRNOS:
         hint = "make it a directory that can be written, or choose another one with output_root="
     return OutputError(
         f"cannot write {path}: {error.strerror or error} ({name}); {free}{needed}. "
@@ -194,31 +194,35 @@ def write_all(file: BinaryIO, data: bytes) -> None:
     file.write(data)
 
 
-class OddFileError(OSError):
+class UnexpectedFileError(OSError):
     """What lies where a file of ours belongs is none, such as a pipe or a link to a device, or far too large: reading
     it may never end."""
 
 
-def read_regular(path: Path, *, most_bytes: int | None = None, follows: bool = True) -> tuple[bytes, os.stat_result]:
+def read_regular_file(
+    path: Path, *, max_bytes: int | None = None, follow_links: bool = True
+) -> tuple[bytes, os.stat_result]:
     """A regular file's bytes and what it is. `follows`: links too. Never waits. Raises FileNotFoundError where there is
-    nothing, OddFileError for anything else and for more than `most_bytes`, OSError."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
+    nothing, UnexpectedFileError for anything else and for more than `most_bytes`, OSError."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
         if path.is_symlink():  # one that leads nowhere too: its name is taken
-            raise OddFileError(f"{path} is a symbolic link, to {path.readlink()}") from error
+            raise UnexpectedFileError(f"{path} is a symbolic link, to {path.readlink()}") from error
         if error.errno == errno.ENXIO:
-            raise OddFileError(f"{path} is a socket or a device") from error
+            raise UnexpectedFileError(f"{path} is a socket or a device") from error
         raise
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OddFileError(f"{path} is no regular file")
-        if most_bytes is not None and found.st_size > most_bytes:
-            raise OddFileError(f"{path} is {format_bytes(found.st_size)} large, above {format_bytes(most_bytes)}")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnexpectedFileError(f"{path} is no regular file")
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise UnexpectedFileError(
+                f"{path} is {format_bytes(status.st_size)} large, above {format_bytes(max_bytes)}"
+            )
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read(-1 if most_bytes is None else most_bytes), found
+            return file.read(-1 if max_bytes is None else max_bytes), status
     finally:
         os.close(descriptor)
 
@@ -227,8 +231,8 @@ def read_json(path: Path) -> dict[str, JsonValue]:
     """The object in `path`. DamagedRunError when it is empty, torn, no object or no file; OSError when it cannot be
     read."""
     try:
-        data, _ = read_regular(path, most_bytes=MOST_JSON_BYTES)
-    except OddFileError as error:
+        data, _ = read_regular_file(path, max_bytes=MAX_JSON_BYTES)
+    except UnexpectedFileError as error:
         raise DamagedRunError(f"{error}, where Weightstream keeps a file of its own: move it away") from error
     return parse_json(data, path)
 
@@ -242,13 +246,13 @@ def parse_json(data: bytes, path: Path) -> dict[str, JsonValue]:
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, len(data), str(error)) from error
+        raise _damaged_error(path, len(data), str(error)) from error
     if not isinstance(value, dict):
-        raise _damaged(path, len(data), f"it holds a {type(value).__name__}, not an object")
+        raise _damaged_error(path, len(data), f"it holds a {type(value).__name__}, not an object")
     return value
 
 
-def _damaged(path: Path, num_bytes: int, reason: str) -> DamagedRunError:
+def _damaged_error(path: Path, num_bytes: int, reason: str) -> DamagedRunError:
     what = "is empty" if num_bytes == 0 else f"({num_bytes} bytes) is not valid: {reason}"
     return DamagedRunError(
         f"{path} {what}. Weightstream never leaves such a file: look at the directory, "
@@ -275,14 +279,14 @@ def file_sha256(path: Path) -> str:
 
 
 PRIVATE_FOLDER_MODE = 0o700
-OTHERS = 0o077
+GROUP_AND_OTHERS = 0o077
 
 
 @contextmanager
-def files_made_private() -> Iterator[None]:
+def private_umask() -> Iterator[None]:
     """What this process makes inside is for its owner alone: by the umask, so that nothing is left out."""
-    before = os.umask(OTHERS)
-    os.umask(before | OTHERS)
+    before = os.umask(GROUP_AND_OTHERS)
+    os.umask(before | GROUP_AND_OTHERS)
     try:
         yield
     finally:

@@ -35,18 +35,18 @@ def values_digest(table: pa.Table) -> str:
     hashers: Hashers = defaultdict(hashlib.sha256)
     for number, column in enumerate(table.columns):
         for chunk in column.chunks:
-            _add(hashers, str(number), chunk)
+            _update(hashers, str(number), chunk)
     metadata = {key.hex(): value.hex() for key, value in (table.schema.metadata or {}).items() if key != KEY}
     values = {name: hasher.hexdigest() for name, hasher in hashers.items()}
     return json_digest({"metadata": metadata, "names": table.schema.names, "values": values, "rows": table.num_rows})
 
 
-def _add(hashers: Hashers, name: str, array: pa.Array) -> None:
+def _update(hashers: Hashers, name: str, array: pa.Array) -> None:
     """What a null stands upon in memory is left out: it may be anything."""
     hashers[f"{name}.null"].update(_bytes(array.is_null()))
     if pa.types.is_list(array.type):
         hashers[f"{name}.length"].update(_bytes(pc.fill_null(pc.call_function("list_value_length", [array]), 0)))
-        _add(hashers, f"{name}.item", array.flatten())
+        _update(hashers, f"{name}.item", array.flatten())
     elif pa.types.is_string(array.type) or pa.types.is_binary(array.type):
         full = pc.fill_null(array, b"" if pa.types.is_binary(array.type) else "")
         hashers[f"{name}.length"].update(_bytes(pc.call_function("binary_length", [full])))

@@ -102,7 +102,7 @@ def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
     except OSError as error:
         raise OutputError(f"{out / LOCK} cannot be written: {error.strerror or error}; choose another out=") from error
     try:
-        sweep_temps(out, is_alone=True)
+        sweep_temps(out, is_only_writer=True)
         return _Packer(source, out, config, rounding, progress).run()
     finally:
         lock.release()
@@ -201,7 +201,7 @@ def _publish(path: Path, data: bytes) -> None:
 def _copy(source: Path, target: Path) -> None:
     """Copies a file piece by piece; it has its name only once it is whole."""
     make_directory(target.parent)
-    sweep_temps(target.parent, is_alone=True)
+    sweep_temps(target.parent, is_only_writer=True)
     buffer = memoryview(bytearray(COPY_BYTES))
     try:
         file, size = source.open("rb", buffering=0), source.stat().st_size

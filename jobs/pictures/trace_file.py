@@ -21,7 +21,7 @@ from runtime.resources import Resource
 from runtime.trace import Span, Trace
 
 from ..files.named import publish_named
-from ..files.publishing import read_regular, write_all
+from ..files.publishing import read_regular_file, write_all
 
 MAX_TRACKS = 1000  # of a row: what tells the tracks of two rows apart
 RUN, PREDICTED = "Weightstream", "Weightstream, predicted"  # the processes that viewers show spans under
@@ -187,7 +187,7 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
     """The spans in such a file by the name of their process, what ran before what was predicted. Raises ConfigError
     when it is none."""
     try:
-        events = json.loads(read_regular(path)[0])
+        events = json.loads(read_regular_file(path)[0])
         if not isinstance(events, list):
             raise ValueError("not an array of events")
         return {

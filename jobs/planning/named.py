@@ -25,7 +25,7 @@ from runtime.weights.conversions import specs_of
 from runtime.weights.layout import map_weights
 
 from ..config.settings import read_yaml
-from ..config.typed import plain
+from ..config.typed import to_plain
 from ..files.publishing import json_digest, publish, write_all
 from .packed_shapes import Publication, as_published
 from .shapes import ShapeRow, to_row
@@ -99,7 +99,7 @@ def architectures() -> dict[str, dict[str, object]]:
 
 
 def architecture_digest(architecture: Mapping[str, object]) -> str:
-    return json_digest(plain(architecture))[:16]
+    return json_digest(to_plain(architecture))[:16]
 
 
 def make_row(name: str, architecture: Mapping[str, object]) -> ShapeRow:

@@ -18,7 +18,7 @@ FORMAT = 3
 MAX_DIFF_LINES = 20
 MAX_VALUE_CHARS = 80
 ABSENT = "(absent)"
-DIGEST_OF_WEIGHTS = " sha256"  # behind the name of a file
+WEIGHTS_DIGEST_SUFFIX = " sha256"  # behind the name of a file
 WEIGHTS = "SHA-256 of weights"
 
 Values: TypeAlias = Mapping[str, JsonValue]
@@ -64,7 +64,7 @@ class RunManifest:
             "versions": self.versions,
         }
 
-    def as_begun(self, stored: Values, path: Path) -> "RunManifest":
+    def with_stored_identity(self, stored: Values, path: Path) -> "RunManifest":
         """This manifest with the identity that `stored`, the run.json at `path`, gives the run: the footers of parts
         follow from that one. Raises RunMismatchError with a diff when they are two runs', DamagedRunError when `stored`
         was edited. Logs what another version of a library says otherwise."""
@@ -80,7 +80,7 @@ class RunManifest:
             raise DamagedRunError(f"{path} was changed after it was written: its digest does not fit its settings")
         begun = replace(self, semantic=semantic, facts=facts)
         recorded = {name: version for name, version in self.versions.items() if name in versions}
-        _compare(path.parent, begun, self, _diff(versions, recorded))
+        _require_same_identity(path.parent, begun, self, _diff(versions, recorded))
         return begun
 
 
@@ -92,7 +92,7 @@ def run_name(semantic: Values) -> str:
     return "-".join([*(word for word in words if word), json_digest(semantic)[:8]])
 
 
-def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: list[str]) -> None:
+def _require_same_identity(run: Path, begun: RunManifest, now: RunManifest, version_lines: list[str]) -> None:
     for line in version_lines:
         LOG.warning("%s was begun with other library versions; rounding may differ: %s", run, line)
     was, values, defaults = begun.identity, now.identity, now.defaults
@@ -103,7 +103,7 @@ def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: lis
     lines = _diff(was, compared, now.sources)
     if any(line.startswith("transformers:") for line in version_lines):
         # Another version of transformers may know more or fewer keys of a model's config: no one has changed those.
-        newly = [line for line in lines if ABSENT in line and _subject(line).endswith(".json")]
+        newly = [line for line in lines if ABSENT in line and _fact_source(line).endswith(".json")]
         for line in newly:
             LOG.warning("%s: another version of transformers says more or less of the model: %s", run, line)
         lines = [line for line in lines if line not in newly]
@@ -119,9 +119,9 @@ def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: lis
 
 def _unrecorded_digests(run: Path, was: Values, now: Values) -> set[str]:
     """Those of weights in `now`, of a run that was begun with none. Logs that there are."""
-    if any(_subject(key) == WEIGHTS for key in was):
+    if any(_fact_source(key) == WEIGHTS for key in was):
         return set()
-    keys = {key for key in now if _subject(key) == WEIGHTS}
+    keys = {key for key in now if _fact_source(key) == WEIGHTS}
     if keys:
         LOG.warning(
             "%s was begun with model.verify=sampled: whether the other bytes of its weights are still as then cannot "
@@ -131,27 +131,29 @@ def _unrecorded_digests(run: Path, was: Values, now: Values) -> set[str]:
     return keys
 
 
-def _subject(key: str) -> str:
+def _fact_source(key: str) -> str:
     """What a person would call the place of a fact."""
     first, _, _ = key.partition(" ")
     if first.endswith(".json") or first == "input":
         return "input columns" if first == "input" else first
-    return WEIGHTS if key.endswith(DIGEST_OF_WEIGHTS) else key
+    return WEIGHTS if key.endswith(WEIGHTS_DIGEST_SUFFIX) else key
 
 
 def _diff(was: Values, now: Values, sources: Mapping[str, str] | None = None) -> list[str]:
     places, lines = sources or {}, list[str]()
     for key in sorted({*was, *now}):
-        old, new = _show(was, key), _show(now, key)
+        old, new = _format_value(was, key), _format_value(now, key)
         if old != new:
             place = places.get(key, places.get(key.partition(" ")[0]))
-            lines.append(f"{key}: {_cut(old)} -> {_cut(new)}" + ("" if place is None else f"  (from {place})"))
+            lines.append(
+                f"{key}: {_truncate(old)} -> {_truncate(new)}" + ("" if place is None else f"  (from {place})")
+            )
     return lines
 
 
-def _show(values: Values, key: str) -> str:
+def _format_value(values: Values, key: str) -> str:
     return canonical_json(values[key]) if key in values else ABSENT
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."

@@ -151,7 +151,7 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
     """`infer_column_schema`, from what kinds of values the columns have."""
     taken = {*fixed.names, *kinds}
     columns: list[pa.Field] = []
-    rank_syncs = (
+    simple_types = (
         ({"string"}, pa.string()),
         ({"bool"}, pa.bool_()),
         ({"int", "wide int"}, pa.int64()),
@@ -159,7 +159,7 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
     )
     for name, kind in kinds.items():
         # The simple type that all values have; None where they agree on none.
-        column_type = next((column_type for allowed, column_type in rank_syncs if kind <= allowed), None)
+        column_type = next((column_type for allowed, column_type in simple_types if kind <= allowed), None)
         encoding = b"json" if column_type is None else b"plain"
         metadata = {b"column": name.encode("utf-8", "surrogatepass"), b"encoding": encoding}
         final = name
@@ -172,10 +172,10 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
 
 def encode_columns(schema: pa.Schema, columns: Mapping[str, object]) -> dict[str, object]:
     """One row's own columns as values of `schema`; a column that the row lacks is null."""
-    return {column.name: _encode(column.metadata, columns) for column in schema}
+    return {column.name: _encode_value(column.metadata, columns) for column in schema}
 
 
-def _encode(metadata: Mapping[bytes, bytes], columns: Mapping[str, object]) -> object:
+def _encode_value(metadata: Mapping[bytes, bytes], columns: Mapping[str, object]) -> object:
     value = columns.get(metadata[b"column"].decode("utf-8", "surrogatepass"))
     if value is None:
         return None
@@ -184,13 +184,13 @@ def _encode(metadata: Mapping[bytes, bytes], columns: Mapping[str, object]) -> o
     try:
         return clean_text(json.dumps(value, ensure_ascii=False, allow_nan=False, default=str))
     except (TypeError, ValueError):
-        return clean_text(json.dumps(_plain(value), ensure_ascii=False, default=str))
+        return clean_text(json.dumps(_to_json_value(value), ensure_ascii=False, default=str))
 
 
-def _plain(value: object) -> object:
+def _to_json_value(value: object) -> object:
     """What JSON can hold: NaN and infinities become null, keys become strings."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): _to_json_value(item) for key, item in value.items()}
+    return [_to_json_value(item) for item in value] if isinstance(value, list | tuple) else value

@@ -18,7 +18,7 @@ def parse_part(data: bytes) -> pa.Table:
     return table
 
 
-def visible(folder: Path) -> list[Path]:
+def visible_files(folder: Path) -> list[Path]:
     """What a reader of the folder sees, in the order of blocks. Raises OSError."""
     return sorted(
         (path for path in folder.iterdir() if not path.name.startswith(".")),

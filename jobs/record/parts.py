@@ -21,17 +21,17 @@ from ..files.publishing import (
     JsonValue,
     canonical_json,
     json_digest,
+    move_to_quarantine,
     output_error,
     publish,
-    read_regular,
-    set_aside,
+    read_regular_file,
     sweep_temps,
     write_parquet,
 )
 from ..files.row_digest import is_signed, sign
 from .manifest import RunManifest
 from .output_rows import GENERATION_SCHEMA, GenerationRow
-from .part_files import PART_NAME, parse_part, visible
+from .part_files import PART_NAME, parse_part, visible_files
 from .passes import THROUGHPUT_SCHEMA, PassRow, Status
 from .plan_file import PlannedRequest
 from .run_dir import RunDirectory
@@ -63,7 +63,7 @@ class PartStore:
     manifest: RunManifest
     plan: Sequence[PlannedRequest]
     columns: pa.Schema  # of the rows' own columns, from `output_rows.infer_column_schema`
-    fixed: pa.Schema = GENERATION_SCHEMA  # of the others, from `output_rows.generation_schema`
+    fixed_schema: pa.Schema = GENERATION_SCHEMA  # of the others, from `output_rows.generation_schema`
     is_shared: bool = False  # with other workers, which may be writing
     copy: RunCopy = field(default_factory=RunCopy)  # where a part must be too before its block is done
     is_window: bool = False  # its blocks are some of the run's: parts of others are let be
@@ -105,10 +105,10 @@ class PartStore:
         self._publish(paths[0], passes, block, exclusive=False)
         if not self._publish(paths[1], table, block, exclusive=True):
             return False
-        self.copy.add_part(*paths)
+        self.copy.upload_part(*paths)
         return True
 
-    def committed(self) -> dict[int, PartInfo]:
+    def committed_parts(self) -> dict[int, PartInfo]:
         """The blocks that need no work. Every part is read whole; one that is not right moves to `quarantine/`, and so
         does one that is not the one that `_SUCCESS.json` records.
 
@@ -118,28 +118,35 @@ class PartStore:
         try:
             run = self.directory
             for folder in (run.path, run.generations, run.throughput, run.leases):
-                sweep_temps(folder, is_alone=not self.is_shared)
+                sweep_temps(folder, is_only_writer=not self.is_shared)
             recorded = recorded_parts(self.directory) or {}
-            verdicts = {path: self._verdict(path, recorded) for path in self._own(self.directory.generations)}
-            caches = {path: self._checked(path, THROUGHPUT_SCHEMA) for path in self._own(self.directory.throughput)}
-            for path, verdict in (*verdicts.items(), *caches.items()):
+            verdicts = {
+                path: self._check_part(path, recorded) for path in self._window_files(self.directory.generations)
+            }
+            throughput_checks = {
+                path: self._check_file(path, THROUGHPUT_SCHEMA)
+                for path in self._window_files(self.directory.throughput)
+            }
+            for path, verdict in (*verdicts.items(), *throughput_checks.items()):
                 if isinstance(verdict, Exception):
-                    set_aside(path, self.directory.quarantine, str(verdict))
+                    move_to_quarantine(path, self.directory.quarantine, str(verdict))
             found = {part.block: part for part in verdicts.values() if isinstance(part, PartInfo)}
             if len(found) < len(self.blocks) and self.directory.success.exists():
-                set_aside(self.directory.success, self.directory.quarantine, "it lists parts that are gone")
+                move_to_quarantine(self.directory.success, self.directory.quarantine, "it lists parts that are gone")
         except OSError as error:
             raise output_error(self.directory.path, error) from error
-        self.copy.keep(*map(self.directory.throughput_part, found), *map(self.directory.generations_part, found))
+        self.copy.upload_missing(
+            *map(self.directory.throughput_part, found), *map(self.directory.generations_part, found)
+        )
         return dict(sorted(found.items()))
 
     def require_same_plan(self) -> None:
         """That a plan which was computed again seats rows as parts were made. Raises DamagedRunError, with nothing
         moved: another machine, or one with less memory, may plan otherwise."""
         others: list[str] = []
-        for path in self._own(self.directory.generations):
+        for path in self._window_files(self.directory.generations):
             try:
-                footer = parse_part(read_regular(path)[0]).schema.metadata or {}
+                footer = parse_part(read_regular_file(path)[0]).schema.metadata or {}
             except PARQUET_PROBLEMS:  # what cannot be read is not asked
                 continue
             block = self._block_by_name.get(path.name)
@@ -153,7 +160,7 @@ class PartStore:
                 f"(offload.host_memory_gib, offload.device_memory_gib), or choose another directory with run="
             )
 
-    def passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
+    def read_passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
         """The passes of those of `blocks` that are committed; None: of all, for the summary. A block whose cache is
         gone is missing, and logged."""
         rows: list[PassRow] = []
@@ -162,37 +169,37 @@ class PartStore:
             if not self.directory.generations_part(block).exists():
                 continue
             try:
-                table = self._read(read_regular(path)[0], block, THROUGHPUT_SCHEMA)
+                table = self._parse_table(read_regular_file(path)[0], block, THROUGHPUT_SCHEMA)
             except PARQUET_PROBLEMS as error:
                 LOG.warning("the summary lacks block %d: %s: %s", block, path, error)
                 continue
             rows += [PassRow(**row) for row in table.drop_columns(["block", "operational"]).to_pylist()]
         return rows
 
-    def _own(self, folder: Path) -> list[Path]:
+    def _window_files(self, folder: Path) -> list[Path]:
         """What is to be judged here: all but parts that other windows may have. Raises OSError."""
-        paths = visible(folder)
+        paths = visible_files(folder)
         if not self.is_window:
             return paths
         return [path for path in paths if path.name in self._block_by_name or not PART_NAME.fullmatch(path.name)]
 
-    def finish(
-        self, numbers: Mapping[str, JsonValue] | None = None, earlier: Mapping[int, PartInfo] | None = None
+    def publish_success(
+        self, numbers: Mapping[str, JsonValue] | None = None, earlier_parts: Mapping[int, PartInfo] | None = None
     ) -> None:
         """Publish `_SUCCESS.json` last of all, with `numbers` as `write_success` takes them. `earlier`: the parts of
         the windows before. Raises OutputError when a planned block is not there."""
-        own = self.committed()
+        own = self.committed_parts()
         missing = sorted(set(self.blocks) - set(own))
         if missing:
             raise OutputError(
                 f"{self.directory.generations} lacks {len(missing)} of {len(self.blocks)} blocks (first: {missing[0]}) "
                 f"that were committed or never ran. Start the same command again to make them"
             )
-        parts = {self._name(block): part for block, part in {**(earlier or {}), **own}.items()}
+        parts = {self._part_name(block): part for block, part in {**(earlier_parts or {}), **own}.items()}
         try:
-            for path in visible(self.directory.generations) if self.is_window else []:
+            for path in visible_files(self.directory.generations) if self.is_window else []:
                 if path.name not in parts:
-                    set_aside(path, self.directory.quarantine, "no block of any plan has this file name")
+                    move_to_quarantine(path, self.directory.quarantine, "no block of any plan has this file name")
         except OSError as error:
             raise output_error(self.directory.path, error) from error
         rows: Counter[Status] = Counter()
@@ -205,16 +212,16 @@ class PartStore:
         ]
         write_success(self.directory, self.manifest.digest, {**rows}, listed, numbers)
 
-    def _name(self, block: int) -> str:
+    def _part_name(self, block: int) -> str:
         return self.directory.generations_part(block).name
 
     @cached_property
     def _schema(self) -> pa.Schema:
-        return pa.unify_schemas([self.fixed, self.columns])
+        return pa.unify_schemas([self.fixed_schema, self.columns])
 
     @cached_property
     def _block_by_name(self) -> Mapping[str, int]:
-        return {self._name(block): block for block in self.blocks}
+        return {self._part_name(block): block for block in self.blocks}
 
     def _footer(self, block: int) -> dict[bytes, bytes]:
         keys = [list(request.key) for request in self.blocks[block]]
@@ -227,7 +234,7 @@ class PartStore:
 
         def check(temp: Path) -> None:
             try:
-                self._read(temp.read_bytes(), block, table.schema)
+                self._parse_table(temp.read_bytes(), block, table.schema)
             except (pa.ArrowException, ValueError) as error:
                 raise OSError(errno.EIO, f"what was written reads back wrong: {error}") from error
 
@@ -239,7 +246,7 @@ class PartStore:
             expected_bytes=table.nbytes,
         )
 
-    def _read(self, data: bytes, block: int, schema: pa.Schema) -> pa.Table:
+    def _parse_table(self, data: bytes, block: int, schema: pa.Schema) -> pa.Table:
         """The table in a part's bytes. Raises one of PARQUET_PROBLEMS when they are damaged or belong elsewhere."""
         table = parse_part(data)
         footer = table.schema.metadata or {}
@@ -257,7 +264,7 @@ class PartStore:
                 raise ValueError("its rows are not those of the plan")
         return table
 
-    def _checked(
+    def _check_file(
         self, path: Path, schema: pa.Schema, recorded: str | None = None
     ) -> tuple[int, pa.Table, str] | Exception:
         """The part's block, table and SHA-256, or why it cannot be used. OSError is the disk's fault and no verdict on
@@ -272,12 +279,12 @@ class PartStore:
         if block is None:
             return ValueError("no block of the plan has this file name")  # as with a copy
         try:
-            return block, self._read(data, block, schema), sha256
+            return block, self._parse_table(data, block, schema), sha256
         except PARQUET_PROBLEMS as error:
             return error
 
-    def _verdict(self, path: Path, recorded: Mapping[str, str]) -> PartInfo | Exception:
-        found = self._checked(path, self._schema, recorded.get(path.name))
+    def _check_part(self, path: Path, recorded: Mapping[str, str]) -> PartInfo | Exception:
+        found = self._check_file(path, self._schema, recorded.get(path.name))
         if isinstance(found, Exception):
             return found
         block, table, sha256 = found

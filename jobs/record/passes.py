@@ -169,10 +169,10 @@ class PhaseTimes:
             stall_seconds=phase.stall_seconds,
         )
 
-    def times(self, factor: float) -> "PhaseTimes":
+    def scale(self, factor: float) -> "PhaseTimes":
         return PhaseTimes(**{name: factor * value for name, value in vars(self).items()})
 
-    def plus(self, other: "PhaseTimes") -> "PhaseTimes":
+    def add(self, other: "PhaseTimes") -> "PhaseTimes":
         return PhaseTimes(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
 
@@ -180,13 +180,13 @@ def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
     """The times of one pass that carries this share of prompts, where all passes of a phase are taken to be alike."""
 
     def mean(phase: PhaseTime) -> PhaseTimes:
-        return PhaseTimes.from_phase(phase).times(1 / phase.num_passes if phase.num_passes else 0.0)
+        return PhaseTimes.from_phase(phase).scale(1 / phase.num_passes if phase.num_passes else 0.0)
 
     prefill, decode = mean(prediction.prefill), mean(prediction.decode)
-    return prefill.times(prefill_share).plus(decode.times(1 - prefill_share))
+    return prefill.scale(prefill_share).add(decode.scale(1 - prefill_share))
 
 
-APART = ("block", "index", "phase", "counts", "times")
+SEPARATE_FIELDS = ("block", "index", "phase", "counts", "times")
 
 
 def pass_row(record: PassRecord, pass_index: int, prediction: Prediction | None, start: Start) -> PassRow:
@@ -208,7 +208,7 @@ def pass_row(record: PassRecord, pass_index: int, prediction: Prediction | None,
         **vars(record.counts),
         **sums,
         **lists,
-        **{name: value for name, value in vars(record).items() if name not in APART},
+        **{name: value for name, value in vars(record).items() if name not in SEPARATE_FIELDS},
     )
     if prediction is None:
         return row

@@ -18,11 +18,11 @@ from runtime.measure.machine_cache import Host
 
 from ..files.publishing import (
     PARQUET_PROBLEMS,
-    OddFileError,
+    UnexpectedFileError,
     canonical_json,
     parse_parquet,
     publish,
-    read_regular,
+    read_regular_file,
     write_parquet,
 )
 from ..files.row_digest import is_signed, require_intact, sign
@@ -31,7 +31,7 @@ PlanStatus: TypeAlias = Literal["planned", "rejected"]
 CHUNK_TOKENS = b"weightstream.prefill_chunk_tokens"  # in the footer of a plan
 BACKENDS = b"weightstream.linear_backends"  # there too, with the host that they were chosen on
 RowSlot: TypeAlias = tuple[int, int, int]  # block, micro-batch, position
-Chosen: TypeAlias = tuple[Host, BackendTable]
+HostBackends: TypeAlias = tuple[Host, BackendTable]
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -78,12 +78,12 @@ def plan_digest(requests: Sequence[PlannedRequest]) -> str:
     return digest.hexdigest()
 
 
-def fix_plan(
+def publish_plan(
     path: Path,
     requests: Sequence[PlannedRequest],
     *,
     chunk_tokens: int | None = None,
-    backends: Chosen | None = None,
+    backends: HostBackends | None = None,
 ) -> None:
     """Publish the plan at `path`, or check that the one already there is the same. `chunk_tokens`, how many tokens of a
     prompt are to be computed at a time, and on the same host `backends` are what a run that goes on keeps to.
@@ -100,7 +100,7 @@ def fix_plan(
         write_parquet(sign(pa.table(columns, schema=PLAN_SCHEMA), metadata), file)
 
     if path.exists() or not publish(path, write, exclusive=True):
-        _compare(path, read_plan(path), requests)
+        _require_same_plan(path, read_plan(path), requests)
 
 
 def read_plan(path: Path) -> list[PlannedRequest]:
@@ -112,8 +112,8 @@ def read_plan_table(path: Path) -> pa.Table:
     """The stored plan by PLAN_SCHEMA. Raises DamagedRunError when the file is not one, or not as it was written,
     OSError when it cannot be read."""
     try:
-        data, _ = read_regular(path)
-    except OddFileError as error:
+        data, _ = read_regular_file(path)
+    except UnexpectedFileError as error:
         raise DamagedRunError(f"{error}, where the plan of a run belongs: remove it") from error
     try:
         table = parse_parquet(data)
@@ -128,14 +128,14 @@ def read_plan_table(path: Path) -> pa.Table:
         ) from error
 
 
-def chunk_tokens_of(path: Path) -> int | None:
+def read_chunk_tokens(path: Path) -> int | None:
     """How many tokens of a lane's prompts the run whose plan is at `path` computes at a time; None where no plan says.
     Raises what `read_plan_table` raises."""
     found = _footer(path).get(CHUNK_TOKENS)
     return int(found) if found is not None else None
 
 
-def backends_of(path: Path, host: Host) -> BackendTable | None:
+def read_backends(path: Path, host: Host) -> BackendTable | None:
     """The linear backends that the run whose plan is at `path` goes by, if they were chosen on this host; None where no
     plan says. Raises what `read_plan_table` raises."""
     found = _footer(path).get(BACKENDS)
@@ -147,7 +147,7 @@ def _footer(path: Path) -> Mapping[bytes, bytes]:
     return (read_plan_table(path).schema.metadata or {}) if path.exists() else {}
 
 
-def _compare(path: Path, stored: Sequence[PlannedRequest], requests: Sequence[PlannedRequest]) -> None:
+def _require_same_plan(path: Path, stored: Sequence[PlannedRequest], requests: Sequence[PlannedRequest]) -> None:
     if plan_digest(stored) == plan_digest(requests):
         return
     if len(stored) != len(requests):

@@ -20,11 +20,11 @@ from runtime.library.columns import LOGPROB_FIELDS, clean_text
 from ..files.publishing import (
     PARQUET_PROBLEMS,
     canonical_json,
+    move_to_quarantine,
     output_error,
     parse_parquet,
     publish,
-    read_regular,
-    set_aside,
+    read_regular_file,
     write_parquet,
 )
 from ..files.row_digest import is_signed, require_intact, sign
@@ -42,12 +42,12 @@ if TYPE_CHECKING:  # they load torch, and who reads what a run has written needs
 LOG = logging.getLogger(__name__)
 FORMAT = "1"
 UNFINISHED = "running"  # in the place of the status of a finished row
-OF_UNFINISHED = frozenset({"generator_state", "search"})  # columns that finished rows have no value for
+UNFINISHED_COLUMNS = frozenset({"generator_state", "search"})  # columns that finished rows have no value for
 
 RequestKey: TypeAlias = tuple[str, int]  # id and sample index
-RunningRow: TypeAlias = dict[str, Any]  # a row of RUNNING_SCHEMA
+CheckpointRow: TypeAlias = dict[str, Any]  # a row of CHECKPOINT_SCHEMA
 
-RUNNING_SCHEMA = pa.schema(
+CHECKPOINT_SCHEMA = pa.schema(
     [
         *COMPLETION_FIELDS,
         *LOGPROB_FIELDS,
@@ -84,15 +84,15 @@ class RunCheckpointFile:
     def path(self) -> Path:
         return self.directory.run_checkpoint if self.block is None else self.directory.block_checkpoint(self.block)
 
-    def save(self, running: RunCheckpoint) -> bool:
+    def save(self, checkpoint: RunCheckpoint) -> bool:
         """Replaces what was saved before. False, and a warning, when it cannot be written: the run goes on without."""
         rows = [
             {
-                **{name: getattr(row, name) for name in RUNNING_SCHEMA.names if hasattr(row, name)},
+                **{name: getattr(row, name) for name in CHECKPOINT_SCHEMA.names if hasattr(row, name)},
                 "completion": clean_text(row.completion),
                 "error": None if row.error is None else clean_text(row.error),
             }
-            for row in running.finished
+            for row in checkpoint.finished
         ]
         rows += [
             {
@@ -105,17 +105,17 @@ class RunCheckpointFile:
                 "top_token_ids": [token.top_ids for token in unfinished.logprobs],
                 "top_logprobs": [token.top for token in unfinished.logprobs],
                 "generator_state": unfinished.generator_state,
-                "search": written_search(unfinished.search),
+                "search": serialize_search(unfinished.search),
             }
-            for (row_id, sample_index), unfinished in running.unfinished.items()
+            for (row_id, sample_index), unfinished in checkpoint.unfinished.items()
         ]
         values = {
-            **self._owner,
-            "passes": canonical_json([vars(row) for row in running.passes]),
-            "num_stops": str(running.num_stops),
+            **self._identity,
+            "passes": canonical_json([vars(row) for row in checkpoint.passes]),
+            "num_stops": str(checkpoint.num_stops),
         }
         footer = {f"weightstream.{key}".encode(): value.encode() for key, value in values.items()}
-        table = sign(pa.Table.from_pylist(rows, schema=RUNNING_SCHEMA), footer)
+        table = sign(pa.Table.from_pylist(rows, schema=CHECKPOINT_SCHEMA), footer)
         try:
             return publish(
                 self.path,
@@ -131,7 +131,7 @@ class RunCheckpointFile:
         """What was saved last; nothing, and a warning, when that cannot be used: it then moves to `quarantine/`."""
         path = self.path
         try:
-            data, _ = read_regular(path)
+            data, _ = read_regular_file(path)
         except FileNotFoundError:
             return RunCheckpoint(unfinished={})
         except OSError as error:
@@ -141,7 +141,7 @@ class RunCheckpointFile:
             return self._parse(data)
         except (*PARQUET_PROBLEMS, TypeError) as error:  # TypeError: passes of another version of Weightstream
             try:
-                set_aside(path, self.directory.quarantine, f"{error}; its requests begin again")
+                move_to_quarantine(path, self.directory.quarantine, f"{error}; its requests begin again")
             except OSError as fault:
                 LOG.warning("%s cannot be used (%s) nor moved away: %s", path, error, fault)
             return RunCheckpoint(unfinished={})
@@ -157,35 +157,35 @@ class RunCheckpointFile:
         table = parse_parquet(data)
         footer = table.schema.metadata or {}
         values = {key.decode().removeprefix("weightstream."): value.decode() for key, value in footer.items()}
-        wrong = [key for key, value in self._owner.items() if values.get(key) != value]
+        wrong = [key for key, value in self._identity.items() if values.get(key) != value]
         if wrong:
             raise ValueError(f"it belongs to another run: {', '.join(wrong)} differ")
-        if not table.schema.equals(RUNNING_SCHEMA):
+        if not table.schema.equals(CHECKPOINT_SCHEMA):
             raise ValueError("its columns are not those of a checkpoint")
         if not is_signed(table):
             raise ValueError("it lacks the digest of its rows")
         require_intact(table)
-        rows: list[RunningRow] = table.to_pylist()
+        rows: list[CheckpointRow] = table.to_pylist()
         return RunCheckpoint(
             finished=[
-                GenerationRow(**{key: value for key, value in row.items() if key not in OF_UNFINISHED})
+                GenerationRow(**{key: value for key, value in row.items() if key not in UNFINISHED_COLUMNS})
                 for row in rows
                 if row["status"] != UNFINISHED
             ],
             unfinished={
-                (row["id"], row["sample_index"]): _unfinished(row) for row in rows if row["status"] == UNFINISHED
+                (row["id"], row["sample_index"]): _parse_unfinished(row) for row in rows if row["status"] == UNFINISHED
             },
             passes=[PassRow(**row) for row in json.loads(values["passes"])],
             num_stops=int(values["num_stops"]),
         )
 
     @cached_property
-    def _owner(self) -> dict[str, str]:
+    def _identity(self) -> dict[str, str]:
         plan, block = plan_digest(self.plan), {} if self.block is None else {"block": str(self.block)}
         return {"format": FORMAT, "run": self.manifest.name, "config": self.manifest.digest, "plan": plan, **block}
 
 
-def remove_committed(directory: RunDirectory, blocks: Iterable[int]) -> None:
+def remove_checkpoints(directory: RunDirectory, blocks: Iterable[int]) -> None:
     """Files of blocks whose parts are committed: a kill between the two left them. Raises OutputError."""
     for path in map(directory.block_checkpoint, blocks):
         try:
@@ -194,7 +194,7 @@ def remove_committed(directory: RunDirectory, blocks: Iterable[int]) -> None:
             raise output_error(path, error) from error
 
 
-def _unfinished(values: RunningRow) -> "Unfinished":
+def _parse_unfinished(values: CheckpointRow) -> "Unfinished":
     from runtime.sequences.sequence import TokenLogprobs, Unfinished
 
     logprobs = zip(values["logprobs"], values["top_token_ids"], values["top_logprobs"], strict=True)
@@ -202,17 +202,17 @@ def _unfinished(values: RunningRow) -> "Unfinished":
         token_ids=tuple(values["token_ids"]),
         logprobs=tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in logprobs),
         generator_state=values["generator_state"],
-        search=read_search(values["search"]),
+        search=parse_search(values["search"]),
     )
 
 
-def written_search(state: "BeamState[BeamTrace] | None") -> bytes | None:
-    """JSON that `read_search` reads."""
+def serialize_search(state: "BeamState[BeamTrace] | None") -> bytes | None:
+    """JSON that `parse_search` reads."""
     return None if state is None else json.dumps(asdict(state), default=lambda reason: reason.value).encode()
 
 
-def read_search(data: bytes | None) -> "BeamState[BeamTrace] | None":
-    """The inverse of `written_search`. Raises ValueError, KeyError or TypeError where `data` is something else."""
+def parse_search(data: bytes | None) -> "BeamState[BeamTrace] | None":
+    """The inverse of `serialize_search`. Raises ValueError, KeyError or TypeError where `data` is something else."""
     if data is None:
         return None
     from runtime.sequences.beams import BeamState, Hypothesis

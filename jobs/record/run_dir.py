@@ -10,7 +10,7 @@ from runtime.closing import Closing
 from runtime.errors import ConfigError, DamagedRunError, RunMismatchError, WeightstreamError
 
 from ..files.locks import RunLock
-from ..files.publishing import LASTING_ERRNOS, JsonValue, fsync_directory, output_error, read_json, write_json
+from ..files.publishing import PERMANENT_ERRNOS, JsonValue, fsync_directory, output_error, read_json, write_json
 from .manifest import RunManifest
 
 
@@ -134,7 +134,11 @@ class RunState(Closing):
 
 
 def open_run(
-    path: Path, manifest: RunManifest, *, is_shared: bool = False, begun: Mapping[str, JsonValue] | None = None
+    path: Path,
+    manifest: RunManifest,
+    *,
+    is_shared: bool = False,
+    remote_manifest: Mapping[str, JsonValue] | None = None,
 ) -> RunState:
     """Bind `path` to `manifest` on the first call, check that it is bound to the same one later, and lock it,
     alone or, `is_shared`, with other workers. `begun`: the run.json of the run's copy, to which `path` is bound too.
@@ -152,28 +156,32 @@ def open_run(
                     f"{own} is a symbolic link, to {own.readlink()}: a run writes only into its own directory. Remove "
                     f"the link, or choose another directory with run="
                 )
-        bound = _bound(run, manifest, begun)
+        bound = _read_bound_manifest(run, manifest, remote_manifest)
         run.path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run.lock, is_shared=is_shared)
     except OSError as error:
-        raise unusable(run, error) from error
+        raise run_directory_error(run, error) from error
     try:
-        if not run.manifest.exists() and not write_json(run.manifest, begun or manifest.to_json(), exclusive=True):
-            bound = _bound(run, manifest, begun)  # another process was first
+        if not run.manifest.exists() and not write_json(
+            run.manifest, remote_manifest or manifest.to_json(), exclusive=True
+        ):
+            bound = _read_bound_manifest(run, manifest, remote_manifest)  # another process was first
         for folder in (run.generations, run.throughput):
             folder.mkdir(exist_ok=True)
         fsync_directory(run.path)
         fsync_directory(run.path.parent)
     except OSError as error:
         lock.release()
-        raise unusable(run, error) from error
+        raise run_directory_error(run, error) from error
     except BaseException:
         lock.release()
         raise
     return RunState(directory=run, manifest=bound or manifest, is_resumed=bound is not None, lock=lock)
 
 
-def _bound(run: RunDirectory, manifest: RunManifest, begun: Mapping[str, JsonValue] | None) -> RunManifest | None:
+def _read_bound_manifest(
+    run: RunDirectory, manifest: RunManifest, remote_manifest: Mapping[str, JsonValue] | None
+) -> RunManifest | None:
     """What run.json says, here or in the run's copy, if it is there and ours; raises when it or the directory is
     another's, or the two are of two runs. Writes nothing."""
     try:
@@ -186,23 +194,25 @@ def _bound(run: RunDirectory, manifest: RunManifest, begun: Mapping[str, JsonVal
                 f"{run.path} is no run directory: it has no run.json but holds {len(strangers)} other entries "
                 f"({', '.join(map(json.dumps, strangers[:3]))}). Choose a new or empty directory with run="
             ) from None
-        stored = begun
+        stored = remote_manifest
     if stored is None:
         return None
-    if begun is not None and begun.get("semantic_digest") != stored.get("semantic_digest"):
-        manifest.as_begun(begun, run.manifest)  # says in what, where it is not in how versions wrote it down
+    if remote_manifest is not None and remote_manifest.get("semantic_digest") != stored.get("semantic_digest"):
+        manifest.with_stored_identity(
+            remote_manifest, run.manifest
+        )  # says in what, where it is not in how versions wrote it down
         raise RunMismatchError(
             f"{run.path} and its copy (output_url) were begun as two runs: choose another directory with run=, or "
             f"another output_root"
         )
-    return manifest.as_begun(stored, run.manifest)
+    return manifest.with_stored_identity(stored, run.manifest)
 
 
-def unusable(run: RunDirectory, error: OSError) -> WeightstreamError:
+def run_directory_error(run: RunDirectory, error: OSError) -> WeightstreamError:
     """What no retry can heal is refused (exit 2); what can pass, as a full disk, or a file system that was mounted
     read-only after the run had begun, is resumable (exit 75)."""
     was_writable = error.errno == errno.EROFS and run.manifest.exists()
-    if error.errno not in LASTING_ERRNOS or was_writable:
+    if error.errno not in PERMANENT_ERRNOS or was_writable:
         return output_error(run.path, error)
     is_name = error.errno == errno.ENAMETOOLONG or (run.path.exists() and not run.path.is_dir())
     other = "one with run=" if is_name else "place for it with output_root="

@@ -33,19 +33,19 @@ from ..files.publishing import (
     make_directory,
     publish,
     read_json,
-    read_regular,
+    read_regular_file,
     write_all,
     write_json,
 )
-from .part_files import PART_NAME, parse_part, visible
+from .part_files import PART_NAME, parse_part, visible_files
 from .plan_file import read_plan_table
 from .run_dir import RunDirectory
-from .stored_run import NUM_FETCHES, OWN, RUN
+from .stored_run import NUM_FETCHES, RUN, RUN_FILE
 
 RETRY_SECONDS = 30.0  # somebody waits
-PLAIN = re.compile(r"[^/\\\0*?\[]*[^/\\\0*?\[.][^/\\\0*?\[]*")  # a folder's name: no pattern, and more than dots
+PLAIN_NAME = re.compile(r"[^/\\\0*?\[]*[^/\\\0*?\[.][^/\\\0*?\[]*")  # a folder's name: no pattern, and more than dots
 TURN = re.compile(r"turn-([1-9]\d*)")
-RECORD = ".fetched.json"
+FETCH_RECORD = ".fetched.json"
 
 
 def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
@@ -54,7 +54,7 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
     Raises ConfigError, StorageError and OutputError."""
     scheme, _, place = url.rstrip("/").partition("://")
     steps = place.split("/")
-    num_plain = next((i for i, step in enumerate(steps) if not PLAIN.fullmatch(step)), len(steps))
+    num_plain = next((i for i, step in enumerate(steps) if not PLAIN_NAME.fullmatch(step)), len(steps))
     if num_plain == 0:
         raise ConfigError(f"{key}={url} names no bucket")
     base, pattern = f"{scheme}://{'/'.join(steps[:num_plain])}", "/".join(steps[num_plain:])
@@ -66,30 +66,30 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
         turn = TURN.fullmatch(PurePosixPath(name).name)
         return (name, 0) if turn is None else (str(PurePosixPath(name).parent), int(turn[1]))
 
-    found = sorted((name for name in names if _is_meant(name, pattern)), key=order)
+    found = sorted((name for name in names if _matches_run(name, pattern)), key=order)
     if not found:
         runs = f"; {len(names)} runs lie below it, of which {url_child(base, names[0])} is one" if names else ""
         raise ConfigError(f"{key}={url} is no run: there is no {RUN}{runs}")
     folder = cache_root() / "runs" / hashlib.sha256(base.encode()).hexdigest()[:24] / steps[num_plain - 1]
     make_directory(folder.parent).chmod(PRIVATE_FOLDER_MODE)
-    return [_fetched(store, name, files, folder / name) for name in found]
+    return [_fetch_run(store, name, files, folder / name) for name in found]
 
 
-def _is_meant(name: str, pattern: str) -> bool:
+def _matches_run(name: str, pattern: str) -> bool:
     """Whether the run `name` is what the pattern matches, or a turn of it."""
-    steps, meant = [step for step in name.split("/") if step], [step for step in pattern.split("/") if step]
-    if len(steps) == len(meant) + 1 and TURN.fullmatch(steps[-1]):
+    steps, expected_steps = [step for step in name.split("/") if step], [step for step in pattern.split("/") if step]
+    if len(steps) == len(expected_steps) + 1 and TURN.fullmatch(steps[-1]):
         steps = steps[:-1]
-    is_plain = all(PLAIN.fullmatch(step) for step in steps)
-    return is_plain and len(steps) == len(meant) and all(map(fnmatchcase, steps, meant))
+    is_plain = all(PLAIN_NAME.fullmatch(step) for step in steps)
+    return is_plain and len(steps) == len(expected_steps) and all(map(fnmatchcase, steps, expected_steps))
 
 
-def _fetched(store: ObjectStore, name: str, files: Mapping[str, StoredFile], path: Path) -> tuple[Path, str]:
+def _fetch_run(store: ObjectStore, name: str, files: Mapping[str, StoredFile], path: Path) -> tuple[Path, str]:
     """Fetches what is not here as it is there, and drops what is not there any more."""
     prefix = f"{name}/" if name else ""
     there = {each.removeprefix(prefix): file for each, file in files.items() if each.startswith(prefix)}
-    there = {each: file for each, file in there.items() if OWN.fullmatch(each) and not each.startswith("running")}
-    record, here = make_directory(path) / RECORD, dict[str, object]()
+    there = {each: file for each, file in there.items() if RUN_FILE.fullmatch(each) and not each.startswith("running")}
+    record, here = make_directory(path) / FETCH_RECORD, dict[str, object]()
     with suppress(FileNotFoundError, DamagedRunError):
         here.update(read_json(record))
     listing = {each: [file.num_bytes, file.tag] for each, file in sorted(there.items())}
@@ -134,7 +134,7 @@ class RunReader:
         return self.directory.path
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where it lies, for messages."""
         return self.url or str(self.path)
 
@@ -198,7 +198,7 @@ class RunReader:
         counts: dict[int, int] = {}
         for plan in self.directory.plans:
             try:
-                blocks = pq.read_table(pa.BufferReader(read_regular(plan)[0]), columns=["block"])["block"]
+                blocks = pq.read_table(pa.BufferReader(read_regular_file(plan)[0]), columns=["block"])["block"]
             except FileNotFoundError:
                 continue
             except PARQUET_PROBLEMS as error:
@@ -210,7 +210,9 @@ class RunReader:
     def parts(self) -> Mapping[int, Path]:
         """The files of the committed blocks, by block. Files of other names are not the run's."""
         with suppress(FileNotFoundError):
-            files = (path for path in visible(self.directory.generations) if path.is_file())  # a pipe is read for ever
+            files = (
+                path for path in visible_files(self.directory.generations) if path.is_file()
+            )  # a pipe is read for ever
             names = {path: PART_NAME.fullmatch(path.name) for path in files}
             return {int(name[1]): path for path, name in names.items() if name is not None}
         return {}
@@ -223,7 +225,7 @@ class RunReader:
     @cached_property
     def num_done(self) -> int:
         """Rows of committed parts. Raises DamagedRunError."""
-        return sum(self._rows_of(path) for path in self.parts.values())
+        return sum(self._count_rows(path) for path in self.parts.values())
 
     @cached_property
     def problem(self) -> str | None:
@@ -240,7 +242,7 @@ class RunReader:
             if gone:
                 return f"{self.directory.success.name} lists {gone[0]}, which is gone"
             paths = {name: self.directory.generations / name for name in recorded}
-            if wrong := [name for name, path in paths.items() if recorded[name] != self._rows_of(path)]:
+            if wrong := [name for name, path in paths.items() if recorded[name] != self._count_rows(path)]:
                 return f"{wrong[0]} has not the rows that {self.directory.success.name} lists"
             if self.num_done > (self.num_rows if self.num_rows is not None else self.num_done):
                 return f"{self.num_done} rows are there, {self.num_rows} were planned"
@@ -260,7 +262,7 @@ class RunReader:
         """A part's rows, every value of which is as it was written. Raises DamagedRunError."""
         path = self.parts[block]
         try:
-            table = parse_part(read_regular(path)[0])
+            table = parse_part(read_regular_file(path)[0])
         except PARQUET_PROBLEMS as error:
             raise DamagedRunError(f"{path} is damaged ({error}): the run's own command makes it again") from error
         footer = table.schema.metadata or {}
@@ -269,7 +271,7 @@ class RunReader:
             raise DamagedRunError(f"{path} belongs to another run or block: the run's own command moves it aside")
         return table
 
-    def _rows_of(self, path: Path) -> int:
+    def _count_rows(self, path: Path) -> int:
         try:
             return pq.read_metadata(path).num_rows
         except PARQUET_PROBLEMS as error:
@@ -307,7 +309,7 @@ def find_runs(names: Sequence[str], key: str) -> list[RunReader]:
         if is_url(name):
             places: Sequence[tuple[Path, str | None]] = fetch_runs(name, key)
         else:
-            places = [(path, None) for path in _here(name, key)]
+            places = [(path, None) for path in _local_runs(name, key)]
         for path, url in places:
             directory = RunDirectory(path=path)
             run = RunReader(directory=directory, manifest=read_json(directory.manifest), url=url)
@@ -315,7 +317,7 @@ def find_runs(names: Sequence[str], key: str) -> list[RunReader]:
     return list(found.values())
 
 
-def _here(name: str, key: str) -> list[Path]:
+def _local_runs(name: str, key: str) -> list[Path]:
     """The runs on this machine that `name` means, of chats their turns in their order."""
     path = Path(name).expanduser()
     matches = [path] if path.exists() else [Path(match) for match in sorted(glob(str(path)))]  # noqa: PTH207

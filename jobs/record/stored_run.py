@@ -25,10 +25,10 @@ from ..config.settings import RunSettings
 from ..files.publishing import (
     JsonValue,
     canonical_json,
+    move_to_quarantine,
     output_error,
     publish,
     read_json,
-    set_aside,
     write_all,
     write_json,
 )
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 KEY, RETRY_KEY = "output_url", "upload_retry_seconds"
 RUN, WRITER = "run.json", "writer.json"
 # What is fetched of a run: files of its own kinds, in its own folders, whatever else is there.
-OWN = re.compile(r"(?:(?:generations|throughput)/)?[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:json|jsonl|parquet|txt)")
+RUN_FILE = re.compile(r"(?:(?:generations|throughput)/)?[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:json|jsonl|parquet|txt)")
 NUM_FETCHES = 8  # at once
 
 
@@ -47,30 +47,30 @@ class RunCopy:
     """A run's copy elsewhere; this one is none, and does nothing."""
 
     @property
-    def begun(self) -> Mapping[str, JsonValue] | None:
+    def stored_manifest(self) -> Mapping[str, JsonValue] | None:
         """The run.json that it has. Raises DamagedRunError where that is no object."""
         return None
 
-    def take_up(self) -> None:
+    def attach(self) -> None:
         """Makes this directory the one that writes there, and fetches what it lacks. The caller holds the run's lock.
         All of this raises OutputError and StorageError, with nothing lost, RunInUseError and Interrupted."""
 
-    def keep(self, *paths: Path) -> None:
+    def upload_missing(self, *paths: Path) -> None:
         """Files that are never changed: those that are not there yet are taken there."""
 
-    def add_part(self, throughput: Path, generations: Path) -> None:
+    def upload_part(self, throughput: Path, generations: Path) -> None:
         """A part that was just made here. Where another was there first, that one takes its place here."""
 
-    def end(self, *, is_new: bool) -> None:
+    def finish(self, *, is_new: bool) -> None:
         """What a finished run comes to, and that it is finished. Not `is_new`: unless it is there."""
 
-    def add(self, *paths: Path) -> None:
+    def upload(self, *paths: Path) -> None:
         """Files that take the place of those there; none where they are not here."""
 
-    def offer(self, path: Path) -> None:
+    def try_upload(self, path: Path) -> None:
         """A file that helps, and is tried once: a failure is logged."""
 
-    def drop(self, path: Path) -> None:
+    def try_remove(self, path: Path) -> None:
         """A file that was offered and helps no more."""
 
 
@@ -84,18 +84,18 @@ class StoredRun(RunCopy):
         self._begun = self._read_json(RUN) if RUN in self._files else None
 
     @property
-    def begun(self) -> Mapping[str, JsonValue] | None:
+    def stored_manifest(self) -> Mapping[str, JsonValue] | None:
         return self._begun
 
-    def take_up(self) -> None:
+    def attach(self) -> None:
         writer = self._read_json(WRITER) if WRITER in self._files else {}
         is_ours = writer.get("token") == self._token
         if writer and not is_ours:
             log.info("%s: taken over from %s, process %s", self._store.url, writer.get("host"), writer.get("pid"))
-        told = {"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}
-        self._store.write(WRITER, canonical_json(told).encode(), is_first=True)
+        record = {"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}
+        self._store.write(WRITER, canonical_json(record).encode(), is_first=True)
         self._files = {**self._store.listed(is_deep=True)}
-        names = [name for name in self._files if OWN.fullmatch(name) and name not in (RUN, WRITER)]
+        names = [name for name in self._files if RUN_FILE.fullmatch(name) and name not in (RUN, WRITER)]
         try:
             with ThreadPoolExecutor(NUM_FETCHES) as pool:
                 num_fetched = sum(pool.map(partial(self._fetch, is_ours=is_ours), names))
@@ -103,66 +103,66 @@ class StoredRun(RunCopy):
             raise output_error(self._directory.path, error) from error
         if num_fetched:
             log.info("%s: fetched %s", self._store.url, counted(num_fetched, "file"))
-        self.keep(self._directory.manifest)
+        self.upload_missing(self._directory.manifest)
 
-    def keep(self, *paths: Path) -> None:
+    def upload_missing(self, *paths: Path) -> None:
         new = self._missing_files(paths)
         if len(new) > 1:  # other workers may have taken them there
             self._files |= self._store.listed(is_deep=True)
-            self._forget_others(new)
+            self._drop_size_mismatches(new)
             new = self._missing_files(new)
         if new:
-            self._require_ours()
+            self._require_writer()
         for path in new:
-            self._put_first(path)
+            self._upload_exclusive(path)
 
-    def add_part(self, throughput: Path, generations: Path) -> None:
-        self._require_ours()
-        self._put(throughput)
-        if self._name(generations) in self._files:  # one that was damaged here, and made again
-            self._put(generations)
+    def upload_part(self, throughput: Path, generations: Path) -> None:
+        self._require_writer()
+        self._upload_file(throughput)
+        if self._stored_name(generations) in self._files:  # one that was damaged here, and made again
+            self._upload_file(generations)
         else:
-            self._put_first(generations)
+            self._upload_exclusive(generations)
 
-    def end(self, *, is_new: bool) -> None:
+    def finish(self, *, is_new: bool) -> None:
         run = self._directory
-        if not is_new and self._name(run.success) in self._files:
+        if not is_new and self._stored_name(run.success) in self._files:
             return
-        self.add(run.schedule, run.summary, run.success)
+        self.upload(run.schedule, run.summary, run.success)
         for name in [name for name in self._files if name.startswith("running")]:
-            self.drop(run.path / name)
+            self.try_remove(run.path / name)
 
-    def add(self, *paths: Path) -> None:
-        self._require_ours()
+    def upload(self, *paths: Path) -> None:
+        self._require_writer()
         for path in paths:
             if path.exists():
-                self._put(path)
+                self._upload_file(path)
 
-    def offer(self, path: Path) -> None:
-        name = self._name(path)
+    def try_upload(self, path: Path) -> None:
+        name = self._stored_name(path)
         try:
             self._hasty.write(name, path.read_bytes())
             self._files[name] = StoredFile(num_bytes=0, tag="")
         except (WeightstreamError, OSError) as error:
             log.warning("what is generated and not finished was saved here alone: %s", error)
 
-    def drop(self, path: Path) -> None:
-        if self._files.pop(self._name(path), None) is None:
+    def try_remove(self, path: Path) -> None:
+        if self._files.pop(self._stored_name(path), None) is None:
             return
         try:
-            self._hasty.remove(self._name(path))
+            self._hasty.remove(self._stored_name(path))
         except WeightstreamError as error:
-            log.warning("%s is of no more use and cannot be removed: %s", self._name(path), error)
+            log.warning("%s is of no more use and cannot be removed: %s", self._stored_name(path), error)
 
     def _missing_files(self, paths: Sequence[Path]) -> list[Path]:
-        return [path for path in paths if self._name(path) not in self._files and path.exists()]
+        return [path for path in paths if self._stored_name(path) not in self._files and path.exists()]
 
-    def _forget_others(self, paths: Sequence[Path]) -> None:
+    def _drop_size_mismatches(self, paths: Sequence[Path]) -> None:
         """What is there under the names of `paths` and is not of their size is as good as not there."""
         for path in paths:
-            stored = self._files.get(self._name(path))
+            stored = self._files.get(self._stored_name(path))
             if stored is not None and stored.num_bytes != path.stat().st_size:
-                del self._files[self._name(path)]
+                del self._files[self._stored_name(path)]
 
     @cached_property
     def _token(self) -> str:
@@ -172,7 +172,7 @@ class StoredRun(RunCopy):
             write_json(path, {"token": secrets.token_hex(16)}, exclusive=True)
         return str(read_json(path).get("token"))
 
-    def _require_ours(self) -> None:
+    def _require_writer(self) -> None:
         try:
             writer = self._read_json(WRITER)
         except FileNotFoundError as error:
@@ -191,7 +191,7 @@ class StoredRun(RunCopy):
         OSError."""
         path = self._directory.path / name
         if is_ours and path.exists():
-            self._forget_others([path])
+            self._drop_size_mismatches([path])
             return False
         try:
             data = self._store.read(name)
@@ -204,11 +204,11 @@ class StoredRun(RunCopy):
 
     def _replace(self, path: Path, data: bytes) -> None:
         if path.exists() and path.parent != self._directory.path:
-            set_aside(path, self._directory.quarantine, f"{self._store.url} had another one first")
+            move_to_quarantine(path, self._directory.quarantine, f"{self._store.url} had another one first")
         publish(path, lambda file: write_all(file, data), exclusive=False, expected_bytes=len(data))
 
-    def _put_first(self, path: Path) -> None:
-        name = self._name(path)
+    def _upload_exclusive(self, path: Path) -> None:
+        name = self._stored_name(path)
         data = path.read_bytes()
         try:
             self._store.write(name, data, exclusive=True)
@@ -218,12 +218,12 @@ class StoredRun(RunCopy):
                 self._replace(path, theirs)
         self._files[name] = StoredFile(num_bytes=len(data), tag="")
 
-    def _put(self, path: Path) -> None:
+    def _upload_file(self, path: Path) -> None:
         data = path.read_bytes()
-        self._store.write(self._name(path), data)
-        self._files[self._name(path)] = StoredFile(num_bytes=len(data), tag="")
+        self._store.write(self._stored_name(path), data)
+        self._files[self._stored_name(path)] = StoredFile(num_bytes=len(data), tag="")
 
-    def _name(self, path: Path) -> str:
+    def _stored_name(self, path: Path) -> str:
         return path.relative_to(self._directory.path).as_posix()
 
     def _read_json(self, name: str) -> dict[str, JsonValue]:
@@ -237,13 +237,13 @@ class StoredRun(RunCopy):
         return value
 
 
-def add_batch_files(config: RunSettings, directory: Path) -> None:
+def upload_batch_files(config: RunSettings, directory: Path) -> None:
     """Takes OpenAI's files of the finished run in `directory` to its copy. Raises what `RunCopy` raises."""
     run = RunDirectory(path=directory)
-    copy_of(config, directory, never).add(run.batch_output, run.batch_errors)
+    open_copy(config, directory, never).upload(run.batch_output, run.batch_errors)
 
 
-def copy_of(config: RunSettings, directory: Path, should_stop: Callable[[], bool]) -> RunCopy:
+def open_copy(config: RunSettings, directory: Path, should_stop: Callable[[], bool]) -> RunCopy:
     """The copy that the run in `directory` has by `config`. Raises ConfigError where it cannot be looked at."""
     if config.output_url is None:
         return RunCopy()

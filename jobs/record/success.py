@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.errors import DamagedRunError
 
 from ..files.publishing import JsonValue, file_sha256, json_digest, read_json, write_json
-from .part_files import visible
+from .part_files import visible_files
 from .run_dir import RunDirectory
 
 LOG = logging.getLogger(__name__)
@@ -28,10 +28,10 @@ def write_success(
 
 def recorded_parts(directory: RunDirectory) -> Mapping[str, str] | None:
     """SHA-256 by file name; None without such a file, or with one that is damaged. Raises OSError."""
-    return _listed(directory.success) if directory.success.exists() else None
+    return _read_listed_parts(directory.success) if directory.success.exists() else None
 
 
-def _listed(path: Path) -> Mapping[str, str] | None:
+def _read_listed_parts(path: Path) -> Mapping[str, str] | None:
     try:
         value = read_json(path)
     except DamagedRunError as error:
@@ -51,7 +51,7 @@ def is_finished(directory: RunDirectory) -> bool:
         # A link is as good as no file: what it leads to is not the run's.
         found = {
             path.name: file_sha256(path) if path.is_file() and not path.is_symlink() else None
-            for path in visible(directory.generations)
+            for path in visible_files(directory.generations)
         }
         return recorded is not None and found == recorded
     except OSError:
@@ -62,7 +62,7 @@ def log_remade_parts(directory: RunDirectory, parts: Mapping[str, str]) -> None:
     """Logs whether parts that were made anew, after others were found to be damaged, are byte for byte what they were
     when the run had been finished before. `parts`: SHA-256 by file name. Raises OSError."""
     earlier = sorted(directory.quarantine.glob(f"*{directory.success.name}.*"), key=lambda path: int(path.suffix[1:]))
-    listed = _listed(earlier[-1]) if earlier else None
+    listed = _read_listed_parts(earlier[-1]) if earlier else None
     if listed is None:
         return
     changed = [name for name, sha256 in parts.items() if listed.get(name, sha256) != sha256]

@@ -135,7 +135,7 @@ class Utilization:
 
     @staticmethod
     def from_times(times: RunTimes) -> "Utilization":
-        whole = times.prefill.plus(times.decode)
+        whole = times.prefill.add(times.decode)
         return Utilization(
             prefill=Busy.from_times(times.prefill), decode=Busy.from_times(times.decode), run=Busy.from_times(whole)
         )
@@ -224,8 +224,8 @@ class Summary:
     def hit_rate(self) -> float | None:
         """How many of the streamed stages were there when a lane first asked, between 0 and 1; None where nothing
         streamed."""
-        asked = self.prefetch_hits + self.prefetch_misses
-        return self.prefetch_hits / asked if asked else None
+        num_requests = self.prefetch_hits + self.prefetch_misses
+        return self.prefetch_hits / num_requests if num_requests else None
 
 
 def summarize(

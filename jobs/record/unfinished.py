@@ -13,7 +13,7 @@ import numpy as np
 from runtime.units import counted
 
 from ..files.locks import format_holder, read_lease
-from ..files.publishing import JsonValue, OddFileError
+from ..files.publishing import JsonValue, UnexpectedFileError
 from .run_reader import Condition, RunReader
 
 
@@ -59,7 +59,7 @@ def leased_blocks(folder: Path) -> list[LeasedBlock]:
     for path in sorted(folder.glob("block-*.json")):
         try:
             block, lease = re.fullmatch(r"block-(\d{6,})\.json", path.name), read_lease(path)
-        except OddFileError:  # nobody's
+        except UnexpectedFileError:  # nobody's
             continue
         if block is None or lease is None:  # given back in between
             continue
@@ -94,7 +94,7 @@ def describe_unfinished(runs: Sequence[RunReader]) -> list[str]:
 def describe_missing_rows(run: RunReader, rows: Sequence[int]) -> str:
     """What is said of a run that is not done, of whose rows those at `rows` are missing."""
     index, count = run.shard
-    name = f"{run.place}" + (f" (shard {index} of {count})" if count > 1 else "")
+    name = f"{run.location}" + (f" (shard {index} of {count})" if count > 1 else "")
     if run.condition is Condition.damaged:
         return f"{name} is damaged: {run.problem}"
     state = "is being worked on by another process" if run.condition is Condition.running else "is not finished"

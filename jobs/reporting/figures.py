@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from runtime.errors import DamagedRunError
 
-from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular_file
 from ..record.passes import PassRow
 from ..record.run_reader import Condition, RunReader
 from ..record.summary import Summary, summarize
@@ -38,7 +38,7 @@ class RunFigures:
         for block in sorted(self.run.parts):
             path = self.run.directory.throughput_part(block)
             try:
-                with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
+                with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
                     rows += [PassRow(**row) for row in file.read(OF_A_PASS).to_pylist()]
             except PARQUET_PROBLEMS as error:
                 log.warning("the figures lack the passes of block %d: %s: %s", block, path, error)

@@ -80,7 +80,7 @@ class Overview:
     def _values(self, run: RunFigures) -> dict[str, object]:
         summary, (index, count) = run.summary, run.run.shard
         return {
-            "run": run.run.place,
+            "run": run.run.location,
             "shard": index,
             "num_shards": count,
             "state": run.run.condition.value,

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from ..datasets.records import BadRecord
 from ..datasets.templates import Template, read_template
-from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular_file
 from .figures import RunFigures
 
 OURS = (
@@ -62,7 +62,7 @@ def failed_rows(figures: RunFigures, count: int) -> list[SampleRow]:
 
 def _rows(figures: RunFigures, path: Path) -> Iterator[SampleRow]:
     try:
-        with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
+        with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
             prompts = _Prompts.kept_in(file, figures.settings)
             # an input's column may have the name of one of ours that this run has not
             ours = [column.name for column in file.schema_arrow if not _is_of_input(column) and column.name in OURS]

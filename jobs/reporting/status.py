@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 from runtime.units import counted
 
 from ..files.locks import format_holder
-from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular_file
 from ..record.run_reader import RunReader, is_locked
 from ..record.unfinished import LeasedBlock, format_slurm_ids, leased_blocks
-from ..run.progress import roughly
+from ..run.progress import format_rounded
 
 log = logging.getLogger(__name__)
 NUM_PARTS, NUM_PARTS_OF_PACE = 100, 20  # the last ones, so that many are read quickly
@@ -51,7 +51,7 @@ def worker_rates(run: RunReader, rows_by_block: Mapping[int, int]) -> list[Worke
     for _, block in last[-NUM_PARTS:]:
         path = run.directory.throughput_part(block)
         try:
-            with pq.ParquetFile(pa.BufferReader(read_regular(path)[0])) as file:
+            with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
                 passes = file.read(["worker", "seconds", "useful_tokens"]).to_pylist()
         except PARQUET_PROBLEMS as error:
             log.warning("the rates lack %s: %s", path, error)
@@ -94,7 +94,7 @@ class WorkerStatus:
             texts = [counted(rate.num_parts, "part"), f"{rate.rows_per_second:.3g} rows/s"]
             texts += [f"{rate.tokens_per_second:.3g} tokens/s"] if rate.num_tokens else []
         if leased is not None:
-            age, sign = roughly(leased.since_seconds), roughly(leased.heartbeat_seconds)
+            age, sign = format_rounded(leased.since_seconds), format_rounded(leased.heartbeat_seconds)
             texts.append(f"at work on block {leased.block} for {age}, last sign {sign} ago")
         return f"  {name}: {', '.join(texts)}"
 
@@ -163,7 +163,7 @@ def status_of(run: RunReader) -> RunStatus:
     if len(last) > 1 and last[-1][0] > last[0][0]:
         pace = sum(num_rows for _, num_rows in last[1:]) / (last[-1][0] - last[0][0])
     return RunStatus(
-        run=run.place,
+        run=run.location,
         state="running" if is_running else "done" if is_done else "interrupted" if here else "unfinished",
         num_blocks=len(rows) or None,
         num_blocks_done=len(done),
@@ -208,7 +208,7 @@ def _lines(status: RunStatus) -> list[str]:
         )
     if status.seconds_left is not None and status.rows_per_second is not None:
         by = f" with {counted(len(status.leased), 'worker')}" if status.leased else ""
-        left_text = roughly(status.seconds_left)
+        left_text = format_rounded(status.seconds_left)
         lines.append(f"pace    {status.rows_per_second:.3g} rows/s, about {left_text} left{by}")
     if status.workers:
         lines.append("workers, by the last parts:")

@@ -110,7 +110,7 @@ class OpenBlocks:
 
     session: BlockSession
     blocks: Sequence[Block]
-    asked: RequestBatch
+    batch: RequestBatch
     store: PartStore
     is_wave: bool
     checkpoint_seconds: float | None
@@ -121,7 +121,7 @@ class OpenBlocks:
 
     def __post_init__(self) -> None:
         store, blocks = self.store, self.blocks
-        recorded = frozenset[int]() if self.is_wave else frozenset(row.pass_index for row in store.passes())
+        recorded = frozenset[int]() if self.is_wave else frozenset(row.pass_index for row in store.read_passes())
         self._parts = OpenParts(store, blocks)
         self._checkpoint = RunCheckpointFile(
             directory=store.directory,
@@ -138,15 +138,15 @@ class OpenBlocks:
         self.progress.open(blocks, known)
         self._saved_at = time.monotonic()
 
-    def finish(self) -> None:
+    def generate(self) -> None:
         """Generates what is open and commits each part as it is complete. Saves the rest every `checkpoint_seconds`,
         and when an error of ours ends the run; what any other exception leaves may be half a pass, and only what was
         saved before it counts. Raises Interrupted or OutputError."""
-        asked, session = self.asked, self.session
+        batch, session = self.batch, self.session
         stream = partial(session.wave, self.blocks[0]) if self.is_wave else session.stream
         try:
-            for i, completion in stream(self._order, asked.computed, dict(self._unfinished), self._end_pass):
-                for row in completed_rows(asked, i, completion):
+            for i, completion in stream(self._order, batch.computed, dict(self._unfinished), self._end_pass):
+                for row in completed_rows(batch, i, completion):
                     self._parts.add(row)
                 self._unfinished.pop(i, None)
                 self.progress.finish_row(i, completion)
@@ -155,24 +155,24 @@ class OpenBlocks:
             raise
         self._commit_complete()
         self._checkpoint.remove()
-        self.store.copy.drop(self._checkpoint.path)
+        self.store.copy.try_remove(self._checkpoint.path)
 
-    def _restore(self, saved: RunCheckpoint, recorded: frozenset[int]) -> None:
+    def _restore(self, checkpoint: RunCheckpoint, recorded_passes: frozenset[int]) -> None:
         """Drops what parts have: rows, and passes by their index. They were saved before the parts were committed."""
-        asked = self.asked
-        places = {asked.requests[member].key: (i, member) for i in self._order for member in asked.joined[i].members}
-        finished = [(row, *places[row.key]) for row in saved.finished if row.key in places]
+        batch = self.batch
+        positions = {batch.requests[member].key: (i, member) for i in self._order for member in batch.joined[i].members}
+        finished = [(row, *positions[row.key]) for row in checkpoint.finished if row.key in positions]
         for row, _, member in finished:
-            asker = asked.request_rows[member]
-            self._parts.add(replace(row, columns=asker.columns, source_file=asker.source_file))
+            source_row = batch.request_rows[member]
+            self._parts.add(replace(row, columns=source_row.columns, source_file=source_row.source_file))
         done = {i for _, i, _ in finished}
         self._order = [i for i in self._order if i not in done]
-        keys = {i: asked.computed[i].key for i in self._order}
-        self._unfinished = {i: saved.unfinished[key] for i, key in keys.items() if key in saved.unfinished}
-        self._parts.passes = [row for row in saved.passes if row.pass_index not in recorded]
-        self._num_passes = 1 + max({*recorded, *(row.pass_index for row in saved.passes)}, default=-1)
+        keys = {i: batch.computed[i].key for i in self._order}
+        self._unfinished = {i: checkpoint.unfinished[key] for i, key in keys.items() if key in checkpoint.unfinished}
+        self._parts.passes = [row for row in checkpoint.passes if row.pass_index not in recorded_passes]
+        self._num_passes = 1 + max({*recorded_passes, *(row.pass_index for row in checkpoint.passes)}, default=-1)
         has_begun = bool(self._parts.rows or self._unfinished)
-        self._parts.num_stops = saved.num_stops + has_begun if self.is_wave else 0
+        self._parts.num_stops = checkpoint.num_stops + has_begun if self.is_wave else 0
         if has_begun:
             log.info(
                 "going on: %d rows of open parts are finished, %d are begun, with %d tokens",
@@ -200,12 +200,12 @@ class OpenBlocks:
         if self.checkpoint_seconds is None:
             return
         known = {**self._unfinished, **self.session.snapshot()}
-        running = RunCheckpoint(
+        checkpoint = RunCheckpoint(
             finished=list(self._parts.rows.values()),
-            unfinished={self.asked.computed[i].key: state for i, state in known.items()},
+            unfinished={self.batch.computed[i].key: state for i, state in known.items()},
             passes=self._parts.passes,
             num_stops=self._parts.num_stops,
         )
-        if self._checkpoint.save(running):
-            self.store.copy.offer(self._checkpoint.path)
+        if self._checkpoint.save(checkpoint):
+            self.store.copy.try_upload(self._checkpoint.path)
         self._saved_at = time.monotonic()

@@ -30,24 +30,24 @@ class RunContext:
     worker: Worker | None
     start: Start
     columns: pa.Schema
-    fixed: pa.Schema
+    fixed_schema: pa.Schema
     windows: Sequence[InputWindow]
     checkpoint_seconds: float | None
 
-    def store_of(self, planned: list[PlannedRequest]) -> PartStore:
+    def open_store(self, planned: list[PlannedRequest]) -> PartStore:
         """The store of the parts of a window, by its plan."""
         return PartStore(
             directory=self.state.directory,
             manifest=self.state.manifest,
             plan=planned,
             columns=self.columns,
-            fixed=self.fixed,
+            fixed_schema=self.fixed_schema,
             is_shared=self.worker is not None,
             is_window=len(self.windows) > 1,
             copy=self.copy,
         )
 
-    def known_plan(self, window: InputWindow) -> list[PlannedRequest] | None:
+    def stored_plan(self, window: InputWindow) -> list[PlannedRequest] | None:
         """The plan that is fixed; None where there is none, and it is to be computed. Raises DamagedRunError."""
-        path = window.plan_in(self.state.directory)
+        path = window.plan_path(self.state.directory)
         return read_plan(path) if path.exists() else None

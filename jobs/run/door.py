@@ -19,10 +19,10 @@ output: {folder}/turn-1/generations and so on, a run for each turn; as one file:
     weightstream export run={folder} out=answers.jsonl"""
 
 
-def run_door(
+def run_command(
     config: Settings,
     load_task: "Callable[[], Callable[[Settings], tuple[Task, RunSettings]]]",
-    tell: "Callable[[Outcome], None]",
+    print_results: "Callable[[Outcome], None]",
     *,
     at: float,
     clock: float,
@@ -40,34 +40,34 @@ def run_door(
         from ..config.signals import StopFlag
         from ..exporting.export import write_batch_files
         from ..record.passes import Start
-        from ..record.stored_run import add_batch_files
-        from .ranks import follow, ranks_of
-        from .run import perform
-        from .summary_table import outcome_text
-        from .tasks.converse import converse, follow_turns
+        from ..record.stored_run import upload_batch_files
+        from .ranks import follow_run, join_ranks
+        from .run import run_task
+        from .summary_table import format_outcome
+        from .tasks.converse import follow_turns, run_turns
 
-        task_of = load_task()
+        make_task = load_task()
     start = Start(at=at, clock=clock)
-    with StopFlag() as stop, ranks_of(config.devices, stop) as ranks:
+    with StopFlag() as stop, join_ranks(config.devices, stop) as ranks:
         if isinstance(config, GenerateConfig) and config.dataset.has_turns:
             if ranks is not None and ranks.rank:
                 return follow_turns(config, stop, ranks)
             code = 0
-            for turn, outcome in enumerate(converse(config, stop, start, ranks), start=1):
+            for turn, outcome in enumerate(run_turns(config, stop, start, ranks), start=1):
                 print_line(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
-                print_line(outcome_text(outcome))
+                print_line(format_outcome(outcome))
                 code = max(code, outcome.exit_code)
             print_line(HOW_TO_READ_TURNS.format(folder=run_directory(config)))
             return code  # of the worst turn
-        task, settings = task_of(config)
+        task, settings = make_task(config)
         if ranks is not None and ranks.rank:
-            return follow(task, settings, stop, ranks)
-        outcome = perform(task, settings, stop, start, ranks)
+            return follow_run(task, settings, stop, ranks)
+        outcome = run_task(task, settings, stop, start, ranks)
     if outcome.was_finished:
         print_line(f"{outcome.directory} is finished: nothing to do")
-    print_line(outcome_text(outcome))
+    print_line(format_outcome(outcome))
     if config.has_batch_files:
         print_line("\n".join(write_batch_files(outcome.directory)))
-        add_batch_files(config, outcome.directory)
-    tell(outcome)
+        upload_batch_files(config, outcome.directory)
+    print_results(outcome)
     return outcome.exit_code

@@ -48,7 +48,7 @@ class Feedback:
         if not self.path.exists():
             return
         values = read_json(self.path)
-        if any(values.get(key) != value for key, value in self._circumstances().items()):
+        if any(values.get(key) != value for key, value in self._validity_key().items()):
             log.warning(
                 "%s was measured on another host or with other settings of offload, kv or prefetch; rates "
                 "are measured anew, and the policy is searched anew",
@@ -56,10 +56,10 @@ class Feedback:
             )
             return
         corrected_values = values.get("corrected")
-        self._first = self._read("rates", values.get("rates"), MachineRates.from_plain)
+        self._first = self._parse("rates", values.get("rates"), MachineRates.from_plain)
         if corrected_values is not None:
-            self._corrected = self._read("rates", corrected_values, MachineRates.from_plain)
-        self.policy = self._read("policy", values.get("policy"), Policy.from_plain)
+            self._corrected = self._parse("rates", corrected_values, MachineRates.from_plain)
+        self.policy = self._parse("policy", values.get("policy"), Policy.from_plain)
 
     @property
     def rates(self) -> MachineRates | None:
@@ -76,11 +76,11 @@ class Feedback:
         """When the first block has ended: it is known what was predicted of it, and nothing was learned yet."""
         return self._first is not None and self._corrected is None
 
-    def learn(self, plan: RunPlan, passes: Sequence[PassRow]) -> RunPlan:
+    def revise_plan(self, plan: RunPlan, passes: Sequence[PassRow]) -> RunPlan:
         """The plan for the blocks that are left, from the passes of the first block, which went `plan`'s way. Raises
         OutputError."""
         assert self._first is not None, "nothing is due"
-        measured, predicted = worked(passes)
+        measured, predicted = busy_seconds(passes)
         self._corrected = corrected(self._first, measured, predicted)
         for resource in (each for each in measured if measured[each] and predicted[each]):
             log.info(
@@ -89,12 +89,12 @@ class Feedback:
                 measured[resource],
                 predicted[resource],
             )
-        better = self.runtime.revised(plan, self.requests, self._corrected)
-        self.policy = better.searched
+        revised = self.runtime.revised(plan, self.requests, self._corrected)
+        self.policy = revised.searched
         self._write()
-        return better
+        return revised
 
-    def _circumstances(self) -> Mapping[str, JsonValue]:
+    def _validity_key(self) -> Mapping[str, JsonValue]:
         """What the rates, and with them the policy, hold for."""
         config = self.runtime.config
         return {
@@ -102,18 +102,18 @@ class Feedback:
             "settings": f"{config.offload} {config.kv} {config.prefetch}",
         }
 
-    def _read(self, what: str, values: object, read: Callable[[Any], Plain]) -> Plain:
+    def _parse(self, name: str, values: object, read: Callable[[Any], Plain]) -> Plain:
         """Raises DamagedRunError where `values` are none, as `read` finds."""
         try:
             return read(values)
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedRunError(f"{self.path} holds no {what}: {error!r}. Move it away to measure anew") from error
+            raise DamagedRunError(f"{self.path} holds no {name}: {error!r}. Move it away to measure anew") from error
 
     def _write(self) -> None:
         assert self._first is not None, "the run was planned with rates"
         assert self.policy is not None, "the run was planned by a search"
         values = {
-            **self._circumstances(),
+            **self._validity_key(),
             "rates": self._first.to_plain(),
             "corrected": self._corrected.to_plain() if self._corrected is not None else None,
             "policy": self.policy.to_plain(),
@@ -121,7 +121,7 @@ class Feedback:
         write_json(self.path, values, exclusive=False)  # pyright: ignore[reportArgumentType] - plain all through
 
 
-def worked(passes: Sequence[PassRow]) -> tuple[dict[Resource, float], dict[Resource, float]]:
+def busy_seconds(passes: Sequence[PassRow]) -> tuple[dict[Resource, float], dict[Resource, float]]:
     """Seconds that each resource worked in these passes, measured and predicted. Attention counts where single tokens
     are decoded: that of prompts is compute's."""
 

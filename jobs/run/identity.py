@@ -22,38 +22,43 @@ from runtime.model.loading import LoadedModel
 from ..config.settings import RunSettings, operational, semantic
 from ..files.publishing import JsonValue, canonical_json, read_json
 from ..record.input_digests import InputDigests
-from ..record.manifest import DIGEST_OF_WEIGHTS, RunManifest
+from ..record.manifest import WEIGHTS_DIGEST_SUFFIX, RunManifest
 
 LOG = logging.getLogger(__name__)
-JUDGED = ("dataset.answers_path", "dataset.baseline_path", "dataset.references_path", "dataset.judge_prompts_path")
-PATHS = (
+JUDGE_PATH_KEYS = (
+    "dataset.answers_path",
+    "dataset.baseline_path",
+    "dataset.references_path",
+    "dataset.judge_prompts_path",
+)
+PATH_KEYS = (
     "model.path",
     "model.tokenizer",
     "dataset.path",
-    *JUDGED,
+    *JUDGE_PATH_KEYS,
 )  # what lies there is known by digests, wherever it is
-PLACES = frozenset({"_name_or_path", "name_or_path", "is_local", "local_files_only", "backend"})
-VERSIONS = frozenset({"transformers_version", "dtype"})  # the dtype is `model.dtype`, as it is computed with
+LOCATION_KEYS = frozenset({"_name_or_path", "name_or_path", "is_local", "local_files_only", "backend"})
+VERSION_KEYS = frozenset({"transformers_version", "dtype"})  # the dtype is `model.dtype`, as it is computed with
 MAX_KEYS, MAX_CHARS = 64, 400  # of a mapping and of a value that are kept as they are; of larger ones a digest
 
 
-def manifest_of(config: RunSettings, runtime: Runtime, digests: InputDigests) -> RunManifest:
+def make_manifest(config: RunSettings, runtime: Runtime, digests: InputDigests) -> RunManifest:
     """The dtype is the one that `auto` came to here: on another kind of machine the same config may be another run.
     Sampling is what holds, with the model's own settings where they are followed."""
     settings, model = semantic(replace(config, sampling=runtime.config.sampling)), runtime.model
-    came_to = {
+    resolved = {
         "model.dtype": str(model.compute_dtype).removeprefix("torch."),
         "weights": model.fingerprint,
         "tokenizer": tokenizer_fingerprint(model.tokenizer),
-        "input": digests.asked,
+        "input": digests.prompts_digest,
     }
     checkpoint = str(model.checkpoint.path)
     folder = Path(config.model.tokenizer or checkpoint)
     template = folder / "chat_template.jinja"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "pyarrow": pyarrow.__version__}
     return RunManifest(
-        semantic={key: value for key, value in settings.items() if key not in PATHS} | came_to,
-        operational=operational(config) | {key: value for key, value in settings.items() if key in PATHS},
+        semantic={key: value for key, value in settings.items() if key not in PATH_KEYS} | resolved,
+        operational=operational(config) | {key: value for key, value in settings.items() if key in PATH_KEYS},
         versions={"weightstream": __version__, **versions},
         facts={**model_facts(model), **digests.facts},
         defaults=semantic(type(config)()),
@@ -73,21 +78,24 @@ def manifest_of(config: RunSettings, runtime: Runtime, digests: InputDigests) ->
 
 
 def _digest_key(file: str) -> str:
-    return f"{Path(file).name}{DIGEST_OF_WEIGHTS}"
+    return f"{Path(file).name}{WEIGHTS_DIGEST_SUFFIX}"
 
 
 def model_facts(model: LoadedModel) -> dict[str, JsonValue]:
     """The facts of all files that can change the text; those of weights only with model.verify=full, and those of
     generation_config.json that are followed whatever `sampling` says; with `sampling.follow_model` the rest is among
     the settings."""
-    facts = {f"config.json {key}": value for key, value in _flat(model.config, VERSIONS | PLACES)}
+    facts = {f"config.json {key}": value for key, value in _flatten_values(model.config, VERSION_KEYS | LOCATION_KEYS)}
     facts |= _generation_facts(model)
     facts |= _adapter_facts(model.checkpoint.path)
     facts |= {_digest_key(file): digest for file, digest in model.digests.items()}
     if model.tokenizer is not None:
-        facts["chat_template"] = _brief(model.tokenizer.chat_template)
-        told = {key: value for key, value in model.tokenizer.init_kwargs.items() if not key.endswith("_file")}
-        facts |= {f"tokenizer_config.json {key}": value for key, value in _flat(told, PLACES | {"chat_template"})}
+        facts["chat_template"] = _value_or_digest(model.tokenizer.chat_template)
+        init_kwargs = {key: value for key, value in model.tokenizer.init_kwargs.items() if not key.endswith("_file")}
+        facts |= {
+            f"tokenizer_config.json {key}": value
+            for key, value in _flatten_values(init_kwargs, LOCATION_KEYS | {"chat_template"})
+        }
     return facts
 
 
@@ -113,34 +121,36 @@ def _adapter_facts(checkpoint: Path) -> dict[str, JsonValue]:
     except DamagedRunError as error:
         raise CheckpointError(f"{path} is no JSON object") from error
     LOG.warning("%s: adapters are not applied, the model runs as it is without; merge it into the weights first", path)
-    return {f"adapter_config.json {key}": value for key, value in _flat(values, frozenset())}
+    return {f"adapter_config.json {key}": value for key, value in _flatten_values(values, frozenset())}
 
 
-def _flat(values: Mapping[str, object], without: frozenset[str], prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
+def _flatten_values(
+    values: Mapping[str, object], without: frozenset[str], prefix: str = ""
+) -> Iterator[tuple[str, JsonValue]]:
     for key, value in values.items():
         if str(key) in without:
             continue
         if isinstance(value, Mapping) and 0 < len(value) <= MAX_KEYS:
-            yield from _flat(value, without, f"{prefix}{key}.")
+            yield from _flatten_values(value, without, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", _brief(value)
+            yield f"{prefix}{key}", _value_or_digest(value)
 
 
-def _brief(value: object) -> JsonValue:
-    plain = _plain(value)
+def _value_or_digest(value: object) -> JsonValue:
+    plain = _to_json_value(value)
     text = canonical_json(plain)
     return plain if len(text) <= MAX_CHARS else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _plain(value: object) -> JsonValue:
+def _to_json_value(value: object) -> JsonValue:
     """What JSON can hold; anything else, infinities among it, as its text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if abs(value) < float("inf") else repr(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else str(value)
+        return {str(key): _to_json_value(item) for key, item in value.items()}
+    return [_to_json_value(item) for item in value] if isinstance(value, list | tuple) else str(value)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:

@@ -21,9 +21,9 @@ from ..datasets.fields import WINDOW_ROWS, ShardConfig
 from ..datasets.templates import as_examples
 from ..datasets.windows import RowWindows, Survey, has_more_than, make_survey, windowed_kind
 from ..files.publishing import JsonValue, json_digest, read_json, write_json
-from ..record.input_digests import InputDigests, digest_files_of_input, digest_input, keep_rows
+from ..record.input_digests import InputDigests, digest_input, digest_input_files, write_row_digests
 from ..record.output_rows import column_schema, infer_column_schema
-from ..record.run_dir import RunDirectory, unusable
+from ..record.run_dir import RunDirectory, run_directory_error
 
 log = logging.getLogger(__name__)
 WINDOW_KEY = "dataset.window_rows"  # among the settings of run.json, of a run in windows alone
@@ -41,7 +41,7 @@ class InputWindow:
     def is_last(self) -> bool:
         return self.number == self.count - 1
 
-    def plan_in(self, directory: RunDirectory) -> Path:
+    def plan_path(self, directory: RunDirectory) -> Path:
         """Where its plan is fixed."""
         return directory.plan if self.count == 1 else directory.window_plan(self.number)
 
@@ -59,22 +59,22 @@ class RunInput(Protocol):
         """The schema of the columns that rows bring along, the same for all shards."""
         ...
 
-    def every_row(self) -> Iterable[Row]:
+    def all_rows(self) -> Iterable[Row]:
         """The rows of all shards, to look at before the run is begun."""
         ...
 
-    def first_rows(self) -> Sequence[Row]:
+    def preview_rows(self) -> Sequence[Row]:
         """Rows of this shard to look at before the run is begun: all of them, or some."""
         ...
 
     def digests(self, columns: pa.Schema) -> InputDigests: ...
 
-    def keep(self, directory: RunDirectory, digests: InputDigests) -> Path:
+    def save_digests(self, directory: RunDirectory, digests: InputDigests) -> Path:
         """Keeps in the run's directory what a later start asks for: the file. Raises OutputError."""
         ...
 
 
-class HeldRows:
+class InMemoryRows:
     """All rows of an input, in memory."""
 
     def __init__(self, rows: Sequence[Row], shard: ShardConfig):
@@ -85,22 +85,22 @@ class HeldRows:
     def columns(self, fixed: pa.Schema) -> pa.Schema:
         return infer_column_schema([row.columns for row in self._all], fixed)
 
-    def every_row(self) -> Sequence[Row]:
+    def all_rows(self) -> Sequence[Row]:
         return self._all
 
-    def first_rows(self) -> Sequence[Row]:
+    def preview_rows(self) -> Sequence[Row]:
         return self._rows
 
     def digests(self, columns: pa.Schema) -> InputDigests:
         return digest_input(self._rows, columns)
 
-    def keep(self, directory: RunDirectory, digests: InputDigests) -> Path:
-        keep_rows(directory.row_digests, digests)
+    def save_digests(self, directory: RunDirectory, digests: InputDigests) -> Path:
+        write_row_digests(directory.row_digests, digests)
         return directory.row_digests
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsInWindows:
+class WindowedRows:
     """Rows that are read window by window. `files`: the SHA-256 of each of the input's files, by name, in their order,
     and `settings` what else decides which rows they hold."""
 
@@ -124,10 +124,10 @@ class RowsInWindows:
     def columns(self, fixed: pa.Schema) -> pa.Schema:
         return column_schema(self.rows.survey.kinds, fixed)
 
-    def every_row(self) -> Iterator[Row]:
+    def all_rows(self) -> Iterator[Row]:
         return self.rows.every()
 
-    def first_rows(self) -> Sequence[Row]:
+    def preview_rows(self) -> Sequence[Row]:
         """The first window's, which are kept until that is read; none of a run that was begun."""
         if self.is_begun:
             return ()
@@ -135,10 +135,10 @@ class RowsInWindows:
         return self._read_ahead[0]
 
     def digests(self, columns: pa.Schema) -> InputDigests:
-        found = digest_files_of_input(self.files, self.settings, columns)
-        return replace(found, facts={**found.facts, "input rows": self.rows.survey.num_rows})
+        input_digests = digest_input_files(self.files, self.settings, columns)
+        return replace(input_digests, facts={**input_digests.facts, "input rows": self.rows.survey.num_rows})
 
-    def keep(self, directory: RunDirectory, digests: InputDigests) -> Path:
+    def save_digests(self, directory: RunDirectory, digests: InputDigests) -> Path:
         if not directory.survey.exists():
             value: dict[str, JsonValue] = {"of": _survey_key(self.files, self.settings), **self.rows.survey.to_plain()}
             write_json(directory.survey, value | {"digest": json_digest(value)}, exclusive=True)
@@ -147,22 +147,22 @@ class RowsInWindows:
     def _read(self, number: int) -> Sequence[Row]:
         if number == 0 and self._read_ahead:
             return self._read_ahead.pop()
-        changed = [path for path, stamp in self.stamps.items() if _stamp(path) != stamp]
+        changed = [path for path, stamp in self.stamps.items() if _file_stamp(path) != stamp]
         if changed:
             raise DatasetError(f"{changed[0]} was changed while the run reads it; nothing of it was used since")
         return self.rows.read(number)
 
 
-def rows_in_windows(
+def open_windowed_rows(
     config: RunSettings,
     directory: Path,
     should_stop: Callable[[], bool],
-    begun: Mapping[str, JsonValue] | None = None,
-) -> RowsInWindows | None:
+    remote_manifest: Mapping[str, JsonValue] | None = None,
+) -> WindowedRows | None:
     """The input of a run, where it is to be read in windows; None where all of its rows are to be held. `begun`: the
     run.json of its copy elsewhere. Raises DatasetError, Interrupted."""
     dataset, windowed = config.dataset, windowed_kind(config.dataset)
-    window_rows = _window_rows(config, directory, begun) if windowed is not None else None
+    window_rows = _resolve_window_rows(config, directory, remote_manifest) if windowed is not None else None
     if windowed is None or window_rows is None:
         return None
     num_rows_each = max(1, window_rows // config.sampling.n)
@@ -170,74 +170,79 @@ def rows_in_windows(
         return None
     examples = windowed.source.files(as_examples(dataset)) if dataset.few_shot_path is not None else []
     paths = [*windowed.source.files(dataset), *examples]
-    stamps, files = {path: _stamp(path) for path in paths}, _digests(paths, config.offload.cache_dir, should_stop)
+    stamps, files = (
+        {path: _file_stamp(path) for path in paths},
+        _digest_files(paths, config.offload.cache_dir, should_stop),
+    )
     run = RunDirectory(path=directory)
     settings: dict[str, JsonValue] = {
         **{f"dataset.{key}": getattr(dataset, key) for key in ("limit", "max_row_bytes", "id_field", "keep_columns")},
         **{f"dataset.{key}": getattr(dataset, key).value for key in ("dedupe", "on_bad_row")},
         "dataset.json_field": dataset.json_field,
     }
-    survey = _known_survey(run.survey, _survey_key(files, settings))
+    survey = _load_survey(run.survey, _survey_key(files, settings))
     if survey is None:
-        there = next(folder for folder in directory.absolute().parents if folder.is_dir())
+        parent = next(folder for folder in directory.absolute().parents if folder.is_dir())
         try:
-            survey = make_survey(dataset, windowed, there, should_stop)
+            survey = make_survey(dataset, windowed, parent, should_stop)
         except OSError as error:  # of where ids lie meanwhile: what cannot be read of the input is a DatasetError
-            raise unusable(run, error) from error
-    return RowsInWindows(
+            raise run_directory_error(run, error) from error
+    return WindowedRows(
         rows=RowWindows(config=dataset, survey=survey, shard=config.shard, num_rows_each=num_rows_each),
         files=files,
         settings=settings,
         stamps=stamps,
         window_rows=window_rows,
-        is_begun=begun is not None or run.manifest.exists(),
+        is_begun=remote_manifest is not None or run.manifest.exists(),
     )
 
 
-def _window_rows(config: RunSettings, directory: Path, begun: Mapping[str, JsonValue] | None) -> int | None:
+def _resolve_window_rows(
+    config: RunSettings, directory: Path, remote_manifest: Mapping[str, JsonValue] | None
+) -> int | None:
     """How many rows of the output a window of the run has; None where all rows are held. Where nobody says, a run goes
     on as it was begun. Raises ConfigError where ranks are to go on with one in windows."""
-    asked, run = config.dataset.window_rows, RunDirectory(path=directory)
-    holds_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Parallelism.one
-    holds_all |= isinstance(config, ScoreConfig) and config.score.rolling
-    if asked is None and (begun is not None or run.manifest.exists()):
-        found, way = None, config.devices.way
+    requested, run = config.dataset.window_rows, RunDirectory(path=directory)
+    keeps_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Parallelism.one
+    keeps_all |= isinstance(config, ScoreConfig) and config.score.rolling
+    if requested is None and (remote_manifest is not None or run.manifest.exists()):
+        begun_with, way = None, config.devices.way
         with suppress(OSError, DamagedRunError):  # `open_run` says so
-            settings = (begun or read_json(run.manifest)).get("semantic")
-            found = settings.get(WINDOW_KEY) if isinstance(settings, dict) else None
+            settings = (remote_manifest or read_json(run.manifest)).get("semantic")
+            begun_with = settings.get(WINDOW_KEY) if isinstance(settings, dict) else None
         require(
-            found is None or way is Parallelism.one,
-            f"devices={way.value} holds all rows as yet, and the run was begun in windows of {found} "
+            begun_with is None or way is Parallelism.one,
+            f"devices={way.value} holds all rows as yet, and the run was begun in windows of {begun_with} "
             "(dataset.window_rows): go on with devices=one, or choose another directory with run=",
         )
-        return found if isinstance(found, int) else None
-    return None if holds_all else asked or WINDOW_ROWS
+        return begun_with if isinstance(begun_with, int) else None
+    return None if keeps_all else requested or WINDOW_ROWS
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _file_stamp(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise DatasetError(f"cannot read {path}: {error}") from error
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
-def _digests(paths: Sequence[Path], cache_dir: str | None, should_stop: Callable[[], bool]) -> Mapping[str, str]:
+def _digest_files(paths: Sequence[Path], cache_dir: str | None, should_stop: Callable[[], bool]) -> Mapping[str, str]:
     """The SHA-256 of each file, by name; of files that lie in several folders by their paths."""
     names = [path.name for path in paths]
     keys = names if len(set(names)) == len(names) else [str(path) for path in paths]
     try:
-        found = digest_files([*map(str, paths)], cache_root(cache_dir), should_stop, asked_by="dataset.path")
+        digests = digest_files([*map(str, paths)], cache_root(cache_dir), should_stop, asked_by="dataset.path")
     except CheckpointError as error:
         raise DatasetError(str(error)) from error
-    return {key: found[str(path)] for key, path in zip(keys, paths, strict=True)}
+    return {key: digests[str(path)] for key, path in zip(keys, paths, strict=True)}
 
 
 def _survey_key(files: Mapping[str, str], settings: Mapping[str, JsonValue]) -> str:
     return json_digest([[*files.items()], {**settings}])
 
 
-def _known_survey(path: Path, key: str) -> Survey | None:
+def _load_survey(path: Path, key: str) -> Survey | None:
     """The survey that an earlier start has kept; None where there is none of this input, or it is damaged."""
     try:
         values = read_json(path)

@@ -44,12 +44,12 @@ class Forecast:
     def __init__(self, prediction: Prediction, requests: Sequence[Request], blocks: Sequence[Block], *, is_wave: bool):
         self._requests, self._is_wave = requests, is_wave
         self._members = {block.index: [i for i in block.members if requests[i].max_new_tokens] for block in blocks}
-        self._prompts = {index: sum(map(self._num_prompt, rows)) for index, rows in self._members.items()}
+        self._prompts = {index: sum(map(self._num_prompt_tokens, rows)) for index, rows in self._members.items()}
         limits = {index: {i: requests[i].max_new_tokens for i in rows} for index, rows in self._members.items()}
-        self._steps = {index: self._most_steps(most) for index, most in limits.items()}
+        self._steps = {index: self._max_steps(most) for index, most in limits.items()}
         self._waiting = set(self._members)
-        self._prefill = _Phase(step_seconds=_each(prediction.prefill.seconds, sum(self._prompts.values())))
-        self._decode = _Phase(step_seconds=_each(prediction.decode.seconds, sum(self._steps.values())))
+        self._prefill = _Phase(step_seconds=_per_item(prediction.prefill.seconds, sum(self._prompts.values())))
+        self._decode = _Phase(step_seconds=_per_item(prediction.decode.seconds, sum(self._steps.values())))
         self._skipped_seconds = 0.0  # predicted, of what earlier starts have done
         self._open: dict[int, int] = {}  # by request that is not finished, the most tokens it may still get
         self._num_prompts_left = 0
@@ -61,7 +61,7 @@ class Forecast:
         """Takes blocks as done that an earlier start has committed."""
         for index in self._waiting & set(blocks):
             self._waiting.remove(index)
-            self._skipped_seconds += self._predicted(self._prompts[index], self._steps[index])
+            self._skipped_seconds += self._predicted_seconds(self._prompts[index], self._steps[index])
 
     def open(self, blocks: Iterable[int], known: Mapping[int, int]) -> None:
         """Opens blocks of which the requests in `known` are left, each with so many tokens that it has already. What
@@ -71,11 +71,11 @@ class Forecast:
         indices = self._waiting & set(blocks)
         self._waiting -= indices
         self._open = {i: most for i, num in known.items() if (most := self._requests[i].max_new_tokens - num) > 0}
-        num_prompts, self._begun_most = sum(map(self._num_prompt, self._open)), self._most_steps(self._open)
+        num_prompts, self._begun_most = sum(map(self._num_prompt_tokens, self._open)), self._max_steps(self._open)
         self._num_prompts_left = num_prompts + sum(known[i] for i in self._open)
         fresh_prompts = sum(self._prompts[index] for index in indices)
         fresh_steps = sum(self._steps[index] for index in indices)
-        self._skipped_seconds += self._predicted(fresh_prompts - num_prompts, fresh_steps - self._begun_most)
+        self._skipped_seconds += self._predicted_seconds(fresh_prompts - num_prompts, fresh_steps - self._begun_most)
 
     def advance(self, row: PassRow) -> None:
         """Counts a pass of the open blocks."""
@@ -108,18 +108,18 @@ class Forecast:
         """How much of the run is done, between 0 and 1, by predicted time."""
         done = self._skipped_seconds + self._prefill.predicted_seconds + self._decode.predicted_seconds
         num_prompts = self._num_prompts_left + sum(self._prompts[index] for index in self._waiting)
-        left = self._predicted(num_prompts, self._num_steps_left)
+        left = self._predicted_seconds(num_prompts, self._num_steps_left)
         return done / (done + left) if done + left else 1.0
 
     @property
     def _num_steps_left(self) -> float:
         waiting = sum(self._steps[index] for index in self._waiting)
-        most = self._most_steps(self._open) if self._is_wave else self._begun_most
-        likely = self._length * most - self._num_steps_done
-        return (max(1.0, likely) if self._open else 0.0) + self._length * waiting
+        most = self._max_steps(self._open) if self._is_wave else self._begun_most
+        likely = self._length_ratio * most - self._num_steps_done
+        return (max(1.0, likely) if self._open else 0.0) + self._length_ratio * waiting
 
     @property
-    def _length(self) -> float:
+    def _length_ratio(self) -> float:
         """How much of their limits answers reach, as those show that have ended."""
         return self._finished_steps / self._finished_most if self._finished_most else 1.0
 
@@ -134,20 +134,20 @@ class Forecast:
         predicted = sum(each.predicted_seconds for each in phases)
         return sum(each.measured_seconds for each in phases) / predicted if predicted else 1.0
 
-    def _predicted(self, num_prompts: float, num_steps: float) -> float:
+    def _predicted_seconds(self, num_prompts: float, num_steps: float) -> float:
         return self._prefill.step_seconds * num_prompts + self._decode.step_seconds * num_steps
 
-    def _num_prompt(self, i: int) -> int:
+    def _num_prompt_tokens(self, i: int) -> int:
         return len(self._requests[i].prompt_ids)
 
-    def _most_steps(self, limits: Mapping[int, int]) -> int:
+    def _max_steps(self, limits: Mapping[int, int]) -> int:
         """Steps of decoding up to these limits; the first token of each comes out of prefill."""
         if self._is_wave:
             return max(limits.values(), default=1) - 1
         return sum(most - 1 for most in limits.values())
 
 
-def _each(seconds: float, count: int) -> float:
+def _per_item(seconds: float, count: int) -> float:
     return seconds / count if count else 0.0
 
 
@@ -225,7 +225,7 @@ class Progress:
         self._forecast.skip(done)
         if is_first:
             num_left = self._num_rows - self._num_rows_done
-            log.info("generating %s: %s", counted(num_left, "completion"), self._time_left)
+            log.info("generating %s: %s", counted(num_left, "completion"), self._time_left_text)
         self._draw()
 
     def open(self, blocks: Sequence[Block], known: Mapping[int, int]) -> None:
@@ -250,7 +250,7 @@ class Progress:
             self._draw()
         elif not self._is_terminal and now - self._last_line >= SECONDS_PER_LINE:
             self._last_line = now
-            log.info("%s: %s", self._place, self._state)
+            log.info("%s: %s", self._position_text, self._state_text)
 
     def finish_row(self, i: int, completion: Completion) -> None:
         self._num_rows_done += 1
@@ -265,34 +265,34 @@ class Progress:
         self._last_picture = self._clock()
         if self._forecast is not None:
             self._bar.n = max(self._bar.n, self._forecast.share_done)
-        self._bar.set_description_str(self._place, refresh=False)
-        self._bar.set_postfix_str(self._state, refresh=True)
+        self._bar.set_description_str(self._position_text, refresh=False)
+        self._bar.set_postfix_str(self._state_text, refresh=True)
 
     @property
-    def _place(self) -> str:
+    def _position_text(self) -> str:
         number = min(len(self._done_blocks) + 1, len(self._blocks))
         return f"block {number}/{len(self._blocks)} {self._phase}"
 
     @property
-    def _state(self) -> str:
+    def _state_text(self) -> str:
         pace = self._paces["prefill" if self._phase == "prefill" else "decode"]
-        parts = (f"{self._num_rows_done:,} of {self._num_rows:,} rows", str(pace), self._time_left)
+        parts = (f"{self._num_rows_done:,} of {self._num_rows:,} rows", str(pace), self._time_left_text)
         return ", ".join(filter(None, parts))
 
     @property
-    def _time_left(self) -> str:
+    def _time_left_text(self) -> str:
         seconds = self._forecast.seconds_left if self._forecast is not None else 0.0
-        return time_left(seconds, self._now()) if seconds else ""
+        return format_time_left(seconds, self._now()) if seconds else ""
 
 
-def time_left(seconds: float, now: datetime) -> str:
+def format_time_left(seconds: float, now: datetime) -> str:
     """`about 31 min, until 14:05`; `about 26 h, until Tue 14:05`."""
     end = now + timedelta(seconds=seconds)
     day = "" if end.date() == now.date() else f"{end:%a} "
-    return f"about {roughly(seconds)}, until {day}{end:%H:%M}"
+    return f"about {format_rounded(seconds)}, until {day}{end:%H:%M}"
 
 
-def roughly(seconds: float) -> str:
+def format_rounded(seconds: float) -> str:
     """`45 s`, `2.5 min`, `31 min`, `7.5 h`, `26 h`."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"

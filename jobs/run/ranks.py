@@ -14,32 +14,32 @@ from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
 
 from ..config.settings import RunSettings
-from ..record.stored_run import copy_of
+from ..record.stored_run import open_copy
 from .requests import make_batch
 from .run import open_model
 from .tasks.task import Task
 
 log = logging.getLogger(__name__)
-START = "torchrun --nproc-per-node 2 -m jobs.generate devices=sharded ..., or srun --ntasks 2 ..."
-SEVERAL = (
+LAUNCH_EXAMPLES = "torchrun --nproc-per-node 2 -m jobs.generate devices=sharded ..., or srun --ntasks 2 ..."
+SEVERAL_PROCESSES = (
     "devices=one is of one process, and torchrun has started several: set devices to sharded, tensor or pipeline, "
     "or start the job without torchrun"
 )
 
 
 @contextmanager
-def ranks_of(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterator[Ranks | None]:
+def join_ranks(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterator[Ranks | None]:
     """This process among the ranks that a launcher has started; None where `devices` has no others. Raises ConfigError
     where settings and launcher disagree."""
     launch = Launch.found(os.environ)
     if devices.way is Parallelism.one:
         is_of_several = launch is not None and launch.size > 1 and launch.url == "env://"
-        require(not is_of_several, SEVERAL)
+        require(not is_of_several, SEVERAL_PROCESSES)
         yield None
         return
     if launch is None or launch.size < 2:
         way = devices.way.value
-        raise ConfigError(f"devices={way} is of several processes, and this one was started alone: {START}")
+        raise ConfigError(f"devices={way} is of several processes, and this one was started alone: {LAUNCH_EXAMPLES}")
     ranks = Ranks(launch, should_stop, devices)
     num_machines = len({*ranks.machines})
     log.info("%d ranks on %d machine%s", ranks.size, num_machines, "s" if num_machines > 1 else "")
@@ -49,14 +49,14 @@ def ranks_of(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterato
     ranks.close()
 
 
-def follow(task: Task, config: RunSettings, should_stop: Callable[[], bool], ranks: Ranks) -> int:
+def follow_run(task: Task, config: RunSettings, should_stop: Callable[[], bool], ranks: Ranks) -> int:
     """Takes part in what rank 0 does; returns the exit code. Of a stop the first of those ranks tells that are
     there."""
-    begun = copy_of(config, task.directory, should_stop).begun
-    runtime, rows = open_model(task, config, should_stop, begun, ranks=ranks)
-    asked = make_batch(runtime, rows.first_rows(), task.requests)
+    remote_manifest = open_copy(config, task.directory, should_stop).stored_manifest
+    runtime, rows = open_model(task, config, should_stop, remote_manifest, ranks=ranks)
+    batch = make_batch(runtime, rows.preview_rows(), task.requests)
     try:
-        for _ in runtime.follow(asked.computed):
+        for _ in runtime.follow(batch.computed):
             pass
     except Interrupted as error:
         ended = error.ranks if isinstance(error, PeerEnded) else ()

@@ -25,7 +25,7 @@ from ..record.plan_file import PlannedRequest, RowSlot
 QUESTION = {"role": "user", "content": "?"}
 
 
-def renderer_for(tokenizer: PreTrainedTokenizerBase) -> ChatRenderer:
+def make_renderer(tokenizer: PreTrainedTokenizerBase) -> ChatRenderer:
     """A renderer whose errors name the data set's key."""
     return ChatRenderer(tokenizer, asked_by="dataset.chat_template=true", otherwise="set dataset.chat_template=false")
 
@@ -39,16 +39,16 @@ def require_template(
 ) -> None:
     """Raises ConfigError when chats are asked for and there is no template, none for `dataset.system_prompt`, or one
     that fails in the same way for each of `rows`."""
-    asked = [row.messages is not None for row in rows if row.error is None]
-    if not (config.chat_template or any(asked)):
+    are_chats = [row.messages is not None for row in rows if row.error is None]
+    if not (config.chat_template or any(are_chats)):
         return
     if not has_template(tokenizer):
-        if config.chat_template or all(asked):
+        if config.chat_template or all(are_chats):
             why = "dataset.chat_template=true" if config.chat_template else "the rows are chats"
             raise ConfigError(f"{why}, but the model's tokenizer has no chat template")
         return
     assert tokenizer is not None, "it has a template"
-    with renderer_for(tokenizer) as renderer:
+    with make_renderer(tokenizer) as renderer:
         if config.system_prompt is not None and not rows:
             chat = [{"role": "system", "content": config.system_prompt}, QUESTION]
             try:
@@ -58,16 +58,16 @@ def require_template(
                     f"dataset.system_prompt is set, but the model's chat template takes no system message ({error}): "
                     "set it to null, or put its text into the prompts"
                 ) from error
-        _require_any(renderer, [row for row in rows if row.error is None])
+        _require_renders(renderer, [row for row in rows if row.error is None])
 
 
-def _require_any(renderer: ChatRenderer, rows: Sequence[Row]) -> None:
+def _require_renders(renderer: ChatRenderer, rows: Sequence[Row]) -> None:
     """One chat may be at fault itself: a plain question beside it tells."""
     first: str | None = None
     chats = [(row.messages, row.template_kwargs) for row in rows if row.messages is not None]
-    for messages, given in [*chats, *([([QUESTION], chats[0][1])] if len(chats) == 1 else [])]:
+    for messages, template_kwargs in [*chats, *([([QUESTION], chats[0][1])] if len(chats) == 1 else [])]:
         try:
-            renderer.render(messages, given)
+            renderer.render(messages, template_kwargs)
             return
         except TemplateRefusal as error:
             if first is not None and str(error) != first:
@@ -83,7 +83,7 @@ def _require_any(renderer: ChatRenderer, rows: Sequence[Row]) -> None:
 Prompt: TypeAlias = str | tuple[int, ...]  # a text, which a template has spelt out where the row is a chat, or tokens
 # What rows with these prompts ask of the engine: of each, in their order, its output rows, or why there are none.
 MakeRequests: TypeAlias = Callable[[Runtime, Sequence[tuple[Row, Prompt]]], Iterable[Sequence[Request | Rejected]]]
-Read: TypeAlias = Callable[[Completion], Mapping[str, object]]  # what was read off a prompt, as columns
+ReadColumns: TypeAlias = Callable[[Completion], Mapping[str, object]]  # what was read off a prompt, as columns
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together; a tokenizer holds 200 bytes for each
 
 
@@ -98,7 +98,7 @@ class RequestBatch:
     rejected: Sequence[Rejected]
     rejected_rows: Sequence[Row]
     slots: Mapping[tuple[str, int], RowSlot] = field(default_factory=dict)
-    read: Read = lambda _: {}
+    read_columns: ReadColumns = lambda _: {}
 
     @cached_property
     def joined(self) -> Sequence[Joined]:
@@ -110,31 +110,33 @@ class RequestBatch:
         """The requests of `joined`."""
         return [each.request for each in self.joined]
 
-    def in_order_of_plan(self, planned: Iterable[PlannedRequest]) -> "RequestBatch":
+    def with_plan_slots(self, planned: Iterable[PlannedRequest]) -> "RequestBatch":
         """The same, joined as a plan that is fixed has it."""
         return replace(self, slots={each.key: each.slot for each in planned})
 
 
-def completions_of(runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Iterator[Sequence[Request | Rejected]]:
+def completion_requests(
+    runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
+) -> Iterator[Sequence[Request | Rejected]]:
     """The requests for what comes behind each prompt, `sampling.n` times."""
-    limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in asked)}
+    limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in prompts)}
     most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
-    for row, ids in tokenized(runtime, asked, most_tokens):
+    for row, ids in tokenize_prompts(runtime, prompts, most_tokens):
         failed = Rejected(id=row.id, error=ids) if isinstance(ids, str) else None
-        made = failed or runtime.request(row.id, () if isinstance(ids, str) else ids, overrides=row.overrides)
-        yield runtime.samples(made, row.overrides.n)
+        request = failed or runtime.request(row.id, () if isinstance(ids, str) else ids, overrides=row.overrides)
+        yield runtime.samples(request, row.overrides.n)
 
 
-def tokenized(
-    runtime: Runtime, asked: Sequence[tuple[Row, Prompt]], most_tokens: int | None
+def tokenize_prompts(
+    runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]], most_tokens: int | None
 ) -> Iterator[tuple[Row, Sequence[int] | str]]:
     """Each row with the token ids of its prompt, or with a text that says why it has none."""
-    found = {}
+    token_ids = {}
     for is_chat in (False, True):
-        texts = [text for row, text in asked if isinstance(text, str) and (row.messages is not None) == is_chat]
-        found[is_chat] = iter(tokenize_each(runtime.model, texts, is_rendered=is_chat, most_tokens=most_tokens))
-    for row, text in asked:
-        yield row, next(found[row.messages is not None]) if isinstance(text, str) else text
+        texts = [text for row, text in prompts if isinstance(text, str) and (row.messages is not None) == is_chat]
+        token_ids[is_chat] = iter(tokenize_each(runtime.model, texts, is_rendered=is_chat, most_tokens=most_tokens))
+    for row, text in prompts:
+        yield row, next(token_ids[row.messages is not None]) if isinstance(text, str) else text
 
 
 def make_batch(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> RequestBatch:
@@ -143,20 +145,22 @@ def make_batch(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Req
     num_samples = runtime.config.sampling.n
     counts = [num_samples if row.overrides.n is None else row.overrides.n for row in rows]
     if sum(counts) > MAX_ROWS:
-        place = counts.index(max(counts))
+        largest = counts.index(max(counts))
         raise ConfigError(
             f"sampling.n={num_samples:,} times {len(rows):,} rows, or what rows ask for themselves, is above the "
-            f"{MAX_ROWS:,} that a run can have: {sum(counts):,} completions, the most of them, {counts[place]:,}, of "
-            f"row {shorten(rows[place].id)}"
+            f"{MAX_ROWS:,} that a run can have: {sum(counts):,} completions, the most of them, {counts[largest]:,}, of "
+            f"row {shorten(rows[largest].id)}"
         )
-    asked = zip(rows, _requests(runtime, rows, make), strict=True)
-    made = [(row, item) for row, items in asked for item in items]
-    require(len(made) <= MAX_ROWS, f"{len(made):,} requests are above the {MAX_ROWS:,} that a run can have")
+    requests_by_row = zip(rows, _requests(runtime, rows, make), strict=True)
+    items_by_row = [(row, item) for row, items in requests_by_row for item in items]
+    require(
+        len(items_by_row) <= MAX_ROWS, f"{len(items_by_row):,} requests are above the {MAX_ROWS:,} that a run can have"
+    )
     return RequestBatch(
-        requests=[item for _, item in made if isinstance(item, Request)],
-        request_rows=[row for row, item in made if isinstance(item, Request)],
-        rejected=[item for _, item in made if isinstance(item, Rejected)],
-        rejected_rows=[row for row, item in made if isinstance(item, Rejected)],
+        requests=[item for _, item in items_by_row if isinstance(item, Request)],
+        request_rows=[row for row, item in items_by_row if isinstance(item, Request)],
+        rejected=[item for _, item in items_by_row if isinstance(item, Rejected)],
+        rejected_rows=[row for row, item in items_by_row if isinstance(item, Rejected)],
     )
 
 
@@ -167,9 +171,9 @@ def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Iter
     with ExitStack() as stack:
         renderer: ChatRenderer | None = None
         if tokenizer is not None and has_template(tokenizer) and any(row.messages is not None for row in rows):
-            renderer = stack.enter_context(renderer_for(tokenizer))
+            renderer = stack.enter_context(make_renderer(tokenizer))
         for row in rows:
-            text = _text(renderer, row)
+            text = _render_prompt(renderer, row)
             pending.append((row, text))
             num_characters += len(text) if isinstance(text, str) else 0
             if len(pending) == ROWS_AT_ONCE or num_characters > CHARACTERS_AT_ONCE:
@@ -181,12 +185,12 @@ def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Iter
 def _make_requests(
     runtime: Runtime, pending: Sequence[tuple[Row, Prompt | Rejected]], make: MakeRequests
 ) -> Iterator[Sequence[Request | Rejected]]:
-    made = iter(make(runtime, [(row, prompt) for row, prompt in pending if not isinstance(prompt, Rejected)]))
+    requests = iter(make(runtime, [(row, prompt) for row, prompt in pending if not isinstance(prompt, Rejected)]))
     for row, prompt in pending:
-        yield runtime.samples(prompt, row.overrides.n) if isinstance(prompt, Rejected) else next(made)
+        yield runtime.samples(prompt, row.overrides.n) if isinstance(prompt, Rejected) else next(requests)
 
 
-def _text(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected:
+def _render_prompt(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected:
     if row.error is not None:
         return Rejected(id=row.id, error=row.error)
     if row.prompt_ids is not None:
@@ -201,21 +205,21 @@ def _text(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected:
         return Rejected(id=row.id, error=error.as_error)
 
 
-def plan_rows(asked: RequestBatch, blocks: Sequence[Block], first_block: int = 0) -> list[PlannedRequest]:
+def plan_rows(batch: RequestBatch, blocks: Sequence[Block], first_block: int = 0) -> list[PlannedRequest]:
     """The plan as it is written down: what is computed as one has one seat. Rejected rows share a block of their own
     behind the others. `first_block`: the number of the first block, which those that are there have already."""
     planned = [
-        _planned(asked.request_rows[member], asked.requests[member], block.index, micro_batch, position)
+        _planned_request(batch.request_rows[member], batch.requests[member], block.index, micro_batch, position)
         for block in blocks
         for micro_batch, members in enumerate(block.micro_batches)
         for position, i in enumerate(members)
-        for member in asked.joined[i].members
+        for member in batch.joined[i].members
     ]
-    pairs, rejects = zip(asked.rejected_rows, asked.rejected, strict=True), first_block + len(blocks)
-    return planned + [_planned(row, why, rejects, 0, position) for position, (row, why) in enumerate(pairs)]
+    pairs, rejects = zip(batch.rejected_rows, batch.rejected, strict=True), first_block + len(blocks)
+    return planned + [_planned_request(row, why, rejects, 0, position) for position, (row, why) in enumerate(pairs)]
 
 
-def _planned(row: Row, item: Request | Rejected, block: int, micro_batch: int, position: int) -> PlannedRequest:
+def _planned_request(row: Row, item: Request | Rejected, block: int, micro_batch: int, position: int) -> PlannedRequest:
     is_rejected = isinstance(item, Rejected)
     return PlannedRequest(
         row_id=row.id,
@@ -229,32 +233,32 @@ def _planned(row: Row, item: Request | Rejected, block: int, micro_batch: int, p
     )
 
 
-def blocks_of_plan(planned: Iterable[PlannedRequest], asked: RequestBatch) -> tuple[Block, ...]:
+def blocks_from_plan(planned: Iterable[PlannedRequest], batch: RequestBatch) -> tuple[Block, ...]:
     """The blocks of a plan read back; `seat` of the result gives the plan again if the rows are the same."""
-    place_of = {asked.requests[i].key: place for place, each in enumerate(asked.joined) for i in each.members}
+    positions = {batch.requests[i].key: place for place, each in enumerate(batch.joined) for i in each.members}
     slots: dict[int, dict[int, dict[int, None]]] = {}
     for request in planned:
-        if request.status == "planned" and request.key in place_of:
+        if request.status == "planned" and request.key in positions:
             lanes = slots.setdefault(request.block, {})
-            lanes.setdefault(request.micro_batch, {})[place_of[request.key]] = None
+            lanes.setdefault(request.micro_batch, {})[positions[request.key]] = None
     return tuple(
         Block(
             index=index,
-            micro_batches=tuple(tuple(whole_searches(members, asked.computed)) for _, members in sorted(lanes.items())),
+            micro_batches=tuple(tuple(whole_searches(members, batch.computed)) for _, members in sorted(lanes.items())),
         )
         for index, lanes in sorted(slots.items())
     )
 
 
-def completed_rows(asked: RequestBatch, place: int, completion: Completion) -> Iterator[GenerationRow]:
+def completed_rows(batch: RequestBatch, position: int, completion: Completion) -> Iterator[GenerationRow]:
     """The output rows that what is computed at `place` has come to."""
-    for i in asked.joined[place].members:
-        row = _completed(asked.request_rows[i], asked.requests[i], completion)
-        is_read = asked.requests[i].encoding is not None and completion.error is None
-        yield replace(row, encoding=asked.read(completion)) if is_read else row
+    for i in batch.joined[position].members:
+        row = _completed_row(batch.request_rows[i], batch.requests[i], completion)
+        is_read = batch.requests[i].encoding is not None and completion.error is None
+        yield replace(row, encoding=batch.read_columns(completion)) if is_read else row
 
 
-def _completed(row: Row, request: Request, completion: Completion) -> GenerationRow:
+def _completed_row(row: Row, request: Request, completion: Completion) -> GenerationRow:
     reason = completion.finish.value
     tokens = completion.logprobs if request.scoring is None else scores_of(request, completion)
     return GenerationRow(
@@ -275,7 +279,7 @@ def _completed(row: Row, request: Request, completion: Completion) -> Generation
     )
 
 
-def rejected_rows(asked: RequestBatch) -> list[GenerationRow]:
+def rejected_rows(batch: RequestBatch) -> list[GenerationRow]:
     return [
         GenerationRow(
             id=why.id,
@@ -285,5 +289,5 @@ def rejected_rows(asked: RequestBatch) -> list[GenerationRow]:
             columns=row.columns,
             source_file=row.source_file,
         )
-        for row, why in zip(asked.rejected_rows, asked.rejected, strict=True)
+        for row, why in zip(batch.rejected_rows, batch.rejected, strict=True)
     ]

@@ -18,19 +18,19 @@ from ..config.settings import EncodeConfig, RunSettings, ScoreConfig
 from ..datasets import Row
 from ..datasets.config import looks_otherwise
 from ..datasets.files import COPIES
-from ..files.publishing import PRIVATE_FOLDER_MODE, JsonValue, files_made_private
-from ..record.input_digests import first_changed
+from ..files.publishing import PRIVATE_FOLDER_MODE, JsonValue, private_umask
+from ..record.input_digests import describe_first_change
 from ..record.parts import PartInfo, PartStore
 from ..record.passes import PassRow, Start, without_stages
 from ..record.run_dir import RunDirectory, open_run
-from ..record.stored_run import copy_of
+from ..record.stored_run import open_copy
 from ..record.success import is_finished
 from ..record.summary import MemoryUse, Summary, summarize, write_summary
 from ..workers.elastic import Worker
 from ..workers.local import shared_weights
 from .context import RunContext
-from .identity import manifest_of
-from .input import HeldRows, RunInput, rows_in_windows
+from .identity import make_manifest
+from .input import InMemoryRows, RunInput, open_windowed_rows
 from .requests import require_template
 from .tasks.task import Task, dataset_rows
 from .window import WindowRun
@@ -49,7 +49,7 @@ class Outcome:
         return 3 if self.summary.rows["error"] else 0
 
 
-def perform(
+def run_task(
     task: Task,
     config: RunSettings,
     should_stop: Callable[[], bool],
@@ -60,7 +60,7 @@ def perform(
     """Runs, or goes on with, the job that `config` describes. `start`: of the process; None is now. `ranks`: of which
     this one is the first. `runtime`: one of these settings that is there already; it is left open. Raises the errors of
     runtime.errors."""
-    privacy = files_made_private() if config.output_private else nullcontext()
+    privacy = private_umask() if config.output_private else nullcontext()
     with privacy, shared_weights() as shared:
         device = ComputeDevice(config.machine.device, shared)
         with Run.open(task, config, should_stop, start or Start(), ranks, device, runtime) as run:
@@ -71,7 +71,7 @@ def open_model(
     task: Task,
     config: RunSettings,
     should_stop: Callable[[], bool],
-    begun: Mapping[str, JsonValue] | None,
+    remote_manifest: Mapping[str, JsonValue] | None,
     *,
     ranks: Ranks | None = None,
     device: ComputeDevice | None = None,
@@ -81,19 +81,19 @@ def open_model(
     `runtime`, and writes nothing. `begun`: the run.json of the run's copy. Rows that need no tokenizer come before the
     model, which may have to be asked for far away."""
     COPIES.set(config.offload.cache_dir)
-    is_read, rows = task.rows is dataset_rows, None
-    if is_read:
-        rows = rows_in_windows(config, task.directory, should_stop, begun)
+    is_dataset, rows = task.rows is dataset_rows, None
+    if is_dataset:
+        rows = open_windowed_rows(config, task.directory, should_stop, remote_manifest)
     if rows is None and config.dataset.window_tokens is None:
-        rows = HeldRows(task.rows(config, None), config.shard)
-    if rows is not None and is_read:
-        require_usable(task, config, rows.every_row())
+        rows = InMemoryRows(task.rows(config, None), config.shard)
+    if rows is not None and is_dataset:
+        require_usable_row(task, config, rows.all_rows())
     if runtime is None:
         # As many log-probabilities of each token as any row of the whole input asks for.
-        held = rows.every_row() if isinstance(rows, HeldRows) else ()
-        most = max(config.sampling.logprobs, *(row.overrides.logprobs or 0 for row in held), 0)
+        held_rows = rows.all_rows() if isinstance(rows, InMemoryRows) else ()
+        num_logprobs = max(config.sampling.logprobs, *(row.overrides.logprobs or 0 for row in held_rows), 0)
         runtime = Runtime(
-            replace(config.runtime, sampling=replace(config.sampling, logprobs=most)),
+            replace(config.runtime, sampling=replace(config.sampling, logprobs=num_logprobs)),
             should_stop=should_stop,
             trace=Trace() if config.trace and (ranks is None or not ranks.rank) else None,
             ranks=ranks,
@@ -103,14 +103,14 @@ def open_model(
     task.check(runtime)
     require_template(runtime.model.tokenizer, config.dataset)
     if rows is None:
-        rows = HeldRows(task.rows(config, runtime), config.shard)
-        if is_read:
-            require_usable(task, config, rows.every_row())
-    require_template(runtime.model.tokenizer, config.dataset, rows.first_rows())
+        rows = InMemoryRows(task.rows(config, runtime), config.shard)
+        if is_dataset:
+            require_usable_row(task, config, rows.all_rows())
+    require_template(runtime.model.tokenizer, config.dataset, rows.preview_rows())
     return runtime, rows
 
 
-def require_usable(task: Task, config: RunSettings, rows: Iterable[Row]) -> None:
+def require_usable_row(task: Task, config: RunSettings, rows: Iterable[Row]) -> None:
     """Raises DatasetError where nothing can be asked of any of these rows: of one for most inputs no more is read. A
     batch is answered all the same, with an error for each of its lines."""
     if config.is_batch and not isinstance(config, ScoreConfig):
@@ -149,18 +149,22 @@ class Run:
     ) -> Iterator["Run"]:
         """Begins the run's directory or opens it again, with its rows and its model; holds its lock, its log and its
         place among the workers, which are given back in the opposite order."""
-        copy = copy_of(config, task.directory, should_stop)
-        runtime, rows = open_model(task, config, should_stop, copy.begun, ranks=ranks, device=device, runtime=runtime)
+        copy = open_copy(config, task.directory, should_stop)
+        runtime, rows = open_model(
+            task, config, should_stop, copy.stored_manifest, ranks=ranks, device=device, runtime=runtime
+        )
         fixed = task.columns(runtime.config.sampling)
         columns = rows.columns(fixed)
         digests = rows.digests(columns)
-        manifest = manifest_of(config, runtime, digests)
+        manifest = make_manifest(config, runtime, digests)
         manifest = replace(manifest, semantic={**manifest.semantic, **rows.identity, **task.identity})
         try:
-            state = open_run(task.directory, manifest, is_shared=config.is_elastic, begun=copy.begun)
+            state = open_run(
+                task.directory, manifest, is_shared=config.is_elastic, remote_manifest=copy.stored_manifest
+            )
         except RunMismatchError as error:
             known = RunDirectory(path=task.directory).row_digests
-            if (changed := first_changed(known, digests, rows.first_rows())) is None:
+            if (changed := describe_first_change(known, digests, rows.preview_rows())) is None:
                 raise
             raise RunMismatchError(f"{error}\n{changed}") from error
         directory, seconds = state.directory, config.lease_seconds
@@ -171,8 +175,8 @@ class Run:
         ):
             if config.output_private:
                 directory.path.chmod(PRIVATE_FOLDER_MODE)  # of an earlier start it may be open
-            copy.take_up()
-            copy.keep(rows.keep(directory, digests))
+            copy.attach()
+            copy.upload_missing(rows.save_digests(directory, digests))
             yield Run(
                 RunContext(
                     task=task,
@@ -182,7 +186,7 @@ class Run:
                     worker=worker,
                     start=start,
                     columns=columns,
-                    fixed=fixed,
+                    fixed_schema=fixed,
                     windows=rows.windows,
                     checkpoint_seconds=config.checkpoint_seconds,
                 )
@@ -192,14 +196,14 @@ class Run:
         """What a run came to whose every part is there; None where something is left to do. Raises DamagedRunError."""
         if not is_finished(self._directory):
             return None
-        plans = [self._context.known_plan(window) for window in self._context.windows]
-        stores = [self._context.store_of(plan) for plan in plans if plan is not None]
+        plans = [self._context.stored_plan(window) for window in self._context.windows]
+        stores = [self._context.open_store(plan) for plan in plans if plan is not None]
         if len(stores) < len(plans):
             return None
         for store in stores[:-1]:
-            self._add(store)
-        outcome = self._outcome(stores[-1], was_finished=True)
-        self._context.copy.end(is_new=False)
+            self._add_window(store)
+        outcome = self._make_outcome(stores[-1], was_finished=True)
+        self._context.copy.finish(is_new=False)
         return outcome
 
     def finish(self) -> Outcome:
@@ -207,32 +211,34 @@ class Run:
         are passed over by their plans and parts; the last is planned anyway, as the summary tells of a plan."""
         context, first_block = self._context, 0
         for window in context.windows[:-1]:
-            store, first_block = WindowRun(context, window, first_block).finish()
-            self._add(store)
+            store, first_block = WindowRun(context, window, first_block).generate()
+            self._add_window(store)
             gc.collect()  # an engine refers to itself
         last = WindowRun(context, context.windows[-1], first_block)
-        store, _ = last.finish()
-        if context.worker is not None and not context.worker.may_end():
-            return replace(self._outcome(store, last, was_finished=True), was_finished=False)  # another wrote it down
-        outcome = self._outcome(store, last, was_finished=False)
+        store, _ = last.generate()
+        if context.worker is not None and not context.worker.acquire_closing():
+            return replace(
+                self._make_outcome(store, last, was_finished=True), was_finished=False
+            )  # another wrote it down
+        outcome = self._make_outcome(store, last, was_finished=False)
         facts = outcome.summary.plan
-        store.finish(None if facts is None else facts.numbers, self._parts)
-        context.copy.end(is_new=True)
+        store.publish_success(None if facts is None else facts.numbers, self._parts)
+        context.copy.finish(is_new=True)
         return outcome
 
-    def _add(self, store: PartStore) -> None:
-        self._parts |= store.committed()
-        self._passes += map(without_stages, store.passes())
+    def _add_window(self, store: PartStore) -> None:
+        self._parts |= store.committed_parts()
+        self._passes += map(without_stages, store.read_passes())
 
-    def _outcome(self, store: PartStore, last: WindowRun | None = None, *, was_finished: bool) -> Outcome:
+    def _make_outcome(self, store: PartStore, last: WindowRun | None = None, *, was_finished: bool) -> Outcome:
         context, counts = self._context, dict.fromkeys(("ok", "error", "skipped"), 0)
-        for part in (*self._parts.values(), *store.committed().values()):
+        for part in (*self._parts.values(), *store.committed_parts().values()):
             for status, count in part.rows.items():
                 counts[status] += count
         runtime, plan = context.runtime, last.plan if last is not None else None
         ledgers = {ledger.memory: ledger.total_bytes for ledger in plan.placement.ledgers} if plan is not None else {}
         summary = summarize(
-            [*self._passes, *store.passes()],
+            [*self._passes, *store.read_passes()],
             rows=counts,
             planned=MemoryUse(
                 host_bytes=ledgers["host"] + runtime.baseline_bytes, device_bytes=ledgers.get("device", 0)

@@ -9,14 +9,14 @@ import pyarrow.parquet as pq
 from runtime.plan.shape.dtypes import Loss
 from runtime.units import counted, format_bytes, format_seconds
 
-from ..record.part_files import visible
+from ..record.part_files import visible_files
 from ..record.passes import PhaseTimes
 from ..record.summary import MemoryUse, Rates, Summary, Utilization
 from .run import Outcome
 
-MOST_REASONS = 3
+MAX_REASONS = 3
 NUMBER = re.compile(r"\d[\d,.]*")
-NOTHING = format_seconds(0)
+ZERO_SECONDS = format_seconds(0)
 Line = tuple[str, str, str]  # what it is, measured, and predicted or planned
 
 
@@ -24,7 +24,7 @@ def format_table(summary: Summary) -> str:
     """Measured, and what was predicted or planned in its own column. What is nothing in both is left out."""
     claims = "predicted" if summary.predicted is not None else "planned" if summary.planned is not None else ""
     head = ("", "measured" if claims else "", claims)
-    groups = (_counts(summary), _throughput(summary), _time(summary), _bytes(summary))
+    groups = (_count_lines(summary), _throughput_lines(summary), _time_lines(summary), _byte_lines(summary))
     lines = [line for group in groups if group for line in (("", "", ""), *group)]
     lines = [*lines[1 : 1 + len(groups[0])], ("", "", ""), head, *lines[2 + len(groups[0]) :]]
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
@@ -32,7 +32,7 @@ def format_table(summary: Summary) -> str:
     return "\n".join(aligned)
 
 
-def _counts(summary: Summary) -> list[Line]:
+def _count_lines(summary: Summary) -> list[Line]:
     prompt, padded = summary.prompt_tokens, summary.padded_prompt_tokens
     issued, useful, spared = summary.issued_tokens, summary.useful_tokens, summary.spared_prompt_tokens
     done = "generated tokens" if summary.totals is None else "scored tokens"
@@ -40,17 +40,17 @@ def _counts(summary: Summary) -> list[Line]:
     unshared = [(f"prompt tokens spared by sharing, off: {why}", "0", "")] if why else []
     return [
         *((f"rows {status}", f"{count:,}", "") for status, count in summary.rows.items() if count or status == "ok"),
-        *_elapsed(summary),
+        *_elapsed_lines(summary),
         ("prompt tokens", f"{prompt:,}", ""),
         *([("prompt tokens spared by sharing", f"{spared:,}", "")] if spared else unshared),
         *([("prompt tokens, padding included", f"{padded:,}", "")] if padded != prompt else []),
-        *_loss(summary),
+        *_loss_lines(summary),
         (done, f"{useful:,}", ""),
         *([(f"{done}, of ended rows too", f"{issued:,}", "")] if issued != useful else []),
     ]
 
 
-def _loss(summary: Summary) -> list[Line]:
+def _loss_lines(summary: Summary) -> list[Line]:
     """Says what weights, keys and values were kept in, where they are not what was published or computed."""
     plan, exact = summary.plan, Loss.exact.value
     if plan is None:
@@ -59,7 +59,7 @@ def _loss(summary: Summary) -> list[Line]:
     return weights + ([("keys and values", plan.of_kv, "")] if plan.kv_loss != exact else [])
 
 
-def _elapsed(summary: Summary) -> list[Line]:
+def _elapsed_lines(summary: Summary) -> list[Line]:
     """The time on the wall, where passes say it, and rows per minute of passes."""
     lines: list[Line] = []
     elapsed, rate = summary.elapsed, summary.rows_per_minute
@@ -75,16 +75,16 @@ def _elapsed(summary: Summary) -> list[Line]:
     ]
 
 
-def _throughput(summary: Summary) -> list[Line]:
+def _throughput_lines(summary: Summary) -> list[Line]:
     measured, claimed = summary.measured, summary.predicted or Rates()
     return [
         ("prefill", _rate_text(measured.prefill) or "-", _rate_text(claimed.prefill)),
-        *_rates("decode", (measured.decode_issued, measured.decode_useful), claimed.decode_useful),
-        *_rates("total", (measured.total_issued, measured.total_useful), claimed.total_useful),
+        *_rate_lines("decode", (measured.decode_issued, measured.decode_useful), claimed.decode_useful),
+        *_rate_lines("total", (measured.total_issued, measured.total_useful), claimed.total_useful),
     ]
 
 
-def _rates(name: str, rates: tuple[float | None, float | None], claim: float | None) -> list[Line]:
+def _rate_lines(name: str, rates: tuple[float | None, float | None], claim: float | None) -> list[Line]:
     """One line, or, where some rows had ended while others of their micro-batch went on, one for each way to count."""
     issued, useful = (_rate_text(rate) or "-" for rate in rates)
     if issued == useful:
@@ -96,19 +96,19 @@ def _rate_text(rate: float | None) -> str:
     return "" if rate is None else f"{rate:,.1f} tok/s"
 
 
-def _time(summary: Summary) -> list[Line]:
+def _time_lines(summary: Summary) -> list[Line]:
     rate, measured, claimed = summary.hit_rate, summary.measured_times, summary.predicted_times
     used, use_claimed, opening = summary.utilisation, summary.predicted_utilisation, summary.weights_seconds
     return [
-        *_phase("prefill", measured.prefill, claimed.prefill if claimed else None),
-        *_phase("decode", measured.decode, claimed.decode if claimed else None),
-        *_busy(used, use_claimed),
+        *_phase_lines("prefill", measured.prefill, claimed.prefill if claimed else None),
+        *_phase_lines("decode", measured.decode, claimed.decode if claimed else None),
+        *_busy_lines(used, use_claimed),
         *([("prefetched in time", f"{rate:.1%}", "")] if rate is not None else []),
         *([("weights opened in", format_seconds(opening), "")] if opening is not None else []),
     ]
 
 
-def _phase(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[Line]:
+def _phase_lines(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[Line]:
     """How long the phase took, and how long compute waited in it. Attention where the model computes is predicted as
     part of that."""
     parts = {
@@ -121,10 +121,10 @@ def _phase(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[
         seconds, claim = getattr(measured, key), getattr(claimed, key) if claimed else None
         is_part = key == "attention_seconds" and not claim
         lines.append((label, format_seconds(seconds), "" if claim is None or is_part else format_seconds(claim)))
-    return [line for line in lines if set(line[1:]) - {NOTHING, ""}]
+    return [line for line in lines if set(line[1:]) - {ZERO_SECONDS, ""}]
 
 
-def _busy(measured: Utilization | None, claimed: Utilization | None) -> list[Line]:
+def _busy_lines(measured: Utilization | None, claimed: Utilization | None) -> list[Line]:
     """How busy disk, link and compute were over all passes, and how much of that time compute had nothing to do."""
     run, claim = measured.run if measured else None, claimed.run if claimed else None
     if run is None:
@@ -138,7 +138,7 @@ def _busy(measured: Utilization | None, claimed: Utilization | None) -> list[Lin
     return [*shares, *([idle] if set(idle[1:]) - {"0%", "-0%", ""} else [])]
 
 
-def _bytes(summary: Summary) -> list[Line]:
+def _byte_lines(summary: Summary) -> list[Line]:
     moved = {
         "read from disk": summary.bytes_read_disk,
         "copied to the device": summary.bytes_copied_device,
@@ -150,12 +150,12 @@ def _bytes(summary: Summary) -> list[Line]:
     return [
         *((label, format_bytes(num_bytes), "") for label, num_bytes in moved.items() if num_bytes),
         *((f"experts {name}, decode", f"{share:.1%}", "") for name, share in shares.items()),
-        *_memory("host", summary.peak, summary.mean, summary.planned),
-        *_memory("device", summary.peak, summary.mean, summary.planned),
+        *_memory_lines("host", summary.peak, summary.mean, summary.planned),
+        *_memory_lines("device", summary.peak, summary.mean, summary.planned),
     ]
 
 
-def _memory(name: str, peak: MemoryUse, mean: MemoryUse | None, planned: MemoryUse | None) -> list[Line]:
+def _memory_lines(name: str, peak: MemoryUse, mean: MemoryUse | None, planned: MemoryUse | None) -> list[Line]:
     def text(use: MemoryUse | None) -> str:
         return format_bytes(getattr(use, f"{name}_bytes")) if use is not None else ""
 
@@ -165,21 +165,21 @@ def _memory(name: str, peak: MemoryUse, mean: MemoryUse | None, planned: MemoryU
     return [(f"peak {name} memory", text(peak), text(planned)), *average]
 
 
-def outcome_text(outcome: Outcome) -> str:
+def format_outcome(outcome: Outcome) -> str:
     """The table of a run's summary, and below it why rows have an error, where any has."""
     table = format_table(outcome.summary)
-    return f"{table}\n\n{reasons(outcome.directory)}" if outcome.summary.rows["error"] else table
+    return f"{table}\n\n{format_errors(outcome.directory)}" if outcome.summary.rows["error"] else table
 
 
-def reasons(directory: Path) -> str:
+def format_errors(directory: Path) -> str:
     """The commonest errors of a run's rows, a line each. Those that differ by numbers alone count as one, of which the
     first is said."""
     counts, firsts = Counter[str](), dict[str, str]()
-    for path in visible(directory / "generations"):
+    for path in visible_files(directory / "generations"):
         for error in pq.read_table(path, columns=["error"])["error"].drop_null().to_pylist():
             kind = NUMBER.sub("0", error)
             counts[kind] += 1
             firsts.setdefault(kind, error)
-    lines = [f"{count:>8,} x {firsts[kind]}" for kind, count in counts.most_common(MOST_REASONS)]
+    lines = [f"{count:>8,} x {firsts[kind]}" for kind, count in counts.most_common(MAX_REASONS)]
     others = [f"and {len(counts) - len(lines)} other reasons"] if len(counts) > len(lines) else []
     return "\n".join(["rows with an error, by their column `error`:", *lines, *others])

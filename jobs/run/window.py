@@ -24,14 +24,14 @@ from runtime.trace import Span
 from ..files.publishing import publish, write_all
 from ..pictures.trace_file import tracing
 from ..record.parts import PartStore
-from ..record.plan_file import PlannedRequest, backends_of, chunk_tokens_of, fix_plan
-from ..record.run_checkpoint import remove_committed
+from ..record.plan_file import PlannedRequest, publish_plan, read_backends, read_chunk_tokens
+from ..record.run_checkpoint import remove_checkpoints
 from .block_loop import OpenBlocks
 from .context import RunContext
 from .feedback import Feedback
 from .input import InputWindow
 from .progress import Progress
-from .requests import RequestBatch, blocks_of_plan, make_batch, plan_rows, rejected_rows
+from .requests import RequestBatch, blocks_from_plan, make_batch, plan_rows, rejected_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class PredictedSpans:
         decode = {Phase.decode: last} if len(timeline.passes) > 1 else {}
         return PredictedSpans(passes={Phase.prefill: first, **decode})
 
-    def beginning(self, phase: Phase, begin: float) -> list[Span]:
+    def spans_at(self, phase: Phase, begin: float) -> list[Span]:
         """The spans of a pass that began at this second."""
         played = self.passes.get(phase)
         if played is None:
@@ -71,109 +71,109 @@ class WindowRun:
 
     def __init__(self, context: RunContext, window: InputWindow, first_block: int):
         self._context, self._window, self._first_block = context, window, first_block
-        self._plan_path = window.plan_in(context.state.directory)
+        self._plan_path = window.plan_path(context.state.directory)
         self.plan: RunPlan | None = None
         self.weights_seconds: float | None = None
 
-    def finish(self) -> tuple[PartStore, int]:
+    def generate(self) -> tuple[PartStore, int]:
         """Generates what is left and commits it. Returns the parts, all of which are there then, and the first block of
         the next window."""
         context, count, number = self._context, self._window.count, self._window.number + 1
-        known = self._known_plan() if not self._window.is_last else None
-        store = context.store_of(known) if known is not None else None
-        if store is not None and not store.blocks.keys() - store.committed().keys():
+        stored_plan = self._read_plan() if not self._window.is_last else None
+        store = context.open_store(stored_plan) if stored_plan is not None else None
+        if store is not None and not store.blocks.keys() - store.committed_parts().keys():
             log.info("window %d of %d is committed", number, count)  # no row of it is read
             return store, self._next_block(store)
         if count > 1:
             log.info("window %d of %d: reading its rows", number, count)
-        asked = make_batch(context.runtime, self._window.read(), context.task.requests)
-        asked = replace(asked, read=context.task.read(context.runtime))
-        is_planner = context.worker is not None and context.worker.may_plan(self._plan_path)
-        if (begun := self._known_plan()) is not None:
-            asked = asked.in_order_of_plan(begun)
-        if asked.requests:
-            store = self._generated(asked, is_planner=is_planner)
+        batch = make_batch(context.runtime, self._window.read(), context.task.requests)
+        batch = replace(batch, read=context.task.make_reader(context.runtime))
+        is_planner = context.worker is not None and context.worker.acquire_plan(self._plan_path)
+        if (stored_plan := self._read_plan()) is not None:
+            batch = batch.with_plan_slots(stored_plan)
+        if batch.requests:
+            store = self._generate_requests(batch, is_planner=is_planner)
         else:
-            store = self._planned_store(asked, (), None, is_planner=is_planner)
+            store = self._open_store(batch, (), None, is_planner=is_planner)
         rejects = self._first_block + (len(self.plan.blocks) if self.plan is not None else 0)
-        if asked.rejected and rejects not in store.committed():
-            store.commit(rejects, rejected_rows(asked), [])
+        if batch.rejected and rejects not in store.committed_parts():
+            store.commit(rejects, rejected_rows(batch), [])
         return store, self._next_block(store)
 
     def _next_block(self, store: PartStore) -> int:
         """A shard may have no row in its last window, and that no block."""
         return 1 + max(store.blocks, default=self._first_block - 1)
 
-    def _known_plan(self) -> list[PlannedRequest] | None:
-        planned = self._context.known_plan(self._window)
-        begins = min((each.block for each in planned or ()), default=self._first_block)
-        if begins != self._first_block:
+    def _read_plan(self) -> list[PlannedRequest] | None:
+        planned = self._context.stored_plan(self._window)
+        first_block = min((each.block for each in planned or ()), default=self._first_block)
+        if first_block != self._first_block:
             raise DamagedRunError(
-                f"{self._plan_path} begins with block {begins}, where the plans before it end with "
+                f"{self._plan_path} begins with block {first_block}, where the plans before it end with "
                 f"{self._first_block - 1}: put back the one that was there, or choose another directory with run="
             )
         return planned
 
-    def _generated(self, asked: RequestBatch, *, is_planner: bool) -> PartStore:
+    def _generate_requests(self, batch: RequestBatch, *, is_planner: bool) -> PartStore:
         """Generates what is left of the requests. Where the first block shows that another way is faster, the session
         ends, and the window goes on as one that is resumed would."""
         context, runtime = self._context, self._context.runtime
-        feedback, is_wave = self._feedback(asked), runtime.config.policy.admission is Admission.wave
+        feedback, is_wave = self._make_feedback(batch), runtime.config.policy.admission is Admission.wave
         # Backends that the run was begun with on this host: of this window, or of the one before.
         plans = (self._plan_path, context.state.directory.window_plan(self._window.number - 1))
         while True:
-            begun_with = (backends_of(path, runtime.host) for path in plans)
-            fixed = self._known_plan()
+            stored_backends = (read_backends(path, runtime.host) for path in plans)
+            fixed = self._read_plan()
             policy = feedback.policy if feedback is not None else None
             with runtime.open_with_backoff(
-                asked.computed,
+                batch.computed,
                 rates=feedback.rates if feedback is not None else None,
-                blocks=_shifted(blocks_of_plan(fixed, asked), -self._first_block) if fixed is not None else None,
+                blocks=_renumber(blocks_from_plan(fixed, batch), -self._first_block) if fixed is not None else None,
                 known=policy,
-                chunk_tokens=chunk_tokens_of(self._plan_path) if policy is None else None,
-                backends=next((table for table in begun_with if table is not None), None),
+                chunk_tokens=read_chunk_tokens(self._plan_path) if policy is None else None,
+                backends=next((table for table in stored_backends if table is not None), None),
             ) as (plan, session):
-                plan = replace(plan, blocks=_shifted(plan.blocks, self._first_block))
-                store = self._planned_store(asked, plan.blocks, plan, is_planner=is_planner)
+                plan = replace(plan, blocks=_renumber(plan.blocks, self._first_block))
+                store = self._open_store(batch, plan.blocks, plan, is_planner=is_planner)
                 is_planner = False
                 trace = context.state.directory.trace
                 with (
-                    Progress(asked.computed, plan.blocks, is_wave=is_wave) as progress,
+                    Progress(batch.computed, plan.blocks, is_wave=is_wave) as progress,
                     tracing(trace, runtime.trace, is_worker=context.worker is not None) as write_trace,
                 ):
-                    for blocks, way in self._spans(plan, store, feedback, progress):
-                        if (way.policy, way.kv) != (plan.policy, plan.kv):
-                            log.info("policy: from now on %s", way.searched)
+                    for blocks, span_plan in self._spans(plan, store, feedback, progress):
+                        if (span_plan.policy, span_plan.kv) != (plan.policy, plan.kv):
+                            log.info("policy: from now on %s", span_plan.searched)
                             break
-                        after_pass = self._tracer(way, asked, write_trace)
+                        after_pass = self._make_trace_writer(span_plan, batch, write_trace)
                         for group in [[block] for block in blocks] if is_wave else [blocks]:
                             OpenBlocks(
                                 session=session,
                                 blocks=group,
-                                asked=asked,
+                                batch=batch,
                                 store=store,
                                 is_wave=is_wave,
                                 checkpoint_seconds=context.checkpoint_seconds,
                                 progress=progress,
                                 start=context.start,
                                 after_pass=after_pass,
-                                prediction=way.prediction,
-                            ).finish()
+                                prediction=span_plan.prediction,
+                            ).generate()
                     else:
                         self.plan, self.weights_seconds = plan, session.opening_seconds
                         return store
 
-    def _tracer(
-        self, plan: RunPlan, asked: RequestBatch, write: Callable[[Sequence[Span]], None]
+    def _make_trace_writer(
+        self, plan: RunPlan, batch: RequestBatch, write: Callable[[Sequence[Span]], None]
     ) -> Callable[[PassRecord], None]:
         """What writes the spans of a pass that has just ended, and beside them those that the plan predicts of it."""
         if self._context.runtime.trace is None:
             return ignore
-        shape, sizes = self._context.runtime.model.shape, [request.size for request in asked.computed]
+        shape, sizes = self._context.runtime.model.shape, [request.size for request in batch.computed]
         predicted = PredictedSpans.from_plan(shape, plan, sizes)
-        return lambda record: write(predicted.beginning(record.phase, time.monotonic() - record.seconds))
+        return lambda record: write(predicted.spans_at(record.phase, time.monotonic() - record.seconds))
 
-    def _feedback(self, asked: RequestBatch) -> Feedback | None:
+    def _make_feedback(self, batch: RequestBatch) -> Feedback | None:
         """What the run learns from its first block, where its policy may be a search's and one machine does it all."""
         context, runtime = self._context, self._context.runtime
         policy = runtime.config.policy
@@ -185,27 +185,27 @@ class WindowRun:
             or policy.admission is not Admission.wave
         ):
             return None
-        feedback = Feedback(path=context.state.directory.rates, runtime=runtime, requests=asked.computed)
+        feedback = Feedback(path=context.state.directory.rates, runtime=runtime, requests=batch.computed)
         feedback.restore()
         return feedback
 
-    def _planned_store(
-        self, asked: RequestBatch, blocks: Sequence[Block], plan: RunPlan | None, *, is_planner: bool
+    def _open_store(
+        self, batch: RequestBatch, blocks: Sequence[Block], plan: RunPlan | None, *, is_planner: bool
     ) -> PartStore:
         """The store of the plan's parts; writes the plan down, or checks it against what is written."""
-        context, planned = self._context, plan_rows(asked, blocks, self._first_block)
-        store = context.store_of(planned)
+        context, planned = self._context, plan_rows(batch, blocks, self._first_block)
+        store = context.open_store(planned)
         if not self._plan_path.exists():
             store.require_same_plan()
-        fix_plan(
+        publish_plan(
             self._plan_path,
             planned,
             chunk_tokens=None if plan is None else chunk_tokens(plan.policy),
             backends=None if plan is None or plan.backends is None else (context.runtime.host, plan.backends),
         )
-        context.copy.keep(self._plan_path)
+        context.copy.upload_missing(self._plan_path)
         if context.worker is not None and is_planner:
-            context.worker.has_planned()
+            context.worker.release_plan()
         return store
 
     def _spans(
@@ -213,13 +213,13 @@ class WindowRun:
     ) -> Iterator[tuple[list[Block], RunPlan]]:
         """The blocks that are left, those together that go by one plan, and that plan: where the run learns from its
         first block, that one first. Each span is asked for when the one before it is committed."""
-        done = store.committed()
+        done = store.committed_parts()
         progress.expect(plan.prediction, done)
         if self._context.state.is_resumed:
             log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))
         directory, text = self._context.state.directory, schedule_text(plan).encode()
         publish(directory.schedule, lambda file: write_all(file, text), exclusive=False)
-        remove_committed(directory, done)
+        remove_checkpoints(directory, done)
         left, first = [block for block in plan.blocks if block.index not in done], plan.blocks[0]
         if plan.searched is None:
             feedback = None
@@ -228,15 +228,15 @@ class WindowRun:
             yield [first], plan
             left.remove(first)
         if feedback is not None and feedback.is_due and left:
-            plan = feedback.learn(plan, store.passes([first.index]))
+            plan = feedback.revise_plan(plan, store.read_passes([first.index]))
             progress.expect(plan.prediction, {*done, first.index})
         if self._context.worker is None:
             yield left, plan
             return
-        for block, done_by_all in self._context.worker.blocks(left):
+        for block, done_by_all in self._context.worker.lease_blocks(left):
             progress.expect(plan.prediction, done_by_all)
             yield [block], plan
 
 
-def _shifted(blocks: Sequence[Block], by: int) -> tuple[Block, ...]:
-    return tuple(replace(block, index=block.index + by) for block in blocks) if by else tuple(blocks)
+def _renumber(blocks: Sequence[Block], offset: int) -> tuple[Block, ...]:
+    return tuple(replace(block, index=block.index + offset) for block in blocks) if offset else tuple(blocks)

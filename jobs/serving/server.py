@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from runtime.errors import ConfigError, RunInUseError, require
 
 from ..files.locks import RunLock
-from ..files.publishing import OTHERS, files_made_private, make_directory, publish, write_all
+from ..files.publishing import GROUP_AND_OTHERS, make_directory, private_umask, publish, write_all
 from .app import make_app
 from .config import ServeConfig
 from .keeper import Keeper
@@ -38,7 +38,7 @@ def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) ->
     """Answers until it is interrupted. The job of a batch goes on then, and the next server takes it up. `models`: what
     answers, by name. Raises ConfigError, OutputError."""
     make_directory(output_root)
-    with files_made_private(), _alone(output_root, config) as folder:
+    with private_umask(), _alone(output_root, config) as folder:
         key = _api_key(config, folder) if config.require_api_key else None  # whoever finds it listening finds the key
         with _listening(config) as listener:
             for handler in logging.getLogger().handlers:
@@ -114,7 +114,10 @@ def _api_key(config: ServeConfig, folder: Path) -> str:
     try:
         mode = path.stat().st_mode
         require(stat.S_ISREG(mode), f"api_key_file={path} is no file")
-        require(not mode & OTHERS, f"api_key_file={path} is open to others (mode {mode & 0o777:o}): chmod 600 {path}")
+        require(
+            not mode & GROUP_AND_OTHERS,
+            f"api_key_file={path} is open to others (mode {mode & 0o777:o}): chmod 600 {path}",
+        )
         key = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"api_key_file={path} cannot be read: {error}") from error

@@ -70,7 +70,7 @@ class BatchStore:
         self.jobs = make_directory(directory / "jobs")  # the current folder of jobs: nobody else can write there
         for folder in (directory, self._files, self._batches, self.jobs):
             folder.chmod(PRIVATE_FOLDER_MODE)
-            sweep_temps(folder, is_alone=True)
+            sweep_temps(folder, is_only_writer=True)
         for content in self._files.glob("*.jsonl"):
             if FILE_ID.fullmatch(content.stem) and not os.path.lexists(content.with_suffix(".json")):
                 content.unlink()

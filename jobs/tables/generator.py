@@ -31,8 +31,8 @@ from runtime.sequences.sequence import Request
 from ..config.settings import GenerateConfig, Workers
 from ..datasets import Row, input_digest
 from ..record.run_dir import RunDirectory
-from ..run.run import perform
-from ..run.tasks.generate import generation
+from ..run.run import run_task
+from ..run.tasks.generate import generation_task
 
 MANY_ROWS = 8_192  # that a block is looked for in
 FAR_FEWER, WORTH_SAYING = 2.0, 1.5  # a block's rows by those that there are; its rows a second by theirs
@@ -143,8 +143,8 @@ def kept_results(asked: Sequence[Asked], config: RuntimeConfig, runtime: Runtime
         GenerateConfig(), **groups, output_root=output_root, workers=Workers.elastic if is_wave else Workers.one
     )
     directory = Path(output_root) / f"table-{input_digest(rows)[:16]}"
-    task = replace(generation(settings), directory=directory, rows=lambda *_: rows)
-    perform(task, settings, lambda: False, runtime=runtime)  # an engine that wants it to stop ends the process
+    task = replace(generation_task(settings), directory=directory, rows=lambda *_: rows)
+    run_task(task, settings, lambda: False, runtime=runtime)  # an engine that wants it to stop ends the process
     names = result_schema(config.sampling).names
     parts = pq.read_table(RunDirectory(path=directory).generations, columns=["row_index", *names])
     return parts.sort_by("row_index").select(names)

@@ -14,7 +14,7 @@ from runtime.errors import Interrupted
 
 from ..files.locks import Leases
 from ..files.publishing import make_directory
-from ..record.part_files import visible
+from ..record.part_files import visible_files
 from ..record.run_dir import RunDirectory
 from ..record.unfinished import lease_name
 
@@ -33,44 +33,44 @@ class Worker(Closing):
     def close(self) -> None:
         self._leases.close()
 
-    def may_plan(self, plan: Path) -> bool:
+    def acquire_plan(self, plan: Path) -> bool:
         """Whether this worker is the one to fix the plan at this path, until `has_planned`; waits for another that
         does. Raises Interrupted, OutputError."""
-        return self._gets(PLAN, plan.exists)
+        return self._acquire_unless_done(PLAN, plan.exists)
 
-    def has_planned(self) -> None:
-        self._leases.give_back(PLAN)
+    def release_plan(self) -> None:
+        self._leases.release(PLAN)
 
-    def may_end(self) -> bool:
+    def acquire_closing(self) -> bool:
         """Whether this worker is the one to end the run, all of whose blocks are committed; waits for another that
         does. Raises Interrupted, OutputError."""
-        return self._gets(CLOSING, self._directory.success.exists)
+        return self._acquire_unless_done(CLOSING, self._directory.success.exists)
 
-    def blocks(self, left: Sequence[Block]) -> Iterator[tuple[Block, set[int]]]:
+    def lease_blocks(self, left: Sequence[Block]) -> Iterator[tuple[Block, set[int]]]:
         """Those of `left` that this worker is to do, one after another, each with the blocks that are committed. Ends
         when all are. Raises Interrupted, OutputError."""
         while True:
-            names = {path.name for path in visible(self._directory.generations)}
+            names = {path.name for path in visible_files(self._directory.generations)}
             done = {int(name.split("-")[1].split(".")[0]) for name in names if name.startswith("part-")}
             left = [block for block in left if block.index not in done]
             if not left:
                 return
-            block = next((block for block in left if self._leases.take(lease_name(block.index))), None)
+            block = next((block for block in left if self._leases.acquire(lease_name(block.index))), None)
             if block is None:
                 self._wait()
                 continue
             if not self._directory.generations_part(block.index).exists():  # since it was listed
                 yield block, done
-            self._leases.give_back(lease_name(block.index))
+            self._leases.release(lease_name(block.index))
 
-    def _gets(self, name: str, is_done: Callable[[], bool]) -> bool:
+    def _acquire_unless_done(self, name: str, is_done: Callable[[], bool]) -> bool:
         while not is_done():
-            if not self._leases.take(name):
+            if not self._leases.acquire(name):
                 self._wait()
             elif not is_done():
                 return True
             else:
-                self._leases.give_back(name)
+                self._leases.release(name)
         return False
 
     def _wait(self) -> None:

@@ -66,16 +66,18 @@ def _numbers(path: Path) -> list[int]:
 
 
 log = logging.getLogger(__name__)
-VARIABLE = "WEIGHTSTREAM_WORKER"  # of the environment of such a worker: descriptor, number of sharers and leader's pid
+WORKER_VARIABLE = (
+    "WEIGHTSTREAM_WORKER"  # of the environment of such a worker: descriptor, number of sharers and leader's pid
+)
 FINISHED = (0, 3)
 WORST_FIRST = (InternalError.exit_code, 4, 2, Interrupted.exit_code)
 POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
 
 
-def is_leader(config: RunSettings, words: Sequence[str]) -> bool:
+def starts_workers(config: RunSettings, words: Sequence[str]) -> bool:
     """Whether this process, called with `words`, is to start workers, and is none itself. Raises ConfigError."""
-    if config.num_workers == 1 or VARIABLE in os.environ:
+    if config.num_workers == 1 or WORKER_VARIABLE in os.environ:
         return False
     if {"--multirun", "-m"} & {*words}:
         raise ConfigError(f"num_workers={config.num_workers} does not go with --multirun: start a command for each run")
@@ -86,10 +88,10 @@ def is_leader(config: RunSettings, words: Sequence[str]) -> bool:
 def shared_weights() -> Iterator[SharedWeights | None]:
     """The weights that this process has in common with the other workers of its leader, with whom it is stopped; None
     of a process that has no leader."""
-    if VARIABLE not in os.environ:
+    if WORKER_VARIABLE not in os.environ:
         yield None
         return
-    descriptor, num_sharers, leader = map(int, os.environ[VARIABLE].split())
+    descriptor, num_sharers, leader = map(int, os.environ[WORKER_VARIABLE].split())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != leader:  # it has ended in the moment before
         raise Interrupted("the process that started this worker is gone; the same command goes on from here")
@@ -116,12 +118,12 @@ class WorkerShare:
         ]
 
 
-def shares(
+def machine_shares(
     config: RunSettings, device: torch.device, nodes: Sequence[Sequence[int]], num_devices: int
 ) -> list[WorkerShare]:
     """The share of each worker. Raises ConfigError where there are more of them than devices."""
-    is_cpu, asked = device.type == "cpu", config.num_workers
-    count = asked or (len(nodes) if is_cpu else num_devices)
+    is_cpu, num_workers = device.type == "cpu", config.num_workers
+    count = num_workers or (len(nodes) if is_cpu else num_devices)
     if not is_cpu and count > num_devices:
         raise ConfigError(f"num_workers={count}, and torch finds {num_devices} of {device.type} here: a worker each")
     gib = config.offload.host_memory_gib or usable_host_bytes(is_pinned=not is_cpu) / GIB
@@ -158,7 +160,7 @@ class _Worker:
         try:
             self.process = subprocess.Popen(
                 [*command, *share.settings, *(["log_level=warning"] if number else [])],
-                env={**os.environ, VARIABLE: f"{descriptor} {num_workers} {os.getpid()}"},
+                env={**os.environ, WORKER_VARIABLE: f"{descriptor} {num_workers} {os.getpid()}"},
                 pass_fds=(descriptor,),
                 stdout=self.output,
                 stderr=self.errors,
@@ -171,7 +173,7 @@ class _Worker:
         return self.process.poll()
 
     @property
-    def describe_exit(self) -> str:
+    def exit_description(self) -> str:
         """How it ended, for people."""
         code = self.process.returncode
         if code >= 0:
@@ -187,7 +189,7 @@ class _Worker:
 def supervise_workers(config: RunSettings, words: Sequence[str], command: Sequence[str]) -> WorkersResult | None:
     """What the workers came to that this process, called with `words`, had to start by `command`; None where it is
     itself the one to work. Raises ConfigError."""
-    if not is_leader(config, words):
+    if not starts_workers(config, words):
         return None
     with StopFlag() as stop:
         return run_workers(config, command, stop)
@@ -198,20 +200,20 @@ def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> 
     its blocks to the others. Raises ConfigError."""
     device = choose_device(config.machine.device)
     num_devices = 0 if device.type == "cpu" else torch.accelerator.device_count()
-    given = shares(config, device, processors_by_node(), num_devices)
+    worker_shares = machine_shares(config, device, processors_by_node(), num_devices)
     descriptor = new_shared_memory()
     workers: list[_Worker] = []
     try:
-        for number, share in enumerate(given):
-            workers.append(_Worker(number, command, share, descriptor, len(given)))
-        gib = sum(share.host_memory_gib for share in given)
+        for number, share in enumerate(worker_shares):
+            workers.append(_Worker(number, command, share, descriptor, len(worker_shares)))
+        gib = sum(share.host_memory_gib for share in worker_shares)
         log.info(
             "%d workers share this machine, %d processors each and %s of host memory in all",
-            len(given),
-            len(given[0].processors),
+            len(worker_shares),
+            len(worker_shares[0].processors),
             format_bytes(int(gib * GIB)),
         )
-        _wait(workers, stop)
+        _wait_for_exit(workers, stop)
         return _result(workers)
     finally:
         for worker in workers:
@@ -220,7 +222,7 @@ def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> 
         os.close(descriptor)
 
 
-def _wait(workers: Sequence[_Worker], stop: StopFlag) -> None:
+def _wait_for_exit(workers: Sequence[_Worker], stop: StopFlag) -> None:
     """Returns when all have ended. A signal to stop is passed on once."""
     left, has_reported = list(workers), False
     while left:
@@ -231,7 +233,7 @@ def _wait(workers: Sequence[_Worker], stop: StopFlag) -> None:
         for worker in [each for each in left if each.code is not None]:
             left.remove(worker)
             if worker.process.returncode < 0 and left:
-                log.warning("%s: the others do its blocks", worker.describe_exit)
+                log.warning("%s: the others do its blocks", worker.exit_description)
         time.sleep(POLL_SECONDS)
 
 
@@ -239,21 +241,23 @@ def _result(workers: Sequence[_Worker]) -> WorkersResult:
     finished = [worker for worker in workers if worker.code in FINISHED]
     if finished:
         code = max(worker.process.returncode for worker in finished)
-        return WorkersResult(code=code, output=_text(finished[0].output).strip(), error="")
+        return WorkersResult(code=code, output=_read_text(finished[0].output).strip(), error="")
     classified = [worker for worker in workers if worker.code in WORST_FIRST]
     if not classified:
         is_ours = any(worker.process.returncode > 0 for worker in workers)
         code = InternalError.exit_code if is_ours else Interrupted.exit_code
         return WorkersResult(
-            code=code, output="", error=f"interrupted: {workers[0].describe_exit}; the same command goes on from here"
+            code=code,
+            output="",
+            error=f"interrupted: {workers[0].exit_description}; the same command goes on from here",
         )
     worst = min(classified, key=lambda worker: WORST_FIRST.index(worker.process.returncode))
     return WorkersResult(
-        code=worst.process.returncode, output="", error=_text(worst.errors).strip().rpartition("\n")[2]
+        code=worst.process.returncode, output="", error=_read_text(worst.errors).strip().rpartition("\n")[2]
     )
 
 
-def _text(file: IO[bytes] | None) -> str:
+def _read_text(file: IO[bytes] | None) -> str:
     if file is None:
         return ""
     file.seek(0)

@@ -1,6 +1,6 @@
 """What a user should hear of their settings once the plan is known: which have no effect, or less than they promise.
 
-A sentence each: the key, why, and what to do. `jobs.config.settings.doubtful_settings` says what needs no plan to be
+A sentence each: the key, why, and what to do. `jobs.config.settings.settings_warnings` says what needs no plan to be
 known.
 """
 

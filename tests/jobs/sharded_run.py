@@ -9,7 +9,7 @@ from jobs.record.manifest import RunManifest
 from jobs.record.output_rows import GenerationRow, infer_column_schema
 from jobs.record.parts import PartStore
 from jobs.record.passes import PassRow
-from jobs.record.plan_file import PlannedRequest, fix_plan
+from jobs.record.plan_file import PlannedRequest, publish_plan
 from jobs.record.run_dir import RunDirectory
 
 NUM_ROWS, NUM_SHARDS, NUM_BLOCKS = 24, 3, 4
@@ -45,7 +45,7 @@ class ShardedRun:
         manifest = RunManifest(semantic=semantic, operational=operational, versions={"weightstream": "0.1.0"})  # pyright: ignore[reportArgumentType]
         write_json(directory.manifest, manifest.to_json(), exclusive=False)
         plan = planned(index)
-        fix_plan(directory.plan, plan)
+        publish_plan(directory.plan, plan)
         return PartStore(directory=directory, manifest=manifest, plan=plan, columns=infer_column_schema(COLUMNS))
 
     def finish(self, *indexes: int, passes: Sequence[PassRow] = ()) -> "ShardedRun":
@@ -54,7 +54,7 @@ class ShardedRun:
             store = self.store(index)
             for block, requests in store.blocks.items():
                 store.commit(block, [row_of(request) for request in requests], passes)
-            store.finish()
+            store.publish_success()
         return self
 
 

@@ -9,8 +9,8 @@ from jobs.datasets import Row
 from jobs.record.manifest import RunManifest
 from jobs.record.output_rows import generation_schema, infer_column_schema
 from jobs.record.parts import PartStore
-from jobs.record.plan_file import fix_plan
-from jobs.record.run_checkpoint import remove_committed
+from jobs.record.plan_file import publish_plan
+from jobs.record.run_checkpoint import remove_checkpoints
 from jobs.record.run_dir import RunDirectory
 from jobs.run.block_loop import OpenBlocks
 from jobs.run.progress import Progress
@@ -66,10 +66,10 @@ def store_at(path: Path, asked: RequestBatch) -> PartStore:
     run, planned = RunDirectory(path=path), slot(asked, blocks_of(asked))
     for folder in (run.generations, run.throughput):
         folder.mkdir(parents=True, exist_ok=True)
-    fix_plan(run.plan, planned)
+    publish_plan(run.plan, planned)
     fixed = generation_schema(has_logprobs=True)
     columns = infer_column_schema([row.columns for row in asked.request_rows], fixed)
-    return PartStore(directory=run, manifest=MANIFEST, plan=planned, columns=columns, fixed=fixed)
+    return PartStore(directory=run, manifest=MANIFEST, plan=planned, columns=columns, fixed_schema=fixed)
 
 
 def start_waves(
@@ -78,11 +78,11 @@ def start_waves(
     """A start of the run in waves at `path`, up to its end."""
     asked = asked or made()
     store = store_at(path, asked)
-    done = store.committed()
-    remove_committed(store.directory, done)
+    done = store.committed_parts()
+    remove_checkpoints(store.directory, done)
     left = [block for block in blocks_of(asked) if block.index not in done]
     generate_left(session, left, asked, store, Admission.wave, checkpoint_seconds)
-    store.finish()
+    store.publish_success()
     return store
 
 
@@ -92,9 +92,9 @@ def run_at(
     """A start of the run at `path`, up to its end."""
     asked = asked or made()
     store = store_at(path, asked)
-    left = [block for block in blocks_of(asked) if block.index not in store.committed()]
+    left = [block for block in blocks_of(asked) if block.index not in store.committed_parts()]
     generate_left(session, left, asked, store, Admission.continuous, checkpoint_seconds)
-    store.finish()
+    store.publish_success()
     return store
 
 
@@ -111,12 +111,12 @@ def generate_left(
             OpenBlocks(
                 session=session,
                 blocks=group,
-                asked=asked,
+                batch=asked,
                 store=store,
                 is_wave=admission is Admission.wave,
                 checkpoint_seconds=checkpoint_seconds,
                 progress=progress,
-            ).finish()
+            ).generate()
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig
 from jobs.datasets import DatasetConfig
 from jobs.datasets.config import DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.tasks.converse import converse
+from jobs.run.tasks.converse import run_turns
 from jobs.run.tasks.encode import encode
 from jobs.run.tasks.generate import generate
 from jobs.run.tasks.score import score
@@ -190,7 +190,7 @@ def test_chats_of_several_turns_none_of_which_can_be_begun_are_refused_before_th
     )
     config = GenerateConfig(dataset=dataset, model=model_at("/nowhere"), output_root=str(tmp_path))
     with pytest.raises(DatasetError, match=r"none of 2 rows .*'said', turn 1 is a number"):
-        next(converse(config, lambda: False))
+        next(run_turns(config, lambda: False))
 
 
 @pytest.mark.parametrize(

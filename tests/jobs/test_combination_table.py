@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, load
 from jobs.evaluating.config import EvaluateConfig
-from jobs.run.tasks.encode import encoding
+from jobs.run.tasks.encode import encoding_task
 from runtime import Runtime
 from runtime.config.settings import DevicesConfig, Parallelism
 from runtime.errors import WeightstreamError
@@ -141,7 +141,7 @@ def _refusal(first: Feature, second: Feature, beside: Sequence[str]) -> str | No
         with patch("runtime.library.api.kernels_of"):  # which takes longer than all else, and refuses nothing
             runtime = _Opened(config.runtime, ranks=ranks, encodes=isinstance(config, EncodeConfig))
         if isinstance(config, EncodeConfig):
-            encoding(config)[0].check(runtime)
+            encoding_task(config)[0].check(runtime)
         elif job is GenerateConfig and way is Parallelism.one:
             made = runtime.request("0", PROMPT)
             assert not isinstance(made, Rejected), made

@@ -11,11 +11,11 @@ from jobs.config.settings import (
     GenerateConfig,
     LogLevel,
     SynthesizeConfig,
-    doubtful_settings,
     load,
     operational,
     run_name,
     semantic,
+    settings_warnings,
     to_yaml,
 )
 from jobs.config.typed import known_keys
@@ -245,7 +245,7 @@ def test_run_name_is_a_plain_file_name(path: str) -> None:
     ],
 )
 def test_settings_without_effect_are_named(overrides: list[str], keys: list[str]) -> None:
-    warnings = doubtful_settings(generate(*overrides))
+    warnings = settings_warnings(generate(*overrides))
     assert len(warnings) == len(keys)
     assert all(key in warning for key, warning in zip(keys, warnings, strict=True))
 

@@ -26,7 +26,7 @@ def stopped_at(path: Path, num_passes: int, *, reports_first: bool = False) -> F
 
 def recorded(store: PartStore) -> tuple[list[int], int]:
     """The indices of the passes in all throughput parts, and the tokens that they issued."""
-    rows = store.passes()
+    rows = store.read_passes()
     return sorted(row.pass_index for row in rows), sum(row.issued_tokens for row in rows)
 
 
@@ -53,7 +53,7 @@ def test_requests_are_admitted_block_after_block(tmp_path: Path) -> None:
 def test_a_part_is_committed_while_others_run(tmp_path: Path) -> None:
     stopped_at(tmp_path, 12)
     store = store_at(tmp_path, made())
-    assert 0 < len(store.committed()) < len(store.blocks)
+    assert 0 < len(store.committed_parts()) < len(store.blocks)
 
 
 @pytest.mark.dealt("reports_first", "num_passes")
@@ -86,7 +86,7 @@ def test_what_a_checkpoint_holds_of_committed_parts_is_dropped(tmp_path: Path) -
     path = store_at(tmp_path / "old", made()).directory.running
     old = path.read_bytes()
     stopped_at(tmp_path / "old", 6)
-    assert store_at(tmp_path / "old", made()).committed()
+    assert store_at(tmp_path / "old", made()).committed_parts()
     path.write_bytes(old)
     store = run_at(tmp_path / "old", FakeSession())
     assert parts(store) == parts(whole)

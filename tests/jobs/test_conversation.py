@@ -19,7 +19,7 @@ from jobs.exporting.export import export
 from jobs.pictures.trace_file import trace_files
 from jobs.record.run_dir import RunDirectory
 from jobs.run.run import Outcome
-from jobs.run.tasks.converse import converse
+from jobs.run.tasks.converse import run_turns
 from jobs.run.tasks.generate import generate
 from runtime.errors import ConfigError, Interrupted
 from runtime.synthesize.tokenizer import byte_level_tokenizer
@@ -83,7 +83,7 @@ def rows_of(config: GenerateConfig) -> dict[tuple[str, int], dict[str, Any]]:
 def whole(tmp_path_factory: pytest.TempPathFactory, model: str) -> Whole:
     """A run that nothing stopped, and what its turns came to."""
     config = config_for(tmp_path_factory.mktemp("whole"), model)
-    return config, list(converse(config, never))
+    return config, list(run_turns(config, never))
 
 
 def test_each_turn_is_asked_behind_the_answers_to_those_before(tmp_path: Path, model: str, whole: Whole) -> None:
@@ -122,7 +122,7 @@ def test_an_answer_goes_on_without_the_space_that_a_template_writes_itself(
     )
     tokenizer.save_pretrained(model)
     config = config_for(tmp_path, str(model), "sampling.choice=[' yes']")
-    list(converse(config, never))
+    list(run_turns(config, never))
     rows = rows_of(config)
     assert rows["81", 1]["completion"] == " yes"
     chat = [{"role": "user", "content": "Say a word."}, {"role": "assistant", "content": "yes"}]
@@ -143,10 +143,10 @@ def stop_within(config: GenerateConfig, turn: int) -> Callable[[], bool]:
 def test_a_run_stopped_in_its_second_turn_goes_on_to_the_same_rows(tmp_path: Path, model: str, whole: Whole) -> None:
     config = config_for(tmp_path, model)
     with pytest.raises(Interrupted):
-        list(converse(config, stop_within(config, 2)))
+        list(run_turns(config, stop_within(config, 2)))
     assert not (run_directory(config) / "turn-3").exists()
     first = {path: path.stat() for path in (run_directory(config) / "turn-1" / "generations").iterdir()}
-    outcomes = list(converse(config, never))
+    outcomes = list(run_turns(config, never))
     assert [outcome.was_finished for outcome in outcomes] == [True, False, False]
     assert {path: path.stat() for path in first} == first
     assert rows_of(config) == rows_of(whole[0])
@@ -155,7 +155,7 @@ def test_a_run_stopped_in_its_second_turn_goes_on_to_the_same_rows(tmp_path: Pat
 def test_shards_ask_the_turns_of_their_own_rows(tmp_path: Path, model: str, whole: Whole) -> None:
     shards = [config_for(tmp_path, model, "shard.count=2", f"shard.index={index}") for index in (1, 0)]
     for shard in shards:
-        list(converse(shard, never))
+        list(run_turns(shard, never))
     apart = [rows_of(shard) for shard in shards]
     assert not apart[0].keys() & apart[1].keys()
     seen = ("completion", "token_ids", "error", "row_index", "category")
@@ -172,14 +172,14 @@ def test_shards_ask_the_turns_of_their_own_rows(tmp_path: Path, model: str, whol
 
 def test_an_export_says_which_turn_is_missing(tmp_path: Path, model: str) -> None:
     config = config_for(tmp_path, model)
-    next(iter(converse(config, never)))
+    next(iter(run_turns(config, never)))
     with pytest.raises(ConfigError, match="turn 2 is not there; turn 3 is not there"):
         export(ExportConfig(run=str(run_directory(config)), out=str(tmp_path / "out.jsonl")))
 
 
 def test_any_data_set_may_have_a_list_of_turns(tmp_path: Path, model: str, whole: Whole) -> None:
     words = ["dataset=jsonl", "dataset.turns=first", "dataset.turns_field=turns", "dataset.id_field=question_id"]
-    list(converse(config := config_for(tmp_path, model, *words), never))
+    list(run_turns(config := config_for(tmp_path, model, *words), never))
     found, wanted = rows_of(config), rows_of(whole[0])
     assert {key: row["token_ids"] for key, row in found.items()} == {
         key: row["token_ids"] for key, row in wanted.items()
@@ -190,7 +190,7 @@ def test_a_column_called_turn_keeps_its_value_under_another_name(tmp_path: Path,
     words = ["dataset=jsonl", "dataset.turns=first", "dataset.turns_field=said"]
     config = config_for(tmp_path, model, *words)
     (tmp_path / "question.jsonl").write_text('{"said": ["Yes?", "No?"], "turn": "left"}\n', encoding="utf-8")
-    list(converse(config, never))
+    list(run_turns(config, never))
     assert [(row["turn"], row["row_turn"]) for row in rows_of(config).values()] == [(1, "left"), (2, "left")]
 
 
@@ -219,7 +219,7 @@ def test_turns_are_not_put_into_a_run_that_asks_one(tmp_path: Path, model: str) 
     one: Outcome = generate(config_for(tmp_path, model, "dataset.turns=first"), never)
     assert one.exit_code == 3
     with pytest.raises(ConfigError, match="holds a run that asks one turn"):
-        next(iter(converse(config_for(tmp_path, model), never)))
+        next(iter(run_turns(config_for(tmp_path, model), never)))
 
 
 def begun_turn(config: GenerateConfig, turn: int, processes: Sequence[BaseProcess]) -> None:
@@ -248,7 +248,7 @@ def test_workers_share_out_each_turn_and_go_on_without_one_that_is_killed(
     assert [worker.exitcode for worker in workers] == [3, 3]
     assert {path: path.stat() for path in first} == first
     assert rows_of(config) == rows_of(whole[0])
-    assert [outcome.was_finished for outcome in converse(config, never)] == [True, True, True]
+    assert [outcome.was_finished for outcome in run_turns(config, never)] == [True, True, True]
     traces = trace_files(run_directory(config))
     names = {path.stem.rpartition("-")[0] for path in traces}
     assert len({name.rpartition("-")[2] for name in names} & {str(worker.pid) for worker in workers}) >= 1
@@ -278,4 +278,4 @@ def test_ranks_come_to_the_turns_of_one_process(way: str, tmp_path: Path, model:
     assert {key: [row[name] for name in seen] for key, row in rows_of(config).items()} == {
         key: [row[name] for name in seen] for key, row in rows_of(whole[0]).items()
     }
-    assert [outcome.was_finished for outcome in converse(config, never)] == [True, True, True]
+    assert [outcome.was_finished for outcome in run_turns(config, never)] == [True, True, True]

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import pytest
 
-from jobs.files.publishing import publish, set_aside, write_all
+from jobs.files.publishing import move_to_quarantine, publish, write_all
 from jobs.record.manifest import RunManifest
 from jobs.record.run_dir import RunDirectory, open_run
 
@@ -52,7 +52,7 @@ def test_a_file_that_is_put_aside_is_durably_gone_here_and_there(tmp_path: Path,
     path, folder = tmp_path / "parts" / "part", tmp_path / "quarantine"
     path.parent.mkdir()
     path.write_bytes(CONTENT)
-    set_aside(path, folder, "it is damaged")
+    move_to_quarantine(path, folder, "it is damaged")
     assert events[0] == ("name", folder / "parts-part.0")
     assert set(events[1:]) == {("folder", path.parent), ("folder", folder)}
 

@@ -29,13 +29,13 @@ def test_workers_take_other_blocks_and_those_of_one_that_ends(tmp_path: Path) ->
     blocks = [Block(index=index, micro_batches=()) for index in range(2)]
     with Worker(directory, 300.0, lambda: True) as second:
         with Worker(directory, 300.0, lambda: True) as first:
-            assert next(first.blocks(blocks))[0].index == 0
-            turns = second.blocks(blocks)
+            assert next(first.lease_blocks(blocks))[0].index == 0
+            turns = second.lease_blocks(blocks)
             assert next(turns)[0].index == 1
             directory.generations_part(1).touch()
             with pytest.raises(Interrupted):
                 next(turns)
-        turns = second.blocks(blocks)
+        turns = second.lease_blocks(blocks)
         assert [block.index for block, _ in [next(turns)]] == [0]
         directory.generations_part(0).touch()
         assert list(turns) == []

@@ -14,7 +14,7 @@ from jobs.datasets import DatasetConfig
 from jobs.files.publishing import write_json
 from jobs.record.passes import PassRow
 from jobs.record.run_dir import RunDirectory
-from jobs.run.feedback import Feedback, worked
+from jobs.run.feedback import Feedback, busy_seconds
 from jobs.run.run import Outcome
 from jobs.run.tasks.generate import generate
 from runtime.config.settings import (
@@ -227,7 +227,7 @@ def test_rates_hold_for_the_roads_that_they_were_learned_on(
     path = tmp_path / "rates.json"
     made = Feedback(path=path, runtime=first, requests=[])
     write_json(
-        path, {**made._circumstances(), "rates": rates.to_plain(), "corrected": None, "policy": None}, exclusive=False
+        path, {**made._validity_key(), "rates": rates.to_plain(), "corrected": None, "policy": None}, exclusive=False
     )
     first.config = replace(first.config, **changed)
     feedback = Feedback(path=path, runtime=first, requests=[])
@@ -278,7 +278,7 @@ def test_attention_counts_where_single_tokens_are_decoded() -> None:
         issued_tokens=1, useful_tokens=1, seconds=2.0, load_seconds=3.0, compute_seconds=4.0,
         attention_seconds=5.0, copy_seconds=6.0, predicted_load_seconds=1.0,
     )  # fmt: skip
-    measured, predicted = worked([base, replace(base, phase="prefill")])
+    measured, predicted = busy_seconds([base, replace(base, phase="prefill")])
     assert measured == {
         Resource.disk: 6.0,
         Resource.host_to_device: 12.0,

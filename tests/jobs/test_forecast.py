@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from jobs.record.passes import PassRow
-from jobs.run.progress import Forecast, Progress, roughly, time_left
+from jobs.run.progress import Forecast, Progress, format_rounded, format_time_left
 from runtime.batching.balance import Block
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.simulator import PhaseTime
@@ -189,8 +189,8 @@ def test_the_bar_is_drawn_five_times_a_second_at_most(capsys: pytest.CaptureFixt
     [(0.2, "1 s"), (45, "45 s"), (150, "2.5 min"), (31 * 60, "31 min"), (7.4 * 3600, "7.5 h"), (26 * 3600, "26 h")],
 )
 def test_times_are_told_as_roughly_as_they_are_known(seconds: float, text: str) -> None:
-    assert roughly(seconds) == text
+    assert format_rounded(seconds) == text
 
 
 def test_an_end_on_another_day_names_it() -> None:
-    assert time_left(26 * 3600, datetime(2026, 1, 1, 14, 5)) == "about 26 h, until Fri 16:05"
+    assert format_time_left(26 * 3600, datetime(2026, 1, 1, 14, 5)) == "about 26 h, until Fri 16:05"

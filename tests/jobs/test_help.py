@@ -9,7 +9,7 @@ import pytest
 
 import runtime
 from benchmarks.config import BenchConfig
-from jobs.config.help import JobSettings, help_text, options_of, read
+from jobs.config.help import JobSettings, help_text, option_names, read_settings_file
 from jobs.config.settings import EncodeConfig, GenerateConfig, ModelsConfig, ScoreConfig, SynthesizeConfig, TraceConfig
 from jobs.config.typed import enum_members, key_types, known_keys
 from jobs.evaluating.config import EvaluateConfig
@@ -53,7 +53,9 @@ def hint_of(schema: type, key: str) -> object:
 
 
 def without_meaning(settings: JobSettings) -> list[str]:
-    return [key for key in settings.all_keys() if not settings.meaning(key) and not key.startswith(OF_TRANSFORMERS)]
+    return [
+        key for key in settings.leaf_keys() if not settings.description(key) and not key.startswith(OF_TRANSFORMERS)
+    ]
 
 
 def test_each_job_has_a_page() -> None:
@@ -76,10 +78,10 @@ def test_a_key_without_a_comment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_all_settings_of_a_job_are_listed_with_what_they_mean(job: str) -> None:
     settings, text = JobSettings(job, []), help_text(job, ["--help", "all"])
     listed = text.splitlines()
-    for key in settings.all_keys():
-        if not settings.selects(key):
+    for key in settings.leaf_keys():
+        if not settings.names_option(key):
             [line] = [line for line in listed if line.startswith(f"  {key}=")]
-            assert settings.meaning(key).partition(" ")[0] in text[text.index(line) :]
+            assert settings.description(key).partition(" ")[0] in text[text.index(line) :]
     assert max(map(len, listed)) <= 120
 
 
@@ -88,7 +90,7 @@ def test_a_page_leaves_no_place_unfilled_and_shows_settings_that_are_there(job: 
     lines = help_text(job, ["--help"]).splitlines()
     shown = [line.strip().partition("=")[0] for line in lines if line.startswith("  ") and line[2] != " "]
     assert not [line for line in lines if "{settings" in line or "{options" in line]
-    keys = {*JobSettings(job, []).all_keys()}
+    keys = {*JobSettings(job, []).leaf_keys()}
     assert len({*shown} & keys) >= min(3, len(keys))
     assert max(map(len, lines)) <= 120
 
@@ -98,13 +100,13 @@ def test_a_page_lists_every_option_of_a_group_the_default_first(group: str) -> N
     settings, text = JobSettings("generate", []), help_text("generate", ["--help"])
     entry = text[text.index(f"\n  {group} ") :].split(None, 1)[1].partition(":")[0]
     listed = [name.strip() for name in entry.split(",")]
-    assert (listed[0], sorted(listed)) == (settings.chosen(group), options_of(group))
+    assert (listed[0], sorted(listed)) == (settings.selected_option(group), option_names(group))
 
 
 @pytest.mark.parametrize("job", SCHEMAS)
 def test_what_a_comment_lists_is_what_the_setting_takes(job: str) -> None:
     settings = JobSettings(job, [])
-    hints = {key: hint_of(SCHEMAS[job], key) for key in settings.all_keys() if key in known_keys(SCHEMAS[job])}
+    hints = {key: hint_of(SCHEMAS[job], key) for key in settings.leaf_keys() if key in known_keys(SCHEMAS[job])}
     for key, hint in hints.items():
         if typing.get_origin(hint) not in (list, dict) and (members := enum_members(hint)):
             can_be_null = type(None) in typing.get_args(hint)
@@ -133,8 +135,8 @@ def test_a_comment_belongs_to_the_key_that_it_stands_behind_or_above(tmp_path: P
         "# above\nsecond: [1, 2] # a | b\n"
         "group:     # of keys\n  inner: 'a # b' # in it\n  bare: null\nlast: {} # the end\n         # of it\n"
     )
-    found = read(file)
-    assert found.about == ["About the file,", "in two lines."]
+    found = read_settings_file(file)
+    assert found.header == ["About the file,", "in two lines."]
     assert found.comments == {
         "first": "behind, and below it",
         "second": "a | b. above",

@@ -16,13 +16,13 @@ from jobs.config.signals import StopFlag
 from jobs.record.run_dir import RunDirectory
 from jobs.run.tasks.generate import generate
 from jobs.workers.local import (
-    VARIABLE,
+    WORKER_VARIABLE,
     WorkersResult,
-    is_leader,
+    machine_shares,
     processors_by_node,
     run_workers,
-    shares,
     split_processors,
+    starts_workers,
 )
 from runtime.config.settings import MachineConfig, OffloadConfig
 from runtime.errors import ConfigError
@@ -63,23 +63,23 @@ def test_processors_are_parted_by_nodes_then_by_cores(system: Path) -> None:
 
 def test_workers_have_equal_shares_of_memory_and_threads_and_a_device_each() -> None:
     config = elastic(2, offload=OffloadConfig(host_memory_gib=5.0), machine=MachineConfig(num_threads=5))
-    given = shares(config, CPU, [[0, 1, 2, 3]], 0)
+    given = machine_shares(config, CPU, [[0, 1, 2, 3]], 0)
     assert [share.processors for share in given] == [[0, 1], [2, 3]]
     assert {*given[0].settings} == {"offload.host_memory_gib=2.500000", "machine.num_threads=2"}
-    assert len(shares(elastic(None), CPU, [[0], [1], [2]], 0)) == 3, "one for each node"
-    devices = [share.settings[1] for share in shares(elastic(None), torch.device("cuda"), [[0, 1]], 2)]
+    assert len(machine_shares(elastic(None), CPU, [[0], [1], [2]], 0)) == 3, "one for each node"
+    devices = [share.settings[1] for share in machine_shares(elastic(None), torch.device("cuda"), [[0, 1]], 2)]
     assert devices == ["machine.device=cuda:0", "machine.device=cuda:1"]
     with pytest.raises(ConfigError, match="num_workers=3, and torch finds 2 of cuda"):
-        shares(elastic(3), torch.device("cuda"), [[0]], 2)
+        machine_shares(elastic(3), torch.device("cuda"), [[0]], 2)
 
 
 def test_only_a_command_that_is_no_worker_itself_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_leader(GenerateConfig(), [])
-    assert is_leader(elastic(2), [])
+    assert not starts_workers(GenerateConfig(), [])
+    assert starts_workers(elastic(2), [])
     with pytest.raises(ConfigError, match="--multirun"):
-        is_leader(elastic(2), ["--multirun"])
-    monkeypatch.setenv(VARIABLE, "3 2 1")
-    assert not is_leader(elastic(2), [])
+        starts_workers(elastic(2), ["--multirun"])
+    monkeypatch.setenv(WORKER_VARIABLE, "3 2 1")
+    assert not starts_workers(elastic(2), [])
     for count, named in ((0, "num_workers must be 1"), (5000, "num_workers must be 1")):
         with pytest.raises(ConfigError, match=named):
             elastic(count)

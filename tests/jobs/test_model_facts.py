@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from jobs.record.manifest import Values
-from jobs.run.identity import MAX_CHARS, _brief, _flat, model_facts, tokenizer_fingerprint
+from jobs.run.identity import MAX_CHARS, _flatten_values, _value_or_digest, model_facts, tokenizer_fingerprint
 from runtime import Runtime, RuntimeConfig
 
 
@@ -49,11 +49,11 @@ def test_facts_name_file_and_key_and_neither_places_nor_versions(facts: Values) 
 
 def test_what_json_cannot_hold_and_what_is_long_has_a_short_form_of_its_own() -> None:
     values = {"limit": [0.0, float("inf")], "path": Path("/a"), "names": dict.fromkeys(range(1000), "x"), "none": {}}
-    flat = dict(_flat(values, frozenset()))
+    flat = dict(_flatten_values(values, frozenset()))
     assert flat["limit"] == [0.0, "inf"]
     assert flat["path"] == "/a"
     assert flat["none"] == {}
     assert str(flat["names"]).startswith("sha256:")
-    long = _brief("x" * MAX_CHARS)
+    long = _value_or_digest("x" * MAX_CHARS)
     assert str(long).startswith("sha256:")
-    assert long != _brief("y" * MAX_CHARS)
+    assert long != _value_or_digest("y" * MAX_CHARS)

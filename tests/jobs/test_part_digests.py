@@ -53,7 +53,7 @@ def test_no_flipped_bit_is_accepted_with_other_values(tmp_path: Path) -> None:
         flipped = bytearray(whole)
         flipped[position] ^= 2
         try:
-            read = store._read(bytes(flipped), 1, store._schema)
+            read = store._parse_table(bytes(flipped), 1, store._schema)
         except PARQUET_PROBLEMS:
             rejected += 1
         else:
@@ -79,10 +79,10 @@ def test_other_values_under_the_right_footer_are_noticed_before_and_after_the_en
     path.write_bytes(_changed_row(store))
     with pytest.raises(DamagedRunError, match="their digest differs"):
         read_generations(store.directory)
-    assert list(store.committed()) == [0, 2]
+    assert list(store.committed_parts()) == [0, 2]
     assert "its rows are not those that were written" in caplog.text
     store.commit(1, rows_of(1), PASSES)
-    store.finish()
+    store.publish_success()
     assert parts(store) == before
     assert is_finished(store.directory)
 
@@ -94,7 +94,7 @@ def test_a_part_without_its_digest_is_not_believed(tmp_path: Path) -> None:
     metadata = {key: value for key, value in table.schema.metadata.items() if key != KEY}
     with path.open("wb") as file:
         write_parquet(table.replace_schema_metadata(metadata), file)
-    assert list(store.committed()) == [0, 2]
+    assert list(store.committed_parts()) == [0, 2]
 
 
 def _flip(path: Path, position: int) -> None:
@@ -110,7 +110,7 @@ def _harmless_flip(store: PartStore) -> int:
         flipped = bytearray(data)
         flipped[position] ^= 1
         with suppress(*PARQUET_PROBLEMS):
-            store._read(bytes(flipped), 1, store._schema)
+            store._parse_table(bytes(flipped), 1, store._schema)
             return position
     pytest.fail("every flip is noticed")
 
@@ -120,51 +120,51 @@ def test_a_part_that_is_not_the_recorded_one_is_made_again_and_never_recorded(
 ) -> None:
     caplog.set_level("INFO")
     store = committed_store(tmp_path)
-    store.finish()
+    store.publish_success()
     before, recorded = parts(store), store.directory.success.read_bytes()
     _flip(store.directory.generations_part(1), _harmless_flip(store))
     assert not is_finished(store.directory)
-    assert list(store.committed()) == [0, 2]
+    assert list(store.committed_parts()) == [0, 2]
     assert "its SHA-256 is not the one that _SUCCESS.json records" in caplog.text
     store.commit(1, rows_of(1), PASSES)
-    store.finish()
+    store.publish_success()
     assert (parts(store), store.directory.success.read_bytes()) == (before, recorded)
     assert "byte for byte those listed" in caplog.text
 
 
 def test_a_remade_part_that_comes_out_otherwise_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = committed_store(tmp_path)
-    store.finish()
+    store.publish_success()
     store.directory.generations_part(1).unlink()
-    store.committed()
+    store.committed_parts()
     store.commit(1, [replace(row, completion="other") for row in rows_of(1)], PASSES)
-    store.finish()
+    store.publish_success()
     assert "made again are not those listed in" in caplog.text
     assert "part-00001.parquet" in caplog.text.splitlines()[-1]
 
 
 def test_what_a_damaged_success_records_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = committed_store(tmp_path)
-    store.finish()
+    store.publish_success()
     good = store.directory.success.read_text()
     sha256 = file_sha256(store.directory.generations_part(1))
     store.directory.success.write_text(good.replace(sha256, sha256[::-1]))
     assert not is_finished(store.directory)
-    assert list(store.committed()) == [0, 1, 2]
+    assert list(store.committed_parts()) == [0, 1, 2]
     assert "is not believed" in caplog.text
-    store.finish()
+    store.publish_success()
     assert store.directory.success.read_text() == good
 
 
 def test_a_link_in_the_place_of_a_part_is_put_aside_and_what_it_leads_to_is_left(tmp_path: Path) -> None:
     store = committed_store(tmp_path / "run")
-    store.finish()
+    store.publish_success()
     path, elsewhere = store.directory.generations_part(1), tmp_path / "mine.parquet"
     elsewhere.write_bytes(path.read_bytes())
     path.unlink()
     path.symlink_to(elsewhere)
     assert not is_finished(store.directory)
-    assert list(store.committed()) == [0, 2]
+    assert list(store.committed_parts()) == [0, 2]
     assert quarantined(store)[0].is_symlink()
     assert store.commit(1, rows_of(1), PASSES)
     assert not path.is_symlink()
@@ -177,9 +177,9 @@ def test_rows_of_another_plan_under_the_right_footer_are_refused(tmp_path: Path)
     table = pq.ParquetFile(path).read()
     path.unlink()
     store._publish(path, table, 1, exclusive=True)
-    assert list(store.committed()) == [0, 1, 2]
+    assert list(store.committed_parts()) == [0, 1, 2]
     for others in (table.take([1, 0, 2, 3]), table.set_column(0, table.schema.field(0), pa.array(["x"] * 4))):
         buffer = io.BytesIO()
         write_parquet(sign(others, store._footer(1)), buffer)
         with pytest.raises(ValueError, match="its rows are not those of the plan"):
-            store._read(buffer.getvalue(), 1, store._schema)
+            store._parse_table(buffer.getvalue(), 1, store._schema)

@@ -33,8 +33,8 @@ def test_every_planned_request_comes_out_once_in_plan_order(tmp_path: Path) -> N
     ]
     assert table["num_prompt_tokens"].to_pylist() == [request.num_prompt_tokens for request in ordered]
     assert table["block"].to_pylist() == [request.block for request in ordered]
-    assert {name: part.num_rows for name, part in store.committed().items()} == {0: 4, 1: 4, 2: 4}
-    assert store.committed()[2].rows == {"ok": 2, "error": 2}
+    assert {name: part.num_rows for name, part in store.committed_parts().items()} == {0: 4, 1: 4, 2: 4}
+    assert store.committed_parts()[2].rows == {"ok": 2, "error": 2}
 
 
 def test_a_row_carries_its_own_columns_and_our_names_win(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_generations_are_the_same_bytes_whatever_the_tier_and_machine(tmp_path: 
 
 def test_throughput_parts_record_passes_and_operational_keys(tmp_path: Path) -> None:
     store = committed_store(tmp_path)
-    assert store.passes() == PASSES * 3
+    assert store.read_passes() == PASSES * 3
     row = pq.read_table(store.directory.throughput_part(1)).to_pylist()[1]
     assert (row["block"], row["phase"]) == (1, "decode")
     assert json.loads(row["operational"]) == {"offload.tier": "nvme", "versions": {"torch": "2.13"}}
@@ -63,7 +63,7 @@ def test_throughput_parts_record_passes_and_operational_keys(tmp_path: Path) -> 
 
 def test_data_folders_hold_only_parquet_that_reads_as_one_table(tmp_path: Path) -> None:
     store = committed_store(tmp_path)
-    store.finish()
+    store.publish_success()
     for folder in (store.directory.generations, store.directory.throughput):
         assert sorted(path.name for path in folder.iterdir()) == [f"part-{block:05d}.parquet" for block in range(3)]
         assert pq.read_table(folder).num_rows > 0
@@ -72,7 +72,7 @@ def test_data_folders_hold_only_parquet_that_reads_as_one_table(tmp_path: Path) 
 def test_an_empty_run_can_finish(tmp_path: Path) -> None:
     store = store_at(tmp_path, plan=[])
     assert not is_finished(store.directory)
-    store.finish()
+    store.publish_success()
     assert is_finished(store.directory)
     assert read_generations(store.directory).num_rows == 0
 
@@ -86,7 +86,7 @@ def test_second_committer_discards(tmp_path: Path) -> None:
     other = [replace(row, completion="other") for row in rows_of(0)]
     assert not store.commit(0, other, PASSES[:1])
     assert parts(store) == before
-    assert store.passes() == PASSES * 3
+    assert store.read_passes() == PASSES * 3
 
 
 def test_a_committer_overtaken_at_the_link_discards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,12 +42,12 @@ def test_a_corrupt_part_is_kept_aside_and_its_block_is_open_again(
         "text": b"hello",
     }[damage]
     path.write_bytes(damaged)
-    assert list(store.committed()) == [0, 2]
+    assert list(store.committed_parts()) == [0, 2]
     assert [kept.read_bytes() for kept in quarantined(store)] == [damaged]
     assert "part-00001.parquet was moved to" in caplog.text
     assert store.commit(1, rows_of(1), PASSES)
     assert parts(store) == before
-    assert list(store.committed()) == [0, 1, 2]
+    assert list(store.committed_parts()) == [0, 1, 2]
 
 
 def _foreign_part(store: PartStore, folder: Path) -> None:
@@ -79,7 +79,7 @@ def _folder(store: PartStore, folder: Path) -> None:
 def test_a_part_that_is_not_this_blocks_is_quarantined(tmp_path: Path, spoil) -> None:
     store = committed_store(tmp_path / "run")
     spoil(store, tmp_path / "other")
-    assert list(store.committed()) == [0, 2]
+    assert list(store.committed_parts()) == [0, 2]
     assert len(quarantined(store)) == 1
 
 
@@ -90,7 +90,7 @@ def test_a_stray_file_is_quarantined_and_costs_no_block(tmp_path: Path, name: st
     store = committed_store(tmp_path)
     data = store.directory.generations_part(1).read_bytes()
     (store.directory.generations / name).write_bytes(data)
-    assert list(store.committed()) == [0, 1, 2]
+    assert list(store.committed_parts()) == [0, 1, 2]
     assert [path.read_bytes() for path in quarantined(store)] == [data]
     assert read_generations(store.directory).num_rows == len(PLAN)
 
@@ -99,15 +99,15 @@ def test_quarantine_never_overwrites(tmp_path: Path) -> None:
     store = committed_store(tmp_path)
     for data in (b"one", b"two"):
         store.directory.generations_part(0).write_bytes(data)
-        store.committed()
+        store.committed_parts()
     assert sorted(path.read_bytes() for path in quarantined(store)) == [b"one", b"two"]
 
 
 def test_a_damaged_throughput_part_costs_numbers_and_no_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = committed_store(tmp_path)
     store.directory.throughput_part(1).write_bytes(b"x")
-    assert list(store.committed()) == [0, 1, 2]
-    assert store.passes() == PASSES * 2
+    assert list(store.committed_parts()) == [0, 1, 2]
+    assert store.read_passes() == PASSES * 2
     assert "the summary lacks block 1" in caplog.text
 
 
@@ -119,7 +119,7 @@ def test_an_unreadable_disk_is_no_verdict_on_a_part(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "read_bytes", fail)
     with pytest.raises(OutputError, match="EIO"):
-        store.committed()
+        store.committed_parts()
     monkeypatch.undo()
     assert quarantined(store) == []
 
@@ -143,7 +143,7 @@ def test_a_fault_in_a_commit_keeps_earlier_parts(
     assert caught.value.exit_code == 75
     assert parts(store) == before
     assert store.commit(1, rows_of(1), PASSES)
-    assert list(store.committed()) == [0, 1]
+    assert list(store.committed_parts()) == [0, 1]
 
 
 def test_a_directory_deleted_during_the_run_is_an_output_error(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_directory_deleted_during_the_run_is_an_output_error(tmp_path: Path) -
     with pytest.raises(OutputError, match="ENOENT"):
         store.commit(1, rows_of(1), PASSES)
     with pytest.raises(OutputError, match="ENOENT"):
-        store.committed()
+        store.committed_parts()
 
 
 def test_parts_that_a_plan_seats_otherwise_are_left_alone_and_need_a_person(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_parts_that_a_plan_seats_otherwise_are_left_alone_and_need_a_person(tmp_
 def test_success_lists_every_part_with_its_digest(tmp_path: Path) -> None:
     store = committed_store(tmp_path)
     assert not is_finished(store.directory)
-    store.finish()
+    store.publish_success()
     success = json.loads(store.directory.success.read_text())
     assert success["rows"] == {"ok": 10, "error": 2}
     assert [(part["file"], part["sha256"]) for part in success["parts"]] == [
@@ -188,14 +188,14 @@ def test_finish_refuses_while_a_block_is_missing(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.commit(0, rows_of(0), PASSES)
     with pytest.raises(OutputError, match=r"lacks 2 of 3 blocks \(first: 1\)"):
-        store.finish()
+        store.publish_success()
     assert not store.directory.success.exists()
 
 
 @pytest.mark.parametrize("damage", ["flip", "missing", "extra", "torn success"])
 def test_a_finished_run_that_was_touched_is_not_finished_and_heals(tmp_path: Path, damage: str) -> None:
     store = committed_store(tmp_path)
-    store.finish()
+    store.publish_success()
     before, path = parts(store), store.directory.generations_part(2)
     if damage == "flip":
         path.write_bytes(path.read_bytes().replace(b"text [", b"tExt ["))
@@ -206,10 +206,10 @@ def test_a_finished_run_that_was_touched_is_not_finished_and_heals(tmp_path: Pat
     else:
         store.directory.success.write_text("{")
     assert not is_finished(store.directory)
-    for block in set(store.blocks) - set(store.committed()):
+    for block in set(store.blocks) - set(store.committed_parts()):
         assert not store.directory.success.exists()
         store.commit(block, rows_of(block), PASSES)
-    store.finish()
+    store.publish_success()
     assert is_finished(store.directory)
     assert parts(store) == before
 

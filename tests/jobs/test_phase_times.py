@@ -23,4 +23,4 @@ def test_each_resource_is_counted_where_it_belongs() -> None:
         attention_seconds=16.0,
         stall_seconds=64.0,
     )
-    assert times.times(0.5).plus(times.times(0.5)) == times
+    assert times.scale(0.5).add(times.scale(0.5)) == times

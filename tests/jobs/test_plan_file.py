@@ -10,10 +10,10 @@ import pytest
 from jobs.record.plan_file import (
     PLAN_SCHEMA,
     PlannedRequest,
-    backends_of,
-    chunk_tokens_of,
-    fix_plan,
     plan_digest,
+    publish_plan,
+    read_backends,
+    read_chunk_tokens,
     read_plan,
 )
 from runtime.config.profiles import BY_RULE, BackendTable, LinearBackend
@@ -24,19 +24,19 @@ from tests.jobs.part_support import PLAN
 
 def test_plan_is_written_once_and_read_back_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "plan.parquet"
-    fix_plan(path, PLAN)
+    publish_plan(path, PLAN)
     before = path.read_bytes()
-    fix_plan(path, list(PLAN))
+    publish_plan(path, list(PLAN))
     assert read_plan(path) == PLAN
     assert path.read_bytes() == before
 
 
 def test_a_plan_without_its_digest_is_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "plan.parquet"
-    fix_plan(path, PLAN)
+    publish_plan(path, PLAN)
     pq.write_table(pq.ParquetFile(path).read().replace_schema_metadata(), path)
     with pytest.raises(DamagedRunError, match="lacks the digest"):
-        fix_plan(path, PLAN)
+        publish_plan(path, PLAN)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_another_plan_is_refused_and_the_first_one_kept(
     tmp_path: Path, plan: list[PlannedRequest], message: str
 ) -> None:
     path = tmp_path / "plan.parquet"
-    fix_plan(path, PLAN)
+    publish_plan(path, PLAN)
     before = path.read_bytes()
     with pytest.raises(RunMismatchError, match=message):
-        fix_plan(path, plan)
+        publish_plan(path, plan)
     assert path.read_bytes() == before
     assert plan_digest(plan) != plan_digest(PLAN)
 
@@ -63,12 +63,12 @@ def test_another_plan_is_refused_and_the_first_one_kept(
 @pytest.mark.parametrize("damage", [b"", b"text", "flip"])
 def test_a_damaged_plan_needs_a_person(tmp_path: Path, damage: bytes | str) -> None:
     path = tmp_path / "plan.parquet"
-    fix_plan(path, PLAN)
+    publish_plan(path, PLAN)
     whole = path.read_bytes()
     at = whole.index(b"row 2")
     path.write_bytes(damage if isinstance(damage, bytes) else whole[:at] + b"Row 2" + whole[at + 5 :])
     with pytest.raises(WeightstreamError) as caught:
-        fix_plan(path, PLAN)
+        publish_plan(path, PLAN)
     assert isinstance(caught.value, DamagedRunError)
 
 
@@ -82,10 +82,10 @@ def _edited(path: Path, *, keeps_metadata: bool) -> None:
 @pytest.mark.parametrize("keeps_metadata", [True, False])
 def test_an_edited_plan_is_said_to_be_edited(tmp_path: Path, keeps_metadata: bool) -> None:
     path = tmp_path / "plan.parquet"
-    fix_plan(path, PLAN)
+    publish_plan(path, PLAN)
     _edited(path, keeps_metadata=keeps_metadata)
     with pytest.raises(DamagedRunError, match="was changed after it was written"):
-        fix_plan(path, PLAN)
+        publish_plan(path, PLAN)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_an_edited_plan_is_said_to_be_edited(tmp_path: Path, keeps_metadata: boo
 )
 def test_a_plan_knows_the_linear_backends_of_the_host_that_it_was_made_on(tmp_path: Path, table: BackendTable) -> None:
     path, host = tmp_path / "plan.parquet", this_host("cpu", 2)
-    assert backends_of(path, host) is None
-    fix_plan(path, PLAN, chunk_tokens=24, backends=(host, table))
-    assert backends_of(path, host) == table
-    assert backends_of(path, replace(host, isa="another")) is None
-    assert chunk_tokens_of(path) == 24
+    assert read_backends(path, host) is None
+    publish_plan(path, PLAN, chunk_tokens=24, backends=(host, table))
+    assert read_backends(path, host) == table
+    assert read_backends(path, replace(host, isa="another")) is None
+    assert read_chunk_tokens(path) == 24
     path.unlink()
-    fix_plan(path, PLAN)
-    assert backends_of(path, host) is None
+    publish_plan(path, PLAN)
+    assert read_backends(path, host) is None

@@ -11,7 +11,7 @@ from jobs.files.publishing import JsonValue, write_json
 from jobs.pictures.trace_file import RUN, publish_trace
 from jobs.record.output_rows import GenerationRow, infer_column_schema, score_schema
 from jobs.record.parts import PartStore
-from jobs.record.plan_file import PlannedRequest, fix_plan
+from jobs.record.plan_file import PlannedRequest, publish_plan
 from jobs.record.run_dir import RunDirectory
 from jobs.record.run_reader import find_runs
 from jobs.reporting.figures import RunFigures
@@ -56,7 +56,7 @@ def evil(tmp_path: Path) -> RunDirectory:
         )
         for i in range(80)
     ]
-    fix_plan(run.plan, plan)
+    publish_plan(run.plan, plan)
     store = PartStore(directory=run, manifest=manifest, plan=plan, columns=infer_column_schema([{EVIL: EVIL}]))
     for block, requests in store.blocks.items():
         rows = [
@@ -153,7 +153,7 @@ def test_a_sample_shows_what_was_asked_or_the_columns_that_were_kept(
     plan = [
         PlannedRequest(row_id="0", row_index=0, sample_index=0, block=0, micro_batch=0, position=0, num_prompt_tokens=3)
     ]
-    fix_plan(run.plan, plan)
+    publish_plan(run.plan, plan)
     store = PartStore(directory=run, manifest=manifest, plan=plan, columns=infer_column_schema([ROW]))
     store.commit(0, [GenerationRow(id="0", sample_index=0, status="ok", completion="5", columns=ROW)], PASSES)
     [sample] = good_rows(figures_of(run.path), 1)
@@ -171,10 +171,10 @@ def test_a_scored_run_has_samples_without_a_completion(tmp_path: Path) -> None:
     plan = [
         PlannedRequest(row_id="0", row_index=0, sample_index=0, block=0, micro_batch=0, position=0, num_prompt_tokens=3)
     ]
-    fix_plan(run.plan, plan)
+    publish_plan(run.plan, plan)
     fixed = score_schema(has_top=False)
     columns = infer_column_schema([{"prompt": "2+2", "completion": "4"}], fixed)
-    store = PartStore(directory=run, manifest=MANIFEST, plan=plan, columns=columns, fixed=fixed)
+    store = PartStore(directory=run, manifest=MANIFEST, plan=plan, columns=columns, fixed_schema=fixed)
     row = GenerationRow(id="0", sample_index=0, status="ok", columns={"prompt": "2+2", "completion": "4"})
     store.commit(0, [row], PASSES)
     [sample] = good_rows(figures_of(run.path), 1)

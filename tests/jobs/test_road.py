@@ -49,5 +49,5 @@ def test_few_frames_stand_between_main_and_a_wave(words: list[str], tmp_path: Pa
     assert frames, ended.stdout
     names = [*(frame.rpartition(":")[2] for frame in reversed(frames)), "Session.wave"]
     road = names[names.index("main") :]
-    assert road[-2] == "OpenBlocks.finish"
+    assert road[-2] == "OpenBlocks.generate"
     assert len(road) <= MOST_FRAMES, " > ".join(road)

@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_read_is_a_warning(
     def fail(_: Path) -> tuple[bytes, os.stat_result]:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(running, "read_regular", fail)
+    monkeypatch.setattr(running, "read_regular_file", fail)
     assert plain(file.load()) == plain(NOTHING)
     assert os.strerror(number) in caplog.text
 

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from jobs.config.cli import describe_hydra_error
-from jobs.config.settings import GenerateConfig, doubtful_settings, load
+from jobs.config.settings import GenerateConfig, load, settings_warnings
 from jobs.config.typed import known_keys
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
@@ -144,11 +144,11 @@ def test_the_documented_stop_string_is_a_newline_when_bash_hands_it_on(option: s
     with initialize_config_dir(str(CONF), version_base=None):
         config = load(GenerateConfig, compose("generate", overrides=[f"sampling={option}", shell.stdout]))
     assert config.sampling.stop == ["\n"]
-    assert doubtful_settings(config) == []
+    assert settings_warnings(config) == []
 
 
 def test_a_stop_string_of_a_backslash_and_a_letter_is_named_with_what_to_write() -> None:
     config = GenerateConfig(sampling=SamplingConfig(stop=["\\n", "a\\tb", "c\n", "\\x"]))
-    newline, tab = doubtful_settings(config)
+    newline, tab = settings_warnings(config)
     assert "$'sampling.stop=[\"\\n\"]'" in newline
     assert "$'sampling.stop=[\"a\\tb\"]'" in tab

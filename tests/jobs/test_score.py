@@ -12,9 +12,9 @@ from hydra import compose, initialize_config_dir
 
 from jobs.config.settings import ScoreConfig, load, run_directory
 from jobs.record.plan_file import RowSlot, read_plan
-from jobs.run.run import perform
-from jobs.run.summary_table import outcome_text
-from jobs.run.tasks.score import score, scoring, sentence
+from jobs.run.run import run_task
+from jobs.run.summary_table import format_outcome
+from jobs.run.tasks.score import format_totals, score, scoring_task
 from jobs.run.tasks.task import dataset_rows
 from runtime import Runtime
 from runtime.errors import ConfigError, Interrupted, RunMismatchError
@@ -129,7 +129,7 @@ def test_other_targets_are_another_run(tmp_path: Path) -> None:
 
 def test_it_is_said_why_rows_have_errors_the_commonest_reason_first(tmp_path: Path) -> None:
     rows = [{"id": str(i), "prompt": "a b", "target": [" c"] if i == 0 else 1 if i > 3 else None} for i in range(9)]
-    told = outcome_text(score(config_for(tmp_path, rows), never))
+    told = format_outcome(score(config_for(tmp_path, rows), never))
     first, second = told.splitlines()[-2:]
     assert first.endswith("5 x neither a text nor a list of texts is in the field 'target' (score.target_field)")
     assert second.endswith("3 x there is no field 'target' (score.target_field)")
@@ -158,8 +158,8 @@ def test_a_document_without_tokens_is_an_error_row_and_no_perplexity_counts_it(t
     config = config_for(tmp_path, [DOCUMENTS[1]], "score.rolling=true")
     [row] = dataset_rows(config, None)
     rows = [row, replace(row, index=1, id="empty", prompt="", prompt_ids=())]
-    task, asked = scoring(config)
-    totals = perform(replace(task, rows=lambda *_: rows), asked, never).summary.totals
+    task, asked = scoring_task(config)
+    totals = run_task(replace(task, rows=lambda *_: rows), asked, never).summary.totals
     assert [each["error"] for each in rows_of(config)] == [None, "the document has no tokens"]
     assert totals is not None
     assert (totals["num_rows"], totals["num_words"], totals["num_bytes"]) == (1, 1, 4)
@@ -225,5 +225,5 @@ def test_defaults_of_yaml_and_code_are_the_same() -> None:
 
 def test_a_perplexity_that_nobody_can_count_the_digits_of_has_an_exponent() -> None:
     totals = {"num_rows": 1, "num_tokens": 2, "num_greedy": 0, "logprob": -69.0}
-    said = sentence({**totals, "token_perplexity": 12_345.67894, "word_perplexity": 6.3022e27})
+    said = format_totals({**totals, "token_perplexity": 12_345.67894, "word_perplexity": 6.3022e27})
     assert said.endswith("perplexity 12,345.6789 per token, 6.302e+27 per word")

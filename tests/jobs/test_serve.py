@@ -23,7 +23,7 @@ import pytest
 
 from jobs.record.run_dir import RunDirectory
 from jobs.record.run_reader import is_locked
-from jobs.serve import with_settings
+from jobs.serve import collect_settings
 from jobs.serving.config import ServeConfig, absolute_paths, settings_of
 from jobs.serving.keeper import Keeper
 from jobs.serving.store import BatchStore, InUseError, NoRoomError
@@ -610,10 +610,10 @@ def test_two_servers_never_share_a_directory_nor_a_port(tmp_path: Path) -> None:
 
 
 def test_a_key_is_made_once_for_its_owner_alone_and_one_that_others_read_is_refused(tmp_path: Path) -> None:
-    from jobs.files.publishing import files_made_private
+    from jobs.files.publishing import private_umask
     from jobs.serving.server import _api_key
 
-    with files_made_private():
+    with private_umask():
         made = _api_key(ServeConfig(), tmp_path)
     assert (tmp_path / "api_key").stat().st_mode & 0o777 == 0o600
     assert _api_key(ServeConfig(), tmp_path) == made
@@ -653,7 +653,7 @@ def test_only_this_machine_is_loopback_and_settings_of_jobs_are_told_from_its_ow
     hosts = {"localhost": True, "127.0.0.1": True, "::1": True, "0.0.0.0": False, "me.example": False}
     assert {host: ServeConfig(host=host).is_loopback for host in hosts} == hosts
     words = ["port=1", "model=hf", 'model.path="a b"', "--cfg", "job"]
-    assert with_settings(words) == ["port=1", "--cfg", "job", r'settings=["model=hf","model.path=\"a b\""]']
+    assert collect_settings(words) == ["port=1", "--cfg", "job", r'settings=["model=hf","model.path=\"a b\""]']
     both = ["model=hf", "encode.pooling=mean"]
     assert (settings_of("generate", both), settings_of("encode", both)) == (["model=hf"], both)
     with pytest.raises(ConfigError, match="which the server sets for each batch"):

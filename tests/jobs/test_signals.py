@@ -15,7 +15,7 @@ from runtime.stream.host_memory import HEAP_TUNABLE
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """
 import hashlib, os, signal, sys, threading, time
-from jobs.config.signals import StopFlag, end_on_signals, hold_signals
+from jobs.config.signals import StopFlag, exit_on_signals, block_signals
 
 def send_later(number, *delays):
     def send():
@@ -146,7 +146,7 @@ def test_leaving_gives_back_handlers_and_descriptors_while_a_child_lives() -> No
 def test_what_a_shell_has_had_ignored_stays_ignored(name: str) -> None:
     result = run(f"""
         signal.signal(signal.{name}, signal.SIG_IGN)
-        end_on_signals()
+        exit_on_signals()
         os.kill(os.getpid(), signal.{name})
         with StopFlag() as stop:
             os.kill(os.getpid(), signal.{name})
@@ -159,7 +159,7 @@ def test_what_a_shell_has_had_ignored_stays_ignored(name: str) -> None:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
 def test_a_signal_before_the_start_ends_the_process_with_75(name: str) -> None:
     result = run(f"""
-        end_on_signals()
+        exit_on_signals()
         os.kill(os.getpid(), signal.{name})
         print("too late")
     """)
@@ -169,9 +169,9 @@ def test_a_signal_before_the_start_ends_the_process_with_75(name: str) -> None:
 
 def test_a_signal_while_the_process_is_replaced_waits_for_its_successor() -> None:
     result = run("""
-        hold_signals()
+        block_signals()
         os.kill(os.getpid(), signal.SIGTERM)
-        code = "from jobs.config.signals import *; print('there', flush=True); end_on_signals(); print('too late')"
+        code = "from jobs.config.signals import *; print('there', flush=True); exit_on_signals(); print('too late')"
         os.execv(sys.executable, [sys.executable, "-c", code])
     """)
     assert (result.returncode, result.stdout) == (75, "there\n"), result.stderr
@@ -179,7 +179,7 @@ def test_a_signal_while_the_process_is_replaced_waits_for_its_successor() -> Non
 
 def test_a_flag_takes_over_from_the_start() -> None:
     result = run("""
-        end_on_signals()
+        exit_on_signals()
         with StopFlag() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)

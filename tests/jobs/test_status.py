@@ -63,7 +63,7 @@ def test_a_running_one_says_who_has_which_block_and_how_long_the_rest_takes(
     run.leases.mkdir()
     lock = RunLock(run.lock, is_shared=True)
     with Leases(run.leases, 300.0) as leases:
-        assert leases.take(lease_name(2))
+        assert leases.acquire(lease_name(2))
         found = status(run)
     lock.release()
     assert (found.state, found.rows_per_second, found.seconds_left) == ("running", 2.0, 4.0)
@@ -85,7 +85,7 @@ def test_each_worker_has_the_rate_of_its_passes_and_the_rest_takes_those_who_are
     directory.leases.mkdir()
     lock = RunLock(directory.lock, is_shared=True)
     with Leases(directory.leases, 300.0) as leases:
-        assert leases.take(lease_name(3))
+        assert leases.acquire(lease_name(3))
         found = status(directory)
     lock.release()
     [first, second] = found.workers

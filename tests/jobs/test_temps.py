@@ -53,7 +53,7 @@ def test_without_locks_only_who_is_alone_sweeps(tmp_path: Path, monkeypatch: pyt
     assert publish(tmp_path / "part", lambda file: write_all(file, b"whole"), exclusive=True)
     (tmp_path / ".part.1-a.tmp").write_text("x")
     assert sweep_temps(tmp_path) == 0
-    assert sweep_temps(tmp_path, is_alone=True) == 1
+    assert sweep_temps(tmp_path, is_only_writer=True) == 1
 
 
 def test_sweep_removes_temps_and_nothing_else(tmp_path: Path) -> None:

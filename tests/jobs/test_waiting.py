@@ -34,7 +34,7 @@ def test_an_export_of_a_run_in_work_names_blocks_rows_and_who_has_leased_what(ca
     directory.leases.mkdir()
     lock = RunLock(directory.lock, is_shared=True)
     with Leases(directory.leases, 300.0) as leases:
-        assert leases.take(lease_name(2))
+        assert leases.acquire(lease_name(2))
         with pytest.raises(ConfigError) as refused:
             exported(case)
         said = missing(find_runs([f"{case.folder}/x-*"], "runs"))

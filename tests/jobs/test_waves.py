@@ -40,7 +40,7 @@ def num_stops(store: PartStore) -> list[str]:
 
 def recorded(store: PartStore) -> tuple[int, int]:
     """Passes in all throughput parts, and the tokens that they issued."""
-    passes = store.passes()
+    passes = store.read_passes()
     return len(passes), sum(row.issued_tokens for row in passes)
 
 
@@ -66,7 +66,7 @@ def test_a_stop_after_any_pass_loses_no_token_and_counts_every_pass_once(
     assert first.num_sampled + second.num_sampled == recorded(whole)[1]
     assert recorded(store) == (first.num_passes + second.num_passes, recorded(whole)[1])
     for block in store.blocks:
-        assert [row.pass_index for row in store.passes([block])] == list(range(len(store.passes([block]))))
+        assert [row.pass_index for row in store.read_passes([block])] == list(range(len(store.read_passes([block]))))
     assert not list(tmp_path.glob("running*"))
 
 

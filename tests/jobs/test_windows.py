@@ -393,4 +393,4 @@ def test_ranks_hold_all_rows_and_refuse_windows_by_name(case: WindowedInput) -> 
         case.config("run", WINDOW, devices=ranks)
     begun = {"semantic": {run_input.WINDOW_KEY: WINDOW}}
     with pytest.raises(ConfigError, match=r"devices=sharded .* begun in windows of 7 \(dataset\.window_rows\)"):
-        run_input.rows_in_windows(case.config("run", None, devices=ranks), case.home / "run", lambda: False, begun)
+        run_input.open_windowed_rows(case.config("run", None, devices=ranks), case.home / "run", lambda: False, begun)

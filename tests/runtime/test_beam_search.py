@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from jobs.record.run_checkpoint import read_search, written_search
+from jobs.record.run_checkpoint import parse_search, serialize_search
 from runtime import PolicyConfig, PrefetchConfig, Runtime, SamplingConfig
 from runtime.checkpoint_source.generation_config import GenerationDefaults, effective_sampling
 from runtime.config.sampling import AS_THE_MODEL_SAYS
@@ -150,7 +150,7 @@ def test_stopped_inside_a_block_searches_go_on_to_the_same_completions(
 
 def saved(state: Unfinished) -> Unfinished:
     """What another process reads of it."""
-    return replace(state, search=read_search(written_search(state.search)))
+    return replace(state, search=parse_search(serialize_search(state.search)))
 
 
 def test_of_the_beams_as_many_come_back_as_are_asked_for(

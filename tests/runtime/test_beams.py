@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jobs.record.run_checkpoint import read_search, written_search
+from jobs.record.run_checkpoint import parse_search, serialize_search
 from runtime.batching.balance import plan_blocks
 from runtime.batching.prefixes import SharedPrefix
 from runtime.cache.rectangle import row_moves
@@ -111,8 +111,8 @@ def test_a_search_is_read_as_it_was_written() -> None:
     way = BeamTrace(token_ids=(3,), finish=FinishReason.stop, text_end=2, logprobs=logprobs)
     hypotheses = (Hypothesis(score=-0.1, way=way), Hypothesis[BeamTrace]())
     state = BeamState(scores=(-0.30000001192092896, NEVER), hypotheses=hypotheses)
-    assert read_search(written_search(state)) == state
-    assert read_search(written_search(None)) is None
+    assert parse_search(serialize_search(state)) == state
+    assert parse_search(serialize_search(None)) is None
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,16 @@ from ...datasets import Row
 from ...record.passes import Start
 from ...record.run_dir import RunDirectory
 from ...record.run_reader import find_runs
-from ..ranks import follow
-from ..run import Outcome, perform, require_usable
-from .generate import generation
+from ..ranks import follow_run
+from ..run import Outcome, require_usable_row, run_task
+from .generate import generation_task
 from .task import Task, dataset_rows
 
 ANSWERS = "answers"  # of a message between ranks
 TURN = "turn"  # the output's column; one of the input by that name becomes `row_turn`
 
 
-def converse(
+def run_turns(
     config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None, ranks: Ranks | None = None
 ) -> Iterator[Outcome]:
     """Runs, or goes on with, one turn after another, and yields what each came to. A worker among several begins a turn
@@ -35,30 +35,30 @@ def converse(
     if RunDirectory(path=directory).manifest.exists():
         raise ConfigError(f"{directory} holds a run that asks one turn: choose another directory with run=")
     rows = dataset_rows(config, None)
-    require_usable(generation(config), config, rows)
+    require_usable_row(generation_task(config), config, rows)
     num_turns = _num_turns(rows)
     for turn in range(1, num_turns + 1):
-        outcome = perform(_task(config, rows, turn, num_turns), config, should_stop, start, ranks)
+        outcome = run_task(_turn_task(config, rows, turn, num_turns), config, should_stop, start, ranks)
         yield outcome
         if turn < num_turns:
-            answers = _answers(outcome, config)
+            answers = _read_answers(outcome, config)
             if ranks is not None:
                 end_sessions(ranks)
                 ranks.broadcast({ANSWERS: answers})
-            rows = _continued(rows, turn, answers)
+            rows = _next_turn_rows(rows, turn, answers)
 
 
 def follow_turns(config: GenerateConfig, should_stop: Callable[[], bool], ranks: Ranks) -> int:
     """`follow`, turn after turn; what a turn's prompts hold of the answers before, rank 0 tells."""
     rows = dataset_rows(config, None)
-    require_usable(generation(config), config, rows)
+    require_usable_row(generation_task(config), config, rows)
     num_turns = _num_turns(rows)
     for turn in range(1, num_turns + 1):
-        code = follow(_task(config, rows, turn, num_turns), config, should_stop, ranks)
+        code = follow_run(_turn_task(config, rows, turn, num_turns), config, should_stop, ranks)
         if code:
             return code
         if turn < num_turns:
-            rows = _continued(rows, turn, ranks.receive()[ANSWERS])
+            rows = _next_turn_rows(rows, turn, ranks.receive()[ANSWERS])
     return 0
 
 
@@ -66,18 +66,22 @@ def _num_turns(rows: Sequence[Row]) -> int:
     return 1 + max(len(row.later_turns) for row in rows)
 
 
-def _task(config: GenerateConfig, rows: Sequence[Row], turn: int, num_turns: int) -> Task:
-    own = [{f"row_{TURN}" if name == TURN else name: value for name, value in row.columns.items()} for row in rows]
-    asked = [replace(row, columns={**columns, TURN: turn}) for row, columns in zip(rows, own, strict=True)]
+def _turn_task(config: GenerateConfig, rows: Sequence[Row], turn: int, num_turns: int) -> Task:
+    columns_by_row = [
+        {f"row_{TURN}" if name == TURN else name: value for name, value in row.columns.items()} for row in rows
+    ]
+    turn_rows = [
+        replace(row, columns={**columns, TURN: turn}) for row, columns in zip(rows, columns_by_row, strict=True)
+    ]
     return replace(
-        generation(config),
+        generation_task(config),
         directory=run_directory(config) / f"turn-{turn}",
-        rows=lambda *_: asked,
+        rows=lambda *_: turn_rows,
         identity={"turn": turn, "num_turns": num_turns},
     )
 
 
-def _answers(outcome: Outcome, config: GenerateConfig) -> Mapping[str, Mapping[str, str | None]]:
+def _read_answers(outcome: Outcome, config: GenerateConfig) -> Mapping[str, Mapping[str, str | None]]:
     """What the next prompts hold of each row, by id: its answer as a message's `content`, or its error. Parts are
     verified. Raises DamagedRunError.
 
@@ -98,9 +102,9 @@ def _answers(outcome: Outcome, config: GenerateConfig) -> Mapping[str, Mapping[s
     return {row["id"]: {"content": row["completion"], "error": row["error"]} for row in rows}
 
 
-def _continued(rows: Sequence[Row], turn: int, answers: Mapping[str, Mapping[str, str | None]]) -> list[Row]:
+def _next_turn_rows(rows: Sequence[Row], turn: int, answers: Mapping[str, Mapping[str, str | None]]) -> list[Row]:
     """The rows that have another turn. Those of other shards, which have no answer here, are not asked here."""
-    found: list[Row] = []
+    continued: list[Row] = []
     for row in rows:
         if not row.later_turns:
             continue
@@ -109,9 +113,9 @@ def _continued(rows: Sequence[Row], turn: int, answers: Mapping[str, Mapping[str
         error = answer.get("error")
         if row.error is not None or error is not None:
             why = row.error or f"turn {turn} has no answer: {error}"
-            found.append(replace(row, messages=None, later_turns=tuple(later), error=why))
+            continued.append(replace(row, messages=None, later_turns=tuple(later), error=why))
             continue
         messages = [*(row.messages or []), {"role": "assistant", "content": answer.get("content")}]
         messages.append({"role": "user", "content": prompt})
-        found.append(replace(row, messages=messages, later_turns=tuple(later)))
-    return found
+        continued.append(replace(row, messages=messages, later_turns=tuple(later)))
+    return continued

@@ -21,31 +21,31 @@ from ...config.settings import EncodeConfig, run_directory
 from ...datasets.rows import Inputs, Row
 from ...record.output_rows import SOURCE_FIELDS
 from ...record.passes import Start
-from ..requests import Prompt, tokenized
-from ..run import Outcome, perform
+from ..requests import Prompt, tokenize_prompts
+from ..run import Outcome, run_task
 from .task import Task
 
 SIGMOID = "Sigmoid"
 
 
-def lines_of(
-    wanted: Wanted, runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]
+def batch_line_requests(
+    wanted: Wanted, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
 ) -> Iterator[Sequence[Request | Rejected]]:
     """The requests of each line, counted by their sample index: embeddings of its texts, first and second ones of its
     pairs, or the only class of each pair where classes are `wanted`."""
-    for row, _ in asked:
+    for row, _ in prompts:
         assert row.inputs is not None, "what a batch has for another job is an error row"
-        unfit = _unfit(runtime.model, wanted, row.inputs)
-        found = [unfit] if unfit is not None else _token_ids(runtime.model, wanted, row.inputs)
-        made = [_made(runtime.model, wanted, row.id, ids) for ids in found]
-        yield [replace(each, sample_index=index) for index, each in enumerate(made)]
+        problem = _line_problem(runtime.model, wanted, row.inputs)
+        token_ids = [problem] if problem is not None else _token_ids(runtime.model, wanted, row.inputs)
+        requests = [_encoding_request(runtime.model, wanted, row.id, ids) for ids in token_ids]
+        yield [replace(each, sample_index=index) for index, each in enumerate(requests)]
 
 
-def _made(model: LoadedModel, wanted: Wanted, id: str, ids: Sequence[int] | str) -> Request | Rejected:
+def _encoding_request(model: LoadedModel, wanted: Wanted, id: str, ids: Sequence[int] | str) -> Request | Rejected:
     return Rejected(id=id, error=ids) if isinstance(ids, str) else make_encoding(model, id, ids, wanted)
 
 
-def _unfit(model: LoadedModel, wanted: Wanted, inputs: Inputs) -> str | None:
+def _line_problem(model: LoadedModel, wanted: Wanted, inputs: Inputs) -> str | None:
     """Why this model, asked for what is `wanted`, cannot answer such a line."""
     if wanted.readout is Readout.embedding:
         return None
@@ -54,11 +54,11 @@ def _unfit(model: LoadedModel, wanted: Wanted, inputs: Inputs) -> str | None:
     config = model.staged.model.config
     if config.num_labels != 1:
         return f"a score is the one class of a ranker, and this model has {config.num_labels}"
-    own = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn") or getattr(
+    activation = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn") or getattr(
         config, "sbert_ce_default_activation_function", None
     )
-    is_sigmoid = own is None or str(own).endswith(SIGMOID)
-    return None if is_sigmoid else f"the checkpoint's scores are by {own}, and here they are by {SIGMOID}"
+    is_sigmoid = activation is None or str(activation).endswith(SIGMOID)
+    return None if is_sigmoid else f"the checkpoint's scores are by {activation}, and here they are by {SIGMOID}"
 
 
 def _token_ids(model: LoadedModel, wanted: Wanted, inputs: Inputs) -> Iterable[Sequence[int] | str]:
@@ -121,10 +121,10 @@ def encode_schema(readout: Readout) -> pa.Schema:
 
 def encode(config: EncodeConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
     """`perform`, for what is read off prompts."""
-    return perform(*encoding(config), should_stop, start)
+    return run_task(*encoding_task(config), should_stop, start)
 
 
-def encoding(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
+def encoding_task(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
     """A row for each prompt, and the settings that this takes. Nothing is kept of a block that was stopped inside,
     which begins anew: checkpoints have no place for what was read. Vectors of an OpenAI batch have length 1, as
     OpenAI's have."""
@@ -144,36 +144,36 @@ def encoding(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
     task = Task(
         directory=run_directory(config),
         columns=lambda _: encode_schema(settings.output),
-        requests=partial(lines_of if config.is_batch else encodings_of, wanted),
+        requests=partial(batch_line_requests if config.is_batch else encoding_requests, wanted),
         check=check,
-        read=lambda runtime: partial(_columns, settings.num_top, wanted, runtime.model),
+        make_reader=lambda runtime: partial(_read_columns, settings.num_top, wanted, runtime.model),
     )
     return task, replace(config, checkpoint_seconds=None)
 
 
-def encodings_of(
-    wanted: Wanted, runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]
+def encoding_requests(
+    wanted: Wanted, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
 ) -> Iterable[Sequence[Request | Rejected]]:
     """The request for what is `wanted` of each prompt."""
-    for row, ids in tokenized(runtime, asked, runtime.model.shape.context_tokens):
-        yield [_made(runtime.model, wanted, row.id, ids)]
+    for row, ids in tokenize_prompts(runtime, prompts, runtime.model.shape.context_tokens):
+        yield [_encoding_request(runtime.model, wanted, row.id, ids)]
 
 
-def _columns(num_top: int, wanted: Wanted, model: LoadedModel, completion: Completion) -> Mapping[str, object]:
+def _read_columns(num_top: int, wanted: Wanted, model: LoadedModel, completion: Completion) -> Mapping[str, object]:
     """What was read off a prompt, by its columns."""
-    found = encoded(model, wanted, 0, completion)
-    if isinstance(found, Embedded):
-        return {"embedding": found.vector.tolist()}
-    if isinstance(found, Classified):
-        order = sorted(range(len(found.logits)), key=lambda place: -found.logits[place])[:num_top]
+    result = encoded(model, wanted, 0, completion)
+    if isinstance(result, Embedded):
+        return {"embedding": result.vector.tolist()}
+    if isinstance(result, Classified):
+        order = sorted(range(len(result.logits)), key=lambda place: -result.logits[place])[:num_top]
         return {
-            "label": found.label,
-            "labels": [found.labels[place] for place in order],
-            "logits": [found.logits[place] for place in order],
-            "probabilities": [found.probabilities[place] for place in order],
+            "label": result.label,
+            "labels": [result.labels[place] for place in order],
+            "logits": [result.logits[place] for place in order],
+            "probabilities": [result.probabilities[place] for place in order],
         }
     return {
-        "filled_text": clean_text(found.text),
-        "mask_token_ids": [list(ids) for ids in found.token_ids],
-        "mask_logprobs": [list(values) for values in found.logprobs],
+        "filled_text": clean_text(result.text),
+        "mask_token_ids": [list(ids) for ids in result.token_ids],
+        "mask_logprobs": [list(values) for values in result.logprobs],
     }

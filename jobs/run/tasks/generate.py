@@ -5,12 +5,12 @@ from collections.abc import Callable
 from ...config.settings import GenerateConfig, run_directory
 from ...record.output_rows import generation_schema
 from ...record.passes import Start
-from ..requests import completions_of
-from ..run import Outcome, perform
+from ..requests import completion_requests
+from ..run import Outcome, run_task
 from .task import Task
 
 
-def generation(config: GenerateConfig) -> Task:
+def generation_task(config: GenerateConfig) -> Task:
     """A row for each completion of each prompt."""
     return Task(
         directory=run_directory(config),
@@ -19,10 +19,10 @@ def generation(config: GenerateConfig) -> Task:
             has_reasoning=sampling.reasoning is not None,
             has_beams=(sampling.num_beams or 1) > 1,
         ),
-        requests=completions_of,
+        requests=completion_requests,
     )
 
 
 def generate(config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
     """`perform`, for completions."""
-    return perform(generation(config), config, should_stop, start)
+    return run_task(generation_task(config), config, should_stop, start)

@@ -21,31 +21,31 @@ from ...datasets import Row
 from ...datasets.records import has_field, listed_fields, value_at
 from ...files.publishing import JsonValue
 from ...record.output_rows import score_schema
-from ...record.part_files import visible
+from ...record.part_files import visible_files
 from ...record.passes import Start
 from ..requests import Prompt
-from ..run import Outcome, perform
+from ..run import Outcome, run_task
 from .task import Task
 
 PERPLEXITIES = ("token_perplexity", "word_perplexity", "byte_perplexity")
-MOST_EXPONENT = 700.0  # of a number that a float64 holds
-READABLE = 1e6  # a number above it is written with an exponent
-Made: TypeAlias = Iterable[Sequence[Request | Rejected]]
+MAX_EXPONENT = 700.0  # of a number that a float64 holds
+MAX_PLAIN = 1e6  # a number above it is written with an exponent
+RequestLists: TypeAlias = Iterable[Sequence[Request | Rejected]]
 
 
-def scoring(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
+def scoring_task(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
     """A row of scores for each target of each row, or for each window of each document; and the settings that it takes:
     the likeliest token in place of each is always asked for, as it says what is greedy."""
     sampling, settings = config.sampling, config.score
 
     def problem(row: Row) -> str | None:
-        targets = _targets(settings, row) if row.error is None and not settings.rolling else ()
+        targets = _read_targets(settings, row) if row.error is None and not settings.rolling else ()
         return targets if isinstance(targets, str) else row.error
 
     task = Task(
         directory=run_directory(config),
         columns=lambda _: score_schema(has_top=sampling.logprobs > 0),
-        requests=partial(windows_of if settings.rolling else targets_of, settings),
+        requests=partial(document_requests if settings.rolling else target_requests, settings),
         problem=problem,
         totals=lambda directory, read: Totals.from_parts(directory, read() if settings.rolling else ()).to_plain(),
     )
@@ -55,24 +55,24 @@ def scoring(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
 
 def score(config: ScoreConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
     """`perform`, for scores."""
-    return perform(*scoring(config), should_stop, start)
+    return run_task(*scoring_task(config), should_stop, start)
 
 
-def targets_of(settings: ScoreSettings, runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Made:
+def target_requests(settings: ScoreSettings, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]) -> RequestLists:
     """The requests for each row's targets, in their order."""
-    targets = [_targets(settings, row) for row, _ in asked]
+    targets = [_read_targets(settings, row) for row, _ in prompts]
     pairs = [
         TextPair(prompt=prompt, targets=() if isinstance(each, str) else each, is_rendered=row.messages is not None)
-        for (row, prompt), each in zip(asked, targets, strict=True)
+        for (row, prompt), each in zip(prompts, targets, strict=True)
     ]
-    for (row, _), each, found in zip(asked, targets, encode_pairs(runtime.model, pairs), strict=True):
+    for (row, _), each, pair_ids in zip(prompts, targets, encode_pairs(runtime.model, pairs), strict=True):
         if isinstance(each, str):
             yield [Rejected(id=row.id, error=each)]
         else:
-            yield [_made(runtime, row, index, ids) for index, ids in enumerate(found)]
+            yield [_scoring_request(runtime, row, index, ids) for index, ids in enumerate(pair_ids)]
 
 
-def _targets(settings: ScoreSettings, row: Row) -> list[str] | str:
+def _read_targets(settings: ScoreSettings, row: Row) -> list[str] | str:
     """The row's targets, or why it has none."""
     name, value = settings.target_field, None
     with suppress(KeyError):
@@ -87,15 +87,15 @@ def _targets(settings: ScoreSettings, row: Row) -> list[str] | str:
     return f"there is no field {name!r} (score.target_field){listed}"
 
 
-def windows_of(settings: ScoreSettings, runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Made:
+def document_requests(settings: ScoreSettings, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]) -> RequestLists:
     """The requests for the windows that each row's prompt is scored in, as one document."""
-    every = document_windows(runtime.model, [prompt for _, prompt in asked], settings.window_tokens)
-    for (row, _), windows in zip(asked, every, strict=True):
+    windows_by_row = document_windows(runtime.model, [prompt for _, prompt in prompts], settings.window_tokens)
+    for (row, _), windows in zip(prompts, windows_by_row, strict=True):
         found = [windows] if isinstance(windows, str) else windows
-        yield [_made(runtime, row, index, window) for index, window in enumerate(found)]
+        yield [_scoring_request(runtime, row, index, window) for index, window in enumerate(found)]
 
 
-def _made(runtime: Runtime, row: Row, index: int, ids: PairIds | str) -> Request | Rejected:
+def _scoring_request(runtime: Runtime, row: Row, index: int, ids: PairIds | str) -> Request | Rejected:
     if isinstance(ids, str):
         return Rejected(id=row.id, error=ids, sample_index=index)
     prompt_ids, target_ids = ids
@@ -115,17 +115,19 @@ class Totals:
 
     def perplexity(self, count: int | None) -> float | None:
         """The perplexity by so many tokens, words or bytes; None where there are none."""
-        return math.exp(min(-self.logprob / count, MOST_EXPONENT)) if count else None
+        return math.exp(min(-self.logprob / count, MAX_EXPONENT)) if count else None
 
     @staticmethod
     def from_parts(directory: Path, documents: Sequence[Row] = ()) -> "Totals":
         """The totals of a run's parts, whose rows are of `documents` where there are some. A document that has an error
         in any of its windows does not count."""
-        broken = {row["row_index"] for row in _scores(directory) if row["logprob"] is None} if documents else set[int]()
+        broken = (
+            {row["row_index"] for row in _read_scores(directory) if row["logprob"] is None} if documents else set[int]()
+        )
         scored, counts = set[int](), Counter[str]()
 
         def good() -> Iterator[float]:
-            for row in _scores(directory):
+            for row in _read_scores(directory):
                 if row["logprob"] is not None and row["row_index"] not in broken:
                     counts.update(rows=1, tokens=row["num_target_tokens"], greedy=row["is_greedy"])
                     scored.update([row["row_index"]] if documents else ())
@@ -156,17 +158,17 @@ class Totals:
         return {**values, **(size or {}), **self.perplexities}
 
 
-def _scores(directory: Path) -> Iterator[dict[str, Any]]:
+def _read_scores(directory: Path) -> Iterator[dict[str, Any]]:
     """The output rows of a run, one part after another, by the columns that totals are made of."""
     columns = ["row_index", "logprob", "is_greedy", "num_target_tokens"]
-    for path in visible(directory / "generations"):
+    for path in visible_files(directory / "generations"):
         yield from pq.read_table(path, columns=columns).to_pylist()
 
 
-def sentence(totals: Mapping[str, JsonValue]) -> str:
+def format_totals(totals: Mapping[str, JsonValue]) -> str:
     """What a summary's `totals` of a scored run say, for a person."""
     values = [(key.split("_")[0], value) for key in PERPLEXITIES if isinstance(value := totals.get(key), float)]
-    found = [f"{value:{',.4f' if value < READABLE else '.4g'}} per {unit}" for unit, value in values]
+    found = [f"{value:{',.4f' if value < MAX_PLAIN else '.4g'}} per {unit}" for unit, value in values]
     return (
         f"{totals['num_rows']:,} targets of {totals['num_tokens']:,} tokens, {totals['num_greedy']:,} of them greedy; "
         f"log-probability {totals['logprob']:,.4f}" + (f", perplexity {', '.join(found)}" if found else "")

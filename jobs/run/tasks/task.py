@@ -13,7 +13,7 @@ from runtime.library.api import Runtime
 from ...config.settings import EncodeConfig, RunSettings
 from ...datasets import Row, read_rows
 from ...files.publishing import JsonValue
-from ..requests import MakeRequests, Read
+from ..requests import MakeRequests, ReadColumns
 
 log = logging.getLogger(__name__)
 
@@ -43,5 +43,5 @@ class Task:
     totals: Callable[[Path, Callable[[], Sequence[Row]]], Mapping[str, JsonValue] | None] = lambda *_: None
     identity: Mapping[str, JsonValue] = field(default_factory=dict)
     check: Callable[[Runtime], None] = lambda _: None
-    read: Callable[[Runtime], Read] = lambda _: lambda _: {}
+    make_reader: Callable[[Runtime], ReadColumns] = lambda _: lambda _: {}
     problem: Callable[[Row], str | None] = lambda row: row.error
