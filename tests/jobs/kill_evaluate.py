@@ -22,7 +22,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from jobs.config.process import settled
+from jobs.config.process import tuned_environment
 from jobs.record.run_dir import RunDirectory
 from tests.jobs.computed_rows import noted
 from tests.jobs.harness_tasks import NUMBERS, write_tasks
@@ -74,7 +74,7 @@ class Case:
         """`python -m jobs.evaluate` with the same words each time."""
         words = [*SETTINGS, f"model.path={self.home / 'model'}", f"tasks=[{','.join(TASKS.values())}]"]
         words += [f"harness.include_path=[{self.home / 'tasks'}]", f"output_root={self.home}", f"run={name}"]
-        environment = settled(os.environ) | {"HF_HOME": str(self.home / "hub"), "HF_HUB_OFFLINE": "1"}
+        environment = tuned_environment(os.environ) | {"HF_HOME": str(self.home / "hub"), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "tests.jobs.computed_rows", str(notes), "jobs.evaluate", *words]
         with (self.home / "log").open("ab") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log)

@@ -14,7 +14,7 @@ from jobs.record.run_checkpoint import remove_checkpoints
 from jobs.record.run_dir import RunDirectory
 from jobs.run.block_loop import OpenBlocks
 from jobs.run.progress import Progress
-from jobs.run.requests import RequestBatch, slot
+from jobs.run.requests import RequestBatch, plan_rows
 from runtime.batching.admission import AdmissionLimits, SlotState, Waiting, most_cached, plan_pass
 from runtime.batching.balance import Block, plan_blocks
 from runtime.config.settings import Admission
@@ -63,7 +63,7 @@ def blocks_of(asked: RequestBatch) -> tuple[Block, ...]:
 
 
 def store_at(path: Path, asked: RequestBatch) -> PartStore:
-    run, planned = RunDirectory(path=path), slot(asked, blocks_of(asked))
+    run, planned = RunDirectory(path=path), plan_rows(asked, blocks_of(asked))
     for folder in (run.generations, run.throughput):
         folder.mkdir(parents=True, exist_ok=True)
     publish_plan(run.plan, planned)

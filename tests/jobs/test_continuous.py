@@ -85,7 +85,7 @@ def test_the_rows_are_those_of_a_run_in_waves(tmp_path: Path, sampling: Sampling
     outcome = run(tmp_path / "continuous", sampling=sampling)
     assert outcome.exit_code == 0
     assert tokens_by_id(directory(tmp_path / "continuous")) == tokens_by_id(directory(tmp_path / "waves"))
-    assert not directory(tmp_path / "continuous").running.exists()
+    assert not directory(tmp_path / "continuous").run_checkpoint.exists()
 
 
 def test_the_summary_accounts_for_every_token(whole: Outcome) -> None:
@@ -122,7 +122,7 @@ def test_killed_three_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp
         return config(tmp_path, name=name, sampling=sampling, num_rows=24, checkpoint_seconds=0.05)
 
     generate(long("whole"), lambda: False)
-    checkpoint, moments = directory(tmp_path, "killed").running, random.Random(7)
+    checkpoint, moments = directory(tmp_path, "killed").run_checkpoint, random.Random(7)
     for _ in range(NUM_KILLS):
         before = changed_at(checkpoint)
         run_and_kill(
@@ -147,7 +147,7 @@ def test_sigterm_ends_the_process_with_75_and_a_checkpoint(tmp_path: Path) -> No
         *("policy.micro_batch_size=2", "policy.num_micro_batches=2", "checkpoint_seconds=0.05"),
         *("dataset.limit=24", "sampling.max_new_tokens=48", "sampling.ignore_eos=true"),
     )
-    checkpoint = directory(tmp_path, "stopped").running
+    checkpoint = directory(tmp_path, "stopped").run_checkpoint
     while process.is_alive() and not checkpoint.exists():
         time.sleep(0.01)
     process.terminate()

@@ -41,7 +41,7 @@ def test_every_row_comes_out_once_and_every_pass_is_in_one_part(tmp_path: Path, 
     assert recorded(store) == (list(range(NUM_PASSES)), session.num_sampled)
     assert sum(table["num_completion_tokens"].to_pylist()) == session.num_sampled
     assert is_finished(store.directory)
-    assert not store.directory.running.exists()
+    assert not store.directory.run_checkpoint.exists()
 
 
 def test_requests_are_admitted_block_after_block(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_stop_before_what_was_saved_is_seated_again_loses_nothing(tmp_path: Pa
 def test_what_a_checkpoint_holds_of_committed_parts_is_dropped(tmp_path: Path) -> None:
     whole = run_at(tmp_path / "whole", FakeSession())
     stopped_at(tmp_path / "old", 6)
-    path = store_at(tmp_path / "old", made()).directory.running
+    path = store_at(tmp_path / "old", made()).directory.run_checkpoint
     old = path.read_bytes()
     stopped_at(tmp_path / "old", 6)
     assert store_at(tmp_path / "old", made()).committed_parts()

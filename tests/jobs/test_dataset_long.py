@@ -17,7 +17,7 @@ import pytest
 
 from jobs.datasets import DatasetConfig, DatasetKind, Row, read_rows
 from jobs.datasets.fields import MAX_ROWS
-from jobs.run.requests import ask, completion_requests
+from jobs.run.requests import completion_requests, make_batch
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import SamplingConfig
 from runtime.errors import ConfigError, DatasetError
@@ -171,7 +171,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_all_of_it_is_tokenised(
         return tokenize(model, texts, **more)
 
     monkeypatch.setattr(tokens, "tokenize", counted)
-    asked = ask(runtime, [row(0, "one"), row(1, "x" * 20_000_000), row(2, "two")], completion_requests)
+    asked = make_batch(runtime, [row(0, "one"), row(1, "x" * 20_000_000), row(2, "two")], completion_requests)
     assert [request.id for request in asked.requests] == ["0", "2"]
     assert "20,000,000 characters and more than" in asked.rejected[0].error
     assert "context of 2,048" in asked.rejected[0].error
@@ -184,7 +184,7 @@ def test_a_long_prompt_that_fits_has_the_tokens_of_the_whole_text(
     texts = ["word " * 300, "x" * 2000, "é" * 900]
     whole = [runtime.tokenize([text])[0] for text in texts]
     monkeypatch.setattr(tokens, "SEGMENT_CHARACTERS", 100)
-    asked = ask(runtime, [row(n, text) for n, text in enumerate(texts)], completion_requests)
+    asked = make_batch(runtime, [row(n, text) for n, text in enumerate(texts)], completion_requests)
     assert [request.prompt_ids for request in asked.requests] == whole
 
 
@@ -204,7 +204,7 @@ def test_a_text_that_the_tokenizer_refuses_costs_its_row(
 
     monkeypatch.setattr(tokens, "tokenize", panicking)
     monkeypatch.setattr(tokens, "SEGMENT_CHARACTERS", segment_characters)
-    asked = ask(runtime, [row(0, "one"), row(1, "two"), row(2, "three")], completion_requests)
+    asked = make_batch(runtime, [row(0, "one"), row(1, "two"), row(2, "three")], completion_requests)
     assert [type(request) for request in asked.requests] == [Request, Request]
     assert "tokenizer refuses the prompt: called `Option::unwrap()`" in asked.rejected[0].error
 
@@ -215,7 +215,7 @@ def test_more_completions_than_a_run_can_have_are_refused_before_they_are_made(r
     runtime.config = replace(runtime.config, sampling=SamplingConfig(n=10_000, temperature=1.0))
     what = r"sampling\.n=10,000 times 5,001 rows, or what rows ask for themselves, is above the 50,000,000"
     with pytest.raises(ConfigError, match=what):
-        ask(runtime, many, completion_requests)
+        make_batch(runtime, many, completion_requests)
 
 
 def test_more_rows_than_a_run_can_have_are_refused_before_they_are_made(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from jobs.config.process import gc_paused, settled
+from jobs.config.process import gc_paused, tuned_environment
 from runtime.stream.host_memory import HEAP_TUNABLE
 
 
 def test_what_the_user_has_set_stays() -> None:
-    found = settled({"HOME": "/root", "GLIBC_TUNABLES": "glibc.malloc.perturb=1", "OMP_WAIT_POLICY": "active"})
+    found = tuned_environment(
+        {"HOME": "/root", "GLIBC_TUNABLES": "glibc.malloc.perturb=1", "OMP_WAIT_POLICY": "active"}
+    )
     assert found == {
         "HOME": "/root",
         "GLIBC_TUNABLES": f"glibc.malloc.perturb=1:{HEAP_TUNABLE}",
@@ -23,12 +25,12 @@ def test_what_the_user_has_set_stays() -> None:
 
 
 def test_openmp_waits_passively_where_nothing_is_said() -> None:
-    assert settled({}) == {"GLIBC_TUNABLES": HEAP_TUNABLE, "GOMP_SPINCOUNT": "1000"}
+    assert tuned_environment({}) == {"GLIBC_TUNABLES": HEAP_TUNABLE, "GOMP_SPINCOUNT": "1000"}
 
 
 def test_what_is_settled_is_not_settled_again() -> None:
-    once = settled({"HOME": "/root"})
-    assert settled(once) == once
+    once = tuned_environment({"HOME": "/root"})
+    assert tuned_environment(once) == once
 
 
 def test_garbage_is_collected_behind_the_imports_if_it_was_before() -> None:

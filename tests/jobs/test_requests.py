@@ -6,7 +6,7 @@ import pytest
 
 from jobs.datasets import Row, prompt_bytes
 from jobs.run import requests
-from jobs.run.requests import ask, completion_requests
+from jobs.run.requests import completion_requests, make_batch
 from runtime import Runtime, RuntimeConfig
 from runtime.requests.prompts import Rejected
 from runtime.sequences.sequence import Request
@@ -26,7 +26,7 @@ def test_rows_ask_what_each_asks_alone_however_many_are_tokenised_at_once(
     monkeypatch.setattr(requests, "ROWS_AT_ONCE", rows_at_once)
     runtime = Runtime(RuntimeConfig())
     rows = [row(index, prompt) for index, prompt in enumerate(PROMPTS)]
-    asked = ask(runtime, rows, completion_requests)
+    asked = make_batch(runtime, rows, completion_requests)
     alone = [runtime.request(each.id, each.prompt) for each in rows if each.error is None]
     assert list(asked.requests) == [each for each in alone if isinstance(each, Request)]
     assert [each.id for each in asked.request_rows] == [each.id for each in asked.requests]
@@ -39,7 +39,9 @@ def test_a_prompt_that_comes_as_tokens_is_asked_as_it_is_and_is_another_row_than
     runtime = Runtime(RuntimeConfig())
     ids = runtime.tokenize(["two words"])[0][1:]
     given = replace(row(1, ""), error=None, prompt_ids=ids)
-    asked = ask(runtime, [row(0, "one"), given, replace(given, index=2, id="r2", prompt_ids=())], completion_requests)
+    asked = make_batch(
+        runtime, [row(0, "one"), given, replace(given, index=2, id="r2", prompt_ids=())], completion_requests
+    )
     assert [each.prompt_ids for each in asked.requests] == [runtime.tokenize(["one"])[0], ids]
     assert [each.error for each in asked.rejected] == ["the prompt has no tokens"]
     assert len({prompt_bytes(each) for each in (row(1, ""), given, replace(given, prompt_ids=ids[1:]))}) == 3

@@ -67,7 +67,7 @@ def test_what_was_saved_last_comes_back(tmp_path: Path) -> None:
 def test_every_flipped_bit_is_harmless_or_costs_the_checkpoint_alone(tmp_path: Path) -> None:
     file = file_at(tmp_path)
     file.save(CHECKPOINT)
-    path = file.directory.running
+    path = file.directory.run_checkpoint
     whole, expected = path.read_bytes(), plain(file.load())
     num_refused = 0
     for position in range(0, len(whole), 23):
@@ -91,7 +91,7 @@ def test_a_file_that_is_not_this_runs_moves_to_quarantine(
         "other plan": replace(file, plan=PLAN[1:]),
     }
     others.get(spoil, file).save(CHECKPOINT)
-    path = file.directory.running
+    path = file.directory.run_checkpoint
     damaged = {"cut": path.read_bytes()[:-9], "empty": b"", "text": b"hello"}.get(spoil, path.read_bytes())
     path.write_bytes(damaged)
     assert plain(file.load()) == plain(NOTHING)
@@ -120,14 +120,14 @@ def test_a_fault_while_saving_keeps_what_was_saved_before(
 ) -> None:
     file = file_at(tmp_path)
     file.save(CHECKPOINT)
-    before = file.directory.running.read_bytes()
+    before = file.directory.run_checkpoint.read_bytes()
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fail)
     assert not file.save(NOTHING)
-    assert file.directory.running.read_bytes() == before
+    assert file.directory.run_checkpoint.read_bytes() == before
     assert "ENOSPC" in caplog.text
 
 
@@ -135,7 +135,7 @@ def test_what_can_be_neither_used_nor_moved_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = file_at(tmp_path)
-    file.directory.running.write_bytes(b"hello")
+    file.directory.run_checkpoint.write_bytes(b"hello")
 
     def fail(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

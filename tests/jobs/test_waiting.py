@@ -10,7 +10,7 @@ from jobs.exporting.export import export
 from jobs.exporting.shards import wait_for_end
 from jobs.files.locks import Leases, RunLock
 from jobs.record.run_reader import find_runs
-from jobs.record.unfinished import lease_name, missing
+from jobs.record.unfinished import describe_unfinished, lease_name
 from runtime.errors import ConfigError, Interrupted
 from tests.jobs.sharded_run import NUM_SHARDS, ShardedRun
 
@@ -37,7 +37,7 @@ def test_an_export_of_a_run_in_work_names_blocks_rows_and_who_has_leased_what(ca
         assert leases.acquire(lease_name(2))
         with pytest.raises(ConfigError) as refused:
             exported(case)
-        said = missing(find_runs([f"{case.folder}/x-*"], "runs"))
+        said = describe_unfinished(find_runs([f"{case.folder}/x-*"], "runs"))
     lock.release()
     assert len(said) == 1
     assert said[0] in str(refused.value), "a report says the same"
