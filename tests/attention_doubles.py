@@ -181,5 +181,5 @@ def install_flash(
     patch.setattr(flash_attention, "has_flash", lambda device: True)
     patch.setattr(flash_attention, "varlen_attn", lambda: double)
     patch.setattr(flash_attention, "flash_operator", lambda: double.operator if by_operator else None)
-    flash_attention._grouped.cache_clear()
+    flash_attention._gqa_options.cache_clear()
     return double

@@ -33,7 +33,7 @@ OPERATOR_PLACES = (
 OPERATOR_NAMES = {"scale", "window_size_left", "window_size_right"}
 
 
-def flash_applies(like_q: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
+def can_use_flash(like_q: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
     """Looks at head sizes (the last dimension), dtypes and the device alone."""
     head_dim = like_q.shape[-1]
     return (
@@ -56,7 +56,7 @@ def has_flash(device: torch.device) -> bool:
         and torch.version.hip is None
         and torch.cuda.get_device_capability(device) >= (8, 0)
         and torch.backends.cuda.is_flash_attention_available()
-        and knows_windows()
+        and has_window_size()
     )
 
 
@@ -67,7 +67,7 @@ def varlen_attn() -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tens
     return varlen.varlen_attn
 
 
-def knows_windows() -> bool:
+def has_window_size() -> bool:
     """Whether this torch's `varlen_attn` is told of causality by a window, as from 2.11 on."""
     return {"window_size", "return_aux"} <= inspect.signature(varlen_attn()).parameters.keys()
 
@@ -82,21 +82,21 @@ def flash_attention(
 ) -> torch.Tensor:
     """(T, H, Dv) of the stretches' tokens, which look at their positions one behind the other (S), at the last `window`
     of them at most. For what `flash_applies` to; keys and values begin where kernels can load."""
-    missing = k_SHD.shape[2] - v_SHD.shape[2]
+    padding = k_SHD.shape[2] - v_SHD.shape[2]
     is_single = spans.most_new == 1  # and then what it looks at is all that it is handed
     window_size = (-1, -1) if is_single else (-1 if window is None else window - 1, 0)
-    runs = (  # in the order of both: tokens, positions, where runs of them end, and how long the longest ones are
-        aligned(q_THD),
+    inputs = (  # in the order of both: tokens, positions, where runs of them end, and how long the longest ones are
+        align(q_THD),
         k_SHD,
-        F.pad(v_SHD, (0, missing)) if missing else v_SHD,
+        F.pad(v_SHD, (0, padding)) if padding else v_SHD,
         *spans.bounds,
         spans.most_new,
         spans.most_positions,
     )
     operator = flash_operator()
     if operator is not None:
-        found = operator(
-            *runs,
+        result = operator(
+            *inputs,
             0.0,  # dropout_p
             window_size == (-1, 0),  # is_causal
             False,  # return_debug_mask
@@ -107,36 +107,36 @@ def flash_attention(
     else:
         from torch.nn.attention.varlen import AuxRequest
 
-        found = varlen_attn()(
-            *runs,
+        result = varlen_attn()(
+            *inputs,
             scale=rule.scale,
             window_size=window_size,
             return_aux=AuxRequest(lse=True),
-            **_grouped(is_grouped=q_THD.shape[1] != k_SHD.shape[1]),
+            **_gqa_options(is_grouped=q_THD.shape[1] != k_SHD.shape[1]),
         )
-    out_THD, sums_HT = found[:2]  # the answer, and the logarithms of the sums of its weights
+    out_THD, sums_HT = result[:2]  # the answer, and the logarithms of the sums of its weights
     if rule.sinks is not None:
         out_THD *= torch.sigmoid(sums_HT.T - rule.sinks.float())[..., None]
-    return out_THD[..., : v_SHD.shape[2]] if missing else out_THD
+    return out_THD[..., : v_SHD.shape[2]] if padding else out_THD
 
 
 @cache
 def flash_operator() -> Callable[..., Sequence[torch.Tensor]] | None:
     """torch's own operator behind `varlen_attn`, which takes 40 us and more of Python to call it. None where it is not
     certain that it takes and returns what `flash_attention` thinks."""
-    found = getattr(torch.ops.aten, "_flash_attention_forward", None)
-    if found is None or "default" not in found.overloads():
+    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    if operator is None or "default" not in operator.overloads():
         return None
-    schema = found.default._schema
-    places = tuple(each.name for each in schema.arguments if not each.kwarg_only)
-    names = {each.name for each in schema.arguments if each.kwarg_only and each.has_default_value()}
-    is_known = places == OPERATOR_PLACES and names >= OPERATOR_NAMES
-    is_all = len(places) + len(names) == len(schema.arguments)
+    schema = operator.default._schema
+    positional = tuple(each.name for each in schema.arguments if not each.kwarg_only)
+    keywords = {each.name for each in schema.arguments if each.kwarg_only and each.has_default_value()}
+    is_known = positional == OPERATOR_PLACES and keywords >= OPERATOR_NAMES
+    covers_all = len(positional) + len(keywords) == len(schema.arguments)
     returned = tuple(each.name for each in schema.returns[:2])
-    return found.default if is_known and is_all and returned == ("output", "softmax_logsumexp") else None
+    return operator.default if is_known and covers_all and returned == ("output", "softmax_logsumexp") else None
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
+def align(tensor: torch.Tensor) -> torch.Tensor:
     """Itself or a copy, which begins where kernels can load, as all of its heads do."""
     *strides, step = tensor.stride()
     is_even = gcd(*strides) * tensor.itemsize % ALIGNMENT_BYTES == 0
@@ -146,13 +146,13 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _grouped(*, is_grouped: bool) -> dict[str, bool]:
+def _gqa_options(*, is_grouped: bool) -> dict[str, bool]:
     """Some versions of torch group heads without being told."""
-    is_asked = "enable_gqa" in inspect.signature(varlen_attn()).parameters
-    return {"enable_gqa": is_grouped} if is_asked else {}
+    is_supported = "enable_gqa" in inspect.signature(varlen_attn()).parameters
+    return {"enable_gqa": is_grouped} if is_supported else {}
 
 
-def fused_applies(like_q: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
+def can_use_fused(like_q: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
     """Whether torch's fused attention takes such heads on any device, masked or not."""
     return rule.is_plain and not any(like.shape[-1] % HEAD_MULTIPLE for like in (like_q, like_v))
 
@@ -162,14 +162,14 @@ def decode_on_device(
 ) -> torch.Tensor:
     """One new token per row, over pages: (B, H, Dv)."""
     spans = rows.token_ranges(reach)
-    is_flash = isinstance(kv, LayerKV) and flash_applies(q_BHD, *kv.likes, rule)
-    is_gathered = is_flash or fused_applies(q_BHD, kv.likes[1], rule)
+    is_flash = isinstance(kv, LayerKV) and can_use_flash(q_BHD, *kv.likes, rule)
+    is_gathered = is_flash or can_use_fused(q_BHD, kv.likes[1], rule)
     most = max(1, (GATHERED_BYTES if is_gathered else SCORED_BYTES) // kv.position_bytes)
     groups = spans.groups(most, are_padded=not is_flash)
 
     def decode(q_BHD: torch.Tensor, group: TokenRanges) -> torch.Tensor:
         if isinstance(kv, LayerKV) and is_flash:
-            return flash_attention(q_BHD, *kv.packed(group), group, None, rule)
+            return flash_attention(q_BHD, *kv.gather_packed(group), group, None, rule)
         return _decode_padded(q_BHD, kv, group, rule)
 
     if len(groups) == 1:
@@ -178,25 +178,25 @@ def decode_on_device(
     return torch.cat([decode(q, group) for q, group in zip(queries, groups, strict=True)])
 
 
-def prefill_in_flash(
+def prefill_flash(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kv: LayerKV | None, prompts: Prompts, reach: Reach, rule: Rule
 ) -> list[tuple[slice | torch.Tensor, torch.Tensor]] | None:
     """Tokens of the pass and what attention gives for them, (T, H, Dv), until all segments are through. None where
     flash kernels do not apply. Without `kv`, key and value hold all that the segments look at, one behind the other
     from the first one's `kv_start` on."""
     query, key, value = (each[0].transpose(0, 1) for each in qkv)
-    if not flash_applies(query, key, value, rule) or (kv is None and reach.chunk is not None):
+    if not can_use_flash(query, key, value, rule) or (kv is None and reach.chunk is not None):
         return None
     if kv is None:
         spans = prompts.token_ranges(Reach())
         begin = prompts.segments[0].kv_start
-        k_SHD, v_SHD = (aligned(each[begin : begin + spans.num_positions]) for each in (key, value))
+        k_SHD, v_SHD = (align(each[begin : begin + spans.num_positions]) for each in (key, value))
         tokens = spans.tokens
         return [(tokens, flash_attention(query[tokens], k_SHD, v_SHD, spans, reach.window, rule))]
     spans, found = prompts.token_ranges(reach), []
     for group in spans.groups(max(1, GATHERED_BYTES // kv.position_bytes), are_padded=False):
         tokens = group.tokens
-        k_SHD, v_SHD = (aligned(key[tokens]), aligned(value[tokens])) if group.is_fresh else kv.packed(group)
+        k_SHD, v_SHD = (align(key[tokens]), align(value[tokens])) if group.is_fresh else kv.gather_packed(group)
         found.append((tokens, flash_attention(query[tokens], k_SHD, v_SHD, group, reach.window, rule)))
     return found
 
@@ -207,14 +207,14 @@ def prefill_fused(
     """(T, H, Dv) of one segment's tokens, which look at these positions as its view says."""
     view = segment.view(reach)
     is_causal = view is None and segment.new > 1
-    return attend_fused(q_HTD, k_HSD, v_HSD, None if view is None else view.seen, scale, is_causal=is_causal)
+    return attend_fused(q_HTD, k_HSD, v_HSD, None if view is None else view.visible, scale, is_causal=is_causal)
 
 
 def attend_fused(
     q_HTD: torch.Tensor,
     k_HSD: torch.Tensor,
     v_HSD: torch.Tensor,
-    seen_TS: torch.Tensor | None,
+    visible_TS: torch.Tensor | None,
     scale: float,
     *,
     is_causal: bool = False,
@@ -227,7 +227,7 @@ def attend_fused(
         q_HGTD,
         k_HGSD,
         v_HGSD,
-        attn_mask=seen_TS,
+        attn_mask=visible_TS,
         is_causal=is_causal,
         scale=scale,
     )
@@ -236,10 +236,10 @@ def attend_fused(
 
 def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: TokenRanges, rule: Rule) -> torch.Tensor:
     """Query heads of a KV head stand where other tokens would, so that no head is repeated."""
-    k_BHSD, v_BHSD = (each.transpose(1, 2) for each in kv.padded(group))
+    k_BHSD, v_BHSD = (each.transpose(1, 2) for each in kv.gather_padded(group))
     q_BHGD = q_BHD.unflatten(1, (k_BHSD.shape[1], -1))
-    if fused_applies(q_BHD, v_BHSD, rule):
-        seen = None if group.seen_BS is None else group.seen_BS[:, None, None]
+    if can_use_fused(q_BHD, v_BHSD, rule):
+        seen = None if group.visible_BS is None else group.visible_BS[:, None, None]
         out_BHGD = F.scaled_dot_product_attention(q_BHGD, k_BHSD, v_BHSD, attn_mask=seen, scale=rule.scale)
         return out_BHGD.flatten(1, 2)
     sinks = None if rule.sinks is None else rule.sinks.float().view(k_BHSD.shape[1], -1, 1)

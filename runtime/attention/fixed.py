@@ -19,9 +19,9 @@ LEAST = 64  # positions
 Cuts: TypeAlias = Mapping[Reach, frozenset[tuple[int, bool]]]  # how layers cut rows, see `Stretches.groups`
 
 
-def cuts_of(rows: DecodeRows) -> Cuts:
+def cuts_from_rows(rows: DecodeRows) -> Cuts:
     """How the layers of the pass that these rows were in have looked at them."""
-    return {reach: frozenset(spans.cuts) for reach, spans in rows.reaches.items()}
+    return {reach: frozenset(spans.group_keys) for reach, spans in rows.reaches.items()}
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Size:
 Sizes: TypeAlias = Mapping[Reach, Size]
 
 
-def sizes_of(rows: DecodeRows, cuts: Cuts) -> Sizes | None:
+def fit_sizes(rows: DecodeRows, cuts: Cuts) -> Sizes | None:
     """The sizes that have room for these rows, or None where some layer would look at them in several parts."""
     found = dict[Reach, Size]()
     for reach, keys in cuts.items():
         spans = rows.token_ranges(reach)
         if any(len(spans.groups(most, are_padded=padded)) > 1 for most, padded in keys):
             return None
-        found[reach] = Size(_rounded(spans.most_positions), _rounded(spans.num_positions))
+        found[reach] = Size(_round_up_size(spans.most_positions), _round_up_size(spans.num_positions))
     return found
 
 
-def _rounded(number: int) -> int:
+def _round_up_size(number: int) -> int:
     step = max(LEAST, 1 << (number.bit_length() - 1)) // STEPS
     return -(-number // step) * step
 
@@ -56,44 +56,44 @@ class FixedRows:
 
     def __init__(self, rows: DecodeRows, layout: PassLayout, cuts: Cuts, sizes: Sizes):
         self._layout, self._cuts, self._sizes = layout, cuts, sizes
-        self._spans = {reach: self._sized(rows, reach) for reach in cuts}
-        self._kept = {reach: self._tensors(rows, layout, reach) for reach in cuts}
+        self._spans = {reach: self._padded_ranges(rows, reach) for reach in cuts}
+        self._buffers = {reach: self._tensors(rows, layout, reach) for reach in cuts}
         for reach, spans in self._spans.items():
-            bounds, *places = self._kept[reach]
+            bounds, *places = self._buffers[reach]
             vars(spans).update(bounds=(spans.bounds[0], bounds))
-            for padded, flat in zip(self._ways(reach), places, strict=False):
+            for padded, flat in zip(self._padding_modes(reach), places, strict=False):
                 if padded:
                     vars(spans).update(seen_BS=places[-2], hidden_BS=places[-1])
-                layout.keep(spans, Places(flat), are_padded=padded)
+                layout.set_places(spans, Places(flat), are_padded=padded)
 
     def fill(self, rows: DecodeRows, layout: PassLayout) -> None:
         """Puts in the numbers of another pass of these sizes, which is fresh."""
         self._layout.new_T.flat.copy_(layout.new_T.flat)
-        for reach, kept in self._kept.items():
-            self._sized(rows, reach)
+        for reach, kept in self._buffers.items():
+            self._padded_ranges(rows, reach)
             for target, source in zip(kept, self._tensors(rows, layout, reach), strict=True):
                 target.copy_(source)
 
-    def _ways(self, reach: Reach) -> list[bool]:
+    def _padding_modes(self, reach: Reach) -> list[bool]:
         return sorted({padded for _, padded in self._cuts[reach]})
 
-    def _sized(self, rows: DecodeRows, reach: Reach) -> TokenRanges:
+    def _padded_ranges(self, rows: DecodeRows, reach: Reach) -> TokenRanges:
         """The rows' stretches, as if their longest one were as long as there is room for."""
         spans = rows.token_ranges(reach)
         vars(spans).update(most_positions=self._sizes[reach].longest)
-        spans.keep_whole(self._cuts[reach])
+        spans.set_ungrouped(self._cuts[reach])
         return spans
 
     def _tensors(self, rows: DecodeRows, layout: PassLayout, reach: Reach) -> list[torch.Tensor]:
         """Bounds of positions, the places of each way, and which of padded places are seen and hidden."""
         spans, found = rows.token_ranges(reach), list[torch.Tensor]()
         found.append(spans.bounds[1])
-        for padded in self._ways(reach):
-            flat = (layout.padded if padded else layout.packed)(spans).flat
+        for padded in self._padding_modes(reach):
+            flat = (layout.padded_places if padded else layout.packed_places)(spans).flat
             if not padded:  # place 0 is there, whatever lies in it, and nobody looks at it
                 flat = torch.nn.functional.pad(flat, (0, self._sizes[reach].total - len(flat)))
             found.append(flat)
-        if True in self._ways(reach):
+        if True in self._padding_modes(reach):
             lengths_B = spans.bounds[1].diff()
             seen_BS = torch.arange(spans.most_positions, device=lengths_B.device) < lengths_B[:, None]
             found += [seen_BS, ~seen_BS]

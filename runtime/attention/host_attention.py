@@ -38,7 +38,7 @@ from ..shared_work import parallel_for
 from ..units import MIB
 from .device_attention import decode_on_device
 from .layout import PassLayout, QuantizedKV
-from .page_codes import PageFormat, widened
+from .page_codes import PageFormat, cast_to_compute
 from .views import DecodeRows, Reach, Rule
 
 GATHERED_BYTES = 16 * MIB  # keys of a few rows in float32; values take as much again
@@ -82,15 +82,15 @@ def decode_attention(
     assert k_NPHD.shape[:3] == v_NPHD.shape[:3], f"pages of keys {k_NPHD.shape} and values {v_NPHD.shape}"
     num_kv_heads, num_threads = k_NPHD.shape[2], num_threads or torch.get_num_threads()
     position_bytes = num_kv_heads * (k_NPHD.shape[3] + v_NPHD.shape[3]) * k_NPHD.itemsize
-    held = (tables_Bn, begins_B, ends_B)
-    rows, spans_W4 = work_items(*held, k_NPHD.shape[1], num_kv_heads, position_bytes, num_threads)
+    tables = (tables_Bn, begins_B, ends_B)
+    rows, spans_W4 = work_items(*tables, k_NPHD.shape[1], num_kv_heads, position_bytes, num_threads)
     if not has_compiler():
-        return decode_attention_torch(q_BHD, k_NPHD, v_NPHD, *held, rule)
+        return decode_attention_torch(q_BHD, k_NPHD, v_NPHD, *tables, rule)
     q_BHGD = q_BHD.unflatten(1, (num_kv_heads, -1))
-    work_in = in_tiles if fit_tiles(k_NPHD, v_NPHD) and has_matrix_unit() else in_vectors
-    softmax = softmax_of(rule, q_BHGD.shape[1:3])
-    work = work_in(q_BHGD, rule.scale, pages_of(k_NPHD, v_NPHD), rows, softmax, v_NPHD.shape[3])
-    return _done(work, spans_W4, num_threads).flatten(1, 2).to(q_BHD.dtype)
+    prepare_work = prepare_tile_work if can_use_tiles(k_NPHD, v_NPHD) and has_matrix_unit() else prepare_vector_work
+    softmax = make_softmax(rule, q_BHGD.shape[1:3])
+    work = prepare_work(q_BHGD, rule.scale, make_pages(k_NPHD, v_NPHD), rows, softmax, v_NPHD.shape[3])
+    return _run_items(work, spans_W4, num_threads).flatten(1, 2).to(q_BHD.dtype)
 
 
 def decode_quantized(
@@ -104,11 +104,11 @@ def decode_quantized(
     num_kv_heads, num_threads = kv.format.num_heads, num_threads or torch.get_num_threads()
     q_BHGD = (q_BHD.unflatten(1, (num_kv_heads, -1)).float() * rule.scale).contiguous()
     out_BHGD = q_BHGD.new_zeros(*q_BHGD.shape[:3], kv.format.value_dim)
-    held = (kv.layout.tables_Bn, rows.begins(reach), rows.ends)
+    tables = (kv.layout.tables_Bn, rows.begins(reach), rows.ends)
     position_bytes = kv.format.page_bytes // PAGE_TOKENS
-    host_rows, spans_W4 = work_items(*held, PAGE_TOKENS, num_kv_heads, position_bytes, num_threads)
+    host_rows, spans_W4 = work_items(*tables, PAGE_TOKENS, num_kv_heads, position_bytes, num_threads)
     parts = kv.format.split(kv.pages)
-    flat = [_flat(part) if part.numel() else np.empty(0, np.uint8) for part in parts]  # zeros that are not there
+    flat = [_flat_array(part) if part.numel() else np.empty(0, np.uint8) for part in parts]  # zeros that are not there
     pages = QuantizedPages(
         *flat,
         codes_in_byte=kv.format.codes_in_byte,
@@ -116,18 +116,18 @@ def decode_quantized(
         num_pages=len(kv.pages),
         page_tokens=PAGE_TOKENS,
     )
-    tails = TailPages(pages_of(*kv.tails), kv.layout.slots_B[:, None].int().contiguous().numpy())
-    softmax = softmax_of(rule, q_BHGD.shape[1:3])
+    tails = TailPages(make_pages(*kv.tails), kv.layout.slots_B[:, None].int().contiguous().numpy())
+    softmax = make_softmax(rule, q_BHGD.shape[1:3])
     q, out = q_BHGD.numpy(), out_BHGD.numpy()
 
     def run(items: WorkItems) -> None:
         scratch = QuantizedScratch.make(q.shape[1], q.shape[2], q.shape[3], CHUNK_TOKENS)
         attend(q, pages, tails, host_rows, softmax, out, items, scratch)
 
-    return _done((run, out_BHGD), spans_W4, num_threads).flatten(1, 2).to(q_BHD.dtype)
+    return _run_items((run, out_BHGD), spans_W4, num_threads).flatten(1, 2).to(q_BHD.dtype)
 
 
-def _done(work: Work, spans_W4: np.ndarray, num_threads: int) -> torch.Tensor:
+def _run_items(work: Work, spans_W4: np.ndarray, num_threads: int) -> torch.Tensor:
     """The answer, when threads have done all items."""
     run, out_BHGD = work
     items = WorkItems(spans_W4, np.zeros(1, np.int64))
@@ -158,7 +158,7 @@ def decode_attention_torch(
         is_unused_Bn = hidden_BS.unflatten(1, (-1, page_tokens)).all(2)
         pages_Bn = tables_Bn[rows, first:last].long().masked_fill(is_unused_Bn, 0)
         k_BHSD, v_BHSD = (pages[pages_Bn].flatten(1, 2).transpose(1, 2) for pages in (k_NPHD, v_NPHD))
-        k_BHSD, v_BHSD = widened(k_BHSD, torch.float32), widened(v_BHSD, torch.float32)
+        k_BHSD, v_BHSD = cast_to_compute(k_BHSD, torch.float32), cast_to_compute(v_BHSD, torch.float32)
         q_BHGD = q_BHD[rows].float().unflatten(1, (num_kv_heads, -1)) * rule.scale
         weights_BHGS = rule.weights(q_BHGD @ k_BHSD.transpose(2, 3), sinks_HG1, hidden_BS[:, None, None])
         seen_BHSD = v_BHSD.masked_fill(hidden_BS[:, None, :, None], 0)  # 0 times NaN is NaN
@@ -166,7 +166,7 @@ def decode_attention_torch(
     return out_BHD
 
 
-def in_vectors(
+def prepare_vector_work(
     q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: RowTables, softmax: Softmax, value_dim: int
 ) -> Work:
     from ..kernels.attention import attend
@@ -183,7 +183,7 @@ def in_vectors(
     return run, out_BHGD
 
 
-def in_tiles(
+def prepare_tile_work(
     q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: RowTables, softmax: Softmax, value_dim: int
 ) -> Work:
     """Takes queries and gives answers in bfloat16 as they are. Torch would convert them on OpenMP's threads, and these
@@ -202,14 +202,14 @@ def in_tiles(
     return run, out_BHGD
 
 
-def fit_tiles(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> bool:
+def can_use_tiles(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> bool:
     """Whether `amx.attention` takes such pages, where there is a matrix unit."""
     is_short = k_NPHD.shape[1] <= TILE_ROWS
     has_whole_tiles = k_NPHD.shape[3] % TILE_DIMS == v_NPHD.shape[3] % TILE_DIMS == 0
     return k_NPHD.dtype == torch.bfloat16 and is_short and has_whole_tiles
 
 
-def _flat(pages: torch.Tensor) -> np.ndarray:
+def _flat_array(pages: torch.Tensor) -> np.ndarray:
     """All numbers from the first of the first page to the last of the last page, with what lies between pages. For a
     contiguous run of numbers the compiler makes vector loads."""
     span, bits = pages.numel(), BITS.get(pages.dtype, pages.dtype)
@@ -220,17 +220,23 @@ def _flat(pages: torch.Tensor) -> np.ndarray:
     return pages.as_strided((span,), (1,)).view(bits).numpy()
 
 
-def pages_of(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> Pages:
+def make_pages(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> Pages:
     strides = k_NPHD.stride(0), v_NPHD.stride(0)
-    return Pages(_flat(k_NPHD), _flat(v_NPHD), *strides, num_pages=k_NPHD.shape[0], page_tokens=k_NPHD.shape[1])
+    return Pages(
+        _flat_array(k_NPHD), _flat_array(v_NPHD), *strides, num_pages=k_NPHD.shape[0], page_tokens=k_NPHD.shape[1]
+    )
 
 
-def rows_of(tables_Bn: torch.Tensor, begins_B: torch.Tensor, ends_B: torch.Tensor, page_tokens: int) -> RowTables:
+def make_row_tables(
+    tables_Bn: torch.Tensor, begins_B: torch.Tensor, ends_B: torch.Tensor, page_tokens: int
+) -> RowTables:
     tables, ends = _numpy(tables_Bn, torch.int32), _numpy(ends_B, torch.int64)
-    return RowTables(tables, _numpy(begins_B, torch.int64), ends, _shared(tables, ends // page_tokens, page_tokens))
+    return RowTables(
+        tables, _numpy(begins_B, torch.int64), ends, _shared_positions(tables, ends // page_tokens, page_tokens)
+    )
 
 
-def _shared(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_tokens: int) -> np.ndarray:
+def _shared_positions(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_tokens: int) -> np.ndarray:
     """How many positions each row has in the same pages as a row beside it: whole chunks, of pages that are full."""
     shared_B = np.zeros(len(tables_Bn), np.int64)
     if len(tables_Bn) < 2:
@@ -242,7 +248,7 @@ def _shared(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_tokens: int) ->
     return np.maximum(shared_B, 0) * page_tokens // CHUNK_TOKENS * CHUNK_TOKENS
 
 
-def softmax_of(rule: Rule, shape: torch.Size) -> Softmax:
+def make_softmax(rule: Rule, shape: torch.Size) -> Softmax:
     from ..kernels.attention import LOWEST
 
     tops_HG = torch.full(shape, float(LOWEST)) if rule.sinks is None else rule.sinks.view(shape)
@@ -263,18 +269,20 @@ def prepare_decode_attention(dtype: torch.dtype) -> None:
         decode_attention(page[0], page, page, begin[None], begin, end, Rule(1.0))
 
 
-def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int) -> list[AttentionItem]:
+def cut_items(
+    num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int
+) -> list[AttentionItem]:
     """Work items of about the same bytes: neighbouring rows, and of a row that alone is more than an item, KV heads."""
     ends_B = np.cumsum(num_positions_B)
     total = int(ends_B[-1]) if len(ends_B) else 0
-    wanted = min(ITEMS_PER_THREAD * num_threads if num_threads > 1 else 1, total * position_bytes // MIN_ITEM_BYTES)
-    if wanted <= 1:
+    num_items = min(ITEMS_PER_THREAD * num_threads if num_threads > 1 else 1, total * position_bytes // MIN_ITEM_BYTES)
+    if num_items <= 1:
         return [AttentionItem(rows=(0, len(ends_B)), heads=(0, num_kv_heads))]
-    inner = np.searchsorted(ends_B, total * np.arange(1, wanted) / wanted) + 1
+    inner = np.searchsorted(ends_B, total * np.arange(1, num_items) / num_items) + 1
     bounds = np.unique([0, *inner, len(ends_B)]).tolist()
     items = []
     for begin, end in pairwise(bounds):
-        share = int(num_positions_B[begin:end].sum()) * wanted / total
+        share = int(num_positions_B[begin:end].sum()) * num_items / total
         num_parts = min(num_kv_heads, max(1, round(share)))
         cuts = [num_kv_heads * part // num_parts for part in range(num_parts + 1)]
         items += [AttentionItem(rows=(begin, end), heads=heads) for heads in pairwise(cuts)]
@@ -299,9 +307,9 @@ def work_items(
         first, last = int(begins_B.min()), int(ends_B.max())
         assert first >= 0, f"a row begins at position {first}"
         assert last <= capacity, f"a row ends at position {last}, its pages hold {capacity}"
-    rows = rows_of(tables_Bn, begins_B, ends_B, page_tokens)
+    rows = make_row_tables(tables_Bn, begins_B, ends_B, page_tokens)
     num_positions_B = np.maximum(rows.ends_B - rows.begins_B, 0)
-    items = cut(num_positions_B, num_kv_heads, position_bytes, num_threads)
+    items = cut_items(num_positions_B, num_kv_heads, position_bytes, num_threads)
     return rows, np.array([(*item.rows, *item.heads) for item in items], np.int64)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..plan.shape.dtypes import PAGE_TOKENS
-from .page_codes import PageFormat, widened
+from .page_codes import PageFormat, cast_to_compute
 from .upload import upload
 from .views import DecodeRows, Reach, Segment, TokenRanges
 
@@ -31,14 +31,14 @@ class Places:
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.flat // PAGE_TOKENS, self.flat % PAGE_TOKENS
 
-    def of(self, pages_NPHD: torch.Tensor) -> torch.Tensor:
+    def gather(self, pages_NPHD: torch.Tensor) -> torch.Tensor:
         """Copies of what lies there (..., H, D). One index costs the host a third of what two cost."""
         if not pages_NPHD.is_contiguous():
             return pages_NPHD[self.pairs]
         found = pages_NPHD.flatten(0, 1).index_select(0, self.flat.view(-1))
         return found if self.flat.dim() == 1 else found.unflatten(0, self.flat.shape)
 
-    def put(self, pages_NPHD: torch.Tensor, states_SHD: torch.Tensor) -> None:
+    def scatter(self, pages_NPHD: torch.Tensor, states_SHD: torch.Tensor) -> None:
         if pages_NPHD.is_contiguous():
             pages_NPHD.flatten(0, 1).index_copy_(0, self.flat, states_SHD)
         else:
@@ -53,7 +53,7 @@ class PlaceRun(NamedTuple):
     num: int
 
 
-class ByPage(NamedTuple):
+class PageGather(NamedTuple):
     """Rows that decode, as pages: those that each looks at (B, n), which of them is its last one and which tail it has
     (B), and the positions that it looks at among those of its pages (B, S)."""
 
@@ -81,7 +81,7 @@ class PassLayout:
         """`new_places`: (row, first, end) positions of the pass's tokens, in their order. `slots`: the tail of each
         row, where pages are quantised."""
         self._pages, self._device, self._decoding = pages, device, decoding
-        self._segments, self._slots, self._by_page = segments, slots, dict[TokenRanges, ByPage]()
+        self._segments, self._slots, self._by_page = segments, slots, dict[TokenRanges, PageGather]()
         self._numbers: dict[int, torch.Tensor] = {}
         self._packed: dict[TokenRanges, Places] = {}
         self._padded: dict[TokenRanges, Places] = {}
@@ -98,47 +98,47 @@ class PassLayout:
                 cached += self.places(segment.row, 0, segment.end)
             self.cached_S = Places(upload(cached, device))
 
-    def numbers(self, row: int) -> torch.Tensor:
+    def page_numbers(self, row: int) -> torch.Tensor:
         if row not in self._numbers:
             self._numbers[row] = upload(self._pages[row], self._device)
         return self._numbers[row]
 
-    def packed(self, ranges: TokenRanges) -> Places:
+    def packed_places(self, ranges: TokenRanges) -> Places:
         """The places of all positions that the ranges look at (S), one range behind the other."""
         if ranges not in self._packed:
-            firsts_B, tables_Bn = self._looked_at(ranges)
+            firsts_B, tables_Bn = self._page_tables(ranges)
             bounds, total = ranges.bounds[1], ranges.num_positions
             numbers = torch.arange(len(ranges.parts), device=self._device)
             which_S = numbers.repeat_interleave(bounds.diff(), output_size=total)
             position_S = torch.arange(total, device=self._device) + (firsts_B - bounds[:-1])[which_S]
-            self._packed[ranges] = _in_pages(tables_Bn[which_S, position_S // PAGE_TOKENS], position_S)
+            self._packed[ranges] = _flat_places(tables_Bn[which_S, position_S // PAGE_TOKENS], position_S)
         return self._packed[ranges]
 
-    def padded(self, ranges: TokenRanges) -> Places:
+    def padded_places(self, ranges: TokenRanges) -> Places:
         """The places of the positions that each range looks at (B, S); short ones end in repeats, which are as good
         as others."""
         if ranges not in self._padded:
-            firsts_B, tables_Bn = self._looked_at(ranges)
+            firsts_B, tables_Bn = self._page_tables(ranges)
             lasts_B = ranges.bounds[1].diff() - 1
             at_BS = torch.arange(ranges.most_positions, device=self._device).minimum(lasts_B[:, None])
             position_BS = at_BS + firsts_B[:, None]
-            self._padded[ranges] = _in_pages(tables_Bn.gather(1, position_BS // PAGE_TOKENS), position_BS)
+            self._padded[ranges] = _flat_places(tables_Bn.gather(1, position_BS // PAGE_TOKENS), position_BS)
         return self._padded[ranges]
 
-    def keep(self, ranges: TokenRanges, places: Places, *, are_padded: bool) -> None:
+    def set_places(self, ranges: TokenRanges, places: Places, *, are_padded: bool) -> None:
         """Says where these lie, in place of `packed` or `padded`."""
         (self._padded if are_padded else self._packed)[ranges] = places
 
-    def by_page(self, ranges: TokenRanges) -> ByPage:
+    def page_gather(self, ranges: TokenRanges) -> PageGather:
         """The places of rows that decode, of which the last page is a tail."""
         if ranges not in self._by_page:
-            firsts_B, tables_Bn = self._looked_at(ranges)
+            firsts_B, tables_Bn = self._page_tables(ranges)
             counts_B = ranges.bounds[1].diff()
             at_BS = torch.arange(ranges.most_positions, device=self._device).minimum(counts_B[:, None] - 1)
             at_BS = at_BS + firsts_B[:, None]
             lasts_B = (firsts_B + counts_B - 1) // PAGE_TOKENS
             slots_B = upload([self._slots[part.row] for part in ranges.parts], self._device)
-            self._by_page[ranges] = ByPage(tables_Bn, lasts_B, slots_B, at_BS)
+            self._by_page[ranges] = PageGather(tables_Bn, lasts_B, slots_B, at_BS)
         return self._by_page[ranges]
 
     @cached_property
@@ -172,7 +172,7 @@ class PassLayout:
     def slot(self, row: int) -> int:
         return self._slots[row]
 
-    def _looked_at(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
+    def _page_tables(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages that ranges look at (B, n), and the first position in the first of them (B)."""
         parts = ranges.parts
         tables = [self._pages[p.row][p.first // PAGE_TOKENS : -(-p.end // PAGE_TOKENS)] for p in parts]
@@ -205,7 +205,7 @@ class PassLayout:
         return upload([[*row, *[0] * (width - len(row))] for row in rows], self._device, torch.int32)
 
 
-def _in_pages(numbers: torch.Tensor, positions: torch.Tensor) -> Places:
+def _flat_places(numbers: torch.Tensor, positions: torch.Tensor) -> Places:
     """Positions of rows, each in the page of that number."""
     return Places(numbers * PAGE_TOKENS + positions % PAGE_TOKENS)
 
@@ -234,31 +234,31 @@ class LayerKV:
         num_numbers = self.k_NPHD.shape[2] * (self.k_NPHD.shape[3] + self.v_NPHD.shape[3])
         return num_numbers * (self.dtype or self.k_NPHD.dtype).itemsize
 
-    def _wide(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.dtype is None else widened(x, self.dtype)
+    def _to_compute_dtype(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.dtype is None else cast_to_compute(x, self.dtype)
 
-    def row_of(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_row(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """All positions of the segment's row, (H, S, D) each, copied out of their pages."""
-        numbers = self.layout.numbers(segment.row)
+        numbers = self.layout.page_numbers(segment.row)
         k, v = (pages[numbers].flatten(0, 1)[: segment.end].transpose(0, 1) for pages in (self.k_NPHD, self.v_NPHD))
-        return self._wide(k), self._wide(v)
+        return self._to_compute_dtype(k), self._to_compute_dtype(v)
 
-    def packed(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_packed(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """What the ranges look at, (S, H, D) each, one range behind the other."""
-        places = self.layout.packed(ranges)
-        return self._wide(places.of(self.k_NPHD)), self._wide(places.of(self.v_NPHD))
+        places = self.layout.packed_places(ranges)
+        return self._to_compute_dtype(places.gather(self.k_NPHD)), self._to_compute_dtype(places.gather(self.v_NPHD))
 
-    def padded(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_padded(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """What each looks at, (B, S, H, D) each; short ones end in repeats."""
-        places = self.layout.padded(ranges)
-        return self._wide(places.of(self.k_NPHD)), self._wide(places.of(self.v_NPHD))
+        places = self.layout.padded_places(ranges)
+        return self._to_compute_dtype(places.gather(self.k_NPHD)), self._to_compute_dtype(places.gather(self.v_NPHD))
 
 
 def copy_places(kv: LayerKV, pairs: tuple[Places, Places]) -> None:
     """Copies keys and values from the first places to the others, none of which is among the first."""
     source, target = pairs
     for pages in (kv.k_NPHD, kv.v_NPHD):
-        target.put(pages, source.of(pages))
+        target.scatter(pages, source.gather(pages))
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
@@ -284,20 +284,20 @@ class QuantizedKV:
     def position_bytes(self) -> int:
         return self.tails[0][0, 0].nbytes + self.tails[1][0, 0].nbytes
 
-    def seen_by(self, segment: Segment, reach: Reach) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def gather_for_segment(self, segment: Segment, reach: Reach) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys and values (H, S, D) that the segment's tokens look at, and which of them are hidden from each (T, S):
         pages as they are kept, then those that the pass adds to, as computed."""
         pages, hidden_TS = segment.paged_view(reach, PAGE_TOKENS)
         k_SHD, v_SHD = self.spans[segment.row]
         if pages:
-            numbers = self.layout.numbers(segment.row)[pages.start : pages.stop]
+            numbers = self.layout.page_numbers(segment.row)[pages.start : pages.stop]
             kept = self.format.decode(self.pages[numbers], k_SHD.dtype)
             k_SHD, v_SHD = (torch.cat([x.flatten(0, 1), y]) for x, y in zip(kept, (k_SHD, v_SHD), strict=True))
         return k_SHD.transpose(0, 1), v_SHD.transpose(0, 1), hidden_TS
 
-    def padded(self, ranges: TokenRanges) -> Pair:
+    def gather_padded(self, ranges: TokenRanges) -> Pair:
         """What rows that decode look at, (B, S, H, D) each; short ones end in repeats."""
-        places = self.layout.by_page(ranges)
+        places = self.layout.page_gather(ranges)
         kept = self.format.decode(self.pages[places.tables_Bn.flatten()], self.tails[0].dtype)
         rows_B = torch.arange(len(places.slots_B), device=places.slots_B.device)
         found = []

@@ -24,14 +24,14 @@ def stored_dtype(kv_dtype: KVDType, computed: torch.dtype) -> torch.dtype:
     return {KVDType.bfloat16: torch.bfloat16, KVDType.float8: torch.uint8}.get(kv_dtype, computed)
 
 
-def narrowed(x: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
+def cast_to_stored(x: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
     """`x` as pages hold it; numbers beyond what float8 knows become its largest."""
     if stored is torch.uint8:
         return x.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8).view(torch.uint8)
     return x.to(stored)
 
 
-def widened(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_to_compute(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What `narrowed` gave, to compute with."""
     return (x.view(FLOAT8) if x.dtype is torch.uint8 else x).to(dtype)
 
@@ -84,7 +84,7 @@ class PageFormat:
             (k_MPHD, k_codes, k_scales, k_zeros, 1),
             (v_MPHD, v_codes, v_scales.transpose(1, 2), v_zeros, 3),
         ):
-            code, scale, zero = self._quantized(x.float(), dim)
+            code, scale, zero = self._quantize(x.float(), dim)
             if self.kv_dtype is KVDType.int4:  # number d of a head in the low half of a byte, d + D/2 in the high one
                 low, high = code.to(torch.uint8).chunk(2, -1)
                 code = low | high << 4
@@ -94,7 +94,7 @@ class PageFormat:
                 (zeros if dim == 1 else zeros.transpose(1, 2)).copy_(zero.squeeze(dim))
         return pages
 
-    def _quantized(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _quantize(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes, scales and zeros, float32; `dim` is the one over which numbers share a scale."""
         most, low, high = LARGEST_CODE[self.kv_dtype], x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
         scale = torch.maximum(-low, high) / 127

@@ -102,7 +102,7 @@ class TokenRanges:
         return upload([token for span in spans for token in span], self.device)
 
     @cached_property
-    def seen_BS(self) -> torch.Tensor | None:
+    def visible_BS(self) -> torch.Tensor | None:
         """Which of `most_positions` each has; None where they are all of one length."""
         if all(part.num_positions == self.most_positions for part in self.parts):
             return None
@@ -111,14 +111,14 @@ class TokenRanges:
 
     @cached_property
     def hidden_BS(self) -> torch.Tensor | None:
-        return None if self.seen_BS is None else ~self.seen_BS
+        return None if self.visible_BS is None else ~self.visible_BS
 
     @property
-    def cuts(self) -> Collection[tuple[int, bool]]:
+    def group_keys(self) -> Collection[tuple[int, bool]]:
         """What `groups` was asked so far."""
         return self._groups.keys()
 
-    def keep_whole(self, cuts: Collection[tuple[int, bool]]) -> None:
+    def set_ungrouped(self, cuts: Collection[tuple[int, bool]]) -> None:
         """Says of these that nothing is cut."""
         self._groups.update(dict.fromkeys(cuts, (self,)))
 
@@ -152,7 +152,7 @@ class Reach:
         begin = 0 if self.window is None else max(0, position + 1 - self.window)
         return begin if self.chunk is None else max(begin, position // self.chunk * self.chunk)
 
-    def hides(self, queries_T1: torch.Tensor, places_1S: torch.Tensor) -> torch.Tensor:
+    def hidden_mask(self, queries_T1: torch.Tensor, places_1S: torch.Tensor) -> torch.Tensor:
         """Which places lie too far back for each query (T, S)."""
         hidden = torch.zeros(len(queries_T1), places_1S.shape[1], dtype=torch.bool, device=queries_T1.device)
         if self.window is not None:
@@ -171,7 +171,7 @@ class View:
     hidden: torch.Tensor | None
 
     @cached_property
-    def seen(self) -> torch.Tensor | None:
+    def visible(self) -> torch.Tensor | None:
         return None if self.hidden is None else ~self.hidden
 
 
@@ -205,7 +205,7 @@ class Segment:
         elif self.past or reach.first(self.end - 1):
             places = torch.arange(first, self.end, device=self.device)[None]
             queries = torch.arange(self.past, self.end, device=self.device)[:, None]
-            found = View(first, self.end, (places > queries) | reach.hides(queries, places))
+            found = View(first, self.end, (places > queries) | reach.hidden_mask(queries, places))
         self._views[reach] = found
         return found
 
@@ -221,7 +221,7 @@ class Segment:
             queries = torch.arange(self.past, self.end, device=self.device)[:, None]
             begins = queries // page_tokens * page_tokens
             shown = torch.cat([kept < begins, (computed >= begins) & (computed <= queries)], 1)
-            self._paged_views[reach] = pages, ~shown | reach.hides(queries, torch.cat([kept, computed], 1))
+            self._paged_views[reach] = pages, ~shown | reach.hidden_mask(queries, torch.cat([kept, computed], 1))
         return self._paged_views[reach]
 
     def token_ranges(self, reach: Reach) -> Iterator[TokenRange]:

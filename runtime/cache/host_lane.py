@@ -28,7 +28,7 @@ class HostLayerKV(LayerKV):
     value: torch.Tensor
     exchange: HostExchange
 
-    def row_of(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_row(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         sources = (self.k_NPHD, self.key), (self.v_NPHD, self.value)
         rows_SHD = [
             self.exchange.new((segment.end, pages.shape[2], pages.shape[3]), pages.dtype) for pages, _ in sources
@@ -43,7 +43,7 @@ class HostLayerKV(LayerKV):
             row[segment.past :] = new[0, :, segment.start : segment.start + segment.new].transpose(0, 1)
         return rows_SHD[0].transpose(0, 1), rows_SHD[1].transpose(0, 1)
 
-    def packed(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_packed(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """All that is cached comes up at once."""
         sources = (self.k_NPHD, self.key[0]), (self.v_NPHD, self.value[0])
         packed_SHD = [
@@ -63,7 +63,7 @@ class HostLayerKV(LayerKV):
         return packed_SHD[0], packed_SHD[1]
 
 
-class HostVisit:
+class HostAttention:
     """Attention of the rows of a lane that decode, in one layer, beside their pages."""
 
     def __init__(
@@ -82,8 +82,8 @@ class HostVisit:
         returns: (B, H, D) in compute memory, which `receive` waits for."""
         q_BHD, k_BHD, v_BHD, *sinks = self._round_trip.arrived()
         layout, rows = self._kv.layout, self._rows
-        layout.new_T.put(self._kv.k_NPHD, k_BHD)
-        layout.new_T.put(self._kv.v_NPHD, v_BHD)
+        layout.new_T.scatter(self._kv.k_NPHD, k_BHD)
+        layout.new_T.scatter(self._kv.v_NPHD, v_BHD)
         if self._copies is not None:
             copy_places(self._kv, self._copies)
         answer = decode_attention(
@@ -135,11 +135,11 @@ class HostLane:
     def store_prompts(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Begins to bring keys and values (1, H, T, D) of prompts to their pages."""
         pairs = zip(self._pages.layer(index, key, value), (key, value), strict=True)
-        copies = [copy for pages, new in pairs for copy in self._new(pages, new)]
+        copies = [copy for pages, new in pairs for copy in self._new_token_copies(pages, new)]
         if copies:
             self._exchange.store(index, copies)
 
-    def _new(self, pages_NPHD: torch.Tensor, new_1HTD: torch.Tensor) -> Iterator[Part]:
+    def _new_token_copies(self, pages_NPHD: torch.Tensor, new_1HTD: torch.Tensor) -> Iterator[Part]:
         if not self._segments:
             return
         flat, new_THD = pages_NPHD.flatten(0, 1), new_1HTD[0].transpose(0, 1).contiguous()
@@ -148,17 +148,17 @@ class HostLane:
             for place, at, num in self._layout.runs(segment.row, segment.past, segment.end):
                 yield Part(tokens[at : at + num], flat[place : place + num])
 
-    def visit(
+    def begin_attention(
         self,
         index: int,
         tokens_B: torch.Tensor,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         sinks_H: torch.Tensor | None,
-    ) -> HostVisit:
+    ) -> HostAttention:
         """Begins to bring down queries, keys and values (1, H, T, D) of the tokens that decode."""
         assert self._rows is not None, "no row decodes"
         sent = [t[0, :, tokens_B].transpose(0, 1).contiguous() for t in qkv]
         out = self._exchange.new((*sent[0].shape[:2], sent[2].shape[2]), sent[2].dtype)
         sinks = [] if sinks_H is None else [sinks_H.float().contiguous()]
         round_trip = self._exchange.send(index, [*sent, *sinks], out)
-        return HostVisit(round_trip, self.layer(index, *qkv[1:]), self._rows, tokens_B, self._copies)
+        return HostAttention(round_trip, self.layer(index, *qkv[1:]), self._rows, tokens_B, self._copies)

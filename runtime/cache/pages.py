@@ -41,7 +41,7 @@ class KVCache(Closing):
 
     @property
     @abstractmethod
-    def changed(self) -> Sequence[int]:
+    def dirty_pages(self) -> Sequence[int]:
         """Positions in `pages`, ascending, of the pages that the pass writes to. It holds for one pass."""
 
     @abstractmethod
@@ -68,10 +68,10 @@ class SharedPages:
     num_users: int = 0  # that have not begun yet, and whoever keeps them for others to come
     num_computed: int = 0  # tokens that others may look at
     pages: list[int] = field(default_factory=list)
-    is_left: bool = False
+    has_owner_left: bool = False
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether others may go on from it in the pass that is being prepared."""
         return self.num_computed == self.num_tokens
 
@@ -84,31 +84,31 @@ class PagePool:
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
-        self._given: list[int] = []
-        self._others: Counter[int] = Counter()  # holders of a page beside the first
+        self._freed: list[int] = []
+        self._extra_holders: Counter[int] = Counter()  # holders of a page beside the first
         self._free = list(range(num_pages - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, count: int, behind: int | None = None) -> list[int]:
+    def allocate(self, count: int, last_page: int | None = None) -> list[int]:
         """`behind`: the page that the lane took last."""
         self._require(count)
         return [self._free.pop() for _ in range(count)]
 
     def share(self, pages: Iterable[int]) -> None:
         """Another holder for each of them, who gives them back as well."""
-        self._others.update(pages)
+        self._extra_holders.update(pages)
 
-    def give(self, pages: Iterable[int]) -> None:
+    def free(self, pages: Iterable[int]) -> None:
         """Gives back pages, none of them twice in one call."""
         given = list(pages)
-        free = [page for page in given if not self._others[page]] if self._others else given
-        if self._others:
-            self._others -= Counter(page for page in given if self._others[page])
+        free = [page for page in given if not self._extra_holders[page]] if self._extra_holders else given
+        if self._extra_holders:
+            self._extra_holders -= Counter(page for page in given if self._extra_holders[page])
         self._release(free)
-        self._given += free
+        self._freed += free
 
     def _release(self, pages: Sequence[int]) -> None:
         self._free.extend(reversed(pages))
@@ -116,9 +116,9 @@ class PagePool:
     def _require(self, count: int) -> None:
         assert count <= self.num_free, f"{count} KV pages are wanted and {self.num_free} of {self.num_pages} are free"
 
-    def take_given(self) -> list[int]:
+    def take_freed(self) -> list[int]:
         """Those that have become free since the last call."""
-        given, self._given = self._given, []
+        given, self._freed = self._freed, []
         return given
 
 
@@ -212,38 +212,38 @@ class ContiguousPool(PagePool):
     def num_free(self) -> int:
         return sum(map(len, self._spans))
 
-    def take(self, count: int, behind: int | None = None) -> list[int]:
+    def allocate(self, count: int, last_page: int | None = None) -> list[int]:
         self._require(count)
         taken: list[int] = []
         while len(taken) < count:
-            last = taken[-1] if taken else behind
-            taken += self._cut(self._begin(last), count - len(taken))
+            last = taken[-1] if taken else last_page
+            taken += self._take_from_span(self._choose_start(last), count - len(taken))
         return taken
 
     def _release(self, pages: Sequence[int]) -> None:
         for run in layer_ranges(pages):
-            self._join(run)
+            self._merge_span(run)
 
-    def _begin(self, last: int | None) -> int:
-        if last is not None and (at := self._before(last + 1)) >= 0 and last + 1 in self._spans[at]:
+    def _choose_start(self, last: int | None) -> int:
+        if last is not None and (at := self._span_index(last + 1)) >= 0 and last + 1 in self._spans[at]:
             return last + 1
         longest = max(self._spans, key=len)
         return longest.start + len(longest) // 2 if longest.start else 0
 
-    def _before(self, page: int) -> int:
+    def _span_index(self, page: int) -> int:
         """Which stretch is the last that begins at the page or before it; -1: none."""
         return bisect_right(self._spans, page, key=lambda span: span.start) - 1
 
-    def _cut(self, begin: int, most: int) -> range:
-        at = self._before(begin)
+    def _take_from_span(self, begin: int, most: int) -> range:
+        at = self._span_index(begin)
         whole = self._spans[at]
         taken = range(begin, min(begin + most, whole.stop))
         left = (range(whole.start, taken.start), range(taken.stop, whole.stop))
         self._spans[at : at + 1] = [part for part in left if part]
         return taken
 
-    def _join(self, run: range) -> None:
-        at = self._before(run.start) + 1
+    def _merge_span(self, run: range) -> None:
+        at = self._span_index(run.start) + 1
         first = at - 1 if at and self._spans[at - 1].stop == run.start else at
         end = at + 1 if at < len(self._spans) and self._spans[at].start == run.stop else at
         touching = [run, *self._spans[first:end]]

@@ -28,13 +28,13 @@ class PartialPages:
         self._layers: dict[int, Pair] = {}
         self._spans: dict[int, Pair] = {}  # of the layer that stored last, see `QuantizedKV`
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         if self._free:
             return self._free.pop()
         self._num_slots += 1
         return self._num_slots - 1
 
-    def give(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         self._free.append(slot)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -75,8 +75,8 @@ class PartialPages:
             for tails, x_THD in zip(kv.tails, new, strict=True):
                 tails[layout.slots_B, layout.offsets_B] = x_THD[decoding.tokens_B]
             full.append((kv.tails[0][layout.filling_F], kv.tails[1][layout.filling_F]))
-        self._spans = {segment.row: _span(kv, new, segment) for segment in segments}
-        full += [_keep(kv, self._spans[segment.row], segment) for segment in segments]
+        self._spans = {segment.row: _join_span(kv, new, segment) for segment in segments}
+        full += [_store_tail(kv, self._spans[segment.row], segment) for segment in segments]
         if len(kv.layout.filled_M):
             k_MPHD, v_MPHD = (torch.cat(pages) for pages in zip(*full, strict=True))
             kv.pages[kv.layout.filled_M] = kv.format.encode(k_MPHD, v_MPHD)
@@ -91,7 +91,7 @@ class PartialPages:
         return found
 
 
-def _span(kv: QuantizedKV, new: Pair, segment: Segment) -> Pair:
+def _join_span(kv: QuantizedKV, new: Pair, segment: Segment) -> Pair:
     """The segment's tokens behind those of its first page that earlier passes have computed."""
     known, slot = segment.past % PAGE_TOKENS, kv.layout.slot(segment.row)
     k_THD, v_THD = (x_THD[segment.start : segment.start + segment.new] for x_THD in new)
@@ -100,7 +100,7 @@ def _span(kv: QuantizedKV, new: Pair, segment: Segment) -> Pair:
     return torch.cat([kv.tails[0][slot, :known], k_THD]), torch.cat([kv.tails[1][slot, :known], v_THD])
 
 
-def _keep(kv: QuantizedKV, span: Pair, segment: Segment) -> Pair:
+def _store_tail(kv: QuantizedKV, span: Pair, segment: Segment) -> Pair:
     """Puts the page of the segment's last token into its row's tail; returns the pages that it fills (M, P, H, D)."""
     slot, num = kv.layout.slot(segment.row), len(span[0])
     begin = (num - 1) // PAGE_TOKENS * PAGE_TOKENS

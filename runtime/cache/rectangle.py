@@ -26,7 +26,7 @@ class SkippedLayer(DynamicLayer):
         super().__init__()
         self._length = 0
 
-    def lengthen(self, num_tokens: int) -> None:
+    def extend(self, num_tokens: int) -> None:
         self._length += num_tokens
 
     def get_seq_length(self) -> int:
@@ -44,7 +44,7 @@ def skip_layers(cache: Cache, layers: Collection[int], num_rows: int, num_tokens
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         if isinstance(layer, SkippedLayer):
-            layer.lengthen(num_tokens)
+            layer.extend(num_tokens)
         elif isinstance(layer, DynamicLayer) and byte is not None:
             layer.update(byte, byte)
 
@@ -52,27 +52,27 @@ def skip_layers(cache: Cache, layers: Collection[int], num_rows: int, num_tokens
 def row_moves(sources: Sequence[int]) -> Iterator[tuple[int, int] | tuple[None, int] | tuple[int, None]]:
     """Moves (to, from), one after the other, by which row i becomes what row `sources[i]` was: none is written while
     another still wants it. None is a place aside, for rows that change places in a circle."""
-    left = {new: old for new, old in enumerate(sources) if new != old}
-    wanted = Counter(left.values())
-    free = [new for new in left if not wanted[new]]
-    while left:
+    pending = {new: old for new, old in enumerate(sources) if new != old}
+    num_readers = Counter(pending.values())
+    free = [new for new in pending if not num_readers[new]]
+    while pending:
         if not free:
-            new, old = next(iter(left.items()))
+            new, old = next(iter(pending.items()))
             yield None, new  # its readers find it aside
-            yield from _circle(new, left)
+            yield from _cycle_moves(new, pending)
             continue
         new = free.pop()
-        old = left.pop(new)
+        old = pending.pop(new)
         yield new, old
-        wanted[old] -= 1
-        if not wanted[old] and old in left:
+        num_readers[old] -= 1
+        if not num_readers[old] and old in pending:
             free.append(old)
 
 
-def _circle(first: int, left: dict[int, int]) -> Iterator[tuple[int, int] | tuple[int, None]]:
+def _cycle_moves(first: int, pending: dict[int, int]) -> Iterator[tuple[int, int] | tuple[int, None]]:
     """The moves of a circle whose row `first` is aside. Each of its rows has one reader: others have been moved."""
     new = first
-    while (old := left.pop(new)) != first:
+    while (old := pending.pop(new)) != first:
         yield new, old
         new = old
     yield new, None
@@ -105,31 +105,31 @@ class ReservedLayer(DynamicLayer):
         begin, self._length = self._length, self._length + key_states.shape[-2]
         self._all_keys[:, :, begin : self._length] = key_states
         self._all_values[:, :, begin : self._length] = value_states
-        return self._look()
+        return self._update_views()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i becomes what row `beam_idx[i]` was; those behind the last are let go. A row's memory is allocated at
         most."""
         if self.is_initialized:
-            self._keep(beam_idx.tolist())
-            self._look()
+            self._keep_rows(beam_idx.tolist())
+            self._update_views()
 
-    def _keep(self, kept: list[int]) -> None:
+    def _keep_rows(self, sources: list[int]) -> None:
         for tensor in (self._all_keys, self._all_values):
             aside = tensor[0]
-            for new, old in row_moves(kept):
+            for new, old in row_moves(sources):
                 if new is None:
                     aside = tensor[old, :, : self._length].clone()
                 else:
                     tensor[new, :, : self._length] = aside if old is None else tensor[old, :, : self._length]
-        self._all_keys, self._all_values = self._all_keys[: len(kept)], self._all_values[: len(kept)]
+        self._all_keys, self._all_values = self._all_keys[: len(sources)], self._all_values[: len(sources)]
 
-    def _look(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _update_views(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.keys, self.values = self._all_keys[:, :, : self._length], self._all_values[:, :, : self._length]
         return self.keys, self.values
 
 
-class TravellingLayer(ReservedLayer):
+class OffloadedLayer(ReservedLayer):
     """Its memory is bound while a lane is in the layer; meanwhile it lives in a tier. All of it is carried each way."""
 
     def __init__(self, capacity: int, device: ComputeDevice):
@@ -163,7 +163,7 @@ class TravellingLayer(ReservedLayer):
         self._all_keys = elements[: ends[0]].view(self._shapes[0])
         self._all_values = elements[ends[0] : ends[1]].view(self._shapes[1])
         for kept in self._to_keep:
-            self._keep(kept)
+            self._keep_rows(kept)
         self._to_keep = [list(range(len(self._all_keys)))]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -171,7 +171,7 @@ class TravellingLayer(ReservedLayer):
             self._to_keep.append(beam_idx.tolist())
             num_rows = len(beam_idx)
             self._all_keys, self._all_values = self._all_keys[:num_rows], self._all_values[:num_rows]
-            self._look()  # others ask for the shapes
+            self._update_views()  # others ask for the shapes
 
 
 class RectangleKV(KVCache):
@@ -179,16 +179,16 @@ class RectangleKV(KVCache):
     every pass. Layers that transformers keeps itself stay where they are. `capacity` as in `rectangle_cache`."""
 
     def __init__(self, cache: Cache, num_rows: int, capacity: int, pool: PagePool):
-        self._layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, TravellingLayer)}
+        self._layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, OffloadedLayer)}
         self._pool = pool
-        self._pages = pool.take(num_rows * num_pages_for(capacity)) if self._layers else []
+        self._pages = pool.allocate(num_rows * num_pages_for(capacity)) if self._layers else []
 
     @property
     def pages(self) -> list[int]:
         return self._pages
 
     @property
-    def changed(self) -> range:
+    def dirty_pages(self) -> range:
         return range(len(self._pages))
 
     def bind(self, layer: int, pages: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ class RectangleKV(KVCache):
 
     def close(self) -> None:
         """Gives the pages back."""
-        self._pool.give(self._pages)
+        self._pool.free(self._pages)
         self._pages = []
 
 
@@ -209,17 +209,17 @@ def rectangle_cache(
     config: PreTrainedConfig,
     capacity: int,
     device: ComputeDevice,
-    travels: frozenset[int] = frozenset(),
-    passed: frozenset[int] = frozenset(),
+    offloaded_layers: frozenset[int] = frozenset(),
+    skipped_layers: frozenset[int] = frozenset(),
 ) -> DynamicCache:
     """`capacity`: positions of the longest sequence, padding included, rounded up to whole pages. Layers in `travels`
     have their memory bound by the engine; those in `passed` hold nothing."""
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and index in passed:
+        if type(layer) is DynamicLayer and index in skipped_layers:
             cache.layers[index] = SkippedLayer()
         elif type(layer) is DynamicLayer:
-            kind = TravellingLayer if index in travels else ReservedLayer
+            kind = OffloadedLayer if index in offloaded_layers else ReservedLayer
             cache.layers[index] = kind(round_up(capacity, PAGE_TOKENS), device)
     return cache
 
@@ -229,9 +229,9 @@ def cross_rectangle_cache(
     num_decoded: int,
     num_encoded: int,
     device: ComputeDevice,
-    travels: frozenset[int],
+    offloaded_layers: frozenset[int],
 ) -> EncoderDecoderCache:
     """`config` is the decoder's own. What it keeps of the encoder's positions is written once, by the first pass, and
     stays in compute memory."""
-    own = rectangle_cache(config, num_decoded, device, travels)
+    own = rectangle_cache(config, num_decoded, device, offloaded_layers)
     return EncoderDecoderCache(own, rectangle_cache(config, num_encoded, device))

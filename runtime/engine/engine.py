@@ -127,7 +127,7 @@ class Engine:
         is_whole = self._loaded.split_heads is None  # ranks that have parts of experts multiply one by one
         self._has_few_rows = phase is Phase.decode and is_whole and sum(map(len, groups)) <= FEW_ROWS
         self._monitor.begin_pass()
-        self._streams.forget(self.lanes.pages.pool.take_given())  # before anybody stores what they hold next
+        self._streams.forget(self.lanes.pages.pool.take_freed())  # before anybody stores what they hold next
         launch = partial(self._player.play, self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)
         if self._recorded is not None and may_replay and phase is Phase.decode and num_lanes == 1:
             if self._dequantized is not None:

@@ -250,7 +250,7 @@ class Player:
         stage, lane = action.turn
         layer = self._layer(stage)
         self._lanes[lane].kv.unbind(layer)
-        self._kv.store(layer, lane, self._lanes[lane].kv.changed)
+        self._kv.store(layer, lane, self._lanes[lane].kv.dirty_pages)
 
     def _sync(self, action: Action) -> None:
         self._streams.weights.sync()

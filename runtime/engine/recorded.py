@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..attention.fixed import Cuts, FixedRows, Size, cuts_of, sizes_of
+from ..attention.fixed import Cuts, FixedRows, Size, cuts_from_rows, fit_sizes
 from ..attention.views import Reach
 from ..cache.paged import PassView
 from ..errors import ConfigError, Interrupted
@@ -45,7 +45,7 @@ class _Fixed(NamedTuple):
             target.copy_(source)
         assert view.decoding is not None, "its rows decode"
         self.offsets_T.copy_(view.offsets_T)
-        self.rows.fill(view.decoding, view.here)
+        self.rows.fill(view.decoding, view.layout)
 
 
 class RecordedPasses:
@@ -86,11 +86,11 @@ class RecordedPasses:
         if self._cuts is None:  # nobody knows yet how far layers look back
             launch()
             assert cache.decoding is not None, "its rows decode"
-            self._cuts = cuts_of(cache.decoding)
+            self._cuts = cuts_from_rows(cache.decoding)
             return
-        view = cache.repeated(num_rows)
+        view = cache.padded_view(num_rows)
         assert view.decoding is not None, "its rows decode"
-        sizes = sizes_of(view.decoding, self._cuts)
+        sizes = fit_sizes(view.decoding, self._cuts)
         key = num_rows, frozenset((sizes or {}).items())
         if sizes is None or num_rows in self._failed:
             launch()
@@ -104,7 +104,7 @@ class RecordedPasses:
         fixed = _Fixed(
             inputs,
             view,
-            FixedRows(view.decoding, view.here, self._cuts, sizes),
+            FixedRows(view.decoding, view.layout, self._cuts, sizes),
             torch.arange(num_rows, device=self._device.torch_device),
             view.offsets_T,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..attention.device_attention import decode_on_device, prefill_fused, prefill_in_flash
+from ..attention.device_attention import decode_on_device, prefill_flash, prefill_fused
 from ..attention.host_attention import decode_attention, decode_quantized
 from ..attention.layout import LayerKV, Pair, PassLayout, QuantizedKV
 from ..attention.page_codes import PageFormat, stored_dtype
@@ -148,7 +148,7 @@ def attend_prompt(
         place, scale = device.torch_device, q_1HTD.shape[3] ** -0.5
         prompt = Segment(0, 0, num_tokens, 0, 0, place)
         qkv = q_1HTD, k_1HTD, v_1HTD
-        found = prefill_in_flash(qkv, None, Prompts([prompt], place), EVERYTHING, Rule(scale))
+        found = prefill_flash(qkv, None, Prompts([prompt], place), EVERYTHING, Rule(scale))
         if found is not None:
             return found[0][1]
         return prefill_fused(q_1HTD[0], k_1HTD[0], v_1HTD[0], prompt, EVERYTHING, scale)

@@ -16,16 +16,16 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ..attention.device_attention import (
     attend_fused,
+    can_use_flash,
+    can_use_fused,
     decode_on_device,
-    flash_applies,
-    fused_applies,
+    prefill_flash,
     prefill_fused,
-    prefill_in_flash,
 )
 from ..attention.host_attention import decode_attention, decode_quantized
 from ..attention.layout import LayerKV, QuantizedKV
 from ..attention.views import DecodeRows, Prompts, Reach, Rule, Segment
-from ..cache.host_lane import HostVisit
+from ..cache.host_lane import HostAttention
 from ..cache.paged import PagedKV
 from ..errors import ConfigError
 from ..events import NeedAttention, lane_run, need_tensor
@@ -58,24 +58,24 @@ def ragged_attention(
     assert isinstance(cache, PagedKV), "ragged attention was called in a padded lane"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer, reach, rule = _asked(module, scale, sliding_window, softcap, kwargs.get("is_causal"))
-    heads = cache.cut_heads(layer)
+    heads = cache.applied_head_share(layer)
     if heads is not None:
-        query = heads.part(query, 1)
+        query = heads.slice_heads(query, 1)
     if s_aux is not None and cache.heads is not None and len(s_aux) > query.shape[1]:
-        s_aux = cache.heads.part(s_aux, 0)
+        s_aux = cache.heads.slice_heads(s_aux, 0)
     if s_aux is not None:
         rule = Rule(rule.scale, softcap, s_aux)
-    if reason := guards.changed_keys(are_given=cache.expands or cache.gave(layer, key, value)):
+    if reason := guards.changed_keys(are_given=cache.expands or cache.is_last_update(layer, key, value)):
         raise _refusal(module, reason)
 
     num_threads = torch.get_num_threads()  # asked here: a worker has but one
-    visit, view = cache.visit(layer, query, key, value, rule.sinks), cache.view
+    visit, view = cache.begin_host_attention(layer, query, key, value, rule.sinks), cache.view
     kv = None if cache.expands else cache.layer(layer, key, value)
     seen = _Seen(kv, view.decoding, view.prompts, cache.is_on_accelerator)
     compute = partial(_attend, seen, (query, key, value), reach, rule, num_threads, visit)
     out = need_tensor(NeedAttention(compute, is_decode=not view.prompts.segments))
     found = (visit.receive(out) if visit is not None else out).unsqueeze(0)
-    return found if heads is None else heads.whole(found, 2), None
+    return found if heads is None else heads.gather_heads(found, 2), None
 
 
 class _LayerRule(NamedTuple):
@@ -129,7 +129,7 @@ def _attend(
     reach: Reach,
     rule: Rule,
     num_threads: int,
-    visit: HostVisit | None,
+    visit: HostAttention | None,
 ) -> torch.Tensor:
     """(T, H*G, D) of the pass. What rows that decode get from a visit is in it when the visit has been received."""
     query, _, value = qkv
@@ -202,29 +202,29 @@ def _prefill(
     if isinstance(seen.kv, QuantizedKV):
         for segment in seen.segments:
             tokens = slice(segment.start, segment.start + segment.new)
-            k, v, hidden_TS = seen.kv.seen_by(segment, reach)
+            k, v, hidden_TS = seen.kv.gather_for_segment(segment, reach)
             q = query[0, :, tokens]
-            if rule.is_plain and (q.device.type == "cpu" or fused_applies(q, v, rule)):
+            if rule.is_plain and (q.device.type == "cpu" or can_use_fused(q, v, rule)):
                 yield tokens, attend_fused(q, k, v, ~hidden_TS, rule.scale)
             else:
                 yield tokens, _prefill_by_head(q, k, v, hidden_TS, rule)
         return
     if seen.is_on_accelerator and seen.segments:
-        found = prefill_in_flash(qkv, seen.kv, seen.prompts, reach, rule)
+        found = prefill_flash(qkv, seen.kv, seen.prompts, reach, rule)
         if found is not None:
             yield from found
             return
     for segment in seen.segments:
         tokens = slice(segment.start, segment.start + segment.new)
         if seen.kv is not None and segment.past:
-            k, v = seen.kv.row_of(segment)
+            k, v = seen.kv.gather_row(segment)
         else:
             start = segment.start if seen.kv is not None else segment.kv_start
             k, v = (each[0, :, start : start + segment.end] for each in (key, value))
         view = segment.view(reach)
         places = slice(0, segment.end) if view is None else slice(view.first, view.end)
         qkv_HSD = query[0, :, tokens], k[:, places], v[:, places]
-        is_fused = not seen.is_on_accelerator or fused_applies(query, value, rule)
+        is_fused = not seen.is_on_accelerator or can_use_fused(query, value, rule)
         if not (rule.is_plain and is_fused):
             yield tokens, _prefill_by_head(*qkv_HSD, None if view is None else view.hidden, rule)
         elif seen.is_on_accelerator:
@@ -270,7 +270,7 @@ def attention_method(model: PreTrainedModel, shape: ModelShape, device: ComputeD
         return AttentionMethod.host
     softcap = getattr(decoder_config(model.config), "attn_logit_softcapping", None)
     like = torch.empty(0, shape.head_dim, dtype=model.dtype, device=device.torch_device)
-    if flash_applies(like, like, like, Rule(1.0, softcap)) and not shape.kv_dtype.is_quantized:
+    if can_use_flash(like, like, like, Rule(1.0, softcap)) and not shape.kv_dtype.is_quantized:
         return AttentionMethod.flash
-    is_fused = not shape.score_heads and fused_applies(like, like, Rule(1.0))
+    is_fused = not shape.score_heads and can_use_fused(like, like, Rule(1.0))
     return AttentionMethod.fused if is_fused else AttentionMethod.scored

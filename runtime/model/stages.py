@@ -17,7 +17,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from transformers import PreTrainedModel
 
-from ..cache.paged import PagedKV, StoredAlone
+from ..cache.paged import LayerStored, PagedKV
 from ..errors import ConfigError
 from ..events import LaneRun, NeedStage, Weights, need_stage
 from ..linear.blocks import Block
@@ -291,11 +291,11 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
     except _NotByTokenError:
         return layer(*args, **kwargs)
     try:
-        with cache.storing_alone(indices.pop()):
+        with cache.stop_after_storing(indices.pop()):
             return layer(*args, **kwargs)  # it stores nothing, or not here, and has gone on
-    except StoredAlone:
+    except LayerStored:
         pass
-    with cache.selected_alone():
+    with cache.restrict_to_selected():
         out = layer(*few, **few_named)
     if isinstance(out, tuple):
         return (_widened(out[0], selected_B, num_tokens), *out[1:])

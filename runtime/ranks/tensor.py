@@ -59,19 +59,19 @@ class SplitHeads:
     all_gather: AllGather
     num_kv_heads: Sequence[int]
 
-    def cuts(self, layer: int, states: torch.Tensor) -> bool:
+    def has_all_heads(self, layer: int, states: torch.Tensor) -> bool:
         """Whether keys or values (1, H, T, D) are of all heads."""
         return states.shape[1] == self.num_kv_heads[layer]
 
-    def own(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+    def select(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         """This rank's part of keys or values, which may be it already."""
-        return self.part(states, 1) if self.cuts(layer, states) else states
+        return self.slice_heads(states, 1) if self.has_all_heads(layer, states) else states
 
-    def part(self, states: torch.Tensor, dim: int) -> torch.Tensor:
+    def slice_heads(self, states: torch.Tensor, dim: int) -> torch.Tensor:
         share = RowShare(index=self.all_gather.index, count=self.all_gather.count).of(states.shape[dim])
         return states.narrow(dim, share.start, len(share))
 
-    def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+    def gather_heads(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         return self.all_gather.whole(part, dim)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.cache.rectangle import TravellingLayer, rectangle_cache
+from runtime.cache.rectangle import OffloadedLayer, rectangle_cache
 from runtime.model.capabilities import CacheShape, bounded_layers, layer_types, measure_cache
 from runtime.model.families import FAMILIES
 from runtime.probing.meta import build_meta_model
@@ -53,5 +53,5 @@ def test_padded_lanes_bound_every_layer_that_does_not_attend_to_all_positions(na
     windows = {index for index, kind in enumerate(layer_types(model)) if kind != "full_attention"}
     assert bounded_layers(model) == windows
     cache = rectangle_cache(model.config, 32, ComputeDevice("cpu"), frozenset(range(len(layer_types(model)))))
-    travelling = {index for index, layer in enumerate(cache.layers) if isinstance(layer, TravellingLayer)}
+    travelling = {index for index, layer in enumerate(cache.layers) if isinstance(layer, OffloadedLayer)}
     assert travelling == set(range(len(layer_types(model)))) - windows

@@ -44,7 +44,7 @@ def cache_for(
     rows: list[Row], kind: Kind, travels: frozenset[int] = frozenset(), device: FakeDevice | None = None
 ) -> PagedKV:
     pages = PoisonedPages(64, device or FakeDevice((False,)))
-    cache = PagedKV(pages, expands=kind.expand is not None, travels=travels)
+    cache = PagedKV(pages, expands=kind.expand is not None, offloaded_layers=travels)
     for _ in rows:
         cache.table.add()
     return cache

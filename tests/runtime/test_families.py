@@ -68,8 +68,10 @@ def test_greedy_tokens_equal_transformers_in_every_tier(
 ) -> None:
     """By torch's products and by each kernel's, which otherwise leave these small models to torch. Without a matrix
     unit, what would go there goes through vectors. Packed lanes narrow their last layer, if it attends once."""
-    ref, narrowed, narrow = reference(family), list[int](), PagedKV.selected_alone
-    monkeypatch.setattr(PagedKV, "selected_alone", lambda cache: narrowed.append(cache.num_selected) or narrow(cache))
+    ref, narrowed, narrow = reference(family), list[int](), PagedKV.restrict_to_selected
+    monkeypatch.setattr(
+        PagedKV, "restrict_to_selected", lambda cache: narrowed.append(cache.num_selected) or narrow(cache)
+    )
     runtime = opened(config_for(ref, tier, micro_batch_size=4, num_micro_batches=2))
     backend_is(PRODUCTS[tier])
     assert tokens(runtime, ref.prompts) == ref.expected

@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.attention import device_attention as module
 from runtime.attention.device_attention import (
-    aligned,
-    flash_applies,
+    align,
+    can_use_flash,
     flash_attention,
     flash_operator,
     has_flash,
-    knows_windows,
+    has_window_size,
 )
 from runtime.attention.views import Rule, TokenRange, TokenRanges
 
@@ -38,7 +38,7 @@ def applies(
 ) -> bool:
     q = Like((4, 8, dims[0]), dtype)
     k, v = (Like((9, 16, 2, dim), kv_dtype or dtype) for dim in dims[1:])
-    return flash_applies(q, k, v, rule)
+    return can_use_flash(q, k, v, rule)
 
 
 @pytest.fixture
@@ -88,16 +88,16 @@ def test_a_device_that_is_not_cuda_has_none() -> None:
 
 
 def test_this_torch_is_told_of_windows() -> None:
-    assert knows_windows()
+    assert has_window_size()
 
 
 def test_only_what_kernels_cannot_load_is_copied() -> None:
     numbers = torch.arange(4096, dtype=torch.bfloat16)
     heads = numbers.view(8, 8, 64)
     for fitting in (heads, heads.transpose(0, 1), heads[:, ::2], heads[..., 8:40]):
-        assert aligned(fitting) is fitting
+        assert align(fitting) is fitting
     for other in (numbers[4:].view(-1, 4)[: 4 * 64].view(4, 4, 64), heads.transpose(1, 2), heads[..., ::2]):
-        found = aligned(other)
+        found = align(other)
         assert torch.equal(found, other)
         assert found is not other
         assert found.is_contiguous()

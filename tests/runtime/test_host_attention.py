@@ -15,11 +15,11 @@ import torch
 
 from runtime.attention import host_attention
 from runtime.attention.host_attention import (
-    cut,
+    cut_items,
     decode_attention,
     decode_attention_torch,
+    make_row_tables,
     prepare_decode_attention,
-    rows_of,
 )
 from runtime.attention.views import Rule
 from runtime.kernels import attention as vector_attention
@@ -107,14 +107,14 @@ def test_layers_of_other_shapes_see_the_same_rows() -> None:
 
 def test_rows_are_cut_once_a_pass_however_many_lanes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 32 lanes with two kinds of layers, lanes taking turns within each layer."""
-    num_cuts, real_cut = 0, host_attention.cut
+    num_cuts, real_cut = 0, host_attention.cut_items
 
     def count(*args: Any) -> list[AttentionItem]:
         nonlocal num_cuts
         num_cuts += 1
         return real_cut(*args)
 
-    monkeypatch.setattr(host_attention, "cut", count)
+    monkeypatch.setattr(host_attention, "cut_items", count)
     case = Case(ends=(20,), begins=(0,))
     lanes = [make(case, torch.float32) for _ in range(32)]
     sliding = [replace(lane, begins_B=lane.begins_B + 4) for lane in lanes]
@@ -159,7 +159,7 @@ def test_range_beyond_the_table_is_refused() -> None:
 @pytest.mark.parametrize("num_threads", [1, 2, 16])
 def test_items_hold_each_head_of_each_row_once_and_about_the_same_bytes(lengths: list[int], num_threads: int) -> None:
     num_heads, position_bytes = 8, 8192
-    items = cut(np.array(lengths, dtype=np.int64), num_heads, position_bytes, num_threads)
+    items = cut_items(np.array(lengths, dtype=np.int64), num_heads, position_bytes, num_threads)
     held = [(row, head) for item in items for row in range(*item.rows) for head in range(*item.heads)]
     assert sorted(held) == [(row, head) for row in range(len(lengths)) for head in range(num_heads)]
     if lengths in ([512] * 64, [90_000]) and num_threads > 1:
@@ -244,8 +244,8 @@ def test_positions_count_as_shared_as_far_as_whole_chunks_of_full_pages_are_the_
     tables_Bn = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 5, 6], [9, 2, 3, 4, 5, 6]])
     ends_B, per_chunk = torch.tensor([96, 96, 79, 96]), CHUNK_TOKENS // 16
     assert per_chunk == 4
-    rows = rows_of(tables_Bn, torch.zeros(4), ends_B, 16)
+    rows = make_row_tables(tables_Bn, torch.zeros(4), ends_B, 16)
     assert rows.shared_B.tolist() == [64, 64, 64, 0]
-    rows = rows_of(tables_Bn, torch.zeros(4), torch.tensor([96, 63, 96, 96]), 16)
+    rows = make_row_tables(tables_Bn, torch.zeros(4), torch.tensor([96, 63, 96, 96]), 16)
     assert rows.shared_B.tolist() == [0, 0, 0, 0]
-    assert rows_of(tables_Bn[:1], torch.zeros(1), ends_B[:1], 16).shared_B.tolist() == [0]
+    assert make_row_tables(tables_Bn[:1], torch.zeros(1), ends_B[:1], 16).shared_B.tolist() == [0]

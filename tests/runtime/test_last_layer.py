@@ -28,8 +28,8 @@ def test_logits_are_those_of_all_tokens_together(
     family: str, chunk: int, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref, found, narrowed = reference(family), list[dict[str, torch.Tensor]](), list[int]()
-    draw, narrow = Sampler.draw, PagedKV.selected_alone
-    monkeypatch.setattr(PagedKV, "selected_alone", lambda cache: narrowed.append(len(found)) or narrow(cache))
+    draw, narrow = Sampler.draw, PagedKV.restrict_to_selected
+    monkeypatch.setattr(PagedKV, "restrict_to_selected", lambda cache: narrowed.append(len(found)) or narrow(cache))
 
     def keep(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor) -> torch.Tensor:
         found[-1] |= {f"{s.request.id} {len(s.generated)}": row for s, row in zip(sequences, logits_BV, strict=False)}
@@ -54,8 +54,10 @@ def test_several_tokens_of_a_prompt_may_be_asked_for(
 ) -> None:
     """Whichever passes they fall in; the logits are the class's own."""
     ref, found, narrowed = reference(family), dict[str, list[torch.Tensor]](), list[int]()
-    draw, tell, narrow = Sampler.draw, Sampler.tell, PagedKV.selected_alone
-    monkeypatch.setattr(PagedKV, "selected_alone", lambda cache: narrowed.append(max(cache._selected)) or narrow(cache))
+    draw, tell, narrow = Sampler.draw, Sampler.tell, PagedKV.restrict_to_selected
+    monkeypatch.setattr(
+        PagedKV, "restrict_to_selected", lambda cache: narrowed.append(max(cache._selected)) or narrow(cache)
+    )
     monkeypatch.setattr(
         Running, "num_selected", lambda s, new: max(0, s.num_cached + new - max(s.num_cached, s.num_known - 3))
     )
@@ -118,7 +120,7 @@ def ran(layer: Layer, cache: PagedKV, beside: object) -> torch.Tensor:
     assert out_1TD.shape == x_1TD.shape
     torch.testing.assert_close(out_1TD[:, 3], 2 * x_1TD[:, 3])
     kv = cache.layer(0, x_1TD[:, None], x_1TD[:, None])
-    torch.testing.assert_close(kv.layout.new_T.of(kv.k_NPHD)[:, 0], x_1TD[0])
+    torch.testing.assert_close(kv.layout.new_T.gather(kv.k_NPHD)[:, 0], x_1TD[0])
     return out_1TD
 
 
@@ -150,7 +152,7 @@ def test_rows_that_are_not_in_the_pass_stay_where_they_are(cache: PagedKV) -> No
     cache.end_pass()
     cache.table.add()
     cache.begin_pass([1, 0, 4], [1, 0, 1])
-    with cache.selected_alone():
+    with cache.restrict_to_selected():
         assert cache.decoding is not None
         assert (cache.decoding.rows, cache.decoding.past, cache.segments) == ((0, 2), (4, 3), [])
         assert cache.get_seq_length(0).tolist() == [4, 2]  # pyright: ignore[reportAttributeAccessIssue]

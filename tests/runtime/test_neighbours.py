@@ -6,13 +6,13 @@ import pytest
 
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import ContiguousPool, KVPages
-from runtime.plan.placement.kv import spans
+from runtime.plan.placement.kv import layer_ranges
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.stream.device import ComputeDevice
 
 
 def num_spans(pages: list[int]) -> int:
-    return len(list(spans(pages)))
+    return len(list(layer_ranges(pages)))
 
 
 def test_lanes_that_grow_in_turns_each_stay_in_one_stretch() -> None:
@@ -20,11 +20,11 @@ def test_lanes_that_grow_in_turns_each_stay_in_one_stretch() -> None:
     lanes: list[list[int]] = [[] for _ in range(4)]
     for _ in range(16):
         for lane in lanes:
-            lane += pool.take(1, lane[-1] if lane else None)
+            lane += pool.allocate(1, lane[-1] if lane else None)
     assert sorted(page for lane in lanes for page in lane) == list(range(64))
     assert [num_spans(lane) for lane in lanes] == [1, 1, 1, 1]
     with pytest.raises(AssertionError, match="1 KV pages are wanted and 0 of 64 are free"):
-        pool.take(1)
+        pool.allocate(1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -32,19 +32,19 @@ def test_each_page_is_handed_out_once_until_it_is_given_back(seed: int) -> None:
     rng, pool, taken, given = random.Random(seed), ContiguousPool(50), set[int](), list[int]()
     for _ in range(300):
         if rng.random() < 0.5:
-            pages = pool.take(rng.randint(0, pool.num_free), rng.choice([None, *taken]))
+            pages = pool.allocate(rng.randint(0, pool.num_free), rng.choice([None, *taken]))
             assert taken.isdisjoint(pages)
             assert len(set(pages)) == len(pages)
             taken |= set(pages)
         else:
             back = rng.sample(sorted(taken), rng.randint(0, len(taken)))
-            pool.give(back)
+            pool.free(back)
             given += back
             taken -= set(back)
         assert pool.num_free == 50 - len(taken)
         assert taken <= set(range(50))
-    assert pool.take_given() == given
-    pool.give(taken)
+    assert pool.take_freed() == given
+    pool.free(taken)
     assert pool._spans == [range(50)], "what is free and touches is one stretch"
 
 
@@ -52,7 +52,7 @@ def test_once_all_decode_a_lane_has_all_its_pages_in_one_stretch_and_so_the_open
     """Two lanes of 12 rows, prompts in chunks. In 16 passes each row takes one page: those that are open then."""
     rng = random.Random(0)
     pages = KVPages(400, ComputeDevice("cpu"), pool=ContiguousPool(400))
-    lanes = [PagedKV(pages, travels=frozenset([0])) for _ in range(2)]
+    lanes = [PagedKV(pages, offloaded_layers=frozenset([0])) for _ in range(2)]
     for lane in lanes:
         prompts = [rng.randint(1, 90) for _ in range(12)]
         for _ in prompts:
@@ -64,6 +64,6 @@ def test_once_all_decode_a_lane_has_all_its_pages_in_one_stretch_and_so_the_open
         for lane in lanes:
             lane.begin_pass([1] * 12)
             assert num_spans(lane.pages) == 1
-            found = num_spans(lane.changed)
+            found = num_spans(lane.dirty_pages)
             lane.end_pass()
     assert found == 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.attention.page_codes import PageFormat, narrowed, widened
+from runtime.attention.page_codes import PageFormat, cast_to_compute, cast_to_stored
 from runtime.config.settings import KVDType
 from runtime.plan.shape.dtypes import PAGE_TOKENS, page_parts
 
@@ -77,7 +77,7 @@ def test_a_page_is_the_same_in_whichever_batch_it_is_quantised(kv_dtype: KVDType
 
 def test_float8_rounds_each_number_and_ends_at_its_largest() -> None:
     x = torch.tensor([0.0, 1.0, -1.06, 1e-4, 448.0, 1e6, -1e6])
-    found = widened(narrowed(x, torch.uint8), torch.float32)
+    found = cast_to_compute(cast_to_stored(x, torch.uint8), torch.float32)
     assert found.tolist()[-3:] == [448.0, 448.0, -448.0]
     assert ((found - x).abs()[:4] <= x.abs()[:4] / 16 + 2**-10).all()
 

@@ -231,27 +231,27 @@ def test_changed_pages_are_those_that_the_pass_writes_to() -> None:
     rows = [Row(n, 40, (4, 2), (8, 8), n, PLAIN) for n in (20, 3, 16)]
     cache = cache_for(rows)
     cache.begin_pass([20, 3, 16])
-    assert (len(cache.pages), cache.changed) == (4, [0, 1, 2, 3])
+    assert (len(cache.pages), cache.dirty_pages) == (4, [0, 1, 2, 3])
     cache.end_pass()
     cache.begin_pass([1, 0, 1])
-    assert (len(cache.pages), cache.changed) == (5, [1, 4])
+    assert (len(cache.pages), cache.dirty_pages) == (5, [1, 4])
 
 
 def test_a_pool_hands_out_each_page_once() -> None:
     pool = PagePool(5)
-    first = pool.take(3)
-    pool.give(first[:1])
-    second = pool.take(3)
+    first = pool.allocate(3)
+    pool.free(first[:1])
+    second = pool.allocate(3)
     assert len({*first[1:], *second}) == 5
     with pytest.raises(AssertionError, match="1 KV pages are wanted and 0 of 5 are free"):
-        pool.take(1)
+        pool.allocate(1)
 
 
 @pytest.mark.parametrize("kind", ["plain", "window, softcap and sinks", "latents, window"])
 def test_layers_that_travel_attend_over_the_memory_they_were_brought_to(kind: str) -> None:
     heads = (4, 1) if KINDS[kind].expand is not None else (4, 2)
     home, rows = make(5, 3, heads, kind=KINDS[kind])
-    cache = PagedKV(home._pages, expands=home.expands, travels=frozenset(range(LAYERS)))
+    cache = PagedKV(home._pages, expands=home.expands, offloaded_layers=frozenset(range(LAYERS)))
     for _ in rows:
         cache.table.add()
     page_bytes = PAGE_TOKENS * heads[1] * 16 * 4
@@ -277,7 +277,7 @@ def run_travelling_pass(cache: PagedKV, rows: list[Row], new: list[int], kind: K
 
     def carry_back_and_end() -> None:
         for layer, tier in enumerate(tiers):
-            for position in cache.changed:
+            for position in cache.dirty_pages:
                 tier[cache.pages[position]] = cache._bound[layer][position]
             cache.unbind(layer)
         end_pass()

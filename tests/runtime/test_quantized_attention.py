@@ -73,7 +73,7 @@ def test_a_row_gets_the_same_bits_beside_others_and_alone(dtype: KVDType) -> Non
     together = decode_quantized(q, kv, rows, EVERYTHING, PLAIN, 2)
     alone = DecodeRows((3,), (LENGTHS[3] - 1,), (0,), CPU)
     pages, slots = (
-        [kv.layout.numbers(row).tolist() for row in range(len(LENGTHS))],
+        [kv.layout.page_numbers(row).tolist() for row in range(len(LENGTHS))],
         [kv.layout.slot(r) for r in range(7)],
     )
     layout = PassLayout(pages, [], alone, [], CPU, expands=False, slots=slots)
@@ -85,7 +85,7 @@ def test_a_row_gets_the_same_bits_beside_others_and_alone(dtype: KVDType) -> Non
 def test_pages_that_a_row_does_not_see_may_hold_anything(dtype: KVDType) -> None:
     q, kv, rows = made(dtype, MANY)
     before = decode_quantized(q, kv, rows, Reach(window=9), PLAIN)
-    kv.pages[kv.layout.numbers(3)[:10]] = 0xFF
+    kv.pages[kv.layout.page_numbers(3)[:10]] = 0xFF
     assert torch.equal(decode_quantized(q, kv, rows, Reach(window=9), PLAIN), before)
 
 

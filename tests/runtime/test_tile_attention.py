@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.attention import host_attention
-from runtime.attention.host_attention import decode_attention, fit_tiles
+from runtime.attention.host_attention import can_use_tiles, decode_attention
 from runtime.kernels.amx import unit
 from tests.attention_cases import CASES, TOLERANCE, Case, make, naive, options
 
@@ -45,7 +45,7 @@ def test_vectors_give_it_of_bfloat16_where_there_are_no_tiles(case: Case) -> Non
 def test_tiles_are_as_exact_as_two_bfloat16_for_each_float32(case: Case) -> None:
     """Scores of peaked softmaxes are large, and so are their errors: 2^-16 of what they are sums of."""
     inputs = make(case, torch.bfloat16)
-    if not fit_tiles(inputs.k_NPHD, inputs.v_NPHD):
+    if not can_use_tiles(inputs.k_NPHD, inputs.v_NPHD):
         pytest.skip("heads of no whole tiles")
     inputs = replace(inputs, q_BHD=inputs.q_BHD.float())
     out = decode_attention(*vars(inputs).values(), **options(case))
@@ -78,7 +78,7 @@ def test_tiles_take_bfloat16_in_whole_tiles(
     dtype: torch.dtype, page_tokens: int, dims: tuple[int, int], fits: bool
 ) -> None:
     k, v = (torch.zeros(1, page_tokens, 1, dim, dtype=dtype) for dim in dims)
-    assert fit_tiles(k, v) == fits
+    assert can_use_tiles(k, v) == fits
 
 
 @pytest.mark.parametrize("has_tiles", [True, False])
@@ -93,11 +93,11 @@ def test_tiles_are_taken_where_there_are_any(monkeypatch: pytest.MonkeyPatch, ha
         return work
 
     monkeypatch.setattr(host_attention, "has_matrix_unit", lambda: has_tiles)
-    for name in ("in_tiles", "in_vectors"):
+    for name in ("prepare_tile_work", "prepare_vector_work"):
         monkeypatch.setattr(host_attention, name, record(name))
     for dtype in (torch.bfloat16, torch.float32):
         decode_attention(*vars(make(Case(), dtype)).values(), **options(Case()))
-    assert taken == ["in_tiles" if has_tiles else "in_vectors", "in_vectors"]
+    assert taken == ["prepare_tile_work" if has_tiles else "prepare_vector_work", "prepare_vector_work"]
 
 
 @pytest.mark.parametrize("answer", [0, -1])

@@ -101,7 +101,7 @@ class _NoKV(KVCache):
         return ()
 
     @property
-    def changed(self) -> Rows[int]:
+    def dirty_pages(self) -> Rows[int]:
         return ()
 
     def bind(self, layer: int, pages: torch.Tensor) -> None:

@@ -45,7 +45,7 @@ class PackedLane(Lane):
         profiling pass takes for cached, and but for what it goes on from, which another computes."""
         sequence.num_cached = sequence.behind.num_tokens if sequence.behind is not None else past
         self.sequences.append(sequence)
-        self._cache.table.add(past, fills=sequence.fills, behind=sequence.behind)
+        self._cache.table.add(past, owned_prefix=sequence.fills, prefix=sequence.behind)
 
     def leave(self, sequence: Sequence) -> None:
         """Gives its pages back."""
@@ -88,7 +88,7 @@ class PackedLane(Lane):
         if decoding:
             left = max(left, len(self.sequences)) - sum(s.is_prefilled for s in self.sequences)
         for s in self.sequences:
-            may_begin = s.behind is None or s.behind.is_whole
+            may_begin = s.behind is None or s.behind.is_complete
             new.append(decoding if s.is_prefilled else min(left, s.num_known - s.num_cached) if may_begin else 0)
             left -= 0 if s.is_prefilled else new[-1]
             if s.fills is not None:
@@ -104,7 +104,7 @@ class PackedLane(Lane):
     @property
     def decodes_alone(self) -> bool:
         """Whether the prepared pass is of one token of each sequence, behind which another is drawn."""
-        return self._given is None and self._cache.decodes_alone and all(count == 1 for count in self._num_selected)
+        return self._given is None and self._cache.is_decode_only and all(count == 1 for count in self._num_selected)
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +114,7 @@ class PackedLane(Lane):
     def compute_on(self, inputs: tuple[torch.Tensor, torch.Tensor], view: PassView, selected_B: torch.Tensor) -> None:
         """Has the prepared pass compute on these in place of its own: its rows, and others behind them."""
         self._ids_1T, self._positions_1T = inputs
-        self._cache.stand_in(view, selected_B)
+        self._cache.replace_view(view, selected_B)
 
     def take_logits(self, logits_BV: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of the pass, or these in their place; what belongs to rows behind its own is left out."""
@@ -190,7 +190,7 @@ class PackedLane(Lane):
             spared_tokens=num_spared,
         )
         if (sources := self._take_sources()) is not None:
-            self._cache.table.follow(sources)
+            self._cache.table.reorder_rows(sources)
         for sequence in [s for s in self.sequences if s.finish is not None or s.is_filled]:
             self.leave(sequence)
         for sequence in [s for s in sampled if self._begins_again(s)]:

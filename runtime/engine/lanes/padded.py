@@ -277,7 +277,7 @@ class _JoinedKV(KVCache):
         return [page for part in self._parts for page in part.pages]
 
     @property
-    def changed(self) -> range:
+    def dirty_pages(self) -> range:
         return range(len(self.pages))
 
     def bind(self, layer: int, pages: torch.Tensor) -> None:
