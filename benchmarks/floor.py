@@ -13,7 +13,7 @@ import torch
 from runtime.config.profiles import LinearBackend
 from runtime.config.settings import ModelConfig, RuntimeConfig
 from runtime.library.api import Runtime
-from runtime.linear.backends import BACKENDS, fitting
+from runtime.linear.backends import BACKENDS, supported_backends
 from runtime.plan.shape.shapes import Stage, StageKind
 from runtime.units import MIB
 
@@ -117,7 +117,7 @@ def shortest_seconds(M: int, N: int, K: int) -> float:
     count = min(MOST_COPIES, max(2, WEIGHT_BYTES // (2 * N * K)))
     weights = [torch.randn(N, K).bfloat16() for _ in range(count)]
     x_MK = torch.randn(M, K)
-    return min(_seconds(way, x_MK, weights) for way in fitting(x_MK, weights[:1]))
+    return min(_seconds(way, x_MK, weights) for way in supported_backends(x_MK, weights[:1]))
 
 
 def _seconds(way: LinearBackend, x_MK: torch.Tensor, weights: list[torch.Tensor]) -> float:

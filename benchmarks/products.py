@@ -20,8 +20,8 @@ from runtime.formats.kinds.window4 import escape_words, pack_window4
 from runtime.formats.module_tensors import ZEROS
 from runtime.formats.registry import FORMATS as STORAGE_FORMATS
 from runtime.formats.scaled_rows import SCALES, scaled_rows
-from runtime.formats.storage_format import Stored
-from runtime.linear.backends import BACKENDS, backend_of, takes
+from runtime.formats.storage_format import StoredMatrix
+from runtime.linear.backends import BACKENDS, choose_backend, supports
 from runtime.linear.blocks import Block
 from runtime.linear.packed_rows import CodedRows
 from runtime.linear.window4_rows import Window4Rows
@@ -179,8 +179,8 @@ def measure(
 def _cases(name: str, copies: tuple[Sequence[Block], int], inputs: int, num_rows: int) -> Iterator[_Case]:
     """The products by the backend that the rule takes, and of bf16 by torch's."""
     (blocks, num_bytes), x_MK = copies, torch.randn(num_rows, inputs)
-    chosen, weights = backend_of(x_MK, blocks[:1]), cycle(blocks)
-    others = [way for way in BY_TORCH if way is not chosen and name == BESIDE and takes(way, x_MK, blocks[:1])]
+    chosen, weights = choose_backend(x_MK, blocks[:1]), cycle(blocks)
+    others = [way for way in BY_TORCH if way is not chosen and name == BESIDE and supports(way, x_MK, blocks[:1])]
     for way in (chosen, *others):
         yield _Case(
             format=name,
@@ -221,8 +221,8 @@ def _itself(numbers_NK: torch.Tensor) -> Block:
 
 def _rounded(numbers_NK: torch.Tensor, rounding: Rounding) -> Kind:
     scales_NG = rounding.choose_scales(numbers_NK)
-    return (rounding.codes(numbers_NK, scales_NG), scales_NG), lambda codes, scales: CodedRows(
-        codes, scales, rounding.way
+    return (rounding.encode(numbers_NK, scales_NG), scales_NG), lambda codes, scales: CodedRows(
+        codes, scales, rounding.encoding
     )
 
 
@@ -271,7 +271,7 @@ def _gptq(num_rows: int, num_columns: int) -> Kind:
 
     def made(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Block:
         companions = {SCALES: scales, ZEROS: zeros}
-        return STORAGE_FORMATS[piece.format].rows(Stored(piece, codes.view(-1), companions))
+        return STORAGE_FORMATS[piece.format].rows(StoredMatrix(piece, codes.view(-1), companions))
 
     return (codes, scales, zeros), made
 

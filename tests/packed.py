@@ -48,7 +48,7 @@ def packed_rows(words_NK: Words, spare_escapes: int = 0) -> Window4Rows:
 def rounded_rows(numbers_NK: torch.Tensor, name: str, group_size: int = 64) -> CodedRows:
     rounding = Rounding(name, group_size)
     scales_NG = rounding.choose_scales(numbers_NK)
-    return CodedRows(rounding.codes(numbers_NK, scales_NG), scales_NG, rounding.way)
+    return CodedRows(rounding.encode(numbers_NK, scales_NG), scales_NG, rounding.encoding)
 
 
 def tensor_of(words_NK: Words) -> torch.Tensor:

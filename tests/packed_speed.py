@@ -23,7 +23,7 @@ import torch
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import DType, MachineConfig, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
-from runtime.formats.kinds.rounded import WAYS
+from runtime.formats.kinds.rounded import ENCODINGS
 from runtime.linear.blocks import Block
 from runtime.linear.kernel_products import multiply_in_vectors
 from runtime.sequences.sequence import Completion, Request
@@ -40,7 +40,7 @@ def products(outputs: int, inputs: int) -> None:
     ways: dict[str, list[Block]] = {
         "plain": [tensor_of(words.copy()) for _ in range(NUM_COPIES)],
         "window4": [packed_rows(words) for _ in range(NUM_COPIES)],
-    } | {name: [rounded_rows(numbers, name) for _ in range(NUM_COPIES)] for name in WAYS}
+    } | {name: [rounded_rows(numbers, name) for _ in range(NUM_COPIES)] for name in ENCODINGS}
     for num_rows in (1, 8, 64, 256):
         x = torch.randn(num_rows, inputs)
         best = _best({way: (lambda block, x=x: multiply_in_vectors(x, [block])) for way in ways}, ways)

@@ -59,7 +59,7 @@ def test_the_probe_times_each_stored_format_by_each_way() -> None:
 
 @pytest.mark.parametrize("name", probe.STORED)
 def test_the_probe_s_rows_are_numbers_of_their_format(name: str) -> None:
-    numbers = probe.plain_rows(probe.STORED[name](name), probe.torch.float32)
+    numbers = probe.dequantize_rows(probe.STORED[name](name), probe.torch.float32)
     assert numbers.shape == (probe.HEIGHT, probe.WIDTH)
     assert numbers.isfinite().all()
     assert len(numbers.unique(dim=0)) == probe.HEIGHT

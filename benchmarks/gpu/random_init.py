@@ -23,7 +23,7 @@ import torch
 
 from runtime.config.settings import RuntimeConfig
 from runtime.formats.kinds.rounded import Rounding
-from runtime.formats.module_tensors import METHOD, name_of
+from runtime.formats.module_tensors import METHOD, part_name
 from runtime.formats.scaled_rows import SCALES
 from runtime.library.api import Runtime
 from runtime.plan.shape.shapes import Parameter, TensorSlice
@@ -127,13 +127,13 @@ def _sources(weights: RandomWeights, rounding: Rounding | None) -> Iterator[tupl
             if std not in rounded_tiles:
                 groups = normal[: TILE_GROUPS * rounding.group_size].view(TILE_GROUPS, -1) * std
                 scales = rounding.choose_scales(groups)
-                rounded_tiles[std] = (_as_bytes(rounding.codes(groups, scales)), _as_bytes(scales))
+                rounded_tiles[std] = (_as_bytes(rounding.encode(groups, scales)), _as_bytes(scales))
             for stored, tile in zip(_stored(spec, rounding), rounded_tiles[std], strict=True):
                 yield stored.name, (tile, at % TILE_GROUPS * (len(tile) // TILE_GROUPS))
 
 
 def _is_rounded(spec: TensorSpec, rounding: Rounding) -> bool:
-    return rounding.why_exact(spec.name, DTYPE_NAMES[spec.dtype], spec.shape) is None
+    return rounding.skip_reason(spec.name, DTYPE_NAMES[spec.dtype], spec.shape) is None
 
 
 def _stored(spec: TensorSpec, rounding: Rounding) -> tuple[TensorSpec, TensorSpec]:
@@ -142,8 +142,8 @@ def _stored(spec: TensorSpec, rounding: Rounding) -> tuple[TensorSpec, TensorSpe
     codes = (*rows, rounding.packed_columns(num_columns))
     scales = (*rows, rounding.num_groups(num_columns))
     return (
-        TensorSpec(name=name_of(spec.name, rounding.format), dtype=torch.uint8, shape=codes),
-        TensorSpec(name=name_of(spec.name, SCALES), dtype=torch.bfloat16, shape=scales),
+        TensorSpec(name=part_name(spec.name, rounding.format), dtype=torch.uint8, shape=codes),
+        TensorSpec(name=part_name(spec.name, SCALES), dtype=torch.bfloat16, shape=scales),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.errors import BudgetError, CheckpointError, OutputError
-from runtime.formats.kinds.rounded import Rounding, error_of_squares
+from runtime.formats.kinds.rounded import Rounding, relative_rms_error
 from runtime.formats.module_tensors import RELATIVE_ERROR
 from runtime.out_of_memory import first_line, is_out_of_memory
 from runtime.store.checkpoint import INDEX, SINGLE
@@ -230,4 +230,4 @@ def _memory_named(path: Path) -> Iterator[None]:
 
 def error_of(tensors: Sequence[PackedTensor]) -> float | None:
     """What those that were rounded are off by; None if none were."""
-    return error_of_squares(packed.squares for packed in tensors if packed.squares is not None)
+    return relative_rms_error(packed.squares for packed in tensors if packed.squares is not None)

@@ -17,16 +17,16 @@ from runtime.formats.kinds.window4 import (
     ESCAPES,
     MOST_ESCAPES,
     Window4,
-    escapes_beside,
     pack_pieces,
     packed_columns,
-    why_raw,
+    skip_reason,
+    stack_escapes,
 )
-from runtime.formats.module_tensors import METHOD, name_of
+from runtime.formats.module_tensors import METHOD, part_name
 from runtime.formats.registry import FORMATS, pair_companions
 from runtime.formats.scaled_rows import SCALES
-from runtime.formats.storage_format import Stored
-from runtime.linear.packed_rows import ROUNDED
+from runtime.formats.storage_format import StoredMatrix
+from runtime.linear.packed_rows import ROUNDED_ENCODINGS
 from runtime.linear.window4_rows import WINDOW4
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.file_digests import METADATA, PIECE_BYTES, read_packing_record, sums_of
@@ -79,7 +79,7 @@ class _Shard:
         squares, reason = self._round(tensor), None
         if squares is None:
             self._go_back(begin)
-            reason = why_raw(tensor.dtype, tensor.shape)
+            reason = skip_reason(tensor.dtype, tensor.shape)
             if reason is None:
                 reason = self._pack(tensor, data.view(np.uint16).reshape(tensor.shape))
         if reason is not None:
@@ -105,11 +105,11 @@ class _Shard:
     def _round(self, tensor: TensorSlice) -> Squares | None:
         """Returns the sums of squares; None if it is not to be rounded, or holds what no code stands for: then what was
         written of it is of no use."""
-        if self._rounding is None or self._rounding.why_exact(tensor.name, tensor.dtype, tensor.shape) is not None:
+        if self._rounding is None or self._rounding.skip_reason(tensor.name, tensor.dtype, tensor.shape) is not None:
             return None
         begin, scales, error, size = self._file.tell(), list[bytes](), 0.0, 0.0
         numbers = numbers_of(tensor)
-        for piece in self._rounding.pieces(numbers.flatten(0, -2)):
+        for piece in self._rounding.round_rows(numbers.flatten(0, -2)):
             if piece is None:
                 return None
             self._file.write(piece.codes_RB.numpy().data)
@@ -117,11 +117,11 @@ class _Shard:
             error, size = error + piece.error, size + piece.size
         *rows, num_columns = tensor.shape
         codes_shape = (*rows, self._rounding.packed_columns(num_columns))
-        self._enter(name_of(tensor.name, self._rounding.format), "U8", codes_shape, begin)
+        self._enter(part_name(tensor.name, self._rounding.format), "U8", codes_shape, begin)
         begin = self._file.tell()
         self._file.write(b"".join(scales))
         scales_shape = (*rows, self._rounding.num_groups(num_columns))
-        self._enter(name_of(tensor.name, SCALES), "BF16", scales_shape, begin)
+        self._enter(part_name(tensor.name, SCALES), "BF16", scales_shape, begin)
         return error, size
 
     def _pack(self, tensor: TensorSlice, words: np.ndarray) -> str | None:
@@ -136,15 +136,15 @@ class _Shard:
                 num_escapes += len(piece.columns)
                 if num_escapes > most:
                     return f"more than {MOST_ESCAPES:.1%} of its exponents lie outside of 15"
-        beside = escapes_beside(matrices)
+        beside = stack_escapes(matrices)
         if beside.nbytes > tensor.num_bytes // 8:
             return "its escapes would take more than it saves"
         beside = beside if words.ndim == 3 else beside[0]
         shape = (*tensor.shape[:-1], packed_columns(tensor.shape[-1]))
-        self._enter(name_of(tensor.name, WINDOW4), "U8", shape, begin)
+        self._enter(part_name(tensor.name, WINDOW4), "U8", shape, begin)
         begin = self._file.tell()
         self._file.write(beside.data)
-        self._enter(name_of(tensor.name, ESCAPES), "I32", beside.shape, begin)
+        self._enter(part_name(tensor.name, ESCAPES), "I32", beside.shape, begin)
         return None
 
     def _enter(self, name: str, dtype: str, shape: tuple[int, ...], begin: int) -> None:
@@ -182,9 +182,9 @@ def pack_shard(
     def turn(tensor: TensorSlice) -> int:
         """Those packed without loss first, then rounded ones: what has an odd number of bytes, or of 16 bits, would
         have those behind it begin anywhere."""
-        if rounding is not None and rounding.why_exact(tensor.name, tensor.dtype, tensor.shape) is None:
+        if rounding is not None and rounding.skip_reason(tensor.name, tensor.dtype, tensor.shape) is None:
             return 1
-        return 0 if why_raw(tensor.dtype, tensor.shape) is None else 2
+        return 0 if skip_reason(tensor.dtype, tensor.shape) is None else 2
 
     names = sum(6 * len(json.dumps(name)) + MOST_ENTRY_BYTES + 40 * len(t.shape) for name, t in tensors.items())
     most_header_bytes = round_up(4096 + names + 12 * (size // PIECE_BYTES + 2), PAGE_BYTES)
@@ -223,13 +223,13 @@ def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None
         return all(_is_same(tensor.expert(e), packed.expert(e), rounding) for e in range(tensor.shape[0]))
     companions = {each.role: numbers_of(each.tensor) for each in packed.companions}
     raw, height = torch.from_numpy(bytes_of(packed)), max(1, PANEL_NUMBERS // tensor.shape[1])
-    if packed.format in ROUNDED:
+    if packed.format in ROUNDED_ENCODINGS:
         parts = (numbers_of(tensor), raw.view(tensor.shape[0], -1), companions[SCALES])
         panels = zip(*(part.split(height) for part in parts), strict=True)
         return rounding is not None and all(
-            torch.equal(rounding.codes(stored.float(), scales), codes) for stored, codes, scales in panels
+            torch.equal(rounding.encode(stored.float(), scales), codes) for stored, codes, scales in panels
         )
-    rows = FORMATS[packed.format].rows(Stored(packed, raw, companions))
+    rows = FORMATS[packed.format].rows(StoredMatrix(packed, raw, companions))
     words_NK = bytes_of(tensor).view(np.uint16).reshape(tensor.shape)
     for first in range(0, len(words_NK), height):
         right = words_NK[first : first + height]

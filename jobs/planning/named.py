@@ -21,7 +21,7 @@ from runtime.probing.meta import build_meta_model, untie_head
 from runtime.store.writer import DTYPE_NAMES, TensorSpec
 from runtime.synthesize.checkpoints import config_for
 from runtime.synthesize.random_weights import RandomWeights
-from runtime.weights.conversions import specs_of
+from runtime.weights.conversions import target_specs
 from runtime.weights.layout import map_weights
 
 from ..config.settings import read_yaml
@@ -48,7 +48,7 @@ def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, M
     cache = measure_cache(model)
     parameters, conversions = map_weights(model, _laid_out(specs))
     # As the file of what was converted once would hold them.
-    converted = _laid_out(specs_of(model, conversions), file="converted")
+    converted = _laid_out(target_specs(model, conversions), file="converted")
     parameters |= {name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in converted.items()}
     parameters |= {each: replace(parameters[each], is_experts=True) for each in experts.stacks(model)}
     shape = shape_of(name, stage_model(model), parameters, cache, is_packed=is_packed)

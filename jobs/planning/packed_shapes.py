@@ -9,8 +9,8 @@ from math import ceil, prod
 
 from runtime.config.settings import Quantize
 from runtime.errors import ConfigError
-from runtime.formats.kinds.rounded import IN_A_LAYER, ROUTERS, Rounding
-from runtime.formats.kinds.window4 import why_raw
+from runtime.formats.kinds.rounded import LAYER_TENSOR, ROUTERS, Rounding
+from runtime.formats.kinds.window4 import skip_reason
 from runtime.formats.registry import FORMATS
 from runtime.linear.window4_rows import WINDOW4
 from runtime.plan.shape.model import ModelShape
@@ -60,7 +60,7 @@ class Publication:
         if self.name in GGUF:  # as `llama-quantize --pure` chooses it for rows of so many numbers; None for 16 bits
             num_columns, other = parameter.shape[-1], OF_OTHER_ROWS.get(self.name, USUAL_OF_OTHER_ROWS)
             return next((each for each in (self.name, other) if not num_columns % BLOCKS[each].num_numbers), None)
-        is_stored = IN_A_LAYER.search(_in_first_layer(name)) is not None and (is_stack or self.name != OF_EXPERTS)
+        is_stored = LAYER_TENSOR.search(_in_first_layer(name)) is not None and (is_stack or self.name != OF_EXPERTS)
         module = name.removesuffix(".weight")  # patterns mean what they mean to transformers
         is_left_out = any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.left_out)
         return PUBLISHED[self.name] if is_stored and not is_left_out else None
@@ -82,9 +82,9 @@ def as_packed(shape: ModelShape, way: PackedFormat | Quantize) -> ModelShape:
     def format_of(parameter: Parameter, piece: TensorSlice) -> str | None:
         """A store packs without loss what is not rounded."""
         name = _in_first_layer(parameter.name)
-        if rounding is not None and rounding.why_exact(name, piece.dtype, piece.shape) is None:
+        if rounding is not None and rounding.skip_reason(name, piece.dtype, piece.shape) is None:
             return rounding.format
-        return WINDOW4 if isinstance(way, PackedFormat) and why_raw(piece.dtype, piece.shape) is None else None
+        return WINDOW4 if isinstance(way, PackedFormat) and skip_reason(piece.dtype, piece.shape) is None else None
 
     return _stored(shape, format_of)
 

@@ -22,12 +22,12 @@ from ..kernels.arguments import (
     TILE_ROWS,
     AttentionItem,
     Pages,
-    Paused,
     QuantizedPages,
     QuantizedScratch,
     RowTables,
     Scratch,
     Softmax,
+    SoftmaxState,
     TailPages,
     TileScratch,
     WorkItems,
@@ -175,7 +175,7 @@ def prepare_vector_work(
     out_BHGD = scaled_BHGD.new_zeros(*q_BHGD.shape[:3], value_dim)
     q, out = scaled_BHGD.numpy(), out_BHGD.numpy()
     num_paused = len(q) if rows.shared_B.any() else 0
-    paused = Paused(*(np.empty((num_paused, *q.shape[1:3]), np.float32) for _ in range(2)))
+    paused = SoftmaxState(*(np.empty((num_paused, *q.shape[1:3]), np.float32) for _ in range(2)))
 
     def run(items: WorkItems) -> None:
         attend(q, pages, rows, softmax, out, items, Scratch.make(q.shape[1], q.shape[2], CHUNK_TOKENS), paused)
@@ -251,9 +251,9 @@ def _shared_positions(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_token
 def make_softmax(rule: Rule, shape: torch.Size) -> Softmax:
     from ..kernels.attention import LOWEST
 
-    tops_HG = torch.full(shape, float(LOWEST)) if rule.sinks is None else rule.sinks.view(shape)
+    maxima_HG = torch.full(shape, float(LOWEST)) if rule.sinks is None else rule.sinks.view(shape)
     total = 0.0 if rule.sinks is None else 1.0
-    return Softmax(np.float32(rule.softcap or 0.0), _numpy(tops_HG, torch.float32), np.float32(total))
+    return Softmax(np.float32(rule.softcap or 0.0), _numpy(maxima_HG, torch.float32), np.float32(total))
 
 
 def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:

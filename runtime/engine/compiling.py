@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..closing import Closing
 from ..errors import Interrupted
-from ..kernels.compiler import can_compile, hold_back, not_held_back, take_up
+from ..kernels.compiler import can_compile, disable_kernels, enable_kernels, kernels_enabled
 from ..plan.shape.model import ModelShape
 from ..stream.host_memory import available_bytes
 from ..units import MIB
@@ -85,7 +85,7 @@ class CompiledKernels(Closing):
     def __init__(self, parts: Collection[KernelSet]):
         self._processes: list[subprocess.Popen[bytes]] = []
         self._seconds_without, self.is_held_back = 0.0, False
-        with not_held_back():
+        with kernels_enabled():
             self._missing = [part for part in parts if can_compile() and not _is_kept(part)]
 
     @property
@@ -105,7 +105,7 @@ class CompiledKernels(Closing):
             return
         from ..kernels.compiled import COMPILATION
 
-        COMPILATION.say()
+        COMPILATION.log_once()
         root = str(Path(__file__).parents[2])
         paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -129,7 +129,7 @@ class CompiledKernels(Closing):
         and it ends, like those before it together, before they would be compiled."""
         if self.are_ready or self._processes or self._seconds_without + seconds > COMPILING_SECONDS:
             return False
-        if not hold_back():
+        if not disable_kernels():
             return False
         if not self.is_held_back:
             log.info(
@@ -143,7 +143,7 @@ class CompiledKernels(Closing):
         """Compiles what is missing, or waits until it is compiled, and takes all up. Raises Interrupted."""
         self.begin()
         if self._processes:
-            with not_held_back():
+            with kernels_enabled():
                 for part in self._missing:
                     if part.kind == HOST_OPS:
                         prepare(part)  # meanwhile
@@ -155,7 +155,7 @@ class CompiledKernels(Closing):
         self.close()
         if should_stop():
             raise Interrupted("stopped while kernels were compiled; nothing was begun")
-        take_up()
+        enable_kernels()
         self.is_held_back = False
         for part in self._missing:
             prepare(part)
@@ -166,15 +166,15 @@ def _is_kept(part: KernelSet) -> bool:
     """Loads a part where it is on disk."""
     import torch
 
-    from ..kernels.compiled import NotKept, only_kept
+    from ..kernels.compiled import KernelNotCached, cached_kernels_only
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # kernels are called by this thread alone, which asks
     try:
-        with only_kept():
+        with cached_kernels_only():
             prepare(part)
         return True
-    except NotKept:
+    except KernelNotCached:
         return False
     finally:
         torch.set_num_threads(num_threads)

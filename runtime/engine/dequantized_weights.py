@@ -76,7 +76,7 @@ class DequantizedWeights:
                 stacks.add(name)
             if not isinstance(weight, StoredWeight) or not weight.needs_dequantizing or not weight.has_kernels:
                 continue
-            if not weight.is_stacked or weight.is_flipped == (name in self._transposed):
+            if not weight.is_stacked or weight.is_transposed == (name in self._transposed):
                 found.add(name)
         return found if stacks <= found else found - stacks
 

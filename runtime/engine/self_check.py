@@ -46,7 +46,7 @@ from ..sequences.sequence import FinishReason, Request, Sequence
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..units import MIB, format_bytes
-from ..weights.layout import keep_computed, take_quantization
+from ..weights.layout import init_computed_parameters, pop_quantization_config
 from .batcher import StaticBatcher
 from .engine import Engine
 from .setup import Setup, open_streams
@@ -119,11 +119,11 @@ def run_generate(
     Runs the class's unchanged code on dense float32 weights, each prompt by itself. `opened` is the excerpt as lanes
     have it, which says where its weights lie. May raise whatever the class raises."""
     config = read_config(opened.checkpoint.path)
-    take_quantization(config)
+    pop_quantization_config(config)
     truncated.shorten(config)
     model: Any = build_meta_model(config, torch.float32)
     drop_unused_modules(model)
-    keep_computed(model, opened.checkpoint.tensors.keys())
+    init_computed_parameters(model, opened.checkpoint.tensors.keys())
     truncated.cut(model)
     parameters = {p.name: p for stage in opened.shape.stages for p in stage.parameters}
     fill(model, parameters, opened.checkpoint, opened.made)

@@ -20,16 +20,16 @@ ZEROS, GROUPS = "zeros", "groups"  # roles: zero points, and the group of each c
 FLOATS = ("F16", "BF16", "F32")
 METHOD = "weightstream"  # `quant_method` in the store's config.json
 RELATIVE_ERROR = "relative_rms_error"  # beside it: of all weights that were rounded
-Fit = Callable[[TensorSlice, TensorSlice], TensorSlice]  # bytes and companion -> the weight
+MakeWeight = Callable[[TensorSlice, TensorSlice], TensorSlice]  # bytes and companion -> the weight
 
 
-def refuse(what: str, readable: str) -> CheckpointError:
+def unsupported_error(what: str, readable: str) -> CheckpointError:
     """Returns the error for a variant that cannot be read, with what can be in its place."""
     what = what if len(what) <= MOST_SHOWN else f"{what[:MOST_SHOWN]}..."
     return CheckpointError(f"model.path: {what}, which cannot be read. Can be: {readable}, and {UNQUANTISED}")
 
 
-def mention_activations(how: str) -> None:
+def warn_activations(how: str) -> None:
     """Logs that inputs of products are not rounded as the config has it."""
     log.warning(
         "model.path: its config has activations quantised (%s); here they are not: the output is that of its "
@@ -38,17 +38,17 @@ def mention_activations(how: str) -> None:
     )
 
 
-def mention_kv_cache() -> None:
+def warn_kv_cache() -> None:
     log.warning("model.path: its config has keys and values quantised; here they are kept in the compute dtype")
 
 
-def mapping_in(values: Mapping[str, object], key: str) -> Mapping[str, object]:
+def get_mapping(values: Mapping[str, object], key: str) -> Mapping[str, object]:
     """Returns the object under a key of the config, {} for anything else."""
     found = values.get(key)
     return found if isinstance(found, Mapping) else {}
 
 
-def whole_number(values: Mapping[str, object], key: str, default: int) -> int:
+def get_integer(values: Mapping[str, object], key: str, default: int) -> int:
     """Raises CheckpointError for a value that is none."""
     found = values.get(key)
     if found is None:
@@ -87,7 +87,7 @@ def modules_with(tensors: Mapping[str, TensorSlice], leaf: str) -> Iterator[Modu
             yield ModuleTensors(path, tensors)
 
 
-def with_weights(
+def replace_tensors(
     tensors: Mapping[str, TensorSlice], weights: Mapping[str, TensorSlice], leaves: Collection[str]
 ) -> Mapping[str, TensorSlice]:
     """Returns the tensors with a `weight` in each of these modules, by path, in the place of its tensors of these
@@ -117,7 +117,7 @@ def require_shape(tensor: TensorSlice, expected: tuple[int, ...], why: str) -> T
     return tensor
 
 
-def groups_of_columns(groups: TensorSlice, num_columns: int, num_groups: int) -> Companion:
+def column_groups(groups: TensorSlice, num_columns: int, num_groups: int) -> Companion:
     """Reads which group each column is in. Raises CheckpointError for groups that are not there."""
     require_shape(groups, (num_columns,), "its module")
     found = read_integers(groups)
@@ -128,7 +128,7 @@ def groups_of_columns(groups: TensorSlice, num_columns: int, num_groups: int) ->
     return Companion(role=GROUPS, tensor=groups)
 
 
-def factors_of_rows(factors: TensorSlice, num_rows: int, role: str = SCALES) -> Companion:
+def row_factors(factors: TensorSlice, num_rows: int, role: str = SCALES) -> Companion:
     """Returns factors of each row, one or several, or of all rows, as a matrix. Raises CheckpointError for factors of
     another number of rows."""
     shape = (1, 1) if prod(factors.shape) == 1 else factors.shape
@@ -151,34 +151,34 @@ def group_width(num_columns: int, factors: TensorSlice, num_groups: int) -> int:
     return num_columns // num_groups
 
 
-def relative_error(quantization: Mapping[str, object]) -> float | None:
+def read_relative_error(quantization: Mapping[str, object]) -> float | None:
     """What a store's config says of how far its weights are off; None where it says nothing, or what cannot be."""
     found = quantization.get(RELATIVE_ERROR)
     return float(found) if isinstance(found, int | float) and 0 <= found < inf else None
 
 
-def name_of(weight: str, part: str) -> str:
+def part_name(weight: str, part: str) -> str:
     return f"{weight}_{part}"
 
 
-def paired(
+def pair_parts(
     tensors: Mapping[str, TensorSlice],
     quantization: Mapping[str, object],
     part: str,
     companion: str,
-    fit: Fit,
+    fit: MakeWeight,
 ) -> Mapping[str, TensorSlice]:
     """Returns the tensors, each weight that lies in `part` and `companion` under its own name. Raises CheckpointError
     for one that lacks its companion, and where the config does not say that this is a store of ours: nothing would be
     compared with its sums."""
-    result, suffix = dict(tensors), name_of("", part)
+    result, suffix = dict(tensors), part_name("", part)
     for name, tensor in tensors.items():
         weight = name.removesuffix(suffix)
         if weight == name or tensor.dtype not in ("U8", "I8"):
             continue
-        beside = result.pop(name_of(weight, companion), None)
+        beside = result.pop(part_name(weight, companion), None)
         if beside is None:
-            raise CheckpointError(f"{tensor.file}: {name!r} lacks {name_of(weight, companion)!r} beside it")
+            raise CheckpointError(f"{tensor.file}: {name!r} lacks {part_name(weight, companion)!r} beside it")
         if quantization.get("quant_method") != METHOD:
             raise CheckpointError(
                 f"{tensor.file}: {name!r} is of a store that `weightstream pack` wrote, but config.json lacks its "
@@ -188,7 +188,7 @@ def paired(
     return result
 
 
-def unfit(body: TensorSlice, beside: TensorSlice) -> CheckpointError:
+def mismatch_error(body: TensorSlice, beside: TensorSlice) -> CheckpointError:
     return CheckpointError(
         f"{body.file}: {beside.name!r}, {beside.dtype} of shape {beside.shape}, does not fit {body.name!r} of shape "
         f"{body.shape}: pack the model anew"

@@ -34,8 +34,8 @@ def pair_companions(
     return tensors
 
 
-def is_of_linear(tensor: TensorSlice) -> bool:
-    return bool(tensor.format) and FORMATS[tensor.format].of_linear
+def is_output_major(tensor: TensorSlice) -> bool:
+    return bool(tensor.format) and FORMATS[tensor.format].is_output_major
 
 
 def require_readable(method: str) -> None:

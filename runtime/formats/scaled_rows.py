@@ -12,18 +12,18 @@ import torch
 
 from ..errors import CheckpointError
 from ..kernels.arguments import FLOAT4, FLOAT8_E5M2, SCALED_FLOAT8
-from ..linear.packed_rows import RowCodes, fits_in_rows
+from ..linear.packed_rows import RowCodes, supports_row_codes
 from ..linear.rows import Codes, Rows
 from ..plan.shape.shapes import Companion, TensorSlice
 
 WORD_BITS = 32
 SCALES = "scales"
 FACTORS = ("F32", "F16", "BF16", "F64", "F8_E8M0", "F8_E4M3", "U8")
-WAYS = {None: FLOAT4, torch.float8_e4m3fn: SCALED_FLOAT8}  # of dtypes, None for FP4
+ENCODINGS = {None: FLOAT4, torch.float8_e4m3fn: SCALED_FLOAT8}  # of dtypes, None for FP4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4's magnitudes; the highest of its four bits is the sign
-Chosen = slice | torch.Tensor  # some rows, or the rows with these numbers in that order
-Write = Callable[[Chosen, torch.Tensor], None]  # the codes of the wanted rows into (R, K) float32
-Factors = Callable[[Chosen], torch.Tensor]  # of the wanted rows: (R, G) float32, or (1, 1) for all alike
+RowSelection = slice | torch.Tensor  # some rows, or the rows with these numbers in that order
+Write = Callable[[RowSelection, torch.Tensor], None]  # the codes of the wanted rows into (R, K) float32
+Factors = Callable[[RowSelection], torch.Tensor]  # of the wanted rows: (R, G) float32, or (1, 1) for all alike
 Apply = Callable[[torch.Tensor, torch.Tensor], object]
 
 
@@ -49,11 +49,11 @@ class IntegerRows:
         self._write, self._zeros, self._scales, self._width, self._groups = write, zeros, scales, width, groups
         self.codes = codes
 
-    def shared(self, rows: Chosen) -> tuple[torch.Tensor, torch.Tensor]:
+    def zeros_and_scales(self, rows: RowSelection) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns zero points and scales of the wanted rows: (R, G) float32 each, or (1, 1) for all alike."""
         return self._zeros(rows), self._scales(rows)
 
-    def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
+    def dequantize(self, rows: RowSelection, out_RK: torch.Tensor) -> None:
         self._write(rows, out_RK)
         for factors, apply in ((self._zeros, torch.Tensor.sub_), (self._scales, torch.Tensor.mul_)):
             if self._groups is None or self._groups.dim() == 1:
@@ -104,7 +104,7 @@ def write_pairs(pairs: torch.Tensor, bytes_RB: torch.Tensor, out_RK: torch.Tenso
 
 
 @lru_cache
-def halves_of_bytes(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def byte_halves(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(256,) each: the low half of each byte, and the high one. Kept, as to bring it to a device would have the host
     wait."""
     byte = torch.arange(256)
@@ -114,22 +114,22 @@ def halves_of_bytes(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 @lru_cache
 def nibble_pairs(device: torch.device) -> torch.Tensor:
     """(256,): the halves of each byte, the low one first."""
-    return as_pairs(*halves_of_bytes(device))
+    return pack_pairs(*byte_halves(device))
 
 
-def as_pairs(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def pack_pairs(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Two numbers for each byte as one element of 64 bits."""
     return torch.stack([first, second], dim=1).float().view(torch.int64).flatten()
 
 
-def fields(words_RW: torch.Tensor, positions: torch.Tensor, num_bits: int) -> torch.Tensor:
+def extract_fields(words_RW: torch.Tensor, positions: torch.Tensor, num_bits: int) -> torch.Tensor:
     """The codes at these positions of each row of words, of which the first lies in the lowest bits: (R, positions)."""
     per_word = WORD_BITS // num_bits
     shifts = (positions % per_word * num_bits).to(words_RW.dtype)
     return words_RW[:, positions // per_word] >> shifts & ((1 << num_bits) - 1)
 
 
-def row_numbers(rows: Chosen, num_rows: int, first_row: int, device: torch.device) -> torch.Tensor:
+def row_numbers(rows: RowSelection, num_rows: int, first_row: int, device: torch.device) -> torch.Tensor:
     """The numbers of the wanted rows of `num_rows`, which begin at `first_row` of what companions count."""
     if isinstance(rows, slice):
         start, stop, _ = rows.indices(num_rows)
@@ -137,7 +137,7 @@ def row_numbers(rows: Chosen, num_rows: int, first_row: int, device: torch.devic
     return rows + first_row
 
 
-def columns_of(matrix: torch.Tensor, rows: Chosen, num_rows: int, first_row: int) -> torch.Tensor:
+def select_columns(matrix: torch.Tensor, rows: RowSelection, num_rows: int, first_row: int) -> torch.Tensor:
     """The columns of a matrix that lie as the wanted rows; a view of a run of them."""
     if isinstance(rows, slice):
         start, stop, _ = rows.indices(num_rows)
@@ -161,7 +161,7 @@ class ScaledRows:
         self.device = raw_NB.device
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        numbers_of = numbers_of_bytes(self._dtype, self.device)
+        numbers_of = byte_values(self._dtype, self.device)
         out = out_RK.view(numbers_of.dtype).flatten()
         torch.index_select(numbers_of, 0, self._raw_NB[rows].flatten().int(), out=out)
         apply_by_group(out_RK, self._factors(rows), self._block_columns, torch.Tensor.mul_)
@@ -169,7 +169,7 @@ class ScaledRows:
     def codes(self) -> Codes:
         """See `Rows`."""
         return Codes(
-            way=FLOAT8_E5M2 if self._dtype == torch.float8_e5m2 else WAYS[self._dtype],
+            encoding=FLOAT8_E5M2 if self._dtype == torch.float8_e5m2 else ENCODINGS[self._dtype],
             shape=self.shape,
             body=self._raw_NB[None],
             scales=self._scales[None],
@@ -177,11 +177,11 @@ class ScaledRows:
             width=self._block_columns,
         )
 
-    def shared(self, rows: Chosen) -> tuple[None, torch.Tensor]:
+    def zeros_and_scales(self, rows: RowSelection) -> tuple[None, torch.Tensor]:
         """Returns no zero points, and the factors of the wanted rows, (R, K / block_columns) float32."""
         return None, self._factors(rows)
 
-    def _factors(self, rows: Chosen) -> torch.Tensor:
+    def _factors(self, rows: RowSelection) -> torch.Tensor:
         numbers = torch.arange(self.shape[0], device=self.device)[rows]
         return self._scales[numbers // self._block_rows].float()
 
@@ -193,23 +193,23 @@ def scaled_rows(
     rows = ScaledRows(raw_NB, dtype, scales, block_rows, block_columns)
     num_groups = scales.shape[1]
     is_even = num_groups == 1 or num_groups * block_columns == rows.shape[1]
-    if dtype not in WAYS or not is_even or not fits_in_rows(rows.shape, rows.device, num_groups):
+    if dtype not in ENCODINGS or not is_even or not supports_row_codes(rows.shape, rows.device, num_groups):
         return rows
-    return RowCodes(rows, raw_NB, WAYS[dtype], num_groups, rows.shared)
+    return RowCodes(rows, raw_NB, ENCODINGS[dtype], num_groups, rows.zeros_and_scales)
 
 
 @lru_cache
-def numbers_of_bytes(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+def byte_values(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
     """(256,): what each byte holds, a float32 or, of FP4, two of them as one element of 64 bits. Five times as fast as
     torch's own conversion of FP8 on a CPU."""
     if dtype is not None:
         return torch.arange(256, dtype=torch.uint8).view(dtype).float().to(device)
     numbers = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)], device=device)
-    low, high = halves_of_bytes(device)
-    return as_pairs(numbers[low], numbers[high])
+    low, high = byte_halves(device)
+    return pack_pairs(numbers[low], numbers[high])
 
 
-def with_factors(tensor: TensorSlice, factors: TensorSlice, rows: int, columns: int) -> TensorSlice:
+def attach_factors(tensor: TensorSlice, factors: TensorSlice, rows: int, columns: int) -> TensorSlice:
     """Returns the weight with its factors, of blocks of so many rows and columns. Raises CheckpointError for factors
     that do not fit it."""
     if len(tensor.shape) < 2 or factors.dtype not in FACTORS:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..linear.blocks import WORDS, below
+from ..linear.blocks import CONCAT_DTYPES, concat_rows
 from ..linear.rows import Rows
 from ..plan.shape.dtypes import Loss as Loss
 from ..plan.shape.shapes import Companion, TensorSlice
@@ -17,7 +17,7 @@ from ..plan.shape.shapes import Companion, TensorSlice
 ROWS_OF_WORD = 8  # rows whose zero points are in one word, at most
 
 
-class Stored(NamedTuple):
+class StoredMatrix(NamedTuple):
     """A matrix as it lies in memory: its bytes, and its companions by role. Views into a slot: valid as long as its
     bytes are."""
 
@@ -30,12 +30,12 @@ class Stored(NamedTuple):
         return self.raw.view(self.piece.shape[0], -1)
 
 
-def joined_by_rows(matrices: Sequence[Stored]) -> Stored | None:
+def join_by_rows(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
     """Returns matrices of one shape, such as those of experts, below each other as one of E x N rows; views where they
     lie so, copies otherwise. None where they differ in more than their numbers, or where a companion is neither of rows
     nor of whole matrices."""
     first, num_rows = matrices[0].piece, matrices[0].piece.shape[0]
-    if not are_alike(matrices) or first.row_order:
+    if not have_same_layout(matrices) or first.row_order:
         return None
     companions, tensors = list[Companion](), dict[str, torch.Tensor]()
     for each in first.companions:
@@ -48,19 +48,22 @@ def joined_by_rows(matrices: Sequence[Stored]) -> Stored | None:
             if -(-num_rows // block) != len(parts[0]):
                 return None
             rows = torch.arange(num_rows, device=parts[0].device) // block
-            parts, block = [part.view(WORDS.get(part.dtype, part.dtype))[rows].view(part.dtype) for part in parts], 1
-        tensors[each.role] = below(parts)
+            parts, block = (
+                [part.view(CONCAT_DTYPES.get(part.dtype, part.dtype))[rows].view(part.dtype) for part in parts],
+                1,
+            )
+        tensors[each.role] = concat_rows(parts)
         companions.append(replace(each, block_rows=block))
     shape = (len(matrices) * num_rows, *first.shape[1:])
     joined = replace(first, shape=shape, companions=tuple(companions))
-    return Stored(joined, below([stored.raw for stored in matrices]), tensors)
+    return StoredMatrix(joined, concat_rows([stored.raw for stored in matrices]), tensors)
 
 
-def joined_by_columns(matrices: Sequence[Stored], num_words: int) -> Stored | None:
+def join_by_columns(matrices: Sequence[StoredMatrix], num_words: int) -> StoredMatrix | None:
     """The same of matrices in `num_words` rows of words of 32 bits, whose own rows lie as columns, as those of their
     companions do. What has one dimension, as the group of each column, becomes a row for each matrix."""
     first, num_rows = matrices[0].piece, matrices[0].piece.shape[0]
-    if not are_alike(matrices) or first.first_row or num_rows % ROWS_OF_WORD:
+    if not have_same_layout(matrices) or first.first_row or num_rows % ROWS_OF_WORD:
         return None
     words = torch.cat([stored.raw.view(torch.int32).view(num_words, -1) for stored in matrices], dim=1)
     tensors = dict[str, torch.Tensor]()
@@ -68,13 +71,13 @@ def joined_by_columns(matrices: Sequence[Stored], num_words: int) -> Stored | No
         parts = [stored.companions[role] for stored in matrices]
         tensors[role] = torch.stack(parts) if parts[0].dim() == 1 else torch.cat(parts, dim=1)
     joined = replace(first, shape=(len(matrices) * num_rows, *first.shape[1:]))
-    return Stored(joined, words.view(torch.uint8).view(-1), tensors)
+    return StoredMatrix(joined, words.view(torch.uint8).view(-1), tensors)
 
 
-def are_alike(matrices: Sequence[Stored]) -> bool:
+def have_same_layout(matrices: Sequence[StoredMatrix]) -> bool:
     """Whether they lie in the same way, and have companions of the same shapes."""
 
-    def looks(stored: Stored) -> tuple[object, ...]:
+    def looks(stored: StoredMatrix) -> tuple[object, ...]:
         piece, sizes = stored.piece, {role: tensor.shape for role, tensor in stored.companions.items()}
         return piece.shape, piece.format, piece.dtype, piece.first_row, piece.constants[:2], stored.raw.shape, sizes
 
@@ -92,15 +95,15 @@ class StorageFormat:
     name: str
     loss: Loss
     row_bytes: Callable[[int], float]
-    rows: Callable[[Stored], Rows]
+    rows: Callable[[StoredMatrix], Rows]
     companions: tuple[str, ...] = ()
-    of_linear: bool = False
-    join: Callable[[Sequence[Stored]], Stored | Rows | None] = joined_by_rows
+    is_output_major: bool = False
+    join: Callable[[Sequence[StoredMatrix]], StoredMatrix | Rows | None] = join_by_rows
 
-    def joined(self, matrices: Sequence[Stored]) -> Rows | None:
+    def join_matrices(self, matrices: Sequence[StoredMatrix]) -> Rows | None:
         """Returns rows of matrices of one shape below each other; None where they cannot be one matrix."""
         found = self.join(matrices)
-        return self.rows(found) if isinstance(found, Stored) else found
+        return self.rows(found) if isinstance(found, StoredMatrix) else found
 
 
 # A method that a config names, with what the config says of it: the checkpoint's tensors as if they were not stored so,

@@ -48,11 +48,11 @@ class StoredRows(NamedTuple):
 class VectorProduct(NamedTuple):
     """A product in vectors, whatever its weights are: of the `num_rows` rows of x in `inputs`, into columns from
     `begin` on of an output of a `kind`, all of whose rows the `halves` are, see `linear_parts.OutputRows`. Threads that
-    share one `begun`, of which the first number was 0, share the rows of w, `step` at a time, a multiple of PAIR_ROWS
+    share one `counter`, of which the first number was 0, share the rows of w, `step` at a time, a multiple of PAIR_ROWS
     up to CHUNK_ROWS; each has `words`, a `tile` and `sums` of its own, used anew again and again, see `split`."""
 
     step: int
-    begun: np.ndarray
+    counter: np.ndarray
     inputs: np.ndarray
     halves: np.ndarray
     kind: int
@@ -117,25 +117,25 @@ class AttentionItem(NamedTuple):
 
 class WorkItems(NamedTuple):
     """The work items of threads that share them: of each its first row and that behind the last, its first KV head and
-    that behind the last. `begun`: one number, how many items have been begun."""
+    that behind the last. `counter`: one number, how many items have been begun."""
 
     spans_W4: np.ndarray
-    begun: np.ndarray
+    counter: np.ndarray
 
 
-class Paused(NamedTuple):
+class SoftmaxState(NamedTuple):
     """The maxima and the sums of weights of rows, from one chunk that they share with others to the next."""
 
-    tops_BHG: np.ndarray
+    maxima_BHG: np.ndarray
     totals_BHG: np.ndarray
 
 
 class Softmax(NamedTuple):
-    """Scores are capped to +-softcap, 0 is not at all. Maxima begin at `tops_HG`, the sinks' scores if there are any,
+    """Scores are capped to +-softcap, 0 is not at all. Maxima begin at `maxima_HG`, the sinks' scores if there are any,
     whose weight there is `total`."""
 
     softcap: np.float32
-    tops_HG: np.ndarray
+    maxima_HG: np.ndarray
     total: np.float32
 
 
@@ -145,7 +145,7 @@ class ScoreScratch(Protocol):
     @property
     def scores_HGS(self) -> np.ndarray: ...
     @property
-    def tops_HG(self) -> np.ndarray: ...
+    def maxima_HG(self) -> np.ndarray: ...
     @property
     def totals_HG(self) -> np.ndarray: ...
 
@@ -154,7 +154,7 @@ class QuantizedScratch(NamedTuple):
     """A thread's own, beside that of `Scratch`: queries by a page's scales, and what zeros add to scores or sums."""
 
     scores_HGS: np.ndarray
-    tops_HG: np.ndarray
+    maxima_HG: np.ndarray
     totals_HG: np.ndarray
     scaled_HGD: np.ndarray
     added_HG: np.ndarray
@@ -169,7 +169,7 @@ class Scratch(NamedTuple):
     """A thread's own: scores, then weights, of a chunk; the maxima so far; the sums of weights as seen from there."""
 
     scores_HGS: np.ndarray
-    tops_HG: np.ndarray
+    maxima_HG: np.ndarray
     totals_HG: np.ndarray
 
     @classmethod
@@ -199,7 +199,7 @@ class TileScratch(NamedTuple):
     scores_HGS: np.ndarray
     weights_HJPCS: np.ndarray
     sums_HGD: np.ndarray
-    tops_HG: np.ndarray
+    maxima_HG: np.ndarray
     totals_HG: np.ndarray
     shapes: np.ndarray
 
@@ -212,14 +212,14 @@ class TileScratch(NamedTuple):
             scores_HGS=aligned_zeros((H, J * TILE_QUERIES, chunk_tokens), np.float32),
             weights_HJPCS=aligned_zeros((H, J, 2, PAIRED, chunk_tokens), np.uint32),
             sums_HGD=aligned_zeros((H, J * TILE_QUERIES, value_dim), np.float32),
-            tops_HG=aligned_zeros((H, group), np.float32),
+            maxima_HG=aligned_zeros((H, group), np.float32),
             totals_HG=aligned_zeros((H, group), np.float32),
-            shapes=tile_shapes(),
+            shapes=attention_tile_configs(),
         )
 
 
 @cache
-def tile_shapes() -> np.ndarray:
+def attention_tile_configs() -> np.ndarray:
     """(2, 16, 64) bytes: how scores, and how values, of 1 to 16 positions of a page have the eight tiles: their numbers
     in `unit.py`, the form in Intel's manual under LDTILECFG."""
     shapes = aligned_zeros((2, TILE_ROWS, 64), np.uint8)
@@ -270,19 +270,19 @@ class Matrix(NamedTuple):
     num_groups: int = 0
     row_step: int = 0
     first_row: int = 0
-    last: float = 1.0
+    last_factor: float = 1.0
 
 
 class MatrixKind(NamedTuple):
     """What a kernel is compiled for. `width`: columns of a group, 0 for one group in a row. `group_tile`: groups in a
     tile; as many as columns where each column's is looked up, in `groups` if it `has_groups`."""
 
-    way: int
+    encoding: int
     scales: int
     zeros: int
-    added: int
+    zero_offset: int
     overall: int
-    has_last: bool
+    has_last_factor: bool
     has_groups: bool
     is_reordered: bool
     width: int

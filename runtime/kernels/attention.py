@@ -18,18 +18,18 @@ from .arguments import (
     CHUNK_TOKENS,
     AttentionItem,
     Pages,
-    Paused,
     QuantizedPages,
     RowTables,
     ScoreScratch,
     Scratch,
     Softmax,
+    SoftmaxState,
     Span,
     WorkItems,
 )
 from .attention_blocks import add_numbers, score_numbers
-from .compiled import FUSED, REORDERED, kept
-from .primitives import EXP_MIN, ONE, ZERO, Place, begin_items, exp, highest_of
+from .compiled import FUSED, REORDERED, cached_kernel
+from .primitives import EXP_MIN, ONE, ZERO, ArrayAt, claim_items, exp, highest_of
 
 TANH_MAX = np.float32(10)  # tanh is 1 from 9.1 on
 
@@ -45,26 +45,26 @@ def _cap(scores_HGS: np.ndarray, h: int, g: int, num: int, softcap: np.float32) 
 
 
 @njit(fastmath=REORDERED)
-def _fade(
-    h: int, g: int, highest: np.float32, tops_HG: np.ndarray, totals_HG: np.ndarray, sums_HGD: np.ndarray
+def _rescale_sums(
+    h: int, g: int, highest: np.float32, maxima_HG: np.ndarray, totals_HG: np.ndarray, sums_HGD: np.ndarray
 ) -> None:
-    x = np.float32(tops_HG[h, g] - highest)
+    x = np.float32(maxima_HG[h, g] - highest)
     fade = exp(x, ONE) if x > EXP_MIN else ZERO
-    tops_HG[h, g] = highest
+    maxima_HG[h, g] = highest
     totals_HG[h, g] *= fade
     for d in range(sums_HGD.shape[2]):
         sums_HGD[h, g, d] *= fade
 
 
 @njit(fastmath=REORDERED)
-def _raise_tops(num: int, heads: Span, scratch: ScoreScratch, sums_HGD: np.ndarray) -> None:
+def _update_maxima(num: int, heads: Span, scratch: ScoreScratch, sums_HGD: np.ndarray) -> None:
     """Raises each query's maximum to that of its scores; its total and sums are then seen from there."""
     _, Gs, S = scratch.scores_HGS.shape
     for h in range(heads[0], heads[1]):
-        for g in range(scratch.tops_HG.shape[1]):
-            highest = highest_of(scratch.scores_HGS, (h * Gs + g) * S, num, scratch.tops_HG[h, g])
-            if highest > scratch.tops_HG[h, g]:
-                _fade(h, g, highest, scratch.tops_HG, scratch.totals_HG, sums_HGD)
+        for g in range(scratch.maxima_HG.shape[1]):
+            highest = highest_of(scratch.scores_HGS, (h * Gs + g) * S, num, scratch.maxima_HG[h, g])
+            if highest > scratch.maxima_HG[h, g]:
+                _rescale_sums(h, g, highest, scratch.maxima_HG, scratch.totals_HG, sums_HGD)
 
 
 @njit(fastmath=REORDERED)
@@ -79,32 +79,34 @@ def _exponentiate(scores_HGS: np.ndarray, h: int, g: int, num: int, top: np.floa
 
 
 @njit(fastmath=REORDERED)
-def weigh(num: int, heads: Span, softcap: np.float32, scratch: ScoreScratch, sums_HGD: np.ndarray) -> None:
+def apply_softmax(num: int, heads: Span, softcap: np.float32, scratch: ScoreScratch, sums_HGD: np.ndarray) -> None:
     """Turns `num` scores of each query into weights, as seen from the maximum so far."""
-    G = scratch.tops_HG.shape[1]
+    G = scratch.maxima_HG.shape[1]
     if softcap > ZERO:
         for h in range(heads[0], heads[1]):
             for g in range(G):
                 _cap(scratch.scores_HGS, h, g, num, softcap)
-    _raise_tops(num, heads, scratch, sums_HGD)
+    _update_maxima(num, heads, scratch, sums_HGD)
     for h in range(heads[0], heads[1]):  # apart, or each query would wait for its maximum: 1.8 us instead of 0.9
         for g in range(G):
-            scratch.totals_HG[h, g] += _exponentiate(scratch.scores_HGS, h, g, num, scratch.tops_HG[h, g])
+            scratch.totals_HG[h, g] += _exponentiate(scratch.scores_HGS, h, g, num, scratch.maxima_HG[h, g])
 
 
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 
 @njit(fastmath=REORDERED)
-def page_run(pages: Pages | QuantizedPages, table_n: np.ndarray, place: int, last: int) -> tuple[int, int, int]:
-    """The page where `place` lies, the offset in it and how many positions up to `last` it holds."""
-    page, offset = table_n[place // pages.page_tokens], place % pages.page_tokens
+def locate_in_page(
+    pages: Pages | QuantizedPages, table_n: np.ndarray, position: int, last: int
+) -> tuple[int, int, int]:
+    """The page where `position` lies, the offset in it and how many positions up to `last` it holds."""
+    page, offset = table_n[position // pages.page_tokens], position % pages.page_tokens
     if page < 0 or page >= pages.num_pages:
         raise IndexError("a page table names a KV page that does not exist")
-    return page, offset, min(pages.page_tokens - offset, last - place)
+    return page, offset, min(pages.page_tokens - offset, last - position)
 
 
-class OwnRow(NamedTuple):
+class AttentionRow(NamedTuple):
     """A row's queries, the pages that it sees, and the sums of its values."""
 
     q_HGD: np.ndarray
@@ -114,50 +116,56 @@ class OwnRow(NamedTuple):
 
 @njit(fastmath=REORDERED)
 def attend_chunk(
-    row: OwnRow, pages: Pages, span: Span, end: int, heads: Span, softcap: np.float32, scratch: ScoreScratch
+    row: AttentionRow, pages: Pages, span: Span, end: int, heads: Span, softcap: np.float32, scratch: ScoreScratch
 ) -> None:
     """Takes up positions of a span, a chunk at most, of one row that ends at `end`."""
     (q_HGD, table_n, sums_HGD), (first, last) = row, span
     H, Dk = q_HGD.shape[0], q_HGD.shape[2]
-    Dv, place = sums_HGD.shape[2], first
-    while place < last:
-        page, offset, num = page_run(pages, table_n, place, last)
-        keys = Place(pages.keys, page * pages.key_stride + offset * H * Dk)
-        values = Place(pages.values, page * pages.value_stride + offset * H * Dv)
-        score_numbers(q_HGD, keys, Dk, num, heads, Place(scratch.scores_HGS, place - first), values)
-        place += num
-    weigh(last - first, heads, softcap, scratch, sums_HGD)
-    place = first
-    while place < last:
-        page, offset, num = page_run(pages, table_n, place, last)
-        values = Place(pages.values, page * pages.value_stride + offset * H * Dv)
-        later = place + CHUNK_TOKENS if place + CHUNK_TOKENS < end else place
+    Dv, position = sums_HGD.shape[2], first
+    while position < last:
+        page, offset, num = locate_in_page(pages, table_n, position, last)
+        keys = ArrayAt(pages.keys, page * pages.key_stride + offset * H * Dk)
+        values = ArrayAt(pages.values, page * pages.value_stride + offset * H * Dv)
+        score_numbers(q_HGD, keys, Dk, num, heads, ArrayAt(scratch.scores_HGS, position - first), values)
+        position += num
+    apply_softmax(last - first, heads, softcap, scratch, sums_HGD)
+    position = first
+    while position < last:
+        page, offset, num = locate_in_page(pages, table_n, position, last)
+        values = ArrayAt(pages.values, page * pages.value_stride + offset * H * Dv)
+        later = position + CHUNK_TOKENS if position + CHUNK_TOKENS < end else position
         next_key = table_n[later // pages.page_tokens] * pages.key_stride + offset * H * Dk
-        weights = Place(scratch.scores_HGS, place - first)
-        add_numbers(sums_HGD, values, Dv, num, heads, weights, Place(pages.keys, next_key))
-        place += num
+        weights = ArrayAt(scratch.scores_HGS, position - first)
+        add_numbers(sums_HGD, values, Dv, num, heads, weights, ArrayAt(pages.keys, next_key))
+        position += num
 
 
 @njit(fastmath=REORDERED)
-def begin(softmax: Softmax, heads: Span, scratch: ScoreScratch) -> None:
+def reset_softmax(softmax: Softmax, heads: Span, scratch: ScoreScratch) -> None:
     """Sets a row's maxima and sums of weights to where they start."""
     for h in range(heads[0], heads[1]):
-        for g in range(scratch.tops_HG.shape[1]):
-            scratch.tops_HG[h, g], scratch.totals_HG[h, g] = softmax.tops_HG[h, g], softmax.total
+        for g in range(scratch.maxima_HG.shape[1]):
+            scratch.maxima_HG[h, g], scratch.totals_HG[h, g] = softmax.maxima_HG[h, g], softmax.total
 
 
 @njit(fastmath=REORDERED)
-def _pause(paused: Paused, row: int, heads: Span, scratch: Scratch) -> None:
+def _save_softmax(paused: SoftmaxState, row: int, heads: Span, scratch: Scratch) -> None:
     for h in range(heads[0], heads[1]):
-        for g in range(scratch.tops_HG.shape[1]):
-            paused.tops_BHG[row, h, g], paused.totals_BHG[row, h, g] = scratch.tops_HG[h, g], scratch.totals_HG[h, g]
+        for g in range(scratch.maxima_HG.shape[1]):
+            paused.maxima_BHG[row, h, g], paused.totals_BHG[row, h, g] = (
+                scratch.maxima_HG[h, g],
+                scratch.totals_HG[h, g],
+            )
 
 
 @njit(fastmath=REORDERED)
-def _resume(paused: Paused, row: int, heads: Span, scratch: Scratch) -> None:
+def _restore_softmax(paused: SoftmaxState, row: int, heads: Span, scratch: Scratch) -> None:
     for h in range(heads[0], heads[1]):
-        for g in range(scratch.tops_HG.shape[1]):
-            scratch.tops_HG[h, g], scratch.totals_HG[h, g] = paused.tops_BHG[row, h, g], paused.totals_BHG[row, h, g]
+        for g in range(scratch.maxima_HG.shape[1]):
+            scratch.maxima_HG[h, g], scratch.totals_HG[h, g] = (
+                paused.maxima_BHG[row, h, g],
+                paused.totals_BHG[row, h, g],
+            )
 
 
 @njit(fastmath=REORDERED)
@@ -169,7 +177,7 @@ def _attend_shared(
     out_BHGD: np.ndarray,
     item: AttentionItem,
     scratch: Scratch,
-    paused: Paused,
+    paused: SoftmaxState,
 ) -> None:
     """What rows share, chunk by chunk, one row after the other: what the first has read is in a cache for the next.
     Each row adds up in the order in which it would by itself."""
@@ -177,22 +185,22 @@ def _attend_shared(
     for row in range(own_rows[0], own_rows[1]):
         if rows.shared_B[row]:
             most = max(most, rows.shared_B[row])
-            begin(softmax, heads, scratch)
-            _pause(paused, row, heads, scratch)
+            reset_softmax(softmax, heads, scratch)
+            _save_softmax(paused, row, heads, scratch)
     for chunk in range(0, most, CHUNK_TOKENS):
         last = chunk + CHUNK_TOKENS
         for row in range(own_rows[0], own_rows[1]):
             first = max(chunk, rows.begins_B[row])
             if last > rows.shared_B[row] or first >= last:
                 continue
-            _resume(paused, row, heads, scratch)
-            own = OwnRow(q_BHGD[row], rows.tables_Bn[row], out_BHGD[row])
+            _restore_softmax(paused, row, heads, scratch)
+            own = AttentionRow(q_BHGD[row], rows.tables_Bn[row], out_BHGD[row])
             attend_chunk(own, pages, (first, last), rows.ends_B[row], heads, softmax.softcap, scratch)
-            _pause(paused, row, heads, scratch)
+            _save_softmax(paused, row, heads, scratch)
 
 
 @njit(fastmath=REORDERED)
-def finish(out_BHGD: np.ndarray, row: int, heads: Span, scratch: ScoreScratch) -> None:
+def normalize_sums(out_BHGD: np.ndarray, row: int, heads: Span, scratch: ScoreScratch) -> None:
     """Divides a row's sums by their weights."""
     G, Dv = out_BHGD.shape[2:]
     for h in range(heads[0], heads[1]):
@@ -211,7 +219,7 @@ def _attend_item(
     out_BHGD: np.ndarray,
     item: AttentionItem,
     scratch: Scratch,
-    paused: Paused,
+    paused: SoftmaxState,
 ) -> None:
     own_rows, heads = item
     _attend_shared(q_BHGD, pages, rows, softmax, out_BHGD, item, scratch, paused)
@@ -220,26 +228,26 @@ def _attend_item(
         if first >= end:
             continue
         if rows.shared_B[row]:
-            _resume(paused, row, heads, scratch)
+            _restore_softmax(paused, row, heads, scratch)
             first = max(first, rows.shared_B[row])
         else:
-            begin(softmax, heads, scratch)
+            reset_softmax(softmax, heads, scratch)
         while first < end:
             last = min(end, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
-            own = OwnRow(q_BHGD[row], rows.tables_Bn[row], out_BHGD[row])
+            own = AttentionRow(q_BHGD[row], rows.tables_Bn[row], out_BHGD[row])
             attend_chunk(own, pages, (first, last), end, heads, softmax.softcap, scratch)
             first = last
-        finish(out_BHGD, row, heads, scratch)
+        normalize_sums(out_BHGD, row, heads, scratch)
 
 
 @njit(fastmath=REORDERED)
-def item_of(items: WorkItems, i: int) -> AttentionItem:
+def get_item(items: WorkItems, i: int) -> AttentionItem:
     """The i-th of them."""
     row, last_row, head, last_head = items.spans_W4[i]
     return AttentionItem((row, last_row), (head, last_head))
 
 
-@kept
+@cached_kernel
 def attend(
     q_BHGD: np.ndarray,
     pages: Pages,
@@ -248,11 +256,11 @@ def attend(
     out_BHGD: np.ndarray,
     items: WorkItems,
     scratch: Scratch,
-    paused: Paused,
+    paused: SoftmaxState,
 ) -> None:
     """Adds to `out`, which holds zeros, the work items that no other thread begins. Scaled queries and `out` are
     float32. A row that sees nothing stays zero."""
-    i = begin_items(items.begun, 1)
+    i = claim_items(items.counter, 1)
     while i < items.spans_W4.shape[0]:
-        _attend_item(q_BHGD, pages, rows, softmax, out_BHGD, item_of(items, i), scratch, paused)
-        i = begin_items(items.begun, 1)
+        _attend_item(q_BHGD, pages, rows, softmax, out_BHGD, get_item(items, i), scratch, paused)
+        i = claim_items(items.counter, 1)

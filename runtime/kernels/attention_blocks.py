@@ -26,49 +26,51 @@ from .primitives import (
     FLOATS,
     INT,
     LANES,
+    ArrayAt,
     Builder,
-    Place,
     RowsAt,
     Value,
-    apart_of,
-    each_vector,
-    first_of,
+    for_vectors,
     load,
     load_pairs,
     multiply_add,
-    place_of,
+    pointer_at,
+    pointer_of,
     prefetch,
     shuffle,
     splat,
     store,
-    sums,
+    stride_of,
+    sum_lanes,
 )
 
 SCORE_BLOCK = 4 if LANES == 16 else 2  # positions: times 4 queries, sums that fit in 32 registers, or in 16
 ADD_BLOCK = 2 * SCORE_BLOCK  # sums are in memory, the longer the block the seldomer they are loaded
 LINE_BYTES = 64
 
-Take = Callable[[Builder, Any, Value, Value | None], list[Value]]  # of a dtype, from a place on, where the mask is set
-Part = tuple[list[Value], Value]  # a vector of each row, and where its numbers lie in a query
+LoadElements = Callable[
+    [Builder, Any, Value, Value | None], list[Value]
+]  # of a dtype, from a place on, where the mask is set
+LoadedPart = tuple[list[Value], Value]  # a vector of each row, and where its numbers lie in a query
 
 
-def _numbers(builder: Builder, dtype: Any, place: Value, mask: Value | None) -> list[Value]:
-    return [load(builder, dtype, place, mask)]
+def _load_numbers(builder: Builder, dtype: Any, address: Value, mask: Value | None) -> list[Value]:
+    return [load(builder, dtype, address, mask)]
 
 
-def _codes(builder: Builder, dtype: Any, place: Value, mask: Value | None) -> list[Value]:
+def _load_codes(builder: Builder, dtype: Any, address: Value, mask: Value | None) -> list[Value]:
     """Codes of a byte; or, as uint8, two in each: those of the first half of a head in the low halves."""
-    return [*load_pairs(builder, place, mask)] if dtype == types.uint8 else [load(builder, dtype, place, mask)]
+    return [*load_pairs(builder, address, mask)] if dtype == types.uint8 else [load(builder, dtype, address, mask)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Block:
+class _BlockEmitter:
     """`rows` are where the keys or values of positions begin, all of one KV head and `width` elements wide, and
     `columns` where what belongs to its queries does: (D,) each. `scores` are the first query's; those of the next lie
     CHUNK_TOKENS further."""
 
     builder: Builder
-    take: Take
+    take: LoadElements
     dtype: Any  # of keys and values
     width: Value
     rows: list[Value]
@@ -80,7 +82,7 @@ class _Block:
         """Where it lies."""
         return self.builder.gep(self.scores, [self.width.type(query * CHUNK_TOKENS + position)])
 
-    def read(self, d: Value, mask: Value | None) -> list[Part]:
+    def read(self, d: Value, mask: Value | None) -> list[LoadedPart]:
         """Reads as many elements as lanes of each row."""
         for row in self.ahead:
             prefetch(self.builder, row, d)
@@ -89,23 +91,25 @@ class _Block:
         return [(first, d), *((vectors, self.builder.add(d, self.width)) for vectors in second)]
 
 
-def _block(act: Callable[[_Block], None], take: Take, num_positions: int, num_queries: int) -> Callable[..., None]:
+def _make_block(
+    act: Callable[[_BlockEmitter], None], take: LoadElements, num_positions: int, num_queries: int
+) -> Callable[..., None]:
     """A function that does what `act` writes, of queries side by side and of positions."""
 
     @intrinsic
     def block(typing: Any, x: Any, rows: Any, width: Any, scores: Any, ahead: Any, ahead_by: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-            width, dtype, apart = arguments[2], rows.types[0].dtype, apart_of(builder, arguments[1])
-            offsets, later = [builder.mul(apart, apart.type(i)) for i in range(num_positions)], list[Value]()
+            width, dtype, stride = arguments[2], rows.types[0].dtype, stride_of(builder, arguments[1])
+            offsets, later = [builder.mul(stride, stride.type(i)) for i in range(num_positions)], list[Value]()
             if ahead != types.none:
-                start = builder.gep(first_of(context, builder, ahead, arguments[4]), [arguments[5]])
+                start = builder.gep(pointer_of(context, builder, ahead, arguments[4]), [arguments[5]])
                 later = [builder.gep(start, [offset]) for offset in offsets]
-            begin = first_of(context, builder, rows, arguments[1])
-            is_paired = take is _codes and dtype == types.uint8
+            begin = pointer_of(context, builder, rows, arguments[1])
+            is_paired = take is _load_codes and dtype == types.uint8
             dim = builder.shl(width, width.type(1)) if is_paired else width
-            first = first_of(context, builder, x, arguments[0])
+            first = pointer_of(context, builder, x, arguments[0])
             act(
-                _Block(
+                _BlockEmitter(
                     builder=builder,
                     take=take,
                     dtype=dtype,
@@ -113,7 +117,7 @@ def _block(act: Callable[[_Block], None], take: Take, num_positions: int, num_qu
                     rows=[builder.gep(begin, [offset]) for offset in offsets],
                     ahead=later,
                     columns=[builder.gep(first, [builder.mul(dim, dim.type(g))]) for g in range(num_queries)],
-                    scores=first_of(context, builder, scores, arguments[3]),
+                    scores=pointer_of(context, builder, scores, arguments[3]),
                 )
             )
             return context.get_dummy_value()
@@ -123,27 +127,27 @@ def _block(act: Callable[[_Block], None], take: Take, num_positions: int, num_qu
     return block
 
 
-def _dots(block: _Block) -> None:
+def _emit_scores(block: _BlockEmitter) -> None:
     """Scores of keys: each key and query is loaded once, their sums stay in registers."""
     builder = block.builder
     partial = [[cgutils.alloca_once(builder, FLOATS) for _ in block.rows] for _ in block.columns]
-    for place in chain(*partial):
-        builder.store(FLOATS(None), place)
+    for address in chain(*partial):
+        builder.store(FLOATS(None), address)
 
     def at_place(d: Value, mask: Value | None) -> None:
         for xs, at in block.read(d, mask):
-            for column, places in zip(block.columns, partial, strict=True):
+            for column, addresses in zip(block.columns, partial, strict=True):
                 y = load(builder, types.float32, builder.gep(column, [at]), mask)
-                for x, place in zip(xs, places, strict=True):
-                    builder.store(multiply_add(builder, x, y, builder.load(place)), place)
+                for x, address in zip(xs, addresses, strict=True):
+                    builder.store(multiply_add(builder, x, y, builder.load(address)), address)
 
-    each_vector(builder, block.width, at_place)
-    total, num = sums(builder, [builder.load(place) for place in chain(*partial)]), len(block.rows)
+    for_vectors(builder, block.width, at_place)
+    total, num = sum_lanes(builder, [builder.load(address) for address in chain(*partial)]), len(block.rows)
     for g in range(len(block.columns)):
         store(builder, shuffle(builder, total, total, list(range(g * num, (g + 1) * num))), block.score(g))
 
 
-def _additions(block: _Block) -> None:
+def _emit_additions(block: _BlockEmitter) -> None:
     """Adds values by their weights to the sums of queries."""
     builder = block.builder
     weights = [
@@ -154,22 +158,22 @@ def _additions(block: _Block) -> None:
     def at_place(d: Value, mask: Value | None) -> None:
         for xs, at in block.read(d, mask):
             for column, factors in zip(block.columns, weights, strict=True):
-                place = builder.gep(column, [at])
-                total = load(builder, types.float32, place, mask)
+                address = builder.gep(column, [at])
+                total = load(builder, types.float32, address, mask)
                 for x, factor in zip(xs, factors, strict=True):
                     total = multiply_add(builder, x, factor, total)
-                store(builder, total, place, mask)
+                store(builder, total, address, mask)
 
-    each_vector(builder, block.width, at_place)
+    for_vectors(builder, block.width, at_place)
 
 
-def _blocks(act: Callable[[_Block], None], take: Take, num: int) -> Callable[..., None]:
+def _make_head_loop(act: Callable[[_BlockEmitter], None], take: LoadElements, num: int) -> Callable[..., None]:
     """Acts on `num` positions of a page from number p on: all heads, four queries at a time and then one by one."""
-    four, one = _block(act, take, num, 4), _block(act, take, num, 1)
+    four, one = _make_block(act, take, num, 4), _make_block(act, take, num, 1)
 
     @njit
     def blocks(
-        x_HGD: np.ndarray, numbers: Place, width: int, heads: Span, scores: Place, ahead: Place | None, p: int
+        x_HGD: np.ndarray, numbers: ArrayAt, width: int, heads: Span, scores: ArrayAt, ahead: ArrayAt | None, p: int
     ) -> None:
         H, G, D = x_HGD.shape
         for h in range(heads[0], heads[1]):
@@ -178,23 +182,23 @@ def _blocks(act: Callable[[_Block], None], take: Take, num: int) -> Callable[...
                 x, score = (h * G + g) * D, (h * G + g) * CHUNK_TOKENS + scores.at + p
                 rows = RowsAt(numbers.numbers, numbers.at + by, H * width)
                 if G - g >= 4:
-                    four(Place(x_HGD, x), rows, width, Place(scores.numbers, score), ahead, by)
+                    four(ArrayAt(x_HGD, x), rows, width, ArrayAt(scores.numbers, score), ahead, by)
                     g += 4
                 else:
-                    one(Place(x_HGD, x), rows, width, Place(scores.numbers, score), ahead, by)
+                    one(ArrayAt(x_HGD, x), rows, width, ArrayAt(scores.numbers, score), ahead, by)
                     g += 1
 
     return blocks
 
 
-def _walk(act: Callable[[_Block], None], take: Take, most: int) -> Callable[..., None]:
+def _make_position_loop(act: Callable[[_BlockEmitter], None], take: LoadElements, most: int) -> Callable[..., None]:
     """Acts on `num` positions of a page, `most` at a time and then one by one. `numbers` begin with the first one's,
     `width` elements of each head, and `scores` with its score. What lies alike from `ahead` on is asked for."""
-    many, one = _blocks(act, take, most), _blocks(act, take, 1)
+    many, one = _make_head_loop(act, take, most), _make_head_loop(act, take, 1)
 
     @njit
     def walk(
-        x_HGD: np.ndarray, numbers: Place, width: int, num: int, heads: Span, scores: Place, ahead: Place | None
+        x_HGD: np.ndarray, numbers: ArrayAt, width: int, num: int, heads: Span, scores: ArrayAt, ahead: ArrayAt | None
     ) -> None:
         whole = num // most * most
         for p in range(0, whole, most):
@@ -205,17 +209,23 @@ def _walk(act: Callable[[_Block], None], take: Take, most: int) -> Callable[...,
     return walk
 
 
-score_numbers, add_numbers = _walk(_dots, _numbers, SCORE_BLOCK), _walk(_additions, _numbers, ADD_BLOCK)
-score_codes, add_codes = _walk(_dots, _codes, SCORE_BLOCK), _walk(_additions, _codes, ADD_BLOCK)
+score_numbers, add_numbers = (
+    _make_position_loop(_emit_scores, _load_numbers, SCORE_BLOCK),
+    _make_position_loop(_emit_additions, _load_numbers, ADD_BLOCK),
+)
+score_codes, add_codes = (
+    _make_position_loop(_emit_scores, _load_codes, SCORE_BLOCK),
+    _make_position_loop(_emit_additions, _load_codes, ADD_BLOCK),
+)
 
 
 @intrinsic
-def _scale(typing: Any, x: Any, num: Any, scales: Any, zeros: Any, out: Any) -> Any:
+def _scale_numbers(typing: Any, x: Any, num: Any, scales: Any, zeros: Any, out: Any) -> Any:
     has_zeros = zeros.types[0].dtype == types.int8
 
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         first, scale_first, zero_first, out_first = (
-            first_of(context, builder, kind, arguments[i]) for kind, i in ((x, 0), (scales, 2), (zeros, 3), (out, 4))
+            pointer_of(context, builder, kind, arguments[i]) for kind, i in ((x, 0), (scales, 2), (zeros, 3), (out, 4))
         )
         added = cgutils.alloca_once(builder, FLOATS)
         builder.store(FLOATS(None), added)
@@ -228,8 +238,8 @@ def _scale(typing: Any, x: Any, num: Any, scales: Any, zeros: Any, out: Any) -> 
                 far = load(builder, types.int8, builder.gep(zero_first, [i]), mask)
                 builder.store(multiply_add(builder, number, far, builder.load(added)), added)
 
-        each_vector(builder, arguments[1], at_place)
-        total = sums(builder, [builder.load(added)])
+        for_vectors(builder, arguments[1], at_place)
+        total = sum_lanes(builder, [builder.load(added)])
         return builder.extract_element(total, INT(0))
 
     return types.float32(x, types.intp, scales, zeros, out), build
@@ -237,13 +247,13 @@ def _scale(typing: Any, x: Any, num: Any, scales: Any, zeros: Any, out: Any) -> 
 
 # Of `num` numbers, each times its scale, into `out`; returns the sum of these times their zeros, 0 where there are
 # none.
-scale_by: Callable[[Place, int, Place, Place, Place], np.float32] = cast(Any, _scale)
+scale_numbers: Callable[[ArrayAt, int, ArrayAt, ArrayAt, ArrayAt], np.float32] = cast(Any, _scale_numbers)
 
 
 @intrinsic
-def _ask_for(typing: Any, numbers: Any, at: Any, num_bytes: Any) -> Any:
+def _prefetch_bytes(typing: Any, numbers: Any, at: Any, num_bytes: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first, count = place_of(context, builder, numbers, *arguments[:2]), arguments[2]
+        first, count = pointer_at(context, builder, numbers, *arguments[:2]), arguments[2]
         zero, line = count.type(0), count.type(LINE_BYTES)
         with cgutils.for_range_slice(builder, zero, count, line, count.type) as (i, _):
             prefetch(builder, first, i)
@@ -252,4 +262,6 @@ def _ask_for(typing: Any, numbers: Any, at: Any, num_bytes: Any) -> Any:
     return types.void(numbers, types.intp, types.intp), build
 
 
-ask_for: Callable[[np.ndarray, int, int], None] = cast(Any, _ask_for)  # so many bytes from numbers[at] on, of bytes
+prefetch_bytes: Callable[[np.ndarray, int, int], None] = cast(
+    Any, _prefetch_bytes
+)  # so many bytes from numbers[at] on, of bytes

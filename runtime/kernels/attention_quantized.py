@@ -20,10 +20,18 @@ from .arguments import (
     TailPages,
     WorkItems,
 )
-from .attention import OwnRow, attend_chunk, begin, finish, item_of, page_run, weigh
-from .attention_blocks import SCORE_BLOCK, add_codes, ask_for, scale_by, score_codes
-from .compiled import REORDERED, kept
-from .primitives import ZERO, Place, begin_items
+from .attention import (
+    AttentionRow,
+    apply_softmax,
+    attend_chunk,
+    get_item,
+    locate_in_page,
+    normalize_sums,
+    reset_softmax,
+)
+from .attention_blocks import SCORE_BLOCK, add_codes, prefetch_bytes, scale_numbers, score_codes
+from .compiled import REORDERED, cached_kernel
+from .primitives import ZERO, ArrayAt, claim_items
 
 
 @njit(fastmath=REORDERED)
@@ -32,11 +40,14 @@ def _scale_queries(q_HGD: np.ndarray, pages: QuantizedPages, page: int, heads: S
     _, G, D = q_HGD.shape
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
-        scales, zeros = Place(pages.key_scales, begin_bytes // 2 + h * D), Place(pages.key_zeros, begin_bytes + h * D)
+        scales, zeros = (
+            ArrayAt(pages.key_scales, begin_bytes // 2 + h * D),
+            ArrayAt(pages.key_zeros, begin_bytes + h * D),
+        )
         for g in range(G):
             at = (h * G + g) * D
-            scaled = Place(scratch.scaled_HGD, at)
-            scratch.added_HG[h, g] = scale_by(Place(q_HGD, at), D, scales, zeros, scaled)
+            scaled = ArrayAt(scratch.scaled_HGD, at)
+            scratch.added_HG[h, g] = scale_numbers(ArrayAt(q_HGD, at), D, scales, zeros, scaled)
 
 
 @njit(fastmath=REORDERED)
@@ -48,10 +59,10 @@ def _score_page(
     width = D // pages.codes_in_byte
     step, base = H * width, page * pages.stride_bytes + offset * H * width
     for p in range(0, num, SCORE_BLOCK):
-        count, codes = min(SCORE_BLOCK, num - p), Place(pages.key_codes, base + p * step)
+        count, codes = min(SCORE_BLOCK, num - p), ArrayAt(pages.key_codes, base + p * step)
         for own in range(p, p + count):
-            ask_for(pages.value_codes, base + own * step + heads[0] * width, (heads[1] - heads[0]) * width)
-        score_codes(scratch.scaled_HGD, codes, width, count, heads, Place(scratch.scores_HGS, at + p), None)
+            prefetch_bytes(pages.value_codes, base + own * step + heads[0] * width, (heads[1] - heads[0]) * width)
+        score_codes(scratch.scaled_HGD, codes, width, count, heads, ArrayAt(scratch.scores_HGS, at + p), None)
     for h in range(heads[0], heads[1]):
         for g in range(G):
             for p in range(num):
@@ -66,19 +77,19 @@ def _scale_weights(
     _, G, S = scratch.scores_HGS.shape
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
-        place = h * pages.page_tokens + offset
+        position = h * pages.page_tokens + offset
         scales, zeros = (
-            Place(pages.value_scales, begin_bytes // 2 + place),
-            Place(pages.value_zeros, begin_bytes + place),
+            ArrayAt(pages.value_scales, begin_bytes // 2 + position),
+            ArrayAt(pages.value_zeros, begin_bytes + position),
         )
         for g in range(G):
-            weights = Place(scratch.scores_HGS, (h * G + g) * S + at)
-            scratch.added_HG[h, g] += scale_by(weights, num, scales, zeros, weights)
+            weights = ArrayAt(scratch.scores_HGS, (h * G + g) * S + at)
+            scratch.added_HG[h, g] += scale_numbers(weights, num, scales, zeros, weights)
 
 
 @njit(fastmath=REORDERED)
 def _attend_chunk(
-    row: OwnRow,
+    row: AttentionRow,
     pages: QuantizedPages,
     span: Span,
     heads: Span,
@@ -88,23 +99,23 @@ def _attend_chunk(
     """Takes up positions of a span, a chunk at most."""
     (q_HGD, table_n, sums_HGD), (first, last) = row, span
     H, G, Dv = sums_HGD.shape
-    width, place = Dv // pages.codes_in_byte, first
-    while place < last:
-        page, offset, num = page_run(pages, table_n, place, last)
+    width, position = Dv // pages.codes_in_byte, first
+    while position < last:
+        page, offset, num = locate_in_page(pages, table_n, position, last)
         _scale_queries(q_HGD, pages, page, heads, scratch)
-        _score_page(pages, page, offset, num, heads, scratch, place - first)
-        place += num
-    weigh(last - first, heads, softcap, scratch, sums_HGD)
+        _score_page(pages, page, offset, num, heads, scratch, position - first)
+        position += num
+    apply_softmax(last - first, heads, softcap, scratch, sums_HGD)
     for h in range(heads[0], heads[1]):
         for g in range(G):
             scratch.added_HG[h, g] = ZERO
-    place = first
-    while place < last:
-        page, offset, num = page_run(pages, table_n, place, last)
-        _scale_weights(pages, page, offset, num, heads, scratch, place - first)
-        codes = Place(pages.value_codes, page * pages.stride_bytes + offset * H * width)
-        add_codes(sums_HGD, codes, width, num, heads, Place(scratch.scores_HGS, place - first), None)
-        place += num
+    position = first
+    while position < last:
+        page, offset, num = locate_in_page(pages, table_n, position, last)
+        _scale_weights(pages, page, offset, num, heads, scratch, position - first)
+        codes = ArrayAt(pages.value_codes, page * pages.stride_bytes + offset * H * width)
+        add_codes(sums_HGD, codes, width, num, heads, ArrayAt(scratch.scores_HGS, position - first), None)
+        position += num
     for h in range(heads[0], heads[1]):
         for g in range(G):
             for d in range(Dv):
@@ -129,18 +140,18 @@ def _attend_item(
             continue
         q_HGD, sums_HGD = q_BHGD[row], out_BHGD[row]
         own = (end - 1) // pages.page_tokens * pages.page_tokens
-        begin(softmax, heads, scratch)
+        reset_softmax(softmax, heads, scratch)
         while first < own:
             last = min(own, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
-            before = OwnRow(q_HGD, rows.tables_Bn[row], sums_HGD)
+            before = AttentionRow(q_HGD, rows.tables_Bn[row], sums_HGD)
             _attend_chunk(before, pages, (first, last), heads, softmax.softcap, scratch)
             first = last
-        tail, new = OwnRow(q_HGD, tails.slots_B1[row], sums_HGD), end - own
+        tail, new = AttentionRow(q_HGD, tails.slots_B1[row], sums_HGD), end - own
         attend_chunk(tail, tails.pages, (first - own, new), new, heads, softmax.softcap, scratch)
-        finish(out_BHGD, row, heads, scratch)
+        normalize_sums(out_BHGD, row, heads, scratch)
 
 
-@kept
+@cached_kernel
 def attend(
     q_BHGD: np.ndarray,
     pages: QuantizedPages,
@@ -152,7 +163,7 @@ def attend(
     scratch: QuantizedScratch,
 ) -> None:
     """What attention in vectors does, over quantised pages and rows' tails."""
-    i = begin_items(items.begun, 1)
+    i = claim_items(items.counter, 1)
     while i < items.spans_W4.shape[0]:
-        _attend_item(q_BHGD, pages, tails, rows, softmax, out_BHGD, item_of(items, i), scratch)
-        i = begin_items(items.begun, 1)
+        _attend_item(q_BHGD, pages, tails, rows, softmax, out_BHGD, get_item(items, i), scratch)
+        i = claim_items(items.counter, 1)

@@ -48,12 +48,12 @@ def features() -> dict[str, bool]:
     return {name: has and not name.startswith(MISSING[wanted]) for name, has in found.items()}
 
 
-def has_fma_alone() -> bool:
+def has_fma_without_avx512() -> bool:
     """Whether the processor has AVX2's FMA, and none of AVX-512's registers."""
     return bool(features().get("avx2") and features().get("fma") and not features().get("avx512f"))
 
 
-def _compile_for_it() -> None:
+def _limit_to_isa() -> None:
     wanted = os.environ.get(ISA)
     if wanted is None or not MISSING.get(wanted):
         return
@@ -62,7 +62,7 @@ def _compile_for_it() -> None:
         setattr(config, name, value)
 
 
-_compile_for_it()
+_limit_to_isa()
 
 
 log = logging.getLogger(__name__)
@@ -70,26 +70,26 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
 FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `exp`
-WAITING_SECONDS, WAITING_STEP_SECONDS = 120.0, 0.05  # for another process that compiles the same kernel
+LOCK_TIMEOUT_SECONDS, LOCK_POLL_SECONDS = 120.0, 0.05  # for another process that compiles the same kernel
 _LOCK, _PLACES = Lock(), "CACHE_LOCATOR_CLASSES"
-_asked = local()
+_thread_state = local()
 
 
-class NotKept(Exception):
+class KernelNotCached(Exception):
     """A kernel is not on disk, and nothing else was asked for."""
 
 
 @contextmanager
-def only_kept() -> Iterator[None]:
+def cached_kernels_only() -> Iterator[None]:
     """Has a call of a kernel that would be compiled raise NotKept, in its block and this thread."""
-    _asked.only_kept = True
+    _thread_state.cached_only = True
     try:
         yield
     finally:
-        _asked.only_kept = False
+        _thread_state.cached_only = False
 
 
-class _FirstCompilation(event.Listener):
+class _CompilationNotice(event.Listener):
     """Says that kernels are being compiled, as it begins and once."""
 
     def __init__(self) -> None:
@@ -97,11 +97,11 @@ class _FirstCompilation(event.Listener):
 
     def on_start(self, event: event.Event) -> None:
         """Begins to compile a kernel, or a function that it is made of."""
-        if getattr(_asked, "only_kept", False):
-            raise NotKept((event.data or {})["dispatcher"].py_func.__name__)
-        self.say()
+        if getattr(_thread_state, "cached_only", False):
+            raise KernelNotCached((event.data or {})["dispatcher"].py_func.__name__)
+        self.log_once()
 
-    def say(self) -> None:
+    def log_once(self) -> None:
         if not self._was_logged:
             self._was_logged = True
             later = "find them on disk" if self.are_kept else "do it again: no directory that can be written was found"
@@ -111,25 +111,25 @@ class _FirstCompilation(event.Listener):
         """The end of a compilation is seen by what comes next."""
 
 
-COMPILATION = _FirstCompilation()
+COMPILATION = _CompilationNotice()
 event.register("numba:compile", COMPILATION)
 
 
-def kept(function: Function) -> Function:
+def cached_kernel(function: Function) -> Function:
     """Compiled at its first call, in 2 to 4 s, and kept on disk, beside the source or in the user's cache. It lets go
     of the interpreter while it runs."""
     options = {"nogil": True, "fastmath": REORDERED, "error_model": "numpy"}
     compiled: Any = njit(**options)(function)
     try:
-        with _our_places():
-            compiled._cache = _CompiledByOne(function)
+        with _cache_locators():
+            compiled._cache = _LockedCache(function)
     except RuntimeError as error:
         COMPILATION.are_kept = False
         log.info("%s is compiled anew in each process, in 2 to 4 s: %s", function.__name__, error)
     return cast(Function, compiled)
 
 
-class _CompiledByOne(FunctionCache):
+class _LockedCache(FunctionCache):
     """What is kept of a kernel. Processes that begin together wait for the first of them to compile it, and take that
     from the disk. A lock goes with its process, however that ends; where the file system has none, or the first is
     slow, each compiles for itself."""
@@ -145,11 +145,11 @@ class _CompiledByOne(FunctionCache):
         except (AttributeError, ImportError):  # an index of other sources: it names a class of arguments that is gone
             self._cache_file.flush()
             found = None
-        if found is None and self._held is None and not getattr(_asked, "only_kept", False):
-            self._held = _locked(Path(self.cache_path) / f"{self._impl.filename_base}.lock")
+        if found is None and self._held is None and not getattr(_thread_state, "cached_only", False):
+            self._held = _acquire_lock(Path(self.cache_path) / f"{self._impl.filename_base}.lock")
             found = super().load_overload(sig, target_context)
             if found is not None:
-                self._let_go()
+                self._unlock()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -161,21 +161,21 @@ class _CompiledByOne(FunctionCache):
                     old.unlink(missing_ok=True)
             super().save_overload(sig, data)
         finally:
-            self._let_go()
+            self._unlock()
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         if self._held is not None:
             os.close(self._held)
             self._held = None
 
 
-def _locked(path: Path) -> int | None:
+def _acquire_lock(path: Path) -> int | None:
     """A descriptor that holds the lock of that name; None where it cannot be had."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, stat.S_IRUSR | stat.S_IWUSR)
     except OSError:
         return None
-    end = time.monotonic() + WAITING_SECONDS
+    end = time.monotonic() + LOCK_TIMEOUT_SECONDS
     while True:
         try:
             flock(descriptor, LOCK_EX | LOCK_NB)
@@ -183,7 +183,7 @@ def _locked(path: Path) -> int | None:
         except BlockingIOError:
             if time.monotonic() >= end:
                 break
-            time.sleep(WAITING_STEP_SECONDS)
+            time.sleep(LOCK_POLL_SECONDS)
         except OSError:  # there are none on this file system
             break
     os.close(descriptor)
@@ -191,7 +191,7 @@ def _locked(path: Path) -> int | None:
 
 
 @cache
-def parts_digest() -> bytes:
+def package_digest() -> bytes:
     """SHA-256 of all files of this package."""
     digest, folder = hashlib.sha256(), Path(__file__).parent
     for file in sorted(folder.rglob("*.py")):
@@ -199,21 +199,21 @@ def parts_digest() -> bytes:
     return digest.digest()
 
 
-class _OfAllParts:
+class _PackageStamp:
     def get_source_stamp(self) -> bytes:
         """What is kept under another one is compiled anew."""
-        return parts_digest()
+        return package_digest()
 
 
-class WhereTheUserSays(_OfAllParts, UserProvidedCacheLocator):
+class NumbaCacheDirLocator(_PackageStamp, UserProvidedCacheLocator):
     """The place that NUMBA_CACHE_DIR names."""
 
 
-class BesideTheSource(_OfAllParts, InTreeCacheLocator):
+class SourceDirLocator(_PackageStamp, InTreeCacheLocator):
     """The place beside the source, `__pycache__`, where that can be written."""
 
 
-class InTheUsersCache(_OfAllParts, UserWideCacheLocator):
+class UserCacheLocator(_PackageStamp, UserWideCacheLocator):
     """A folder of the user's cache. What is kept is code: a folder into which others can write is passed over."""
 
     def __init__(self, py_func: Callable[..., object], py_file: str) -> None:
@@ -231,12 +231,12 @@ class InTheUsersCache(_OfAllParts, UserWideCacheLocator):
 
 
 @contextmanager
-def _our_places() -> Iterator[None]:
+def _cache_locators() -> Iterator[None]:
     """Lets numba know our places in their order; it knows its classes of places by name. A function is given one as it
     is decorated."""
     with _LOCK:
         before = getattr(config, _PLACES)
-        places = (WhereTheUserSays, BesideTheSource, InTheUsersCache)
+        places = (NumbaCacheDirLocator, SourceDirLocator, UserCacheLocator)
         setattr(config, _PLACES, ",".join(f"{__name__}.{place.__name__}" for place in places))
         try:
             yield

@@ -11,38 +11,38 @@ from threading import Event
 log = logging.getLogger(__name__)
 
 
-_held_back, _taken_up = Event(), Event()
+_disabled, _enabled_for_good = Event(), Event()
 
 
 def has_compiler() -> bool:
     """Whether compiled kernels compute in this process now: there is a compiler, and they are not held back."""
-    return not _held_back.is_set() and can_compile()
+    return not _disabled.is_set() and can_compile()
 
 
-def hold_back() -> bool:
+def disable_kernels() -> bool:
     """Lets plain operators compute until `take_up`; returns whether they do. Once kernels were taken up they stay so:
     sessions that go on beside each other are planned with them."""
-    if not _taken_up.is_set():
-        _held_back.set()
-    return _held_back.is_set()
+    if not _enabled_for_good.is_set():
+        _disabled.set()
+    return _disabled.is_set()
 
 
-def take_up() -> None:
+def enable_kernels() -> None:
     """Lets compiled kernels compute from now on. Between two passes, as last bits are others."""
-    _taken_up.set()
-    _held_back.clear()
+    _enabled_for_good.set()
+    _disabled.clear()
 
 
 @contextmanager
-def not_held_back() -> Iterator[None]:
+def kernels_enabled() -> Iterator[None]:
     """Lets kernels be called in its block, to find out whether they are there."""
-    was_held = _held_back.is_set()
-    _held_back.clear()
+    was_held = _disabled.is_set()
+    _disabled.clear()
     try:
         yield
     finally:
         if was_held:
-            _held_back.set()
+            _disabled.set()
 
 
 @cache
@@ -70,11 +70,11 @@ def _may_use_tiles() -> bool:
 
 def has_pairs() -> bool:
     """Whether vectors multiply bfloat16 by pairs, and a compiler for it, which this loads."""
-    return has_compiler() and _multiply_pairs()
+    return has_compiler() and _has_pair_products()
 
 
 @cache
-def _multiply_pairs() -> bool:
+def _has_pair_products() -> bool:
     from .primitives import HAS_PAIRS
 
     return HAS_PAIRS
@@ -83,11 +83,11 @@ def _multiply_pairs() -> bool:
 def has_fast_pairs() -> bool:
     """Whether they do that at the rate of float32's products, as AMD's do; Intel's took twice as long for each, see
     docs/kernels.md."""
-    return has_pairs() and _is_amds()
+    return has_pairs() and _is_amd()
 
 
 @cache
-def _is_amds() -> bool:
+def _is_amd() -> bool:
     from llvmlite import binding
 
     return binding.get_host_cpu_name().startswith("znver")

@@ -21,23 +21,35 @@ matrix times BK columns, in GT groups of columns.
 import triton
 import triton.language as tl
 
-from . import arguments as ways
+from . import arguments as constants
 
-WINDOW4, INT4 = tl.constexpr(ways.WINDOW4), tl.constexpr(ways.INT4)
-INT8, SIGNED_BYTES, BYTES = tl.constexpr(ways.INT8), tl.constexpr(ways.SIGNED_BYTES), tl.constexpr(ways.BYTES)
-FLOAT8, SCALED_FLOAT8 = tl.constexpr(ways.FLOAT8), tl.constexpr(ways.SCALED_FLOAT8)
-FLOAT8_E5M2, PLAIN = tl.constexpr(ways.FLOAT8_E5M2), tl.constexpr(ways.PLAIN)
-HALVES, FLOAT4, IN_TABLE = tl.constexpr(ways.HALVES), tl.constexpr(ways.FLOAT4), tl.constexpr(ways.IN_TABLE)
-WORDS4, WORDS8, ROW_WORDS = tl.constexpr(ways.WORDS4), tl.constexpr(ways.WORDS8), tl.constexpr(ways.ROW_WORDS)
-HALF_RUN = tl.constexpr(ways.CODE_RUN // 2)
-GROUP_NUMBERS, GROUP_BYTES = tl.constexpr(ways.GROUP_NUMBERS), tl.constexpr(ways.GROUP_BYTES)
-EXPONENTS, SMALL_FLOATS = tl.constexpr(ways.EXPONENTS), tl.constexpr(ways.SMALL_FLOATS)
-NO_ZEROS, SAME_ZERO = tl.constexpr(ways.NO_ZEROS), tl.constexpr(ways.SAME_ZERO)
-PLAIN_ZEROS, FIELDS8 = tl.constexpr(ways.PLAIN_ZEROS), tl.constexpr(ways.FIELDS8)
-AWQ_FIELDS = tl.constexpr(ways.AWQ_FIELDS)
-NO_OVERALL, DIVIDED = tl.constexpr(ways.NO_OVERALL), tl.constexpr(ways.DIVIDED)
-Q8_0, Q4_0 = tl.constexpr(ways.Q8_0), tl.constexpr(ways.Q4_0)
-Q4_K, Q5_K, Q6_K = tl.constexpr(ways.Q4_K), tl.constexpr(ways.Q5_K), tl.constexpr(ways.Q6_K)
+WINDOW4, INT4 = tl.constexpr(constants.WINDOW4), tl.constexpr(constants.INT4)
+INT8, SIGNED_BYTES, BYTES = (
+    tl.constexpr(constants.INT8),
+    tl.constexpr(constants.SIGNED_BYTES),
+    tl.constexpr(constants.BYTES),
+)
+FLOAT8, SCALED_FLOAT8 = tl.constexpr(constants.FLOAT8), tl.constexpr(constants.SCALED_FLOAT8)
+FLOAT8_E5M2, PLAIN = tl.constexpr(constants.FLOAT8_E5M2), tl.constexpr(constants.PLAIN)
+HALVES, FLOAT4, IN_TABLE = (
+    tl.constexpr(constants.HALVES),
+    tl.constexpr(constants.FLOAT4),
+    tl.constexpr(constants.IN_TABLE),
+)
+WORDS4, WORDS8, ROW_WORDS = (
+    tl.constexpr(constants.WORDS4),
+    tl.constexpr(constants.WORDS8),
+    tl.constexpr(constants.ROW_WORDS),
+)
+HALF_RUN = tl.constexpr(constants.CODE_RUN // 2)
+GROUP_NUMBERS, GROUP_BYTES = tl.constexpr(constants.GROUP_NUMBERS), tl.constexpr(constants.GROUP_BYTES)
+EXPONENTS, SMALL_FLOATS = tl.constexpr(constants.EXPONENTS), tl.constexpr(constants.SMALL_FLOATS)
+NO_ZEROS, SAME_ZERO = tl.constexpr(constants.NO_ZEROS), tl.constexpr(constants.SAME_ZERO)
+PLAIN_ZEROS, FIELDS8 = tl.constexpr(constants.PLAIN_ZEROS), tl.constexpr(constants.FIELDS8)
+AWQ_FIELDS = tl.constexpr(constants.AWQ_FIELDS)
+NO_OVERALL, DIVIDED = tl.constexpr(constants.NO_OVERALL), tl.constexpr(constants.DIVIDED)
+Q8_0, Q4_0 = tl.constexpr(constants.Q8_0), tl.constexpr(constants.Q4_0)
+Q4_K, Q5_K, Q6_K = tl.constexpr(constants.Q4_K), tl.constexpr(constants.Q5_K), tl.constexpr(constants.Q6_K)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by TRITON_INTERPRET=1, on a CPU
 
@@ -96,58 +108,58 @@ def spread(factors_BG, BN: tl.constexpr, BK: tl.constexpr, GT: tl.constexpr):
 @triton.jit
 def _row_bytes(body, body_row, rows, has_row, begin, end, NUM: tl.constexpr):
     """uint8 (BN, NUM): of each row NUM bytes from `begin` on, those before `end`."""
-    places = begin + tl.arange(0, NUM)
-    has = has_row[:, None] & (places < end)[None, :]
-    return tl.load(body + rows[:, None] * body_row + places[None, :], mask=has, other=0)
+    indices = begin + tl.arange(0, NUM)
+    has = has_row[:, None] & (indices < end)[None, :]
+    return tl.load(body + rows[:, None] * body_row + indices[None, :], mask=has, other=0)
 
 
 @triton.jit
 def _codes(matrix, expert, row, rows, has_row, column, kind: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """float32 (BN, BK): what codes mean before zero points and factors."""
     end, body = matrix.num_columns, matrix.body + expert * matrix.body_expert
-    if kind.way == INT8 or kind.way == SIGNED_BYTES:
+    if kind.encoding == INT8 or kind.encoding == SIGNED_BYTES:
         found = _row_bytes(body, matrix.body_row, rows, has_row, column, end, BK)
         numbers = found.to(tl.int8, bitcast=True).to(tl.float32)
-    elif kind.way == BYTES:
+    elif kind.encoding == BYTES:
         numbers = _row_bytes(body, matrix.body_row, rows, has_row, column, end, BK).to(tl.float32)
-    elif kind.way == FLOAT8 or kind.way == SCALED_FLOAT8:
+    elif kind.encoding == FLOAT8 or kind.encoding == SCALED_FLOAT8:
         numbers = float_of_e4m3(_row_bytes(body, matrix.body_row, rows, has_row, column, end, BK))
-    elif kind.way == FLOAT8_E5M2:
+    elif kind.encoding == FLOAT8_E5M2:
         numbers = float_of_e5m2(_row_bytes(body, matrix.body_row, rows, has_row, column, end, BK))
-    elif kind.way == INT4:
+    elif kind.encoding == INT4:
         pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, end // 2, BK // 2)
         halves = tl.reshape(tl.join(pairs & 15, pairs >> 4), [BN, BK // 2 // HALF_RUN, HALF_RUN, 2])
         numbers = tl.reshape(tl.permute(halves, (0, 1, 3, 2)), [BN, BK]).to(tl.float32)
-    elif kind.way == HALVES:
+    elif kind.encoding == HALVES:
         pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, (end + 1) // 2, BK // 2)
         numbers = tl.interleave(pairs & 15, pairs >> 4).to(tl.float32)
-    elif kind.way == FLOAT4:
+    elif kind.encoding == FLOAT4:
         pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, end // 2, BK // 2)
         numbers = tl.interleave(float_of_e2m1(pairs & 15), float_of_e2m1(pairs >> 4))
-    elif kind.way == IN_TABLE:
+    elif kind.encoding == IN_TABLE:
         pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, end // 2, BK // 2)
         codes = tl.interleave(pairs >> 4, pairs & 15).to(tl.int32)
         numbers = tl.load(matrix.extra + expert * matrix.extra_expert + codes).to(tl.float32)
-    elif kind.way == WORDS4 or kind.way == WORDS8:
-        NUM_BITS: tl.constexpr = 4 if kind.way == WORDS4 else 8
+    elif kind.encoding == WORDS4 or kind.encoding == WORDS8:
+        NUM_BITS: tl.constexpr = 4 if kind.encoding == WORDS4 else 8
         IN_WORD: tl.constexpr = 32 // NUM_BITS
-        places = column // IN_WORD + tl.arange(0, BK // IN_WORD)
-        has = (places < end // IN_WORD)[:, None] & has_row[None, :]
-        at = body + places[:, None] * matrix.body_column + rows[None, :] * matrix.body_row
-        words = tl.load(at, mask=has, other=0)
+        indices = column // IN_WORD + tl.arange(0, BK // IN_WORD)
+        has = (indices < end // IN_WORD)[:, None] & has_row[None, :]
+        pointers = body + indices[:, None] * matrix.body_column + rows[None, :] * matrix.body_row
+        words = tl.load(pointers, mask=has, other=0)
         fields = (words[:, None, :] >> (tl.arange(0, IN_WORD) * NUM_BITS)[None, :, None]) & ((1 << NUM_BITS) - 1)
         numbers = tl.trans(tl.reshape(fields, [BK, BN])).to(tl.float32)
-    elif kind.way == ROW_WORDS:
+    elif kind.encoding == ROW_WORDS:
         columns, turn = column + tl.arange(0, BK), tl.arange(0, 8)
-        places = (row + matrix.first_row % 8) // 8 + tl.arange(0, BN // 8)
+        indices = (row + matrix.first_row % 8) // 8 + tl.arange(0, BN // 8)
         is_wanted = tl.max(tl.reshape(has_row.to(tl.int32), [BN // 8, 8]), axis=1) > 0
         has = (columns < end)[:, None] & is_wanted[None, :]
-        at = body + columns[:, None] * matrix.body_column + places[None, :] * matrix.body_row
-        words = tl.load(at, mask=has, other=0)
+        pointers = body + columns[:, None] * matrix.body_column + indices[None, :] * matrix.body_row
+        words = tl.load(pointers, mask=has, other=0)
         fields = (words[:, :, None] >> (_awq_place(turn) * 4)[None, None, :]) & 15
         numbers = tl.trans(tl.reshape(fields, [BK, BN])).to(tl.float32)
     else:
-        tl.static_assert(kind.way == WINDOW4, "no such way of packing")
+        tl.static_assert(kind.encoding == WINDOW4, "no such way of packing")
         numbers = _window4(matrix, expert, rows, has_row, column, BN, BK)
     return numbers
 
@@ -166,10 +178,10 @@ def _window4(matrix, expert, rows, has_row, column, BN: tl.constexpr, BK: tl.con
     groups = column // GROUP_NUMBERS + tl.arange(0, NUM)
     has = (has_row[:, None] & (groups < matrix.num_columns // GROUP_NUMBERS)[None, :])[:, :, None]
     body = matrix.body + expert * matrix.body_expert
-    at = (body + rows[:, None] * matrix.body_row + groups[None, :] * GROUP_BYTES)[:, :, None]
-    kept = tl.load(at + tl.arange(0, GROUP_NUMBERS)[None, None, :], mask=has, other=0).to(tl.uint32)
+    pointers = (body + rows[:, None] * matrix.body_row + groups[None, :] * GROUP_BYTES)[:, :, None]
+    kept = tl.load(pointers + tl.arange(0, GROUP_NUMBERS)[None, None, :], mask=has, other=0).to(tl.uint32)
     halves = tl.arange(0, GROUP_NUMBERS // 2)[None, None, :]
-    pairs = tl.load(at + GROUP_NUMBERS + halves, mask=has, other=0)
+    pairs = tl.load(pointers + GROUP_NUMBERS + halves, mask=has, other=0)
     codes = tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 1, 3, 2))
     codes = tl.reshape(codes, [BN, NUM, GROUP_NUMBERS]).to(tl.uint32)
     base = tl.load(matrix.extra + expert * matrix.extra_expert).to(tl.uint32)
@@ -184,26 +196,26 @@ def _zero_points(matrix, expert, rows, groups, has, kind: tl.constexpr):
     """float32 (BN, GT)."""
     zeros = matrix.zeros + expert * matrix.zeros_expert + groups[None, :] * matrix.zeros_group
     if kind.zeros == PLAIN_ZEROS:
-        at = zeros + rows[:, None] * matrix.zeros_row
-        found = tl.load(at, mask=has, other=0).to(tl.float32) + kind.added
+        pointers = zeros + rows[:, None] * matrix.zeros_row
+        found = tl.load(pointers, mask=has, other=0).to(tl.float32) + kind.zero_offset
     else:
         NUM_BITS: tl.constexpr = 8 if kind.zeros == FIELDS8 else 4
         IN_WORD: tl.constexpr = 32 // NUM_BITS
         own = matrix.first_row + rows
         row = (own % IN_WORD).to(tl.int32)
-        place = _awq_place(row) if kind.zeros == AWQ_FIELDS else row
-        at = zeros + (own // IN_WORD)[:, None] * matrix.zeros_row
-        fields = tl.load(at, mask=has, other=0) >> (place * NUM_BITS)[:, None]
-        found = ((fields + kind.added) & ((1 << NUM_BITS) - 1)).to(tl.float32)
+        index = _awq_place(row) if kind.zeros == AWQ_FIELDS else row
+        pointers = zeros + (own // IN_WORD)[:, None] * matrix.zeros_row
+        fields = tl.load(pointers, mask=has, other=0) >> (index * NUM_BITS)[:, None]
+        found = ((fields + kind.zero_offset) & ((1 << NUM_BITS) - 1)).to(tl.float32)
     return found
 
 
 @triton.jit
 def _factors(matrix, expert, rows, has_row, groups, has, kind: tl.constexpr):
     """float32 (BN, GT)."""
-    at = matrix.scales + expert * matrix.scales_expert + groups[None, :] * matrix.scales_group
-    at = at + (rows // matrix.scale_rows)[:, None] * matrix.scales_row
-    found = tl.load(at, mask=has, other=0)
+    pointers = matrix.scales + expert * matrix.scales_expert + groups[None, :] * matrix.scales_group
+    pointers = pointers + (rows // matrix.scale_rows)[:, None] * matrix.scales_row
+    found = tl.load(pointers, mask=has, other=0)
     if kind.scales == EXPONENTS:
         factors = float_of_e8m0(found)
     elif kind.scales == SMALL_FLOATS:
@@ -211,8 +223,8 @@ def _factors(matrix, expert, rows, has_row, groups, has, kind: tl.constexpr):
     else:
         factors = found.to(tl.float32)
     if kind.overall != NO_OVERALL:
-        at = matrix.overall + expert * matrix.overall_expert
-        overall = tl.load(at + rows * matrix.overall_row, mask=has_row, other=1.0)[:, None]
+        pointers = matrix.overall + expert * matrix.overall_expert
+        overall = tl.load(pointers + rows * matrix.overall_row, mask=has_row, other=1.0)[:, None]
         if kind.overall == DIVIDED:
             factors = tl.div_rn(factors, tl.broadcast_to(overall, factors.shape))
         else:
@@ -221,23 +233,25 @@ def _factors(matrix, expert, rows, has_row, groups, has, kind: tl.constexpr):
 
 
 @triton.jit
-def _half(at, has):
+def _half(pointers, has):
     """float32 of the float16 at an address of bytes, which need not be even."""
-    low = tl.load(at, mask=has, other=0).to(tl.uint16)
-    return (low | tl.load(at + 1, mask=has, other=0).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    low = tl.load(pointers, mask=has, other=0).to(tl.uint16)
+    return (
+        (low | tl.load(pointers + 1, mask=has, other=0).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    )
 
 
 @triton.jit
-def _block32(body_rows, has_row, column, num_columns, WAY: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def _block32(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """float32 (BN, BK) of GGUF's blocks of 32 numbers: a scale, then bytes, or halves of bytes as in runs of INT4."""
     NUM: tl.constexpr = BK // 32
-    WIDTH: tl.constexpr = 32 if WAY == Q8_0 else 16
+    WIDTH: tl.constexpr = 32 if ENCODING == Q8_0 else 16
     blocks = column // 32 + tl.arange(0, NUM)
     has = has_row[:, None] & (blocks < num_columns // 32)[None, :]
-    at = body_rows[:, None] + blocks[None, :] * (2 + WIDTH)
-    scales = _half(at, has)
-    codes = tl.load(at[:, :, None] + (2 + tl.arange(0, WIDTH))[None, None, :], mask=has[:, :, None], other=0)
-    if WAY == Q8_0:
+    pointers = body_rows[:, None] + blocks[None, :] * (2 + WIDTH)
+    scales = _half(pointers, has)
+    codes = tl.load(pointers[:, :, None] + (2 + tl.arange(0, WIDTH))[None, None, :], mask=has[:, :, None], other=0)
+    if ENCODING == Q8_0:
         numbers = codes.to(tl.int8, bitcast=True).to(tl.float32)
     else:
         halves = tl.permute(tl.join(codes & 15, codes >> 4), (0, 1, 3, 2))
@@ -252,12 +266,12 @@ def _bytes_at(body_rows, has, begin, NUM: tl.constexpr):
 
 
 @triton.jit
-def _block256(body_rows, has_row, column, num_columns, WAY: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def _block256(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """float32 (BN, BK) of half a block of 256 numbers of GGUF, BK being 128: `formats/kinds/gguf.py` says where bits
     lie."""
     tl.static_assert(BK == 128, "a tile is half a block")
     half, has = column // 128 % 2, has_row & (column < num_columns)
-    if WAY == Q6_K:
+    if ENCODING == Q6_K:
         block = body_rows + column // 256 * 210
         low = _bytes_at(block, has, half * 64, 64)
         codes = tl.reshape(tl.permute(tl.join(low & 15, low >> 4), (0, 2, 1)), [BN, BK])
@@ -267,11 +281,11 @@ def _block256(body_rows, has_row, column, num_columns, WAY: tl.constexpr, BN: tl
         factors = _half(block + 208, has)[:, None] * scales
         numbers = (codes.to(tl.float32) - 32) * spread(factors, BN, BK, 8)
     else:
-        HEAD: tl.constexpr = 16 if WAY == Q4_K else 48
+        HEAD: tl.constexpr = 16 if ENCODING == Q4_K else 48
         block = body_rows + column // 256 * (HEAD + 128)
         pairs = tl.reshape(_bytes_at(block, has, HEAD + half * 64, 64), [BN, 2, 32])
         codes = tl.reshape(tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 1, 3, 2)), [BN, BK])
-        if WAY == Q5_K:
+        if ENCODING == Q5_K:
             shifts = half * 4 + tl.arange(0, 4)
             fifths = _bytes_at(block, has, 16, 32)[:, None, :].to(tl.int32) >> shifts[None, :, None]
             codes = codes | (tl.reshape(fifths & 1, [BN, BK]) << 4).to(tl.uint8)
@@ -290,29 +304,29 @@ def decode_tile(matrix, expert, row, has_row, column, kind: tl.constexpr, BN: tl
     there, and columns from `column` on, a multiple of BK. What is not there is finite. `expert` and `row` are int64, as
     a stack may have more than 2^31 numbers; for AWQ `row` and `first_row` together are a multiple of 8."""
     columns = column + tl.arange(0, BK)
-    if kind.way == PLAIN:
+    if kind.encoding == PLAIN:
         has = has_row[:, None] & (columns < matrix.num_columns)[None, :]
         rows = row + tl.arange(0, BN)
-        at = matrix.body + expert * matrix.body_expert + rows[:, None] * matrix.body_row
-        numbers = tl.load(at + columns[None, :] * matrix.body_column, mask=has, other=0.0)
+        pointers = matrix.body + expert * matrix.body_expert + rows[:, None] * matrix.body_row
+        numbers = tl.load(pointers + columns[None, :] * matrix.body_column, mask=has, other=0.0)
     else:
         row += expert * matrix.row_step
         rows = row + tl.arange(0, BN)
         if kind.is_reordered:
             rows = tl.load(matrix.extra + expert * matrix.extra_expert + rows, mask=has_row, other=0)
-        if kind.way >= Q8_0:
+        if kind.encoding >= Q8_0:
             body = matrix.body + expert * matrix.body_expert + rows * matrix.body_row
-            if kind.way == Q8_0 or kind.way == Q4_0:
-                numbers = _block32(body, has_row, column, matrix.num_columns, kind.way, BN, BK)
+            if kind.encoding == Q8_0 or kind.encoding == Q4_0:
+                numbers = _block32(body, has_row, column, matrix.num_columns, kind.encoding, BN, BK)
             else:
-                numbers = _block256(body, has_row, column, matrix.num_columns, kind.way, BN, BK)
+                numbers = _block256(body, has_row, column, matrix.num_columns, kind.encoding, BN, BK)
         else:
             numbers = _codes(matrix, expert, row, rows, has_row, column, kind, BN, BK)
-        if kind.way != WINDOW4 and kind.way < Q8_0:
+        if kind.encoding != WINDOW4 and kind.encoding < Q8_0:
             GT: tl.constexpr = kind.group_tile
             if kind.has_groups:
-                at = matrix.groups + expert * matrix.groups_expert + columns
-                groups = tl.load(at, mask=columns < matrix.num_columns, other=0)
+                pointers = matrix.groups + expert * matrix.groups_expert + columns
+                groups = tl.load(pointers, mask=columns < matrix.num_columns, other=0)
             elif kind.width == 0:
                 groups = tl.zeros([1], tl.int32)
             elif GT == BK:
@@ -321,12 +335,12 @@ def decode_tile(matrix, expert, row, has_row, column, kind: tl.constexpr, BN: tl
                 groups = column // kind.width + tl.arange(0, GT)
             has = has_row[:, None] & (groups < matrix.num_groups)[None, :]
             if kind.zeros == SAME_ZERO:
-                numbers = numbers - kind.added
+                numbers = numbers - kind.zero_offset
             elif kind.zeros != NO_ZEROS:
                 numbers = numbers - spread(_zero_points(matrix, expert, rows, groups, has, kind), BN, BK, GT)
             numbers = numbers * spread(_factors(matrix, expert, rows, has_row, groups, has, kind), BN, BK, GT)
-            if kind.has_last:
-                numbers = numbers * matrix.last
+            if kind.has_last_factor:
+                numbers = numbers * matrix.last_factor
     return numbers
 
 
@@ -341,9 +355,9 @@ def decode(matrix, out, num_rows, out_expert, out_row, lead, kind: tl.constexpr,
     rows, columns = row + tl.arange(0, BN), column + tl.arange(0, BK)
     has_row = (rows >= 0) & (rows < num_rows)
     numbers = decode_tile(matrix, expert, row, has_row, column, kind, BN, BK)
-    at = out + expert * out_expert + rows[:, None] * out_row + columns[None, :]
+    pointers = out + expert * out_expert + rows[:, None] * out_row + columns[None, :]
     has = has_row[:, None] & (columns < matrix.num_columns)[None, :]
-    tl.store(at, rounded(numbers, out.dtype.element_ty), mask=has)
+    tl.store(pointers, rounded(numbers, out.dtype.element_ty), mask=has)
 
 
 @triton.jit
@@ -357,19 +371,19 @@ def add_escapes(
     expert = (tl.program_id(0) // num_rows).to(tl.int64)
     row = (tl.program_id(0) % num_rows).to(tl.int64)
     own_row = row + expert * matrix.row_step
-    at = starts + expert * starts_expert + own_row
-    begin, end = tl.load(at), tl.load(at + 1)
+    pointers = starts + expert * starts_expert + own_row
+    begin, end = tl.load(pointers), tl.load(pointers + 1)
     if begins is not None:
         before = tl.load(begins + expert)
         begin, end = begin + before, end + before
     begin, end = tl.maximum(begin, 0), tl.minimum(end, num_escapes)
     body = matrix.body + expert * matrix.body_expert + own_row * matrix.body_row
     for first in range(begin, end, BLOCK):
-        places = first + tl.arange(0, BLOCK)
-        own = tl.load(columns + expert * columns_expert + places, mask=places < end, other=0).to(tl.int32) & 0xFFFF
-        exponent = tl.load(exponents + expert * exponents_expert + places, mask=places < end, other=0).to(tl.uint32)
-        has, place = (places < end) & (own < matrix.num_columns), own % GROUP_NUMBERS
-        turn = (place >> 2 & 3) * 16 + (place >> 5) * 8 + (place & 3) * 2 + (place >> 4 & 1)
+        indices = first + tl.arange(0, BLOCK)
+        own = tl.load(columns + expert * columns_expert + indices, mask=indices < end, other=0).to(tl.int32) & 0xFFFF
+        exponent = tl.load(exponents + expert * exponents_expert + indices, mask=indices < end, other=0).to(tl.uint32)
+        has, index = (indices < end) & (own < matrix.num_columns), own % GROUP_NUMBERS
+        turn = (index >> 2 & 3) * 16 + (index >> 5) * 8 + (index & 3) * 2 + (index >> 4 & 1)
         kept = tl.load(body + own // GROUP_NUMBERS * GROUP_BYTES + turn, mask=has, other=0).to(tl.uint32)
         bits = (kept & 0x80) << 24 | exponent << 23 | (kept & 0x7F) << 16
         numbers = rounded(bits.to(tl.float32, bitcast=True), out.dtype.element_ty)
@@ -388,7 +402,7 @@ def _product(
         has = has_x[:, None] & (columns < matrix.num_columns)[None, :]
         x = tl.load(x_rows[:, None] + columns[None, :], mask=has, other=0.0)
         numbers = decode_tile(matrix, expert, row, has_row, column, kind, BN, BK)
-        if kind.way != PLAIN:
+        if kind.encoding != PLAIN:
             numbers = rounded(numbers, x.dtype)
         if INTERPRETED:  # it multiplies no bfloat16
             sums = tl.dot(x.to(tl.float32), tl.trans(numbers.to(tl.float32)), sums, input_precision="ieee")
@@ -408,8 +422,8 @@ def multiply(
     own, rows = first.to(tl.int64) + tl.arange(0, BM), row + tl.arange(0, BN)
     has_x, has_row = own < num_x, (rows >= 0) & (rows < num_rows)
     sums = _product(x + own * x_row, has_x, matrix, 0, row, has_row, kind, BM, BN, BK)
-    at = out + own[:, None] * out_row + rows[None, :]
-    tl.store(at, rounded(sums, out.dtype.element_ty), mask=has_x[:, None] & has_row[None, :])
+    pointers = out + own[:, None] * out_row + rows[None, :]
+    tl.store(pointers, rounded(sums, out.dtype.element_ty), mask=has_x[:, None] & has_row[None, :])
 
 
 @triton.jit
@@ -435,5 +449,5 @@ def multiply_groups(
         sums = _product(
             x + own * x_row, has_x, matrix, expert.to(tl.int64), row, has_row, kind, BM, BN, BK
         )  # fmt: skip
-        at = out + own[:, None] * out_row + rows[None, :]
-        tl.store(at, rounded(sums, out.dtype.element_ty), mask=has_x[:, None] & has_row[None, :])
+        pointers = out + own[:, None] * out_row + rows[None, :]
+        tl.store(pointers, rounded(sums, out.dtype.element_ty), mask=has_x[:, None] & has_row[None, :])

@@ -22,22 +22,22 @@ from .primitives import (
     INT,
     INTS,
     LANES,
+    ArrayAt,
     Builder,
-    Place,
     RowsAt,
     Value,
-    apart_of,
     call,
-    first_of,
     for_rows,
     ints,
     load,
-    run_of,
+    pointer_and_stride,
+    pointer_of,
     shuffle,
     splat,
     store,
+    stride_of,
 )
-from .squares import turned
+from .squares import transpose_vectors
 
 UNIT_ROWS = LANES // 2  # rows of lanes, of which half are other columns
 WORD_COLUMNS = 8  # from the columns of one half of the lanes to those of the other
@@ -57,23 +57,23 @@ class GroupArrays(NamedTuple):
 
 
 # What `number_of` makes a vector of: codes, their zero point and factor in all lanes, and where the table is.
-Number = Callable[[Builder, Value, Value, Value, Value], Value]
-Codes = Callable[[Builder, Value, Value], tuple[Value, Value]]  # of a row from column k on, of 2 * LANES columns
+Dequantize = Callable[[Builder, Value, Value, Value, Value], Value]
+LoadCodes = Callable[[Builder, Value, Value], tuple[Value, Value]]  # of a row from column k on, of 2 * LANES columns
 
 
-def _in_bytes(kind: Any) -> Codes:
+def _byte_loader(kind: Any) -> LoadCodes:
     def codes_of(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
-        places = [builder.gep(row, [builder.add(k, k.type(at))]) for at in (0, LANES)]
-        first, second = (_take(builder, place, LANES) for place in places)
+        addresses = [builder.gep(row, [builder.add(k, k.type(at))]) for at in (0, LANES)]
+        first, second = (_load_vector(builder, address, LANES) for address in addresses)
         widen = builder.sext if kind is types.int8 else builder.zext
         return widen(first, INTS), widen(second, INTS)
 
     return codes_of
 
 
-def _in_halves(*, is_low_first: bool) -> Codes:
+def _nibble_loader(*, is_low_first: bool) -> LoadCodes:
     def codes_of(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
-        both = _take(builder, builder.gep(row, [builder.lshr(k, k.type(1))]), LANES)
+        both = _load_vector(builder, builder.gep(row, [builder.lshr(k, k.type(1))]), LANES)
         low, high = builder.and_(both, both.type([15] * LANES)), builder.lshr(both, both.type([4] * LANES))
         pair = (low, high) if is_low_first else (high, low)
         turns = [at for lane in range(LANES) for at in (lane, LANES + lane)]  # while they are bytes, so half as many
@@ -83,56 +83,58 @@ def _in_halves(*, is_low_first: bool) -> Codes:
     return codes_of
 
 
-def _float8s(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
+def _load_float8(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
     first, second = (
         load(builder, types.uint8, builder.gep(row, [builder.add(k, k.type(at))]), None) for at in (0, LANES)
     )
     return first, second
 
 
-def _take(builder: Builder, place: Value, count: int) -> Value:
-    kind = ir.VectorType(place.type.pointee, count)
-    return builder.load(builder.bitcast(place, kind.as_pointer()), align=1)
+def _load_vector(builder: Builder, address: Value, count: int) -> Value:
+    kind = ir.VectorType(address.type.pointee, count)
+    return builder.load(builder.bitcast(address, kind.as_pointer()), align=1)
 
 
-def _less_zero(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value | None = None) -> Value:
+def _subtract_zero_and_scale(
+    builder: Builder, codes: Value, zero: Value, factor: Value, table: Value | None = None
+) -> Value:
     return builder.fmul(builder.fsub(builder.sitofp(codes, FLOATS), zero), factor)
 
 
-def _times_factor(builder: Builder, numbers: Value, zero: Value, factor: Value, table: Value) -> Value:
+def _scale(builder: Builder, numbers: Value, zero: Value, factor: Value, table: Value) -> Value:
     return builder.fmul(numbers, factor)
 
 
-def _float4(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
+def _scale_float4(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
     """E2M1."""
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     if LANES == 16:
         all_of_them = FLOATS([*numbers, *(-number for number in numbers)])
-        return builder.fmul(_looked_up(builder, all_of_them, codes), factor)
+        return builder.fmul(_look_up(builder, all_of_them, codes), factor)
     sign = builder.shl(builder.and_(codes, ints(8)), ints(28))
     if HAS_TABLES:
-        magnitude = _looked_up(builder, FLOATS(numbers), codes)
+        magnitude = _look_up(builder, FLOATS(numbers), codes)
     else:  # a product moves the exponent
         bits = builder.shl(builder.and_(codes, ints(7)), ints(22))
         magnitude = builder.fmul(builder.bitcast(bits, FLOATS), FLOATS([2.0**126] * LANES))
     return builder.fmul(builder.bitcast(builder.or_(builder.bitcast(magnitude, INTS), sign), FLOATS), factor)
 
 
-def _looked_up(builder: Builder, numbers: Value, lanes: Value) -> Value:
+def _look_up(builder: Builder, numbers: Value, lanes: Value) -> Value:
     """Lanes of a vector, as the low bits of each lane name them."""
     name = "avx512.permvar.sf.512" if LANES == 16 else "avx2.permps"
     return call(builder, f"llvm.x86.{name}", FLOATS, [numbers, lanes])
 
 
-def _in_table(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
-    parts = [_take(builder, builder.gep(table, [INT(at)]), LANES) for at in range(0, 16, LANES)]
-    found = [_looked_up(builder, part, codes) for part in parts]
+def _scale_from_table(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
+    parts = [_load_vector(builder, builder.gep(table, [INT(at)]), LANES) for at in range(0, 16, LANES)]
+    found = [_look_up(builder, part, codes) for part in parts]
     if LANES == 16:
         return builder.fmul(found[0], factor)
     return builder.fmul(builder.select(builder.icmp_unsigned("<", codes, ints(8)), *found), factor)
 
 
-def _widen_row(codes_of: Codes, number_of: Number) -> Any:
+def _make_row_widener(codes_of: LoadCodes, number_of: Dequantize) -> Any:
     """The step that makes numbers of rows of codes."""
 
     @intrinsic
@@ -149,18 +151,18 @@ def _widen_row(codes_of: Codes, number_of: Number) -> Any:
     ) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             each = ((rows, 0), (zeros, 3), (factors, 4), (out, 7))
-            runs = [run_of(context, builder, kind, arguments[i]) for kind, i in each]
-            numbers = first_of(context, builder, table, arguments[6])
+            runs = [pointer_and_stride(context, builder, kind, arguments[i]) for kind, i in each]
+            numbers = pointer_of(context, builder, table, arguments[6])
             end, by, n = arguments[2], arguments[5], arguments[2].type
 
-            def widen_row(places: list[Value]) -> None:
-                stored, zero, factor, widened = places
+            def widen_row(addresses: list[Value]) -> None:
+                stored, zero, factor, widened = addresses
                 with cgutils.for_range_slice(builder, n(0), end, n(2 * LANES), n) as (k, _):
                     for i, codes in enumerate(codes_of(builder, stored, k)):
-                        place = builder.add(k, n(i * LANES))
-                        group = builder.lshr(place, by)
+                        address = builder.add(k, n(i * LANES))
+                        group = builder.lshr(address, by)
                         own, times = (splat(builder, builder.load(builder.gep(it, [group]))) for it in (zero, factor))
-                        store(builder, number_of(builder, codes, own, times, numbers), builder.gep(widened, [place]))
+                        store(builder, number_of(builder, codes, own, times, numbers), builder.gep(widened, [address]))
 
             for_rows(builder, arguments[1], runs, widen_row)
             return context.get_dummy_value()
@@ -176,27 +178,27 @@ class _Unit(NamedTuple):
     by how many bits they are to be shifted first."""
 
     words: Value
-    apart: Value
+    stride: Value
     shift: Value
 
     def halves(self, builder: Builder, first: int, second: int, *, are_rows: bool) -> Value:
         """Words `first` and `second` below: of each row its own, or one for all, in half of the lanes each."""
-        n, word = self.apart.type, ir.IntType(32)
+        n, word = self.stride.type, ir.IntType(32)
         parts = list[Value]()
         for below in (first, second):
-            place = builder.gep(self.words, [builder.mul(self.apart, n(below))])
-            place = builder.bitcast(place, word.as_pointer())
-            parts.append(_take(builder, place, UNIT_ROWS if are_rows else 1))
+            address = builder.gep(self.words, [builder.mul(self.stride, n(below))])
+            address = builder.bitcast(address, word.as_pointer())
+            parts.append(_load_vector(builder, address, UNIT_ROWS if are_rows else 1))
         width = parts[0].type.count
         lanes = [half * width + (i if are_rows else 0) for half in range(2) for i in range(UNIT_ROWS)]
         words = builder.shuffle_vector(parts[0], parts[1], ir.VectorType(INT, LANES)(lanes))
         return builder.lshr(words, splat(builder, self.shift))
 
 
-Column = Callable[[Builder, _Unit, int], Value]  # codes of column j in one half of the lanes, of 8 + j in the other
+LoadColumn = Callable[[Builder, _Unit, int], Value]  # codes of column j in one half of the lanes, of 8 + j in the other
 
 
-def _of_columns(num_bits: int) -> Column:
+def _column_word_loader(num_bits: int) -> LoadColumn:
     """Words that hold codes of neighbouring columns of one row."""
     per_word, mask = 32 // num_bits, (1 << num_bits) - 1
 
@@ -208,46 +210,46 @@ def _of_columns(num_bits: int) -> Column:
     return codes_of
 
 
-def _of_rows(builder: Builder, unit: _Unit, j: int) -> Value:
+def _load_row_word_codes(builder: Builder, unit: _Unit, j: int) -> Value:
     """Words that hold codes of eight neighbouring rows in one column."""
     words = unit.halves(builder, j, j + WORD_COLUMNS, are_rows=False)
     return builder.and_(builder.lshr(words, INTS([*ROW_SHIFTS[:UNIT_ROWS]] * 2)), ints(15))
 
 
-class _Shared(NamedTuple):
+class _GroupScales(NamedTuple):
     """Zero points and factors of the rows of a unit, as many numbers apart as there are rows, and the group of each
     column."""
 
     zeros: Value
     factors: Value
-    apart: Value
+    stride: Value
     columns: Value
 
-    def of_columns(self, builder: Builder, k: Value, j: int) -> tuple[Value, Value]:
+    def load_columns(self, builder: Builder, k: Value, j: int) -> tuple[Value, Value]:
         """Those of column k + j in one half of the lanes, of k + 8 + j in the other."""
-        n, starts = self.apart.type, list[Value]()
+        n, starts = self.stride.type, list[Value]()
         for at in (j, j + WORD_COLUMNS):
             group = builder.sext(builder.load(builder.gep(self.columns, [builder.add(k, n(at))])), n)
-            starts.append(builder.mul(group, self.apart))
-        return _halves(builder, self.zeros, starts), _halves(builder, self.factors, starts)
+            starts.append(builder.mul(group, self.stride))
+        return _load_halves(builder, self.zeros, starts), _load_halves(builder, self.factors, starts)
 
 
-def _halves(builder: Builder, numbers: Value, starts: list[Value]) -> Value:
+def _load_halves(builder: Builder, numbers: Value, starts: list[Value]) -> Value:
     """Half of the lanes are numbers from one of these places on, half from the other."""
-    low, high = (_take(builder, builder.gep(numbers, [start]), UNIT_ROWS) for start in starts)
+    low, high = (_load_vector(builder, builder.gep(numbers, [start]), UNIT_ROWS) for start in starts)
     return shuffle(builder, low, high, [*range(LANES)])
 
 
-def _put_unit(builder: Builder, vectors: list[Value], out: Value, apart: Value, k: Value) -> None:
-    """Numbers of column k + j and k + 8 + j are those of vector j; rows lie `apart` numbers apart."""
+def _store_unit(builder: Builder, vectors: list[Value], out: Value, stride: Value, k: Value) -> None:
+    """Numbers of column k + j and k + 8 + j are those of vector j; rows lie `stride` numbers apart."""
     n = k.type
-    for i, vector in enumerate(turned(builder, vectors)):
+    for i, vector in enumerate(transpose_vectors(builder, vectors)):
         row, column = i % UNIT_ROWS, i // UNIT_ROWS * WORD_COLUMNS
-        place = builder.add(builder.mul(apart, n(row)), builder.add(k, n(column)))
-        store(builder, vector, builder.gep(out, [place]))
+        address = builder.add(builder.mul(stride, n(row)), builder.add(k, n(column)))
+        store(builder, vector, builder.gep(out, [address]))
 
 
-def _widen_unit(codes_of: Column, word_shift: int, *, are_rows_in_words: bool = False) -> Any:
+def _make_unit_widener(codes_of: LoadColumn, word_shift: int, *, are_rows_in_words: bool = False) -> Any:
     """The step that makes numbers of rows, UNIT_ROWS at a time; column k is in word k >> word_shift of its row."""
 
     @intrinsic
@@ -265,11 +267,11 @@ def _widen_unit(codes_of: Column, word_shift: int, *, are_rows_in_words: bool = 
     ) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             stored, zero, factor, groups, widened = (
-                first_of(context, builder, kind, arguments[i])
+                pointer_of(context, builder, kind, arguments[i])
                 for kind, i in ((words, 0), (zeros, 4), (factors, 5), (columns, 6), (out, 8))
             )
             top, count, end, n = *arguments[1:4], arguments[3].type
-            apart, shared_apart, out_apart = (apart_of(builder, arguments[i]) for i in (0, 4, 8))
+            stride, shared_stride, out_stride = (stride_of(builder, arguments[i]) for i in (0, 4, 8))
 
             def make(row: Value, k: Value, *, once: bool) -> None:
                 absolute, below = builder.add(top, row), builder.lshr(k, n(word_shift))
@@ -277,16 +279,18 @@ def _widen_unit(codes_of: Column, word_shift: int, *, are_rows_in_words: bool = 
                 if are_rows_in_words:
                     word = builder.lshr(absolute, n(3))
                     by = builder.trunc(builder.shl(builder.and_(absolute, n(7)), n(1)), INT)
-                at = builder.add(builder.mul(below, apart), builder.shl(word, n(2)))
-                unit = _Unit(builder.gep(stored, [at]), apart, by)
+                at = builder.add(builder.mul(below, stride), builder.shl(word, n(2)))
+                unit = _Unit(builder.gep(stored, [at]), stride, by)
                 own_zero, own_factor = (builder.gep(each, [row]) for each in (zero, factor))
-                shared = _Shared(own_zero, own_factor, shared_apart, groups)
-                same = shared.of_columns(builder, k, 0) if once else None
+                shared = _GroupScales(own_zero, own_factor, shared_stride, groups)
+                same = shared.load_columns(builder, k, 0) if once else None
                 vectors = list[Value]()
                 for j in range(WORD_COLUMNS):
-                    zero_points, by_factors = same or shared.of_columns(builder, k, j)
-                    vectors.append(_less_zero(builder, codes_of(builder, unit, j), zero_points, by_factors))
-                _put_unit(builder, vectors, builder.gep(widened, [builder.mul(row, out_apart)]), out_apart, k)
+                    zero_points, by_factors = same or shared.load_columns(builder, k, j)
+                    vectors.append(
+                        _subtract_zero_and_scale(builder, codes_of(builder, unit, j), zero_points, by_factors)
+                    )
+                _store_unit(builder, vectors, builder.gep(widened, [builder.mul(row, out_stride)]), out_stride, k)
 
             for once, taken in ((True, arguments[7]), (False, builder.not_(arguments[7]))):
                 rows, inputs = n(UNIT_ROWS), n(2 * WORD_COLUMNS)
@@ -304,21 +308,23 @@ def _widen_unit(codes_of: Column, word_shift: int, *, are_rows_in_words: bool = 
     return widen
 
 
-WidenRow = Callable[[RowsAt, int, int, RowsAt, RowsAt, int, Place, RowsAt], None]
-WidenUnit = Callable[[RowsAt, int, int, int, RowsAt, RowsAt, Place, bool, RowsAt], None]
+WidenRow = Callable[[RowsAt, int, int, RowsAt, RowsAt, int, ArrayAt, RowsAt], None]
+WidenUnit = Callable[[RowsAt, int, int, int, RowsAt, RowsAt, ArrayAt, bool, RowsAt], None]
 
 # Of so many rows of codes as many numbers, a multiple of 2 * LANES, with the zero points and factors of a row's groups
 # from that of the first on, of number k those k >> shift behind it, and the table.
-widen_bytes: WidenRow = cast(Any, _widen_row(_in_bytes(types.uint8), _less_zero))
-widen_signed_bytes: WidenRow = cast(Any, _widen_row(_in_bytes(types.int8), _less_zero))
-widen_halves: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=True), _less_zero))
-widen_scaled_float8: WidenRow = cast(Any, _widen_row(_float8s, _times_factor))
-widen_float4: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=True), _float4))
+widen_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.uint8), _subtract_zero_and_scale))
+widen_signed_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.int8), _subtract_zero_and_scale))
+widen_halves: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _subtract_zero_and_scale))
+widen_scaled_float8: WidenRow = cast(Any, _make_row_widener(_load_float8, _scale))
+widen_float4: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _scale_float4))
 # Nobody asks for a table where HAS_TABLES is false; what stands in for it there need only compile.
-widen_in_table: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=False), _in_table if HAS_TABLES else _float4))
+widen_in_table: WidenRow = cast(
+    Any, _make_row_widener(_nibble_loader(is_low_first=False), _scale_from_table if HAS_TABLES else _scale_float4)
+)
 # Of rows, a multiple of UNIT_ROWS of them, as many numbers, a multiple of 16: where the words of row 0 are; the first
 # of the rows and how many there are; zero points and factors from that row on, a row of them for each group; the group
 # of each column; whether eight columns share theirs.
-widen_words4: WidenUnit = cast(Any, _widen_unit(_of_columns(4), 3))
-widen_words8: WidenUnit = cast(Any, _widen_unit(_of_columns(8), 2))
-widen_row_words: WidenUnit = cast(Any, _widen_unit(_of_rows, 0, are_rows_in_words=True))
+widen_words4: WidenUnit = cast(Any, _make_unit_widener(_column_word_loader(4), 3))
+widen_words8: WidenUnit = cast(Any, _make_unit_widener(_column_word_loader(8), 2))
+widen_row_words: WidenUnit = cast(Any, _make_unit_widener(_load_row_word_codes, 0, are_rows_in_words=True))

@@ -6,14 +6,32 @@ of x; elsewhere they are rows of w.
 import numpy as np
 
 from .arguments import StoredRows, VectorProduct
-from .compiled import kept
-from .packed import packing_of
+from .compiled import cached_kernel
+from .packed import unpack_arguments
 from .primitives import LANES
 
 if LANES == 16:
-    from .linear_wide import CHAIN_INPUTS, CHUNK_ROWS, INPUT_ROWS, SUM_NUMBERS, WORK_NUMBERS, lay_out, multiply, split
+    from .linear_wide import (
+        CHAIN_INPUTS,
+        CHUNK_ROWS,
+        INPUT_ROWS,
+        SUM_NUMBERS,
+        WORK_NUMBERS,
+        lay_out,
+        multiply,
+        split_workspace,
+    )
 else:
-    from .linear_narrow import CHAIN_INPUTS, CHUNK_ROWS, INPUT_ROWS, SUM_NUMBERS, WORK_NUMBERS, lay_out, multiply, split
+    from .linear_narrow import (
+        CHAIN_INPUTS,
+        CHUNK_ROWS,
+        INPUT_ROWS,
+        SUM_NUMBERS,
+        WORK_NUMBERS,
+        lay_out,
+        multiply,
+        split_workspace,
+    )
 
 __all__ = [
     "CHAIN_INPUTS",
@@ -24,25 +42,25 @@ __all__ = [
     "lay_out_inputs",
     "linear",
     "linear_packed",
-    "split",
+    "split_workspace",
 ]
 
 
-@kept
+@cached_kernel
 def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
     """Groups [first, last) of INPUT_ROWS rows of x, K words each, as `multiply` takes them. A word is float32, widened
     where x is of 16 bits, or a pair of bfloat16, given as such."""
     lay_out(x_MK, first, last, inputs)
 
 
-@kept
+@cached_kernel
 def linear(w_NK: np.ndarray, product: VectorProduct) -> None:
     """All rows of w but those behind the last `PAIR_ROWS`, times the rows of x."""
     multiply(w_NK, w_NK.shape[0], w_NK.shape[1], None, product)
 
 
-@kept
+@cached_kernel
 def linear_packed(stored: StoredRows, product: VectorProduct) -> None:
     """See `linear`, bit by bit the same, of packed rows."""
-    packed = packing_of(stored)
+    packed = unpack_arguments(stored)
     multiply(stored.body, packed.num_rows, stored.layout[2], packed, product)

@@ -20,44 +20,44 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Span, VectorProduct
-from .compiled import REORDERED, has_fma_alone
+from .compiled import REORDERED, has_fma_without_avx512
 from .linear_parts import (
-    Ahead,
     OutputRows,
+    PrefetchRows,
     RowBlock,
+    add_sums,
     as_output,
-    cursors_of,
-    first_of_group,
-    give_rows,
-    give_sums,
     group_elements,
+    group_start,
+    input_index,
+    make_cursors,
     num_blocks,
-    place_in_rows,
-    row_apart,
+    row_stride,
     set_cursors,
+    write_rows,
 )
-from .packed import RowPacking, put_escapes, widen_packed
+from .packed import RowPacking, widen_packed, write_escapes
 from .primitives import (
     FLOATS,
     INT,
     LANES,
+    ArrayAt,
     Builder,
-    Place,
     RowsAt,
     Value,
-    apart_of,
-    begin_items,
-    first_of,
+    claim_items,
+    equals,
     from_float16,
     ints,
-    is_equal,
     load,
     multiply_add,
+    pointer_of,
     prefetch,
     splat,
     store,
+    stride_of,
 )
-from .squares import columns_of
+from .squares import load_columns
 
 binding.initialize_native_asmparser()  # numba leaves it out
 
@@ -86,31 +86,31 @@ class Shape(NamedTuple):
 
 
 @intrinsic
-def _lay_out_row(typing: Any, row: Any, num_inputs: Any, out: Any, apart: Any) -> Any:
+def _lay_out_row(typing: Any, row: Any, num_inputs: Any, out: Any, stride: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        stored, end = first_of(context, builder, row, arguments[0]), arguments[1]
-        target, n = first_of(context, builder, out, arguments[2]), end.type
+        stored, end = pointer_of(context, builder, row, arguments[0]), arguments[1]
+        target, n = pointer_of(context, builder, out, arguments[2]), end.type
         with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
             vector = load(builder, row.types[0].dtype, builder.gep(stored, [k]), None)
             for lane in range(LANES):
-                place = builder.gep(target, [builder.mul(builder.add(k, n(lane)), arguments[3])])
-                builder.store(builder.extract_element(vector, INT(lane)), place)
+                address = builder.gep(target, [builder.mul(builder.add(k, n(lane)), arguments[3])])
+                builder.store(builder.extract_element(vector, INT(lane)), address)
         return context.get_dummy_value()
 
     return types.void(row, types.intp, out, types.intp), build
 
 
 @intrinsic
-def _turn(typing: Any, rows: Any, num_inputs: Any, panel: Any) -> Any:
+def _transpose_weights(typing: Any, rows: Any, num_inputs: Any, panel: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first, apart = first_of(context, builder, rows, arguments[0]), apart_of(builder, arguments[0])
-        end, target, stored = arguments[1], first_of(context, builder, panel, arguments[2]), rows.types[0].dtype
+        first, stride = pointer_of(context, builder, rows, arguments[0]), stride_of(builder, arguments[0])
+        end, target, stored = arguments[1], pointer_of(context, builder, panel, arguments[2]), rows.types[0].dtype
         n, per_word = end.type, INT.width // stored.bitwidth
-        places = [builder.gep(first, [builder.mul(apart, n(row))]) for row in range(LANES)]
+        addresses = [builder.gep(first, [builder.mul(stride, n(row))]) for row in range(LANES)]
         with cgutils.for_range_slice(builder, n(0), end, n(_COLUMNS * per_word), n) as (k, _):
-            columns = columns_of(builder, [builder.gep(place, [k]) for place in places], _COLUMNS)
+            columns = load_columns(builder, [builder.gep(address, [k]) for address in addresses], _COLUMNS)
             for i, column in enumerate(columns):
-                for j, vector in enumerate(_numbers(builder, stored, column)):
+                for j, vector in enumerate(_word_numbers(builder, stored, column)):
                     number = builder.add(k, n(i * per_word + j))
                     store(builder, vector, builder.gep(target, [builder.mul(number, n(PANEL_ROWS))]))
         return context.get_dummy_value()
@@ -118,7 +118,7 @@ def _turn(typing: Any, rows: Any, num_inputs: Any, panel: Any) -> Any:
     return types.void(rows, types.intp, panel), build
 
 
-def _numbers(builder: Builder, stored: Any, words: Value) -> list[Value]:
+def _word_numbers(builder: Builder, stored: Any, words: Value) -> list[Value]:
     """float32 of what words hold: one number, or two of 16 bits."""
     if stored == types.float32:
         return [words]
@@ -142,7 +142,7 @@ class _NarrowArguments(NamedTuple):
     is_first: Any
     ahead: Any
     num_ahead: Any
-    group_apart: Any
+    group_stride: Any
 
 
 @intrinsic
@@ -157,45 +157,45 @@ def _add_products(
     is_first: Any,
     ahead: Any,
     num_ahead: Any,
-    group_apart: Any,
+    group_stride: Any,
 ) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         given = _NarrowArguments(*arguments)
         weights, numbers, totals = (
-            first_of(context, builder, kind, value)
+            pointer_of(context, builder, kind, value)
             for kind, value in ((panels, given.panels), (inputs, given.inputs), (sums, given.sums))
         )
-        next_rows, apart = first_of(context, builder, ahead, given.ahead), apart_of(builder, given.ahead)
-        n, add_inputs = given.num_inputs.type, _in_assembly if has_fma_alone() else _in_ir
+        next_rows, stride = pointer_of(context, builder, ahead, given.ahead), stride_of(builder, given.ahead)
+        n, add_inputs = given.num_inputs.type, _emit_assembly if has_fma_without_avx512() else _emit_ir
 
         def ask_ahead(k: Value) -> None:
             # Up to the last of a step's inputs: rows of published files begin inside a cache line and end inside one.
-            behind = builder.mul(builder.add(k, n(STEP_INPUTS)), given.group_apart)
+            behind = builder.mul(builder.add(k, n(STEP_INPUTS)), given.group_stride)
             last = builder.sub(builder.lshr(behind, n(GROUP_SHIFT)), n(1))
             with cgutils.for_range(builder, given.num_ahead, intp=n) as loop:
-                prefetch(builder, next_rows, builder.add(builder.mul(loop.index, apart), last))
+                prefetch(builder, next_rows, builder.add(builder.mul(loop.index, stride), last))
 
         for shape in (Shape(*each) for each in SHAPES):
-            vectors, rows = (is_equal(builder, found, own) for found, own in zip(given[1:4:2], shape, strict=True))
+            vectors, rows = (equals(builder, found, own) for found, own in zip(given[1:4:2], shape, strict=True))
             with builder.if_then(builder.and_(vectors, rows)):
-                places = [cgutils.alloca_once(builder, FLOATS) for _ in range(shape.vectors * shape.rows)]
-                for place in places:
-                    builder.store(FLOATS(None), place)
+                addresses = [cgutils.alloca_once(builder, FLOATS) for _ in range(shape.vectors * shape.rows)]
+                for address in addresses:
+                    builder.store(FLOATS(None), address)
                 with cgutils.for_range_slice(builder, n(0), given.num_inputs, n(STEP_INPUTS), n) as (k, _):
                     ask_ahead(k)
                     w = builder.gep(weights, [builder.mul(k, n(PANEL_ROWS))])
                     x = builder.gep(numbers, [builder.mul(k, n(shape.rows))])
-                    found = add_inputs(builder, shape, w, x, [builder.load(place) for place in places])
-                    for place, total in zip(places, found, strict=True):
-                        builder.store(total, place)
-                give_sums(builder, [builder.load(place) for place in places], totals, given.is_first)
+                    found = add_inputs(builder, shape, w, x, [builder.load(address) for address in addresses])
+                    for address, total in zip(addresses, found, strict=True):
+                        builder.store(total, address)
+                add_sums(builder, [builder.load(address) for address in addresses], totals, given.is_first)
         return context.get_dummy_value()
 
     n = types.intp
     return types.void(panels, n, inputs, n, n, sums, types.boolean, ahead, n, n), build
 
 
-def _in_assembly(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: list[Value]) -> list[Value]:
+def _emit_assembly(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: list[Value]) -> list[Value]:
     """The sums with the products of STEP_INPUTS inputs. Operands: the sums, the fewer of vectors and rows, which stay
     in registers of their own, and one register that the others pass through; then both places and the count."""
     vectors, rows = shape
@@ -228,12 +228,12 @@ def _in_assembly(builder: Builder, shape: Shape, panels: Value, inputs: Value, s
     return [builder.extract_value(found, i) for i in range(len(sums))]
 
 
-def _in_ir(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: list[Value]) -> list[Value]:
+def _emit_ir(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: list[Value]) -> list[Value]:
     vectors, rows = shape
     n = ir.IntType(64)
-    places = [cgutils.alloca_once(builder, FLOATS) for _ in sums]
-    for place, total in zip(places, sums, strict=True):
-        builder.store(total, place)
+    addresses = [cgutils.alloca_once(builder, FLOATS) for _ in sums]
+    for address, total in zip(addresses, sums, strict=True):
+        builder.store(total, address)
     with cgutils.for_range(builder, n(STEP_INPUTS), intp=n) as loop:
         at, row = builder.mul(loop.index, n(PANEL_ROWS)), builder.mul(loop.index, n(rows))
         starts = [builder.add(at, n(shape.vector_at(v, 0) // _NUMBER_BYTES)) for v in range(vectors)]
@@ -241,21 +241,23 @@ def _in_ir(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: l
         for j in range(rows):
             number = splat(builder, builder.load(builder.gep(inputs, [builder.add(row, n(j))])))
             for v, vector in enumerate(w):
-                place = places[j * vectors + v]
-                builder.store(multiply_add(builder, vector, number, builder.load(place)), place)
-    return [builder.load(place) for place in places]
+                address = addresses[j * vectors + v]
+                builder.store(multiply_add(builder, vector, number, builder.load(address)), address)
+    return [builder.load(address) for address in addresses]
 
 
-# So many numbers of a row of x, a multiple of LANES, as float32, `apart` numbers apart.
-lay_out_row: Callable[[Place, int, Place, int], None] = cast(Any, _lay_out_row)
+# So many numbers of a row of x, a multiple of LANES, as float32, `stride` numbers apart.
+lay_out_row: Callable[[ArrayAt, int, ArrayAt, int], None] = cast(Any, _lay_out_row)
 # So many stored numbers, a multiple of 16, of LANES rows of w, as float32 in one of both vectors of a panel (numbers,
 # 2, LANES).
-turn: Callable[[RowsAt, int, Place], None] = cast(Any, _turn)
+transpose_weights: Callable[[RowsAt, int, ArrayAt], None] = cast(Any, _transpose_weights)
 # Panels of `num_vectors` vectors times `num_rows` rows of inputs (num_inputs, num_rows), into (num_rows, num_vectors,
 # LANES) of sums, which begin with it where it `is_first`. Meanwhile the same inputs of `num_ahead` rows of stored
-# weights are asked into the second cache: neither waits for the other. GROUP_NUMBERS inputs of these lie `group_apart`
+# weights are asked into the second cache: neither waits for the other. GROUP_NUMBERS inputs of these lie `group_stride`
 # elements apart.
-add_products: Callable[[Place, int, Place, int, int, Place, bool, RowsAt, int, int], None] = cast(Any, _add_products)
+add_products: Callable[[ArrayAt, int, ArrayAt, int, int, ArrayAt, bool, RowsAt, int, int], None] = cast(
+    Any, _add_products
+)
 
 
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
@@ -268,7 +270,7 @@ SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * MOST_ROWS
 WORK_NUMBERS = 2 * PANEL_NUMBERS + TILE_NUMBERS
 
 
-def split(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
+def split_workspace(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
     """A thread's panels and tile."""
     assert not pairs, "vectors of eight lanes multiply no pairs"
     return work[TILE_NUMBERS:], work[:TILE_NUMBERS]
@@ -296,19 +298,19 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
     M, K = x_MK.shape
     num_groups, least, num_larger = _groups(M)
     for g in range(num_groups):
-        top, height = first_of_group(g, least, num_larger), least + (g < num_larger)
+        top, height = group_start(g, least, num_larger), least + (g < num_larger)
         for row in range(max(first, top), min(last, top + height)):
-            lay_out_row(Place(x_MK, row * K), K, Place(inputs, top * K + row - top), height)
+            lay_out_row(ArrayAt(x_MK, row * K), K, ArrayAt(inputs, top * K + row - top), height)
 
 
 @njit(fastmath=REORDERED)
-def _take_out(sums: np.ndarray, width: int, height: int, rows: Span, out: OutputRows, begin: int) -> None:
+def _write_output(sums: np.ndarray, width: int, height: int, rows: Span, out: OutputRows, begin: int) -> None:
     """Sums of `width` rows of w, `height` at a time, with a run of rows of x, as columns of out from `begin` on."""
     num_rows = rows[1] - rows[0]
     for row in range(num_rows):
         own = RowsAt(sums, row * height, num_rows * height)
-        at = (rows[0] + row) * out.apart + begin * out.per_number
-        give_rows(own, width // height, height, RowsAt(out.halves, at, height * out.per_number), out.kind)
+        at = (rows[0] + row) * out.stride + begin * out.per_number
+        write_rows(own, width // height, height, RowsAt(out.halves, at, height * out.per_number), out.kind)
 
 
 @njit(fastmath=REORDERED)
@@ -321,22 +323,22 @@ def _multiply_panels(
     sums: np.ndarray,
     K: int,
     w: np.ndarray,
-    ahead: Ahead,
+    ahead: PrefetchRows,
 ) -> None:
     """The rows of a panel, or of two, a span of their chunk, times the inputs of a chain of a block. Rows ahead are
     asked for beside it."""
     k, height = chain[0], rows[1] - rows[0]
-    top = first_of_group(block.first, block.least, block.num_larger)
-    block_rows = first_of_group(block.last, block.least, block.num_larger) - top
+    top = group_start(block.first, block.least, block.num_larger)
+    block_rows = group_start(block.last, block.least, block.num_larger) - top
     next_at, num_left, begin = ahead.at, ahead.num_rows, top
     share = -(-num_left // (block.last - block.first))  # with each of the groups
     for g in range(block.first, block.last):
         count, now = block.least + (g < block.num_larger), min(share, num_left)
-        own = Place(sums, rows[0] * block_rows + (begin - top) * height)
-        x, next_rows = Place(inputs, begin * K + k * count), RowsAt(w, next_at, ahead.apart)
-        weights, num_vectors, num_inputs = Place(panels, 0), height // LANES, chain[1] - k
-        add_products(weights, num_vectors, x, count, num_inputs, own, k == 0, next_rows, now, ahead.group_apart)
-        next_at, num_left, begin = next_at + now * ahead.apart, num_left - now, begin + count
+        own = ArrayAt(sums, rows[0] * block_rows + (begin - top) * height)
+        x, next_rows = ArrayAt(inputs, begin * K + k * count), RowsAt(w, next_at, ahead.stride)
+        weights, num_vectors, num_inputs = ArrayAt(panels, 0), height // LANES, chain[1] - k
+        add_products(weights, num_vectors, x, count, num_inputs, own, k == 0, next_rows, now, ahead.group_stride)
+        next_at, num_left, begin = next_at + now * ahead.stride, num_left - now, begin + count
 
 
 @njit(fastmath=REORDERED, forceinline=True)
@@ -357,32 +359,38 @@ def _lay_out_weights(
     (first, last), (k, end) = rows, chain
     for top in range(first, last, LANES):
         vector = (top - first) // LANES
-        place = Place(panels, vector // 2 * PANEL_NUMBERS + vector % 2 * LANES)
+        address = ArrayAt(panels, vector // 2 * PANEL_NUMBERS + vector % 2 * LANES)
         if packed is None:
-            turn(RowsAt(w, top * K + k, K), end - k, place)
+            transpose_weights(RowsAt(w, top * K + k, K), end - k, address)
             continue
         widen_packed(packed, w, K, (top, top + LANES), chain, tile, CHAIN_INPUTS)
-        if packed.way == WINDOW4:
+        if packed.encoding == WINDOW4:
             escapes = packed.escapes
             for row in range(LANES):
                 at = own + top - first + row
-                cursors[at] = put_escapes(escapes, cursors[at], top + row, k, end, bits, row * CHAIN_INPUTS)
-        turn(RowsAt(tile, 0, CHAIN_INPUTS), end - k, place)
+                cursors[at] = write_escapes(escapes, cursors[at], top + row, k, end, bits, row * CHAIN_INPUTS)
+        transpose_weights(RowsAt(tile, 0, CHAIN_INPUTS), end - k, address)
 
 
 @njit(fastmath=REORDERED)
 def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None, product: VectorProduct) -> None:
     """See `linear`. `num_weights` rows of w are numbers, or packed so."""
-    step, begun, inputs, begin, num_rows = product.step, product.begun, product.inputs, product.begin, product.num_rows
+    step, counter, inputs, begin, num_rows = (
+        product.step,
+        product.counter,
+        product.inputs,
+        product.begin,
+        product.num_rows,
+    )
     out, panels, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums
     num_groups, least, num_larger = _groups(num_rows)
-    in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), cursors_of(packed, CHUNK_ROWS)
+    in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
-    apart, group_apart = row_apart(w, num_weights, packed), group_elements(packed)
+    stride, group_stride = row_stride(w, num_weights, packed), group_elements(packed)
     height = 2 * PANEL_ROWS if _most_rows(num_rows) == FEW_ROWS else PANEL_ROWS
     chunk = height if num_rows * K <= CACHED_NUMBERS else step  # rows of w that x is read once for, unless it stays
     whole = num_weights // PAIR_ROWS * PAIR_ROWS
-    item = begin_items(begun, step)
+    item = claim_items(counter, step)
     while item < whole:
         end = min(item + step, whole)
         for top in range(item, end, chunk):
@@ -398,9 +406,9 @@ def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None,
                         next_top, next_k = (top + n + height, k) if n + height < width else (top, chain[1])
                         if next_k >= K:
                             next_top, next_k = top + width, 0
-                        num_next = height if apart and next_top < end else 0
-                        ahead = Ahead(place_in_rows(K, packed, next_top, next_k), num_next, apart, group_apart)
+                        num_next = height if stride and next_top < end else 0
+                        ahead = PrefetchRows(input_index(K, packed, next_top, next_k), num_next, stride, group_stride)
                         _multiply_panels(panels, own, inputs, chain, block, sums, K, w, ahead)
-                span = first_of_group(block.first, least, num_larger), first_of_group(block.last, least, num_larger)
-                _take_out(sums, width, height, span, out, begin + top)
-        item = begin_items(begun, step)
+                span = group_start(block.first, least, num_larger), group_start(block.last, least, num_larger)
+                _write_output(sums, width, height, span, out, begin + top)
+        item = claim_items(counter, step)

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from .arguments import BFLOAT16, FLOAT16, FLOAT32, GROUP_NUMBERS, WINDOW4
 from .compiled import REORDERED
-from .packed import RowPacking, packed_place
+from .packed import RowPacking, packed_offset
 from .primitives import (
     FLOATS,
     INTS,
@@ -20,13 +20,13 @@ from .primitives import (
     Builder,
     RowsAt,
     Value,
-    apart_of,
-    first_of,
+    equals,
     ints,
-    is_equal,
     load,
     nearest_bfloat16,
+    pointer_of,
     store,
+    stride_of,
 )
 
 _SHORT = ir.VectorType(ir.IntType(16), LANES)
@@ -34,10 +34,10 @@ _EXPONENT = 23  # where a float32's begins; that of float16 begins 13 bits befor
 
 
 class OutputRows(NamedTuple):
-    """Rows of numbers of a kind, of as many `halves` of 16 bits each as one takes; rows lie `apart` halves apart."""
+    """Rows of numbers of a kind, of as many `halves` of 16 bits each as one takes; rows lie `stride` halves apart."""
 
     halves: np.ndarray
-    apart: int
+    stride: int
     per_number: int
     kind: int
 
@@ -49,25 +49,25 @@ def as_output(halves: np.ndarray, kind: int) -> OutputRows:
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def place_in(out: OutputRows, row: int, column: int) -> RowsAt:
+def output_at(out: OutputRows, row: int, column: int) -> RowsAt:
     """Its rows from a number of one of them on."""
-    return RowsAt(out.halves, row * out.apart + column * out.per_number, out.apart)
+    return RowsAt(out.halves, row * out.stride + column * out.per_number, out.stride)
 
 
 @intrinsic
-def _give_rows(typing: Any, rows: Any, num_rows: Any, width: Any, out: Any, kind: Any) -> Any:
+def _write_rows(typing: Any, rows: Any, num_rows: Any, width: Any, out: Any, kind: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         given, count, end, written, wanted = arguments
-        first, target = first_of(context, builder, rows, given), first_of(context, builder, out, written)
-        apart, out_apart, n = apart_of(builder, given), apart_of(builder, written), count.type
-        for number, round_to_it in _ROUNDED.items():
-            with builder.if_then(is_equal(builder, wanted, number)), cgutils.for_range(builder, count, intp=n) as loop:
-                own = builder.gep(first, [builder.mul(loop.index, apart)])
-                place = builder.gep(target, [builder.mul(loop.index, out_apart)])
+        first, target = pointer_of(context, builder, rows, given), pointer_of(context, builder, out, written)
+        stride, out_stride, n = stride_of(builder, given), stride_of(builder, written), count.type
+        for number, round_to_it in _ROUND_TO.items():
+            with builder.if_then(equals(builder, wanted, number)), cgutils.for_range(builder, count, intp=n) as loop:
+                own = builder.gep(first, [builder.mul(loop.index, stride)])
+                address = builder.gep(target, [builder.mul(loop.index, out_stride)])
                 with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (i, _):
                     numbers = load(builder, types.float32, builder.gep(own, [i]), None)
                     halves = builder.mul(i, n(2 if number == FLOAT32 else 1))
-                    store(builder, round_to_it(builder, numbers), builder.gep(place, [halves]), align=2)
+                    store(builder, round_to_it(builder, numbers), builder.gep(address, [halves]), align=2)
         return context.get_dummy_value()
 
     return types.void(rows, types.intp, types.intp, out, types.intp), build
@@ -101,10 +101,10 @@ def _to_float16(builder: Builder, numbers: Value) -> Value:
     return builder.trunc(builder.or_(nearest, sign), _SHORT)
 
 
-_ROUNDED = {FLOAT32: _unchanged, BFLOAT16: _to_bfloat16, FLOAT16: _to_float16}
+_ROUND_TO = {FLOAT32: _unchanged, BFLOAT16: _to_bfloat16, FLOAT16: _to_float16}
 
 # The first `width` numbers, a multiple of LANES, of `num_rows` rows of float32, as those of a kind, in rows of halves.
-give_rows: Callable[[RowsAt, int, int, RowsAt, int], None] = cast(Any, _give_rows)
+write_rows: Callable[[RowsAt, int, int, RowsAt, int], None] = cast(Any, _write_rows)
 
 
 class RowBlock(NamedTuple):
@@ -116,26 +116,26 @@ class RowBlock(NamedTuple):
     num_larger: int
 
 
-class Ahead(NamedTuple):
-    """Rows of w that are multiplied next, from its number `at` on. They lie `apart` elements apart, their GROUP_NUMBERS
-    words `group_apart`."""
+class PrefetchRows(NamedTuple):
+    """The rows of w to prefetch because they are multiplied next. They begin at element `at`, `stride` elements apart;
+    groups of GROUP_NUMBERS inputs within a row lie `group_stride` elements apart."""
 
     at: int
     num_rows: int
-    apart: int
-    group_apart: int
+    stride: int
+    group_stride: int
 
 
-def give_sums(builder: Builder, totals: list[Value], results: Value, is_first: Value) -> None:
+def add_sums(builder: Builder, totals: list[Value], results: Value, is_first: Value) -> None:
     """One behind the other, added to what is there unless they are the first."""
     for i, total in enumerate(totals):
-        place = cgutils.gep_inbounds(builder, results, i * LANES)
-        before = builder.select(is_first, FLOATS(None), load(builder, types.float32, place, None))
-        store(builder, builder.fadd(before, total), place)
+        address = cgutils.gep_inbounds(builder, results, i * LANES)
+        before = builder.select(is_first, FLOATS(None), load(builder, types.float32, address, None))
+        store(builder, builder.fadd(before, total), address)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def first_of_group(group: int, least: int, num_larger: int) -> int:
+def group_start(group: int, least: int, num_larger: int) -> int:
     """The height of the groups before it."""
     return group * least + min(group, num_larger)
 
@@ -148,9 +148,9 @@ def num_blocks(num_groups: int, usual: int) -> int:
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def place_in_rows(K: int, packed: RowPacking | None, row: int, k: int) -> int:
+def input_index(K: int, packed: RowPacking | None, row: int, k: int) -> int:
     """Where input `k` of a row of w lies, in its stored numbers or, if it is packed, bytes."""
-    return row * K + k if packed is None else packed_place(K, packed.group_bytes, row, k)
+    return row * K + k if packed is None else packed_offset(K, packed.group_bytes, row, k)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
@@ -160,16 +160,16 @@ def group_elements(packed: RowPacking | None) -> int:
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def row_apart(w: np.ndarray, num_weights: int, packed: RowPacking | None) -> int:
+def row_stride(w: np.ndarray, num_weights: int, packed: RowPacking | None) -> int:
     """How many elements of w there are from one row to the next; 0 where it lies in columns, of which none are asked
     for ahead: a line of them serves many rows."""
     if packed is None:
         return w.size // num_weights
-    return 0 if packed.apart else w.size // num_weights
+    return 0 if packed.word_stride else w.size // num_weights
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def cursors_of(packed: RowPacking | None, num_rows: int) -> np.ndarray:
+def make_cursors(packed: RowPacking | None, num_rows: int) -> np.ndarray:
     """Room for those of as many rows."""
     return np.empty(0 if packed is None else num_rows, np.int64)
 
@@ -179,5 +179,5 @@ def set_cursors(packed: RowPacking | None, cursors: np.ndarray, first: int, coun
     """Each block of x meets the rows from their first inputs on."""
     if packed is None:
         return
-    if packed.way == WINDOW4:
+    if packed.encoding == WINDOW4:
         cursors[:count] = packed.escapes.starts[first : first + count]

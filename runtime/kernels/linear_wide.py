@@ -22,45 +22,45 @@ from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Span, VectorProduct
 from .compiled import REORDERED
 from .grouped import UNIT_ROWS
 from .linear_parts import (
-    Ahead,
     OutputRows,
+    PrefetchRows,
     RowBlock,
+    add_sums,
     as_output,
-    cursors_of,
-    first_of_group,
-    give_rows,
-    give_sums,
     group_elements,
+    group_start,
+    input_index,
+    make_cursors,
     num_blocks,
-    place_in,
-    place_in_rows,
-    row_apart,
+    output_at,
+    row_stride,
     set_cursors,
+    write_rows,
 )
-from .packed import RowPacking, put_escapes, widen_packed
+from .packed import RowPacking, widen_packed, write_escapes
 from .primitives import (
     FLOATS,
     INT,
     INTS,
     LANES,
+    ArrayAt,
     Builder,
-    Place,
     RowsAt,
     Value,
     add_pairs,
-    apart_of,
-    begin_items,
-    first_of,
-    is_equal,
+    claim_items,
+    equals,
     load,
     multiply_add,
+    pointer_of,
     prefetch,
     round_to_words,
     shuffle,
     splat,
     store,
+    stride_of,
 )
-from .squares import SIDES, by_turns, take_apart, transpose
+from .squares import SIDES, deinterleave_sums, interleave, transpose
 
 MOST_VECTORS = 3  # of rows of x side by side
 WEIGHT_ROWS = 24  # widened at once: as many as there are sums
@@ -70,20 +70,20 @@ _AHEAD = 4  # inputs ahead of which those of x are asked into the first cache: 3
 
 
 @intrinsic
-def _take_side_by_side(typing: Any, rows: Any, num_rows: Any, num_words: Any, sides: Any, out: Any) -> Any:
+def _copy_side_by_side(typing: Any, rows: Any, num_rows: Any, num_words: Any, sides: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         given, count, end, wanted, written = arguments
-        first, apart = first_of(context, builder, rows, given), apart_of(builder, given)
-        target, n = first_of(context, builder, out, written), end.type
+        first, stride = pointer_of(context, builder, rows, given), stride_of(builder, given)
+        target, n = pointer_of(context, builder, out, written), end.type
         for sides in SIDES:
-            with builder.if_then(is_equal(builder, wanted, sides)):
+            with builder.if_then(equals(builder, wanted, sides)):
                 slices = cgutils.for_range_slice(builder, n(0), count, n(sides), n)
                 with slices as (row, _), cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
                     numbers = [builder.add(row, n(i)) for i in range(sides)]
-                    each = [builder.gep(first, [builder.mul(number, apart)]) for number in numbers]
-                    vectors = [_words(builder, rows, out, stored, k) for stored in each]
+                    each = [builder.gep(first, [builder.mul(number, stride)]) for number in numbers]
+                    vectors = [_load_words(builder, rows, out, stored, k) for stored in each]
                     to = builder.add(builder.mul(row, n(CHAIN_INPUTS)), builder.mul(k, n(sides)))
-                    for i, vector in enumerate(by_turns(builder, vectors)):
+                    for i, vector in enumerate(interleave(builder, vectors)):
                         store(builder, vector, builder.gep(target, [builder.add(to, n(i * LANES))]))
         return context.get_dummy_value()
 
@@ -91,22 +91,22 @@ def _take_side_by_side(typing: Any, rows: Any, num_rows: Any, num_words: Any, si
     return types.void(rows, n, n, n, out), build
 
 
-def _words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -> Value:
+def _load_words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -> Value:
     """Loads as many words as lanes, as those of `out` are, from word `k` of a stored row on."""
     dtype, words = row.types[0].dtype, out.types[0].dtype
     if dtype == words or not _is_paired(out.types[0]):
         return load(builder, dtype, builder.gep(stored, [k]), None)
-    place = builder.gep(builder.bitcast(stored, INT.as_pointer()), [k])
-    return builder.load(builder.bitcast(place, INTS.as_pointer()), align=dtype.bitwidth // 8)
+    address = builder.gep(builder.bitcast(stored, INT.as_pointer()), [k])
+    return builder.load(builder.bitcast(address, INTS.as_pointer()), align=dtype.bitwidth // 8)
 
 
 @intrinsic
-def _take(typing: Any, row: Any, num_words: Any, out: Any) -> Any:
+def _copy_words(typing: Any, row: Any, num_words: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        stored, end = first_of(context, builder, row, arguments[0]), arguments[1]
-        taken, n = first_of(context, builder, out, arguments[2]), end.type
+        stored, end = pointer_of(context, builder, row, arguments[0]), arguments[1]
+        taken, n = pointer_of(context, builder, out, arguments[2]), end.type
         with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
-            store(builder, _words(builder, row, out, stored, k), builder.gep(taken, [k]))
+            store(builder, _load_words(builder, row, out, stored, k), builder.gep(taken, [k]))
         return context.get_dummy_value()
 
     return types.void(row, types.intp, out), build
@@ -115,14 +115,14 @@ def _take(typing: Any, row: Any, num_words: Any, out: Any) -> Any:
 @intrinsic
 def _round_to_pairs(typing: Any, row: Any, num_words: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        numbers, end = first_of(context, builder, row, arguments[0]), arguments[1]
-        rounded, n = first_of(context, builder, out, arguments[2]), end.type
+        numbers, end = pointer_of(context, builder, row, arguments[0]), arguments[1]
+        rounded, n = pointer_of(context, builder, out, arguments[2]), end.type
         if not _is_paired(out.types[0]):
             return context.get_dummy_value()
         with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
             at = builder.mul(k, n(2))
-            places = [builder.gep(numbers, [builder.add(at, n(i * LANES))]) for i in range(2)]
-            halves = [load(builder, types.float32, place, None) for place in places]
+            addresses = [builder.gep(numbers, [builder.add(at, n(i * LANES))]) for i in range(2)]
+            halves = [load(builder, types.float32, address, None) for address in addresses]
             store(builder, round_to_words(builder, *halves), builder.gep(rounded, [k]))
         return context.get_dummy_value()
 
@@ -153,7 +153,7 @@ class _WideArguments(NamedTuple):
     is_first: Any
     ahead: Any
     num_ahead: Any
-    group_apart: Any
+    group_stride: Any
     sides: Any
 
 
@@ -169,33 +169,33 @@ def _add_products(
     is_first: Any,
     ahead: Any,
     num_ahead: Any,
-    group_apart: Any,
+    group_stride: Any,
     sides: Any,
 ) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         given = _WideArguments(*arguments)
         firsts = [
-            first_of(context, builder, kind, value)
+            pointer_of(context, builder, kind, value)
             for kind, value in ((weights, given.weights), (inputs, given.inputs), (sums, given.sums))
         ]
-        next_rows, apart = first_of(context, builder, ahead, given.ahead), apart_of(builder, given.ahead)
+        next_rows, stride = pointer_of(context, builder, ahead, given.ahead), stride_of(builder, given.ahead)
 
         def ask_ahead(k: Value) -> None:
             # Up to the last of a step's inputs: rows of published files begin inside a cache line and end inside one.
-            behind = builder.mul(builder.add(k, k.type(LANES)), given.group_apart)
+            behind = builder.mul(builder.add(k, k.type(LANES)), given.group_stride)
             last = builder.sub(builder.lshr(behind, k.type(GROUP_SHIFT)), k.type(1))
             with cgutils.for_range(builder, given.num_ahead, intp=k.type) as loop:
-                prefetch(builder, next_rows, builder.add(builder.mul(loop.index, apart), last))
+                prefetch(builder, next_rows, builder.add(builder.mul(loop.index, stride), last))
 
         shapes = [(vectors, 1) for vectors in range(1, MOST_VECTORS + 1)] + [(1, sides) for sides in SIDES]
         for vectors, sides in shapes:
-            is_so = builder.and_(is_equal(builder, given.num_vectors, vectors), is_equal(builder, given.sides, sides))
+            is_so = builder.and_(equals(builder, given.num_vectors, vectors), equals(builder, given.sides, sides))
             with builder.if_then(is_so):
                 for rows in _heights(vectors):
-                    with builder.if_then(is_equal(builder, given.num_rows, rows)):
+                    with builder.if_then(equals(builder, given.num_rows, rows)):
                         shape = rows // sides, vectors, sides
-                        totals = _totals(builder, firsts[0], firsts[1], shape, given.num_inputs, ask_ahead)
-                        give_sums(builder, totals, firsts[2], given.is_first)
+                        totals = _emit_sums(builder, firsts[0], firsts[1], shape, given.num_inputs, ask_ahead)
+                        add_sums(builder, totals, firsts[2], given.is_first)
         return context.get_dummy_value()
 
     n = types.intp
@@ -210,7 +210,7 @@ def _heights(vectors: int) -> list[int]:
     return sorted({min(most, count - row) for count in counts for row in range(0, count, most)})
 
 
-def _totals(
+def _emit_sums(
     builder: Builder,
     weights: Value,
     inputs: Value,
@@ -223,45 +223,45 @@ def _totals(
     rows, vectors, sides = shape
     n, add = num_inputs.type, multiply_add if inputs.type.pointee == FLOATS.element else add_pairs
     sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
-    for place in (place for row in sums for place in row):
-        builder.store(FLOATS(None), place)
+    for address in (address for row in sums for address in row):
+        builder.store(FLOATS(None), address)
     with cgutils.for_range_slice(builder, n(0), num_inputs, n(LANES), n) as (step, _):
         each_step(step)
         with cgutils.for_range(builder, n(LANES), intp=n) as loop:
             k = builder.add(step, loop.index)
-            places = [builder.add(builder.mul(k, n(vectors * LANES)), n(i * LANES)) for i in range(vectors)]
-            x = [load(builder, types.float32, builder.gep(inputs, [place]), None) for place in places]
-            for place in places:
-                prefetch(builder, inputs, builder.add(place, n(_AHEAD * vectors * LANES)), level=1)
+            addresses = [builder.add(builder.mul(k, n(vectors * LANES)), n(i * LANES)) for i in range(vectors)]
+            x = [load(builder, types.float32, builder.gep(inputs, [address]), None) for address in addresses]
+            for address in addresses:
+                prefetch(builder, inputs, builder.add(address, n(_AHEAD * vectors * LANES)), level=1)
             for row, own in enumerate(sums):
                 weight_at = builder.mul(builder.add(k, n(row * CHAIN_INPUTS)), n(sides))
-                weight = _repeated(builder, builder.gep(weights, [weight_at]), sides)
+                weight = _load_repeated(builder, builder.gep(weights, [weight_at]), sides)
                 for total, numbers in zip(own, x, strict=True):
                     builder.store(add(builder, weight, numbers, builder.load(total)), total)
-    return [builder.load(place) for row in sums for place in row]
+    return [builder.load(address) for row in sums for address in row]
 
 
-def _repeated(builder: Builder, place: Value, count: int) -> Value:
+def _load_repeated(builder: Builder, address: Value, count: int) -> Value:
     """So many words from a place on, again and again."""
     if count == 1:
-        return splat(builder, builder.load(place))
-    words = builder.load(builder.bitcast(place, ir.VectorType(place.type.pointee, count).as_pointer()), align=4)
+        return splat(builder, builder.load(address))
+    words = builder.load(builder.bitcast(address, ir.VectorType(address.type.pointee, count).as_pointer()), align=4)
     return shuffle(builder, words, words, [lane % count for lane in range(LANES)])
 
 
 # So many words, a multiple of LANES, of `num_rows` stored rows as `take` takes them, each with its next ones by turns.
-take_side_by_side: Callable[[RowsAt, int, int, int, Place], None] = cast(Any, _take_side_by_side)
+copy_side_by_side: Callable[[RowsAt, int, int, int, ArrayAt], None] = cast(Any, _copy_side_by_side)
 # So many words, a multiple of LANES, of a stored row: float32, or uint32 for pairs of bfloat16, which stay as they are.
-take: Callable[[Place, int, Place], None] = cast(Any, _take)
+copy_words: Callable[[ArrayAt, int, ArrayAt], None] = cast(Any, _copy_words)
 # So many words, a multiple of LANES, of float32, twice as many, that are rounded; nothing where words are float32.
-round_to_pairs: Callable[[Place, int, Place], None] = cast(Any, _round_to_pairs)
+round_to_pairs: Callable[[ArrayAt, int, ArrayAt], None] = cast(Any, _round_to_pairs)
 # A constant: 1 of float32, 2 of uint32.
 numbers_per_word: Callable[[np.ndarray], int] = cast(Any, _numbers_per_word)
 # `num_rows` rows of words of weights times `num_vectors` vectors, (num_inputs, num_vectors, LANES) of inputs, into
 # (num_rows, num_vectors, LANES) of sums, which begin with it where it `is_first`. Meanwhile the same inputs of
 # `num_ahead` rows of stored weights are asked into the second cache: neither waits for the other. GROUP_NUMBERS of
-# these lie `group_apart` elements apart. Of rows of weights with several `sides`, such have one vector of sums.
-add_products: Callable[[Place, int, Place, int, int, Place, bool, RowsAt, int, int, int], None] = cast(
+# these lie `group_stride` elements apart. Of rows of weights with several `sides`, such have one vector of sums.
+add_products: Callable[[ArrayAt, int, ArrayAt, int, int, ArrayAt, bool, RowsAt, int, int, int], None] = cast(
     Any, _add_products
 )
 
@@ -275,7 +275,7 @@ SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * INPUT_ROWS
 WORK_NUMBERS = 3 * TILE_NUMBERS
 
 
-def split(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
+def split_workspace(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
     """A thread's words and tile. Words are twice as many as the tile's: where x is float32 the tile and those behind
     it, otherwise uint32, pairs of bfloat16."""
     words = work[TILE_NUMBERS:].view(np.uint32) if pairs else work[: 2 * TILE_NUMBERS]
@@ -307,7 +307,7 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
     M, K = x_MK.shape
     (_, least, num_larger), shift = _groups(M), _sides(M) // 2
     for g in range(first, last):
-        begin, width = first_of_group(g, least, num_larger) * LANES, (least + (g < num_larger)) * LANES
+        begin, width = group_start(g, least, num_larger) * LANES, (least + (g < num_larger)) * LANES
         for m in range(0, width, LANES):
             num_rows = max(0, min(LANES, M - begin - m))
             for k in range(0, K, LANES):
@@ -316,30 +316,30 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
 
 
 @njit(fastmath=REORDERED)
-def _take_out(
+def _write_output(
     sums: np.ndarray, width: int, num_rows: int, block: RowBlock, out: OutputRows, begin: int, own: RowsAt
 ) -> None:
     """Sums of `width` rows of w with a block, as columns of out from `begin` on. `own`: room for a square."""
-    row, at = first_of_group(block.first, block.least, block.num_larger) * LANES, 0
+    row, at = group_start(block.first, block.least, block.num_larger) * LANES, 0
     for g in range(block.first, block.last):
-        apart = (block.least + (g < block.num_larger)) * LANES
-        for m in range(0, min(apart, num_rows - row), LANES):
+        stride = (block.least + (g < block.num_larger)) * LANES
+        for m in range(0, min(stride, num_rows - row), LANES):
             for n in range(0, width, LANES):
-                transpose(RowsAt(sums, at + n * apart + m, apart), LANES, 0, own)
-                give_rows(own, min(LANES, num_rows - row - m), LANES, place_in(out, row + m, begin + n), out.kind)
-        row, at = row + apart, at + CHUNK_ROWS * apart
+                transpose(RowsAt(sums, at + n * stride + m, stride), LANES, 0, own)
+                write_rows(own, min(LANES, num_rows - row - m), LANES, output_at(out, row + m, begin + n), out.kind)
+        row, at = row + stride, at + CHUNK_ROWS * stride
 
 
 @njit(fastmath=REORDERED)
-def _take_sides_out(
+def _write_side_output(
     sums: np.ndarray, width: int, num_rows: int, sides: int, out: OutputRows, begin: int, own: RowsAt
 ) -> None:
     """`_take_out` of sums of rows of w side by side."""
     for n in range(0, width, LANES * sides):
         num_sums = min(LANES, (width - n) // sides)
-        take_apart(Place(sums, n // sides * LANES), num_sums, sides, Place(own.numbers, own.at))
+        deinterleave_sums(ArrayAt(sums, n // sides * LANES), num_sums, sides, ArrayAt(own.numbers, own.at))
         rows = RowsAt(own.numbers, own.at, LANES * sides)
-        give_rows(rows, num_rows, num_sums * sides, place_in(out, 0, begin + n), out.kind)
+        write_rows(rows, num_rows, num_sums * sides, output_at(out, 0, begin + n), out.kind)
 
 
 @njit(fastmath=REORDERED)
@@ -352,27 +352,27 @@ def _multiply_tile(
     sums: np.ndarray,
     num_words: int,
     w: np.ndarray,
-    ahead: Ahead,
+    ahead: PrefetchRows,
     sides: int,
 ) -> None:
     """Rows of words of w, those of a span of their chunk, times the inputs of a chain of a block. Those side by side
     lie behind the tile. Rows ahead are asked for beside it."""
     k, vector, n, count = chain[0], 0, span[0], span[1] - span[0]
     num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
-    next_at, num_left, apart, group_apart = ahead.at, ahead.num_rows, ahead.apart, ahead.group_apart
+    next_at, num_left, stride, group_stride = ahead.at, ahead.num_rows, ahead.stride, ahead.group_stride
     share = -(-num_left // num_products)  # with each of the products
-    begin = first_of_group(block.first, block.least, block.num_larger)
+    begin = group_start(block.first, block.least, block.num_larger)
     tile_at = TILE_NUMBERS if sides > 1 else 0
     for g in range(block.first, block.last):
         num_vectors = block.least + (g < block.num_larger)
         x_at, height = ((begin + vector) * num_words + k * num_vectors) * LANES, WEIGHT_ROWS // num_vectors
         for r in range(0, count, height):
             rows, now = min(height, count - r), min(share, num_left)
-            own = Place(sums, (vector * CHUNK_ROWS + (n + r) // sides * num_vectors) * LANES)
-            weights, next_rows = Place(words, tile_at + r * CHAIN_INPUTS), RowsAt(w, next_at, apart)
-            x, num_inputs = Place(inputs, x_at), chain[1] - k
-            add_products(weights, rows, x, num_vectors, num_inputs, own, k == 0, next_rows, now, group_apart, sides)
-            next_at, num_left = next_at + now * apart, num_left - now
+            own = ArrayAt(sums, (vector * CHUNK_ROWS + (n + r) // sides * num_vectors) * LANES)
+            weights, next_rows = ArrayAt(words, tile_at + r * CHAIN_INPUTS), RowsAt(w, next_at, stride)
+            x, num_inputs = ArrayAt(inputs, x_at), chain[1] - k
+            add_products(weights, rows, x, num_vectors, num_inputs, own, k == 0, next_rows, now, group_stride, sides)
+            next_at, num_left = next_at + now * stride, num_left - now
         vector += num_vectors
 
 
@@ -396,42 +396,48 @@ def _widen_rows(
     k, last = chain[0] * per_word, chain[1] * per_word
     if packed is None:
         if sides > 1:
-            place = Place(words, TILE_NUMBERS)
-            take_side_by_side(RowsAt(w, first * K + k, K), rows[1] - first, num_words, sides, place)
+            address = ArrayAt(words, TILE_NUMBERS)
+            copy_side_by_side(RowsAt(w, first * K + k, K), rows[1] - first, num_words, sides, address)
             return
         for row in range(first, rows[1]):
-            take(Place(w, row * K + k), num_words, Place(words, (row - first) * CHAIN_INPUTS))
+            copy_words(ArrayAt(w, row * K + k), num_words, ArrayAt(words, (row - first) * CHAIN_INPUTS))
         return
     step = UNIT_ROWS if sides > 1 else rows[1] - first  # so few that they stay in the first cache until they lie there
     for top in range(first, rows[1], step):
         for begin in range(k, last, CHAIN_INPUTS):
             end = min(last, begin + CHAIN_INPUTS)
             widen_packed(packed, w, K, (top, top + step), (begin, end), tile, CHAIN_INPUTS)
-            if packed.way == WINDOW4:
+            if packed.encoding == WINDOW4:
                 escapes = packed.escapes
                 for row in range(top, top + step):
-                    at, place = own + row - first, (row - top) * CHAIN_INPUTS
-                    cursors[at] = put_escapes(escapes, cursors[at], row, begin, end, bits, place)
+                    at, address = own + row - first, (row - top) * CHAIN_INPUTS
+                    cursors[at] = write_escapes(escapes, cursors[at], row, begin, end, bits, address)
             for row in range(step):
-                place = Place(words, row * CHAIN_INPUTS + (begin - k) // per_word)
-                round_to_pairs(Place(tile, row * CHAIN_INPUTS), (end - begin) // per_word, place)
+                address = ArrayAt(words, row * CHAIN_INPUTS + (begin - k) // per_word)
+                round_to_pairs(ArrayAt(tile, row * CHAIN_INPUTS), (end - begin) // per_word, address)
         if sides > 1:
-            place = Place(words, TILE_NUMBERS + (top - first) * CHAIN_INPUTS)
-            take_side_by_side(RowsAt(words, 0, CHAIN_INPUTS), step, num_words, sides, place)
+            address = ArrayAt(words, TILE_NUMBERS + (top - first) * CHAIN_INPUTS)
+            copy_side_by_side(RowsAt(words, 0, CHAIN_INPUTS), step, num_words, sides, address)
 
 
 @njit(fastmath=REORDERED)
 def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None, product: VectorProduct) -> None:
     """See `linear`. `num_weights` rows of w are numbers, or packed so."""
-    step, begun, inputs, begin, num_rows = product.step, product.begun, product.inputs, product.begin, product.num_rows
+    step, counter, inputs, begin, num_rows = (
+        product.step,
+        product.counter,
+        product.inputs,
+        product.begin,
+        product.num_rows,
+    )
     out, words, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums
     num_groups, least, num_larger = _groups(num_rows)
-    in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), cursors_of(packed, CHUNK_ROWS)
+    in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
-    apart, per_word = row_apart(w, num_weights, packed), numbers_per_word(words)
-    num_words, group_apart, sides = K // per_word, group_elements(packed) * per_word, _sides(num_rows)
+    stride, per_word = row_stride(w, num_weights, packed), numbers_per_word(words)
+    num_words, group_stride, sides = K // per_word, group_elements(packed) * per_word, _sides(num_rows)
     whole, square = num_weights // PAIR_ROWS * PAIR_ROWS, RowsAt(tile, 0, LANES)
-    top = begin_items(begun, step)
+    top = claim_items(counter, step)
     while top < whole:
         width = min(step, whole - top)
         for b in range(in_all):
@@ -443,12 +449,12 @@ def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None,
                     count = min(WEIGHT_ROWS, width - n)
                     _widen_rows(w, K, packed, cursors, n, (top + n, top + n + count), chain, words, tile, bits, sides)
                     next_n, next_k = (n + count, k) if n + count < width else (0, chain[1])
-                    num_next = min(WEIGHT_ROWS, width - next_n) if next_k < num_words and apart else 0
-                    next_at = place_in_rows(K, packed, top + next_n, next_k * per_word)
-                    ahead, span = Ahead(next_at, num_next, apart, group_apart), (n, n + count)
+                    num_next = min(WEIGHT_ROWS, width - next_n) if next_k < num_words and stride else 0
+                    next_at = input_index(K, packed, top + next_n, next_k * per_word)
+                    ahead, span = PrefetchRows(next_at, num_next, stride, group_stride), (n, n + count)
                     _multiply_tile(words, span, inputs, chain, block, sums, num_words, w, ahead, sides)
             if sides > 1:
-                _take_sides_out(sums, width, num_rows, sides, out, begin + top, square)
+                _write_side_output(sums, width, num_rows, sides, out, begin + top, square)
             else:
-                _take_out(sums, width, num_rows, block, out, begin + top, square)
-        top = begin_items(begun, step)
+                _write_output(sums, width, num_rows, block, out, begin + top, square)
+        top = claim_items(counter, step)

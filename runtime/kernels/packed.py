@@ -32,7 +32,7 @@ from .arguments import (
     Span,
     StoredRows,
 )
-from .compiled import REORDERED, kept
+from .compiled import REORDERED, cached_kernel
 from .grouped import (
     GroupArrays,
     widen_bytes,
@@ -49,15 +49,15 @@ from .primitives import (
     FLOATS,
     INT,
     LANES,
+    ArrayAt,
     Builder,
-    Place,
     RowsAt,
     Value,
     for_rows,
     load,
     load_pairs,
     multiply_add,
-    run_of,
+    pointer_and_stride,
     splat,
     store,
 )
@@ -81,18 +81,20 @@ class Escapes(NamedTuple):
 @intrinsic
 def _widen_window4(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, base: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        runs = [run_of(context, builder, each, arguments[i]) for each, i in ((rows, 0), (out, 4))]
+        runs = [pointer_and_stride(context, builder, each, arguments[i]) for each, i in ((rows, 0), (out, 4))]
         end, size = arguments[2], GROUP_NUMBERS
-        n, added = end.type, _everywhere(builder, builder.trunc(arguments[3], _BYTE))
+        n, added = end.type, _splat_byte(builder, builder.trunc(arguments[3], _BYTE))
 
-        def widen_row(places: list[Value]) -> None:
-            stored, widened = places
+        def widen_row(addresses: list[Value]) -> None:
+            stored, widened = addresses
             with cgutils.for_range_slice(builder, n(0), end, n(size), n) as (k, _):
                 group = builder.gep(stored, [builder.add(k, builder.lshr(k, n(1)))])
-                place = builder.gep(widened, [k])
-                for half, pairs in enumerate(_pairs(builder, group, added)):
-                    _put(builder, builder.shl(pairs, _same(16, _PAIRS)), place, half * HALF)
-                    _put(builder, builder.and_(pairs, _same(0xFFFF0000, _PAIRS)), place, half * HALF + HALF // 2)
+                address = builder.gep(widened, [k])
+                for half, pairs in enumerate(_load_pairs(builder, group, added)):
+                    _store_bits(builder, builder.shl(pairs, _constant(16, _PAIRS)), address, half * HALF)
+                    _store_bits(
+                        builder, builder.and_(pairs, _constant(0xFFFF0000, _PAIRS)), address, half * HALF + HALF // 2
+                    )
 
         for_rows(builder, arguments[1], runs, widen_row)
         return context.get_dummy_value()
@@ -101,57 +103,57 @@ def _widen_window4(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, base:
     return types.void(rows, n, n, n, out), build
 
 
-def _pairs(builder: Builder, group: Value, added: Value) -> list[Value]:
+def _load_pairs(builder: Builder, group: Value, added: Value) -> list[Value]:
     """Pairs of bfloat16 of both halves of a group: number i of a half in the low bits, 16 + i above it. All is done to
     a group's bytes at once, until each number's two are brought together."""
-    exponents = _exponents(builder, _take(builder, group, GROUP_NUMBERS, _NIBBLES), added)
-    words, rest = builder.bitcast(exponents, _WORDS), _take(builder, group, 0, _BYTES)
-    last_bits = builder.bitcast(builder.shl(words, _same(7, _WORDS)), _BYTES)
-    others = builder.bitcast(builder.lshr(words, _same(1, _WORDS)), _BYTES)
-    low = _merged(builder, 0x7F, rest, last_bits)
-    high = _merged(builder, 0x80, rest, others)
+    exponents = _exponents(builder, _load_vector(builder, group, GROUP_NUMBERS, _NIBBLES), added)
+    words, rest = builder.bitcast(exponents, _WORDS), _load_vector(builder, group, 0, _BYTES)
+    last_bits = builder.bitcast(builder.shl(words, _constant(7, _WORDS)), _BYTES)
+    others = builder.bitcast(builder.lshr(words, _constant(1, _WORDS)), _BYTES)
+    low = _merge_bits(builder, 0x7F, rest, last_bits)
+    high = _merge_bits(builder, 0x80, rest, others)
     together = []
     for first in (0, LANE // 2):
         lanes = [lane + first + i for lane in range(0, GROUP_NUMBERS, LANE) for i in range(LANE // 2)]
         order = [at for i in lanes for at in (i, GROUP_NUMBERS + i)]
-        together.append(builder.bitcast(builder.shuffle_vector(low, high, _numbers(order)), _PAIRS))
+        together.append(builder.bitcast(builder.shuffle_vector(low, high, _lane_order(order)), _PAIRS))
     return together
 
 
 def _exponents(builder: Builder, nibbles: Value, added: Value) -> Value:
     """A byte for each number, from codes of which those of the second half are the high nibbles."""
-    twice = builder.shuffle_vector(nibbles, nibbles, _numbers([*range(HALF)] * 2))
+    twice = builder.shuffle_vector(nibbles, nibbles, _lane_order([*range(HALF)] * 2))
     shifts = _WORDS([0] * (HALF // 2) + [4] * (HALF // 2))
     shifted = builder.bitcast(builder.lshr(builder.bitcast(twice, _WORDS), shifts), _BYTES)
-    codes = builder.and_(shifted, _same(15, _BYTES))
-    is_zero = builder.icmp_unsigned("==", codes, _same(0, _BYTES))
-    return builder.select(is_zero, _same(0, _BYTES), builder.add(codes, added))
+    codes = builder.and_(shifted, _constant(15, _BYTES))
+    is_zero = builder.icmp_unsigned("==", codes, _constant(0, _BYTES))
+    return builder.select(is_zero, _constant(0, _BYTES), builder.add(codes, added))
 
 
-def _merged(builder: Builder, mask: int, one: Value, other: Value) -> Value:
+def _merge_bits(builder: Builder, mask: int, one: Value, other: Value) -> Value:
     """The bits of `mask` of one, the rest of the other."""
-    return builder.or_(builder.and_(one, _same(mask, _BYTES)), builder.and_(other, _same(0xFF ^ mask, _BYTES)))
+    return builder.or_(builder.and_(one, _constant(mask, _BYTES)), builder.and_(other, _constant(0xFF ^ mask, _BYTES)))
 
 
-def _same(number: int, kind: Any) -> Value:
+def _constant(number: int, kind: Any) -> Value:
     return kind([number] * kind.count)
 
 
-def _numbers(order: list[int]) -> Value:
+def _lane_order(order: list[int]) -> Value:
     return ir.VectorType(_INT, len(order))(order)
 
 
-def _everywhere(builder: Builder, number: Value) -> Value:
+def _splat_byte(builder: Builder, number: Value) -> Value:
     first = builder.insert_element(_BYTES(ir.Undefined), number, _INT(0))
-    return builder.shuffle_vector(first, first, _numbers([0] * GROUP_NUMBERS))
+    return builder.shuffle_vector(first, first, _lane_order([0] * GROUP_NUMBERS))
 
 
-def _take(builder: Builder, group: Value, at: int, kind: Any) -> Value:
+def _load_vector(builder: Builder, group: Value, at: int, kind: Any) -> Value:
     return builder.load(builder.bitcast(builder.gep(group, [_INT(at)]), kind.as_pointer()), align=1)
 
 
-def _put(builder: Builder, bits: Value, place: Value, at: int) -> None:
-    builder.store(bits, builder.bitcast(builder.gep(place, [_INT(at)]), bits.type.as_pointer()), align=4)
+def _store_bits(builder: Builder, bits: Value, address: Value, at: int) -> None:
+    builder.store(bits, builder.bitcast(builder.gep(address, [_INT(at)]), bits.type.as_pointer()), align=4)
 
 
 # Of so many packed rows as many numbers, a multiple of GROUP_NUMBERS, as bits of float32, escapes with an exponent of
@@ -160,7 +162,7 @@ widen_window4: Callable[[RowsAt, int, int, int, RowsAt], None] = cast(Any, _wide
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def put_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bits: np.ndarray, begin: int) -> int:
+def write_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bits: np.ndarray, begin: int) -> int:
     """Puts in the exponents of a row's numbers in columns [first, last), from escape `at` on; number `first` is
     bits[begin], of float32. Returns the first escape behind them. The table may be a stranger's or damaged: what it
     says of escapes that there are not, or of columns elsewhere, reads and writes nothing."""
@@ -168,35 +170,38 @@ def put_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bits
     while at < end and escapes.columns[np.uint64(at)] < last:
         column = np.int64(escapes.columns[np.uint64(at)])
         if column >= first:
-            place = begin + column - first
-            bits[np.uint64(place)] |= np.uint32(escapes.exponents[np.uint64(at)]) << np.uint32(23)
+            index = begin + column - first
+            bits[np.uint64(index)] |= np.uint32(escapes.exponents[np.uint64(at)]) << np.uint32(23)
         at += 1
     return at
 
 
 # Makes numbers of one run: where it begins as stored and widened, its first input, and its scale in all lanes.
-Run = Callable[[Builder, Value, Value, Value, Value], None]
+WidenRun = Callable[[Builder, Value, Value, Value, Value], None]
 
 
-def _scale_at(builder: Builder, scales: Value, k: Value, shift: Value) -> Value:
+def _load_scale(builder: Builder, scales: Value, k: Value, shift: Value) -> Value:
     """The scale of input k in all lanes."""
     bits = builder.load(builder.gep(scales, [builder.lshr(k, shift)]))
     return splat(builder, builder.bitcast(builder.shl(builder.zext(bits, INT), INT(16)), ir.FloatType()))
 
 
-def _widen(run: Run) -> Any:
+def _make_widener(run: WidenRun) -> Any:
     """The step that makes numbers of rows, a run at a time."""
 
     @intrinsic
     def widen(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, scales: Any, shift: Any, out: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-            runs = [run_of(context, builder, each, arguments[i]) for each, i in ((rows, 0), (scales, 3), (out, 5))]
+            runs = [
+                pointer_and_stride(context, builder, each, arguments[i])
+                for each, i in ((rows, 0), (scales, 3), (out, 5))
+            ]
             end, n = arguments[2], arguments[2].type
 
-            def widen_row(places: list[Value]) -> None:
-                stored, factors, widened = places
+            def widen_row(addresses: list[Value]) -> None:
+                stored, factors, widened = addresses
                 with cgutils.for_range_slice(builder, n(0), end, n(CODE_RUN), n) as (k, _):
-                    run(builder, stored, widened, k, _scale_at(builder, factors, k, arguments[4]))
+                    run(builder, stored, widened, k, _load_scale(builder, factors, k, arguments[4]))
 
             for_rows(builder, arguments[1], runs, widen_row)
             return context.get_dummy_value()
@@ -207,34 +212,34 @@ def _widen(run: Run) -> Any:
     return widen
 
 
-def _bytes(kind: Any) -> Run:
+def _byte_run(kind: Any) -> WidenRun:
     """Codes of that type of a byte."""
 
     def run(builder: Builder, stored: Value, widened: Value, k: Value, scale: Value) -> None:
         for at in range(0, CODE_RUN, LANES):
-            place = builder.add(k, k.type(at))
-            numbers = load(builder, kind, builder.gep(stored, [place]), None)
-            store(builder, builder.fmul(numbers, scale), builder.gep(widened, [place]))
+            address = builder.add(k, k.type(at))
+            numbers = load(builder, kind, builder.gep(stored, [address]), None)
+            store(builder, builder.fmul(numbers, scale), builder.gep(widened, [address]))
 
     return run
 
 
-def _halves(builder: Builder, stored: Value, widened: Value, k: Value, scale: Value) -> None:
+def _nibble_run(builder: Builder, stored: Value, widened: Value, k: Value, scale: Value) -> None:
     """Codes of four bits: the first half of a run in the low halves of bytes."""
     n = k.type
     less = builder.fmul(scale, FLOATS([-float(INT4_MIDDLE)] * LANES))
     for at in range(0, CODE_RUN // 2, LANES):
-        place = builder.add(builder.lshr(k, n(1)), n(at))
-        for half, codes in enumerate(load_pairs(builder, builder.gep(stored, [place]), None)):
+        address = builder.add(builder.lshr(k, n(1)), n(at))
+        for half, codes in enumerate(load_pairs(builder, builder.gep(stored, [address]), None)):
             to = builder.add(k, n(half * CODE_RUN // 2 + at))
             store(builder, multiply_add(builder, codes, scale, less), builder.gep(widened, [to]))
 
 
 # Of so many rows of codes as many numbers, a multiple of CODE_RUN, as float32. The scale of number k is k >> shift
 # behind the first of its row's `scales`, bits of bfloat16.
-widen_int8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _widen(_bytes(types.int8)))
-widen_float8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _widen(_bytes(types.uint8)))
-widen_int4: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _widen(_halves))
+widen_int8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_byte_run(types.int8)))
+widen_float8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_byte_run(types.uint8)))
+widen_int4: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_nibble_run))
 
 
 class Scales(NamedTuple):
@@ -247,31 +252,31 @@ class Scales(NamedTuple):
 
 class RowPacking(NamedTuple):
     """How `num_rows` of numbers lie in bytes: `way` is one of those in `arguments.py`. In rows: GROUP_NUMBERS take
-    `group_bytes`. In columns: `apart` bytes lie between a word and that of the next columns. `escapes` are of WINDOW4,
+    `group_bytes`. In columns: `stride` bytes lie between a word and that of the next columns. `escapes` are of WINDOW4,
     `scales` of codes that we have rounded, `groups` of the others."""
 
-    way: int
+    encoding: int
     num_rows: int
     group_bytes: int
-    apart: int
+    word_stride: int
     escapes: Escapes
     scales: Scales
     groups: GroupArrays
 
 
 @njit(fastmath=REORDERED)
-def packing_of(stored: StoredRows) -> RowPacking:
+def unpack_arguments(stored: StoredRows) -> RowPacking:
     """How rows are packed, of what Python hands over flat."""
     layout = stored.layout
-    way, num_rows, group_bytes, apart = layout[0], layout[1], layout[3], layout[4]
+    way, num_rows, group_bytes, stride = layout[0], layout[1], layout[3], layout[4]
     escapes = Escapes(layout[5], stored.starts, stored.columns, stored.exponents)
     own, others = Scales(stored.scales, layout[6], layout[7]), stored.groups
     grouped = GroupArrays(stored.zeros, stored.factors, stored.table, others, layout[8] > 0)
-    return RowPacking(way, num_rows, group_bytes, apart, escapes, own, grouped)
+    return RowPacking(way, num_rows, group_bytes, stride, escapes, own, grouped)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def packed_place(K: int, group_bytes: int, row: int, k: int) -> int:
+def packed_offset(K: int, group_bytes: int, row: int, k: int) -> int:
     """The byte at which input `k` of a row lies."""
     return (row * K + k) // GROUP_NUMBERS * group_bytes
 
@@ -279,9 +284,9 @@ def packed_place(K: int, group_bytes: int, row: int, k: int) -> int:
 @njit(fastmath=REORDERED, forceinline=True)
 def _widen_grouped(packed: RowPacking, stored: RowsAt, num_rows: int, num_inputs: int, at: int, to: RowsAt) -> None:
     """`widen_packed` of codes that others have published, whose zero points and factors begin at number `at`."""
-    way, num_groups, shift = packed.way, packed.scales.num_groups, packed.scales.shift
+    way, num_groups, shift = packed.encoding, packed.scales.num_groups, packed.scales.shift
     zeros, factors = RowsAt(packed.groups.zeros, at, num_groups), RowsAt(packed.groups.factors, at, num_groups)
-    table = Place(packed.groups.table, 0)
+    table = ArrayAt(packed.groups.table, 0)
     if way == HALVES:
         widen_halves(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
     elif way == FLOAT4:
@@ -299,32 +304,32 @@ def _widen_grouped(packed: RowPacking, stored: RowsAt, num_rows: int, num_inputs
 @njit(fastmath=REORDERED, forceinline=True)
 def _widen_columns(packed: RowPacking, body: np.ndarray, rows: Span, k: int, num_inputs: int, to: RowsAt) -> None:
     """`widen_packed` of codes in columns, of which `rows` are a multiple of UNIT_ROWS."""
-    first, num_rows, way, apart = rows[0], rows[1] - rows[0], packed.way, packed.apart
+    first, num_rows, way, stride = rows[0], rows[1] - rows[0], packed.encoding, packed.word_stride
     zeros = RowsAt(packed.groups.zeros, first, packed.num_rows)
     factors = RowsAt(packed.groups.factors, first, packed.num_rows)
-    is_wide, columns = packed.groups.is_wide, Place(packed.groups.columns, k)
+    is_wide, columns = packed.groups.is_wide, ArrayAt(packed.groups.columns, k)
     if way == WORDS4:
-        words = RowsAt(body, (k >> 3) * apart, apart)
+        words = RowsAt(body, (k >> 3) * stride, stride)
         widen_words4(words, first, num_rows, num_inputs, zeros, factors, columns, is_wide, to)
     elif way == WORDS8:
-        words = RowsAt(body, (k >> 2) * apart, apart)
+        words = RowsAt(body, (k >> 2) * stride, stride)
         widen_words8(words, first, num_rows, num_inputs, zeros, factors, columns, is_wide, to)
     else:
-        words = RowsAt(body, k * apart, apart)
+        words = RowsAt(body, k * stride, stride)
         widen_row_words(words, first, num_rows, num_inputs, zeros, factors, columns, is_wide, to)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def widen_packed(
-    packed: RowPacking, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, apart: int
+    packed: RowPacking, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, stride: int
 ) -> None:
-    """Rows' inputs of a chain as float32, `apart` numbers apart; escapes with an exponent of 0. Steps are given all
+    """Rows' inputs of a chain as float32, `stride` numbers apart; escapes with an exponent of 0. Steps are given all
     rows: to count references to arrays takes as long as one."""
     (first, last), k, num_inputs = rows, chain[0], chain[1] - chain[0]
-    num_rows, way, group_bytes, scales = last - first, packed.way, packed.group_bytes, packed.scales
+    num_rows, way, group_bytes, scales = last - first, packed.encoding, packed.group_bytes, packed.scales
     shift, at = scales.shift, first * scales.num_groups + (k >> scales.shift)
-    own, to = RowsAt(scales.bits, at, scales.num_groups), RowsAt(out, 0, apart)
-    stored = RowsAt(body, packed_place(K, group_bytes, first, k), K // GROUP_NUMBERS * group_bytes)
+    own, to = RowsAt(scales.bits, at, scales.num_groups), RowsAt(out, 0, stride)
+    stored = RowsAt(body, packed_offset(K, group_bytes, first, k), K // GROUP_NUMBERS * group_bytes)
     if way == WINDOW4:
         widen_window4(stored, num_rows, num_inputs, packed.escapes.base, to)
     elif way == INT8:
@@ -339,13 +344,13 @@ def widen_packed(
         _widen_grouped(packed, stored, num_rows, num_inputs, at, to)
 
 
-@kept
+@cached_kernel
 def unpack_rows(stored: StoredRows, first: int, out_RK: np.ndarray) -> None:
     """Rows from `first` on as float32, as many as `out_RK` (contiguous) holds; of codes in rows alone."""
-    packed, (R, K) = packing_of(stored), out_RK.shape
+    packed, (R, K) = unpack_arguments(stored), out_RK.shape
     numbers = out_RK.reshape(R * K)
     widen_packed(packed, stored.body, K, (first, first + R), (0, K), numbers, K)
-    if packed.way == WINDOW4:
+    if packed.encoding == WINDOW4:
         escapes, bits = packed.escapes, numbers.view(np.uint32)
         for r in range(R):
-            put_escapes(escapes, int(stored.starts[first + r]), first + r, 0, K, bits, r * K)
+            write_escapes(escapes, int(stored.starts[first + r]), first + r, 0, K, bits, r * K)

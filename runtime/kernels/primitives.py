@@ -46,12 +46,12 @@ class _BFloat16(ir.Type):
         return hash(_BFloat16)
 
 
-def place_of(context: Any, builder: Builder, array: Any, value: Value, index: Value) -> Value:
+def pointer_at(context: Any, builder: Builder, array: Any, value: Value, index: Value) -> Value:
     """Where the number lies that is `index` numbers after the first."""
     return builder.gep(make_array(array)(context, builder, value).data, [index])
 
 
-class Place(NamedTuple):
+class ArrayAt(NamedTuple):
     """The numbers of an array from one of them on."""
 
     numbers: np.ndarray
@@ -59,20 +59,20 @@ class Place(NamedTuple):
 
 
 class RowsAt(NamedTuple):
-    """Rows of an array from one of its numbers on; they begin `apart` numbers apart."""
+    """Rows of an array from one of its numbers on; they begin `stride` numbers apart."""
 
     numbers: np.ndarray
     at: int
-    apart: int
+    stride: int
 
 
-def first_of(context: Any, builder: Builder, kind: Any, value: Value) -> Value:
+def pointer_of(context: Any, builder: Builder, kind: Any, value: Value) -> Value:
     """Where a `Place` begins, or `RowsAt`, of which these are the compiler's type and value."""
-    return place_of(context, builder, kind.types[0], *(builder.extract_value(value, i) for i in range(2)))
+    return pointer_at(context, builder, kind.types[0], *(builder.extract_value(value, i) for i in range(2)))
 
 
-def apart_of(builder: Builder, rows: Value) -> Value:
-    return builder.extract_value(rows, RowsAt._fields.index("apart"))
+def stride_of(builder: Builder, rows: Value) -> Value:
+    return builder.extract_value(rows, RowsAt._fields.index("stride"))
 
 
 def for_rows(
@@ -81,12 +81,12 @@ def for_rows(
     """A loop over rows, of which `act` is given where each begins in each of the runs: first places, and how many
     numbers rows are apart. Inside of compiled code: to hand a row's arrays to a function takes as long as a row."""
     with cgutils.for_range(builder, num_rows, intp=num_rows.type) as loop:
-        act([builder.gep(first, [builder.mul(loop.index, apart)]) for first, apart in runs])
+        act([builder.gep(first, [builder.mul(loop.index, stride)]) for first, stride in runs])
 
 
-def run_of(context: Any, builder: Builder, kind: Any, value: Value) -> tuple[Value, Value]:
+def pointer_and_stride(context: Any, builder: Builder, kind: Any, value: Value) -> tuple[Value, Value]:
     """Where `RowsAt` begin, and how many numbers they are apart."""
-    return first_of(context, builder, kind, value), apart_of(builder, value)
+    return pointer_of(context, builder, kind, value), stride_of(builder, value)
 
 
 def call(builder: Builder, name: str, result: ir.Type, arguments: list[Value]) -> Value:
@@ -97,12 +97,12 @@ def call(builder: Builder, name: str, result: ir.Type, arguments: list[Value]) -
 def load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> Value:
     """float32 of as many stored numbers as lanes; nothing is read where the mask is off, which gives 0."""
     stored = ir.VectorType(pointer.type.pointee, LANES)
-    place, num_bytes = builder.bitcast(pointer, stored.as_pointer()), dtype.bitwidth // 8
+    address, num_bytes = builder.bitcast(pointer, stored.as_pointer()), dtype.bitwidth // 8
     if mask is None:
-        vector = builder.load(place, align=num_bytes)
+        vector = builder.load(address, align=num_bytes)
     else:
         name = f"llvm.masked.load.v{LANES}{'f' if dtype == types.float32 else 'i'}{dtype.bitwidth}.p0"
-        vector = call(builder, name, stored, [place, INT(num_bytes), mask, stored(None)])
+        vector = call(builder, name, stored, [address, INT(num_bytes), mask, stored(None)])
     return widen(builder, dtype, vector)
 
 
@@ -122,11 +122,11 @@ def widen(builder: Builder, dtype: Any, vector: Value) -> Value:
 def load_pairs(builder: Builder, pointer: Value, mask: Value | None) -> tuple[Value, Value]:
     """float32 of the low and of the high halves of as many bytes as lanes, from 0 to 15."""
     stored = ir.VectorType(ir.IntType(8), LANES)
-    place = builder.bitcast(pointer, stored.as_pointer())
+    address = builder.bitcast(pointer, stored.as_pointer())
     if mask is None:
-        vector = builder.load(place, align=1)
+        vector = builder.load(address, align=1)
     else:
-        vector = call(builder, f"llvm.masked.load.v{LANES}i8.p0", stored, [place, INT(1), mask, stored(None)])
+        vector = call(builder, f"llvm.masked.load.v{LANES}i8.p0", stored, [address, INT(1), mask, stored(None)])
     both = builder.zext(vector, INTS)
     low, high = builder.and_(both, ints(15)), builder.lshr(both, ints(4))
     return builder.sitofp(low, FLOATS), builder.sitofp(high, FLOATS)
@@ -157,17 +157,17 @@ def ints(number: int) -> Value:
 
 
 def store(builder: Builder, vector: Value, pointer: Value, mask: Value | None = None, align: int = 4) -> None:
-    place = builder.bitcast(pointer, vector.type.as_pointer())
+    address = builder.bitcast(pointer, vector.type.as_pointer())
     if mask is None:
-        builder.store(vector, place, align=align)
+        builder.store(vector, address, align=align)
     else:
-        call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [vector, place, INT(4), mask])
+        call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [vector, address, INT(4), mask])
 
 
 def prefetch(builder: Builder, pointer: Value, index: Value, level: int = 2) -> None:
     """Asks for a line of memory in the first or the second cache. A hint, not a read: it may lie beyond the end."""
-    place = builder.bitcast(builder.gep(pointer, [index]), ir.IntType(8).as_pointer())
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, INT(0), INT(4 - level), INT(1)])
+    address = builder.bitcast(builder.gep(pointer, [index]), ir.IntType(8).as_pointer())
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, INT(0), INT(4 - level), INT(1)])
 
 
 def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
@@ -203,7 +203,7 @@ def nearest_bfloat16(builder: Builder, numbers: Value) -> Value:
     return builder.select(builder.fcmp_unordered("uno", numbers, numbers), constant(0x7FC0), nearest)
 
 
-def is_equal(builder: Builder, number: Value, wanted: int) -> Value:
+def equals(builder: Builder, number: Value, wanted: int) -> Value:
     return builder.icmp_signed("==", number, number.type(wanted))
 
 
@@ -213,7 +213,7 @@ def splat(builder: Builder, number: Value) -> Value:
     return shuffle(builder, first, first, [0] * LANES)
 
 
-def each_vector(builder: Builder, dim: Value, step: Callable[[Value, ir.Value | None], None]) -> None:
+def for_vectors(builder: Builder, dim: Value, step: Callable[[Value, ir.Value | None], None]) -> None:
     """A loop of what `step` makes for the place and the mask, and that once more for the last ones, if any are left."""
     whole = builder.and_(dim, dim.type(-LANES))
     with cgutils.for_range_slice(builder, dim.type(0), whole, dim.type(LANES), dim.type) as (d, _):
@@ -227,7 +227,7 @@ def shuffle(builder: Builder, a: Value, b: Value, lanes: list[int]) -> Value:
     return builder.shuffle_vector(a, b, ir.VectorType(ir.IntType(32), len(lanes))(lanes))
 
 
-def sums(builder: Builder, vectors: list[Value]) -> Value:
+def sum_lanes(builder: Builder, vectors: list[Value]) -> Value:
     """The sum of each vector in a lane of its own. Two become one whose lanes are, in turns, half as many partial sums
     of either, until one vector is left; its neighbouring lanes are then added."""
     lanes = width = vectors[0].type.count
@@ -250,18 +250,18 @@ def sums(builder: Builder, vectors: list[Value]) -> Value:
 @intrinsic
 def _highest(typing: Any, scores: Any, at: Any, num: Any, least: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first = place_of(context, builder, scores, arguments[0], arguments[1])
-        place = cgutils.alloca_once(builder, FLOATS)
-        builder.store(splat(builder, arguments[3]), place)
+        first = pointer_at(context, builder, scores, arguments[0], arguments[1])
+        address = cgutils.alloca_once(builder, FLOATS)
+        builder.store(splat(builder, arguments[3]), address)
 
         def at_place(i: Value, mask: Value | None) -> None:
-            x, top = load(builder, types.float32, builder.gep(first, [i]), mask), builder.load(place)
+            x, top = load(builder, types.float32, builder.gep(first, [i]), mask), builder.load(address)
             is_higher = builder.fcmp_ordered(">", x, top)
             is_higher = is_higher if mask is None else builder.and_(is_higher, mask)
-            builder.store(builder.select(is_higher, x, top), place)
+            builder.store(builder.select(is_higher, x, top), address)
 
-        each_vector(builder, arguments[2], at_place)
-        top, width = builder.load(place), LANES
+        for_vectors(builder, arguments[2], at_place)
+        top, width = builder.load(address), LANES
         while width > 1:
             width //= 2
             other = shuffle(builder, top, top, list(range(width, 2 * width)))
@@ -278,7 +278,7 @@ highest_of: Callable[[np.ndarray, int, int, np.float32], np.float32] = cast(Any,
 
 
 @intrinsic
-def _widened(typing: Any, number: Any) -> Any:
+def _to_float32(typing: Any, number: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         if number == types.float32:
             return arguments[0]
@@ -288,7 +288,7 @@ def _widened(typing: Any, number: Any) -> Any:
 
 
 @intrinsic
-def _rounded(typing: Any, number: Any, stored: Any) -> Any:
+def _round_like(typing: Any, number: Any, stored: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         if stored == types.float32:
             return arguments[0]
@@ -298,23 +298,23 @@ def _rounded(typing: Any, number: Any, stored: Any) -> Any:
 
 
 # float32 of a stored number: float32, or the bits of bfloat16.
-widened: Callable[[Any], np.float32] = cast(Any, _widened)
+to_float32: Callable[[Any], np.float32] = cast(Any, _to_float32)
 # The nearest to a float32 of what the second number is.
-rounded: Callable[[Any, Any], Any] = cast(Any, _rounded)
+round_like: Callable[[Any, Any], Any] = cast(Any, _round_like)
 
 
 @intrinsic
-def _begin_items(typing: Any, begun: Any, count: Any) -> Any:
+def _claim_items(typing: Any, counter: Any, count: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        place = place_of(context, builder, begun, arguments[0], arguments[1].type(0))
-        return builder.atomic_rmw("add", place, arguments[1], "monotonic")
+        address = pointer_at(context, builder, counter, arguments[0], arguments[1].type(0))
+        return builder.atomic_rmw("add", address, arguments[1], "monotonic")
 
-    return types.intp(begun, types.intp), build
+    return types.intp(counter, types.intp), build
 
 
-# Adds to the first number of `begun`, int64, and returns what it was: no two threads get the same. So they need the
+# Adds to the first number of `counter`, int64, and returns what it was: no two threads get the same. So they need the
 # interpreter once for all the work that they share, and not for every item.
-begin_items: Callable[[np.ndarray, int], int] = cast(Any, _begin_items)
+claim_items: Callable[[np.ndarray, int], int] = cast(Any, _claim_items)
 
 
 @njit(fastmath=FUSED)

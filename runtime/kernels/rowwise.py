@@ -12,8 +12,8 @@ import math
 import numpy as np
 from numba import njit
 
-from .compiled import FUSED, kept
-from .primitives import EXP_MIN, ONE, exp, rounded, widened
+from .compiled import FUSED, cached_kernel
+from .primitives import EXP_MIN, ONE, exp, round_like, to_float32
 
 RUN = 1024  # numbers at a time, which stay in the first cache
 
@@ -27,7 +27,7 @@ def _silu(x: np.float32) -> np.float32:
     return np.float32(x / np.float32(ONE + exp(y, ONE)))
 
 
-@kept
+@cached_kernel
 def gate_rows(
     gate_TN: np.ndarray,
     up_TN: np.ndarray,
@@ -46,12 +46,12 @@ def gate_rows(
             gate, out = gate_TN[t, begin : begin + width], out_TH[t, begin : begin + width]
             up = up_TN[t, up_begin + begin : up_begin + begin + width]
             for i in range(width):
-                own[i] = widened(rounded(_silu(widened(gate[i])), gate[i])) * widened(up[i])
+                own[i] = to_float32(round_like(_silu(to_float32(gate[i])), gate[i])) * to_float32(up[i])
             for i in range(width):
-                out[i] = rounded(own[i], up[i])
+                out[i] = round_like(own[i], up[i])
 
 
-@kept
+@cached_kernel
 def norm_rows(
     x_TH: np.ndarray, weight_H: np.ndarray, eps: np.float32, out_TH: np.ndarray, first: int, last: int
 ) -> None:
@@ -60,14 +60,14 @@ def norm_rows(
     for t in range(first, last):
         total = np.float32(0)
         for i in range(H):
-            total += widened(x_TH[t, i]) * widened(x_TH[t, i])
+            total += to_float32(x_TH[t, i]) * to_float32(x_TH[t, i])
         factor = np.float32(ONE / np.float32(math.sqrt(np.float32(total / np.float32(H) + eps))))
         for i in range(H):
-            number = rounded(np.float32(widened(x_TH[t, i]) * factor), x_TH[t, i])
-            out_TH[t, i] = rounded(widened(weight_H[i]) * widened(number), weight_H[i])
+            number = round_like(np.float32(to_float32(x_TH[t, i]) * factor), x_TH[t, i])
+            out_TH[t, i] = round_like(to_float32(weight_H[i]) * to_float32(number), weight_H[i])
 
 
-@kept
+@cached_kernel
 def rotate_rows(
     x_ThD: np.ndarray, cos_TD: np.ndarray, sin_TD: np.ndarray, out_ThD: np.ndarray, first: int, last: int
 ) -> None:
@@ -77,10 +77,10 @@ def rotate_rows(
     for t in range(first, last):
         for n in range(h):
             for i in range(half):
-                a, b, own = widened(x_ThD[t, n, i]), widened(x_ThD[t, n, i + half]), x_ThD[t, n, i]
-                plus = widened(rounded(a * widened(cos_TD[t, i]), own))
-                minus = widened(rounded(b * widened(sin_TD[t, i]), own))
-                out_ThD[t, n, i] = rounded(plus - minus, own)
-                plus = widened(rounded(b * widened(cos_TD[t, i + half]), own))
-                also = widened(rounded(a * widened(sin_TD[t, i + half]), own))
-                out_ThD[t, n, i + half] = rounded(plus + also, own)
+                a, b, own = to_float32(x_ThD[t, n, i]), to_float32(x_ThD[t, n, i + half]), x_ThD[t, n, i]
+                plus = to_float32(round_like(a * to_float32(cos_TD[t, i]), own))
+                minus = to_float32(round_like(b * to_float32(sin_TD[t, i]), own))
+                out_ThD[t, n, i] = round_like(plus - minus, own)
+                plus = to_float32(round_like(b * to_float32(cos_TD[t, i + half]), own))
+                also = to_float32(round_like(a * to_float32(sin_TD[t, i + half]), own))
+                out_ThD[t, n, i + half] = round_like(plus + also, own)

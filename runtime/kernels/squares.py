@@ -15,16 +15,16 @@ from .primitives import (
     FLOATS,
     INT,
     LANES,
+    ArrayAt,
     Builder,
-    Place,
     RowsAt,
     Value,
-    apart_of,
-    first_of,
-    is_equal,
+    equals,
     load,
+    pointer_of,
     shuffle,
     store,
+    stride_of,
 )
 
 QUAD = 4  # words of 128 bits, within which shuffles are cheap
@@ -34,43 +34,49 @@ SIDES = (4, 2)  # rows of weights that may lie side by side, the most first
 @intrinsic
 def _transpose(typing: Any, rows: Any, num_rows: Any, shift: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first, target = (first_of(context, builder, *pair) for pair in ((rows, arguments[0]), (out, arguments[3])))
-        dtype, apart, out_apart = rows.types[0].dtype, apart_of(builder, arguments[0]), apart_of(builder, arguments[3])
-        for i, vector in enumerate(_columns(builder, dtype, first, apart, *arguments[1:3])):
-            store(builder, vector, _nth(builder, target, i, out_apart))
+        first, target = (pointer_of(context, builder, *pair) for pair in ((rows, arguments[0]), (out, arguments[3])))
+        dtype, stride, out_stride = (
+            rows.types[0].dtype,
+            stride_of(builder, arguments[0]),
+            stride_of(builder, arguments[3]),
+        )
+        for i, vector in enumerate(_load_transposed(builder, dtype, first, stride, *arguments[1:3])):
+            store(builder, vector, _row_address(builder, target, i, out_stride))
         return context.get_dummy_value()
 
     return types.void(rows, types.intp, types.intp, out), build
 
 
 @intrinsic
-def _take_apart(typing: Any, sums: Any, num_sums: Any, sides: Any, out: Any) -> Any:
+def _deinterleave_sums(typing: Any, sums: Any, num_sums: Any, sides: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         given, num_read, wanted, written = arguments
-        first, target = first_of(context, builder, sums, given), first_of(context, builder, out, written)
+        first, target = pointer_of(context, builder, sums, given), pointer_of(context, builder, out, written)
         n = num_read.type
-        vectors = _columns(builder, types.float32, first, n(LANES), num_read, n(0))
+        vectors = _load_transposed(builder, types.float32, first, n(LANES), num_read, n(0))
         for count in SIDES:
-            with builder.if_then(is_equal(builder, wanted, count)):
+            with builder.if_then(equals(builder, wanted, count)):
                 for m in range(LANES // count):
-                    for i, vector in enumerate(by_turns(builder, vectors[m * count : (m + 1) * count])):
+                    for i, vector in enumerate(interleave(builder, vectors[m * count : (m + 1) * count])):
                         store(builder, vector, builder.gep(target, [n((m * count + i) * LANES)]))
         return context.get_dummy_value()
 
     return types.void(sums, types.intp, types.intp, out), build
 
 
-def by_turns(builder: Builder, vectors: list[Value]) -> list[Value]:
+def interleave(builder: Builder, vectors: list[Value]) -> list[Value]:
     """Lays out as many vectors: the first lane of each, then the second of each."""
     if len(vectors) == 1:
         return vectors
-    even, odd = by_turns(builder, vectors[::2]), by_turns(builder, vectors[1::2])
+    even, odd = interleave(builder, vectors[::2]), interleave(builder, vectors[1::2])
     turns = [lane for i in range(LANES) for lane in (i, LANES + i)]
     halves = turns[:LANES], turns[LANES:]
     return [shuffle(builder, a, b, half) for a, b in zip(even, odd, strict=True) for half in halves]
 
 
-def _columns(builder: Builder, dtype: Any, first: Value, apart: Value, num_rows: Value, shift: Value) -> list[Value]:
+def _load_transposed(
+    builder: Builder, dtype: Any, first: Value, stride: Value, num_rows: Value, shift: Value
+) -> list[Value]:
     """The columns, as float32, of LANES rows, of which the first `num_rows` are read, each 2^shift times; others are
     0."""
     read = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
@@ -78,12 +84,12 @@ def _columns(builder: Builder, dtype: Any, first: Value, apart: Value, num_rows:
         builder.store(FLOATS(None), own)
         number = builder.lshr(shift.type(i), shift)
         with builder.if_then(builder.icmp_signed("<", number, num_rows), likely=True):
-            place = builder.gep(first, [builder.mul(apart, number)])
-            builder.store(load(builder, dtype, place, None), own)
-    return turned(builder, [builder.load(own) for own in read])
+            address = builder.gep(first, [builder.mul(stride, number)])
+            builder.store(load(builder, dtype, address, None), own)
+    return transpose_vectors(builder, [builder.load(own) for own in read])
 
 
-def turned(builder: Builder, vectors: list[Value]) -> list[Value]:
+def transpose_vectors(builder: Builder, vectors: list[Value]) -> list[Value]:
     """Vector i has lane i of each of the vectors, in each run of as many lanes as there are vectors. The square is cut
     in four, of which two change places; then each of these."""
     vectors, width = list(vectors), len(vectors)
@@ -98,7 +104,7 @@ def turned(builder: Builder, vectors: list[Value]) -> list[Value]:
     return vectors
 
 
-def columns_of(builder: Builder, rows: list[Value], num_columns: int) -> list[Value]:
+def load_columns(builder: Builder, rows: list[Value], num_columns: int) -> list[Value]:
     """The first columns, a multiple of QUAD, of LANES rows of words of 32 bits, given by the places of their first
     words: vector i has word i of each row.
 
@@ -106,9 +112,9 @@ def columns_of(builder: Builder, rows: list[Value], num_columns: int) -> list[Va
     128 bits, in two shuffles a vector: loads are cheaper than shuffles across lanes."""
     found = list[Value]()
     for first in range(0, num_columns, QUAD):
-        vectors = [_side_by_side(builder, rows[r::QUAD], first) for r in range(QUAD)]
+        vectors = [_load_side_by_side(builder, rows[r::QUAD], first) for r in range(QUAD)]
         for words in ((0, 1), (2, 3)):
-            pair = [_interleaved(builder, vectors[i], vectors[i + 1], words) for i in (0, 2)]
+            pair = [_interleave_words(builder, vectors[i], vectors[i + 1], words) for i in (0, 2)]
             for half in ((0, 1), (2, 3)):
                 quads = range(0, LANES, QUAD)
                 lanes = [quad + of + i for quad in quads for of in (0, LANES) for i in half]
@@ -116,24 +122,24 @@ def columns_of(builder: Builder, rows: list[Value], num_columns: int) -> list[Va
     return found
 
 
-def _interleaved(builder: Builder, a: Value, b: Value, words: tuple[int, int]) -> Value:
+def _interleave_words(builder: Builder, a: Value, b: Value, words: tuple[int, int]) -> Value:
     """Words of a and b by turns: in each 128 bits the first of these of both, then the second."""
     return shuffle(builder, a, b, [q + word + of for q in range(0, LANES, QUAD) for word in words for of in (0, LANES)])
 
 
-def _side_by_side(builder: Builder, rows: list[Value], first: int) -> Value:
+def _load_side_by_side(builder: Builder, rows: list[Value], first: int) -> Value:
     """Four words of each row."""
     kind = ir.VectorType(INT, QUAD)
-    places = [builder.gep(builder.bitcast(row, INT.as_pointer()), [INT(first)]) for row in rows]
-    parts = [builder.load(builder.bitcast(place, kind.as_pointer()), align=1) for place in places]
+    addresses = [builder.gep(builder.bitcast(row, INT.as_pointer()), [INT(first)]) for row in rows]
+    parts = [builder.load(builder.bitcast(address, kind.as_pointer()), align=1) for address in addresses]
     while len(parts) > 1:
         lanes = list(range(2 * parts[0].type.count))
         parts = [shuffle(builder, a, b, lanes) for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
 
-def _nth(builder: Builder, first: Value, i: int, apart: Value) -> Value:
-    return builder.gep(first, [builder.mul(apart, apart.type(i))])
+def _row_address(builder: Builder, first: Value, i: int, stride: Value) -> Value:
+    return builder.gep(first, [builder.mul(stride, stride.type(i))])
 
 
 # `num_rows` of rows of stored numbers as columns of a square, float32, each 2^shift times. Columns that have no row
@@ -141,4 +147,4 @@ def _nth(builder: Builder, first: Value, i: int, apart: Value) -> Value:
 transpose: Callable[[RowsAt, int, int, RowsAt], None] = cast(Any, _transpose)
 # `num_sums` vectors, up to LANES, of rows of w with their sides in lanes beside each other, as LANES / sides rows of
 # `out`, LANES x sides apart: in each of them the sums of all these rows of w, then anything.
-take_apart: Callable[[Place, int, int, Place], None] = cast(Any, _take_apart)
+deinterleave_sums: Callable[[ArrayAt, int, int, ArrayAt], None] = cast(Any, _deinterleave_sums)

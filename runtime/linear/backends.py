@@ -17,9 +17,9 @@ from ..plan.placement.memory import PANEL_BYTES as MOST_PANEL_BYTES
 from .blocks import Block, panels
 from .kernel_products import (
     GROUP_ROWS,
-    fit_pairs,
-    fit_tiles,
-    fit_vectors,
+    fits_pairs,
+    fits_tiles,
+    fits_vectors,
     multiply_all_in_tiles,
     multiply_all_in_vectors,
     multiply_groups_in_vectors,
@@ -33,7 +33,7 @@ from .rows import KernelRows
 MANY_ROWS = 256  # beyond, to upcast a large panel is little beside its product
 WEIGHTS_PER_THREAD = 8  # from which on it matters little that each has a number of its own
 NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
-STORED = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # what a table knows
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # what a table knows
 
 Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), blocks of rows of w -> (M, N)
 
@@ -52,7 +52,7 @@ def prepare_products(
 def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
     """Returns x @ w.T (M, N) of the blocks of w below each other, by the backend that was measured to be the fastest;
     without a table by the rule."""
-    return BACKENDS[backend_of(x_MK, blocks, table)](x_MK, blocks)
+    return BACKENDS[choose_backend(x_MK, blocks, table)](x_MK, blocks)
 
 
 def fused_linear(
@@ -60,12 +60,12 @@ def fused_linear(
 ) -> list[torch.Tensor]:
     """Returns that of several weights, each of blocks, at once where a kernel takes each of them: to the bits of
     `linear`, so that it does not matter who has multiplied them before."""
-    ways = {backend_of(x_MK, blocks, table) for blocks in weights}
-    way = ways.pop() if len(ways) == 1 else None
-    if way is LinearBackend.tiles:
+    backends = {choose_backend(x_MK, blocks, table) for blocks in weights}
+    backend = backends.pop() if len(backends) == 1 else None
+    if backend is LinearBackend.tiles:
         return multiply_all_in_tiles(x_MK, weights)
-    if way is not None and all(_is_by_kernel(way, x_MK, blocks) for blocks in weights):
-        return multiply_all_in_vectors(x_MK, weights, pairs=way is LinearBackend.pairs)
+    if backend is not None and all(_uses_vector_kernel(backend, x_MK, blocks) for blocks in weights):
+        return multiply_all_in_vectors(x_MK, weights, pairs=backend is LinearBackend.pairs)
     return [linear(x_MK, blocks, table) for blocks in weights]
 
 
@@ -75,55 +75,55 @@ def grouped_linear(
     """Returns runs of rows of x, each times a weight of its own, (V, N): what `linear` makes of each, to the bit where
     the same backend takes them. Weights are alike; where no run is long, a thread takes whole ones."""
     rows, blocks = groups[0]
-    way = backend_of(x_VK[rows], blocks, table)
+    backend = choose_backend(x_VK[rows], blocks, table)
     is_whole = all(block.shape[0] % PAIR_ROWS == 0 for block in blocks)
     has_room = all(rows.stop - rows.start <= GROUP_ROWS for rows, _ in groups)
-    if is_whole and has_room and _is_by_kernel(way, x_VK[rows], blocks):
-        return multiply_groups_in_vectors(x_VK, groups, pairs=way is LinearBackend.pairs)
+    if is_whole and has_room and _uses_vector_kernel(backend, x_VK[rows], blocks):
+        return multiply_groups_in_vectors(x_VK, groups, pairs=backend is LinearBackend.pairs)
     return torch.cat([linear(x_VK[rows], blocks, table) for rows, blocks in groups])
 
 
-def _is_by_kernel(way: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
+def _uses_vector_kernel(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
     """Whether that of vectors multiplies them by this way, which takes them."""
-    if way is LinearBackend.widened:
-        return fit_vectors(x_MK, blocks)
-    return way in (LinearBackend.vectors, LinearBackend.pairs)
+    if backend is LinearBackend.widened:
+        return fits_vectors(x_MK, blocks)
+    return backend in (LinearBackend.vectors, LinearBackend.pairs)
 
 
-def suits_groups(num_rows: int, num_weights: int) -> bool:
+def can_multiply_in_groups(num_rows: int, num_weights: int) -> bool:
     """Whether threads that take whole weights, of so many, for so many rows together, end at about the same time, and
     save more than they would wait for each other at the product of each."""
     return num_weights >= WEIGHTS_PER_THREAD * torch.get_num_threads() and num_rows <= GROUP_ROWS * num_weights
 
 
-def backend_of(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> LinearBackend:
+def choose_backend(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> LinearBackend:
     """Returns the table's backend where it takes these blocks, and that of the rule elsewhere."""
     fastest = _fastest(table, x_MK, blocks)
-    if fastest is not None and takes(fastest, x_MK, blocks):
+    if fastest is not None and supports(fastest, x_MK, blocks):
         return fastest
     inputs = x_MK.dtype if x_MK.is_cpu else torch.float32  # the rule of 16 bits is one of processors
     is_plain = all(isinstance(block, torch.Tensor) for block in blocks)
-    return default_backend(lambda backend: takes(backend, x_MK, blocks), len(x_MK), inputs, is_plain=is_plain)
+    return default_backend(lambda backend: supports(backend, x_MK, blocks), len(x_MK), inputs, is_plain=is_plain)
 
 
 def _fastest(table: BackendTable | None, x_MK: torch.Tensor, blocks: Sequence[Block]) -> LinearBackend | None:
     """Looks it up; None where the table does not know such products."""
     first = blocks[0]
-    if table is None or not isinstance(first, torch.Tensor) or first.dtype not in STORED:
+    if table is None or not isinstance(first, torch.Tensor) or first.dtype not in DTYPE_NAMES:
         return None
-    if x_MK.dtype not in STORED or x_MK.device.type != "cpu" or not len(x_MK):
+    if x_MK.dtype not in DTYPE_NAMES or x_MK.device.type != "cpu" or not len(x_MK):
         return None
     is_tall = x_MK.shape[1] > sum(block.shape[0] for block in blocks)
-    return table.fastest(STORED[first.dtype], is_tall=is_tall, num_rows=len(x_MK), inputs=STORED[x_MK.dtype])
+    return table.fastest(DTYPE_NAMES[first.dtype], is_tall=is_tall, num_rows=len(x_MK), inputs=DTYPE_NAMES[x_MK.dtype])
 
 
-def takes(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
+def supports(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
     """Tells whether it takes these blocks of rows of w, on this processor."""
     match backend:
         case LinearBackend.tiles:
-            return has_matrix_unit() and fit_tiles(x_MK, blocks)
+            return has_matrix_unit() and fits_tiles(x_MK, blocks)
         case LinearBackend.vectors:
-            return has_compiler() and x_MK.dtype == torch.float32 and fit_vectors(x_MK, blocks)
+            return has_compiler() and x_MK.dtype == torch.float32 and fits_vectors(x_MK, blocks)
         case LinearBackend.widened:
             # Weights of x's own dtype of 16 bits, or such as a kernel decodes; others are rounded to it first, as a
             # model of that dtype has them.
@@ -134,19 +134,19 @@ def takes(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -
                 for block in blocks
             )
         case LinearBackend.pairs:
-            return has_pairs() and fit_pairs(x_MK, blocks)
+            return has_pairs() and fits_pairs(x_MK, blocks)
         case LinearBackend.onednn:
             return x_MK.dtype == torch.float32 and torch.backends.mkldnn.is_available()
         case _:
             return True
 
 
-def fitting(x_MK: torch.Tensor, blocks: Sequence[Block]) -> list[LinearBackend]:
-    return [backend for backend in LinearBackend if takes(backend, x_MK, blocks)]
+def supported_backends(x_MK: torch.Tensor, blocks: Sequence[Block]) -> list[LinearBackend]:
+    return [backend for backend in LinearBackend if supports(backend, x_MK, blocks)]
 
 
 def default_backend(
-    is_there: Callable[[LinearBackend], bool],
+    is_available: Callable[[LinearBackend], bool],
     num_rows: int,
     inputs: torch.dtype = torch.float32,
     *,
@@ -155,20 +155,20 @@ def default_backend(
     """The rule: what is compiled, if it is there; otherwise panels. bfloat16 goes through a unit of its own where that
     is faster than float32's, and `is_plain` weights to the matrix unit by torch."""
     if inputs != torch.float32:
-        if is_there(LinearBackend.pairs) and has_fast_pairs():
+        if is_available(LinearBackend.pairs) and has_fast_pairs():
             return LinearBackend.pairs
         by_torch = inputs == torch.bfloat16 and has_matrix_unit() and (is_plain or num_rows > NARROW_ROWS)
-        is_widened = is_there(LinearBackend.widened) and not by_torch
+        is_widened = is_available(LinearBackend.widened) and not by_torch
         return LinearBackend.widened if is_widened else LinearBackend.inputs_first
     for compiled in (LinearBackend.tiles, LinearBackend.vectors):
-        if is_there(compiled):
+        if is_available(compiled):
             return compiled
     return LinearBackend.weights_first if num_rows <= NARROW_ROWS else LinearBackend.inputs_first
 
 
 def _widened(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
     """Inside of the kernel, or as a whole where that does not take them."""
-    if fit_vectors(x_MK, blocks):
+    if fits_vectors(x_MK, blocks):
         return multiply_in_vectors(x_MK, blocks)
     return linear(x_MK.float(), blocks).to(x_MK.dtype)
 
@@ -182,20 +182,20 @@ def _weights_first(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 
 def _inputs_first(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
     out_MN = x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks))
-    for row, panel in panels(blocks, x_MK.dtype, _most_bytes(x_MK)):
+    for row, panel in panels(blocks, x_MK.dtype, _panel_bytes(x_MK)):
         torch.mm(x_MK, panel.t(), out=out_MN[:, row : row + panel.shape[0]])
     return out_MN
 
 
-def _most_bytes(x_MK: torch.Tensor) -> int | None:
+def _panel_bytes(x_MK: torch.Tensor) -> int | None:
     """Where many rows pass by, each panel costs another pass over x: at 512 rows and more, panels of 16 MiB gave 206 to
     230 GFLOP/s where those of 4 MiB gave 171 to 187 (one Xeon with AVX-512, two threads)."""
     return MOST_PANEL_BYTES if len(x_MK) > MANY_ROWS else None
 
 
-def _in_onednn(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+def _onednn(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
     out_MN = x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks))
-    for row, panel in panels(blocks, x_MK.dtype, _most_bytes(x_MK)):
+    for row, panel in panels(blocks, x_MK.dtype, _panel_bytes(x_MK)):
         found = torch.ops.mkldnn._linear_pointwise(x_MK, panel, None, "none", [], "")
         out_MN[:, row : row + panel.shape[0]] = found
     return out_MN
@@ -208,5 +208,5 @@ BACKENDS: Mapping[LinearBackend, Linear] = {
     LinearBackend.pairs: partial(multiply_in_vectors, pairs=True),
     LinearBackend.weights_first: _weights_first,
     LinearBackend.inputs_first: _inputs_first,
-    LinearBackend.onednn: _in_onednn,
+    LinearBackend.onednn: _onednn,
 }

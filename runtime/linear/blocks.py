@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..plan.placement.memory import DEQUANTIZED_AT_ONCE
 from ..units import MIB
-from .rows import Rows, at_equal_distances
+from .rows import Rows, as_strided_stack
 
 PANEL_BYTES = 4 * MIB  # stays in a cache
 Block = torch.Tensor | Rows
@@ -70,7 +70,7 @@ def _panel(block: Block, rows: slice, dtype: torch.dtype) -> torch.Tensor:
     return panel if dtype == torch.float32 else _buffers.take(shape, dtype, block.device).copy_(panel)
 
 
-def rows_of(block: Block, rows: slice) -> torch.Tensor:
+def float_rows(block: Block, rows: slice) -> torch.Tensor:
     """A run of them as float32, freshly allocated."""
     if isinstance(block, torch.Tensor):
         return block[rows].float()
@@ -79,7 +79,7 @@ def rows_of(block: Block, rows: slice) -> torch.Tensor:
     return out
 
 
-def plain_rows(block: Block, dtype: torch.dtype, numbers: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize_rows(block: Block, dtype: torch.dtype, numbers: torch.Tensor | None = None) -> torch.Tensor:
     """All of them, or those with these numbers; freshly allocated, unless all of a plain block of that dtype."""
     if isinstance(block, torch.Tensor):
         return block.to(dtype) if numbers is None else F.embedding(numbers, block).to(dtype)
@@ -89,27 +89,29 @@ def plain_rows(block: Block, dtype: torch.dtype, numbers: torch.Tensor | None = 
     return rows.to(dtype)
 
 
-WORDS = dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu), torch.uint8)  # not joined as such
+CONCAT_DTYPES = dict.fromkeys(
+    (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu), torch.uint8
+)  # not joined as such
 
 
-def joined(blocks: Sequence[Block], dtype: torch.dtype) -> torch.Tensor | None:
+def join_blocks(blocks: Sequence[Block], dtype: torch.dtype) -> torch.Tensor | None:
     """The one matrix of rows that lie directly below each other; None where they do not, or are no plain numbers of
     that dtype."""
-    stacks = joined_stacks([blocks], dtype)
+    stacks = join_stacks([blocks], dtype)
     return stacks[0][0] if len(stacks) == 1 else None
 
 
-def joined_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+def join_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """`entries`: of each expert its blocks. Views (E, rows, K), each of neighbouring blocks of all experts, where these
     lie at equal distances; empty where some do not, or are no plain numbers of that dtype."""
     stacks = list[torch.Tensor]()
     for part in zip(*entries, strict=True):
         plain = [b for b in part if isinstance(b, torch.Tensor) and b.dtype == dtype and b.is_contiguous()]
-        stack = at_equal_distances(plain) if len(plain) == len(part) else None
+        stack = as_strided_stack(plain) if len(plain) == len(part) else None
         if stack is None or stack.stride(0) < plain[0].numel():  # they overlap
             return ()
         before = stacks[-1] if stacks else None
-        both = None if before is None else _below(before, stack)
+        both = None if before is None else _join_below(before, stack)
         if both is not None:
             stacks[-1] = both
         else:
@@ -117,7 +119,7 @@ def joined_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Seq
     return stacks
 
 
-def _below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None:
+def _join_below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None:
     """Both as one stack, where each expert's rows of `lower` follow those of `upper` and fit before the next one's."""
     rows, width = upper.shape[1] + lower.shape[1], upper.shape[2]
     follows = lower.storage_offset() == upper.storage_offset() + upper.shape[1] * width
@@ -129,12 +131,12 @@ def _below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None:
 
 
 @lru_cache(maxsize=4096)
-def kept_on(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def device_constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A few numbers in a device's memory, brought there once: in a pass that is recorded nothing may be."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
-def below(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def concat_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors of one shape joined by their first dimension: a view where they lie directly below each other, as the
     matrices of a stack do, otherwise a copy."""
     first = tensors[0]
@@ -142,5 +144,7 @@ def below(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for turn, tensor in enumerate(tensors):
         is_next = tensor.storage_offset() == begin + turn * size and tensor.untyped_storage().data_ptr() == memory
         if not (is_next and tensor.is_contiguous()):
-            return torch.cat([part.view(WORDS.get(part.dtype, part.dtype)) for part in tensors]).view(first.dtype)
+            return torch.cat([part.view(CONCAT_DTYPES.get(part.dtype, part.dtype)) for part in tensors]).view(
+                first.dtype
+            )
     return first.as_strided((len(tensors) * first.shape[0], *first.shape[1:]), first.stride(), begin)

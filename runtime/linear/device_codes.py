@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ..kernels import arguments as ways
+from ..kernels import arguments as constants
 from ..kernels.arguments import (
     AWQ_FIELDS,
     DIVIDED,
@@ -54,9 +54,9 @@ log = logging.getLogger(__name__)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_KINDS = {torch.float8_e8m0fnu: EXPONENTS, torch.float8_e4m3fn: SMALL_FLOATS}
 WORD_ROWS = 8  # of AWQ's
-IN_COLUMNS = (ways.WORDS4, ways.WORDS8)  # words of neighbouring rows lie side by side
-BLOCKS = tuple(ways.GGUF.values())
-TRIED_ROWS, TRIED_INPUTS = 48, 17
+COLUMN_ENCODINGS = (constants.WORDS4, constants.WORDS8)  # words of neighbouring rows lie side by side
+BLOCKS = tuple(constants.GGUF.values())
+CHECKED_ROWS, CHECKED_INPUTS = 48, 17
 LEAST_EXPERTS = 16  # that a program looks for its own among, in registers
 ALIGNED_BYTES = 16  # that one instruction loads, which Triton's code does where addresses are known to allow it
 MOST_SHOWN = 300  # characters of an error
@@ -76,7 +76,7 @@ def interpreted() -> Iterator[None]:
         _is_interpreted = False
 
 
-def is_there(device: torch.device) -> bool:
+def is_available(device: torch.device) -> bool:
     """Whether kernels in Triton may take tensors of the device; loads nothing."""
     return (device.type == "cuda" or _is_interpreted) and _has_triton()
 
@@ -103,8 +103,8 @@ def decode(codes: Codes, out: torch.Tensor) -> None:
     assert (num_experts * num_rows, num_columns) == (codes.num_matrices * codes.shape[0], codes.shape[1])
     if not stack.numel():
         return
-    tile_rows, tile_columns = _decode_tile(codes.way)
-    matrix, kind, lead = _described(codes, num_experts, tile_columns)
+    tile_rows, tile_columns = _decode_tile(codes.encoding)
+    matrix, kind, lead = _kernel_arguments(codes, num_experts, tile_columns)
     grid = (num_experts * -(-(num_rows + lead) // tile_rows), -(-num_columns // tile_columns), 1)
     args = (matrix, stack, num_rows, *strides, lead, kind, tile_rows, tile_columns)
     key = (stack.dtype, _is_aligned(stack), num_experts, strides)
@@ -113,21 +113,21 @@ def decode(codes: Codes, out: torch.Tensor) -> None:
         parts = (codes.starts, codes.columns, codes.exponents)
         of_parts = [_expert_stride(each) for each in parts]
         sizes = (num_rows, codes.columns.shape[1], *of_parts, *strides, 32)
-        args = (matrix, *parts, codes.begins, stack, *sizes)
+        args = (matrix, *parts, codes.escape_offsets, stack, *sizes)
         _launch("add_escapes", codes.launches, key, (num_experts * num_rows, 1, 1), args, {"num_warps": 1})
 
 
 def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
     """x @ w.T (M, N), of x's dtype, for a single matrix: codes are decoded inside of the product."""
     assert codes.num_matrices == 1
-    assert codes.way != ways.WINDOW4
+    assert codes.encoding != constants.WINDOW4
     x_MK = x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous()
     num_inputs, num_rows = x_MK.shape[0], codes.shape[0]
     out_MN = x_MK.new_empty(num_inputs, num_rows)
     if not out_MN.numel():
         return out_MN
-    (height, rows, columns), options = _product_tile(_power_of_two(num_inputs), x_MK.dtype, codes.way)
-    matrix, kind, lead = _described(codes, 1, columns)
+    (height, rows, columns), options = _product_tile(_next_power_of_two(num_inputs), x_MK.dtype, codes.encoding)
+    matrix, kind, lead = _kernel_arguments(codes, 1, columns)
     grid, row = (-(-num_inputs // height), -(-(num_rows + lead) // rows), 1), x_MK.stride(0)
     args = (x_MK, matrix, out_MN, num_inputs, num_rows, row, num_rows, lead, kind, height, rows, columns)
     _launch("multiply", codes.launches, (x_MK.dtype, height, row, _is_aligned(x_MK)), grid, args, options)
@@ -139,9 +139,15 @@ def multiply_groups(x_VK: torch.Tensor, codes: Codes, num_experts: int, ends_E: 
     of all their rows. `ends_E`: int32, which row of x each expert's rows end before."""
     num_rows = codes.num_matrices * codes.shape[0] // num_experts
     assert codes.num_matrices in (1, num_experts)
-    assert codes.way != ways.WINDOW4
-    return _in_groups(
-        x_VK, lambda columns: _described(codes, num_experts, columns), codes.way, num_rows, ends_E, codes.launches, ()
+    assert codes.encoding != constants.WINDOW4
+    return _launch_groups(
+        x_VK,
+        lambda columns: _kernel_arguments(codes, num_experts, columns),
+        codes.encoding,
+        num_rows,
+        ends_E,
+        codes.launches,
+        (),
     )
 
 
@@ -150,17 +156,19 @@ def grouped_mm(x_VK: torch.Tensor, stack_EKN: torch.Tensor, *, offs: torch.Tenso
     num_experts, num_columns, num_rows = stack_EKN.shape
     expert, column, row = stack_EKN.stride()
     matrix = Matrix(body=stack_EKN, body_expert=expert, body_row=row, body_column=column, num_columns=num_columns)
-    kind = MatrixKind(ways.PLAIN, FLOATS, NO_ZEROS, 0, NO_OVERALL, False, False, False, 0, 1)
+    kind = MatrixKind(constants.PLAIN, FLOATS, NO_ZEROS, 0, NO_OVERALL, False, False, False, 0, 1)
     assert len(offs) == num_experts
     assert x_VK.dtype == stack_EKN.dtype
     key = (*stack_EKN.shape, expert, column, row, _is_aligned(stack_EKN), stack_EKN.device.index)
-    return _in_groups(x_VK, lambda columns: (matrix, kind, 0), ways.PLAIN, num_rows, offs, _of_plain_stacks, key)
+    return _launch_groups(
+        x_VK, lambda columns: (matrix, kind, 0), constants.PLAIN, num_rows, offs, _plain_launches, key
+    )
 
 
-def _in_groups(
+def _launch_groups(
     x_VK: torch.Tensor,
-    described: Callable[[int], tuple[Matrix, MatrixKind, int]],
-    way: int,
+    make_arguments: Callable[[int], tuple[Matrix, MatrixKind, int]],
+    encoding: int,
     num_rows: int,
     ends_E: torch.Tensor,
     launches: dict[object, Any],
@@ -172,12 +180,14 @@ def _in_groups(
     out_VN = x_VK.new_empty(num_visits, num_rows)
     if not out_VN.numel():
         return out_VN
-    (height, rows, columns), options = _product_tile(_power_of_two(-(-num_visits // num_experts)), x_VK.dtype, way)
-    matrix, kind, lead = described(columns)
+    (height, rows, columns), options = _product_tile(
+        _next_power_of_two(-(-num_visits // num_experts)), x_VK.dtype, encoding
+    )
+    matrix, kind, lead = make_arguments(columns)
     # Each expert's last tile may be full but for one row, and no more tiles can have any than there are visits.
     num_tiles = min(num_visits, num_visits // height + num_experts)
     grid, row = (num_tiles, -(-(num_rows + lead) // rows), 1), x_VK.stride(0)
-    width = max(LEAST_EXPERTS, _power_of_two(num_experts))
+    width = max(LEAST_EXPERTS, _next_power_of_two(num_experts))
     sizes = (num_experts, num_rows, row, num_rows, lead)
     args = (x_VK, matrix, out_VN, ends_E, *sizes, kind, width, height, rows, columns)
     key = (*key, x_VK.dtype, height, num_experts, row, _is_aligned(x_VK), ends_E.dtype, _is_aligned(ends_E))
@@ -212,12 +222,12 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 def can_decode(rows: Rows, dtype: torch.dtype) -> bool:
     """Whether `decode` takes the codes of such rows to the dtype. The first of a kind is tried: some of these rows."""
-    return _codes_for(rows, dtype, "to decode", _decodes) is not None
+    return _usable_codes(rows, dtype, "to decode", _check_decode) is not None
 
 
 def try_decode(rows: Rows, out: torch.Tensor) -> bool:
     """Decodes rows into `out` as `decode` does, where it takes them, and returns whether it did."""
-    codes = _codes_for(rows, out.dtype, "to decode", _decodes)
+    codes = _usable_codes(rows, out.dtype, "to decode", _check_decode)
     if codes is not None:
         decode(codes, out)
     return codes is not None
@@ -225,42 +235,44 @@ def try_decode(rows: Rows, out: torch.Tensor) -> bool:
 
 def can_multiply(rows: Rows, dtype: torch.dtype) -> bool:
     """The same of `multiply`, for x of the dtype."""
-    return _codes_for(rows, dtype, "to multiply with", _multiplies) is not None
+    return _usable_codes(rows, dtype, "to multiply with", _check_multiply) is not None
 
 
 def can_multiply_groups(rows: Rows, dtype: torch.dtype) -> bool:
     """The same of `multiply_groups`, of experts with such rows."""
-    return _codes_for(rows, dtype, "grouped products of", _multiplies_in_groups) is not None
+    return _usable_codes(rows, dtype, "grouped products of", _check_multiply_groups) is not None
 
 
 def can_group(stack_EKN: torch.Tensor) -> bool:
     """The same of `grouped_mm`."""
-    if not is_there(stack_EKN.device) or not _has_tensor_cores(stack_EKN.device):
+    if not is_available(stack_EKN.device) or not _has_tensor_cores(stack_EKN.device):
         return False
     if stack_EKN.dtype not in DTYPES or not stack_EKN.numel():
         return False
     key = ("grouped products of plain numbers", stack_EKN.dtype, stack_EKN.device)
-    return _works(key, lambda: _groups(stack_EKN))
+    return _check_once(key, lambda: _check_grouped_mm(stack_EKN))
 
 
-def _codes_for(
-    rows: Rows, dtype: torch.dtype, what: str, attempt: Callable[[Codes, torch.Tensor, torch.dtype], bool]
+def _usable_codes(
+    rows: Rows, dtype: torch.dtype, purpose: str, matches_torch: Callable[[Codes, torch.Tensor, torch.dtype], bool]
 ) -> Codes | None:
     """The rows' codes where a kernel takes them and works."""
-    codes = rows.codes() if is_there(rows.device) and dtype in DTYPES else None
+    codes = rows.codes() if is_available(rows.device) and dtype in DTYPES else None
     if codes is None or not prod(codes.shape):
         return None
-    if attempt is not _decodes and (codes.way == ways.WINDOW4 or not _has_tensor_cores(rows.device)):
+    if matches_torch is not _check_decode and (
+        codes.encoding == constants.WINDOW4 or not _has_tensor_cores(rows.device)
+    ):
         return None
 
     def compare() -> bool:
-        some = codes.first(TRIED_ROWS)
+        some = codes.first(CHECKED_ROWS)
         numbers = torch.empty(some.shape, device=rows.device)
         rows.dequantize(slice(0, len(numbers)), numbers)
-        return attempt(some, numbers, dtype)
+        return matches_torch(some, numbers, dtype)
 
-    kind = _kind(codes, _decode_tile(codes.way)[1])
-    return codes if _works((what, kind, dtype, rows.device), compare) else None
+    kind = _kind(codes, _decode_tile(codes.encoding)[1])
+    return codes if _check_once((purpose, kind, dtype, rows.device), compare) else None
 
 
 def _has_tensor_cores(device: torch.device) -> bool:
@@ -268,9 +280,9 @@ def _has_tensor_cores(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _works(key: tuple[object, ...], compare: Callable[[], bool]) -> bool:
+def _check_once(key: tuple[object, ...], compare: Callable[[], bool]) -> bool:
     """Whether what the key names works here: compared once in a process."""
-    found = _found.get(key)
+    found = _check_results.get(key)
     if found is None:
         why = "its numbers are not those of torch's operators"
         try:
@@ -281,30 +293,30 @@ def _works(key: tuple[object, ...], compare: Callable[[], bool]) -> bool:
             found, why = False, f"{type(error).__name__}: {error}"[:MOST_SHOWN]
         if not found:
             log.warning("Triton's kernel %s cannot be used, torch's operators are: %s", " ".join(map(str, key)), why)
-        _found[key] = found
+        _check_results[key] = found
     return found
 
 
-def _decodes(codes: Codes, numbers_RK: torch.Tensor, dtype: torch.dtype) -> bool:
+def _check_decode(codes: Codes, numbers_RK: torch.Tensor, dtype: torch.dtype) -> bool:
     out_RK, expected_RK = torch.empty_like(numbers_RK, dtype=dtype), numbers_RK.to(dtype)
     decode(codes, out_RK)
     return bool(((out_RK == expected_RK) | (out_RK.isnan() & expected_RK.isnan())).all())
 
 
-def _multiplies(codes: Codes, numbers_RK: torch.Tensor, dtype: torch.dtype) -> bool:
-    x_MK = _inputs(numbers_RK.shape[1], dtype, numbers_RK.device)
+def _check_multiply(codes: Codes, numbers_RK: torch.Tensor, dtype: torch.dtype) -> bool:
+    x_MK = _check_inputs(numbers_RK.shape[1], dtype, numbers_RK.device)
     return _is_product(multiply(x_MK, codes), x_MK, numbers_RK.to(dtype))
 
 
-def _multiplies_in_groups(codes: Codes, numbers_RK: torch.Tensor, dtype: torch.dtype) -> bool:
-    x_MK = _inputs(numbers_RK.shape[1], dtype, numbers_RK.device)
+def _check_multiply_groups(codes: Codes, numbers_RK: torch.Tensor, dtype: torch.dtype) -> bool:
+    x_MK = _check_inputs(numbers_RK.shape[1], dtype, numbers_RK.device)
     ends = torch.full((1,), len(x_MK), dtype=torch.int32, device=x_MK.device)
     return _is_product(multiply_groups(x_MK, codes, 1, ends), x_MK, numbers_RK.to(dtype))
 
 
-def _groups(stack_EKN: torch.Tensor) -> bool:
-    stack = stack_EKN[:2, :, :TRIED_ROWS]
-    x_MK = _inputs(stack.shape[1], stack.dtype, stack.device)
+def _check_grouped_mm(stack_EKN: torch.Tensor) -> bool:
+    stack = stack_EKN[:2, :, :CHECKED_ROWS]
+    x_MK = _check_inputs(stack.shape[1], stack.dtype, stack.device)
     ends = torch.full((len(stack),), len(x_MK), dtype=torch.int32, device=stack.device)
     ends[:-1] = 5
     found = grouped_mm(x_MK, stack, offs=ends)
@@ -312,10 +324,10 @@ def _groups(stack_EKN: torch.Tensor) -> bool:
     return all(_is_product(found[rows], x_MK[rows], stack[turn].t()) for turn, rows in enumerate(rests))
 
 
-def _inputs(num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _check_inputs(num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Rows of x to try with: as no random numbers are drawn, those of a run stay the same."""
-    numbers = torch.arange(TRIED_INPUTS * num_columns, dtype=torch.float32, device=device)
-    return numbers.sin().to(dtype).view(TRIED_INPUTS, num_columns)
+    numbers = torch.arange(CHECKED_INPUTS * num_columns, dtype=torch.float32, device=device)
+    return numbers.sin().to(dtype).view(CHECKED_INPUTS, num_columns)
 
 
 def _is_product(found_MN: torch.Tensor, x_MK: torch.Tensor, w_NK: torch.Tensor) -> bool:
@@ -328,12 +340,12 @@ def _is_product(found_MN: torch.Tensor, x_MK: torch.Tensor, w_NK: torch.Tensor) 
     return not bool((is_off & expected.to(x_MK.dtype).isfinite()).any())
 
 
-def _described(codes: Codes, num_experts: int, tile_columns: int) -> tuple[Matrix, MatrixKind, int]:
+def _kernel_arguments(codes: Codes, num_experts: int, tile_columns: int) -> tuple[Matrix, MatrixKind, int]:
     """The codes as kernels take them, what these are compiled for with tiles of so many columns, and rows of the first
     word that are before the first row. Kept with the codes."""
     key = (num_experts, tile_columns)
     if (found := codes.launches.get(key)) is None:
-        lead = codes.first_row % WORD_ROWS if codes.way == ways.ROW_WORDS else 0
+        lead = codes.first_row % WORD_ROWS if codes.encoding == constants.ROW_WORDS else 0
         found = codes.launches[key] = (_matrix(codes, num_experts), _kind(codes, tile_columns), lead)
     return found
 
@@ -342,7 +354,7 @@ def _matrix(codes: Codes, num_experts: int) -> Matrix:
     """The codes of a stack of so many experts, or of one tall matrix of all their rows."""
     is_tall = codes.num_matrices < num_experts
     step = codes.shape[0] // num_experts if is_tall else 0
-    assert step % WORD_ROWS == 0 or codes.way != ways.ROW_WORDS, "a word holds rows of one expert"
+    assert step % WORD_ROWS == 0 or codes.encoding != constants.ROW_WORDS, "a word holds rows of one expert"
     body, scales, zeros, groups, overall = codes.body, codes.scales, codes.zeros, codes.groups, codes.overall
     extra = next((each for each in (codes.bases, codes.table, codes.order) if each is not None), None)
     factors = scales if scales is None or scales.dtype not in SCALE_KINDS else scales.view(torch.uint8)
@@ -357,7 +369,7 @@ def _matrix(codes: Codes, num_experts: int) -> Matrix:
         num_groups=0 if scales is None else scales.shape[2],
         row_step=step,
         first_row=codes.first_row,
-        last=1.0 if codes.last is None else codes.last,
+        last_factor=1.0 if codes.last_factor is None else codes.last_factor,
     )  # fmt: skip
 
 
@@ -377,12 +389,12 @@ def _kind(codes: Codes, tile_columns: int) -> MatrixKind:
     else:
         group_tile = tile_columns // width if tile_columns % width == 0 else tile_columns
     return MatrixKind(
-        way=codes.way,
+        encoding=codes.encoding,
         scales=FLOATS if codes.scales is None else SCALE_KINDS.get(codes.scales.dtype, FLOATS),
         zeros=_kind_of_zeros(codes),
-        added=codes.added,
+        zero_offset=codes.zero_offset,
         overall=NO_OVERALL if codes.overall is None else DIVIDED if codes.divides else MULTIPLIED,
-        has_last=codes.last is not None,
+        has_last_factor=codes.last_factor is not None,
         has_groups=codes.groups is not None and num_groups > 1,
         is_reordered=codes.order is not None,
         width=width,
@@ -392,55 +404,55 @@ def _kind(codes: Codes, tile_columns: int) -> MatrixKind:
 
 def _kind_of_zeros(codes: Codes) -> int:
     if codes.zeros is None:
-        return SAME_ZERO if codes.added else NO_ZEROS
+        return SAME_ZERO if codes.zero_offset else NO_ZEROS
     if not codes.zero_bits:
         return PLAIN_ZEROS
-    if codes.way == ways.ROW_WORDS:
+    if codes.encoding == constants.ROW_WORDS:
         return AWQ_FIELDS
     return FIELDS4 if codes.zero_bits == 4 else FIELDS8
 
 
-def _decode_tile(way: int) -> tuple[int, int]:
+def _decode_tile(encoding: int) -> tuple[int, int]:
     """Rows and columns: a row of a tile is whole sectors of memory, as codes and as numbers."""
-    if way in IN_COLUMNS:
+    if encoding in COLUMN_ENCODINGS:
         return 64, 128
-    if way == ways.ROW_WORDS:
+    if encoding == constants.ROW_WORDS:
         return 128, 32
-    return (32, 128) if way in BLOCKS else (32, 256)
+    return (32, 128) if encoding in BLOCKS else (32, 256)
 
 
 @cache
-def _product_tile(num_inputs: int, dtype: torch.dtype, way: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
+def _product_tile(num_inputs: int, dtype: torch.dtype, encoding: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Rows of x, rows of the matrix and columns, and how a kernel is launched for them, for so many rows of x, a power
     of two. The fastest on an H100 among those that fit in the shared memory of compute capabilities 8.0 to 12.0."""
     height = min(max(16, num_inputs), 128)
     if dtype == torch.float32:  # not timed
-        height = min(height, 16 if way in BLOCKS else 32)
-        tile, warps, stages = ((height, 32, 128), 4, 1) if way in BLOCKS else ((height, 64, 32), 4, 2)
-    elif way in BLOCKS:  # a tile is half of the largest blocks
-        is_plain = way not in (ways.Q5_K, ways.Q6_K)
+        height = min(height, 16 if encoding in BLOCKS else 32)
+        tile, warps, stages = ((height, 32, 128), 4, 1) if encoding in BLOCKS else ((height, 64, 32), 4, 2)
+    elif encoding in BLOCKS:  # a tile is half of the largest blocks
+        is_plain = encoding not in (constants.Q5_K, constants.Q6_K)
         if height == 128:
             tile, warps, stages = (height, 64, 128), *((8, 1) if is_plain else (4, 3))
         else:
             tile, warps, stages = (height, 32, 128), 4, 3 if is_plain or height == 16 else 1
-    elif way == ways.PLAIN:
+    elif encoding == constants.PLAIN:
         tile, warps, stages = (height, 64, 64), 8 if height == 128 else 4, 3
     else:
-        are_words = way in IN_COLUMNS or way == ways.ROW_WORDS
+        are_words = encoding in COLUMN_ENCODINGS or encoding == constants.ROW_WORDS
         tile = (height, 32, 256 if height == 16 else 128)
         if height == 128 or (height == 64 and are_words):
             tile = (height, 64, 64 if height == 128 else 128)
         warps, stages = 8 if height == 128 and not are_words else 4, 4
-        if way == ways.IN_TABLE:  # the table would be copied at each stage
+        if encoding == constants.IN_TABLE:  # the table would be copied at each stage
             tile, stages = (height, *((32, 128) if height == 16 else (64, 64))), 1
     return tile, _OPTIONS | {"num_stages": stages, "num_warps": warps}
 
 
-def _power_of_two(number: int) -> int:
+def _next_power_of_two(number: int) -> int:
     """The first from a number on."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
-_found: dict[object, bool] = {}
-_of_plain_stacks: dict[object, Any] = {}
+_check_results: dict[object, bool] = {}
+_plain_launches: dict[object, Any] = {}

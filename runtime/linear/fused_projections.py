@@ -30,17 +30,17 @@ class FusedProjections:
         self._num_inside = 0
         self._blocks: dict[str, Sequence[Block]] = {}
 
-    def product(
+    def multiply(
         self, x: torch.Tensor, x_MK: torch.Tensor, name: str, table: BackendTable | None = None
     ) -> torch.Tensor:
         """Returns x @ w.T (M, N) of the weight of that name; `x_MK` holds the rows of `x`, which says whether it is the
         same as before. `table`: see `linear`."""
         if x is self._x and name in self._made:
             return self._take(name)
-        self._drop()
+        self._discard()
         if self._is_learning:
             if x is not self._x or name in self._run:
-                self._end_run()
+                self._close_group()
                 self._x = x
             self._run.append(name)
         group = self._groups.get(name)
@@ -51,7 +51,7 @@ class FusedProjections:
         return self._take(name)
 
     @contextmanager
-    def gathered(self, blocks: Mapping[str, Sequence[Block]]) -> Iterator[None]:
+    def scope(self, blocks: Mapping[str, Sequence[Block]]) -> Iterator[None]:
         """While a lane is in the module: by name, of weights that are multiplied as they are. When the first lane has
         left it is known who they are. Lanes that are inside at the same time bring the same weights."""
         self._blocks |= blocks
@@ -60,9 +60,9 @@ class FusedProjections:
             yield
         finally:
             self._num_inside -= 1
-            self._drop()
+            self._discard()
             if self._run:
-                self._end_run()
+                self._close_group()
                 self._is_learning = False
             if not self._num_inside:
                 self._blocks.clear()
@@ -73,13 +73,13 @@ class FusedProjections:
             self._x = None
         return out
 
-    def _drop(self) -> None:
+    def _discard(self) -> None:
         """What was made and not asked for will not be made again."""
         if self._made:
             self._groups.pop(self._making, None)
             self._x, self._made = None, {}
 
-    def _end_run(self) -> None:
+    def _close_group(self) -> None:
         """More than one have met the same inputs: they are a group."""
         if len(self._run) > 1:
             self._groups.setdefault(self._run[0], self._run)

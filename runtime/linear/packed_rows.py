@@ -33,7 +33,7 @@ from ..kernels.arguments import (
 )
 from ..kernels.arguments import SCALED_FLOAT8 as SCALED_FLOAT8
 from ..kernels.compiler import has_compiler
-from .rows import Codes, Rows, Words
+from .rows import Codes, KernelWeights, Rows
 
 ALL_COLUMNS = 31  # a shift by which every column is in the first group
 
@@ -43,11 +43,11 @@ class Layout(NamedTuple):
     the shift of a column to its group, of codes; for the rest see `kernels.packed.RowPacking` and
     `kernels.grouped.GroupArrays`."""
 
-    way: int
+    encoding: int
     num_rows: int
     num_columns: int
     group_bytes: int = 0
-    apart: int = 0
+    word_stride: int = 0
     base: int = 0
     num_groups: int = 0
     shift: int = 0
@@ -67,35 +67,35 @@ class Arrays(NamedTuple):
     groups: np.ndarray = np.zeros(0, np.int32)
 
 
-def shift_to_group(num_columns: int, num_groups: int) -> int:
+def group_shift(num_columns: int, num_groups: int) -> int:
     """Returns that of equal groups whose width is a power of two, or of one group."""
     return ALL_COLUMNS if num_groups == 1 else (num_columns // num_groups).bit_length() - 1
 
 
-def packed_words(body: np.ndarray, layout: Layout, arrays: Arrays) -> Words:
-    return Words("linear_packed", StoredRows(body, np.array(layout, np.int64), *arrays), layout.num_rows)
+def make_kernel_weights(body: np.ndarray, layout: Layout, arrays: Arrays) -> KernelWeights:
+    return KernelWeights("linear_packed", StoredRows(body, np.array(layout, np.int64), *arrays), layout.num_rows)
 
 
 class PackedRows(ABC):
     """See `KernelRows`."""
 
-    made_bytes = 0
+    row_scratch_bytes = 0
 
     def __init__(self, body_NB: torch.Tensor, num_columns: int):
         self._body_NB, self.device = body_NB, body_NB.device
         self.shape = (body_NB.shape[0], num_columns)
 
-    def words(self, rows: slice) -> Words:
+    def kernel_weights(self, rows: slice) -> KernelWeights:
         """See `KernelRows`; of all rows."""
         assert rows == slice(0, self.shape[0]), "nothing is made that would have to be made of some rows at a time"
-        return self._whole
+        return self._kernel_weights
 
     @cached_property
-    def _whole(self) -> Words:
-        return packed_words(self._body_NB.reshape(-1).numpy(), *self._laid_out())
+    def _kernel_weights(self) -> KernelWeights:
+        return make_kernel_weights(self._body_NB.reshape(-1).numpy(), *self._layout())
 
     @abstractmethod
-    def _laid_out(self) -> tuple[Layout, Arrays]:
+    def _layout(self) -> tuple[Layout, Arrays]:
         """How the rows lie; the device is a CPU."""
 
     @abstractmethod
@@ -107,28 +107,28 @@ class PackedRows(ABC):
         if isinstance(rows, slice) and rows.step is None and self.device.type == "cpu" and has_compiler():
             from ..kernels.packed import unpack_rows  # numba takes 0.2 s to import
 
-            unpack_rows(self._whole.weights, rows.start or 0, out_RK.numpy())
+            unpack_rows(self._kernel_weights.stored, rows.start or 0, out_RK.numpy())
         else:
             self.decode(rows, out_RK)
 
 
-ROUNDED = {"int8-rows": INT8, "int4-groups": INT4, "fp8-rows": FLOAT8}  # the ways of storage formats
-NAMES = {way: name for name, way in ROUNDED.items()}
+ROUNDED_ENCODINGS = {"int8-rows": INT8, "int4-groups": INT4, "fp8-rows": FLOAT8}  # the ways of storage formats
+FORMAT_NAMES = {way: name for name, way in ROUNDED_ENCODINGS.items()}
 
 
-def bytes_of_codes(way: int, num_codes: int) -> int:
-    return num_codes // 2 if way == INT4 else num_codes
+def code_bytes(encoding: int, num_codes: int) -> int:
+    return num_codes // 2 if encoding == INT4 else num_codes
 
 
 class CodedRows(PackedRows):
     def __init__(self, codes_NB: torch.Tensor, scales_NG: torch.Tensor, way: int):
         """`codes_NB`: uint8; `scales_NG`: bfloat16, of equal groups whose width is a power of two, or one."""
-        super().__init__(codes_NB, codes_NB.shape[1] * GROUP_NUMBERS // bytes_of_codes(way, GROUP_NUMBERS))
+        super().__init__(codes_NB, codes_NB.shape[1] * GROUP_NUMBERS // code_bytes(way, GROUP_NUMBERS))
         self._scales_NG, self._way = scales_NG, way
 
-    def _laid_out(self) -> tuple[Layout, Arrays]:
-        num_groups, group_bytes = self._scales_NG.shape[1], bytes_of_codes(self._way, GROUP_NUMBERS)
-        shift = shift_to_group(self.shape[1], num_groups)
+    def _layout(self) -> tuple[Layout, Arrays]:
+        num_groups, group_bytes = self._scales_NG.shape[1], code_bytes(self._way, GROUP_NUMBERS)
+        shift = group_shift(self.shape[1], num_groups)
         scales = self._scales_NG.view(torch.int16).numpy().view(np.uint16).reshape(-1)
         return Layout(self._way, *self.shape, group_bytes, num_groups=num_groups, shift=shift), Arrays(scales=scales)
 
@@ -147,7 +147,7 @@ class CodedRows(PackedRows):
         width = self.shape[1] // self._scales_NG.shape[1]
         added = INT4_MIDDLE if self._way == INT4 else 0
         body, scales = self._body_NB[None], self._scales_NG[None]
-        return Codes(way=self._way, shape=self.shape, body=body, scales=scales, width=width, added=added)
+        return Codes(encoding=self._way, shape=self.shape, body=body, scales=scales, width=width, zero_offset=added)
 
 
 def zero_rows(num_rows: int) -> CodedRows:
@@ -160,22 +160,24 @@ LEAST_WIDTH = 16  # columns that share a factor: a vector's
 WIDE = 8  # columns that a step of codes in columns takes at once
 ROWS_OF_WORD = 8  # rows whose codes are in one word of ROW_WORDS
 IN_BYTES = (BYTES, SIGNED_BYTES, SCALED_FLOAT8)
-Shared = tuple[torch.Tensor | None, torch.Tensor]  # zero points and factors: (R, G) float32, or (1, 1) for all alike
-SharedOf = Callable[[slice], Shared]
+ZerosAndScales = tuple[
+    torch.Tensor | None, torch.Tensor
+]  # zero points and factors: (R, G) float32, or (1, 1) for all alike
+GetZerosAndScales = Callable[[slice], ZerosAndScales]
 
 
 class GroupedRows:
     """See `KernelRows`. What the vectors do not take goes by `plain`, whose numbers are the same to the bit."""
 
-    def __init__(self, plain: Rows, num_groups: int, shared_of: SharedOf):
+    def __init__(self, plain: Rows, num_groups: int, get_scales: GetZerosAndScales):
         self.shape, self.device, self.dequantize = plain.shape, plain.device, plain.dequantize
         self.codes = plain.codes
-        self._num_groups, self._shared_of = num_groups, shared_of
-        self.made_bytes = 2 * 4 * num_groups
+        self._num_groups, self._get_scales = num_groups, get_scales
+        self.row_scratch_bytes = 2 * 4 * num_groups
 
-    def _filled(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expand_scales(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Zero points and factors of a run of rows, (R, G) each, however many there are of them."""
-        zeros, factors = self._shared_of(rows)
+        zeros, factors = self._get_scales(rows)
         shape = (rows.stop - rows.start, self._num_groups)
         factors = factors.float().expand(shape)
         return factors if zeros is None else zeros.float().expand(shape), factors
@@ -188,16 +190,16 @@ class RowCodes(GroupedRows):
         raw_NB: torch.Tensor,
         way: int,
         num_groups: int,
-        shared_of: SharedOf,
+        get_scales: GetZerosAndScales,
         table: torch.Tensor | None = None,
     ):
         """`table`: 16 numbers, of IN_TABLE."""
-        super().__init__(plain, num_groups, shared_of)
+        super().__init__(plain, num_groups, get_scales)
         self._raw_NB, self._way, self._table = raw_NB, way, table
 
-    def words(self, rows: slice) -> Words:
+    def kernel_weights(self, rows: slice) -> KernelWeights:
         """See `KernelRows`."""
-        (zeros, factors), num_columns = self._filled(rows), self.shape[1]
+        (zeros, factors), num_columns = self._expand_scales(rows), self.shape[1]
         arrays = Arrays(
             zeros=_flat(zeros),
             factors=_flat(factors),
@@ -209,9 +211,9 @@ class RowCodes(GroupedRows):
             num_columns,
             GROUP_NUMBERS if self._way in IN_BYTES else GROUP_NUMBERS // 2,
             num_groups=self._num_groups,
-            shift=shift_to_group(num_columns, self._num_groups),
+            shift=group_shift(num_columns, self._num_groups),
         )
-        return packed_words(self._raw_NB[rows].reshape(-1).numpy(), layout, arrays)
+        return make_kernel_weights(self._raw_NB[rows].reshape(-1).numpy(), layout, arrays)
 
 
 class ColumnCodes(GroupedRows):
@@ -222,47 +224,47 @@ class ColumnCodes(GroupedRows):
         way: int,
         first_row: int,
         num_groups: int,
-        shared_of: SharedOf,
+        get_scales: GetZerosAndScales,
         width: int,
         groups: torch.Tensor | None = None,
     ):
         """`words_WN`: int32, (W, N) or of ROW_WORDS (K, N / 8), in which these rows begin at `first_row`; `width`: the
         columns of a group; `groups` (K,): the group of each column, where they do not lie in turn."""
-        super().__init__(plain, num_groups, shared_of)
+        super().__init__(plain, num_groups, get_scales)
         self._words_WN, self._way, self._first_row, self._width, self._groups = words_WN, way, first_row, width, groups
 
-    def words(self, rows: slice) -> Words:
+    def kernel_weights(self, rows: slice) -> KernelWeights:
         """See `KernelRows`."""
-        zeros, factors = self._filled(rows)
-        groups = groups_in_turn(self.shape[1], self._width) if self._groups is None else self._groups.int().numpy()
+        zeros, factors = self._expand_scales(rows)
+        groups = consecutive_groups(self.shape[1], self._width) if self._groups is None else self._groups.int().numpy()
         at = self._first_row + rows.start
         body = self._words_WN.reshape(-1)[at // ROWS_OF_WORD if self._way == ROW_WORDS else at :]
         layout = Layout(
             self._way,
             rows.stop - rows.start,
             self.shape[1],
-            apart=4 * self._words_WN.shape[1],
+            word_stride=4 * self._words_WN.shape[1],
             is_wide=self._groups is None and self._width % WIDE == 0,
         )
         arrays = Arrays(zeros=_flat(zeros.t()), factors=_flat(factors.t()), groups=groups)
-        return packed_words(body.view(torch.uint8).numpy(), layout, arrays)
+        return make_kernel_weights(body.view(torch.uint8).numpy(), layout, arrays)
 
 
-def fits_in_rows(shape: tuple[int, int], device: torch.device, num_groups: int) -> bool:
+def supports_row_codes(shape: tuple[int, int], device: torch.device, num_groups: int) -> bool:
     """Whether RowCodes are for such rows: runs of whole vectors, in groups of a power of two."""
     width, rest = divmod(shape[1], num_groups) if num_groups else (0, 1)
     is_grouped = num_groups == 1 or (not rest and width >= LEAST_WIDTH and width.bit_count() == 1)
     return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and is_grouped
 
 
-def fits_in_columns(shape: tuple[int, int], device: torch.device, way: int, first_row: int) -> bool:
+def supports_column_codes(shape: tuple[int, int], device: torch.device, encoding: int, first_row: int) -> bool:
     """Whether ColumnCodes are for such rows."""
-    is_aligned = way != ROW_WORDS or first_row % ROWS_OF_WORD == 0
+    is_aligned = encoding != ROW_WORDS or first_row % ROWS_OF_WORD == 0
     return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and is_aligned
 
 
 @lru_cache(maxsize=8)
-def groups_in_turn(num_columns: int, width: int) -> np.ndarray:
+def consecutive_groups(num_columns: int, width: int) -> np.ndarray:
     """The group of each column."""
     return np.arange(num_columns, dtype=np.int32) // np.int32(width)
 

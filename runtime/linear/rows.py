@@ -31,7 +31,7 @@ class Codes:
     (1, n) of all matrices, in which those of each begin at `begins` (E,) int32.
     """
 
-    way: int
+    encoding: int
     shape: tuple[int, int]
     body: torch.Tensor
     scales: torch.Tensor | None = None
@@ -40,17 +40,17 @@ class Codes:
     groups: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     zero_bits: int = 0
-    added: int = 0
+    zero_offset: int = 0
     table: torch.Tensor | None = None
     overall: torch.Tensor | None = None
     divides: bool = False
-    last: float | None = None
+    last_factor: float | None = None
     order: torch.Tensor | None = None
     bases: torch.Tensor | None = None
     starts: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     exponents: torch.Tensor | None = None
-    begins: torch.Tensor | None = None
+    escape_offsets: torch.Tensor | None = None
     first_row: int = 0
 
     @cached_property
@@ -79,7 +79,7 @@ class Codes:
         return self.body.device
 
 
-def stacked(parts: Sequence[Codes]) -> Codes | None:
+def stack_codes(parts: Sequence[Codes]) -> Codes | None:
     """The codes of several single matrices as those of one stack, without a copy; None where they are not of one kind
     and shape, or one of their tensors does not lie at equal distances in one item of memory."""
     found = dict[str, torch.Tensor]()
@@ -87,7 +87,7 @@ def stacked(parts: Sequence[Codes]) -> Codes | None:
         values = [getattr(part, field.name) for part in parts]
         if isinstance(values[0], torch.Tensor):
             ones = [value[0] for value in values if isinstance(value, torch.Tensor) and len(value) == 1]
-            stack = at_equal_distances(ones) if len(ones) == len(values) else None
+            stack = as_strided_stack(ones) if len(ones) == len(values) else None
             if stack is None:
                 return None
             found[field.name] = stack
@@ -96,7 +96,7 @@ def stacked(parts: Sequence[Codes]) -> Codes | None:
     return replace(parts[0], **found)
 
 
-def at_equal_distances(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def as_strided_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Tensors of one shape, dtype and strides as one with a dimension before theirs, without a copy; None where they
     are not alike, or do not follow each other at equal distances in one item of memory."""
     first = tensors[0]
@@ -129,21 +129,22 @@ class Rows(Protocol):
         ...
 
 
-class Words(NamedTuple):
+class KernelWeights(NamedTuple):
     """Rows as the kernel for vectors of that name takes them."""
 
     kernel: str
-    weights: Any  # (N, K), or StoredRows
+    stored: Any  # (N, K), or StoredRows
     num_rows: int
 
 
 @runtime_checkable
 class KernelRows(Rows, Protocol):
-    """Rows that a kernel decodes inside of the product. `made_bytes`: what `words` makes for each row, beside views."""
+    """Rows that a CPU kernel decodes inside the product. `row_scratch_bytes`: bytes per row that `kernel_weights`
+    allocates besides views."""
 
-    made_bytes: int
+    row_scratch_bytes: int
 
-    def words(self, rows: slice) -> Words:
-        """A run of them, from a multiple of 32 on, that is valid as long as the rows are; all of them where nothing is
-        made. On a CPU only."""
+    def kernel_weights(self, rows: slice) -> KernelWeights:
+        """Returns kernel arguments for a run of rows that begins at a multiple of 32; for all rows if
+        `row_scratch_bytes` is 0. CPU only. Valid as long as these rows are."""
         ...

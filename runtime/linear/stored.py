@@ -24,14 +24,14 @@ from ..config.profiles import BackendTable
 from ..plan.placement.memory import DEQUANTIZED_AT_ONCE
 from . import device_codes
 from .backends import linear
-from .blocks import Block, joined, joined_stacks, panels, plain_rows
+from .blocks import Block, dequantize_rows, join_blocks, join_stacks, panels
 from .fused_projections import FusedProjections
-from .rows import Codes, Rows, stacked
+from .rows import Codes, Rows, stack_codes
 
 MOST_KERNEL_ROWS = 1024  # of x
 
 
-def experts_at_once(out_EnK: torch.Tensor) -> Iterator[range]:
+def expert_batches(out_EnK: torch.Tensor) -> Iterator[range]:
     """Yields as many matrices at a time as are dequantized together."""
     num_matrices, *size = out_EnK.shape
     step = max(1, DEQUANTIZED_AT_ONCE // max(1, size[0] * size[1]))
@@ -77,7 +77,7 @@ class StoredWeight(torch.Tensor):
 
     entries: Sequence[Sequence[Block]]
     is_stacked: bool
-    is_flipped: bool  # seen transposed: of shape (K, N), while its rows lie as (N, K); of a stack, each expert is
+    is_transposed: bool  # seen transposed: of shape (K, N), while its rows lie as (N, K); of a stack, each expert is
     is_matrix: (
         bool  # to ask tensors of a class of one's own for `dim()` or `dtype` costs a call of `__torch_function__`
     )
@@ -96,12 +96,12 @@ class StoredWeight(torch.Tensor):
         dtype: torch.dtype,
         *,
         is_stacked: bool,
-        is_flipped: bool = False,
+        is_transposed: bool = False,
         table: BackendTable | None = None,
         join: Join | None = None,
     ) -> "StoredWeight":
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
-        self.entries, self.is_stacked, self.is_flipped = entries, is_stacked, is_flipped
+        self.entries, self.is_stacked, self.is_transposed = entries, is_stacked, is_transposed
         self.is_matrix, self.compute_dtype, self.projections, self._stacks = len(shape) == 2, dtype, None, None
         self.table, self.join, self.decoders = table, join, {}
         return self
@@ -111,14 +111,14 @@ class StoredWeight(torch.Tensor):
 
     def dequantized(self) -> torch.Tensor:
         """A plain tensor of the compute dtype; freshly allocated."""
-        entries = [torch.cat([plain_rows(block, self.dtype) for block in blocks]) for blocks in self.entries]
+        entries = [torch.cat([dequantize_rows(block, self.dtype) for block in blocks]) for blocks in self.entries]
         whole = torch.stack(entries) if self.is_stacked else entries[0]
-        return whole.transpose(-1, -2) if self.is_flipped else whole.view(self.shape)
+        return whole.transpose(-1, -2) if self.is_transposed else whole.view(self.shape)
 
     @property
     def is_plain(self) -> bool:
         """Products take its blocks as they are."""
-        return self.is_matrix and not (self.is_stacked or self.is_flipped)
+        return self.is_matrix and not (self.is_stacked or self.is_transposed)
 
     @cached_property
     def needs_dequantizing(self) -> bool:
@@ -136,12 +136,12 @@ class StoredWeight(torch.Tensor):
         out_EnK, first = out.view(len(self.entries), sum(heights), -1), 0
         for turn, height in enumerate(heights):
             rows_EnK, first = out_EnK[:, first : first + height], first + height
-            if self.is_stacked and _copied([blocks[turn] for blocks in self.entries], rows_EnK):
+            if self.is_stacked and _copy_plain([blocks[turn] for blocks in self.entries], rows_EnK):
                 continue
             if self.codes and self._has_decoder(out.dtype):
                 device_codes.decode(self.codes[turn], rows_EnK)
                 continue
-            for experts in experts_at_once(rows_EnK):
+            for experts in expert_batches(rows_EnK):
                 rows = self.join(turn, experts) if self.join is not None and len(experts) > 1 else None
                 if rows is not None:
                     dequantize(rows, rows_EnK[experts.start : experts.stop])
@@ -149,19 +149,19 @@ class StoredWeight(torch.Tensor):
                     for expert in experts:
                         dequantize(self.entries[expert][turn], rows_EnK[expert : expert + 1])
         whole = out_EnK if self.is_stacked else out_EnK[0]
-        return whole.transpose(-1, -2) if self.is_flipped else whole.view(self.shape)
+        return whole.transpose(-1, -2) if self.is_transposed else whole.view(self.shape)
 
     @cached_property
     def codes(self) -> Sequence[Codes]:
         """How each block lies, of a stack that of all experts, for kernels of the device; empty where one is not codes,
         or experts' lie otherwise than at equal distances. Views, kept as the blocks are."""
-        if self.join is None or not device_codes.is_there(self.entries[0][0].device):
+        if self.join is None or not device_codes.is_available(self.entries[0][0].device):
             return ()
         found = list[Codes]()
         for blocks in zip(*self.entries, strict=True):
             parts = [None if isinstance(block, torch.Tensor) else block.codes() for block in blocks]
             known = [part for part in parts if part is not None]
-            stack = None if len(known) < len(parts) else known[0] if len(known) == 1 else stacked(known)
+            stack = None if len(known) < len(parts) else known[0] if len(known) == 1 else stack_codes(known)
             if stack is None or not stack.is_view:
                 return ()
             found.append(stack)
@@ -187,33 +187,35 @@ class StoredWeight(torch.Tensor):
         """Views of a stack of plain numbers of the compute dtype, whose experts lie at equal distances: (E, rows, K)
         views, one below the other for each expert. Otherwise empty. Kept, as the blocks are."""
         if self._stacks is None:
-            is_whole = self.is_stacked and not self.is_flipped
-            self._stacks = joined_stacks(self.entries, self.compute_dtype) if is_whole else ()
+            is_whole = self.is_stacked and not self.is_transposed
+            self._stacks = join_stacks(self.entries, self.compute_dtype) if is_whole else ()
         return self._stacks
 
     @cached_property
-    def is_alike(self) -> bool:
+    def has_uniform_experts(self) -> bool:
         """Whether it is a stack whose experts have blocks of the same kinds, shapes, dtypes and layouts, each as
         nn.Linear has it."""
-        if not self.is_stacked or self.is_flipped:
+        if not self.is_stacked or self.is_transposed:
             return False
-        return len({tuple(map(_kind_of, blocks)) for blocks in self.entries}) == 1
+        return len({tuple(map(_block_layout, blocks)) for blocks in self.entries}) == 1
 
     def expert(self, index: int) -> "StoredWeight":
         assert self.is_stacked, "only stacked weights have experts"
-        return self._matrix([self.entries[index]], self.shape[1:], is_flipped=self.is_flipped)
+        return self._matrix([self.entries[index]], self.shape[1:], is_transposed=self.is_transposed)
 
-    def flipped(self) -> "StoredWeight":
+    def transposed(self) -> "StoredWeight":
         assert not self.is_stacked, "only matrices are transposed"
-        return self._matrix(self.entries, (self.shape[1], self.shape[0]), is_flipped=not self.is_flipped)
+        return self._matrix(self.entries, (self.shape[1], self.shape[0]), is_transposed=not self.is_transposed)
 
-    def _matrix(self, entries: Sequence[Sequence[Block]], shape: Sequence[int], *, is_flipped: bool) -> "StoredWeight":
+    def _matrix(
+        self, entries: Sequence[Sequence[Block]], shape: Sequence[int], *, is_transposed: bool
+    ) -> "StoredWeight":
         return StoredWeight(
             entries,
             shape,
             self.compute_dtype,
             is_stacked=False,
-            is_flipped=is_flipped,
+            is_transposed=is_transposed,
             table=self.table,
             join=self.join,
         )
@@ -247,12 +249,12 @@ class StoredWeight(torch.Tensor):
         return func(*map(_dequantize, args), **{key: _dequantize(value) for key, value in (kwargs or {}).items()})
 
 
-def _copied(blocks: Sequence[Block], out_EnK: torch.Tensor) -> bool:
+def _copy_plain(blocks: Sequence[Block], out_EnK: torch.Tensor) -> bool:
     """Writes plain numbers of all experts at once, and returns whether they are plain numbers."""
     plain = [block for block in blocks if isinstance(block, torch.Tensor)]
     if len(plain) < len(blocks):
         return False
-    stacks = joined_stacks([[block] for block in plain], plain[0].dtype)
+    stacks = join_stacks([[block] for block in plain], plain[0].dtype)
     if stacks:
         out_EnK.copy_(stacks[0])
     else:
@@ -260,7 +262,7 @@ def _copied(blocks: Sequence[Block], out_EnK: torch.Tensor) -> bool:
     return True
 
 
-def _kind_of(block: Block) -> tuple[object, ...]:
+def _block_layout(block: Block) -> tuple[object, ...]:
     if isinstance(block, torch.Tensor):
         return block.shape, block.dtype, block.is_contiguous()
     return type(block), block.shape
@@ -277,17 +279,17 @@ def _dequantize(value: object) -> object:
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not isinstance(weight, StoredWeight) or not weight.is_matrix or x.dtype != weight.compute_dtype:
         return NotImplemented
-    if weight.is_flipped:
-        out = _matmul(x, weight.flipped())
+    if weight.is_transposed:
+        out = _matmul(x, weight.transposed())
         return out if bias is None else out + bias
     x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
-    if not x.is_cpu and (whole := joined(blocks, x.dtype)) is not None:
+    if not x.is_cpu and (whole := join_blocks(blocks, x.dtype)) is not None:
         return F.linear(x, whole, bias)
     if weight.join is not None and weight.needs_dequantizing:
         out_MN = multiply(x_MK, blocks, weight.codes if weight.has_kernels else ())
     elif weight.projections is not None:
         projections, name = weight.projections
-        out_MN = projections.product(x, x_MK, name, weight.table)
+        out_MN = projections.multiply(x, x_MK, name, weight.table)
     else:
         out_MN = linear(x_MK, blocks, weight.table)
     if bias is not None:
@@ -295,7 +297,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return out_MN.view(*x.shape[:-1], out_MN.shape[1])
 
 
-def _product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:
+def _add_product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:
     """out + x @ weight for a weight that lies as (K, N): panels are runs of the inner dimension, their products add
     up."""
     for row, panel in panels(weight.entries[0], weight.dtype, on_device=weight.join is not None):
@@ -307,31 +309,31 @@ def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.T
     """GPT-2's Conv1D keeps (in, out)."""
     if not isinstance(weight, StoredWeight) or isinstance(x, StoredWeight):
         return NotImplemented
-    if weight.is_flipped:
-        return _linear(x, weight.flipped(), bias)
-    return _product(x, weight, bias.expand(x.shape[0], weight.shape[1]).clone())
+    if weight.is_transposed:
+        return _linear(x, weight.transposed(), bias)
+    return _add_product(x, weight, bias.expand(x.shape[0], weight.shape[1]).clone())
 
 
 def _matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.dim() != 2 or isinstance(x, StoredWeight):
         return NotImplemented
-    if weight.is_flipped:
-        return _linear(x, weight.flipped())
+    if weight.is_transposed:
+        return _linear(x, weight.transposed())
     x_MK = x.reshape(-1, x.shape[-1])
-    return _product(x_MK, weight, x.new_zeros(len(x_MK), weight.shape[1])).view(*x.shape[:-1], weight.shape[1])
+    return _add_product(x_MK, weight, x.new_zeros(len(x_MK), weight.shape[1])).view(*x.shape[:-1], weight.shape[1])
 
 
-def _flip(weight: torch.Tensor) -> torch.Tensor:
+def _transpose(weight: torch.Tensor) -> torch.Tensor:
     if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.dim() != 2:
         return NotImplemented
-    return weight.flipped()
+    return weight.transposed()
 
 
 def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
     """A stack of experts, of a matrix that holds them one below the other, as DBRX has it. A size of -1 is torch's
     matter: a class that leaves one open sees no experts there (DeepSeek-V4's grouped output projection)."""
     shape = [size for part in sizes for size in (part if isinstance(part, Sequence) else [part])]
-    if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.is_flipped or len(shape) != 3:
+    if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.is_transposed or len(shape) != 3:
         return NotImplemented
     if any(type(size) is not int or size < 1 for size in shape):
         return NotImplemented
@@ -346,9 +348,9 @@ def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
 
 
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    if not isinstance(weight, StoredWeight) or weight.is_flipped or len(weight.entries[0]) != 1:
+    if not isinstance(weight, StoredWeight) or weight.is_transposed or len(weight.entries[0]) != 1:
         return NotImplemented
-    rows = plain_rows(weight.entries[0][0], weight.dtype, ids.flatten())
+    rows = dequantize_rows(weight.entries[0][0], weight.dtype, ids.flatten())
     return rows.view(*ids.shape, weight.shape[1])
 
 
@@ -360,10 +362,10 @@ def _getitem(weight: torch.Tensor, index: object) -> object:
         return NotImplemented
     if weight.is_stacked:
         return weight.expert(index)
-    if weight.is_flipped or len(weight.entries[0]) != 1:
+    if weight.is_transposed or len(weight.entries[0]) != 1:
         return NotImplemented
     row = torch.tensor([range(weight.shape[0])[index]], device=weight.device)
-    return plain_rows(weight.entries[0][0], weight.dtype, row)[0]
+    return dequantize_rows(weight.entries[0][0], weight.dtype, row)[0]
 
 
 _HANDLERS: dict[object, Callable[..., object]] = {
@@ -373,9 +375,9 @@ _HANDLERS: dict[object, Callable[..., object]] = {
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
-    torch.t: _flip,
-    torch.Tensor.t: _flip,
-    getattr_static(torch.Tensor, "T").__get__: _flip,
+    torch.t: _transpose,
+    torch.Tensor.t: _transpose,
+    getattr_static(torch.Tensor, "T").__get__: _transpose,
     torch.Tensor.view: _view,
     torch.Tensor.__getitem__: _getitem,
 }

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ..kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
-from ..kernels.arguments import WINDOW4 as WAY
-from .blocks import kept_on
+from ..kernels.arguments import WINDOW4 as ENCODING
+from .blocks import device_constant
 from .packed_rows import Arrays, Layout, PackedRows
 from .rows import Codes
 
@@ -49,16 +49,16 @@ class Window4Rows(PackedRows):
     def _num_escapes(self, companion: torch.Tensor) -> int:
         return (companion.numel() - 1 - self._num_starts) // 3 * 4
 
-    def _begins(self) -> torch.Tensor:
+    def _escape_offsets(self) -> torch.Tensor:
         """(E,): how many escapes are before those of each matrix."""
         counts = [self._num_escapes(each) for each in self._escapes]
-        return kept_on((0, *accumulate(counts[:-1])), torch.int32, self.device)
+        return device_constant((0, *accumulate(counts[:-1])), torch.int32, self.device)
 
-    def _laid_out(self) -> tuple[Layout, Arrays]:
+    def _layout(self) -> tuple[Layout, Arrays]:
         bases, starts, columns, exponents = (part.numpy() for part in self._parts)
         assert len(bases) == 1, "kernels take one matrix at a time"
         own = starts[0, self._first_row : self._first_row + self.shape[0] + 1].view(np.uint32)
-        layout = Layout(WAY, *self.shape, GROUP_BYTES, base=int(bases[0, 0]))
+        layout = Layout(ENCODING, *self.shape, GROUP_BYTES, base=int(bases[0, 0]))
         return layout, Arrays(own, columns.view(np.uint16), exponents)
 
     def codes(self) -> Codes:
@@ -66,19 +66,19 @@ class Window4Rows(PackedRows):
         bases_E1, starts_EN, columns, exponents = self._parts
         num_matrices, begins = len(self._escapes), None
         if num_matrices > 1:
-            begins = self._begins()
+            begins = self._escape_offsets()
         else:
             starts_EN = starts_EN[:, self._first_row : self._first_row + self.shape[0] + 1]
         body = self._body_NB.unflatten(0, (num_matrices, -1))
         return Codes(
-            way=WAY,
+            encoding=ENCODING,
             shape=(body.shape[1], self.shape[1]),
             body=body,
             bases=bases_E1,
             starts=starts_EN,
             columns=columns[None],
             exponents=exponents[None],
-            begins=begins,
+            escape_offsets=begins,
         )
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
@@ -95,12 +95,12 @@ class Window4Rows(PackedRows):
         self._decode_coded(body_RB, own, out_RK)
         bits = out_RK.view(torch.int32).view(-1)
         if own is None:
-            bits.index_add_(0, *self._escapes_at(self._rows_of_escapes(), len(body_RB)))
+            bits.index_add_(0, *self._escape_updates(self._escape_rows(), len(body_RB)))
             return
         num_all = len(self._escapes) * num_rows
         places = torch.full((num_all + 1,), num_all, device=self.device)
         places[own] = torch.arange(len(own), device=self.device)
-        bits.index_add_(0, *self._escapes_at(places[self._rows_of_escapes()], len(own)))
+        bits.index_add_(0, *self._escape_updates(places[self._escape_rows()], len(own)))
         if isinstance(rows, torch.Tensor):  # of rows that are wanted more than once, one has got its escapes
             out_RK.copy_(out_RK[places[own]])
 
@@ -121,12 +121,12 @@ class Window4Rows(PackedRows):
     @cached_property
     def _exponents(self) -> torch.Tensor:
         """(E x 256,): the exponents of both codes in a byte, in the places of bfloat16, as one element."""
-        codes, pairs = _codes_of_bytes(self.device)
+        codes, pairs = _byte_codes(self.device)
         of_codes_E16 = ((codes + self._parts[0]) << 7).short()
         of_codes_E16[:, 0] = 0  # an escape's
         return of_codes_E16.index_select(1, pairs).view(torch.int32).flatten()
 
-    def _escapes_at(self, place_n: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _escape_updates(self, place_n: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`place_n`: the wanted row of each, `num_rows` or more of what is not wanted. That, what only fills up, and
         what is of columns that there are not, adds 0 to the first number."""
         _, _, columns, exponents = self._parts
@@ -135,14 +135,14 @@ class Window4Rows(PackedRows):
         added = torch.where(is_elsewhere, 0, exponents.int() << 23)
         return torch.where(is_elsewhere, 0, place_n * self.shape[1] + column), added
 
-    def _rows_of_escapes(self) -> torch.Tensor:
+    def _escape_rows(self) -> torch.Tensor:
         """(n,): the row of each among those of all matrices; of what only fills up, one behind the last. Not kept: of
         all layers it would be a part of the device's memory that nobody counts."""
         _, starts_EN, _, exponents = self._parts
         numbers = torch.arange(len(exponents), device=self.device, dtype=torch.int32)
         if len(self._escapes) == 1:
             return torch.searchsorted(starts_EN[0, 1:], numbers, right=True)
-        starts = starts_EN + self._begins()[:, None]  # each matrix has a row more, for what only fills up
+        starts = starts_EN + self._escape_offsets()[:, None]  # each matrix has a row more, for what only fills up
         places = torch.searchsorted(starts.flatten(), numbers, right=True) - 1
         matrices = places // self._num_starts
         is_filling = places % self._num_starts == self._num_starts - 1
@@ -157,7 +157,7 @@ def _signs_and_mantissas(device: torch.device) -> torch.Tensor:
 
 
 @lru_cache
-def _codes_of_bytes(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _byte_codes(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """All codes (16,), and the two of each byte (512,), that in its low half first."""
     pairs = torch.stack([torch.arange(256) & 15, torch.arange(256) >> 4], dim=1)
     return torch.arange(16, dtype=torch.int32).to(device), pairs.flatten().to(device)

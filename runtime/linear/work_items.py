@@ -15,13 +15,13 @@ from ..kernels.arguments import PAIR_ROWS, TILE_ROWS, aligned_zeros
 from ..plan.placement.memory import LAID_OUT_BYTES
 from ..shared_work import parallel_for
 from ..units import round_down, round_up
-from .blocks import Block, rows_of
-from .rows import KernelRows, Words
+from .blocks import Block, float_rows
+from .rows import KernelRows, KernelWeights
 
 ITEMS_PER_THREAD = 4  # so that nobody waits long for the last item
 INPUT_BYTES = LAID_OUT_BYTES  # of x laid out, at most, as the ledger has it: for more rows weights pass by once more
 LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
-MADE_BYTES = 4 << 20  # of zero points and factors at a time, as floats
+SCRATCH_BYTES = 4 << 20  # of zero points and factors at a time, as floats
 SHARED_INPUTS = 1 << 18  # take 0.1 ms to lay out: below it, to wake a thread takes longer
 
 
@@ -29,7 +29,7 @@ class ProductTarget(NamedTuple):
     """A block of rows of w as kernels know it, and where its products belong: in columns of `out_MN` from `column`
     on."""
 
-    words: Words
+    weights: KernelWeights
     out_MN: np.ndarray
     column: int
 
@@ -54,14 +54,14 @@ class Workspace(NamedTuple):
 _laid_out = [np.zeros(0, np.uint32)]  # x as a kernel has it laid out; owned by the engine's one thread
 
 
-def room_for_inputs(num_words: int) -> np.ndarray:
+def input_buffer(num_words: int) -> np.ndarray:
     """Returns uint32 that hold anything, valid until the next call: memory that is used again."""
     if len(_laid_out[0]) < num_words:
         _laid_out[0] = aligned_zeros((num_words,), np.uint32)
     return _laid_out[0]
 
 
-def fit_kernel(
+def fits_kernel(
     x_MK: torch.Tensor, blocks: Sequence[Block], dtypes: Collection[torch.dtype], step_inputs: int, *, packed: bool
 ) -> bool:
     """Tells whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step.
@@ -92,45 +92,45 @@ class _Part(NamedTuple):
     column: int
 
     @property
-    def made_bytes(self) -> int:
+    def scratch_bytes(self) -> int:
         num_rows = self.rows.stop - self.rows.start
-        return 0 if isinstance(self.block, torch.Tensor) else cast(KernelRows, self.block).made_bytes * num_rows
+        return 0 if isinstance(self.block, torch.Tensor) else cast(KernelRows, self.block).row_scratch_bytes * num_rows
 
     def target(self) -> ProductTarget:
         if isinstance(self.block, torch.Tensor):
-            words = Words("linear", self.block.view(BITS[self.block.dtype]).numpy(), len(self.block))
+            weights = KernelWeights("linear", self.block.view(BITS[self.block.dtype]).numpy(), len(self.block))
         else:
-            words = cast(KernelRows, self.block).words(self.rows)
-        return ProductTarget(words, self.out_MN, self.column)
+            weights = cast(KernelRows, self.block).kernel_weights(self.rows)
+        return ProductTarget(weights, self.out_MN, self.column)
 
 
 def _parts(block: Block, out_MN: np.ndarray, column: int) -> Iterator[_Part]:
     """A block, in so few rows that what is made for them keeps to MADE_BYTES."""
     num_rows = block.shape[0]
-    made = 0 if isinstance(block, torch.Tensor) else cast(KernelRows, block).made_bytes
-    step = max(PAIR_ROWS, round_down(MADE_BYTES // made, PAIR_ROWS)) if made else max(num_rows, 1)
+    row_bytes = 0 if isinstance(block, torch.Tensor) else cast(KernelRows, block).row_scratch_bytes
+    step = max(PAIR_ROWS, round_down(SCRATCH_BYTES // row_bytes, PAIR_ROWS)) if row_bytes else max(num_rows, 1)
     for first in range(0, num_rows, step):
         yield _Part(block, slice(first, min(first + step, num_rows)), out_MN, column + first)
 
 
-def targets_of(block: Block, out_MN: np.ndarray, column: int) -> Iterator[ProductTarget]:
+def product_targets(block: Block, out_MN: np.ndarray, column: int) -> Iterator[ProductTarget]:
     """A block, part by part, as a kernel takes it."""
     return (part.target() for part in _parts(block, out_MN, column))
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Yields as many at a time as MADE_BYTES are enough for."""
-    batch, made = list[_Part](), 0
+    """Groups parts so that each batch needs at most SCRATCH_BYTES."""
+    batch, num_bytes = list[_Part](), 0
     for part in parts:
-        if batch and made + part.made_bytes > MADE_BYTES:
+        if batch and num_bytes + part.scratch_bytes > SCRATCH_BYTES:
             yield batch
-            batch, made = [], 0
+            batch, num_bytes = [], 0
         batch.append(part)
-        made += part.made_bytes
+        num_bytes += part.scratch_bytes
     yield batch
 
 
-def in_runs_of_rows(
+def multiply_in_batches(
     x_MK: torch.Tensor,
     weights: Sequence[Sequence[Block]],
     multiply: Multiply,
@@ -167,13 +167,13 @@ def in_runs_of_rows(
         for block in blocks:
             column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
             if rest:
-                rows = rows_of(block, slice(block.shape[0] - rest, block.shape[0])).to(x_MK.dtype)
+                rows = float_rows(block, slice(block.shape[0] - rest, block.shape[0])).to(x_MK.dtype)
                 out_MN[:, column - rest : column] = torch.mm(x_MK.float(), rows.float().t())
     return outs
 
 
 @cache
-def step_of(height: int, num_threads: int, most_rows: int) -> int:
+def rows_per_item(height: int, num_threads: int, most_rows: int) -> int:
     """Says how many rows of w a thread takes at a time, of so many."""
     return min(most_rows, round_up(max(1, height // (ITEMS_PER_THREAD * num_threads)), PAIR_ROWS))
 

@@ -24,7 +24,7 @@ from statistics import median
 import torch
 
 from ..config.profiles import BY_RULE, FLOAT32, BackendTable, LinearBackend
-from ..linear.backends import BACKENDS, STORED, default_backend, fitting
+from ..linear.backends import BACKENDS, DTYPE_NAMES, default_backend, supported_backends
 from ..model.loading import LoadedModel
 from ..plan.cost.calibration import TypicalLoad
 from ..plan.cost.work import stage_works
@@ -135,12 +135,12 @@ def _products(
     shape: ModelShape, compute: torch.dtype, num_tokens: int
 ) -> Iterator[tuple[MatmulKind, int, tuple[int, int], float]]:
     """The products of a pass of so many tokens: the rows of each, the weights' (N, K), and FLOPs for each token."""
-    inputs = STORED.get(compute)
+    inputs = DTYPE_NAMES.get(compute)
     for stage, work in zip(shape.stages, stage_works(shape, frozenset()), strict=True):
         stacks = {parameter.name for parameter in stage.stacks}
         for parameter in stage.parameters if stage.kind not in (StageKind.embedding, StageKind.bridge) else ():
             piece, is_stack = parameter.pieces[0][0], parameter.name in stacks
-            stored = None if piece.format else STORED.get(TORCH_DTYPES.get(piece.dtype, torch.bool))
+            stored = None if piece.format else DTYPE_NAMES.get(TORCH_DTYPES.get(piece.dtype, torch.bool))
             if inputs is None or stored is None or inputs not in (FLOAT32, stored):
                 continue
             if len(parameter.shape) != 2 + is_stack:
@@ -213,7 +213,7 @@ def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timed],
     numbers = some.repeat(-(-most // len(some)), 1)[: most // num_outputs * num_outputs]
     x_MK = torch.randn(product.num_rows, num_inputs, generator=generator).to(DTYPES[kind.inputs])
     batches = [[weight] for weight in numbers.split(num_outputs)]
-    ways = fitting(x_MK, batches[0])
+    ways = supported_backends(x_MK, batches[0])
     usual = default_backend(ways.__contains__, product.num_rows, x_MK.dtype)
     if usual is not LinearBackend.pairs and LinearBackend.pairs in ways:
         ways.remove(LinearBackend.pairs)  # nobody has compiled it yet, which takes seconds

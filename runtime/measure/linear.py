@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from ..config.profiles import FLOAT32, BackendTable, LinearBackend
 from ..formats.kinds.gguf import GgufRows
 from ..formats.scaled_rows import ScaledRows
-from ..linear.backends import BACKENDS, STORED, default_backend, fitting
+from ..linear.backends import BACKENDS, DTYPE_NAMES, default_backend, supported_backends
 from ..linear.blocks import panels
 from ..linear.rows import Rows
 from ..linear.stored import StoredWeight
@@ -198,7 +198,7 @@ class MatmulKind(NamedTuple):
     def candidates(self) -> list[LinearBackend]:
         """What multiplies them here."""
         x, weight = torch.zeros(1, 512, dtype=DTYPES[self.inputs]), torch.zeros(512, 512, dtype=DTYPES[self.stored])
-        return fitting(x, [weight])
+        return supported_backends(x, [weight])
 
     def usual(self, num_rows: int) -> LinearBackend:
         """What the rule takes here."""
@@ -210,7 +210,7 @@ class MatmulKind(NamedTuple):
 
 def kinds() -> Iterator[MatmulKind]:
     """Inputs of 16 bits meet weights that are stored in their own dtype."""
-    for inputs, stored, is_tall in product(STORED.values(), STORED.values(), (False, True)):
+    for inputs, stored, is_tall in product(DTYPE_NAMES.values(), DTYPE_NAMES.values(), (False, True)):
         if inputs in (FLOAT32, stored):
             yield MatmulKind(inputs, stored, is_tall)
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..linear import device_codes
-from ..linear.backends import grouped_linear, suits_groups
+from ..linear.backends import can_multiply_in_groups, grouped_linear
 from ..linear.rows import Codes
 from ..linear.stored import StoredWeight
 from ..plan.placement.experts import GROUPED_VISITS, suits_all
@@ -76,8 +76,8 @@ def in_host_memory(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Vis
     Products, and what stands between them, are those of each expert by itself; each token's sum is added in the order
     of experts, in float32, and rounded once."""
     up, down = (getattr(module, name) for name in matrix_names(module))
-    is_worth_it = suits_groups(len(visits.tokens_V), len(visits.hit))
-    are_alike = all(isinstance(weight, StoredWeight) and weight.is_alike for weight in (up, down))
+    is_worth_it = can_multiply_in_groups(len(visits.tokens_V), len(visits.hit))
+    are_alike = all(isinstance(weight, StoredWeight) and weight.has_uniform_experts for weight in (up, down))
     if not is_worth_it or not are_alike or cast("Experts", module).is_transposed:
         return None
 
@@ -129,7 +129,7 @@ def _are_codes(weight: torch.Tensor, dtype: torch.dtype, is_transposed: bool) ->
     """Whether a stack lies as codes that kernels of the device multiply, with a row for each output."""
     if not isinstance(weight, StoredWeight) or weight.compute_dtype != dtype or not weight.needs_dequantizing:
         return False
-    return weight.is_flipped == is_transposed and weight.has_kernels
+    return weight.is_transposed == is_transposed and weight.has_kernels
 
 
 def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:

@@ -22,7 +22,7 @@ from ..config.profiles import BackendTable
 from ..config.settings import ANY, DType, Lanes, ModelConfig, Verify
 from ..errors import CheckpointError, ConfigError
 from ..formats.kinds.rounded import Rounding
-from ..formats.module_tensors import METHOD, relative_error
+from ..formats.module_tensors import METHOD, read_relative_error
 from ..formats.registry import LOSSES, pair_companions
 from ..kernels.compiler import can_compile
 from ..plan.shape.dtypes import StoredNumbers, auto_dtype
@@ -36,9 +36,9 @@ from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import check_packed, digest_files
 from ..store.reader import Fill
 from ..stream.device import ComputeDevice, has_bfloat16_units
-from ..weights.conversions import Conversion, convert_once, zeroing_of
+from ..weights.conversions import Conversion, convert_once, make_zeroing
 from ..weights.gguf_layout import map_gguf
-from ..weights.layout import keep_computed, map_weights, take_quantization
+from ..weights.layout import init_computed_parameters, map_weights, pop_quantization_config
 from ..weights.rounding_files import RoundedTensors
 from ..weights.stage_weights import load_tensor, stage_weights
 from . import attention, experts
@@ -199,7 +199,7 @@ def load_model(
         padding=padding,
         head=head_of(model),
         looks_ahead=is_encoder,
-        stored=StoredNumbers.from_losses(shape, LOSSES, relative_error(empty.quantization)),
+        stored=StoredNumbers.from_losses(shape, LOSSES, read_relative_error(empty.quantization)),
         rounded=rounded,
         rope_lengths=rope_lengths,
         split_heads=heads,
@@ -301,7 +301,7 @@ class _EmptyWeights:
                     f"model.path: transformers sets rows {list(rows)} of {name!r} to zero as it loads {class_name}, "
                     "which cannot be done here as the checkpoint holds it in parts: use transformers itself"
                 )
-            zeroed = zeroing_of(name, pieces[0], rows)
+            zeroed = make_zeroing(name, pieces[0], rows)
             if zeroed is not None:
                 log.warning(
                     "%s: transformers sets row %s of %r to zero as it loads the class, whatever the checkpoint holds, "
@@ -331,7 +331,7 @@ def _open(
     hf_config = read_config(path, num_tensors=len(checkpoint.tensors))
     generation = read_generation(path, hf_config)
     described = hf_config.to_dict()
-    quantization = take_quantization(hf_config)
+    quantization = pop_quantization_config(hf_config)
     dtype = _compute_dtype(config.dtype, hf_config, device)
     if truncated is not None:
         truncated.shorten(hf_config)
@@ -341,7 +341,7 @@ def _open(
     with class_refused(type(model).__name__):
         zeroed = zeroed_rows(model)
         drop_unused_modules(model)
-        keep_computed(model, checkpoint.tensors.keys())
+        init_computed_parameters(model, checkpoint.tensors.keys())
         if truncated is not None:
             truncated.cut(model)
     return _EmptyWeights(

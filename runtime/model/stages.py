@@ -98,7 +98,7 @@ class StreamedModule(torch.nn.Module):
             for name, weight in stored.items():
                 if weight.is_plain:
                     weight.projections, blocks[name] = (self.projections, name), weight.entries[0]
-            with self.projections.gathered(blocks) if stored else NOTHING_GATHERED:
+            with self.projections.scope(blocks) if stored else NOTHING_GATHERED:
                 return forward_selected(inner, args, kwargs) if self.is_last_layer else inner(*args, **kwargs)
         finally:
             self.binding.leave()

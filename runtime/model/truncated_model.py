@@ -22,7 +22,7 @@ from ..plan.shape.shapes import Parameter, Stage, StageKind
 from ..probing.layer_lists import decoder_config, layer_lists
 from ..store.checkpoint import Checkpoint
 from ..store.reader import Fill
-from ..weights.layout import match
+from ..weights.layout import match_tensors
 from ..weights.stage_weights import load_tensor
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def fill(
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._parameters[leaf] = known[bytes_of]
     if checkpoint.gguf is None:
-        plain, _ = match(model, checkpoint.tensors, get_model_conversion_mapping(model))
+        plain, _ = match_tensors(model, checkpoint.tensors, get_model_conversion_mapping(model))
         for name, buffer in model.named_buffers():
             if name in state and name in plain:
                 buffer.copy_(load_tensor(plain[name]).view(buffer.shape))

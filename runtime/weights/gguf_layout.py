@@ -1,14 +1,13 @@
-"""Which bytes of a GGUF file are which parameter: transformers' own names and tensor processing, tried on tags.
+"""Maps the bytes of a GGUF file to parameters by running transformers' own tensor processing on row tags.
 
-llama.cpp keeps some weights otherwise than transformers: rows of queries and keys interleaved, gate and up apart, norms
-one too large. transformers undoes that with code that takes dequantised tensors. Here the same code is given **tags**,
-small integer arrays that say of which tensor and row they are. What comes out says which rows of which tensors are a
-parameter, and the weights stay as they are. Where no tag survives, because arithmetic was done or columns were moved,
-the tensor is converted once (see conversions.py).
+llama.cpp stores some weights differently from transformers: query and key rows interleaved, gate and up split, norms
+increased by one. transformers undoes this on dequantized tensors. Here its code runs on **tags** instead: small integer
+arrays that hold a tensor number and a row number. The output shows which rows of which tensors form a parameter, so
+weights stay quantized. If the tags do not survive (arithmetic, moved columns), the tensor is converted once; see
+conversions.py.
 
-transformers' own code has two forms: most architectures have a `TensorProcessor`, which takes one numpy array at a
-time; newer ones have the converters that safetensors have. Both belong to transformers' inner parts: nothing outside
-this file and conversions.py touches them.
+Most architectures have a `TensorProcessor`, which takes one numpy array at a time; newer ones use the converters of
+safetensors. Both are private to transformers: only this file and conversions.py use them.
 """
 
 import logging
@@ -27,30 +26,30 @@ from ..errors import CheckpointError
 from ..plan.shape.shapes import Parameter, TensorSlice
 from ..store.checkpoint import Checkpoint
 from .conversions import Conversion, ConverterUse
-from .layout import Pieces, make_map, match
+from .layout import Pieces, build_parameters, match_tensors
 from .stage_weights import load_tensor
 
 log = logging.getLogger(__name__)
 
 Processing: TypeAlias = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
-ROW_BITS = 40  # of a tag: the row; above them the number of the tensor
+ROW_BITS = 40  # low bits of a tag: the row number; the tensor number is above them
 
 
 def map_gguf(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, Parameter], list[Conversion]]:
-    """What `map_weights` gives, of a GGUF file. `model` is on the meta device. Raises CheckpointError when a parameter
-    has no tensor or one of another shape."""
-    run, conversions = _processing_of(model, checkpoint)
+    """Same as `map_weights`, for a GGUF file. `model` is on the meta device. Raises CheckpointError if a parameter has
+    no tensor or its shape differs."""
+    run, conversions = _choose_processing(model, checkpoint)
     tensors = list(checkpoint.tensors.values())
     state = model.state_dict()
     pieces: dict[str, Pieces] = {}
     stacked: set[str] = set()
     used: set[str] = set()
-    for name, tags in run({t.name: _tags(number, t) for number, t in enumerate(tensors)}).items():
-        sources = _sources(tags, tensors) if name in state else []
+    for name, tags in run({t.name: _make_tags(number, t) for number, t in enumerate(tensors)}).items():
+        sources = _sources_from_tags(tags, tensors) if name in state else []
         if sources:
             is_stack = len(sources[0].shape) == 3
             experts = range(sources[0].shape[0]) if is_stack else range(0)
-            pieces[name] = tuple(tuple(each.expert(index) for each in sources) for index in experts) or ((sources[0],),)
+            pieces[name] = tuple(tuple(s.expert(index) for s in sources) for index in experts) or ((sources[0],),)
             stacked.update([name] if is_stack else [])
             used.update(source.name for source in sources)
     conversions = [c for c in conversions if set(c.targets) <= state.keys() - pieces.keys()]
@@ -58,21 +57,21 @@ def map_gguf(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, 
     unused = checkpoint.tensors.keys() - used
     if unused:
         log.warning(
-            "%s: transformers leaves out %d tensors: %s", checkpoint.path, len(unused), ", ".join(sorted(unused))
+            "%s: transformers does not use %d tensors: %s", checkpoint.path, len(unused), ", ".join(sorted(unused))
         )
-    return make_map(model, pieces, stacked, conversions), conversions
+    return build_parameters(model, pieces, stacked, conversions), conversions
 
 
-def _tags(number: int, tensor: TensorSlice) -> np.ndarray:
-    """One column with a tag for each row; of a stack of matrices, a single tag."""
+def _make_tags(number: int, tensor: TensorSlice) -> np.ndarray:
+    """Returns one tag per row, as a column of int64; for a stack of matrices, a single tag."""
     tag, num_dimensions = np.int64(number) << ROW_BITS, len(tensor.shape)
     num_rows = tensor.shape[0] if num_dimensions < 3 else 1
     return (tag + np.arange(num_rows)).reshape(-1, *(1,) * (num_dimensions - 1))
 
 
-def _sources(tags: np.ndarray, tensors: Sequence[TensorSlice]) -> list[TensorSlice]:
-    """A tensor with its rows in order, or stacks whose matrices lie one below the other; [] where these are no tags
-    any more, or not those of whole tensors."""
+def _sources_from_tags(tags: np.ndarray, tensors: Sequence[TensorSlice]) -> list[TensorSlice]:
+    """Returns the tensor that the tags describe, with its row order, or the stacks to concatenate by rows. Returns []
+    if the tags did not survive or do not cover whole tensors."""
     if tags.dtype != np.int64:
         return []
     numbers = tags.ravel() >> ROW_BITS
@@ -85,14 +84,14 @@ def _sources(tags: np.ndarray, tensors: Sequence[TensorSlice]) -> list[TensorSli
     if not np.array_equal(np.sort(order), np.arange(first.shape[0])):
         return []
     is_transposed = len(first.shape) == 2 and tags.shape[0] != first.shape[0]
-    runs = _runs(order.tobytes())
+    runs = _row_runs(order.tobytes())
     storage = first.dtype if runs else first.format
     return [replace(first, format=storage, row_order=runs, is_transposed=is_transposed)]
 
 
 @lru_cache
-def _runs(order: bytes) -> tuple[range, ...]:
-    """Row numbers (int64) as runs of equal steps, () for 0, 1, 2 ...; every layer has the same."""
+def _row_runs(order: bytes) -> tuple[range, ...]:
+    """Splits row numbers (int64) into ranges; () for 0, 1, 2 .... Cached: every layer has the same order."""
     rows = np.frombuffer(order, dtype=np.int64).tolist()
     if rows == list(range(len(rows))):
         return ()
@@ -107,26 +106,25 @@ def _runs(order: bytes) -> tuple[range, ...]:
     return tuple(runs)
 
 
-def _processing_of(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[Processing, list[Conversion]]:
-    """What transformers does with the tensors of the file for this model: with arrays in the place of tensors, by
-    GGUF's names, which become arrays in the place of parameters, by the model's, without those for which it wants the
-    real number of columns; and with the tensors themselves, one by one. Raises CheckpointError for an architecture that
-    transformers does not know."""
+def _choose_processing(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[Processing, list[Conversion]]:
+    """Returns transformers' processing of this file, in two forms: a function from arrays by GGUF name to arrays by
+    parameter name, and conversions that run it on the real tensors. The function omits parameters that need the real
+    number of columns. Raises CheckpointError for an architecture that transformers does not support."""
     assert checkpoint.gguf is not None, f"{checkpoint.path} is no GGUF file"
     architecture, tensors = checkpoint.gguf.architecture, checkpoint.tensors
     try:
         if architecture in GGUF_ARCHS:
-            return _converters(model, *match(model, tensors, GGUF_ARCHS[architecture](model.config)))
+            return _from_converters(model, *match_tensors(model, tensors, GGUF_ARCHS[architecture](model.config)))
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-        return _processor(get_gguf_hf_weights_map(model, processor), processor, tensors)
+        return _from_processor(get_gguf_hf_weights_map(model, processor), processor, tensors)
     except (NotImplementedError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: architecture {architecture!r} cannot be read: {error}") from error
 
 
-def _processor(
+def _from_processor(
     names: Mapping[str, str], processor: TensorProcessor, tensors: Mapping[str, TensorSlice]
 ) -> tuple[Processing, list[Conversion]]:
-    """`names`: GGUF's to the model's."""
+    """Processing by a `TensorProcessor`. `names` maps GGUF names to parameter names."""
 
     def run(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
@@ -134,28 +132,28 @@ def _processor(
         for name, array in arrays.items():
             try:
                 done = processor.process(weights=array, name=name, tensor_key_mapping=names, parsed_parameters=parsed)
-            except (ValueError, IndexError):  # it wants the real number of columns
+            except (ValueError, IndexError):  # needs the real number of columns
                 continue
             if done.name in names:
                 results[names[done.name]] = done.weights
         return results | {name: tensor.numpy() for name, tensor in parsed["tensors"].items()}
 
-    def converted(target: str, source: TensorSlice, model: PreTrainedModel) -> Iterator[torch.Tensor]:
+    def convert(target: str, source: TensorSlice, model: PreTrainedModel) -> Iterator[torch.Tensor]:
         result = run({source.name: load_tensor(source).float().numpy()})[target]
         shape = model.state_dict()[target].shape
         yield torch.from_numpy(np.ascontiguousarray(result, dtype=np.float32)).view(shape)
 
     sources = {target: tensors[name] for name, target in names.items() if name in tensors}
     return run, [
-        Conversion(targets=(target,), sources=(each,), dtype=torch.float32, results=partial(converted, target, each))
-        for target, each in sources.items()
+        Conversion(targets=(target,), sources=(source,), dtype=torch.float32, convert=partial(convert, target, source))
+        for target, source in sources.items()
     ]
 
 
-def _converters(
+def _from_converters(
     model: PreTrainedModel, plain: Mapping[str, TensorSlice], uses: Sequence[ConverterUse]
 ) -> tuple[Processing, list[Conversion]]:
-    """`plain`: tensors that are a parameter; `uses`: those that converters take."""
+    """Processing by converters. `plain`: tensors that are parameters as they are; `uses`: tensors to convert."""
 
     def run(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         results = {target: arrays[tensor.name] for target, tensor in plain.items()}
@@ -165,8 +163,8 @@ def _converters(
                 for pattern, tensors in use.collected.items()
             }
             try:
-                done = use.convert(model, collected)
-            except (ValueError, IndexError, RuntimeError):  # it wants the real number of columns
+                done = use.run_converter(model, collected)
+            except (ValueError, IndexError, RuntimeError):  # needs the real number of columns
                 continue
             results |= {target: done[target].numpy() for target in use.targets}
         return results

@@ -1,8 +1,7 @@
-"""Which checkpoint bytes are which model parameter: transformers' own renamings and converters, read as a map, not run.
+"""Maps checkpoint bytes to model parameters by reading transformers' renamings and converters instead of running them.
 
-A converter that stacks experts or concatenates rows only says in which order contiguous pieces lie; `pieces` keeps
-that order and
-nothing is copied. A converter that permutes elements cannot be said so: its targets are returned as `inexpressible`.
+A converter that stacks experts or concatenates rows only orders contiguous pieces: `pieces` holds that order, and
+nothing is copied. A converter that permutes elements cannot be expressed this way; it is returned as `inexpressible`.
 """
 
 import re
@@ -27,7 +26,7 @@ from transformers.core_model_loading import (
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import CheckpointError
-from ..formats.registry import is_of_linear, require_readable
+from ..formats.registry import is_output_major, require_readable
 from ..plan.shape.shapes import Parameter, TensorSlice
 from .conversions import Conversion, ConverterUse
 from .stage_weights import is_plain
@@ -39,12 +38,12 @@ Collected = dict[str, list[TensorSlice]]
 def map_weights(
     model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, express: bool = True
 ) -> tuple[dict[str, Parameter], list[Conversion]]:
-    """Parameters by full model name, and the inexpressible conversions, which must be carried out (see conversions.py).
-    `model` is on the meta device. With `express=False` every conversion is reported as inexpressible (for tests).
+    """Returns parameters by full name, and the inexpressible conversions, which must be run (see conversions.py).
+    `model` is on the meta device. With `express=False` every conversion counts as inexpressible (for tests).
 
-    Raises CheckpointError when a parameter has no tensor or a tensor has another shape than its parameter.
+    Raises CheckpointError if a parameter has no tensor or a tensor's shape differs from its parameter's.
     """
-    plain, uses = match(model, tensors, get_model_conversion_mapping(model))
+    plain, uses = match_tensors(model, tensors, get_model_conversion_mapping(model))
     wanted = model.state_dict().keys()
     uses = [use for use in uses if not wanted.isdisjoint(use.targets)]
     pieces: dict[str, Pieces] = {}
@@ -52,37 +51,41 @@ def map_weights(
     inexpressible = list[Conversion]()
     for name, stored in plain.items():
         tensor = stored
-        if name in wanted and is_of_linear(stored) and isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
-            tensor = replace(stored, is_transposed=True)  # as its class keeps it
-        experts = experts_of(tensor)
+        if (
+            name in wanted
+            and is_output_major(stored)
+            and isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)
+        ):
+            tensor = replace(stored, is_transposed=True)  # Conv1D stores (in, out)
+        experts = expert_pieces(tensor)
         pieces[name] = experts or ((tensor,),)
         stacked.update([name] if experts else [])
     for use in uses:
-        found = _express(use) if express else None
+        found = _as_pieces(use) if express else None
         if found is None:
             inexpressible.append(use.conversion)
         else:
             pieces.update(found)
             if any(isinstance(op, MergeModulelist) for op in use.converter.operations):
                 stacked.update(found)
-    return make_map(model, pieces, stacked, inexpressible), inexpressible
+    return build_parameters(model, pieces, stacked, inexpressible), inexpressible
 
 
-def experts_of(tensor: TensorSlice) -> Pieces:
-    """The matrices of a stack that is not a plain tensor; empty for any other."""
+def expert_pieces(tensor: TensorSlice) -> Pieces:
+    """Returns the matrices of a quantized or transposed stack; empty for any other tensor."""
     if len(tensor.shape) != 3 or (is_plain(tensor) and not tensor.is_transposed):
         return ()
     return tuple((tensor.expert(index),) for index in range(tensor.shape[0]))
 
 
-def make_map(
+def build_parameters(
     model: PreTrainedModel,
     pieces: Mapping[str, Pieces],
     stacked: Collection[str],
     inexpressible: Sequence[Conversion],
 ) -> dict[str, Parameter]:
-    """Parameters by full model name, but for those that are `inexpressible`. Raises CheckpointError when a parameter
-    has no pieces or those of another shape."""
+    """Returns parameters by full name, except targets of `inexpressible`. Raises CheckpointError if a parameter has no
+    pieces or their combined shape differs."""
     later = {target for conversion in inexpressible for target in conversion.targets}
     buffers = dict(model.named_buffers())
     owners: dict[int, str] = {}
@@ -91,12 +94,12 @@ def make_map(
             owners.setdefault(id(parameter), name)
     result, missing = dict[str, Parameter](), list[str]()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        source = name if name in pieces else owners.get(id(tensor))  # tied: the same bytes under another name
+        source = name if name in pieces else owners.get(id(tensor))  # tied parameters share bytes
         if source is not None:
             result[name] = Parameter(
                 name=name, shape=tuple(tensor.shape), pieces=pieces[source], is_stacked=source in stacked
             )
-            found = _shape_of(result[name])
+            found = _combined_shape(result[name])
             if _without_ones(found) != _without_ones(tensor.shape):
                 piece = pieces[source][0][0]
                 raise CheckpointError(
@@ -113,10 +116,10 @@ def make_map(
     return result
 
 
-def match(
+def match_tensors(
     model: PreTrainedModel, tensors: Mapping[str, TensorSlice], transforms: Iterable[WeightTransform]
 ) -> tuple[dict[str, TensorSlice], list[ConverterUse]]:
-    """Tensors that are a parameter by (new) name, and those that converters take."""
+    """Returns the tensors that are parameters as they are, by new name, and the uses of converters."""
     transforms = list(transforms)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -126,7 +129,7 @@ def match(
     grouped: dict[str, Collected] = {}
     for key in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if target not in state and key in state:  # renamings for names as published, met by those of the class itself
+        if target not in state and key in state:  # the file has the class's own names, not the published ones
             plain[key] = tensors[key]
         elif pattern is None:
             plain[target] = tensors[key]
@@ -139,25 +142,25 @@ def match(
     return plain, uses
 
 
-def _express(use: ConverterUse) -> dict[str, Pieces] | None:
+def _as_pieces(use: ConverterUse) -> dict[str, Pieces] | None:
     converter, collected = use.converter, use.collected
     kinds = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
     sources = [collected[pattern] for pattern in converter.source_patterns if pattern in collected]
     if kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
         if len({len(source) for source in sources}) != 1:
-            raise CheckpointError(f"{use.first_target}: its experts do not all have the same parts in the checkpoint")
+            raise CheckpointError(f"{use.first_target}: some experts lack tensors that others have in the checkpoint")
         return {use.first_target: tuple(zip(*sources, strict=True))}
     if kinds == [(Concatenate, 0)]:
         return {use.first_target: (tuple(piece for source in sources for piece in source),)}
     if kinds == [(Chunk, 0)] and len(sources) == 1 and len(sources[0]) == 1:
-        parts = [sources[0][0].rows(turn, len(use.targets)) for turn in range(len(use.targets))]
+        parts = [sources[0][0].rows(index, len(use.targets)) for index in range(len(use.targets))]
         found = {target: ((part,),) for target, part in zip(use.targets, parts, strict=True) if part is not None}
         return found if len(found) == len(parts) else None
     return None
 
 
-def _shape_of(parameter: Parameter) -> tuple[int, ...]:
-    """What its pieces make together; 0 for a size in which they differ."""
+def _combined_shape(parameter: Parameter) -> tuple[int, ...]:
+    """Returns the shape of the combined pieces; a dimension is 0 if the pieces disagree on it."""
     heights = {sum(piece.shape[0] if piece.shape else 1 for piece in blocks) for blocks in parameter.pieces}
     tails = {piece.shape[1:] for blocks in parameter.pieces for piece in blocks}
     shape = (heights.pop() if len(heights) == 1 else 0, *(tails.pop() if len(tails) == 1 else (0,)))
@@ -170,10 +173,10 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def keep_computed(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Mutates `model`, which is on the meta device. Parameters that a class computes itself, and says that it does not
-    save, as the sinusoids of positions are: those that a checkpoint with tensors of these `names` leaves out become
-    buffers with what the class's own initialisation gives, on the CPU."""
+def init_computed_parameters(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Replaces parameters that the class computes and does not save (such as sinusoidal positions) by CPU buffers with
+    the class's own initial values, unless they are among the checkpoint's tensor `names`. Mutates `model`, which is on
+    the meta device."""
     patterns = model._keys_to_ignore_on_save or ()
     for name in [name for name, _ in model.named_parameters()]:
         if name not in names and any(re.search(pattern, name) for pattern in patterns):
@@ -187,11 +190,11 @@ def keep_computed(model: PreTrainedModel, names: Collection[str]) -> None:
             module.register_buffer(leaf, value.data, persistent=False)
 
 
-def take_quantization(config: PreTrainedConfig) -> Mapping[str, object]:
-    """What the config says of the way its weights are stored, {} if nothing. Removes it from `config`: the model is
-    built as if it had none.
+def pop_quantization_config(config: PreTrainedConfig) -> Mapping[str, object]:
+    """Removes the quantization settings from `config`, so that the model is built unquantized, and returns them ({} if
+    there are none).
 
-    Raises CheckpointError for a method that cannot be read.
+    Raises CheckpointError for an unsupported method.
     """
     found: dict[str, object] = {}
     for part in (config, config.get_text_config()):

@@ -1,8 +1,7 @@
-"""Weights rounded while they are read: files that lie nowhere, which hold what `weightstream pack` would write of a
-tensor.
+"""Weights rounded while they are read: virtual files with the bytes that `weightstream pack` would write.
 
-A matrix is rounded when the first of its bytes is asked for, and forgotten when the last of them was handed out: beside
-what stays, memory holds one rounded matrix for each that is being read.
+A matrix is rounded when its first byte is read, and freed when its last byte has been read. Memory holds one rounded
+matrix for each that is being read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,8 +15,8 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from ..formats.kinds.rounded import Rounding, Squares, error_of_squares
-from ..formats.module_tensors import METHOD, name_of
+from ..formats.kinds.rounded import Rounding, Squares, relative_rms_error
+from ..formats.module_tensors import METHOD, part_name
 from ..formats.registry import pair_companions
 from ..formats.scaled_rows import SCALES
 from ..plan.shape.shapes import TensorSlice
@@ -25,23 +24,23 @@ from ..store.faults import read_fault
 from ..store.reader import Fill
 from .stage_weights import TORCH_DTYPES
 
-RUN_NUMBERS = 1 << 20  # read at a time
+RUN_NUMBERS = 1 << 20  # numbers read at a time
 
 
 class RoundedTensor:
-    """A matrix, or a stack of them, in a file of its own: the codes of all, then the scales of all."""
+    """A virtual file for one matrix or stack of matrices: all codes, then all scales. Thread-safe."""
 
     def __init__(self, source: TensorSlice, rounding: Rounding):
         self._rounding, self._lock = rounding, Lock()
         self._matrices = [source.expert(e) for e in range(source.shape[0])] if len(source.shape) == 3 else [source]
         *rows, num_columns = source.shape
         file = f"{source.file}#{source.name}"
-        codes = _tensor(source, rounding.format, file, 0, "U8", (*rows, rounding.packed_columns(num_columns)))
+        codes = _part_slice(source, rounding.format, file, 0, "U8", (*rows, rounding.packed_columns(num_columns)))
         groups = (*rows, rounding.num_groups(num_columns))
-        self.tensors = (codes, _tensor(source, SCALES, file, codes.num_bytes, "BF16", groups))
-        self._made: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by matrix: codes and scales
-        self._num_left: dict[int, int] = {}  # their bytes that nobody has asked for
-        self.squares: dict[int, Squares] = {}  # by matrix, of those that were rounded
+        self.tensors = (codes, _part_slice(source, SCALES, file, codes.num_bytes, "BF16", groups))
+        self._rounded: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by matrix: codes and scales
+        self._bytes_left: dict[int, int] = {}  # by matrix: bytes not read yet
+        self.squares: dict[int, Squares] = {}  # by matrix, once it is rounded
 
     @property
     def file(self) -> str:
@@ -52,7 +51,8 @@ class RoundedTensor:
         return len(self._matrices)
 
     def fill(self, offset: int, view: memoryview) -> None:
-        """Writes the bytes from `offset` on, as far as there are any. Raises CheckpointError, StorageError."""
+        """Fills `view` with the file's bytes from `offset` on, up to its end. Rounds matrices as needed. Raises
+        CheckpointError for non-finite weights and StorageError for read errors."""
         target = np.frombuffer(view, np.uint8)
         with self._lock:
             for (part, tensor), matrix in product(enumerate(self.tensors), range(self.num_matrices)):
@@ -61,21 +61,21 @@ class RoundedTensor:
                 first, last = max(begin, offset), min(begin + num_bytes, offset + len(target))
                 if first >= last:
                     continue
-                if matrix not in self._made:
-                    self._made[matrix] = self._round(matrix)
-                    self._num_left[matrix] = sum(map(len, self._made[matrix]))
-                target[first - offset : last - offset] = self._made[matrix][part][first - begin : last - begin]
-                self._num_left[matrix] -= last - first
-                if self._num_left[matrix] <= 0:
-                    del self._made[matrix], self._num_left[matrix]
+                if matrix not in self._rounded:
+                    self._rounded[matrix] = self._round(matrix)
+                    self._bytes_left[matrix] = sum(map(len, self._rounded[matrix]))
+                target[first - offset : last - offset] = self._rounded[matrix][part][first - begin : last - begin]
+                self._bytes_left[matrix] -= last - first
+                if self._bytes_left[matrix] <= 0:  # every byte was read once: free it
+                    del self._rounded[matrix], self._bytes_left[matrix]
 
     def _round(self, matrix: int) -> tuple[np.ndarray, np.ndarray]:
         source, codes, scales, error, size = self._matrices[matrix], list[np.ndarray](), list[np.ndarray](), 0.0, 0.0
-        for piece in (piece for run in _runs(source) for piece in self._rounding.pieces(run)):
+        for piece in (piece for run in _read_runs(source) for piece in self._rounding.round_rows(run)):
             if piece is None:
                 raise CheckpointError(
-                    f"{source.file}: {source.name!r} holds an infinity or no number, for which model.quantize="
-                    f"{self._rounding.name} has no code: leave it out; weightstream pack leaves such a tensor as it is"
+                    f"{source.file}: {source.name!r} holds infinities or NaN, which model.quantize="
+                    f"{self._rounding.name} cannot encode: omit it, or use weightstream pack, which keeps such tensors"
                 )
             codes.append(piece.codes_RB.numpy().reshape(-1))
             scales.append(piece.scales_RG.view(torch.uint8).numpy().reshape(-1))
@@ -84,11 +84,13 @@ class RoundedTensor:
         return np.concatenate(codes), np.concatenate(scales)
 
 
-def _tensor(source: TensorSlice, part: str, file: str, offset: int, dtype: str, shape: tuple[int, ...]) -> TensorSlice:
+def _part_slice(
+    source: TensorSlice, part: str, file: str, offset: int, dtype: str, shape: tuple[int, ...]
+) -> TensorSlice:
     num_bytes = prod(shape) * TORCH_DTYPES[dtype].itemsize
     return replace(
         source,
-        name=name_of(source.name, part),
+        name=part_name(source.name, part),
         file=file,
         offset=offset,
         num_bytes=num_bytes,
@@ -97,8 +99,9 @@ def _tensor(source: TensorSlice, part: str, file: str, offset: int, dtype: str, 
     )
 
 
-def _runs(matrix: TensorSlice) -> Iterator[torch.Tensor]:
-    """Reads some rows of a matrix at a time."""
+def _read_runs(matrix: TensorSlice) -> Iterator[torch.Tensor]:
+    """Yields the rows of a matrix, RUN_NUMBERS numbers at a time. Raises CheckpointError if the file is truncated and
+    StorageError for read errors."""
     num_rows, num_columns = matrix.shape
     row_bytes, step = matrix.num_bytes // num_rows, max(1, RUN_NUMBERS // num_columns)
     try:
@@ -116,31 +119,33 @@ def _runs(matrix: TensorSlice) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedTensors:
-    """A checkpoint's tensors as they are read: those that are rounded in the files that `fills` makes."""
+    """A checkpoint's tensors, some of them rounded while they are read. `fills` reads the virtual files of these."""
 
     tensors: Mapping[str, TensorSlice]
     rounded: tuple[RoundedTensor, ...]
 
     @staticmethod
     def from_rounding(tensors: Mapping[str, TensorSlice], rounding: Rounding) -> "RoundedTensors":
-        """Raises CheckpointError where nothing is to be rounded."""
-        why = {name: rounding.why_exact(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        rounded = tuple(RoundedTensor(tensors[name], rounding) for name, reason in why.items() if reason is None)
+        """Rounds all tensors that `rounding` applies to. Raises CheckpointError if there are none."""
+        skipped = {name: rounding.skip_reason(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        rounded = tuple(RoundedTensor(tensors[name], rounding) for name, reason in skipped.items() if reason is None)
         if not rounded:
-            reasons = ", ".join(sorted({f"{reason}" for name, reason in why.items() if len(tensors[name].shape) > 1}))
-            raise CheckpointError(f"model.quantize={rounding.name}: none of its matrices can be rounded: {reasons}")
-        found = {name: tensor for name, tensor in tensors.items() if why[name] is not None}
-        found |= {tensor.name: tensor for each in rounded for tensor in each.tensors}
-        return RoundedTensors(tensors=pair_companions(found, {"quant_method": METHOD}), rounded=rounded)
+            reasons = {f"{reason}" for name, reason in skipped.items() if len(tensors[name].shape) > 1}
+            listed = ", ".join(sorted(reasons))
+            raise CheckpointError(f"model.quantize={rounding.name}: none of its matrices can be rounded: {listed}")
+        result = {name: tensor for name, tensor in tensors.items() if skipped[name] is not None}
+        result |= {tensor.name: tensor for pair in rounded for tensor in pair.tensors}
+        return RoundedTensors(tensors=pair_companions(result, {"quant_method": METHOD}), rounded=rounded)
 
     @property
     def fills(self) -> Mapping[str, Fill]:
-        return {each.file: each.fill for each in self.rounded}
+        """Read functions of the virtual files, by file name."""
+        return {tensor.file: tensor.fill for tensor in self.rounded}
 
     @property
     def relative_error(self) -> float | None:
-        """What the weights are off by, as `StoredNumbers` has it; None until all of them were read."""
-        squares = [pair for each in self.rounded for pair in each.squares.values()]
-        if len(squares) < sum(each.num_matrices for each in self.rounded):
+        """Relative RMS error of the rounded weights, as in `StoredNumbers`; None until all of them have been read."""
+        squares = [pair for tensor in self.rounded for pair in tensor.squares.values()]
+        if len(squares) < sum(tensor.num_matrices for tensor in self.rounded):
             return None
-        return error_of_squares(squares) or 0.0
+        return relative_rms_error(squares) or 0.0

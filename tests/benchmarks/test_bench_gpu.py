@@ -243,7 +243,7 @@ def test_a_store_of_four_bits_has_the_tensors_of_a_packed_one_and_normal_numbers
     ((piece,),) = projection.pieces
     weights = plain.weights.tensors(parameters_of(numbers), 1)["model.layers.1.self_attn.o_proj.weight"].float()
     codes, scales = (bytes_at(buffer, layout, part).view(len(weights), -1) for part in piece.with_companions())
-    decoded = INT4.decoded(codes, scales.view(torch.bfloat16))
+    decoded = INT4.decode(codes, scales.view(torch.bfloat16))
     assert decoded.std().item() == pytest.approx(weights.std().item(), rel=0.1)
     assert len(decoded.unique(dim=0)) == len(decoded)
 

@@ -17,14 +17,14 @@ from runtime.checkpoint_source.location import read_config
 from runtime.config.settings import ModelConfig, Verify
 from runtime.formats.module_tensors import METHOD
 from runtime.formats.registry import pair_companions
-from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
+from runtime.linear.kernel_products import fits_vectors, multiply_in_vectors
 from runtime.linear.window4_rows import WINDOW4
 from runtime.model.loading import load_model
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.checkpoint import SINGLE, open_checkpoint
 from runtime.store.file_digests import METADATA, PIECE_BYTES, read_packing_record
 from runtime.synthesize.checkpoints import synthesize_checkpoint
-from runtime.weights.layout import take_quantization
+from runtime.weights.layout import pop_quantization_config
 from runtime.weights.stage_weights import TORCH_DTYPES, load_tensor
 from tests.fuzz.checkpoints import CONFIGS, tiny
 from tests.fuzz.headers import mutated_safetensors, require_inside, safetensors
@@ -175,7 +175,7 @@ def _tensors_of(file: bytes) -> dict[str, torch.Tensor]:
 
 def check_of_others(directory: Path, rng: random.Random) -> None:
     checkpoint = open_checkpoint(directory)
-    quantization = take_quantization(read_config(directory, num_tensors=len(checkpoint.tensors)))
+    quantization = pop_quantization_config(read_config(directory, num_tensors=len(checkpoint.tensors)))
     weights = pair_companions(checkpoint.tensors, quantization)
     require_inside(part for weight in weights.values() for part in weight.with_companions())
     zero_points, right = _right().get((directory / SINGLE).read_bytes(), (None, {}))
@@ -196,7 +196,7 @@ def _by_every_way(weight: TensorSlice, *, are_same: bool = True) -> torch.Tensor
     one_by_one = torch.full(found.shape, 7.0)
     rows.dequantize(torch.arange(weight.shape[0]), one_by_one)
     x = torch.eye(weight.shape[1])[:3]
-    product = multiply_in_vectors(x, [rows]).t() if fit_vectors(x, [rows]) else found[:, :3]
+    product = multiply_in_vectors(x, [rows]).t() if fits_vectors(x, [rows]) else found[:, :3]
     is_usual = found.isfinite().all() and found.abs().max() < 1e30  # no step of a product is an infinity
     if are_same and is_usual and not torch.equal(one_by_one, found.float()):
         raise OutsideError("rows one by one are other numbers than all of them")

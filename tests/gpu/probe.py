@@ -32,12 +32,12 @@ from runtime.config.settings import (
     SamplingConfig,
     Tier,
 )
-from runtime.formats.kinds.rounded import WAYS, Rounding
+from runtime.formats.kinds.rounded import ENCODINGS, Rounding
 from runtime.formats.registry import FORMATS
-from runtime.formats.storage_format import Stored
+from runtime.formats.storage_format import StoredMatrix
 from runtime.library.api import Runtime
 from runtime.linear import device_codes
-from runtime.linear.blocks import plain_rows
+from runtime.linear.blocks import dequantize_rows
 from runtime.linear.packed_rows import CodedRows
 from runtime.linear.rows import Rows
 from runtime.linear.stored import multiply
@@ -193,7 +193,7 @@ def products() -> Found:
             for way, product in ways(rows).items():
                 took = seconds(lambda rows=rows, product=product: product(x, rows))
                 yield f"{name} by {way}, {about}", f"{took * 1e3:.3f} ms, {took / base:.1f} x bfloat16's"
-            took = seconds(lambda rows=rows: plain_rows(rows, torch.bfloat16))
+            took = seconds(lambda rows=rows: dequantize_rows(rows, torch.bfloat16))
             yield f"{name}, decoded by operators", f"{took * 1e3:.3f} ms, {took / base:.1f} x bfloat16's product"
             out = torch.empty(HEIGHT, WIDTH, device=DEVICE, dtype=torch.bfloat16)
             if device_codes.try_decode(rows, out):
@@ -216,13 +216,13 @@ def ways(rows: Rows) -> Mapping[str, Product]:
 def _coded(name: str) -> Rows:
     rounding, numbers = Rounding(name), torch.randn(HEIGHT, WIDTH, device=DEVICE)
     scales = rounding.choose_scales(numbers)
-    return CodedRows(rounding.codes(numbers, scales), scales, rounding.way)
+    return CodedRows(rounding.encode(numbers, scales), scales, rounding.encoding)
 
 
 def _mxfp4(name: str) -> Rows:
     scales = torch.randint(120, 127, (HEIGHT, WIDTH // 32), device=DEVICE, dtype=torch.uint8)
     piece = _slice(HEIGHT * WIDTH // 2, "F4", name, (Companion(role="scales", tensor=_slice(scales.nbytes, "U8")),))
-    return FORMATS[name].rows(Stored(piece, _random_bytes(piece.num_bytes), {"scales": scales}))
+    return FORMATS[name].rows(StoredMatrix(piece, _random_bytes(piece.num_bytes), {"scales": scales}))
 
 
 def _gptq(name: str) -> Rows:
@@ -236,11 +236,11 @@ def _gptq(name: str) -> Rows:
         for role, tensor in companions.items()
     )
     piece = _slice(HEIGHT * WIDTH // 2, "I32", name, told)
-    return FORMATS[name].rows(Stored(piece, _random_bytes(piece.num_bytes), companions))
+    return FORMATS[name].rows(StoredMatrix(piece, _random_bytes(piece.num_bytes), companions))
 
 
 STORED: Mapping[str, Callable[[str], Rows]] = {
-    **dict.fromkeys(WAYS, _coded),
+    **dict.fromkeys(ENCODINGS, _coded),
     "mxfp4": _mxfp4,
     "gptq-int4": _gptq,
 }

@@ -15,7 +15,7 @@ from jobs.planning.support import FamilyCapabilities, families_named, format_tab
 from runtime.checkpoint_source.location import BUNDLED
 from runtime.config.settings import Lanes
 from runtime.errors import ConfigError
-from runtime.formats.kinds.rounded import WAYS, Rounding
+from runtime.formats.kinds.rounded import ENCODINGS, Rounding
 from runtime.formats.registry import LOSSES
 from runtime.model.capabilities import CacheKind, ExpertKind
 from runtime.model.families import FAMILIES
@@ -78,7 +78,7 @@ def test_rounding_formats_say_what_was_measured_of_them() -> None:
     assert {row["format"] for row in read_losses()} == {name for name, loss in LOSSES.items() if loss is Loss.lossy}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ENCODINGS)
 def test_weights_are_off_by_what_is_said_of_their_format(way: str, tmp_path: Path) -> None:
     config = PackConfig(model=SourceConfig(path=str(BUNDLED)), out=str(tmp_path / "store"), format=Format[way])
     error = error_of(pack(config, lambda *_: None).tensors)

@@ -18,7 +18,7 @@ from runtime.errors import CheckpointError, ConfigError
 from runtime.formats.kinds.rounded import Rounding
 from runtime.formats.module_tensors import METHOD
 from runtime.formats.registry import FORMATS, pair_companions
-from runtime.linear.packed_rows import ROUNDED
+from runtime.linear.packed_rows import ROUNDED_ENCODINGS
 from runtime.store.header import read_header
 from runtime.weights.stage_weights import load_tensor
 from tests.quantized import Tensors, tensors_in, write_checkpoint
@@ -124,7 +124,9 @@ def test_the_comparison_finds_a_code_that_is_not_the_nearest(reference: Referenc
     tensors = read_header(source / target.name)
     compare(tensors, target, "it", Rounding("int8"))
     stored = next(
-        t for t in pair_companions(read_header(target), {"quant_method": METHOD}).values() if t.format in ROUNDED
+        t
+        for t in pair_companions(read_header(target), {"quant_method": METHOD}).values()
+        if t.format in ROUNDED_ENCODINGS
     )
     data = bytearray(target.read_bytes())
     data[stored.offset + 9] ^= 1

@@ -16,7 +16,7 @@ from jobs.planning.shapes import read_shape
 from runtime.config.settings import DType, ModelConfig, Quantize
 from runtime.errors import ConfigError
 from runtime.formats import registry
-from runtime.linear.packed_rows import NAMES
+from runtime.linear.packed_rows import FORMAT_NAMES
 from runtime.linear.window4_rows import WINDOW4
 from runtime.model.loading import load_model
 from runtime.plan.shape.model import ModelShape
@@ -211,5 +211,5 @@ def test_modules_that_a_config_leaves_out_stay_as_they_are() -> None:
 
 def test_every_storage_format_that_can_be_read_can_be_planned() -> None:
     plain = {name for name, block in BLOCKS.items() if block.num_numbers == 1}
-    assert {*PUBLISHED.values(), *NAMES.values(), WINDOW4} == set(registry.FORMATS) - plain
+    assert {*PUBLISHED.values(), *FORMAT_NAMES.values(), WINDOW4} == set(registry.FORMATS) - plain
     assert len(set(FORMATS)) == len(FORMATS)

@@ -9,7 +9,7 @@ import torch
 from runtime.checkpoint_source.download import class_refused
 from runtime.config.settings import ModelConfig
 from runtime.errors import BudgetError, ConfigError
-from runtime.linear.blocks import plain_rows
+from runtime.linear.blocks import dequantize_rows
 from runtime.model import loading
 from runtime.plan.placement.experts import expected_hits
 from runtime.probing.layer_lists import layer_lists
@@ -56,7 +56,7 @@ def test_what_a_class_asks_of_our_stand_ins_in_vain_is_not_called_its_code() -> 
         pytest.raises(ConfigError, match=r"what stands for its weights here \(blocks\.py\) raised IndexError"),
         class_refused("Strange"),
     ):
-        plain_rows(block, torch.float32, torch.tensor([5]))  # raised by torch, which ours called
+        dequantize_rows(block, torch.float32, torch.tensor([5]))  # raised by torch, which ours called
 
 
 def test_a_config_that_sends_a_token_to_more_experts_than_there_are_is_refused(tmp_path: Path) -> None:

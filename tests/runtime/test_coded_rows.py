@@ -4,8 +4,8 @@ numbers, and no other code is nearer to the original."""
 import pytest
 import torch
 
-from runtime.formats.kinds.rounded import WAYS, Rounding
-from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
+from runtime.formats.kinds.rounded import ENCODINGS, Rounding
+from runtime.linear.kernel_products import fits_vectors, multiply_in_vectors
 from runtime.linear.packed_rows import CodedRows
 from tests.packed import packed_rows, rounded_rows, tensor_of, words_of
 
@@ -73,7 +73,7 @@ def test_cutting_a_group_leaves_less_error_than_its_largest_number_as_the_scale(
     original, rounding = numbers((64, 1024)), Rounding("int4")
     groups = original.unflatten(1, (-1, 64))
     plain = (groups.abs().amax(2) / 7).to(torch.bfloat16)
-    found = CodedRows(rounding.codes(original, plain), plain, rounding.way)
+    found = CodedRows(rounding.encode(original, plain), plain, rounding.encoding)
     assert (decoded(rows_of(rounding, original)) - original).norm() < (decoded(found) - original).norm()
 
 
@@ -83,7 +83,7 @@ def test_products_are_those_of_the_decoded_weight_bit_by_bit(num_rows: int, shap
     x = torch.randn(num_rows, shape[1], generator=torch.Generator().manual_seed(0))
     for rounding in ROUNDINGS:
         rows = rows_of(rounding, numbers(shape))
-        assert fit_vectors(x, [rows])
+        assert fits_vectors(x, [rows])
         assert torch.equal(multiply_in_vectors(x, [rows]), multiply_in_vectors(x, [decoded(rows)])), rounding
 
 
@@ -91,6 +91,6 @@ def test_all_ways_lie_below_each_other() -> None:
     """One product takes blocks of every way, as fused projections may be."""
     original, x = numbers((96, 512)), torch.randn(5, 512, generator=torch.Generator().manual_seed(0))
     words = words_of(original.numpy())
-    blocks = [packed_rows(words), *(rounded_rows(original, name) for name in WAYS), tensor_of(words)]
+    blocks = [packed_rows(words), *(rounded_rows(original, name) for name in ENCODINGS), tensor_of(words)]
     right = torch.cat([multiply_in_vectors(x, [block]) for block in blocks], dim=1)
     assert torch.equal(multiply_in_vectors(x, blocks), right)

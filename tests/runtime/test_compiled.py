@@ -146,16 +146,16 @@ def test_of_processes_that_begin_together_one_compiles_and_the_others_take_it(pa
 
 
 def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "WAITING_SECONDS", 0.0)
+    monkeypatch.setattr(compiled, "LOCK_TIMEOUT_SECONDS", 0.0)
     path = tmp_path / "kernel.lock"
     program = f"from runtime.kernels import compiled as c; print(c._locked(c.Path({str(path)!r})), flush=True); input()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() != "None\n"
-        assert compiled._locked(path) is None
+        assert compiled._acquire_lock(path) is None
         holder.kill()
-    assert compiled._locked(path) is not None
+    assert compiled._acquire_lock(path) is not None
 
 
 def test_where_no_lock_can_be_had_each_process_compiles(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def test_kernels_that_do_not_compile_are_not_taken_and_named_once(
 
 
 def test_a_cpu_never_takes_them() -> None:
-    assert not device_codes.is_there(CPU)
+    assert not device_codes.is_available(CPU)
     assert not device_codes.can_decode(int8_rows(), torch.bfloat16)
     assert not device_codes.can_group(random(3, 64, 8))
 

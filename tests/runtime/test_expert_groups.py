@@ -17,7 +17,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from runtime.config.settings import DType, ExpertPaging, Lanes, ModelConfig
 from runtime.linear import backends, work_items
-from runtime.linear.blocks import joined, joined_stacks
+from runtime.linear.blocks import join_blocks, join_stacks
 from runtime.linear.stored import StoredWeight
 from runtime.model import expert_groups
 from runtime.model.expert_groups import in_host_memory, takes_groups, together
@@ -220,19 +220,19 @@ def blocks_of(memory: torch.Tensor, begins: list[int], rows: int = 4) -> list[to
 def test_blocks_are_joined_only_where_they_lie_so() -> None:
     memory = torch.arange(1000.0)
     gates, ups = blocks_of(memory, [0, 100, 200]), blocks_of(memory, [32, 132, 232])
-    (stack,) = joined_stacks(list(zip(gates, ups, strict=True)), torch.float32)
+    (stack,) = join_stacks(list(zip(gates, ups, strict=True)), torch.float32)
     for expert, pair in enumerate(zip(gates, ups, strict=True)):
         assert torch.equal(stack[expert], torch.cat(pair))
     assert stack.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-    assert len(joined_stacks(list(zip(gates, blocks_of(memory, [40, 140, 240]), strict=True)), torch.float32)) == 2
-    assert len(joined_stacks([[block] for block in blocks_of(memory, [0, 100, 300])], torch.float32)) == 0
-    assert len(joined_stacks([[block] for block in blocks_of(memory, [200, 100, 0])], torch.float32)) == 0
-    assert len(joined_stacks([[gates[0]], [torch.zeros(4, 8)]], torch.float32)) == 0
-    assert len(joined_stacks([[block] for block in gates], torch.float64)) == 0
-    whole = joined([gates[0], ups[0]], torch.float32)
+    assert len(join_stacks(list(zip(gates, blocks_of(memory, [40, 140, 240]), strict=True)), torch.float32)) == 2
+    assert len(join_stacks([[block] for block in blocks_of(memory, [0, 100, 300])], torch.float32)) == 0
+    assert len(join_stacks([[block] for block in blocks_of(memory, [200, 100, 0])], torch.float32)) == 0
+    assert len(join_stacks([[gates[0]], [torch.zeros(4, 8)]], torch.float32)) == 0
+    assert len(join_stacks([[block] for block in gates], torch.float64)) == 0
+    whole = join_blocks([gates[0], ups[0]], torch.float32)
     assert whole is not None
     assert torch.equal(whole, torch.cat([gates[0], ups[0]]))
-    assert joined([gates[0], gates[1]], torch.float32) is None
+    assert join_blocks([gates[0], gates[1]], torch.float32) is None
 
 
 def test_a_plain_expert_on_a_device_is_one_launch() -> None:

@@ -46,11 +46,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 def run(projections: FusedProjections, *names: str, turns_after: str = "") -> None:
     """The module once, `x` is another one behind `turns_after`; each product is right."""
-    with projections.gathered(BLOCKS):
+    with projections.scope(BLOCKS):
         x = torch.randn(M, K)
         for name in names:
             right = x @ BLOCKS[name][0].float().t()
-            torch.testing.assert_close(projections.product(x, x, name), right, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(projections.multiply(x, x, name), right, rtol=1e-5, atol=1e-4)
             x = torch.randn(M, K) if name == turns_after else x
 
 
@@ -92,9 +92,9 @@ def test_lanes_that_are_inside_at_the_same_time_do_not_mix(asked: Asked) -> None
     projections = FusedProjections()
     run(projections, "q", "k")
     xs = [torch.randn(M, K) for _ in range(2)]
-    with projections.gathered(BLOCKS), projections.gathered(BLOCKS):
+    with projections.scope(BLOCKS), projections.scope(BLOCKS):
         found = [
-            projections.product(xs[lane], xs[lane], name) for name, lane in [("q", 0), ("q", 1), ("k", 0), ("k", 1)]
+            projections.multiply(xs[lane], xs[lane], name) for name, lane in [("q", 0), ("q", 1), ("k", 0), ("k", 1)]
         ]
     for (name, lane), out in zip([("q", 0), ("q", 1), ("k", 0), ("k", 1)], found, strict=True):
         torch.testing.assert_close(out, xs[lane] @ BLOCKS[name][0].float().t(), rtol=1e-5, atol=1e-4)
@@ -112,8 +112,8 @@ def test_neither_weights_nor_inputs_are_kept(asked: Asked) -> None:
 
 def test_a_failure_inside_leaves_nothing_behind(asked: Asked) -> None:
     projections = FusedProjections()
-    with pytest.raises(KeyError), projections.gathered(BLOCKS):
-        projections.product(torch.randn(M, K), torch.randn(M, K), "unknown")
+    with pytest.raises(KeyError), projections.scope(BLOCKS):
+        projections.multiply(torch.randn(M, K), torch.randn(M, K), "unknown")
     assert not projections._blocks
 
 

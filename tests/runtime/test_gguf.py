@@ -180,7 +180,7 @@ def test_a_tensor_that_transformers_leaves_out_is_reported(tmp_path: Path, caplo
     path.write_bytes(raw.replace(b"blk.3.attn_norm.weight", b"blk.3.attn_xxxx.weight"))
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match=r"lacks 1 parameters.*layers.3.input"):
         load(path, tmp_path)
-    assert "transformers leaves out 1 tensors: blk.3.attn_xxxx.weight" in caplog.text
+    assert "transformers does not use 1 tensors: blk.3.attn_xxxx.weight" in caplog.text
 
 
 def test_an_architecture_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from runtime import Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import DType, MachineConfig, Quantize, Tier
-from runtime.formats.kinds.rounded import WAYS, Rounding
-from runtime.linear.packed_rows import ROUNDED
+from runtime.formats.kinds.rounded import ENCODINGS, Rounding
+from runtime.linear.packed_rows import ROUNDED_ENCODINGS
 from runtime.sequences.sequence import Completion
 from tests.device_operators import operators_of_a_device
 from tests.fake_device import FakeDevice
@@ -97,7 +97,7 @@ def dequantized(source: Path, store: Path, directory: Path) -> Path:
     for name, (codes, scales) in {
         name: (stored[f"{name}_{format}"], stored[f"{name}_scales"])
         for name in numbers
-        for format in ROUNDED
+        for format in ROUNDED_ENCODINGS
         if f"{name}_{format}" in stored
     }.items():
         if f"{name}_int4-groups" in stored:
@@ -107,7 +107,7 @@ def dequantized(source: Path, store: Path, directory: Path) -> Path:
             dtype = torch.int8 if f"{name}_int8-rows" in stored else torch.float8_e4m3fn
             found = codes.view(dtype).float()
         numbers[name] = (found.unflatten(1, (scales.shape[1], -1)) * scales.float()[..., None]).flatten(1)
-    assert any(name.endswith(tuple(ROUNDED)) for name in stored), "something was rounded"
+    assert any(name.endswith(tuple(ROUNDED_ENCODINGS)) for name in stored), "something was rounded"
     return write_checkpoint(source, directory, numbers)
 
 
@@ -136,7 +136,7 @@ STORES: Mapping[str, tuple[str, Callable[[Path, Path], Written]]] = {
     **{
         f"{family}, {name}": (family, partial(packed, rounding=rounding))
         for family in ("llama", "mixtral")
-        for name, rounding in {"lossless": None, **{way: Rounding(way) for way in WAYS}}.items()
+        for name, rounding in {"lossless": None, **{way: Rounding(way) for way in ENCODINGS}}.items()
     },
     "gpt-oss, mxfp4": ("gpt-oss", write_mxfp4),
     "llama, fp8 blocks": ("llama", lambda source, folder: write_fp8(source, folder, (32, 48))),

@@ -205,7 +205,7 @@ def test_where_nothing_can_be_written_it_is_compiled_for_the_process(monkeypatch
     monkeypatch.setattr(compiled, "njit", lambda **options: lambda function: function)
     monkeypatch.setattr(compiled, "_CompiledByOne", refuse)
     monkeypatch.setattr(compiled.COMPILATION, "are_kept", True)
-    assert compiled.kept(make) is make
+    assert compiled.cached_kernel(make) is make
 
 
 def test_the_compiler_is_loaded_at_first_use() -> None:

@@ -40,12 +40,12 @@ def test_less_than_the_processor_has_can_be_asked_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(compiled.binding, "get_host_cpu_features", lambda: all_of_it)
     monkeypatch.delenv(compiled.ISA, raising=False)
     assert compiled.features() == all_of_it
-    assert not compiled.has_fma_alone()
+    assert not compiled.has_fma_without_avx512()
     for wanted, kept in {"avx2": 2, "avx512": 4, "amx": 5}.items():
         compiled.features.cache_clear()
         monkeypatch.setenv(compiled.ISA, wanted)
         assert sum(compiled.features().values()) == kept
-        assert compiled.has_fma_alone() == (wanted == "avx2")
+        assert compiled.has_fma_without_avx512() == (wanted == "avx2")
 
 
 @pytest.mark.parametrize(("wanted", "message"), [("avx1024", "known are avx2"), ("amx", "no amx-bf16; unset")])

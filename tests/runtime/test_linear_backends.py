@@ -15,12 +15,12 @@ from runtime.config.profiles import BackendTable, LinearBackend
 from runtime.config.settings import Tier
 from runtime.errors import ConfigError
 from runtime.formats.kinds.gguf import GgufRows
-from runtime.formats.kinds.rounded import WAYS
+from runtime.formats.kinds.rounded import ENCODINGS
 from runtime.kernels.compiler import has_matrix_unit, has_pairs
 from runtime.linear import backends
 from runtime.linear import blocks as panels
-from runtime.linear.backends import BACKENDS, STORED, backend_of, fused_linear, linear, takes
-from runtime.linear.blocks import plain_rows
+from runtime.linear.backends import BACKENDS, DTYPE_NAMES, choose_backend, fused_linear, linear, supports
+from runtime.linear.blocks import dequantize_rows
 from runtime.linear.rows import Rows
 from runtime.linear.stored import StoredWeight
 from runtime.measure.linear import ROWS, product_table
@@ -69,13 +69,13 @@ def test_inputs_of_16_bits_are_added_up_as_float32_and_rounded_once(
 
 
 @PAIRED
-@pytest.mark.parametrize("name", [*WAYS, "window4"])
+@pytest.mark.parametrize("name", [*ENCODINGS, "window4"])
 @pytest.mark.parametrize("num_rows", [1, 70])
 def test_pairs_are_multiplied_with_what_packed_rows_are_rounded_to(name: str, num_rows: int) -> None:
     numbers = random(320, 576, seed=2)
     rows: Rows = packed_rows(words_of(numbers.numpy())) if name == "window4" else rounded_rows(numbers, name)
-    x, plain = random(num_rows, 576).bfloat16(), plain_rows(rows, torch.bfloat16)
-    assert takes(LinearBackend.pairs, x, [rows])
+    x, plain = random(num_rows, 576).bfloat16(), dequantize_rows(rows, torch.bfloat16)
+    assert supports(LinearBackend.pairs, x, [rows])
     assert torch.equal(BACKENDS[LinearBackend.pairs](x, [rows]), BACKENDS[LinearBackend.pairs](x, [plain]))
 
 
@@ -83,7 +83,7 @@ def test_pairs_are_multiplied_with_what_packed_rows_are_rounded_to(name: str, nu
 def test_inputs_that_begin_inside_of_a_word_go_another_way() -> None:
     numbers, blocks = random(1, 513).bfloat16().flatten(), [random(288, 256, seed=1).bfloat16()]
     x = numbers[1:].view(2, 256)
-    assert not takes(LinearBackend.pairs, x, blocks)
+    assert not supports(LinearBackend.pairs, x, blocks)
     assert torch.equal(linear(x, blocks, always(LinearBackend.pairs)), linear(x, blocks))
 
 
@@ -126,16 +126,16 @@ def test_how_16_bits_are_multiplied_without_a_measurement(
     monkeypatch.setattr(backends, "has_pairs", lambda: has_fast)
     numbers = random(256, 512)
     block = numbers.to(inputs) if is_plain else rounded_rows(numbers, "int8")
-    assert backend_of(random(num_rows, 512).to(inputs), [block]) is chosen
+    assert choose_backend(random(num_rows, 512).to(inputs), [block]) is chosen
 
 
 def test_weights_of_another_dtype_are_rounded_to_that_of_16_bits_first() -> None:
     x = random(4, 256).bfloat16()
-    assert backend_of(x, [x.repeat(80, 1), random(320, 256)]) is LinearBackend.inputs_first
+    assert choose_backend(x, [x.repeat(80, 1), random(320, 256)]) is LinearBackend.inputs_first
 
 
 @pytest.mark.parametrize("backend", ANYWHERE)
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("stored", DTYPE_NAMES)
 @pytest.mark.parametrize("num_rows", [1, 5, 130])
 def test_each_gives_the_product(backend: LinearBackend, stored: torch.dtype, num_rows: int) -> None:
     x, blocks = random(num_rows, 96), [random(rows, 96, seed=rows).to(stored) for rows in (40, 3)]
@@ -149,10 +149,10 @@ def test_many_rows_pass_by_larger_panels(backend: LinearBackend, monkeypatch: py
     monkeypatch.setattr(backends, "MOST_PANEL_BYTES", 17 * 96 * 4)
     quantised = GgufRows(torch.randint(0, 60, (8, 3 * 34), dtype=torch.uint8), "Q8_0", 96, None)
     blocks = [random(40, 96).bfloat16(), random(5, 96, seed=1), quantised]
-    heights = [len(panel) for _, panel in panels.panels(blocks, torch.float32, backends._most_bytes(random(300, 96)))]
+    heights = [len(panel) for _, panel in panels.panels(blocks, torch.float32, backends._panel_bytes(random(300, 96)))]
     assert heights == [17, 17, 6, 5, 3, 3, 2]
     x = random(300, 96)
-    right = x.double() @ torch.cat([panels.plain_rows(block, torch.float64) for block in blocks]).double().t()
+    right = x.double() @ torch.cat([panels.dequantize_rows(block, torch.float64) for block in blocks]).double().t()
     torch.testing.assert_close(BACKENDS[backend](x, blocks), right.float(), rtol=1e-5, atol=1e-4)
 
 
@@ -171,7 +171,7 @@ def test_what_is_taken_without_a_measurement(
     monkeypatch.setattr(backends, "has_matrix_unit", lambda: has_unit)
     monkeypatch.setattr(backends, "has_compiler", lambda: can_compile)
     weight = random(256, 512).bfloat16()
-    assert [backend_of(random(rows, 512), [weight]) for rows in (1, 96, 97, 256, 257)] == chosen
+    assert [choose_backend(random(rows, 512), [weight]) for rows in (1, 96, 97, 256, 257)] == chosen
 
 
 def test_a_table_says_what_is_taken_by_dtype_shape_and_the_nearest_rows() -> None:
@@ -180,22 +180,27 @@ def test_a_table_says_what_is_taken_by_dtype_shape_and_the_nearest_rows() -> Non
         rows=[4, 64], multipliers={"float16, tall": [second, third], "float16 by float16, tall": [third, usual]}
     )
     tall, wide = random(64, 256).half(), random(256, 64).half()
-    assert [backend_of(random(rows, 256), [tall], table) for rows in (1, 15, 17, 500)] == [second, second, third, third]
-    assert backend_of(random(4, 64), [wide], table) is usual
-    assert backend_of(random(4, 256), [tall.float()], table) is usual
-    assert [backend_of(random(rows, 256).half(), [tall], table) for rows in (4, 64)] == [third, usual]
-    assert backend_of(random(4, 64).half(), [wide], table) is LinearBackend.widened
+    assert [choose_backend(random(rows, 256), [tall], table) for rows in (1, 15, 17, 500)] == [
+        second,
+        second,
+        third,
+        third,
+    ]
+    assert choose_backend(random(4, 64), [wide], table) is usual
+    assert choose_backend(random(4, 256), [tall.float()], table) is usual
+    assert [choose_backend(random(rows, 256).half(), [tall], table) for rows in (4, 64)] == [third, usual]
+    assert choose_backend(random(4, 64).half(), [wide], table) is LinearBackend.widened
 
 
 @pytest.mark.parametrize("backend", [LinearBackend.tiles, LinearBackend.vectors])
 def test_a_table_cannot_send_to_a_kernel_what_does_not_fit_it(backend: LinearBackend) -> None:
-    assert backend_of(random(4, 30), [random(64, 30).bfloat16()], always(backend)) is LinearBackend.weights_first
+    assert choose_backend(random(4, 30), [random(64, 30).bfloat16()], always(backend)) is LinearBackend.weights_first
 
 
 def test_quantised_rows_go_by_the_rule() -> None:
     table = always(LinearBackend.onednn)
     rows = GgufRows(torch.zeros(8, 34, dtype=torch.uint8), "Q8_0", 32, None)
-    assert backend_of(random(4, 32), [rows], table) is LinearBackend.weights_first
+    assert choose_backend(random(4, 32), [rows], table) is LinearBackend.weights_first
     assert not linear(random(4, 32), [rows], table).any()
 
 

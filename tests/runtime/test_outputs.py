@@ -24,13 +24,13 @@ def adversarial() -> torch.Tensor:
 def test_each_is_the_nearest_number(dtype: torch.dtype) -> None:
     from numba import njit
 
-    from runtime.kernels.linear_parts import as_output, give_rows, place_in
+    from runtime.kernels.linear_parts import as_output, output_at, write_rows
     from runtime.kernels.primitives import RowsAt
 
     @njit
     def give(numbers: np.ndarray, halves: np.ndarray, kind: int) -> None:
         height, width = numbers.shape
-        give_rows(RowsAt(numbers, 0, width), height, width, place_in(as_output(halves, kind), 1, 16), kind)
+        write_rows(RowsAt(numbers, 0, width), height, width, output_at(as_output(halves, kind), 1, 16), kind)
 
     numbers = adversarial()
     out = torch.full((len(numbers) + 2, numbers.shape[1] + 32), 7.0, dtype=dtype)

@@ -8,8 +8,8 @@ import torch
 from runtime.engine import setup
 from runtime.kernels.compiler import has_compiler, has_tables
 from runtime.linear import work_items
-from runtime.linear.blocks import rows_of as numbers_of
-from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
+from runtime.linear.blocks import float_rows as numbers_of
+from runtime.linear.kernel_products import fits_vectors, multiply_in_vectors
 from runtime.linear.rows import KernelRows
 from tests.published_formats import PUBLISHED
 from tests.runtime.test_published_formats import rows_of, written
@@ -33,11 +33,11 @@ def test_products_are_those_of_the_numbers_bit_by_bit(
     numbers = numbers_of(rows, slice(0, N))
     for num_rows in (1, 40):
         x = torch.randn(num_rows, K, generator=torch.Generator().manual_seed(num_rows))
-        assert fit_vectors(x, [rows])
+        assert fits_vectors(x, [rows])
         expected = multiply_in_vectors(x, [numbers])
         assert torch.equal(multiply_in_vectors(x, [rows]), expected)
         with monkeypatch.context() as few:  # a batch for each 32 rows
-            few.setattr(work_items, "MADE_BYTES", 40 * rows.made_bytes)
+            few.setattr(work_items, "SCRATCH_BYTES", 40 * rows.row_scratch_bytes)
             assert torch.equal(multiply_in_vectors(x, [rows, rows]), torch.cat([expected, expected], dim=1))
 
 
@@ -47,7 +47,7 @@ def test_products_of_a_run_of_rows_begin_in_the_middle_of_what_is_shared(name: s
     part = piece.rows(1, 3)
     assert part is not None
     rows, x = rows_of(part), torch.randn(5, 192)
-    assert fit_vectors(x, [rows])
+    assert fits_vectors(x, [rows])
     assert torch.equal(multiply_in_vectors(x, [rows]), multiply_in_vectors(x, [numbers[384:768].contiguous()]))
 
 

@@ -92,7 +92,7 @@ def test_products_are_those_of_the_widened_matrix(
 
 def test_experts_that_lie_transposed_multiply_as_they_lie() -> None:
     rows, expected = mxfp4()
-    weight = StoredWeight([[rows], [rows]], (2, K, N), torch.float32, is_stacked=True, is_flipped=True)
+    weight = StoredWeight([[rows], [rows]], (2, K, N), torch.float32, is_stacked=True, is_transposed=True)
     x = random(3, K)
     assert torch.equal(weight.dequantized(), torch.stack([expected.t(), expected.t()]))
     expert = weight[1]

@@ -12,7 +12,7 @@ from runtime.kernels import compiler
 from runtime.kernels.amx.linear import CHUNK_ROWS
 from runtime.kernels.compiler import has_matrix_unit
 from runtime.linear import backends, work_items
-from runtime.linear.kernel_products import fit_tiles, multiply_in_tiles
+from runtime.linear.kernel_products import fits_tiles, multiply_in_tiles
 from runtime.linear.stored import StoredWeight
 
 WITHOUT_UNIT = "this processor has no matrix unit that Linux lets us use"
@@ -122,8 +122,8 @@ def test_a_stored_weight_takes_the_unit(
     ids=["bfloat16", "float32 weights", "float16 weights", "odd inputs", "strided", "no rows", "small"],
 )
 def test_what_does_not_fit_is_left_to_panels(x: torch.Tensor, block: torch.Tensor) -> None:
-    assert fit_tiles(random(4, 512), [random(256, 512).bfloat16()])
-    assert not fit_tiles(x, [block])
+    assert fits_tiles(random(4, 512), [random(256, 512).bfloat16()])
+    assert not fits_tiles(x, [block])
 
 
 def test_without_a_compiler_there_is_no_unit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import torch
 from runtime.errors import ConfigError
 from runtime.model.truncated_model import UnusedModule, drop_unused_modules
 from runtime.probing.meta import build_meta_model
-from runtime.weights.layout import keep_computed
+from runtime.weights.layout import init_computed_parameters
 from tests.tiny_configs import tiny_config
 
 
@@ -40,7 +40,7 @@ def test_sinusoids_that_no_checkpoint_holds_are_those_of_the_class() -> None:
     names = {name for name, _ in model.named_parameters()}
     places = {f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")}
     assert places <= names
-    keep_computed(model, names - places)
+    init_computed_parameters(model, names - places)
     table = model.get_submodule("model.encoder.embed_positions")
     weight = dict(table.named_buffers())["weight"]
     assert weight.equal(table.create_weight())
@@ -50,5 +50,5 @@ def test_sinusoids_that_no_checkpoint_holds_are_those_of_the_class() -> None:
 def test_what_the_checkpoint_holds_is_read_and_not_computed() -> None:
     model = build_meta_model(tiny_config("marian"), torch.float32)
     names = {name for name, _ in model.named_parameters()}
-    keep_computed(model, names)
+    init_computed_parameters(model, names)
     assert {name for name, _ in model.named_parameters()} == names

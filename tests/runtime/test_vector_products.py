@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from runtime.config.profiles import LinearBackend
 from runtime.kernels.linear import CHAIN_INPUTS, CHUNK_ROWS
 from runtime.linear import backends, work_items
-from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
+from runtime.linear.kernel_products import fits_vectors, multiply_in_vectors
 from runtime.linear.stored import StoredWeight
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -135,5 +135,5 @@ def test_a_stored_weight_is_multiplied_so(
     ids=["other 16 bits", "float64", "float64 weights", "odd inputs", "strided", "two dtypes", "no rows", "small"],
 )
 def test_what_does_not_fit_is_left_to_panels(x: torch.Tensor, blocks: list[torch.Tensor]) -> None:
-    assert all(fit_vectors(random(4, 512), [random(256, 512).to(dtype)]) for dtype in DTYPES)
-    assert not fit_vectors(x, blocks)
+    assert all(fits_vectors(random(4, 512), [random(256, 512).to(dtype)]) for dtype in DTYPES)
+    assert not fits_vectors(x, blocks)

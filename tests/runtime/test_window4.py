@@ -9,7 +9,7 @@ from runtime.formats.kinds import window4
 from runtime.formats.kinds.window4 import pack_window4
 from runtime.linear import backends, work_items
 from runtime.linear.backends import linear
-from runtime.linear.kernel_products import fit_vectors, multiply_in_vectors
+from runtime.linear.kernel_products import fits_vectors, multiply_in_vectors
 from runtime.linear.stored import StoredWeight
 from runtime.linear.window4_rows import Window4Rows
 from tests.packed import Words, adversaries, packed_rows, tensor_of, words_of
@@ -56,7 +56,7 @@ def test_products_are_those_of_the_unpacked_weight_bit_by_bit(num_rows: int, sha
     words[7] = words_of(np.full(shape[1], 1e-20))  # a row of escapes
     x = torch.randn(num_rows, shape[1], generator=torch.Generator().manual_seed(0))
     rows = packed_rows(words)
-    assert fit_vectors(x, [rows])
+    assert fits_vectors(x, [rows])
     assert torch.equal(multiply_in_vectors(x, [rows]), multiply_in_vectors(x, [tensor_of(words)]))
 
 

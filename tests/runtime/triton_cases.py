@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.formats.kinds.window4 import escape_words, escapes_beside, pack_window4
+from runtime.formats.kinds.window4 import escape_words, pack_window4, stack_escapes
 from runtime.linear import device_codes
 from runtime.linear.device_codes import DTYPES, decode, grouped_mm, multiply, multiply_groups
 from runtime.linear.packed_rows import CodedRows
-from runtime.linear.rows import Codes, Rows, stacked
+from runtime.linear.rows import Codes, Rows, stack_codes
 from runtime.linear.window4_rows import Window4Rows
 from tests.dealt import with_slow_others
 from tests.packed import words_of
@@ -113,7 +113,7 @@ def test_a_run_of_rows_begins_in_the_middle_of_a_word(name: str, tmp_path: Path)
 def test_experts_are_one_stack_which_a_launch_decodes_and_multiplies(name: str, tmp_path: Path) -> None:
     experts = rows_of(published_experts(name, 5, (24, 128), tmp_path))
     numbers = torch.stack([numbers_of(rows) for rows in experts])
-    codes = stacked([codes_of(rows) for rows in experts])
+    codes = stack_codes([codes_of(rows) for rows in experts])
     assert codes is not None
     out = torch.full((5, 40, 128), 7.0)
     decode(codes, out[:, 8:32])
@@ -135,7 +135,7 @@ def test_joined_experts_are_decoded_as_one(name: str, tmp_path: Path) -> None:
 
 def test_what_is_made_of_factors_is_no_stack(tmp_path: Path) -> None:
     experts = rows_of(published_experts("bitsandbytes nf4", 3, (24, 192), tmp_path))
-    assert stacked([codes_of(rows) for rows in experts]) is None
+    assert stack_codes([codes_of(rows) for rows in experts]) is None
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
@@ -174,13 +174,13 @@ def assert_grouped(products, numbers_ENK: torch.Tensor, all_counts: list[list[in
 def window4_experts(count: int, shape: tuple[int, int]) -> list[Window4Rows]:
     packed = [pack_window4(words_of((random(*shape, seed=turn) * 10.0 ** (-turn)).numpy())) for turn in range(count)]
     bodies = torch.stack([torch.from_numpy(each.body) for each in packed])
-    companions = torch.from_numpy(escapes_beside([[each] for each in packed]))
+    companions = torch.from_numpy(stack_escapes([[each] for each in packed]))
     return [Window4Rows(body, [companion], shape[0] + 1) for body, companion in zip(bodies, companions, strict=True)]
 
 
 def test_packed_experts_have_escapes_of_their_own() -> None:
     experts = window4_experts(3, (9, 128))
-    codes = stacked([codes_of(rows) for rows in experts])
+    codes = stack_codes([codes_of(rows) for rows in experts])
     assert codes is not None
     out = torch.empty(3, 9, 128, dtype=torch.bfloat16)
     decode(codes, out)
@@ -229,10 +229,10 @@ def test_what_works_is_taken_and_tried_once(name: str, tmp_path: Path, monkeypat
     assert device_codes.can_multiply(rows, torch.bfloat16) == (name != "window4")
     assert device_codes.can_multiply_groups(rows, torch.float16) == (name != "window4")
     assert device_codes.can_group(random(3, 40, 50))
-    tried = dict(device_codes._found)
+    tried = dict(device_codes._check_results)
     monkeypatch.setattr(device_codes, "decode", None)
     assert device_codes.can_decode(rows, torch.bfloat16)
-    assert device_codes._found == tried
+    assert device_codes._check_results == tried
 
 
 def test_rows_beyond_what_32_bits_count_are_reached() -> None:

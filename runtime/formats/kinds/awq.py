@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from ...kernels.arguments import ROW_WORDS
-from ...linear.packed_rows import ColumnCodes, fits_in_columns
+from ...linear.packed_rows import ColumnCodes, supports_column_codes
 from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..module_tensors import (
@@ -19,16 +19,16 @@ from ..module_tensors import (
     SCALES,
     ZEROS,
     ModuleTensors,
+    get_integer,
     group_width,
     modules_with,
-    refuse,
+    replace_tensors,
     require_matrix,
     require_shape,
-    whole_number,
-    with_weights,
+    unsupported_error,
 )
-from ..scaled_rows import Chosen, IntegerRows, columns_of, row_numbers
-from ..storage_format import Loss, StorageFormat, Stored, joined_by_columns
+from ..scaled_rows import IntegerRows, RowSelection, row_numbers, select_columns
+from ..storage_format import Loss, StorageFormat, StoredMatrix, join_by_columns
 
 NAME, NUM_BITS, PER_WORD, USUAL_WIDTH = "awq-int4", 4, 8, 128
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight rows of a word: which four bits are whose
@@ -36,20 +36,20 @@ LEAVES = ("qweight", "qzeros", "scales")
 READABLE = "AWQ of 4 bits in version gemm"
 
 
-def _rows(stored: Stored) -> Rows:
+def _rows(stored: StoredMatrix) -> Rows:
     piece = stored.piece
     num_rows, num_columns = piece.shape
     words_KW = stored.raw.view(torch.int32).view(num_columns, -1)
     at = (num_rows, piece.first_row)
 
-    def write(rows: Chosen, out_RK: torch.Tensor) -> None:
+    def write(rows: RowSelection, out_RK: torch.Tensor) -> None:
         out_RK.copy_(_codes(words_KW, rows, *at))
 
-    def zeros(rows: Chosen) -> torch.Tensor:
+    def zeros(rows: RowSelection) -> torch.Tensor:
         return _codes(stored.companions[ZEROS], rows, *at).float()
 
-    def scales(rows: Chosen) -> torch.Tensor:
-        return columns_of(stored.companions[SCALES], rows, *at).t().float()
+    def scales(rows: RowSelection) -> torch.Tensor:
+        return select_columns(stored.companions[SCALES], rows, *at).t().float()
 
     width = next(each.block_columns for each in piece.companions if each.role == SCALES)
     shape, device = (num_rows, num_columns), stored.raw.device
@@ -57,7 +57,7 @@ def _rows(stored: Stored) -> Rows:
     def codes() -> Codes:
         begin, end = piece.first_row, piece.first_row + num_rows
         return Codes(
-            way=ROW_WORDS,
+            encoding=ROW_WORDS,
             shape=shape,
             body=words_KW.t()[None, begin // PER_WORD :],
             scales=stored.companions[SCALES].t()[None, begin:end],
@@ -68,13 +68,13 @@ def _rows(stored: Stored) -> Rows:
         )
 
     rows = IntegerRows(shape, device, write, zeros, scales, width, codes=codes)
-    if not fits_in_columns(shape, device, ROW_WORDS, piece.first_row):
+    if not supports_column_codes(shape, device, ROW_WORDS, piece.first_row):
         return rows
     num_groups = len(stored.companions[SCALES])
-    return ColumnCodes(rows, words_KW, ROW_WORDS, piece.first_row, num_groups, rows.shared, width)
+    return ColumnCodes(rows, words_KW, ROW_WORDS, piece.first_row, num_groups, rows.zeros_and_scales, width)
 
 
-def _codes(words_KW: torch.Tensor, rows: Chosen, num_rows: int, first_row: int) -> torch.Tensor:
+def _codes(words_KW: torch.Tensor, rows: RowSelection, num_rows: int, first_row: int) -> torch.Tensor:
     """The codes of the wanted rows: (R, K). Of a run of them, each word is taken once."""
     numbers = row_numbers(rows, num_rows, first_row, words_KW.device)
     shifts = _shifts(words_KW.device)
@@ -99,11 +99,11 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     if quantization.get("quant_method") != "awq":
         return tensors
     version = str(quantization.get("version") or quantization.get("checkpoint_format") or "gemm").lower()
-    num_bits = whole_number(quantization, "bits", NUM_BITS)
+    num_bits = get_integer(quantization, "bits", NUM_BITS)
     if version != "gemm" or num_bits != NUM_BITS:
-        raise refuse(f"its weights are AWQ's with version {version!r} and bits {num_bits}", READABLE)
+        raise unsupported_error(f"its weights are AWQ's with version {version!r} and bits {num_bits}", READABLE)
     weights = {module.path: _weight(module) for module in modules_with(tensors, "qweight")}
-    return with_weights(tensors, weights, LEAVES)
+    return replace_tensors(tensors, weights, LEAVES)
 
 
 def _weight(module: ModuleTensors) -> TensorSlice:
@@ -132,8 +132,8 @@ FORMATS = (
         row_bytes=lambda num_columns: num_columns / 2 + num_columns / USUAL_WIDTH * 2.5,
         rows=_rows,
         companions=(SCALES, ZEROS),
-        of_linear=True,
-        join=lambda matrices: joined_by_columns(matrices, matrices[0].piece.shape[1]),
+        is_output_major=True,
+        join=lambda matrices: join_by_columns(matrices, matrices[0].piece.shape[1]),
     ),
 )
 METHODS = {"awq": _pair}

@@ -15,8 +15,8 @@ import torch
 from ...errors import CheckpointError
 from ...kernels.arguments import IN_TABLE, SIGNED_BYTES
 from ...kernels.compiler import has_tables
-from ...linear.blocks import below, kept_on
-from ...linear.packed_rows import RowCodes, fits_in_rows
+from ...linear.blocks import concat_rows, device_constant
+from ...linear.packed_rows import RowCodes, supports_row_codes
 from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_bytes
@@ -24,15 +24,15 @@ from ..module_tensors import (
     FLOATS,
     SCALES,
     ModuleTensors,
-    mention_activations,
     modules_with,
-    refuse,
+    replace_tensors,
     require_matrix,
     require_shape,
-    with_weights,
+    unsupported_error,
+    warn_activations,
 )
-from ..scaled_rows import Chosen, apply_by_group, halves_of_bytes, row_numbers, write_pairs
-from ..storage_format import Loss, StorageFormat, Stored, are_alike
+from ..scaled_rows import RowSelection, apply_by_group, byte_halves, row_numbers, write_pairs
+from ..storage_format import Loss, StorageFormat, StoredMatrix, have_same_layout
 
 INT8, FOUR_BITS = "llm-int8", ("nf4", "fp4")
 CODES, NESTED_CODES, NESTED_SCALES = "codes", "nested codes", "nested scales"
@@ -53,12 +53,12 @@ class FourBitRows:
     `CODES` may be a row for each of E matrices below each other.
     """
 
-    def __init__(self, stored: Stored):
+    def __init__(self, stored: StoredMatrix):
         self._bytes_NB, self._companions, self._piece = stored.raw_NB, stored.companions, stored.piece
         self.shape, self.device = (stored.piece.shape[0], stored.piece.shape[1]), stored.raw.device
 
-    def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
-        codes_E16, (low, high) = self._companions[CODES].float().view(-1, 16), halves_of_bytes(self.device)
+    def dequantize(self, rows: RowSelection, out_RK: torch.Tensor) -> None:
+        codes_E16, (low, high) = self._companions[CODES].float().view(-1, 16), byte_halves(self.device)
         pairs = torch.stack([codes_E16.index_select(1, half) for half in (high, low)], dim=2)
         pairs = pairs.view(torch.int64).flatten()
         bytes_RB = self._bytes_NB[rows]
@@ -72,7 +72,7 @@ class FourBitRows:
             columns = torch.arange(num_columns, device=self.device)
             out_RK.mul_(self._factors((numbers[:, None] + columns) // width))
         else:
-            apply_by_group(out_RK, self.shared(rows)[1], width, torch.Tensor.mul_)
+            apply_by_group(out_RK, self.zeros_and_scales(rows)[1], width, torch.Tensor.mul_)
 
     def codes(self) -> Codes | None:
         """See `Rows`; of whole blocks. Factors that are quantised themselves become float32 here, 1/16 of a byte for
@@ -83,15 +83,15 @@ class FourBitRows:
         tables = self._companions[CODES].view(-1, 16)
         body = self._bytes_NB.unflatten(0, (len(tables), -1))
         return Codes(
-            way=IN_TABLE,
+            encoding=IN_TABLE,
             shape=(body.shape[1], self.shape[1]),
             body=body,
-            scales=self.shared(slice(None))[1].unflatten(0, (len(tables), -1)),
+            scales=self.zeros_and_scales(slice(None))[1].unflatten(0, (len(tables), -1)),
             width=width,
             table=tables,
         )
 
-    def shared(self, rows: Chosen) -> tuple[None, torch.Tensor]:
+    def zeros_and_scales(self, rows: RowSelection) -> tuple[None, torch.Tensor]:
         """Returns no zero points, and the factors of the wanted rows, (R, blocks in a row) float32, of whole blocks."""
         num_blocks = self.shape[1] // int(self._piece.constants[0])
         if isinstance(rows, slice):
@@ -101,7 +101,7 @@ class FourBitRows:
         first = (rows + self._piece.first_row) * num_blocks
         return None, self._factors(first[:, None] + torch.arange(num_blocks, device=self.device))
 
-    def _factors(self, blocks: Chosen) -> torch.Tensor:
+    def _factors(self, blocks: RowSelection) -> torch.Tensor:
         """The factors of the blocks with these numbers, or of a run of them."""
         factors = self._companions[SCALES][blocks]
         if NESTED_SCALES not in self._companions:
@@ -113,11 +113,11 @@ class FourBitRows:
         return numbers * self._companions[NESTED_SCALES].float()[blocks // int(width)] + offset
 
 
-def _join(matrices: Sequence[Stored]) -> Stored | None:
+def _join(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
     """Matrices of 4 bits below each other, whose blocks do not go on in the next one; with factors as numbers."""
     first, piece = matrices[0].companions, matrices[0].piece
     width = int(piece.constants[0])
-    if not are_alike(matrices) or piece.first_row or (piece.shape[0] * piece.shape[1]) % width:
+    if not have_same_layout(matrices) or piece.first_row or (piece.shape[0] * piece.shape[1]) % width:
         return None
     factors_EB, *nested = (
         torch.stack([stored.companions[role] for stored in matrices])
@@ -129,30 +129,30 @@ def _join(matrices: Sequence[Stored]) -> Stored | None:
         blocks = torch.arange(factors_EB.shape[1], device=matrices[0].raw.device) // int(piece.constants[1])
         offsets = tuple(stored.piece.constants[2] for stored in matrices)
         factors_EB = codes_E.float().gather(1, factors_EB.long()) * scales_En.float()[:, blocks]
-        factors_EB = factors_EB + kept_on(offsets, torch.float32, factors_EB.device)[:, None]
+        factors_EB = factors_EB + device_constant(offsets, torch.float32, factors_EB.device)[:, None]
     joined = replace(piece, shape=(len(matrices) * piece.shape[0], piece.shape[1]), constants=piece.constants[:1])
     codes_E16 = torch.stack([stored.companions[CODES] for stored in matrices])
     tensors = {CODES: codes_E16, SCALES: factors_EB.flatten()}
-    return Stored(joined, below([stored.raw for stored in matrices]), tensors)
+    return StoredMatrix(joined, concat_rows([stored.raw for stored in matrices]), tensors)
 
 
-def _four_bit_rows(stored: Stored) -> Rows:
+def _four_bit_rows(stored: StoredMatrix) -> Rows:
     rows = FourBitRows(stored)
     num_groups, rest = divmod(rows.shape[1], int(stored.piece.constants[0]))
     is_one = stored.companions[CODES].dim() == 1
-    if rest or not is_one or not has_tables() or not fits_in_rows(rows.shape, rows.device, num_groups):
+    if rest or not is_one or not has_tables() or not supports_row_codes(rows.shape, rows.device, num_groups):
         return rows
-    return RowCodes(rows, stored.raw_NB, IN_TABLE, num_groups, rows.shared, stored.companions[CODES])
+    return RowCodes(rows, stored.raw_NB, IN_TABLE, num_groups, rows.zeros_and_scales, stored.companions[CODES])
 
 
 class Int8Rows:
     """Rows of bytes times a factor of 127; see `rows.Rows`."""
 
-    def __init__(self, stored: Stored):
+    def __init__(self, stored: StoredMatrix):
         self._codes_NK, self._scales = stored.raw_NB.view(torch.int8), stored.companions[SCALES]
         self.shape, self.device = (stored.piece.shape[0], stored.piece.shape[1]), stored.raw.device
 
-    def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
+    def dequantize(self, rows: RowSelection, out_RK: torch.Tensor) -> None:
         out_RK.copy_(self._codes_NK[rows])
         out_RK.mul_(self._scales[rows].float()).mul_(INVERSE_OF_127)
 
@@ -160,7 +160,12 @@ class Int8Rows:
         """See `Rows`."""
         body, scales = self._codes_NK.view(torch.uint8)[None], self._scales[None]
         return Codes(
-            way=SIGNED_BYTES, shape=self.shape, body=body, scales=scales, width=self.shape[1], last=INVERSE_OF_127
+            encoding=SIGNED_BYTES,
+            shape=self.shape,
+            body=body,
+            scales=scales,
+            width=self.shape[1],
+            last_factor=INVERSE_OF_127,
         )
 
 
@@ -169,23 +174,25 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     if (quantization.get("quant_method") or "bitsandbytes") != "bitsandbytes" or not quantization:
         return tensors
     weights = {
-        module.path: _of_four_bits(module, name) for name in FOUR_BITS for module in modules_with(tensors, STATE + name)
+        module.path: _four_bit_weight(module, name)
+        for name in FOUR_BITS
+        for module in modules_with(tensors, STATE + name)
     }
     in_bytes = list(modules_with(tensors, "SCB"))
     for module in in_bytes:
         weight, layout = module.require("weight", "I8"), module.find("weight_format")
         num_rows, _ = require_matrix(weight)
         if layout is not None and any(read_bytes(layout)):
-            raise refuse(f"{weight.name!r} is laid out for a kernel (weight_format)", READABLE)
+            raise unsupported_error(f"{weight.name!r} is laid out for a kernel (weight_format)", READABLE)
         scales = require_shape(module.require("SCB", *FLOATS), (num_rows,), f"{weight.name!r}")
         companion = Companion(role=SCALES, tensor=replace(scales, shape=(num_rows, 1)), block_rows=1)
         weights[module.path] = replace(weight, format=INT8, companions=(companion,))
     if in_bytes:
-        mention_activations("LLM.int8")
-    return with_weights(tensors, weights, LEAVES)
+        warn_activations("LLM.int8")
+    return replace_tensors(tensors, weights, LEAVES)
 
 
-def _of_four_bits(module: ModuleTensors, name: str) -> TensorSlice:
+def _four_bit_weight(module: ModuleTensors, name: str) -> TensorSlice:
     state, words = module.require(STATE + name, "U8"), module.require("weight", *STORAGE)
     try:
         values = json.loads(read_bytes(state))
@@ -197,7 +204,9 @@ def _of_four_bits(module: ModuleTensors, name: str) -> TensorSlice:
     if min(height, width, block) < 1 or nested < 0:
         raise CheckpointError(f"{state.file}: {state.name!r} has sizes below 1")
     if width % 2 or words.num_bytes * 2 != height * width:
-        raise refuse(f"{words.name!r} has {words.num_bytes} bytes for {height} rows of {width} numbers", READABLE)
+        raise unsupported_error(
+            f"{words.name!r} has {words.num_bytes} bytes for {height} rows of {width} numbers", READABLE
+        )
     block = min(block, height * width)  # a larger one holds no more, and may be larger than any integer of torch's
     num_blocks = -(-height * width // block)
     nested = min(nested, num_blocks)
@@ -230,7 +239,7 @@ FORMATS = (
             row_bytes=lambda num_columns: num_columns / 2 + num_columns / USUAL_BLOCK * (1 + 4 / USUAL_NESTED_BLOCK),
             rows=_four_bit_rows,
             companions=(CODES, SCALES, NESTED_CODES, NESTED_SCALES),
-            of_linear=True,
+            is_output_major=True,
             join=_join,
         )
         for name in FOUR_BITS
@@ -241,7 +250,7 @@ FORMATS = (
         row_bytes=lambda num_columns: num_columns + 4,
         rows=Int8Rows,
         companions=(SCALES,),
-        of_linear=True,
+        is_output_major=True,
     ),
 )
 METHODS = {"bitsandbytes": _pair}

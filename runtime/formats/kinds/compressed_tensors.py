@@ -17,17 +17,17 @@ from ...store.checkpoint import read_integers
 from ..module_tensors import (
     FLOATS,
     ModuleTensors,
-    mapping_in,
-    mention_activations,
-    mention_kv_cache,
+    get_mapping,
     modules_with,
-    refuse,
+    replace_tensors,
     require_matrix,
-    with_weights,
+    unsupported_error,
+    warn_activations,
+    warn_kv_cache,
 )
-from ..scaled_rows import WORD_BITS, with_factors
+from ..scaled_rows import WORD_BITS, attach_factors
 from ..storage_format import StorageFormat
-from .fp8 import DTYPES, block_of, fp8_weight
+from .fp8 import DTYPES, block_shape, fp8_weight
 from .integers import WORDS, integers_in_words, plain_integers
 from .mxfp4 import BLOCK_COLUMNS
 from .mxfp4 import NAME as MXFP4
@@ -51,25 +51,27 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     """See `Method`."""
     if quantization.get("quant_method") != "compressed-tensors":
         return tensors
-    groups = [each for each in mapping_in(quantization, "config_groups").values() if isinstance(each, Mapping)]
-    sparsity = mapping_in(quantization, "sparsity_config").get("format")
+    groups = [each for each in get_mapping(quantization, "config_groups").values() if isinstance(each, Mapping)]
+    sparsity = get_mapping(quantization, "sparsity_config").get("format")
     if sparsity not in DENSE:
-        raise refuse(f"its weights are sparse ({sparsity!r})", READABLE)
+        raise unsupported_error(f"its weights are sparse ({sparsity!r})", READABLE)
     for name in (quantization.get("format"), *(group.get("format") for group in groups)):
         if name in UNREADABLE:
-            raise refuse(f"its weights are in the format {name!r}", READABLE)
-    if mapping_in(mapping_in(quantization, "transform_config"), "config_groups"):
-        raise refuse("its weights are rotated (transform_config), and activations would have to be", READABLE)
-    inputs = next(filter(None, (mapping_in(group, "input_activations") for group in groups)), None)
+            raise unsupported_error(f"its weights are in the format {name!r}", READABLE)
+    if get_mapping(get_mapping(quantization, "transform_config"), "config_groups"):
+        raise unsupported_error(
+            "its weights are rotated (transform_config), and activations would have to be", READABLE
+        )
+    inputs = next(filter(None, (get_mapping(group, "input_activations") for group in groups)), None)
     if inputs is not None:
         kind = "dynamic" if inputs.get("dynamic") else "static"
-        mention_activations(f"{inputs.get('type', 'int')}{inputs.get('num_bits', 8)}, {kind}")
+        warn_activations(f"{inputs.get('type', 'int')}{inputs.get('num_bits', 8)}, {kind}")
     if quantization.get("kv_cache_scheme"):
-        mention_kv_cache()
-    schemes = [mapping_in(group, "weights") for group in groups]
+        warn_kv_cache()
+    schemes = [get_mapping(group, "weights") for group in groups]
     modules = chain(modules_with(tensors, "weight_packed"), modules_with(tensors, "weight_scale"))
     weights = {module.path: _weight(module, schemes) for module in {each.path: each for each in modules}.values()}
-    return with_weights(tensors, weights, LEAVES)
+    return replace_tensors(tensors, weights, LEAVES)
 
 
 def _weight(module: ModuleTensors, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
@@ -81,9 +83,9 @@ def _weight(module: ModuleTensors, schemes: Iterable[Mapping[str, object]]) -> T
             return plain_integers(weight, module.require("weight_scale", *FLOATS), _zeros(module, "I8"))
         scales = module.require("weight_scale", *FLOATS, "U8", "F8_E8M0")
         blocks = [scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")]
-        return fp8_weight(weight, scales, block_of(blocks[0] if blocks else None))
+        return fp8_weight(weight, scales, block_shape(blocks[0] if blocks else None))
     if packed.dtype == "I32":
-        return _in_words(module, packed, schemes)
+        return _word_weight(module, packed, schemes)
     packed = module.require("weight_packed", "U8")
     if module.find("weight_global_scale") is not None:
         scales, overall = module.require("weight_scale", "F8_E4M3"), module.require("weight_global_scale", "F32")
@@ -91,7 +93,7 @@ def _weight(module: ModuleTensors, schemes: Iterable[Mapping[str, object]]) -> T
     scales = module.require("weight_scale", "U8", "F8_E8M0")
     height, width = require_matrix(packed)
     numbers = replace(packed, dtype="F4", format=MXFP4, shape=(height, 2 * width))
-    return with_factors(numbers, scales, 1, BLOCK_COLUMNS)
+    return attach_factors(numbers, scales, 1, BLOCK_COLUMNS)
 
 
 def _zeros(module: ModuleTensors, *dtypes: str) -> TensorSlice | None:
@@ -99,14 +101,14 @@ def _zeros(module: ModuleTensors, *dtypes: str) -> TensorSlice | None:
     return None if module.find(leaf) is None else module.require(leaf, *dtypes)
 
 
-def _in_words(module: ModuleTensors, words: TensorSlice, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
+def _word_weight(module: ModuleTensors, words: TensorSlice, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
     num_rows, num_words = require_matrix(words)
     shape = read_integers(module.require("weight_shape", "I32", "I64"))
     candidates = [scheme for scheme in schemes if _num_words(shape, scheme) == num_words]
     num_bits = next((bits for scheme in candidates for bits in WORDS if scheme["num_bits"] == bits), None)
     if len(shape) != 2 or shape[0] != num_rows or num_bits is None:
         what = f"{words.name!r} has {num_words} words in each of {num_rows} rows for weight_shape {[*shape]}"
-        raise refuse(f"{what}, which is no packing of 4 or 8 bits that its config_groups name", READABLE)
+        raise unsupported_error(f"{what}, which is no packing of 4 or 8 bits that its config_groups name", READABLE)
     groups = module.find(
         "weight_g_idx"
     )  # it is there where columns are ordered, whatever the config says of `actorder`

@@ -10,8 +10,8 @@ import torch
 from ...errors import CheckpointError
 from ...linear.rows import Rows
 from ...plan.shape.shapes import TensorSlice
-from ..scaled_rows import SCALES, scaled_rows, with_factors
-from ..storage_format import Loss, StorageFormat, Stored
+from ..scaled_rows import SCALES, attach_factors, scaled_rows
+from ..storage_format import Loss, StorageFormat, StoredMatrix
 
 NAME, DTYPES = "fp8", {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 SUFFIXES = ("_scale_inv", "_scale")
@@ -19,7 +19,7 @@ OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_scale_ub")
 DEFAULT_BLOCK = (128, 128)
 
 
-def _rows(stored: Stored) -> Rows:
+def _rows(stored: StoredMatrix) -> Rows:
     (scales,) = stored.piece.companions
     factors, dtype = stored.companions[SCALES], DTYPES[stored.piece.dtype]
     return scaled_rows(stored.raw_NB, dtype, factors, scales.block_rows, scales.block_columns)
@@ -41,10 +41,10 @@ def fp8_weight(tensor: TensorSlice, factors: TensorSlice, block: tuple[int, int]
             rows, columns = 1, width // shape[-1]
         elif shape == (*stack, 1, width):
             rows, columns = height, 1
-    return with_factors(replace(tensor, format=NAME), replace(factors, shape=shape), rows, columns)
+    return attach_factors(replace(tensor, format=NAME), replace(factors, shape=shape), rows, columns)
 
 
-def block_of(value: object) -> tuple[int, int]:
+def block_shape(value: object) -> tuple[int, int]:
     """The rows and columns of a block, by what a config says."""
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
         return value[0], value[1]
@@ -53,7 +53,7 @@ def block_of(value: object) -> tuple[int, int]:
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
     """See `Method`."""
-    block, result = block_of(quantization.get("weight_block_size")), dict(tensors)
+    block, result = block_shape(quantization.get("weight_block_size")), dict(tensors)
     for name, tensor in tensors.items():
         factors = next((name + suffix for suffix in SUFFIXES if name + suffix in tensors), None)
         if tensor.dtype in DTYPES and factors is not None:

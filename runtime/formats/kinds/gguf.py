@@ -18,7 +18,7 @@ import torch
 from ...kernels.arguments import GGUF
 from ...linear.rows import Codes, Rows
 from ...store.gguf import BLOCKS
-from ..storage_format import Loss, StorageFormat, Stored
+from ..storage_format import Loss, StorageFormat, StoredMatrix
 
 
 class BlockNumbers(NamedTuple):
@@ -45,7 +45,7 @@ class GgufRows:
         if self._dtype not in GGUF:
             return None
         order = None if self._order is None else self._order[None]
-        return Codes(way=GGUF[self._dtype], shape=self.shape, body=self._raw_NB[None], order=order)
+        return Codes(encoding=GGUF[self._dtype], shape=self.shape, body=self._raw_NB[None], order=order)
 
 
 def decode(dtype: str, raw_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
@@ -66,12 +66,12 @@ def decode(dtype: str, raw_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
             out_nGW += groups.offset_nG[..., None]
 
 
-def _half(blocks_nB: torch.Tensor, at: int) -> torch.Tensor:
+def _load_half(blocks_nB: torch.Tensor, at: int) -> torch.Tensor:
     """The float16 number at a byte of each block: (n, 1)."""
     return blocks_nB[:, at : at + 2].view(torch.float16).float()
 
 
-def _fields(bytes_nB: torch.Tensor, num_bits: int, run: int) -> torch.Tensor:
+def _extract_fields(bytes_nB: torch.Tensor, num_bits: int, run: int) -> torch.Tensor:
     """Numbers of `num_bits` from the bytes: first the lowest bits of `run` bytes, then their next ones, and so on;
     then those of the next `run` bytes. (n, B * 8 / num_bits)."""
     bytes_ncr = bytes_nB.contiguous().unflatten(1, (-1, run))  # side by side they are shifted ten times as fast
@@ -81,18 +81,18 @@ def _fields(bytes_nB: torch.Tensor, num_bits: int, run: int) -> torch.Tensor:
 
 def _fifth_bits(bytes_nB: torch.Tensor) -> torch.Tensor:
     """16 for each bit that is set, 0 for others, from the lowest bit of the first byte on: (n, 8 * B)."""
-    table = _bytes_of_bits(bytes_nB.device)
+    table = _spread_bits(bytes_nB.device)
     return table[bytes_nB.int()].view(torch.uint8)
 
 
 @lru_cache
-def _bytes_of_bits(device: torch.device) -> torch.Tensor:
+def _spread_bits(device: torch.device) -> torch.Tensor:
     """(256,): of each byte its bits as the bytes 0 and 16, eight bytes as one element."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return (bits << 4).to(torch.uint8).view(torch.int64).flatten().to(device)
 
 
-def _signed(q: torch.Tensor, zero: int, width: int) -> torch.Tensor:
+def _subtract_zero(q: torch.Tensor, zero: int, width: int) -> torch.Tensor:
     """q - zero, in groups of `width`."""
     return q.view(torch.int8).sub_(zero).unflatten(1, (-1, width))
 
@@ -103,40 +103,43 @@ def _scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     low, high, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scale = torch.cat([low & 63, rest & 15 | low >> 6 << 4], dim=1)
     minimum = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], dim=1)
-    return _half(b, 0) * scale, -_half(b, 2) * minimum
+    return _load_half(b, 0) * scale, -_load_half(b, 2) * minimum
 
 
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DECODERS: Mapping[str, Callable[[torch.Tensor], BlockNumbers]] = {
-    "Q8_0": lambda b: BlockNumbers(b[:, None, 2:34].view(torch.int8), _half(b, 0)),
-    "Q4_0": lambda b: BlockNumbers(_signed(_fields(b[:, 2:18], 4, 16), 8, 32), _half(b, 0)),
-    "Q4_1": lambda b: BlockNumbers(_fields(b[:, 4:20], 4, 16)[:, None], _half(b, 0), _half(b, 2)),
-    "Q5_0": lambda b: BlockNumbers(_signed(_fields(b[:, 6:22], 4, 16) | _fifth_bits(b[:, 2:6]), 16, 32), _half(b, 0)),
+    "Q8_0": lambda b: BlockNumbers(b[:, None, 2:34].view(torch.int8), _load_half(b, 0)),
+    "Q4_0": lambda b: BlockNumbers(_subtract_zero(_extract_fields(b[:, 2:18], 4, 16), 8, 32), _load_half(b, 0)),
+    "Q4_1": lambda b: BlockNumbers(_extract_fields(b[:, 4:20], 4, 16)[:, None], _load_half(b, 0), _load_half(b, 2)),
+    "Q5_0": lambda b: BlockNumbers(
+        _subtract_zero(_extract_fields(b[:, 6:22], 4, 16) | _fifth_bits(b[:, 2:6]), 16, 32), _load_half(b, 0)
+    ),
     "Q5_1": lambda b: BlockNumbers(
-        (_fields(b[:, 8:24], 4, 16) | _fifth_bits(b[:, 4:8]))[:, None], _half(b, 0), _half(b, 2)
+        (_extract_fields(b[:, 8:24], 4, 16) | _fifth_bits(b[:, 4:8]))[:, None], _load_half(b, 0), _load_half(b, 2)
     ),
     "Q2_K": lambda b: BlockNumbers(
-        _fields(b[:, 16:80], 2, 32).unflatten(1, (16, 16)),
-        _half(b, 80) * (b[:, :16] & 15),
-        -_half(b, 82) * (b[:, :16] >> 4),
+        _extract_fields(b[:, 16:80], 2, 32).unflatten(1, (16, 16)),
+        _load_half(b, 80) * (b[:, :16] & 15),
+        -_load_half(b, 82) * (b[:, :16] >> 4),
     ),
     "Q3_K": lambda b: BlockNumbers(
-        _signed(_fields(b[:, 32:96], 2, 32) | _fields(b[:, :32], 1, 32) << 2, 4, 16),
-        _half(b, 108) * _signed(_fields(b[:, 96:104], 4, 8) | _fields(b[:, 104:108], 2, 4) << 4, 32, 16)[:, 0],
+        _subtract_zero(_extract_fields(b[:, 32:96], 2, 32) | _extract_fields(b[:, :32], 1, 32) << 2, 4, 16),
+        _load_half(b, 108)
+        * _subtract_zero(_extract_fields(b[:, 96:104], 4, 8) | _extract_fields(b[:, 104:108], 2, 4) << 4, 32, 16)[:, 0],
     ),
-    "Q4_K": lambda b: BlockNumbers(_fields(b[:, 16:144], 4, 32).unflatten(1, (8, 32)), *_scales_and_minima(b)),
+    "Q4_K": lambda b: BlockNumbers(_extract_fields(b[:, 16:144], 4, 32).unflatten(1, (8, 32)), *_scales_and_minima(b)),
     "Q5_K": lambda b: BlockNumbers(
-        (_fields(b[:, 48:176], 4, 32) | _fields(b[:, 16:48], 1, 32) << 4).unflatten(1, (8, 32)),
+        (_extract_fields(b[:, 48:176], 4, 32) | _extract_fields(b[:, 16:48], 1, 32) << 4).unflatten(1, (8, 32)),
         *_scales_and_minima(b),
     ),
     "Q6_K": lambda b: BlockNumbers(
-        _signed(_fields(b[:, :128], 4, 64) | _fields(b[:, 128:192], 2, 32) << 4, 32, 16),
-        _half(b, 208) * b[:, 192:208].view(torch.int8),
+        _subtract_zero(_extract_fields(b[:, :128], 4, 64) | _extract_fields(b[:, 128:192], 2, 32) << 4, 32, 16),
+        _load_half(b, 208) * b[:, 192:208].view(torch.int8),
     ),
 }
 
 
-def _rows(stored: Stored) -> Rows:
+def _rows(stored: StoredMatrix) -> Rows:
     piece, device = stored.piece, stored.raw.device
     runs = [torch.arange(run.start, run.stop, run.step, device=device) for run in piece.row_order]
     return GgufRows(stored.raw_NB, piece.dtype, prod(piece.shape[1:]), torch.cat(runs) if runs else None)

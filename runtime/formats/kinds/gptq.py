@@ -16,7 +16,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...kernels.arguments import WORDS4, WORDS8
-from ...linear.packed_rows import ColumnCodes, fits_in_columns
+from ...linear.packed_rows import ColumnCodes, supports_column_codes
 from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_integers
@@ -26,49 +26,49 @@ from ..module_tensors import (
     SCALES,
     ZEROS,
     ModuleTensors,
-    groups_of_columns,
+    column_groups,
+    get_integer,
     modules_with,
-    refuse,
+    replace_tensors,
     require_matrix,
     require_shape,
-    whole_number,
-    with_weights,
+    unsupported_error,
 )
-from ..scaled_rows import WORD_BITS, Chosen, IntegerRows, as_pairs, columns_of, halves_of_bytes, write_words
-from ..storage_format import Loss, StorageFormat, Stored, joined_by_columns
+from ..scaled_rows import WORD_BITS, IntegerRows, RowSelection, byte_halves, pack_pairs, select_columns, write_words
+from ..storage_format import Loss, StorageFormat, StoredMatrix, join_by_columns
 
 BITS, LEAVES = (4, 8), ("qweight", "qzeros", "scales", "g_idx")
 ADDED_TO_ZEROS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format
 READABLE = "GPTQ of 4 or 8 bits with checkpoint_format gptq or gptq_v2"
 USUAL_WIDTH = 128
-WAYS = {4: WORDS4, 8: WORDS8}
+ENCODINGS = {4: WORDS4, 8: WORDS8}
 
 
-def _rows(num_bits: int, stored: Stored) -> Rows:
+def _rows(num_bits: int, stored: StoredMatrix) -> Rows:
     piece, companions = stored.piece, stored.companions
     num_rows, num_columns = piece.shape
     words_WN = stored.raw.view(torch.int32).view(num_columns * num_bits // WORD_BITS, -1)
     at = (num_rows, piece.first_row)
     added = int(piece.constants[0])
 
-    def write(rows: Chosen, out_RK: torch.Tensor) -> None:
-        words_RW = columns_of(words_WN, rows, *at).t().clone(memory_format=torch.contiguous_format)
+    def write(rows: RowSelection, out_RK: torch.Tensor) -> None:
+        words_RW = select_columns(words_WN, rows, *at).t().clone(memory_format=torch.contiguous_format)
         write_words(words_RW, num_bits, out_RK)
 
-    def zeros(rows: Chosen) -> torch.Tensor:
+    def zeros(rows: RowSelection) -> torch.Tensor:
         """A table of bytes has them: those of the words that hold a run of rows, or of all."""
         words_GW, first_word, per_word = companions[ZEROS], 0, WORD_BITS // num_bits
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(num_rows)
             first_word, last_word = (piece.first_row + start) // per_word, -(-(piece.first_row + stop) // per_word)
             words_GW = words_GW[:, first_word:last_word]
-        codes = _codes_of_bytes(num_bits, added, stored.raw.device)
+        codes = _byte_zeros(num_bits, added, stored.raw.device)
         found_GN = codes.index_select(0, words_GW.contiguous().view(torch.uint8).flatten().int())
         found_GN = found_GN.view(torch.float32).view(len(words_GW), -1)
-        return columns_of(found_GN, rows, num_rows, piece.first_row - first_word * per_word).t()
+        return select_columns(found_GN, rows, num_rows, piece.first_row - first_word * per_word).t()
 
-    def scales(rows: Chosen) -> torch.Tensor:
-        return columns_of(companions[SCALES], rows, *at).t().float()
+    def scales(rows: RowSelection) -> torch.Tensor:
+        return select_columns(companions[SCALES], rows, *at).t().float()
 
     width = next(each.block_columns for each in piece.companions if each.role == SCALES)
     shape, device, groups = (num_rows, num_columns), stored.raw.device, companions.get(GROUPS)
@@ -79,7 +79,7 @@ def _rows(num_bits: int, stored: Stored) -> Rows:
         in_matrices = (1 if groups_EK is None else len(groups_EK), -1)
         body = words_WN.t()[begin:end].unflatten(0, in_matrices)
         return Codes(
-            way=WAYS[num_bits],
+            encoding=ENCODINGS[num_bits],
             shape=(body.shape[1], num_columns),
             body=body,
             scales=companions[SCALES].t()[begin:end].unflatten(0, in_matrices),
@@ -87,24 +87,26 @@ def _rows(num_bits: int, stored: Stored) -> Rows:
             groups=groups_EK,
             zeros=companions[ZEROS].t().unflatten(0, in_matrices),
             zero_bits=num_bits,
-            added=added,
+            zero_offset=added,
             first_row=piece.first_row,
         )
 
-    rows, way = IntegerRows(shape, device, write, zeros, scales, width, groups, codes=codes), WAYS[num_bits]
-    if not fits_in_columns(shape, device, way, piece.first_row):
+    rows, way = IntegerRows(shape, device, write, zeros, scales, width, groups, codes=codes), ENCODINGS[num_bits]
+    if not supports_column_codes(shape, device, way, piece.first_row):
         return rows
-    return ColumnCodes(rows, words_WN, way, piece.first_row, len(companions[SCALES]), rows.shared, width, groups)
+    return ColumnCodes(
+        rows, words_WN, way, piece.first_row, len(companions[SCALES]), rows.zeros_and_scales, width, groups
+    )
 
 
 @lru_cache
-def _codes_of_bytes(num_bits: int, added: int, device: torch.device) -> torch.Tensor:
+def _byte_zeros(num_bits: int, added: int, device: torch.device) -> torch.Tensor:
     """(256,): the zero points in each byte, with what was taken from them before, modulo the number of codes: a
     float32, or two of them as one element of 64 bits."""
     if num_bits == 8:
         return (torch.arange(256) + added & 255).float().to(device)
-    low, high = halves_of_bytes(device)
-    return as_pairs(low + added & 15, high + added & 15)
+    low, high = byte_halves(device)
+    return pack_pairs(low + added & 15, high + added & 15)
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
@@ -119,33 +121,33 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
         return tensors
     version = str(quantization.get("checkpoint_format") or quantization.get("format") or "gptq")
     if version not in ADDED_TO_ZEROS or quantization.get("is_marlin_format"):
-        raise refuse(f"its weights are GPTQ's with checkpoint_format {version!r}", READABLE)
+        raise unsupported_error(f"its weights are GPTQ's with checkpoint_format {version!r}", READABLE)
     modules = list(modules_with(tensors, "qweight"))
     weights = {each.path: _weight(each, quantization, version) for each in modules}
-    if quantization.get("desc_act") or not all(_lies_in_turn(each, weights[each.path]) for each in modules):
+    if quantization.get("desc_act") or not all(_has_consecutive_groups(each, weights[each.path]) for each in modules):
         for each in modules:
             weight, words = weights[each.path], each.require("g_idx", "I32")
-            groups = groups_of_columns(words, weight.shape[1], weight.companions[0].tensor.shape[0])
+            groups = column_groups(words, weight.shape[1], weight.companions[0].tensor.shape[0])
             weights[each.path] = replace(weight, companions=(*weight.companions, groups))
-    return with_weights(tensors, weights, LEAVES)
+    return replace_tensors(tensors, weights, LEAVES)
 
 
 def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: str) -> TensorSlice:
     words, scales, groups = module.require("qweight", "I32"), module.require("scales", *FLOATS), module.find("g_idx")
     (height, num_rows), (num_groups, _) = require_matrix(words), require_matrix(scales)
-    num_bits = whole_number(quantization, "bits", 4)
+    num_bits = get_integer(quantization, "bits", 4)
     if groups is not None and prod(groups.shape):  # GPTQModel's `dynamic` gives some modules other bits
         num_bits = WORD_BITS * height // prod(groups.shape)
     if num_bits not in BITS:
-        raise refuse(f"{words.name!r} has {num_bits} bits", READABLE)
+        raise unsupported_error(f"{words.name!r} has {num_bits} bits", READABLE)
     if num_rows * num_bits % WORD_BITS:
-        raise refuse(
+        raise unsupported_error(
             f"{words.name!r} has {num_rows} columns, whose zero points of {num_bits} bits fill no words", READABLE
         )
     num_columns = height * WORD_BITS // num_bits
     require_shape(scales, (num_groups, num_rows), f"{words.name!r}, {words.shape},")
     zeros = require_shape(module.require("qzeros", "I32"), (num_groups, num_rows * num_bits // WORD_BITS), "its module")
-    width = whole_number(quantization, "group_size", -1)
+    width = get_integer(quantization, "group_size", -1)
     if width <= 0 or -(-num_columns // width) != num_groups:  # not as many as there are: then equal ones
         if not num_groups or num_columns % num_groups:
             raise CheckpointError(
@@ -166,18 +168,18 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
     )
 
 
-def _lies_in_turn(module: ModuleTensors, weight: TensorSlice) -> bool:
+def _has_consecutive_groups(module: ModuleTensors, weight: TensorSlice) -> bool:
     """Reads whether a module's columns are in the groups that their places say, as they are without `desc_act`."""
     groups = module.find("g_idx")
     if groups is None or not prod(groups.shape):
         return True
     found = read_integers(groups)
     width = weight.companions[0].block_columns
-    return len(found) == weight.shape[1] and bytes(found) == _in_turn(len(found), width, found.itemsize)
+    return len(found) == weight.shape[1] and bytes(found) == _consecutive_groups(len(found), width, found.itemsize)
 
 
 @lru_cache(maxsize=8)
-def _in_turn(num_columns: int, width: int, itemsize: int) -> bytes:
+def _consecutive_groups(num_columns: int, width: int, itemsize: int) -> bytes:
     return (np.arange(num_columns) // width).astype(f"i{itemsize}").tobytes()
 
 
@@ -190,10 +192,8 @@ FORMATS = tuple(
         ),
         rows=partial(_rows, num_bits),
         companions=(SCALES, ZEROS, GROUPS),
-        of_linear=True,
-        join=lambda matrices, bits=num_bits: joined_by_columns(
-            matrices, matrices[0].piece.shape[1] * bits // WORD_BITS
-        ),
+        is_output_major=True,
+        join=lambda matrices, bits=num_bits: join_by_columns(matrices, matrices[0].piece.shape[1] * bits // WORD_BITS),
     )
     for num_bits in BITS
 )

@@ -11,16 +11,16 @@ from functools import partial
 import torch
 
 from ...kernels.arguments import BYTES, HALVES, SIGNED_BYTES
-from ...linear.packed_rows import RowCodes, fits_in_rows
+from ...linear.packed_rows import RowCodes, supports_row_codes
 from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
-from ..module_tensors import GROUPS, SCALES, ZEROS, factors_of_rows, group_width, groups_of_columns, require_shape
-from ..scaled_rows import WORD_BITS, Chosen, Factors, IntegerRows, Write, fields, row_numbers, write_words
-from ..storage_format import Loss, StorageFormat, Stored
+from ..module_tensors import GROUPS, SCALES, ZEROS, column_groups, group_width, require_shape, row_factors
+from ..scaled_rows import WORD_BITS, Factors, IntegerRows, RowSelection, Write, extract_fields, row_numbers, write_words
+from ..storage_format import Loss, StorageFormat, StoredMatrix
 
 PLAIN, WORDS = "int8", {4: "packed-int4", 8: "packed-int8"}
 USUAL_WIDTH = 128
-WAYS = {4: HALVES, 8: BYTES}
+ENCODINGS = {4: HALVES, 8: BYTES}
 
 
 def plain_integers(weight: TensorSlice, scales: TensorSlice, zeros: TensorSlice | None) -> TensorSlice:
@@ -28,7 +28,7 @@ def plain_integers(weight: TensorSlice, scales: TensorSlice, zeros: TensorSlice 
     num_rows, num_columns = weight.shape
     companions = [_scales(scales, num_rows, num_columns)]
     if zeros is not None:
-        companions.append(factors_of_rows(zeros, num_rows, ZEROS))
+        companions.append(row_factors(zeros, num_rows, ZEROS))
     return replace(weight, format=PLAIN, companions=tuple(companions))
 
 
@@ -49,43 +49,45 @@ def integers_in_words(
         found = require_shape(zeros, (num_words, num_groups), f"{words.name!r} with {num_groups} groups")
         companions.append(Companion(role=ZEROS, tensor=found, block_rows=WORD_BITS // num_bits))
     elif zeros is not None:
-        companions.append(factors_of_rows(zeros, num_rows, ZEROS))
+        companions.append(row_factors(zeros, num_rows, ZEROS))
     if groups is not None:
-        companions.append(groups_of_columns(groups, num_columns, num_groups))
+        companions.append(column_groups(groups, num_columns, num_groups))
     return replace(words, shape=shape, format=WORDS[num_bits], companions=tuple(companions))
 
 
 def _scales(scales: TensorSlice, num_rows: int, num_columns: int) -> Companion:
-    found = factors_of_rows(scales, num_rows)
+    found = row_factors(scales, num_rows)
     return replace(found, block_columns=group_width(num_columns, found.tensor, found.tensor.shape[1]))
 
 
-def _plain_rows(stored: Stored) -> Rows:
+def _plain_rows(stored: StoredMatrix) -> Rows:
     codes_NK = stored.raw_NB.view(torch.int8)
 
-    def write(rows: Chosen, out_RK: torch.Tensor) -> None:
+    def write(rows: RowSelection, out_RK: torch.Tensor) -> None:
         out_RK.copy_(codes_NK[rows])
 
     return _integer_rows(stored, write, _plain_zeros(stored, 0), SIGNED_BYTES, 0)
 
 
-def _word_rows(num_bits: int, stored: Stored) -> Rows:
+def _word_rows(num_bits: int, stored: StoredMatrix) -> Rows:
     words_NW = stored.raw_NB.view(torch.int32)
 
-    def write(rows: Chosen, out_RK: torch.Tensor) -> None:
+    def write(rows: RowSelection, out_RK: torch.Tensor) -> None:
         write_words(words_NW[rows], num_bits, out_RK)
 
-    def packed_zeros(rows: Chosen) -> torch.Tensor:
+    def packed_zeros(rows: RowSelection) -> torch.Tensor:
         numbers = row_numbers(rows, len(words_NW), 0, words_NW.device)
-        return fields(stored.companions[ZEROS].t(), numbers, num_bits).t().float()
+        return extract_fields(stored.companions[ZEROS].t(), numbers, num_bits).t().float()
 
     if ZEROS not in stored.companions or stored.companions[ZEROS].dtype != torch.int32:
         added = 1 << (num_bits - 1)
-        return _integer_rows(stored, write, _plain_zeros(stored, added), WAYS[num_bits], added)
-    return _integer_rows(stored, write, packed_zeros, WAYS[num_bits], 0, zero_bits=num_bits)
+        return _integer_rows(stored, write, _plain_zeros(stored, added), ENCODINGS[num_bits], added)
+    return _integer_rows(stored, write, packed_zeros, ENCODINGS[num_bits], 0, zero_bits=num_bits)
 
 
-def _integer_rows(stored: Stored, write: Write, zeros: Factors, way: int, added: int, *, zero_bits: int = 0) -> Rows:
+def _integer_rows(
+    stored: StoredMatrix, write: Write, zeros: Factors, encoding: int, zero_offset: int, *, zero_bits: int = 0
+) -> Rows:
     """`added`: to zero points; `zero_bits`: those of one, where they lie in words."""
     scales, shape = stored.companions[SCALES], (stored.piece.shape[0], stored.piece.shape[1])
     width = stored.piece.companions[0].block_columns
@@ -96,7 +98,7 @@ def _integer_rows(stored: Stored, write: Write, zeros: Factors, way: int, added:
         if found is not None:
             found = found[None] if zero_bits else found.expand(spread)
         return Codes(
-            way=way,
+            encoding=encoding,
             shape=shape,
             body=stored.raw_NB[None],
             scales=scales.expand(spread),
@@ -104,25 +106,25 @@ def _integer_rows(stored: Stored, write: Write, zeros: Factors, way: int, added:
             groups=None if groups is None else groups[None],
             zeros=found,
             zero_bits=zero_bits,
-            added=added,
+            zero_offset=zero_offset,
         )
 
-    of_rows = partial(_of_rows, scales, 0)
+    of_rows = partial(_row_values, scales, 0)
     rows = IntegerRows(shape, stored.raw.device, write, zeros, of_rows, width, groups, codes=codes)
-    if groups is not None or not fits_in_rows(shape, rows.device, num_groups):
+    if groups is not None or not supports_row_codes(shape, rows.device, num_groups):
         return rows
-    return RowCodes(rows, stored.raw_NB, way, num_groups, rows.shared)
+    return RowCodes(rows, stored.raw_NB, encoding, num_groups, rows.zeros_and_scales)
 
 
-def _plain_zeros(stored: Stored, added: int) -> Factors:
+def _plain_zeros(stored: StoredMatrix, zero_offset: int) -> Factors:
     """Zero points that lie as scales do, to which `added` is to be added; without any, that alone."""
     zeros = stored.companions.get(ZEROS)
     if zeros is None:
         zeros = torch.zeros(1, 1, device=stored.raw.device)
-    return partial(_of_rows, zeros, added)
+    return partial(_row_values, zeros, zero_offset)
 
 
-def _of_rows(factors: torch.Tensor, added: int, rows: Chosen) -> torch.Tensor:
+def _row_values(factors: torch.Tensor, added: int, rows: RowSelection) -> torch.Tensor:
     return (factors if len(factors) == 1 else factors[rows]).float() + added
 
 

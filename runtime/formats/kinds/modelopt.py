@@ -6,12 +6,12 @@ from ...plan.shape.shapes import TensorSlice
 from ..module_tensors import (
     FLOATS,
     ModuleTensors,
-    mapping_in,
-    mention_activations,
-    mention_kv_cache,
+    get_mapping,
     modules_with,
-    refuse,
-    with_weights,
+    replace_tensors,
+    unsupported_error,
+    warn_activations,
+    warn_kv_cache,
 )
 from ..storage_format import StorageFormat
 from .fp8 import DEFAULT_BLOCK, DTYPES, fp8_weight
@@ -27,10 +27,10 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
         return tensors
     weights = {module.path: _weight(module) for module in modules_with(tensors, "weight_scale")}
     if any(each.find("input_scale") is not None for each in modules_with(tensors, "weight_scale")):
-        mention_activations(str(quantization.get("quant_algo") or "input_scale"))
-    if quantization.get("kv_cache_scheme") or mapping_in(quantization, "quantization").get("kv_cache_quant_algo"):
-        mention_kv_cache()
-    return with_weights(tensors, weights, LEAVES)
+        warn_activations(str(quantization.get("quant_algo") or "input_scale"))
+    if quantization.get("kv_cache_scheme") or get_mapping(quantization, "quantization").get("kv_cache_quant_algo"):
+        warn_kv_cache()
+    return replace_tensors(tensors, weights, LEAVES)
 
 
 def _weight(module: ModuleTensors) -> TensorSlice:
@@ -39,7 +39,7 @@ def _weight(module: ModuleTensors) -> TensorSlice:
     if weight.dtype in DTYPES and overall is None:
         return fp8_weight(weight, scales, DEFAULT_BLOCK)
     if weight.dtype != "U8" or overall is None or module.find("pre_quant_scale") is not None:
-        raise refuse(f"{weight.name!r} is {weight.dtype}, in a format of ModelOpt", READABLE)
+        raise unsupported_error(f"{weight.name!r} is {weight.dtype}, in a format of ModelOpt", READABLE)
     return nvfp4_weight(weight, scales, module.require("weight_scale_2", "F32"), divides=False)
 
 

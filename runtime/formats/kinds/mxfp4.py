@@ -10,7 +10,7 @@ from math import prod
 
 from ...errors import CheckpointError
 from ...plan.shape.shapes import TensorSlice
-from ..scaled_rows import SCALES, scaled_rows, with_factors
+from ..scaled_rows import SCALES, attach_factors, scaled_rows
 from ..storage_format import Loss, StorageFormat
 
 NAME, BLOCK_COLUMNS = "mxfp4", 32
@@ -30,7 +30,7 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
                 )
             shape = (*blocks.shape[:-2], prod(blocks.shape[-2:]) * 2)
             numbers = replace(blocks, dtype="F4", format=NAME, shape=shape, is_transposed=True)
-            result[base] = with_factors(numbers, scales, 1, BLOCK_COLUMNS)
+            result[base] = attach_factors(numbers, scales, 1, BLOCK_COLUMNS)
     return result
 
 

@@ -11,12 +11,12 @@ import torch
 
 from ...errors import CheckpointError
 from ...kernels.arguments import FLOAT4
-from ...linear.packed_rows import RowCodes, fits_in_rows
+from ...linear.packed_rows import RowCodes, supports_row_codes
 from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..module_tensors import SCALES, require_matrix, require_shape
-from ..scaled_rows import Chosen, apply_by_group, numbers_of_bytes, write_pairs
-from ..storage_format import Loss, StorageFormat, Stored
+from ..scaled_rows import RowSelection, apply_by_group, byte_values, write_pairs
+from ..storage_format import Loss, StorageFormat, StoredMatrix
 
 DIVIDED, MULTIPLIED, WIDTH = "nvfp4", "nvfp4-modelopt", 16
 OVERALL = "overall"  # the factor for all
@@ -29,14 +29,14 @@ class Nvfp4Rows:
         self._raw_NB, self._scales, self._overall, self._divides = raw_NB, scales, overall, divides
         self.shape, self.device = (raw_NB.shape[0], 2 * raw_NB.shape[1]), raw_NB.device
 
-    def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
-        write_pairs(numbers_of_bytes(None, self.device), self._raw_NB[rows], out_RK)
-        apply_by_group(out_RK, self.shared(rows)[1], WIDTH, torch.Tensor.mul_)
+    def dequantize(self, rows: RowSelection, out_RK: torch.Tensor) -> None:
+        write_pairs(byte_values(None, self.device), self._raw_NB[rows], out_RK)
+        apply_by_group(out_RK, self.zeros_and_scales(rows)[1], WIDTH, torch.Tensor.mul_)
 
     def codes(self) -> Codes:
         """See `Rows`."""
         return Codes(
-            way=FLOAT4,
+            encoding=FLOAT4,
             shape=self.shape,
             body=self._raw_NB[None],
             scales=self._scales[None],
@@ -45,7 +45,7 @@ class Nvfp4Rows:
             divides=self._divides,
         )
 
-    def shared(self, rows: Chosen) -> tuple[None, torch.Tensor]:
+    def zeros_and_scales(self, rows: RowSelection) -> tuple[None, torch.Tensor]:
         """Returns no zero points, and the factors of the wanted rows, (R, K / WIDTH) float32."""
         scales, overall = self._scales[rows].float(), self._overall
         overall = overall if len(overall) == 1 else overall[rows]
@@ -66,13 +66,13 @@ def nvfp4_weight(numbers: TensorSlice, scales: TensorSlice, overall: TensorSlice
     return replace(numbers, dtype="F4", shape=(height, 2 * width), format=name, companions=companions)
 
 
-def _rows(stored: Stored, *, divides: bool) -> Rows:
+def _rows(stored: StoredMatrix, *, divides: bool) -> Rows:
     companions = stored.companions
     rows = Nvfp4Rows(stored.raw_NB, companions[SCALES], companions[OVERALL], divides=divides)
     num_groups = companions[SCALES].shape[1]
-    if not fits_in_rows(rows.shape, rows.device, num_groups):
+    if not supports_row_codes(rows.shape, rows.device, num_groups):
         return rows
-    return RowCodes(rows, stored.raw_NB, FLOAT4, num_groups, rows.shared)
+    return RowCodes(rows, stored.raw_NB, FLOAT4, num_groups, rows.zeros_and_scales)
 
 
 FORMATS = tuple(

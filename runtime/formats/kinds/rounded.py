@@ -16,23 +16,23 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.arguments import CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT4_MIDDLE, INT8
-from ...linear.packed_rows import NAMES, ROUNDED, CodedRows, bytes_of_codes
+from ...linear.packed_rows import FORMAT_NAMES, ROUNDED_ENCODINGS, CodedRows, code_bytes
 from ...plan.shape.shapes import Companion, TensorSlice
-from ..module_tensors import METHOD, paired, unfit
+from ..module_tensors import METHOD, mismatch_error, pair_parts
 from ..scaled_rows import SCALES
 from ..storage_format import Loss, StorageFormat
 
-WAYS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # as a user calls them
+ENCODINGS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # as a user calls them
 MOST_INT8, MOST_FLOAT8 = 127, 448
 CLIPS = (1.0, 0.93, 0.86, 0.79)  # shares of the largest number to which a group may be cut
 NUMBERS_AT_ONCE = 1 << 17  # stay in a cache while every cut is tried
 USUAL_GROUP = 64  # columns
 FLOATS = ("BF16", "F16", "F32")
-IN_A_LAYER = re.compile(r"\.\d+\.")
+LAYER_TENSOR = re.compile(r"\.\d+\.")
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # modules that choose experts
 
 
-class Rounded(NamedTuple):
+class RoundedRows(NamedTuple):
     """Rows of codes and their scales, the sum of the squares of what they are off by, and that of their own."""
 
     codes_RB: torch.Tensor
@@ -44,7 +44,7 @@ class Rounded(NamedTuple):
 Squares = tuple[float, float]  # of what rounding is off by, and of the numbers themselves, summed
 
 
-def error_of_squares(squares: Iterable[Squares]) -> float | None:
+def relative_rms_error(squares: Iterable[Squares]) -> float | None:
     """The root of the squares of what weights are off by, as a share of that of their own; None where all are 0."""
     found = list(squares)
     size = sum(own for _, own in found)
@@ -59,37 +59,37 @@ class Rounding:
     group_size: int = 64
 
     @property
-    def way(self) -> int:
-        return WAYS[self.name]
+    def encoding(self) -> int:
+        return ENCODINGS[self.name]
 
     @property
     def format(self) -> str:
         """The storage format."""
-        return NAMES[self.way]
+        return FORMAT_NAMES[self.encoding]
 
     def __str__(self) -> str:
-        return f"{self.name}, groups of {self.group_size}" if self.way == INT4 else self.name
+        return f"{self.name}, groups of {self.group_size}" if self.encoding == INT4 else self.name
 
-    def why_exact(self, name: str, dtype: str, shape: tuple[int, ...]) -> str | None:
+    def skip_reason(self, name: str, dtype: str, shape: tuple[int, ...]) -> str | None:
         """Says why a tensor is not rounded; None if it is."""
         if dtype not in FLOATS or len(shape) not in (2, 3) or 0 in shape:
             return f"{dtype}, no matrix of floats"
-        if IN_A_LAYER.search(name) is None:
+        if LAYER_TENSOR.search(name) is None:
             return "of no layer: embeddings and head are not rounded"
         if not ROUTERS.isdisjoint(name.split(".")):
             return "chooses experts"
-        if shape[-1] % GROUP_NUMBERS or (self.way == INT4 and shape[-1] % self.group_size):
+        if shape[-1] % GROUP_NUMBERS or (self.encoding == INT4 and shape[-1] % self.group_size):
             return f"columns are no multiple of {max(GROUP_NUMBERS, self.group_size)}"
         return None
 
     def num_groups(self, num_columns: int) -> int:
-        return num_columns // self.group_size if self.way == INT4 else 1
+        return num_columns // self.group_size if self.encoding == INT4 else 1
 
     def packed_columns(self, num_columns: int) -> int:
         """The bytes of a row of codes."""
-        return bytes_of_codes(self.way, num_columns)
+        return code_bytes(self.encoding, num_columns)
 
-    def pieces(self, stored_NK: torch.Tensor) -> Iterator[Rounded | None]:
+    def round_rows(self, stored_NK: torch.Tensor) -> Iterator[RoundedRows | None]:
         """Yields a run of rows at a time; None for one that holds a number that is not finite."""
         for stored_RK in stored_NK.split(max(1, NUMBERS_AT_ONCE // stored_NK.shape[1])):
             numbers_RK = stored_RK.float()
@@ -97,13 +97,13 @@ class Rounding:
                 yield None
                 continue
             scales_RG = self.choose_scales(numbers_RK)
-            codes_RB = self.codes(numbers_RK, scales_RG)
-            found_RK = self.decoded(codes_RB, scales_RG)
+            codes_RB = self.encode(numbers_RK, scales_RG)
+            found_RK = self.decode(codes_RB, scales_RG)
             error = float((found_RK - numbers_RK).square().sum(dtype=torch.float64))
-            yield Rounded(codes_RB, scales_RG, error, float(numbers_RK.square().sum(dtype=torch.float64)))
+            yield RoundedRows(codes_RB, scales_RG, error, float(numbers_RK.square().sum(dtype=torch.float64)))
 
-    def decoded(self, codes_RB: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:
-        rows = CodedRows(codes_RB, scales_RG, self.way)
+    def decode(self, codes_RB: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:
+        rows = CodedRows(codes_RB, scales_RG, self.encoding)
         out_RK = torch.empty(rows.shape)
         rows.dequantize(slice(None), out_RK)
         return out_RK
@@ -112,9 +112,9 @@ class Rounding:
         """(R, G) bfloat16, of finite float32: for int4 those of `CLIPS` that leave the smallest square error, each
         group's largest number being its code of -8; otherwise the largest number is the largest code."""
         groups_RGW = numbers_RK.unflatten(1, (self.num_groups(numbers_RK.shape[1]), -1))
-        if self.way != INT4:
+        if self.encoding != INT4:
             largest_RG = groups_RGW.abs().amax(2)
-            exact = largest_RG / (MOST_INT8 if self.way == INT8 else MOST_FLOAT8)
+            exact = largest_RG / (MOST_INT8 if self.encoding == INT8 else MOST_FLOAT8)
             found = exact.to(torch.bfloat16)
             above = torch.nextafter(found, torch.full_like(found, torch.inf))
             return torch.where(found.float() < exact, above, found)  # not below: no code is beyond the largest
@@ -131,14 +131,14 @@ class Rounding:
             best_RG = torch.where(is_better_RG, errors_RG, best_RG)
         return scales_RG
 
-    def codes(self, numbers_RK: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:
+    def encode(self, numbers_RK: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:
         """(R, bytes) uint8 of float32 numbers: the nearest codes, ties to even."""
         groups_RGW = numbers_RK.unflatten(1, (scales_RG.shape[1], -1))
         rounded = torch.empty_like(groups_RGW)
-        if self.way == FLOAT8:
+        if self.encoding == FLOAT8:
             torch.div(groups_RGW, _divisors(scales_RG), out=rounded)
             return rounded.clamp_(-MOST_FLOAT8, MOST_FLOAT8).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
-        if self.way == INT8:
+        if self.encoding == INT8:
             _round_to(groups_RGW, scales_RG, -MOST_INT8, MOST_INT8, rounded)
             return rounded.to(torch.int8).view(torch.uint8).flatten(1)
         _round_to(groups_RGW, scales_RG, -INT4_MIDDLE, INT4_MIDDLE - 1, rounded)
@@ -158,23 +158,23 @@ def _divisors(scales_RG: torch.Tensor) -> torch.Tensor:
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
     """See `Method`."""
-    for name in ROUNDED:
-        tensors = paired(tensors, quantization, name, SCALES, partial(_weight, name))
+    for name in ROUNDED_ENCODINGS:
+        tensors = pair_parts(tensors, quantization, name, SCALES, partial(_weight, name))
     return tensors
 
 
 def _weight(name: str, codes: TensorSlice, scales: TensorSlice) -> TensorSlice:
     if len(codes.shape) < 2 or scales.dtype != "BF16" or scales.shape[:-1] != codes.shape[:-1]:
-        raise unfit(codes, scales)
+        raise mismatch_error(codes, scales)
     *rows, num_bytes = codes.shape
     num_columns, num_groups = (
-        num_bytes * GROUP_NUMBERS // bytes_of_codes(ROUNDED[name], GROUP_NUMBERS),
+        num_bytes * GROUP_NUMBERS // code_bytes(ROUNDED_ENCODINGS[name], GROUP_NUMBERS),
         scales.shape[-1],
     )
     # Groups are one, or equal ones whose width is a power of two from 32 to 256.
     width, rest = divmod(num_columns, max(1, num_groups))
     if num_columns % GROUP_NUMBERS or num_groups < 1 or (num_groups > 1 and (rest or width not in (32, 64, 128, 256))):
-        raise unfit(codes, scales)
+        raise mismatch_error(codes, scales)
     companion = Companion(role=SCALES, tensor=scales, block_rows=1, block_columns=width)
     shape = (*rows, num_columns)
     return replace(codes, dtype="BF16", format=name, shape=shape, companions=(companion,))
@@ -185,11 +185,11 @@ FORMATS = tuple(
         name=name,
         loss=Loss.lossy,
         row_bytes=lambda num_columns, way=way: (
-            bytes_of_codes(way, num_columns) + 2 * (num_columns / USUAL_GROUP if way == INT4 else 1)
+            code_bytes(way, num_columns) + 2 * (num_columns / USUAL_GROUP if way == INT4 else 1)
         ),
         rows=lambda stored, way=way: CodedRows(stored.raw_NB, stored.companions[SCALES], way),
         companions=(SCALES,),
     )
-    for name, way in ROUNDED.items()
+    for name, way in ROUNDED_ENCODINGS.items()
 )
 METHODS = {METHOD: _pair}

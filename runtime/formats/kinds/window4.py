@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ...kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
-from ...linear.blocks import below
+from ...linear.blocks import concat_rows
 from ...linear.rows import Rows
 from ...linear.window4_rows import WINDOW4, Window4Rows
 from ...plan.shape.shapes import Companion, TensorSlice
-from ..module_tensors import METHOD, paired, unfit
-from ..storage_format import Loss, StorageFormat, Stored
+from ..module_tensors import METHOD, mismatch_error, pair_parts
+from ..storage_format import Loss, StorageFormat, StoredMatrix
 
 ESCAPES = "escapes"  # the companion
 WINDOW = 15  # codes above 0: as many exponents side by side
@@ -52,16 +52,16 @@ class Window4(NamedTuple):
 
 def num_words(num_rows: int, num_escapes: int) -> int:
     """The words of 32 bits of the companion that holds escapes."""
-    return 2 + num_rows + _padded(num_escapes) // 4 * 3
+    return 2 + num_rows + _padded_count(num_escapes) // 4 * 3
 
 
-def _padded(num_escapes: int) -> int:
+def _padded_count(num_escapes: int) -> int:
     return -(-num_escapes // ESCAPES_AT_ONCE) * ESCAPES_AT_ONCE
 
 
 def pack_window4(words_NK: np.ndarray) -> Window4:
     """Packs bits of bfloat16 (uint16)."""
-    return joined(list(pack_pieces(words_NK)))
+    return concat_pieces(list(pack_pieces(words_NK)))
 
 
 def pack_pieces(words_NK: np.ndarray) -> Iterator[Window4]:
@@ -75,10 +75,10 @@ def pack_pieces(words_NK: np.ndarray) -> Iterator[Window4]:
         rows, columns = np.nonzero((codes == 0) & (exponents != 0) | (codes > WINDOW))
         codes[rows, columns] = 0
         starts = np.bincount(rows + 1, minlength=len(words_RK) + 1).cumsum().astype(np.uint32)
-        yield Window4(_groups(words_RK, codes), base, starts, columns.astype(np.uint16), exponents[rows, columns])
+        yield Window4(_pack_groups(words_RK, codes), base, starts, columns.astype(np.uint16), exponents[rows, columns])
 
 
-def joined(pieces: Sequence[Window4]) -> Window4:
+def concat_pieces(pieces: Sequence[Window4]) -> Window4:
     """Runs of rows below each other."""
     counts = np.concatenate([np.diff(piece.starts) for piece in pieces])
     starts = np.concatenate([[0], counts.cumsum(dtype=np.int64)]).astype(np.uint32)
@@ -95,7 +95,7 @@ def choose_base(words_NK: np.ndarray) -> int:
     return int(np.argmax(np.convolve(counts[1:], np.ones(WINDOW, np.int64), "valid")))
 
 
-def _groups(words_RK: np.ndarray, codes_RK: np.ndarray) -> np.ndarray:
+def _pack_groups(words_RK: np.ndarray, codes_RK: np.ndarray) -> np.ndarray:
     """Rows as bytes. Number 32 h + 16 t + 4 q + j of a group lies at 16 q + 8 h + 2 j + t: vectors bring bytes together
     within 16, and words of 32 bits hold pairs. Codes of what lies in the second half are the high nibbles."""
     R, K = words_RK.shape
@@ -112,7 +112,7 @@ def _groups(words_RK: np.ndarray, codes_RK: np.ndarray) -> np.ndarray:
 def escape_words(packed: Window4, most_escapes: int) -> np.ndarray:
     """The companion that holds the base, the starts, columns and exponents of escapes, with room for `most_escapes`:
     int32. What fills it up belongs to no row."""
-    missing = _padded(most_escapes) - len(packed.columns)
+    missing = _padded_count(most_escapes) - len(packed.columns)
     parts = (
         np.array([packed.base], np.uint32),
         packed.starts,
@@ -122,7 +122,7 @@ def escape_words(packed: Window4, most_escapes: int) -> np.ndarray:
     return np.concatenate(parts).view(np.int32)
 
 
-def why_raw(dtype: str, shape: tuple[int, ...]) -> str | None:
+def skip_reason(dtype: str, shape: tuple[int, ...]) -> str | None:
     """Says why a tensor is not packed; None if it may be."""
     if dtype != "BF16":
         return f"{dtype}, not BF16"
@@ -138,25 +138,25 @@ def packed_columns(num_columns: int) -> int:
     return num_columns // GROUP_NUMBERS * GROUP_BYTES
 
 
-def escapes_beside(matrices: Sequence[Sequence[Window4]]) -> np.ndarray:
+def stack_escapes(matrices: Sequence[Sequence[Window4]]) -> np.ndarray:
     """Each expert's escapes have as much room as those of the one with the most."""
-    wholes = [joined(pieces) for pieces in matrices]
+    wholes = [concat_pieces(pieces) for pieces in matrices]
     most = max(len(whole.columns) for whole in wholes)
     return np.stack([escape_words(whole, most) for whole in wholes])
 
 
-def _rows(stored: Stored) -> Rows:
+def _rows(stored: StoredMatrix) -> Rows:
     (num_rows,) = stored.piece.constants  # of the whole that escapes are those of
     return Window4Rows(stored.raw_NB, [stored.companions[ESCAPES]], int(num_rows) + 1, stored.piece.first_row)
 
 
-def _join(matrices: Sequence[Stored]) -> Rows | None:
+def _join(matrices: Sequence[StoredMatrix]) -> Rows | None:
     """Each with as many escapes as it has."""
     piece = matrices[0].piece
     is_whole = piece.first_row == 0 and piece.constants == (piece.shape[0],)
     if not is_whole or any(stored.piece.shape != piece.shape for stored in matrices):
         return None
-    body_NB = below([stored.raw for stored in matrices]).view(len(matrices) * piece.shape[0], -1)
+    body_NB = concat_rows([stored.raw for stored in matrices]).view(len(matrices) * piece.shape[0], -1)
     return Window4Rows(body_NB, [stored.companions[ESCAPES] for stored in matrices], piece.shape[0] + 1)
 
 
@@ -165,7 +165,7 @@ def _weight(body: TensorSlice, escapes: TensorSlice) -> TensorSlice:
     is_whole = num_bytes % GROUP_BYTES == 0 and escapes.dtype == "I32" and escapes.shape[:-1] == tuple(stack)
     spare = escapes.shape[-1] - num_words(num_rows, 0) if is_whole and escapes.shape else -1
     if spare < 0 or spare % 3:
-        raise unfit(body, escapes)
+        raise mismatch_error(body, escapes)
     shape = (*stack, num_rows, num_bytes // GROUP_BYTES * GROUP_NUMBERS)
     companions = (Companion(role=ESCAPES, tensor=escapes),)
     return replace(body, dtype="BF16", format=WINDOW4, shape=shape, companions=companions, constants=(num_rows,))
@@ -181,4 +181,4 @@ FORMATS = (
         join=_join,
     ),
 )
-METHODS = {METHOD: lambda tensors, quantization: paired(tensors, quantization, WINDOW4, ESCAPES, _weight)}
+METHODS = {METHOD: lambda tensors, quantization: pair_parts(tensors, quantization, WINDOW4, ESCAPES, _weight)}

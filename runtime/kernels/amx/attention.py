@@ -32,8 +32,8 @@ from ..arguments import (
     TileScratch,
     WorkItems,
 )
-from ..attention import begin, item_of, page_run, weigh
-from ..compiled import REORDERED, kept
+from ..attention import apply_softmax, get_item, locate_in_page, reset_softmax
+from ..compiled import REORDERED, cached_kernel
 from ..primitives import (
     FLOATS,
     INTS,
@@ -42,10 +42,10 @@ from ..primitives import (
     ZERO,
     Builder,
     Value,
-    begin_items,
+    claim_items,
     ints,
     load,
-    place_of,
+    pointer_at,
     shuffle,
     splat,
     store,
@@ -55,10 +55,10 @@ from .unit import NUM_TILES, add, configure, load_queries, load_sums, release, s
 WORD = ir.IntType(64)
 HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 EVEN, ODD = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
-IN_TURNS = [place for pair in zip(range(LANES), range(LANES, 2 * LANES), strict=True) for place in pair]
+IN_TURNS = [address for pair in zip(range(LANES), range(LANES, 2 * LANES), strict=True) for address in pair]
 
 
-def nearest(builder: Builder, x: Value) -> Value:
+def round_to_bfloat16(builder: Builder, x: Value) -> Value:
     """bfloat16 in the upper half of each 32 bits; of those that lie as near the even one, as torch does."""
     bits = builder.bitcast(x, INTS)
     is_odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
@@ -66,29 +66,29 @@ def nearest(builder: Builder, x: Value) -> Value:
     return builder.select(builder.fcmp_unordered("uno", x, x), ints(0x7FC00000), rounded)
 
 
-def _parts(builder: Builder, x: Value) -> list[Value]:
+def _split_number(builder: Builder, x: Value) -> list[Value]:
     """High and low."""
-    high = nearest(builder, x)
-    return [high, nearest(builder, builder.fsub(x, builder.bitcast(high, FLOATS)))]
+    high = round_to_bfloat16(builder, x)
+    return [high, round_to_bfloat16(builder, builder.fsub(x, builder.bitcast(high, FLOATS)))]
 
 
-def paired(builder: Builder, even: Value, odd: Value) -> Value:
+def pack_pair(builder: Builder, even: Value, odd: Value) -> Value:
     return builder.or_(builder.lshr(even, ints(16)), odd)
 
 
 @intrinsic
 def _split_query(typing: Any, q: Any, at: Any, scale: Any, queries: Any, query_at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first = place_of(context, builder, q, *arguments[:2])
+        first = pointer_at(context, builder, q, *arguments[:2])
         a, b = (load(builder, q.dtype, builder.gep(first, [WORD(i * LANES)]), None) for i in range(2))
         factor = splat(builder, arguments[2])
-        even, odd = (_parts(builder, builder.fmul(shuffle(builder, a, b, dims), factor)) for dims in (EVEN, ODD))
-        rows = place_of(context, builder, queries, *arguments[3:])
+        even, odd = (_split_number(builder, builder.fmul(shuffle(builder, a, b, dims), factor)) for dims in (EVEN, ODD))
+        rows = pointer_at(context, builder, queries, *arguments[3:])
         for part in range(2):
-            pairs = paired(builder, even[part], odd[part])
+            pairs = pack_pair(builder, even[part], odd[part])
             for row in range(TILE_ROWS):
-                place = builder.gep(rows, [WORD(row * PAIRED + part * TILE_QUERIES)])
-                builder.store(builder.extract_element(pairs, ir.IntType(32)(row)), place)
+                address = builder.gep(rows, [WORD(row * PAIRED + part * TILE_QUERIES)])
+                builder.store(builder.extract_element(pairs, ir.IntType(32)(row)), address)
         return context.get_dummy_value()
 
     n = types.intp
@@ -96,17 +96,17 @@ def _split_query(typing: Any, q: Any, at: Any, scale: Any, queries: Any, query_a
 
 
 @intrinsic
-def _give_sum(typing: Any, sums: Any, even_at: Any, odd_at: Any, share: Any, out: Any, at: Any) -> Any:
+def _write_sum(typing: Any, sums: Any, even_at: Any, odd_at: Any, share: Any, out: Any, at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         factor = splat(builder, arguments[3])
-        places = [place_of(context, builder, sums, arguments[0], index) for index in arguments[1:3]]
-        even, odd = (builder.fmul(load(builder, types.float32, place, None), factor) for place in places)
-        place = place_of(context, builder, out, *arguments[4:])
+        addresses = [pointer_at(context, builder, sums, arguments[0], index) for index in arguments[1:3]]
+        even, odd = (builder.fmul(load(builder, types.float32, address, None), factor) for address in addresses)
+        address = pointer_at(context, builder, out, *arguments[4:])
         if out.dtype == types.uint16:
-            bits = paired(builder, nearest(builder, even), nearest(builder, odd))
-            store(builder, builder.bitcast(bits, HALVES), place)
+            bits = pack_pair(builder, round_to_bfloat16(builder, even), round_to_bfloat16(builder, odd))
+            store(builder, builder.bitcast(bits, HALVES), address)
         else:
-            store(builder, shuffle(builder, even, odd, IN_TURNS), place)
+            store(builder, shuffle(builder, even, odd, IN_TURNS), address)
         return context.get_dummy_value()
 
     n = types.intp
@@ -126,7 +126,7 @@ def split_queries(q_BHGD: np.ndarray, row: int, scale: np.float32, heads: Span, 
 
 
 @njit
-def give_sums(sums_HGD: np.ndarray, totals_HG: np.ndarray, heads: Span, out_BHGD: np.ndarray, row: int) -> None:
+def write_sums(sums_HGD: np.ndarray, totals_HG: np.ndarray, heads: Span, out_BHGD: np.ndarray, row: int) -> None:
     """Divided by their query's total, even and odd dims in turns."""
     H, G, D = out_BHGD.shape[1:]
     for h in range(heads[0], heads[1]):
@@ -134,10 +134,10 @@ def give_sums(sums_HGD: np.ndarray, totals_HG: np.ndarray, heads: Span, out_BHGD
             share = ONE / totals_HG[h, g] if totals_HG[h, g] != ZERO else ZERO  # which a row is that sees nothing
             for d in range(0, D // 2, LANES):
                 even = (h * sums_HGD.shape[1] + g) * D + d
-                give_sum(sums_HGD, even, even + D // 2, share, out_BHGD, ((row * H + h) * G + g) * D + 2 * d)
+                write_sum(sums_HGD, even, even + D // 2, share, out_BHGD, ((row * H + h) * G + g) * D + 2 * d)
 
 
-def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
+def _transpose_queries(builder: Builder, vectors: list[Value]) -> list[Value]:
     """Turns four positions of four queries in each of four vectors into 16 positions in the vector of each query."""
     eight = [[4 * p + g for p in range(8)] for g in range(4)]  # positions of two vectors
     upper, lower = (
@@ -149,21 +149,21 @@ def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
 
 
 @intrinsic
-def _give_scores(typing: Any, products: Any, at: Any, num: Any, scores: Any, score_at: Any) -> Any:
+def _write_scores(typing: Any, products: Any, at: Any, num: Any, scores: Any, score_at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first = place_of(context, builder, products, *arguments[:2])
+        first = pointer_at(context, builder, products, *arguments[:2])
         at = [builder.gep(first, [WORD(LANES * i)]) for i in range(PAIRED)]
-        pairs = [load(builder, types.float32, place, None) for place in at]  # two positions in each
+        pairs = [load(builder, types.float32, address, None) for address in at]  # two positions in each
         high = [lane for lane in range(2 * LANES) if lane % PAIRED < TILE_QUERIES]
         low = [lane + TILE_QUERIES for lane in high]
         vectors = [
             builder.fadd(shuffle(builder, a, b, high), shuffle(builder, a, b, low))
             for a, b in zip(pairs[::2], pairs[1::2], strict=True)
         ]
-        score = place_of(context, builder, scores, *arguments[3:])
+        score = pointer_at(context, builder, scores, *arguments[3:])
         count = splat(builder, builder.trunc(arguments[2], ir.IntType(32)))
         mask = builder.icmp_signed("<", INTS(list(range(LANES))), count)
-        for g, vector in enumerate(_transposed(builder, vectors)):
+        for g, vector in enumerate(_transpose_queries(builder, vectors)):
             store(builder, vector, builder.gep(score, [WORD(g * CHUNK_TOKENS)]), mask)
         return context.get_dummy_value()
 
@@ -174,12 +174,14 @@ def _give_scores(typing: Any, products: Any, at: Any, num: Any, scores: Any, sco
 @intrinsic
 def _split_weights(typing: Any, scores: Any, score_at: Any, num: Any, weights: Any, weight_at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        score, weight = (place_of(context, builder, *x) for x in ((scores, *arguments[:2]), (weights, *arguments[3:])))
+        score, weight = (
+            pointer_at(context, builder, *x) for x in ((scores, *arguments[:2]), (weights, *arguments[3:]))
+        )
 
         num = arguments[2]
         with cgutils.for_range_slice(builder, num.type(0), num, num.type(LANES), num.type) as (i, _):
             x = load(builder, types.float32, builder.gep(score, [i]), None)
-            for part, bits in enumerate(_parts(builder, x)):
+            for part, bits in enumerate(_split_number(builder, x)):
                 even = builder.gep(weight, [builder.add(i, num.type(part * PAIRED * CHUNK_TOKENS))])
                 store(builder, builder.lshr(bits, ints(16)), even)
                 store(builder, bits, builder.gep(even, [num.type(CHUNK_TOKENS)]))
@@ -191,23 +193,23 @@ def _split_weights(typing: Any, scores: Any, score_at: Any, num: Any, weights: A
 
 # Of one query, TILE_DIMS numbers from q[at] on, float32 or the bits of bfloat16, and so into `out`.
 split_query: Callable[[np.ndarray, int, np.float32, np.ndarray, int], None] = cast(Any, _split_query)
-give_sum: Callable[[np.ndarray, int, int, np.float32, np.ndarray, int], None] = cast(Any, _give_sum)
+write_sum: Callable[[np.ndarray, int, int, np.float32, np.ndarray, int], None] = cast(Any, _write_sum)
 # Of up to 16 positions: from `products` to the rows of four queries.
-give_scores: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _give_scores)
+write_scores: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _write_scores)
 # Of one query, as many vectors as hold `num`: those of the chunk hold whole ones.
 split_weights: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _split_weights)
 
 
 @njit(fastmath=REORDERED)
-def _position_range(place: int, last: int, page_tokens: int) -> Span:
-    """How many positions of each page are taken from `place` on, and up to where: of whole pages, or of a part."""
-    num = min(page_tokens - place % page_tokens, last - place)
-    return num, place + (last - place) // num * num if num == page_tokens else place + num
+def _position_range(position: int, last: int, page_tokens: int) -> Span:
+    """How many positions of each page are taken from `position` on, and up to where: of whole pages, or of a part."""
+    num = min(page_tokens - position % page_tokens, last - position)
+    return num, position + (last - position) // num * num if num == page_tokens else position + num
 
 
 @njit(fastmath=REORDERED)
 def _score_span(
-    pages: Pages, table_n: np.ndarray, first: int, place: int, stop: int, num: int, heads: Span, scratch: TileScratch
+    pages: Pages, table_n: np.ndarray, first: int, position: int, stop: int, num: int, heads: Span, scratch: TileScratch
 ) -> None:
     H, J, T = scratch.queries_HJTRC.shape[:3]
     row = H * T * TILE_DIMS
@@ -216,18 +218,18 @@ def _score_span(
             for t in range(0, T, NUM_TILES):
                 tiles = min(NUM_TILES, T - t)
                 load_queries(scratch.queries_HJTRC, ((h * J + j) * T + t) * TILE_ROWS * PAIRED, tiles)
-                for p in range(place, stop, num):
+                for p in range(position, stop, num):
                     page, offset = table_n[p // pages.page_tokens], p % pages.page_tokens
                     key = page * pages.key_stride + offset * row + (h * T + t) * TILE_DIMS
-                    score(pages.keys, key, 2 * row, tiles, scratch.products_SC, (p - place) * PAIRED, t > 0)
-            for p in range(place, stop, num):
+                    score(pages.keys, key, 2 * row, tiles, scratch.products_SC, (p - position) * PAIRED, t > 0)
+            for p in range(position, stop, num):
                 at = (h * J + j) * TILE_QUERIES * CHUNK_TOKENS + p - first
-                give_scores(scratch.products_SC, (p - place) * PAIRED, num, scratch.scores_HGS, at)
+                write_scores(scratch.products_SC, (p - position) * PAIRED, num, scratch.scores_HGS, at)
 
 
 @njit(fastmath=REORDERED)
 def _add_span(
-    pages: Pages, table_n: np.ndarray, first: int, place: int, stop: int, num: int, heads: Span, scratch: TileScratch
+    pages: Pages, table_n: np.ndarray, first: int, position: int, stop: int, num: int, heads: Span, scratch: TileScratch
 ) -> None:
     H, J, D = len(scratch.sums_HGD), scratch.weights_HJPCS.shape[1], scratch.sums_HGD.shape[2]
     T = D // TILE_DIMS
@@ -236,7 +238,7 @@ def _add_span(
             for t in range(0, T, NUM_TILES):
                 tiles, sums = min(NUM_TILES, T - t), (h * J + j) * TILE_QUERIES * D + t * TILE_DIMS // 2
                 load_sums(scratch.sums_HGD, sums, 2 * D, tiles)
-                for p in range(place, stop, num):
+                for p in range(position, stop, num):
                     page, offset = table_n[p // pages.page_tokens], p % pages.page_tokens
                     value = page * pages.value_stride + (offset * H + h) * D + t * TILE_DIMS
                     weight = (h * J + j) * 2 * PAIRED * CHUNK_TOKENS + p - first
@@ -247,12 +249,12 @@ def _add_span(
 @njit(fastmath=REORDERED)
 def _score_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: Span, scratch: TileScratch) -> None:
     """Scores of positions [first, last), a chunk at most."""
-    place = first
-    while place < last:
-        num, stop = _position_range(place, last, pages.page_tokens)
+    position = first
+    while position < last:
+        num, stop = _position_range(position, last, pages.page_tokens)
         configure(scratch.shapes, (num - 1) * 64)
-        _score_span(pages, table_n, first, place, stop, num, heads, scratch)
-        place = stop
+        _score_span(pages, table_n, first, position, stop, num, heads, scratch)
+        position = stop
 
 
 @njit(fastmath=REORDERED)
@@ -260,23 +262,23 @@ def _add_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: 
     """Adds their values by the weights that the scores have become."""
     J = scratch.weights_HJPCS.shape[1]
     for h in range(heads[0], heads[1]):
-        for g in range(scratch.tops_HG.shape[1]):
+        for g in range(scratch.maxima_HG.shape[1]):
             at = (((h * J + g // TILE_QUERIES) * 2) * PAIRED + 2 * (g % TILE_QUERIES)) * CHUNK_TOKENS
             score_at = (h * J * TILE_QUERIES + g) * CHUNK_TOKENS
             split_weights(scratch.scores_HGS, score_at, last - first, scratch.weights_HJPCS, at)
-    place = first
-    while place < last:
-        num, stop = _position_range(place, last, pages.page_tokens)
+    position = first
+    while position < last:
+        num, stop = _position_range(position, last, pages.page_tokens)
         configure(scratch.shapes, (TILE_ROWS + num - 1) * 64)
-        _add_span(pages, table_n, first, place, stop, num, heads, scratch)
-        place = stop
+        _add_span(pages, table_n, first, position, stop, num, heads, scratch)
+        position = stop
 
 
 @njit(fastmath=REORDERED)
 def _check_pages(pages: Pages, table_n: np.ndarray, first: int, end: int) -> None:
     if first < end:
-        for place in range(first - first % pages.page_tokens, end, pages.page_tokens):
-            page_run(pages, table_n, place, end)
+        for position in range(first - first % pages.page_tokens, end, pages.page_tokens):
+            locate_in_page(pages, table_n, position, end)
 
 
 @njit(fastmath=REORDERED)
@@ -295,7 +297,7 @@ def _attend_item(
         first, end, table_n = rows.begins_B[row], rows.ends_B[row], rows.tables_Bn[row]
         _check_pages(pages, table_n, first, end)
         split_queries(q_BHGD, row, scale, heads, scratch.queries_HJTRC)
-        begin(softmax, heads, scratch)
+        reset_softmax(softmax, heads, scratch)
         for h in range(heads[0], heads[1]):
             for g in range(q_BHGD.shape[2]):
                 for d in range(scratch.sums_HGD.shape[2]):
@@ -303,14 +305,14 @@ def _attend_item(
         while first < end:
             last = min(end, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
             _score_chunk(pages, table_n, first, last, heads, scratch)
-            weigh(last - first, heads, softmax.softcap, scratch, scratch.sums_HGD)
+            apply_softmax(last - first, heads, softmax.softcap, scratch, scratch.sums_HGD)
             _add_chunk(pages, table_n, first, last, heads, scratch)
             first = last
         release()
-        give_sums(scratch.sums_HGD, scratch.totals_HG, heads, out_BHGD, row)
+        write_sums(scratch.sums_HGD, scratch.totals_HG, heads, out_BHGD, row)
 
 
-@kept
+@cached_kernel
 def attend(
     q_BHGD: np.ndarray,
     scale: np.float32,
@@ -324,7 +326,7 @@ def attend(
     """What attention in vectors does, of pages of bfloat16 of up to TILE_ROWS positions and heads of multiples of
     TILE_DIMS, where `may_use_tiles`. Queries and `out` are both float32 or the bits of bfloat16; what `out` held does
     not matter. Infinite keys and values may end as NaN, and what is smaller than float32's normal numbers is zero."""
-    i = begin_items(items.begun, 1)
+    i = claim_items(items.counter, 1)
     while i < items.spans_W4.shape[0]:
-        _attend_item(q_BHGD, scale, pages, rows, softmax, out_BHGD, item_of(items, i), scratch)
-        i = begin_items(items.begun, 1)
+        _attend_item(q_BHGD, scale, pages, rows, softmax, out_BHGD, get_item(items, i), scratch)
+        i = claim_items(items.counter, 1)

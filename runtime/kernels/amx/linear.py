@@ -17,9 +17,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from ..arguments import PAIR_ROWS, TILE_DIMS, TILE_ROWS
-from ..compiled import REORDERED, kept
-from ..primitives import FLOATS, INTS, LANES, Builder, Value, ints, load, place_of, shuffle, store
-from .attention import EVEN, ODD, nearest, paired
+from ..compiled import REORDERED, cached_kernel
+from ..primitives import FLOATS, INTS, LANES, Builder, Value, ints, load, pointer_at, shuffle, store
+from .attention import EVEN, ODD, pack_pair, round_to_bfloat16
 from .unit import BYTE, WORD, configure, release, tile_op
 
 PARTS = 3  # bfloat16 that add up to a float32: 8 bits of its 24 each
@@ -30,19 +30,19 @@ SUM_NUMBERS = 2 * TILE_ROWS  # of a row of sums
 
 
 def _move(builder: Builder, name: str, tile: int, first: Value, at: Value, row_bytes: Value) -> None:
-    place = builder.bitcast(builder.gep(first, [at]), BYTE.as_pointer())
-    tile_op(builder, name, BYTE(tile), place, row_bytes)
+    address = builder.bitcast(builder.gep(first, [at]), BYTE.as_pointer())
+    tile_op(builder, name, BYTE(tile), address, row_bytes)
 
 
-def _adder(across: int) -> Any:
+def _make_adder(across: int) -> Any:
     """Adds, for one or two tiles across, the products with 32 rows of w from w[at] on, at one depth of all parts."""
 
     @intrinsic
     def add(typing: Any, w: Any, w_at: Any, row_numbers: Any, x: Any, x_at: Any, x_numbers: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             weights, first_weight, row, all_inputs, first_input, tile = arguments
-            rows = place_of(context, builder, w, weights, first_weight)
-            inputs = place_of(context, builder, x, all_inputs, first_input)
+            rows = pointer_at(context, builder, w, weights, first_weight)
+            inputs = pointer_at(context, builder, x, all_inputs, first_input)
             for i in range(2):
                 at = builder.mul(row, WORD(i * TILE_ROWS))
                 _move(builder, "tileloadd64", 4 + i, rows, at, builder.mul(row, WORD(2)))
@@ -61,10 +61,10 @@ def _adder(across: int) -> Any:
 
 
 @intrinsic
-def _copy_inputs(typing: Any, w: Any, at: Any, panel: Any, place: Any) -> Any:
+def _copy_inputs(typing: Any, w: Any, at: Any, panel: Any, address: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        source = place_of(context, builder, w, *arguments[:2])
-        target = place_of(context, builder, panel, *arguments[2:])
+        source = pointer_at(context, builder, w, *arguments[:2])
+        target = pointer_at(context, builder, panel, *arguments[2:])
         line = builder.load(builder.bitcast(source, INTS.as_pointer()), align=2)
         builder.store(line, builder.bitcast(target, INTS.as_pointer()), align=64)
         return context.get_dummy_value()
@@ -72,7 +72,7 @@ def _copy_inputs(typing: Any, w: Any, at: Any, panel: Any, place: Any) -> Any:
     return types.void(w, types.intp, panel, types.intp), build
 
 
-def _zero(across: int) -> Any:
+def _make_zero(across: int) -> Any:
     @intrinsic
     def zero(typing: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
@@ -85,15 +85,15 @@ def _zero(across: int) -> Any:
     return zero
 
 
-def _store(across: int) -> Any:
+def _make_store(across: int) -> Any:
     @intrinsic
     def stored(typing: Any, sums: Any, at: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-            first = place_of(context, builder, sums, *arguments)
+            first = pointer_at(context, builder, sums, *arguments)
             for j in range(across):
                 for i in range(2):
-                    place = WORD((i * SUM_NUMBERS + j) * TILE_ROWS)
-                    _move(builder, "tilestored64", 2 * j + i, first, place, WORD(4 * SUM_NUMBERS))
+                    address = WORD((i * SUM_NUMBERS + j) * TILE_ROWS)
+                    _move(builder, "tilestored64", 2 * j + i, first, address, WORD(4 * SUM_NUMBERS))
             return context.get_dummy_value()
 
         return types.void(sums, types.intp), build
@@ -101,7 +101,7 @@ def _store(across: int) -> Any:
     return stored
 
 
-def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
+def _transpose(builder: Builder, vectors: list[Value]) -> list[Value]:
     """16 vectors of 16 lanes: blocks of 1, 2, 4 and 8 lanes change places with those across the diagonal."""
     width = 1
     while width < LANES:
@@ -120,7 +120,7 @@ def _split(builder: Builder, x: Value) -> list[Value]:
     """Bits of bfloat16, in the upper halves, that add up to x: what is left after each has 8 bits less."""
     found = []
     for _ in range(PARTS):
-        found.append(nearest(builder, x))
+        found.append(round_to_bfloat16(builder, x))
         x = builder.fsub(x, builder.bitcast(found[-1], FLOATS))
     return found
 
@@ -128,20 +128,20 @@ def _split(builder: Builder, x: Value) -> list[Value]:
 @intrinsic
 def _split_inputs(typing: Any, x: Any, at: Any, row_numbers: Any, num_rows: Any, tiles: Any, tile_at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first, num_rows = place_of(context, builder, x, *arguments[:2]), arguments[3]
+        first, num_rows = pointer_at(context, builder, x, *arguments[:2]), arguments[3]
         parts: list[list[Value]] = [[] for _ in range(PARTS)]
         for row in range(TILE_ROWS):
             is_there = builder.icmp_signed("<", WORD(row), num_rows)
-            place = builder.gep(first, [builder.select(is_there, builder.mul(arguments[2], WORD(row)), WORD(0))])
-            a, b = (load(builder, types.float32, builder.gep(place, [WORD(i * LANES)]), None) for i in range(2))
+            address = builder.gep(first, [builder.select(is_there, builder.mul(arguments[2], WORD(row)), WORD(0))])
+            a, b = (load(builder, types.float32, builder.gep(address, [WORD(i * LANES)]), None) for i in range(2))
             even, odd = (_split(builder, shuffle(builder, a, b, lanes)) for lanes in (EVEN, ODD))
             for part in range(PARTS):
-                parts[part].append(builder.select(is_there, paired(builder, even[part], odd[part]), ints(0)))
-        out = place_of(context, builder, tiles, *arguments[4:])
+                parts[part].append(builder.select(is_there, pack_pair(builder, even[part], odd[part]), ints(0)))
+        out = pointer_at(context, builder, tiles, *arguments[4:])
         for part, rows in enumerate(parts):
-            for pair, words in enumerate(_transposed(builder, rows)):
-                place = builder.gep(out, [WORD(part * TILE_WORDS + pair * TILE_ROWS)])
-                builder.store(words, builder.bitcast(place, INTS.as_pointer()), align=4)
+            for pair, words in enumerate(_transpose(builder, rows)):
+                address = builder.gep(out, [WORD(part * TILE_WORDS + pair * TILE_ROWS)])
+                builder.store(words, builder.bitcast(address, INTS.as_pointer()), align=4)
         return context.get_dummy_value()
 
     n = types.intp
@@ -149,13 +149,13 @@ def _split_inputs(typing: Any, x: Any, at: Any, row_numbers: Any, num_rows: Any,
 
 
 @intrinsic
-def _give_products(typing: Any, sums: Any, at: Any, num_rows: Any, out: Any, out_at: Any, row_numbers: Any) -> Any:
+def _write_products(typing: Any, sums: Any, at: Any, num_rows: Any, out: Any, out_at: Any, row_numbers: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first = place_of(context, builder, sums, *arguments[:2])
-        places = [builder.gep(first, [WORD(row * SUM_NUMBERS)]) for row in range(TILE_ROWS)]
-        vectors = [load(builder, types.float32, place, None) for place in places]
-        out_first = place_of(context, builder, out, *arguments[3:5])
-        for row, vector in enumerate(_transposed(builder, vectors)):
+        first = pointer_at(context, builder, sums, *arguments[:2])
+        addresses = [builder.gep(first, [WORD(row * SUM_NUMBERS)]) for row in range(TILE_ROWS)]
+        vectors = [load(builder, types.float32, address, None) for address in addresses]
+        out_first = pointer_at(context, builder, out, *arguments[3:5])
+        for row, vector in enumerate(_transpose(builder, vectors)):
             with builder.if_then(builder.icmp_signed("<", WORD(row), arguments[2])):
                 store(builder, vector, builder.gep(out_first, [builder.mul(arguments[5], WORD(row))]))
         return context.get_dummy_value()
@@ -165,15 +165,15 @@ def _give_products(typing: Any, sums: Any, at: Any, num_rows: Any, out: Any, out
 
 
 # Of one or two tiles across.
-add_products1, add_products2 = _adder(1), _adder(2)
-zero1, zero2 = _zero(1), _zero(2)
-store1, store2 = _store(1), _store(2)
+add_products1, add_products2 = _make_adder(1), _make_adder(2)
+zero1, zero2 = _make_zero(1), _make_zero(2)
+store1, store2 = _make_store(1), _make_store(2)
 # 32 inputs of a row, from anywhere to a line of the cache.
 copy_inputs: Callable[[np.ndarray, int, np.ndarray, int], None] = cast(Any, _copy_inputs)
 # `num_rows` rows of 32 inputs, zeros below them, as one step of tiles.
 split_inputs: Callable[[np.ndarray, int, int, int, np.ndarray, int], None] = cast(Any, _split_inputs)
 # 16 x 16 of the sums as `num_rows` rows of the result.
-give_products: Callable[[np.ndarray, int, int, np.ndarray, int, int], None] = cast(Any, _give_products)
+write_products: Callable[[np.ndarray, int, int, np.ndarray, int, int], None] = cast(Any, _write_products)
 
 
 CHUNK_ROWS = 256  # of w: what one call multiplies at most
@@ -188,7 +188,7 @@ def num_sums(num_rows: int) -> int:
     return (1 + CHUNK_ROWS // PAIR_ROWS * -(-num_rows // SUM_NUMBERS)) * BLOCK_NUMBERS
 
 
-@kept
+@cached_kernel
 def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, tiles: np.ndarray) -> None:
     """Tiles [first, last) of 16 rows of a contiguous x, all depths of each behind one another."""
     M, K = x_MK.shape
@@ -200,13 +200,13 @@ def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, tiles: np.ndarray) -
 
 
 @njit(fastmath=REORDERED)
-def _lay_out(w_NK: np.ndarray, at: int, num_steps: int, panel: np.ndarray, place: int) -> None:
+def _copy_weights(w_NK: np.ndarray, at: int, num_steps: int, panel: np.ndarray, address: int) -> None:
     """32 rows of w, from one of their inputs on, as pairs of tiles one after the other. Where they lie a multiple of
     4 KiB apart, as most do, one set of the first cache would have to hold all lines of a tile."""
     K = w_NK.shape[1]
     for row in range(PAIR_ROWS):
         for k in range(num_steps):
-            copy_inputs(w_NK, at + row * K + k * TILE_DIMS, panel, place + k * PAIR_NUMBERS + row * TILE_DIMS)
+            copy_inputs(w_NK, at + row * K + k * TILE_DIMS, panel, address + k * PAIR_NUMBERS + row * TILE_DIMS)
 
 
 @njit(fastmath=REORDERED)
@@ -233,18 +233,18 @@ def _add_chain(
 
 
 @njit(fastmath=REORDERED)
-def _give_block(sums: np.ndarray, at: int, num_rows: int, out_MN: np.ndarray, to: int, out_numbers: int) -> None:
+def _write_block(sums: np.ndarray, at: int, num_rows: int, out_MN: np.ndarray, to: int, out_numbers: int) -> None:
     """What a pair of tiles of w came to, for the first `num_rows` rows of a pair of tiles of x."""
     for j in range(2 if num_rows > TILE_ROWS else 1):
         top = j * TILE_ROWS
         for i in range(2):
-            place, own = to + top * out_numbers + i * TILE_ROWS, at + i * TILE_ROWS * SUM_NUMBERS + top
-            give_products(sums, own, num_rows - top, out_MN, place, out_numbers)
+            address, own = to + top * out_numbers + i * TILE_ROWS, at + i * TILE_ROWS * SUM_NUMBERS + top
+            write_products(sums, own, num_rows - top, out_MN, address, out_numbers)
 
 
 # Not in named tuples: from Python these take a microsecond to unpack at each call, and as arguments of a chain they
 # took more instructions of its loop.
-@kept
+@cached_kernel
 def linear(
     w_NK: np.ndarray,
     first: int,
@@ -272,14 +272,14 @@ def linear(
             num_steps = min(CHAIN_STEPS, depth - k_first)
             for n in range(num_pairs if is_laid_out else 0):
                 at = (row + n * PAIR_ROWS) * K + k_first * TILE_DIMS
-                _lay_out(w_NK, at, num_steps, panel, n * CHAIN_STEPS * PAIR_NUMBERS)
+                _copy_weights(w_NK, at, num_steps, panel, n * CHAIN_STEPS * PAIR_NUMBERS)
             for t in range(0, num_tiles, 2):
                 is_pair = t + 1 < num_tiles
                 for n in range(num_pairs):
                     x_at = (t * depth + k_first) * STEP_WORDS
                     if is_laid_out:
-                        place = n * CHAIN_STEPS * PAIR_NUMBERS
-                        _add_chain(panel, place, PAIR_NUMBERS, TILE_DIMS, tiles, x_at, row_words, num_steps, is_pair)
+                        address = n * CHAIN_STEPS * PAIR_NUMBERS
+                        _add_chain(panel, address, PAIR_NUMBERS, TILE_DIMS, tiles, x_at, row_words, num_steps, is_pair)
                     else:
                         at = row * K + k_first * TILE_DIMS
                         _add_chain(w_NK, at, TILE_DIMS, K, tiles, x_at, row_words, num_steps, is_pair)
@@ -295,5 +295,5 @@ def linear(
                     if k_first + num_steps == depth:
                         top = t * TILE_ROWS
                         to = begin + top * out_numbers + row + n * PAIR_ROWS
-                        _give_block(sums, own, num_rows - top, out_MN, to, out_numbers)
+                        _write_block(sums, own, num_rows - top, out_MN, to, out_numbers)
     release()

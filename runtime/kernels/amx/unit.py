@@ -24,13 +24,13 @@ from numba.extending import intrinsic
 
 from ..arguments import CHUNK_TOKENS, PAIRED, TILE_DIMS, TILE_ROWS
 from ..compiled import features
-from ..primitives import LANES, Builder, Value, call, place_of
+from ..primitives import LANES, Builder, Value, call, pointer_at
 
 log = logging.getLogger(__name__)
 
 NUM_TILES = 4  # of queries, keys or values side by side
 SCORES, HIGH_WEIGHTS, LOW_WEIGHTS = 4, 4, 5
-READ = (6, 7)  # keys or values, in turns
+READ_TILES = (6, 7)  # keys or values, in turns
 BYTE, WORD = ir.IntType(8), ir.IntType(64)
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64, where alone there are tiles
 
@@ -52,14 +52,14 @@ def tile_op(builder: Builder, name: str, *arguments: Value) -> None:
     call(builder, f"llvm.x86.{name}", ir.VoidType(), list(arguments))
 
 
-def _each_tile(builder: Builder, num: Value, act: Callable[[int], None]) -> None:
+def _for_tiles(builder: Builder, num: Value, act: Callable[[int], None]) -> None:
     for i in range(NUM_TILES):
         with builder.if_then(builder.icmp_signed(">", num, num.type(i))):
             act(i)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rows:
+class _TileRows:
     """Tiles' rows in memory: the `i`-th tile begins `tile_numbers` further than the one before it."""
 
     builder: Builder
@@ -68,8 +68,8 @@ class _Rows:
     tile_numbers: int = 0
 
     def move(self, name: str, tile: int, i: int = 0) -> None:
-        place = self.builder.gep(self.first, [WORD(i * self.tile_numbers)])
-        tile_op(self.builder, name, BYTE(tile), self.builder.bitcast(place, BYTE.as_pointer()), self.row_bytes)
+        address = self.builder.gep(self.first, [WORD(i * self.tile_numbers)])
+        tile_op(self.builder, name, BYTE(tile), self.builder.bitcast(address, BYTE.as_pointer()), self.row_bytes)
 
     def load(self, tile: int, i: int = 0) -> None:
         self.move("tileloadd64", tile, i)
@@ -81,8 +81,8 @@ class _Rows:
 @intrinsic
 def _configure(typing: Any, shapes: Any, at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        place = place_of(context, builder, shapes, *arguments)
-        tile_op(builder, "ldtilecfg", builder.bitcast(place, BYTE.as_pointer()))
+        address = pointer_at(context, builder, shapes, *arguments)
+        tile_op(builder, "ldtilecfg", builder.bitcast(address, BYTE.as_pointer()))
         return context.get_dummy_value()
 
     return types.void(shapes, types.intp), build
@@ -100,9 +100,9 @@ def _release(typing: Any) -> Any:
 @intrinsic
 def _load_queries(typing: Any, queries: Any, at: Any, num: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first = place_of(context, builder, queries, *arguments[:2])
-        rows = _Rows(builder=builder, first=first, row_bytes=WORD(4 * PAIRED), tile_numbers=TILE_ROWS * PAIRED)
-        _each_tile(builder, arguments[2], lambda i: rows.load(i, i))
+        first = pointer_at(context, builder, queries, *arguments[:2])
+        rows = _TileRows(builder=builder, first=first, row_bytes=WORD(4 * PAIRED), tile_numbers=TILE_ROWS * PAIRED)
+        _for_tiles(builder, arguments[2], lambda i: rows.load(i, i))
         return context.get_dummy_value()
 
     return types.void(queries, types.intp, types.intp), build
@@ -112,21 +112,21 @@ def _load_queries(typing: Any, queries: Any, at: Any, num: Any) -> Any:
 def _score(typing: Any, keys: Any, at: Any, row_bytes: Any, num: Any, scores: Any, score_at: Any, is_begun: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         all_keys, first_key, key_bytes, num_tiles, all_scores, first_score, is_later = arguments
-        first = place_of(context, builder, keys, all_keys, first_key)
-        rows = _Rows(builder=builder, first=first, row_bytes=key_bytes, tile_numbers=TILE_DIMS)
-        score_first = place_of(context, builder, scores, all_scores, first_score)
-        score = _Rows(builder=builder, first=score_first, row_bytes=WORD(4 * PAIRED))
+        first = pointer_at(context, builder, keys, all_keys, first_key)
+        rows = _TileRows(builder=builder, first=first, row_bytes=key_bytes, tile_numbers=TILE_DIMS)
+        score_first = pointer_at(context, builder, scores, all_scores, first_score)
+        score = _TileRows(builder=builder, first=score_first, row_bytes=WORD(4 * PAIRED))
 
         def multiply(i: int) -> None:
-            rows.load(READ[i % 2], i)
-            tile_op(builder, "tdpbf16ps", BYTE(SCORES), BYTE(READ[i % 2]), BYTE(i))
+            rows.load(READ_TILES[i % 2], i)
+            tile_op(builder, "tdpbf16ps", BYTE(SCORES), BYTE(READ_TILES[i % 2]), BYTE(i))
 
-        with builder.if_else(is_later) as (begun, fresh):
-            with begun:
+        with builder.if_else(is_later) as (counter, fresh):
+            with counter:
                 score.load(SCORES)
             with fresh:
                 tile_op(builder, "tilezero", BYTE(SCORES))
-        _each_tile(builder, num_tiles, multiply)
+        _for_tiles(builder, num_tiles, multiply)
         score.store(SCORES)
         return context.get_dummy_value()
 
@@ -134,13 +134,13 @@ def _score(typing: Any, keys: Any, at: Any, row_bytes: Any, num: Any, scores: An
     return types.void(keys, n, n, n, scores, n, types.boolean), build
 
 
-def _moved_sums(name: str) -> Callable[..., None]:
+def _make_sum_mover(name: str) -> Callable[..., None]:
     @intrinsic
     def moved(typing: Any, sums: Any, at: Any, row_bytes: Any, num: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-            first = place_of(context, builder, sums, *arguments[:2])
-            rows = _Rows(builder=builder, first=first, row_bytes=arguments[2], tile_numbers=TILE_DIMS // 2)
-            _each_tile(builder, arguments[3], lambda i: rows.move(name, i, i))
+            first = pointer_at(context, builder, sums, *arguments[:2])
+            rows = _TileRows(builder=builder, first=first, row_bytes=arguments[2], tile_numbers=TILE_DIMS // 2)
+            _for_tiles(builder, arguments[3], lambda i: rows.move(name, i, i))
             return context.get_dummy_value()
 
         return types.void(sums, types.intp, types.intp, types.intp), build
@@ -152,23 +152,23 @@ def _moved_sums(name: str) -> Callable[..., None]:
 def _add(typing: Any, values: Any, at: Any, row_bytes: Any, num: Any, weights: Any, weight_at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         all_values, first_value, value_bytes, num_tiles, all_weights, first_weight = arguments
-        first = place_of(context, builder, values, all_values, first_value)
-        rows = _Rows(builder=builder, first=first, row_bytes=value_bytes, tile_numbers=TILE_DIMS)
-        weight = _Rows(
+        first = pointer_at(context, builder, values, all_values, first_value)
+        rows = _TileRows(builder=builder, first=first, row_bytes=value_bytes, tile_numbers=TILE_DIMS)
+        weight = _TileRows(
             builder=builder,
-            first=place_of(context, builder, weights, all_weights, first_weight),
+            first=pointer_at(context, builder, weights, all_weights, first_weight),
             row_bytes=WORD(4 * CHUNK_TOKENS),
             tile_numbers=PAIRED * CHUNK_TOKENS,
         )
 
         def multiply(i: int) -> None:
-            rows.load(READ[i % 2], i)
+            rows.load(READ_TILES[i % 2], i)
             for factor in (HIGH_WEIGHTS, LOW_WEIGHTS):
-                tile_op(builder, "tdpbf16ps", BYTE(i), BYTE(factor), BYTE(READ[i % 2]))
+                tile_op(builder, "tdpbf16ps", BYTE(i), BYTE(factor), BYTE(READ_TILES[i % 2]))
 
         weight.load(HIGH_WEIGHTS)
         weight.load(LOW_WEIGHTS, 1)
-        _each_tile(builder, num_tiles, multiply)
+        _for_tiles(builder, num_tiles, multiply)
         return context.get_dummy_value()
 
     n = types.intp
@@ -179,6 +179,6 @@ def _add(typing: Any, values: Any, at: Any, row_bytes: Any, num: Any, weights: A
 configure: Callable[[np.ndarray, int], None] = cast(Any, _configure)
 release: Callable[[], None] = cast(Any, _release)
 load_queries: Callable[[np.ndarray, int, int], None] = cast(Any, _load_queries)
-load_sums, store_sums = _moved_sums("tileloadd64"), _moved_sums("tilestored64")
+load_sums, store_sums = _make_sum_mover("tileloadd64"), _make_sum_mover("tilestored64")
 score: Callable[[np.ndarray, int, int, int, np.ndarray, int, bool], None] = cast(Any, _score)
 add: Callable[[np.ndarray, int, int, int, np.ndarray, int], None] = cast(Any, _add)
