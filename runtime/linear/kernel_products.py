@@ -102,7 +102,7 @@ def _workspace(pairs: bool) -> Iterator[tuple[np.ndarray, ...]]:
     kernel = _kernel()
     spares = _workspace_pool(LinearBackend.vectors)
     own = spares.take(lambda: Workspace.make(kernel.WORK_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
-    yield *kernel.split(own.panel, pairs=pairs), own.sums
+    yield *kernel.split_workspace(own.panel, pairs=pairs), own.sums
     spares.give_back(own)
 
 
