@@ -180,7 +180,8 @@ def compiled_once(shared_home: Path) -> None:
     for turn in range(len(parts)):
         place = (turn + int(number)) % len(parts)
         made_once(
-            shared_home / "kernels" / str(place), lambda home, place=place: alone(compiling.prepare, parts[place])
+            shared_home / "kernels" / str(place),
+            lambda home, place=place: alone(compiling.prepare_kernels, parts[place]),
         )
 
 
@@ -195,10 +196,10 @@ def compiled_apart() -> Iterator[None]:
             alone(prepare, part)
         return []
 
-    prepare = compiling.prepare
+    prepare = compiling.prepare_kernels
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling, "COMPILING_SECONDS", -1.0)
-        patch.setattr(compiling, "_shares", compile_apart)
+        patch.setattr(compiling, "_split_work", compile_apart)
         yield
 
 

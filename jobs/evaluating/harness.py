@@ -27,7 +27,7 @@ from runtime.config.settings import SamplingOverrides
 from runtime.errors import ConfigError, EvaluationError, WeightstreamError, require
 from runtime.library.api import Runtime
 from runtime.model.loading import LoadedModel
-from runtime.requests.joining import join
+from runtime.requests.joining import join_requests
 from runtime.requests.prompts import Rejected
 from runtime.requests.scoring import make_scoring
 from runtime.sequences.sequence import Request
@@ -112,7 +112,7 @@ class Answerer:
             if isinstance(made, Rejected):
                 raise EvaluationError(f"a target of {len(target_ids):,} tokens cannot be scored: {made.error}")
             asked.append(made)
-        joined, rows = join(asked), list[Row]()
+        joined, rows = join_requests(asked), list[Row]()
         for index, request in enumerate(each.request for each in joined):
             assert request.scoring is not None, "its tokens are scored"
             parts = (request.scoring.last_ids, request.scoring.decoder_ids or ())
@@ -135,7 +135,7 @@ class Answerer:
                 scoring, request = each.request.scoring, asked[member]
                 assert scoring is not None, "it was joined of scored ones"
                 assert request.scoring is not None, "its tokens are scored"
-                places = scoring.places_of(request.scoring)
+                places = scoring.positions_of(request.scoring)
                 likeliest = [answer["top_token_ids"][place][0] for place in places]
                 logprob = math.fsum(answer["token_logprobs"][place] for place in places)
                 found[member] = (logprob, likeliest == list(request.target_ids))

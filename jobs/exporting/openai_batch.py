@@ -95,7 +95,9 @@ class Tokens:
         """Whether a text began with the completion, so that a first space was dropped. A row does not say what stood
         before it."""
         ids, text = row["token_ids"], row["completion"]
-        return not self._detokenizer.spelled(ids).startswith(text) and self._detokenizer.decode(ids).startswith(text)
+        return not self._detokenizer.join_spellings(ids).startswith(text) and self._detokenizer.decode(ids).startswith(
+            text
+        )
 
     @cached_property
     def _detokenizer(self) -> Detokenizer:

@@ -36,7 +36,7 @@ from .run_dir import RunDirectory
 
 if TYPE_CHECKING:  # they load torch, and who reads what a run has written needs none
     from runtime.sequences.beams import BeamState
-    from runtime.sequences.sequence import BeamTrace, Unfinished
+    from runtime.sequences.sequence import BeamTrace, SequenceState
 
 
 LOG = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class RunCheckpoint:
     often a wave's block went on inside before."""
 
     finished: Sequence[GenerationRow] = ()
-    unfinished: "Mapping[RequestKey, Unfinished]"
+    unfinished: "Mapping[RequestKey, SequenceState]"
     passes: Sequence[PassRow] = ()
     num_stops: int = 0
 
@@ -194,11 +194,11 @@ def remove_checkpoints(directory: RunDirectory, blocks: Iterable[int]) -> None:
             raise output_error(path, error) from error
 
 
-def _parse_unfinished(values: CheckpointRow) -> "Unfinished":
-    from runtime.sequences.sequence import TokenLogprobs, Unfinished
+def _parse_unfinished(values: CheckpointRow) -> "SequenceState":
+    from runtime.sequences.sequence import TokenLogprobs, SequenceState
 
     logprobs = zip(values["logprobs"], values["top_token_ids"], values["top_logprobs"], strict=True)
-    return Unfinished(
+    return SequenceState(
         token_ids=tuple(values["token_ids"]),
         logprobs=tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in logprobs),
         generator_state=values["generator_state"],

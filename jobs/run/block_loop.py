@@ -13,10 +13,10 @@ from typing import Protocol
 
 from runtime.batching.balance import Block
 from runtime.engine.records import PassRecord
-from runtime.engine.session import ignore
+from runtime.engine.session import ignore_pass
 from runtime.errors import WeightstreamError
 from runtime.plan.cost.predict import Prediction
-from runtime.sequences.sequence import Completion, Request, Unfinished
+from runtime.sequences.sequence import Completion, Request, SequenceState
 
 from ..record.output_rows import GenerationRow
 from ..record.parts import PartStore
@@ -38,9 +38,9 @@ class BlockSession(Protocol):
     def wave(
         self,
         block: Block,
-        left: Sequence[int],
+        remaining: Sequence[int],
         requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
+        unfinished: Mapping[int, SequenceState],
         on_pass: OnPass,
     ) -> Completions:
         """Does what `stream` does, for one block, whose requests in `left` enter together."""
@@ -50,14 +50,14 @@ class BlockSession(Protocol):
         self,
         order: Sequence[int],
         requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
+        unfinished: Mapping[int, SequenceState],
         on_pass: OnPass,
     ) -> Completions:
         """Completions as they finish, of requests that are admitted in `order` and go on from `unfinished`. `on_pass`
         is called after each pass, once the completions that ended in it have been taken. Raises Interrupted."""
         ...
 
-    def snapshot(self) -> dict[int, Unfinished]:
+    def snapshot(self) -> dict[int, SequenceState]:
         """The sequences that have been admitted and have not finished, also after Interrupted was raised."""
         ...
 
@@ -116,7 +116,7 @@ class OpenBlocks:
     checkpoint_seconds: float | None
     progress: Progress
     start: Start = field(default_factory=Start)
-    after_pass: Callable[[PassRecord], None] = ignore
+    after_pass: Callable[[PassRecord], None] = ignore_pass
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class OpenBlocks:
             block=blocks[0].index if self.is_wave else None,
         )
         self._order = [i for each in blocks for i in each.members]
-        self._unfinished: dict[int, Unfinished] = {}  # of an earlier start, and not finished by this one
+        self._unfinished: dict[int, SequenceState] = {}  # of an earlier start, and not finished by this one
         self._num_passes = 1 + max(recorded, default=-1)
         if self.checkpoint_seconds is not None:
             self._restore(self._checkpoint.load(), recorded)

@@ -12,7 +12,7 @@ from runtime.batching.balance import Block
 from runtime.errors import ConfigError, require
 from runtime.library.api import Runtime
 from runtime.requests.chat import ChatRenderer, TemplateRefusal
-from runtime.requests.joining import Joined, join, scores_of, whole_searches, with_beams
+from runtime.requests.joining import JoinedRequest, add_hidden_beams, join_requests, member_scores, with_hidden_beams
 from runtime.requests.prompts import Rejected, tokenize_each
 from runtime.sequences.sequence import Completion, Request
 
@@ -27,7 +27,7 @@ QUESTION = {"role": "user", "content": "?"}
 
 def make_renderer(tokenizer: PreTrainedTokenizerBase) -> ChatRenderer:
     """A renderer whose errors name the data set's key."""
-    return ChatRenderer(tokenizer, asked_by="dataset.chat_template=true", otherwise="set dataset.chat_template=false")
+    return ChatRenderer(tokenizer, purpose="dataset.chat_template=true", alternative="set dataset.chat_template=false")
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
@@ -101,9 +101,11 @@ class RequestBatch:
     read_columns: ReadColumns = lambda _: {}
 
     @cached_property
-    def joined(self) -> Sequence[Joined]:
+    def joined(self) -> Sequence[JoinedRequest]:
         """What is computed, of which each serves its members among `requests`; blocks hold positions into it."""
-        return list(with_beams(join(self.requests, [self.slots.get(request.key) for request in self.requests])))
+        return list(
+            add_hidden_beams(join_requests(self.requests, [self.slots.get(request.key) for request in self.requests]))
+        )
 
     @cached_property
     def computed(self) -> Sequence[Request]:
@@ -244,7 +246,7 @@ def blocks_from_plan(planned: Iterable[PlannedRequest], batch: RequestBatch) -> 
     return tuple(
         Block(
             index=index,
-            micro_batches=tuple(tuple(whole_searches(members, batch.computed)) for _, members in sorted(lanes.items())),
+            micro_batches=tuple(tuple(with_hidden_beams(members, batch.computed)) for _, members in sorted(lanes.items())),
         )
         for index, lanes in sorted(slots.items())
     )
@@ -260,7 +262,7 @@ def completed_rows(batch: RequestBatch, position: int, completion: Completion) -
 
 def _completed_row(row: Row, request: Request, completion: Completion) -> GenerationRow:
     reason = completion.finish.value
-    tokens = completion.logprobs if request.scoring is None else scores_of(request, completion)
+    tokens = completion.logprobs if request.scoring is None else member_scores(request, completion)
     return GenerationRow(
         id=row.id,
         sample_index=request.sample_index,

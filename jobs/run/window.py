@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from runtime.batching.balance import Block
 from runtime.config.settings import Admission, PolicyKind
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.session import ignore
+from runtime.engine.session import ignore_pass
 from runtime.errors import DamagedRunError
 from runtime.plan.cost.simulator import PlayedPass
 from runtime.plan.placement.defaults import chunk_tokens
@@ -168,7 +168,7 @@ class WindowRun:
     ) -> Callable[[PassRecord], None]:
         """What writes the spans of a pass that has just ended, and beside them those that the plan predicts of it."""
         if self._context.runtime.trace is None:
-            return ignore
+            return ignore_pass
         shape, sizes = self._context.runtime.model.shape, [request.size for request in batch.computed]
         predicted = PredictedSpans.from_plan(shape, plan, sizes)
         return lambda record: write(predicted.spans_at(record.phase, time.monotonic() - record.seconds))

@@ -13,7 +13,7 @@ What several begin with is computed by a row of its own, which takes no seat, an
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .prefixes import IN_LANES, CachedPrefix, Place, RetainedPrefixes, SharedPrefix, SharingRule
+from .prefixes import WITHIN_LANES, CachedPrefix, PrefixKey, RetainedPrefixes, SharedPrefix, SharingRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Waiting:
 
     request: int
     num_known: int
-    num_most: int
+    max_cached: int
     prefix: SharedPrefix | None = None
 
 
@@ -37,7 +37,7 @@ class SlotState:
     lane: int
     num_cached: int
     num_known: int
-    num_most: int
+    max_cached: int
     prefix: SharedPrefix | None = None
 
     @property
@@ -56,12 +56,18 @@ class AdmissionLimits:
     lane_size: int
     lane_tokens: int
     page_tokens: int
-    rule: SharingRule = IN_LANES
-    others_pages: int = 0
+    rule: SharingRule = WITHIN_LANES
+    reserved_pages: int = 0
 
     @staticmethod
     def from_lanes(
-        rule: SharingRule, *, num_lanes: int, lane_size: int, chunk_tokens: int, page_tokens: int, others_pages: int = 0
+        rule: SharingRule,
+        *,
+        num_lanes: int,
+        lane_size: int,
+        chunk_tokens: int,
+        page_tokens: int,
+        reserved_pages: int = 0,
     ) -> "AdmissionLimits":
         """The limits of lanes that prefill so many tokens a pass, and decode one of each sequence in any case. `rule`:
         of blocks that nobody joins. Here a page is shared whole or not at all, so that sharing never takes more pages
@@ -72,7 +78,7 @@ class AdmissionLimits:
             lane_tokens=max(lane_size, chunk_tokens),
             page_tokens=page_tokens,
             rule=replace(rule, page_tokens=page_tokens),
-            others_pages=others_pages,
+            reserved_pages=reserved_pages,
         )
 
     def pages(self, num_tokens: int) -> int:
@@ -93,11 +99,11 @@ class PassPlan:
     preempted: tuple[int, ...]
     admitted: tuple[tuple[int, int], ...]
     new_tokens: Mapping[int, int]
-    dropped: tuple[Place, ...] = ()
-    filled: Mapping[Place, int] = field(default_factory=dict)
+    dropped: tuple[PrefixKey, ...] = ()
+    prefix_tokens: Mapping[PrefixKey, int] = field(default_factory=dict)
 
 
-def most_cached(num_prompt_tokens: int, max_new_tokens: int) -> int:
+def max_cached_tokens(num_prompt_tokens: int, max_new_tokens: int) -> int:
     """KV positions of a sequence that runs to its limit: its last token is never computed on. What takes more pages
     than there are can never be admitted: refuse it with the plan."""
     return num_prompt_tokens + max(0, max_new_tokens - 1)
@@ -119,10 +125,12 @@ def plan_pass(
     enters.
     """
     kept, staying, preempted = RetainedPrefixes(held, limits.rule, limits.page_tokens), list(running), list[SlotState]()
-    free = free_pages + (kept.drop_unwanted(_assigned(staying), _line(waiting)) if kept else 0)
-    shares = _share_budgets(staying, kept, limits)
+    free = free_pages + (kept.drop_unwanted(_assigned_prefixes(staying), _waiting_prefixes(waiting)) if kept else 0)
+    shares = _assign_tokens(staying, kept, limits)
     while (needed := _needed_pages(staying, kept, limits, *shares)) > free:
-        if (dropped := kept.drop_one(_assigned(staying), _line([*preempted, *waiting]))) is not None:
+        if (
+            dropped := kept.drop_least_urgent(_assigned_prefixes(staying), _waiting_prefixes([*preempted, *waiting]))
+        ) is not None:
             free += dropped
         else:
             assert len(staying) > 1, f"request {staying[0].request} alone needs {needed} KV pages, {free} are free"
@@ -130,24 +138,24 @@ def plan_pass(
             # Pages that it holds alone.
             free += limits.pages(youngest.num_cached) - limits.pages(limits.rule.num_shared(youngest.prefix))
             preempted.insert(0, youngest)
-        shares = _share_budgets(staying, kept, limits)
-    entered = [] if preempted else _enter(waiting, staying, kept, free, limits)
+        shares = _assign_tokens(staying, kept, limits)
+    entered = [] if preempted else _admit(waiting, staying, kept, free, limits)
     assert staying or entered or not waiting, f"request {waiting[0].request} can never be admitted: {free} pages"
-    new_tokens, filled = _share_budgets([*staying, *entered], kept, limits) if entered else shares
+    new_tokens, filled = _assign_tokens([*staying, *entered], kept, limits) if entered else shares
     return PassPlan(
         preempted=tuple(slot.request for slot in preempted),
         admitted=tuple((slot.request, slot.lane) for slot in entered),
         new_tokens=new_tokens,
         dropped=tuple(kept.dropped),
-        filled=filled,
+        prefix_tokens=filled,
     )
 
 
-def _assigned(running: Iterable[SlotState]) -> list[tuple[SharedPrefix | None, int]]:
+def _assigned_prefixes(running: Iterable[SlotState]) -> list[tuple[SharedPrefix | None, int]]:
     return [(slot.prefix, slot.lane) for slot in running]
 
 
-def _line(waiting: Iterable[Waiting | SlotState]) -> list[SharedPrefix | None]:
+def _waiting_prefixes(waiting: Iterable[Waiting | SlotState]) -> list[SharedPrefix | None]:
     return [each.prefix for each in waiting]
 
 
@@ -156,7 +164,7 @@ def _needed_pages(
     kept: RetainedPrefixes,
     limits: AdmissionLimits,
     new_tokens: Mapping[int, int],
-    filled: Mapping[Place, int],
+    filled: Mapping[PrefixKey, int],
 ) -> int:
     """That a pass of so many tokens takes from the free ones."""
     page = limits.page_tokens
@@ -168,13 +176,13 @@ def _needed_pages(
     return needed
 
 
-def _share_budgets(
+def _assign_tokens(
     running: Iterable[SlotState], kept: RetainedPrefixes, limits: AdmissionLimits
-) -> tuple[dict[int, int], dict[Place, int]]:
+) -> tuple[dict[int, int], dict[PrefixKey, int]]:
     """Shares out each lane's tokens: what is decoded comes first, then what others wait for, lane by lane, as a lane
     goes on from those before it; then pieces of prompts, the oldest first."""
     left, rule = [limits.lane_tokens] * limits.num_lanes, limits.rule
-    new_tokens, filled = dict[int, int](), dict[Place, int]()
+    new_tokens, filled = dict[int, int](), dict[PrefixKey, int]()
 
     def take(lane: int, most: int) -> int:
         taken = min(left[lane], most)
@@ -205,7 +213,7 @@ def _share_budgets(
     return new_tokens, {place: count for place, count in filled.items() if count}
 
 
-def _enter(
+def _admit(
     waiting: Sequence[Waiting],
     running: Sequence[SlotState],
     kept: RetainedPrefixes,
@@ -219,11 +227,11 @@ def _enter(
     for slot in running:
         num_assigned[slot.lane] += 1
         num_tokens[slot.lane] += slot.num_known
-    room = free_pages - kept.promised_pages
+    room = free_pages - kept.pending_pages
     page = limits.page_tokens
     for slot in running:  # what they want beyond what they have
         most = slot.num_known + page
-        room -= -(-(most if most < slot.num_most else slot.num_most) // page) - -(-slot.num_cached // page)
+        room -= -(-(most if most < slot.max_cached else slot.max_cached) // page) - -(-slot.num_cached // page)
     entered: list[SlotState] = []
     for turn, request in enumerate(waiting):
         open_lanes = [lane for lane in range(limits.num_lanes) if num_assigned[lane] < limits.lane_size]
@@ -236,13 +244,15 @@ def _enter(
             lane=lane,
             num_cached=limits.rule.num_shared(prefix),
             num_known=request.num_known,
-            num_most=request.num_most,
+            max_cached=request.max_cached,
             prefix=prefix,
         )
-        wanted = limits.pages(min(request.num_known + limits.page_tokens, request.num_most))
+        wanted = limits.pages(min(request.num_known + limits.page_tokens, request.max_cached))
         wanted += kept.missing_pages(prefix, lane) - limits.pages(entering.num_cached)
         if wanted > room:
-            made = kept.make_room(wanted - room, _assigned([*running, *entered, entering]), _line(waiting[turn:]))
+            made = kept.make_room(
+                wanted - room, _assigned_prefixes([*running, *entered, entering]), _waiting_prefixes(waiting[turn:])
+            )
             if made is None:
                 break
             room += made

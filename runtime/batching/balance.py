@@ -36,7 +36,7 @@ class Group:
         self.members += other.members
         self.num_tokens += other.num_tokens
 
-    def parted(self, num_members: int) -> tuple["Group", "Group"]:
+    def split(self, num_members: int) -> tuple["Group", "Group"]:
         """The first of its members and the others, each with its share of the tokens."""
         taken = self.num_tokens * num_members // len(self.members)
         return (
@@ -52,7 +52,7 @@ def plan_blocks(
     num_micro_batches: int,
     is_packed: bool,
     prefixes: Sequence[SharedPrefix | None] = (),
-    in_line: bool = False,
+    is_continuous: bool = False,
     num_beams: int = 1,
 ) -> tuple[Block, ...]:
     """Every request in exactly one block. Longest first, ties by position, so that the plan depends on nothing else.
@@ -64,15 +64,17 @@ def plan_blocks(
     `num_beams` so many neighbours are the beams of one search, and share a micro-batch, even a smaller one.
     """
     if num_beams > 1:
-        return _blocks_of_searches(num_tokens, prefixes, micro_batch_size, num_micro_batches, is_packed, num_beams)
+        return _plan_beam_blocks(num_tokens, prefixes, micro_batch_size, num_micro_batches, is_packed, num_beams)
     if any(prefixes):
-        return _blocks_of_groups(num_tokens, prefixes, micro_batch_size, num_micro_batches, in_line=in_line)
+        return _plan_prefix_blocks(
+            num_tokens, prefixes, micro_batch_size, num_micro_batches, is_continuous=is_continuous
+        )
     order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__, reverse=True)  # stable: ties stay in order
     block_size = micro_batch_size * num_micro_batches
     num_blocks = -(-len(order) // block_size)
     dealt: list[list[int]] = [[] for _ in range(num_blocks)]
     for turn, i in enumerate(order):
-        dealt[_snake(turn, num_blocks)].append(i)
+        dealt[_snake_index(turn, num_blocks)].append(i)
     blocks: list[Block] = []
     for index in range(num_blocks):
         if is_packed:
@@ -84,7 +86,7 @@ def plan_blocks(
     return tuple(blocks)
 
 
-def _blocks_of_searches(
+def _plan_beam_blocks(
     num_tokens: Sequence[int],
     prefixes: Sequence[SharedPrefix | None],
     micro_batch_size: int,
@@ -110,32 +112,32 @@ def _blocks_of_searches(
     )
 
 
-def _blocks_of_groups(
+def _plan_prefix_blocks(
     num_tokens: Sequence[int],
     prefixes: Sequence[SharedPrefix | None],
     micro_batch_size: int,
     num_micro_batches: int,
     *,
-    in_line: bool,
+    is_continuous: bool,
 ) -> tuple[Block, ...]:
     num_blocks = -(-len(num_tokens) // (micro_batch_size * num_micro_batches))
     num_lanes = num_blocks * -(-len(num_tokens) // (num_blocks * micro_batch_size))
-    lanes = grouped(num_tokens, prefixes, num_lanes=num_lanes, lane_size=micro_batch_size)
+    lanes = group_by_prefix(num_tokens, prefixes, num_lanes=num_lanes, lane_size=micro_batch_size)
     lanes = [lane for lane in sorted(lanes, key=lambda lane: lane.num_tokens, reverse=True) if lane.members]
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(num_blocks)]
-    if in_line:  # those that begin alike follow the first of them
+    if is_continuous:  # those that begin alike follow the first of them
         alike = defaultdict[SharedPrefix | None, list[Group]](list)
         for lane in lanes:
             first = prefixes[lane.members[0]]
             alike[[*first.chain][-1] if first is not None else None].append(lane)
         lanes = [lane for each in alike.values() for lane in each]
     for turn, lane in enumerate(lanes):
-        index = turn * min(num_blocks, len(lanes)) // len(lanes) if in_line else _snake(turn, num_blocks)
+        index = turn * min(num_blocks, len(lanes)) // len(lanes) if is_continuous else _snake_index(turn, num_blocks)
         dealt[index].append(tuple(lane.members))
     return tuple(Block(index=index, micro_batches=tuple(groups)) for index, groups in enumerate(dealt))
 
 
-def _snake(turn: int, width: int) -> int:
+def _snake_index(turn: int, width: int) -> int:
     row, column = divmod(turn, width)
     return column if row % 2 == 0 else width - 1 - column
 
@@ -157,7 +159,7 @@ def balance(members: Sequence[int], num_tokens: Sequence[int], micro_batch_size:
     return groups
 
 
-def grouped(
+def group_by_prefix(
     num_tokens: Sequence[int], prefixes: Sequence[SharedPrefix | None], *, num_lanes: int, lane_size: int
 ) -> list[Group]:
     """Every sequence in one of `num_lanes` lanes of up to `lane_size`, some of which may stay empty. `num_tokens`: of
@@ -181,19 +183,19 @@ def grouped(
                 together.add(group)
             groups = [together]
         else:
-            parts = [*groups, *_alone(own, num_tokens, prefix.num_tokens)]
-            groups = _joined(parts, -(-count // width), lane_size)
+            parts = [*groups, *_singletons(own, num_tokens, prefix.num_tokens)]
+            groups = _pack_groups(parts, -(-count // width), lane_size)
         for group in groups:
             group.num_tokens += prefix.num_tokens - (prefix.parent.num_tokens if prefix.parent is not None else 0)
         below[prefix.parent] += groups
-    return _joined([*below[None], *_alone(rows[None], num_tokens, 0)], num_lanes, lane_size)
+    return _pack_groups([*below[None], *_singletons(rows[None], num_tokens, 0)], num_lanes, lane_size)
 
 
-def _alone(rows: Iterable[int], num_tokens: Sequence[int], num_shared: int) -> list[Group]:
+def _singletons(rows: Iterable[int], num_tokens: Sequence[int], num_shared: int) -> list[Group]:
     return [Group(members=[i], num_tokens=num_tokens[i] - num_shared) for i in rows]
 
 
-def _joined(parts: Sequence[Group], num_groups: int, most: int) -> list[Group]:
+def _pack_groups(parts: Sequence[Group], num_groups: int, most: int) -> list[Group]:
     """The parts in so many groups of up to `most` sequences: those of most sequences first, each into the group with
     the fewest tokens that has room, as in MoE-Lightning's Algorithm 2. A part for which none has room is taken apart.
     """
@@ -207,7 +209,7 @@ def _joined(parts: Sequence[Group], num_groups: int, most: int) -> list[Group]:
         for part in sorted(waiting.pop(size, []), key=lambda part: part.num_tokens, reverse=True):
             if not with_room:
                 roomiest = min(groups, key=lambda group: len(group.members))
-                part, rest = part.parted(most - len(roomiest.members))
+                part, rest = part.split(most - len(roomiest.members))
                 roomiest.add(part)
                 waiting[len(rest.members)].append(rest)
                 continue

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 # A prefix goes on from its parent for so many tokens at least. A page holds no more, and so sharing takes no more pages
 # than not to: what a prefix needs beside those that it spares is the one page that it leaves half full.
-LEAST_TOKENS = 16
+MIN_PREFIX_TOKENS = 16
 TOKEN_BYTES = 4
 
 
@@ -48,24 +48,24 @@ class SharingRule:
         """Tokens of the prefix that are shared."""
         return prefix.num_tokens // self.page_tokens * self.page_tokens if prefix is not None else 0
 
-    def parts(self, groups: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
+    def sharing_groups(self, groups: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
         """The lanes of a block, those together that share among themselves."""
         return [groups] if self.among_lanes else [[group] for group in groups]
 
 
-IN_LANES = SharingRule(among_lanes=False)
+WITHIN_LANES = SharingRule(among_lanes=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class PrefixSharing:
     """What some of the prompts share among themselves: of each the longest prefix that another of them has as well, and
     the parent of each prefix among those, parents first."""
 
-    of: Sequence[SharedPrefix | None]
+    prefixes: Sequence[SharedPrefix | None]
     parents: Mapping[SharedPrefix, SharedPrefix | None]
 
     @staticmethod
-    def among(prefixes: Sequence[SharedPrefix | None]) -> "Shares":
+    def from_prefixes(prefixes: Sequence[SharedPrefix | None]) -> "PrefixSharing":
         """`prefixes` are those of the whole run, of some of its prompts. Those that nobody or one alone has here are
         left out, and those at which none parts from the others."""
         ends, counts = Counter(prefixes), Counter[SharedPrefix]()
@@ -80,16 +80,16 @@ class Shares:
         kept = [prefix for prefix, count in counts.items() if count > 1 and parting[prefix]]
         kept.sort(key=lambda prefix: prefix.num_tokens)
         places = dict.fromkeys(kept)
-        firsts = {prefix: _first_of(prefix, places) for prefix in (None, *ends)}
-        return Shares(
-            of=[firsts[prefix] for prefix in prefixes],
-            parents={prefix: _first_of(prefix.parent, places) for prefix in kept},
+        firsts = {prefix: _nearest_in(prefix, places) for prefix in (None, *ends)}
+        return PrefixSharing(
+            prefixes=[firsts[prefix] for prefix in prefixes],
+            parents={prefix: _nearest_in(prefix.parent, places) for prefix in kept},
         )
 
-    def num_spared(self, rule: SharingRule = IN_LANES) -> int:
+    def num_spared(self, rule: SharingRule = WITHIN_LANES) -> int:
         """Tokens of prompts that need not be computed."""
         kept = (rule.num_shared(prefix) - rule.num_shared(parent) for prefix, parent in self.parents.items())
-        return sum(map(rule.num_shared, self.of)) - sum(kept)
+        return sum(map(rule.num_shared, self.prefixes)) - sum(kept)
 
 
 def num_spared(
@@ -98,11 +98,13 @@ def num_spared(
     """Tokens of prompts that a run in blocks of such lanes of requests need not compute."""
     if not prefixes:
         return 0
-    parts = (part for groups in blocks for part in rule.parts(groups))
-    return sum(Shares.among([prefixes[i] for group in part for i in group]).num_spared(rule) for part in parts)
+    parts = (part for groups in blocks for part in rule.sharing_groups(groups))
+    return sum(
+        PrefixSharing.from_prefixes([prefixes[i] for group in part for i in group]).num_spared(rule) for part in parts
+    )
 
 
-def _first_of(prefix: SharedPrefix | None, kept: Mapping[SharedPrefix, None]) -> SharedPrefix | None:
+def _nearest_in(prefix: SharedPrefix | None, kept: Mapping[SharedPrefix, None]) -> SharedPrefix | None:
     return next((each for each in prefix.chain if each in kept), None) if prefix is not None else None
 
 
@@ -125,7 +127,7 @@ def shared_prefixes(prompts: Sequence[Sequence[int]], most: Sequence[int]) -> li
     waiting: list[tuple[_Node, SharedPrefix | None]] = [(_trie([heads[i] for i in order]), None)]
     while waiting:
         node, prefix = waiting.pop()
-        if node.depth - (prefix.num_tokens if prefix is not None else 0) >= LEAST_TOKENS:
+        if node.depth - (prefix.num_tokens if prefix is not None else 0) >= MIN_PREFIX_TOKENS:
             prefix = SharedPrefix(num_tokens=node.depth, parent=prefix)
             for place in range(node.begin, node.end):
                 found[order[place]] = prefix
@@ -157,7 +159,7 @@ def _trie(heads: Sequence[bytes]) -> _Node:
 
 def _num_common(one: bytes, other: bytes) -> int:
     """How many first tokens are the same, by halving; 0 for fewer than are ever shared."""
-    least = LEAST_TOKENS * TOKEN_BYTES
+    least = MIN_PREFIX_TOKENS * TOKEN_BYTES
     if one[:least] != other[:least]:
         return 0
     low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
@@ -171,10 +173,10 @@ def _num_common(one: bytes, other: bytes) -> int:
 
 
 ALL_LANES = -1
-Place = tuple[SharedPrefix, int]  # a prefix, and the lane that shares it: ALL_LANES where all do
+PrefixKey = tuple[SharedPrefix, int]  # a prefix, and the lane that shares it: ALL_LANES where all do
 Assigned = Iterable[tuple[SharedPrefix | None, int]]  # what each goes on from, and its lane
 Line = Iterable[SharedPrefix | None]  # what those go on from that may soon enter
-FAR = 1 << 62  # nobody in line
+NOT_IN_LINE = 1 << 62  # nobody in line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,15 +188,15 @@ class CachedPrefix:
     num_cached: int
 
 
-def places_of(prefix: SharedPrefix | None, lane: int, rule: SharingRule) -> list[Place]:
+def prefix_keys(prefix: SharedPrefix | None, lane: int, rule: SharingRule) -> list[PrefixKey]:
     """Where a sequence of the lane finds what it goes on from, the shortest first."""
     where = ALL_LANES if rule.among_lanes else lane
     return [(each, where) for each in prefix.chain][::-1] if prefix is not None else []
 
 
-def places_of_all(assigned: Assigned, rule: SharingRule) -> set[Place]:
+def all_prefix_keys(assigned: Assigned, rule: SharingRule) -> set[PrefixKey]:
     """Where any of them does."""
-    found = set[Place]()
+    found = set[PrefixKey]()
     for prefix, lane in assigned:
         where = ALL_LANES if rule.among_lanes else lane
         while prefix is not None and (prefix, where) not in found:
@@ -209,15 +211,15 @@ class RetainedPrefixes:
     def __init__(self, held: Iterable[CachedPrefix], rule: SharingRule, page_tokens: int):
         self._rule, self._page_tokens = rule, page_tokens
         self._held = {(each.prefix, ALL_LANES if rule.among_lanes else each.lane): each for each in held}
-        self.dropped: list[Place] = []
+        self.dropped: list[PrefixKey] = []
 
-    def __iter__(self) -> Iterator[tuple[Place, CachedPrefix]]:
+    def __iter__(self) -> Iterator[tuple[PrefixKey, CachedPrefix]]:
         return iter(self._held.items())
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def __getitem__(self, place: Place) -> CachedPrefix:
+    def __getitem__(self, place: PrefixKey) -> CachedPrefix:
         return self._held[place]
 
     def open(self, prefix: SharedPrefix | None, lane: int) -> None:
@@ -226,8 +228,8 @@ class RetainedPrefixes:
             found = place[0]
             self._held[place] = CachedPrefix(prefix=found, lane=lane, num_cached=self._rule.num_shared(found.parent))
 
-    def _missing(self, prefix: SharedPrefix | None, lane: int) -> list[Place]:
-        return [place for place in places_of(prefix, lane, self._rule) if place not in self._held]
+    def _missing(self, prefix: SharedPrefix | None, lane: int) -> list[PrefixKey]:
+        return [place for place in prefix_keys(prefix, lane, self._rule) if place not in self._held]
 
     def missing_tokens(self, prefix: SharedPrefix | None, lane: int) -> int:
         return sum(map(self._num_tokens, self._missing(prefix, lane)))
@@ -236,11 +238,11 @@ class RetainedPrefixes:
         return sum(map(self._num_pages, self._missing(prefix, lane)))
 
     @property
-    def promised_pages(self) -> int:
+    def pending_pages(self) -> int:
         """That those on their way still take."""
         return sum(self._num_pages(place) - self._stored_pages(place) for place in self._held)
 
-    def may_begin(self, prefix: SharedPrefix | None, lane: int, filled: Mapping[Place, int]) -> bool:
+    def may_begin(self, prefix: SharedPrefix | None, lane: int, filled: Mapping[PrefixKey, int]) -> bool:
         """Whether a sequence of the lane may go on from the prefix in a pass that adds `filled` to those held."""
         if prefix is None:
             return True
@@ -252,19 +254,19 @@ class RetainedPrefixes:
     def drop_unwanted(self, assigned: Assigned, line: Line) -> int:
         """Drops those that neither anybody seated nor anybody in line goes on from; returns the pages that are free."""
         idle = self._unneeded(assigned)
-        wanted = _turns(line) if idle else {}  # mostly nobody is idle, and the line is long
-        return sum(self._drop(place) for place in self._in_order(idle, wanted) if place[0] not in wanted)
+        wanted = _first_uses(line) if idle else {}  # mostly nobody is idle, and the line is long
+        return sum(self._drop(place) for place in self._eviction_order(idle, wanted) if place[0] not in wanted)
 
-    def drop_one(self, assigned: Assigned, line: Line) -> int | None:
+    def drop_least_urgent(self, assigned: Assigned, line: Line) -> int | None:
         """Drops the one that is wanted last of those that nobody seated goes on from; returns the pages that are free,
         None where there is none."""
-        idle = self._in_order(self._unneeded(assigned), _turns(line))
+        idle = self._eviction_order(self._unneeded(assigned), _first_uses(line))
         return self._drop(idle[0]) if idle else None
 
     def make_room(self, num_pages: int, assigned: Assigned, line: Line) -> int | None:
         """Drops as many, in the same order, as have `num_pages`, stored or promised, together; returns the pages
         that they come to, None where all of them come to too few, and none is dropped."""
-        idle, found = self._in_order(self._unneeded(assigned), _turns(line)), 0
+        idle, found = self._eviction_order(self._unneeded(assigned), _first_uses(line)), 0
         if sum(map(self._num_pages, idle)) < num_pages:
             return None
         for place in idle:
@@ -274,34 +276,34 @@ class RetainedPrefixes:
             self._drop(place)
         return found
 
-    def _unneeded(self, assigned: Assigned) -> list[Place]:
+    def _unneeded(self, assigned: Assigned) -> list[PrefixKey]:
         """Those that nobody seated needs."""
-        needed = places_of_all(assigned, self._rule) if self._held else ()
+        needed = all_prefix_keys(assigned, self._rule) if self._held else ()
         return [place for place in self._held if place not in needed]
 
     @staticmethod
-    def _in_order(idle: Iterable[Place], turns: Mapping[SharedPrefix, int]) -> list[Place]:
+    def _eviction_order(idle: Iterable[PrefixKey], turns: Mapping[SharedPrefix, int]) -> list[PrefixKey]:
         """The one that is wanted last first; a prefix before its parent."""
-        return sorted(idle, key=lambda place: (turns.get(place[0], FAR), place[0].num_tokens), reverse=True)
+        return sorted(idle, key=lambda place: (turns.get(place[0], NOT_IN_LINE), place[0].num_tokens), reverse=True)
 
-    def _drop(self, place: Place) -> int:
+    def _drop(self, place: PrefixKey) -> int:
         num_pages = self._stored_pages(place)
         del self._held[place]
         self.dropped.append(place)
         return num_pages
 
-    def _num_tokens(self, place: Place) -> int:
+    def _num_tokens(self, place: PrefixKey) -> int:
         return self._rule.num_shared(place[0]) - self._rule.num_shared(place[0].parent)
 
-    def _num_pages(self, place: Place) -> int:
+    def _num_pages(self, place: PrefixKey) -> int:
         return self._num_tokens(place) // self._page_tokens
 
-    def _stored_pages(self, place: Place) -> int:
+    def _stored_pages(self, place: PrefixKey) -> int:
         num_own = self._held[place].num_cached - self._rule.num_shared(place[0].parent)
         return -(-num_own // self._page_tokens)
 
 
-def _turns(line: Line) -> dict[SharedPrefix, int]:
+def _first_uses(line: Line) -> dict[SharedPrefix, int]:
     """When somebody in line goes on from it first."""
     found = dict[SharedPrefix, int]()
     for turn, prefix in enumerate(line):

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..batching.admission import most_cached
+from ..batching.admission import max_cached_tokens
 from ..batching.balance import Block
 from ..config.settings import (
     Admission,
@@ -32,14 +32,14 @@ from ..plan.planner import RunPlan, plan_policy
 from ..plan.search.candidate import Problem
 from ..planning.planner import Planner
 from ..ranks.ranks import Ranks
-from ..sequences.sequence import Completion, FinishReason, Request, TokenLogprobs, TokenScore, Unfinished
+from ..sequences.sequence import Completion, FinishReason, Request, SequenceState, TokenLogprobs, TokenScore
 
 Values: TypeAlias = Mapping[str, Any]
 Finished: TypeAlias = Sequence[tuple[int, Completion]]
 KIND, LANES, STATES, ENDED, STOPPING = "kind", "lanes", "states", "ended", "stopping"
 
 
-def written_states(states: Mapping[int, Unfinished]) -> list[Values]:
+def written_states(states: Mapping[int, SequenceState]) -> list[Values]:
     """`read_states` reads them; beams are not among them."""
     return [
         {
@@ -52,9 +52,9 @@ def written_states(states: Mapping[int, Unfinished]) -> list[Values]:
     ]
 
 
-def read_states(values: Sequence[Values]) -> dict[int, Unfinished]:
+def read_states(values: Sequence[Values]) -> dict[int, SequenceState]:
     return {
-        each["place"]: Unfinished(
+        each["place"]: SequenceState(
             token_ids=tuple(each["tokens"]),
             logprobs=_read_logprobs(each["logprobs"]),
             generator_state=None if each["generator"] is None else base64.b64decode(each["generator"]),
@@ -135,7 +135,7 @@ def digest_of(requests: Sequence[Request]) -> str:
     """The same for the same requests in the same order."""
     digest = hashlib.sha256()
     for each in requests:
-        asked = (each.max_new_tokens, each.cuts, each.stop, each.scoring, each.encoding)
+        asked = (each.max_new_tokens, each.sampling_key, each.stop, each.scoring, each.encoding)
         digest.update(repr((each.key, each.prompt_ids, *asked)).encode() + b"\n")
     return digest.hexdigest()
 
@@ -207,7 +207,7 @@ def num_admitting(plan: RunPlan, requests: Sequence[Request], num_ranks: int) ->
 
 def _most_pages(requests: Sequence[Request]) -> int:
     """The pages of the longest of them."""
-    tokens = max((most_cached(len(each.prompt_ids), each.max_new_tokens) for each in requests), default=0)
+    tokens = max((max_cached_tokens(len(each.prompt_ids), each.max_new_tokens) for each in requests), default=0)
     return -(-tokens // PAGE_TOKENS)
 
 

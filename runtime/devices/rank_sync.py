@@ -16,7 +16,7 @@ from ..engine.records import PassCounts, Phase
 from ..errors import ConfigError, Interrupted
 from ..ranks.collectives import PipelineLink
 from ..ranks.ranks import STOPPED, Message, Ranks
-from ..sequences.sequence import Request, Unfinished
+from ..sequences.sequence import Request, SequenceState
 from ..sequences.sequence import Sequence as Running
 from .messages import (
     ENDED,
@@ -42,8 +42,8 @@ class RankSync:
     def __init__(self, ranks: Ranks, should_stop: Callable[[], bool]):
         self.ranks, self._asked_to_stop = ranks, should_stop
         self.rows: Callable[[], Mapping[int, Running]] = dict
-        self.states: Callable[[], Mapping[int, Unfinished]] = dict
-        self._known: dict[int, Unfinished] = {}  # of other ranks, when they were last asked
+        self.states: Callable[[], Mapping[int, SequenceState]] = dict
+        self._known: dict[int, SequenceState] = {}  # of other ranks, when they were last asked
         self._has_stopped = False
 
     def should_stop(self) -> bool:
@@ -75,7 +75,7 @@ class RankSync:
             self._known.pop(place, None)
         return PassCounts.total(PassCounts(**each["counts"]) for each in met if each["counts"]), found
 
-    def all_states(self) -> dict[int, Unfinished]:
+    def all_states(self) -> dict[int, SequenceState]:
         """What rows of all ranks have come to; of rank 0 alone, between two passes or behind the last one. Where others
         cannot be asked any more, what they said last counts."""
         try:
@@ -163,7 +163,7 @@ class PassSync(SyncBetweenPasses):
             self._has_stopped = True
             self.ranks.exchange({KIND: LANES, STOPPING: True})
 
-    def all_states(self) -> dict[int, Unfinished]:
+    def all_states(self) -> dict[int, SequenceState]:
         """What this rank's rows have come to, as all others' have."""
         return dict(self.states())
 
@@ -184,7 +184,7 @@ class PipelineSync(SyncBetweenPasses):
             self._keep(self.ranks.exchange(self._own_states()))
         return num_lanes, phase
 
-    def all_states(self) -> dict[int, Unfinished]:
+    def all_states(self) -> dict[int, SequenceState]:
         """What the last rank says; of rank 0 alone, between two passes or behind the last one. Where it cannot be asked
         any more, what it said last counts."""
         try:

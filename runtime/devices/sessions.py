@@ -10,12 +10,12 @@ from ..batching.balance import Block
 from ..engine.batcher import Batcher
 from ..engine.engine import Engine
 from ..engine.records import PassCounts
-from ..engine.session import LaneSlots, OnPass, Session, ignore
+from ..engine.session import LaneSlots, OnPass, Session, ignore_pass
 from ..errors import Interrupted, PeerEnded
 from ..model.loading import LoadedModel
 from ..plan.planner import RunPlan
 from ..sequences.reasoning import Reasoning
-from ..sequences.sequence import Completion, Request, Unfinished
+from ..sequences.sequence import Completion, Request, SequenceState
 from ..sequences.sequence import Sequence as Running
 from .messages import KIND, Finished, num_admitting, read_states, written_states
 from .rank_sync import RankSync, SyncBetweenPasses
@@ -40,26 +40,26 @@ class RankSession(Session):
         super().__init__(model, engine, plan, plan.policy, opening_seconds=opening_seconds, reasoning=reasoning)
         self._rank_sync, self._ranks = rank_sync, rank_sync.ranks
         self._requests: Sequence[Request] = ()
-        rank_sync.rows, rank_sync.states = lambda: self._open, super().snapshot
+        rank_sync.rows, rank_sync.states = lambda: self._active, super().snapshot
 
     def wave(
         self,
         block: Block,
-        left: Sequence[int],
+        remaining: Sequence[int],
         requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
-        on_pass: OnPass = ignore,
+        unfinished: Mapping[int, SequenceState],
+        on_pass: OnPass = ignore_pass,
     ) -> Generator[tuple[int, Completion]]:
-        states = written_states({i: unfinished[i] for i in left if i in unfinished})
-        self._ranks.broadcast({KIND: WAVE, "block": block.index, "left": list(left), "states": states})
-        return self._part(block, left, requests, unfinished, on_pass)
+        states = written_states({i: unfinished[i] for i in remaining if i in unfinished})
+        self._ranks.broadcast({KIND: WAVE, "block": block.index, "left": list(remaining), "states": states})
+        return self._part(block, remaining, requests, unfinished, on_pass)
 
     def stream(
         self,
         order: Sequence[int],
         requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
-        on_pass: OnPass = ignore,
+        unfinished: Mapping[int, SequenceState],
+        on_pass: OnPass = ignore_pass,
     ) -> Generator[tuple[int, Completion]]:
         states = written_states({i: unfinished[i] for i in order if i in unfinished})
         self._ranks.broadcast({KIND: STREAM, "order": list(order), "states": states})
@@ -71,15 +71,15 @@ class RankSession(Session):
         while (message := self._ranks.receive())[KIND] != CLOSED:
             unfinished = read_states(message["states"])
             if message[KIND] == WAVE:
-                yield from self._part(blocks[message["block"]], message["left"], requests, unfinished, ignore)
+                yield from self._part(blocks[message["block"]], message["left"], requests, unfinished, ignore_pass)
             else:
-                yield from self._part_of_stream(message["order"], requests, unfinished, ignore)
+                yield from self._part_of_stream(message["order"], requests, unfinished, ignore_pass)
 
     def announce_close(self) -> None:
         """Has those that follow close theirs, too."""
         self._ranks.broadcast({KIND: CLOSED})
 
-    def snapshot(self) -> dict[int, Unfinished]:
+    def snapshot(self) -> dict[int, SequenceState]:
         return self._rank_sync.all_states()
 
     def _part(
@@ -87,7 +87,7 @@ class RankSession(Session):
         block: Block,
         left: Sequence[int],
         requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
+        unfinished: Mapping[int, SequenceState],
         on_pass: OnPass,
     ) -> Generator[tuple[int, Completion]]:
         self._requests = requests
@@ -97,7 +97,7 @@ class RankSession(Session):
         self,
         order: Sequence[int],
         requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
+        unfinished: Mapping[int, SequenceState],
         on_pass: OnPass,
     ) -> Generator[tuple[int, Completion]]:
         self._requests = requests
@@ -117,7 +117,7 @@ class RankSession(Session):
         return order[rank::count] if rank < count else ()
 
     def _slots(self) -> LaneSlots:
-        return super()._slots().share(self._num_admitting, self._plan.placement.kv.num_pages)
+        return super()._lane_slots().share(self._num_admitting, self._plan.placement.kv.num_pages)
 
     @property
     def _num_admitting(self) -> int:
@@ -147,7 +147,7 @@ class RankSession(Session):
             raise
 
     def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
-        return self._rank_sync.ended(counts, self._take_finished(), self._requests)
+        return self._rank_sync.ended(counts, self._pop_finished(), self._requests)
 
 
 class SameRowsSession(RankSession):
@@ -168,12 +168,12 @@ class SameRowsSession(RankSession):
     def _chunks(
         self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
     ) -> Sequence[int | None]:
-        return self._between.least(super()._chunks(block, requests, lanes))
+        return self._between.least(super()._chunk_sizes(block, requests, lanes))
 
     def _slots(self) -> LaneSlots:
         num_pages = self._plan.placement.kv.num_pages
         [least] = self._between.least([num_pages])
-        return Session._slots(self)._replace(others_pages=num_pages - (least or 0))
+        return Session._lane_slots(self)._replace(others_pages=num_pages - (least or 0))
 
     def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
-        return counts or PassCounts.total([]), self._take_finished()
+        return counts or PassCounts.total([]), self._pop_finished()

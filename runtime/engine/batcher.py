@@ -9,14 +9,14 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import islice
 
-from ..batching.admission import AdmissionLimits, SlotState, Waiting, most_cached, plan_pass
+from ..batching.admission import AdmissionLimits, SlotState, Waiting, max_cached_tokens, plan_pass
 from ..batching.prefixes import (
     CachedPrefix,
-    Place,
+    PrefixKey,
+    PrefixSharing,
     SharedPrefix,
-    Shares,
     SharingRule,
-    places_of,
+    prefix_keys,
     shared_prefixes,
 )
 from ..cache.pages import SharedPages
@@ -29,7 +29,7 @@ from .lanes.packed import PackedLane
 from .records import Phase
 
 
-def sizes_sharing(requests: Rows[Request]) -> list[SequenceSize]:
+def sequence_sizes(requests: Rows[Request]) -> list[SequenceSize]:
     """The sizes of all requests of a run, with what they share."""
     prompts = [request.prompt_ids for request in requests]
     # Of its prompt a request computes this much at least: somebody has to be asked for logits.
@@ -39,7 +39,7 @@ def sizes_sharing(requests: Rows[Request]) -> list[SequenceSize]:
     return [request.size.behind(prefix) for request, prefix in pairs]
 
 
-def with_prefixes(
+def insert_prefixes(
     groups: Rows[Rows[int]],
     prefixes: Rows[SharedPrefix | None],
     running: Mapping[int, Sequence],
@@ -48,10 +48,10 @@ def with_prefixes(
     """Lanes of those of each group that are running, and before them, in the first lane that needs it, each prefix that
     they go on from. Which these are follows from all members of `groups`, running or not. Mutates `running`."""
     lanes = list[list[Sequence]]()
-    for part in rule.parts(groups):
+    for part in rule.sharing_groups(groups):
         members = [i for group in part for i in group]
-        shares = Shares.among([prefixes[i] for i in members])
-        prefix_of = dict(zip(members, shares.of, strict=True))
+        shares = PrefixSharing.from_prefixes([prefixes[i] for i in members])
+        prefix_of = dict(zip(members, shares.prefixes, strict=True))
         opened = dict[SharedPrefix, SharedPages]()
         for group in part:
             lanes.append([])
@@ -59,14 +59,16 @@ def with_prefixes(
                 if i in running:
                     sequence, prefix = running[i], prefix_of[i]
                     if prefix is not None:
-                        sequence.behind = _opened(prefix, shares, sequence.request.prompt_ids, rule, opened, lanes[-1])
+                        sequence.parent_prefix = _open_prefix(
+                            prefix, shares, sequence.request.prompt_ids, rule, opened, lanes[-1]
+                        )
                     lanes[-1].append(sequence)
     return lanes
 
 
-def _opened(
+def _open_prefix(
     prefix: SharedPrefix,
-    shares: Shares,
+    shares: PrefixSharing,
     tokens: tuple[int, ...],
     rule: SharingRule,
     opened: dict[SharedPrefix, SharedPages],
@@ -76,25 +78,27 @@ def _opened(
     those that it goes on from."""
     if prefix not in opened:
         parent = shares.parents[prefix]
-        behind = _opened(parent, shares, tokens, rule, opened, lane) if parent is not None else None
+        behind = _open_prefix(parent, shares, tokens, rule, opened, lane) if parent is not None else None
         opened[prefix] = SharedPages(num_tokens=rule.num_shared(prefix), in_pass=rule.in_pass)
-        lane.append(_computing(opened[prefix], tokens, behind))
+        lane.append(_prefix_sequence(opened[prefix], tokens, behind))
     opened[prefix].num_users += 1
     return opened[prefix]
 
 
-def _computing(pages: SharedPages, tokens: tuple[int, ...], behind: SharedPages | None) -> Sequence:
+def _prefix_sequence(pages: SharedPages, tokens: tuple[int, ...], behind: SharedPages | None) -> Sequence:
     request = Request(id="", prompt_ids=tokens[: pages.num_tokens], max_new_tokens=0)
-    return Sequence(request=request, fills=pages, behind=behind)
+    return Sequence(request=request, fills_prefix=pages, parent_prefix=behind)
 
 
-def filling(prefix: SharedPrefix, behind: SharedPages | None, user: Sequence, rule: SharingRule) -> Sequence:
+def make_prefix_sequence(
+    prefix: SharedPrefix, behind: SharedPages | None, user: Sequence, rule: SharingRule
+) -> Sequence:
     """The row that computes a prefix of `user` where sequences come and go: whoever asked for it holds its pages, until
     they are released once more than its users have begun."""
     pages = SharedPages(num_tokens=rule.num_shared(prefix), in_pass=rule.in_pass, num_users=1)
     if behind is not None:
         behind.num_users += 1
-    return _computing(pages, user.request.prompt_ids, behind)
+    return _prefix_sequence(pages, user.request.prompt_ids, behind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +130,7 @@ class Batcher(Closing):
         """The next pass, of those that are left once the last one has ended; None when nobody is. Moves sequences into
         lanes and out of them."""
 
-    def _batch(self, phase: Phase, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None]) -> Batch:
+    def _make_batch(self, phase: Phase, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None]) -> Batch:
         index, self._num_passes = self._num_passes, self._num_passes + 1
         return Batch(block=self._block, index=index, phase=phase, lanes=lanes, new_tokens=new_tokens)
 
@@ -172,7 +176,7 @@ class StaticBatcher(Batcher):
         self._lanes.extend(islice(self._line, self._num_lanes - len(self._lanes)))
         if not self._lanes:
             return None
-        unfilled = [lane for lane in self._lanes if lane.is_filling]  # by themselves: an encoder is theirs alone
+        unfilled = [lane for lane in self._lanes if lane.is_prefilling]  # by themselves: an encoder is theirs alone
         if unfilled:
             phase = Phase.prefill
         else:
@@ -181,7 +185,7 @@ class StaticBatcher(Batcher):
             phase = Phase.decode if all(lane.is_prefilled for lane in self._lanes) else Phase.mixed
         choices = [(lane, lane.choose_tokens()) for lane in unfilled or self._lanes]
         busy = [(lane, new) for lane, new in choices if new is None or any(new)]  # others wait for what they go on from
-        return self._batch(phase, [lane for lane, _ in busy], [new for _, new in busy])
+        return self._make_batch(phase, [lane for lane, _ in busy], [new for _, new in busy])
 
     def close(self) -> None:
         for lane in self._lanes:
@@ -211,31 +215,33 @@ class ContinuousBatcher(Batcher):
         self._line = deque(sequences)
         self._lanes: list[PackedLane] = [lanes.packed([]) for _ in range(limits.num_lanes)]
         self._lane_of: dict[int, int] = {}  # seated requests, in the order of admission
-        self._held: dict[Place, tuple[int, Sequence]] = {}  # its lane and what computes it, in the order of opening
+        self._prefixes_in_use: dict[
+            PrefixKey, tuple[int, Sequence]
+        ] = {}  # its lane and what computes it, in the order of opening
 
     def next_batch(self) -> Batch | None:
         self._lane_of = {i: lane for i, lane in self._lane_of.items() if self._sequences[i].finish is None}
         if not self._line and not self._lane_of:
             return None
         most = self._limits.num_lanes * self._limits.lane_size
-        waiting = [self._waiting(i) for i in islice(self._line, most)]
+        waiting = [self._waiting_request(i) for i in islice(self._line, most)]
         slots = list[SlotState]()
         for i, lane in self._lane_of.items():
-            known = self._waiting(i)
+            known = self._waiting_request(i)
             state = SlotState(
                 request=i,
                 lane=lane,
                 num_cached=self._sequences[i].num_cached,
                 num_known=known.num_known,
-                num_most=known.num_most,
+                max_cached=known.max_cached,
                 prefix=known.prefix,
             )
             slots.append(state)
         held = [
             CachedPrefix(prefix=prefix, lane=lane, num_cached=sequence.num_cached)
-            for (prefix, _), (lane, sequence) in self._held.items()
+            for (prefix, _), (lane, sequence) in self._prefixes_in_use.items()
         ]
-        free_pages = self._factory.num_free_pages - self._limits.others_pages
+        free_pages = self._factory.num_free_pages - self._limits.reserved_pages
         plan = plan_pass(waiting, slots, free_pages, self._limits, held)
         for i in reversed(plan.preempted):
             self._lanes[self._lane_of.pop(i)].leave(self._sequences[i])
@@ -248,15 +254,15 @@ class ContinuousBatcher(Batcher):
             self._lane_of[i] = lane
         # How many tokens each sequence brings into the pass.
         new_tokens = {id(self._sequences[i]): count for i, count in plan.new_tokens.items()}
-        new_tokens |= {id(self._held[place][1]): count for place, count in plan.filled.items()}
+        new_tokens |= {id(self._prefixes_in_use[place][1]): count for place, count in plan.prefix_tokens.items()}
         news = {lane: [new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes}
         busy = {lane: new for lane, new in news.items() if any(new)}
         are_prefilled = {sequence.is_prefilled for lane in busy for sequence in lane.sequences}
         phase = Phase.mixed if len(are_prefilled) > 1 else Phase.decode if True in are_prefilled else Phase.prefill
-        return self._batch(phase, list(busy), list(busy.values()))
+        return self._make_batch(phase, list(busy), list(busy.values()))
 
     def close(self) -> None:
-        for place in list(self._held):
+        for place in list(self._prefixes_in_use):
             self._drop(place)
         for lane in self._lanes:
             lane.close()
@@ -264,25 +270,25 @@ class ContinuousBatcher(Batcher):
     def _enter(self, sequence: Sequence, prefix: SharedPrefix | None, lane: int) -> None:
         """Has it enter behind what it goes on from, which begins to be computed in this lane where it is not held."""
         behind = None
-        for place in places_of(prefix, lane, self._limits.rule):
-            if place not in self._held:
-                self._held[place] = lane, filling(place[0], behind, sequence, self._limits.rule)
-                self._lanes[lane].enter(self._held[place][1])
-            behind = self._held[place][1].fills
-        sequence.behind = behind
+        for place in prefix_keys(prefix, lane, self._limits.rule):
+            if place not in self._prefixes_in_use:
+                self._prefixes_in_use[place] = lane, make_prefix_sequence(place[0], behind, sequence, self._limits.rule)
+                self._lanes[lane].enter(self._prefixes_in_use[place][1])
+            behind = self._prefixes_in_use[place][1].fills_prefix
+        sequence.parent_prefix = behind
         if behind is not None:
             behind.num_users += 1
         self._lanes[lane].enter(sequence)
 
-    def _drop(self, place: Place) -> None:
+    def _drop(self, place: PrefixKey) -> None:
         """Holds a prefix no longer. Its pages are given back by those who have them as well."""
-        lane, sequence = self._held.pop(place)
+        lane, sequence = self._prefixes_in_use.pop(place)
         if not sequence.is_filled:
             self._lanes[lane].leave(sequence)
-        assert sequence.fills is not None, "it computes a prefix"
-        self._lanes[lane].release(sequence.fills)
+        assert sequence.fills_prefix is not None, "it computes a prefix"
+        self._lanes[lane].release(sequence.fills_prefix)
 
-    def _waiting(self, i: int) -> Waiting:
+    def _waiting_request(self, i: int) -> Waiting:
         s = self._sequences[i]
-        num_most = most_cached(len(s.request.prompt_ids), s.request.max_new_tokens)
-        return Waiting(request=i, num_known=s.num_known, num_most=num_most, prefix=self._prefixes.get(i))
+        num_most = max_cached_tokens(len(s.request.prompt_ids), s.request.max_new_tokens)
+        return Waiting(request=i, num_known=s.num_known, max_cached=num_most, prefix=self._prefixes.get(i))

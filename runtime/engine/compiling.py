@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 COMPILING_SECONDS = 8.0  # of a processor of 2024, in as many processes as there are parts: what a run waits at most
 PROCESS_BYTES = 512 * MIB  # that one takes: torch, numba and what LLVM works with
-STEP_SECONDS = 0.02
-MOST_SECONDS = 300.0  # after which this process compiles for itself
+POLL_SECONDS = 0.02
+TIMEOUT_SECONDS = 300.0  # after which this process compiles for itself
 # Weights that plain operators multiply in a second, as bfloat16: for a pass that has one token alone, and, times
 # tokens, where 16 or more come together. Two cores of an AMD EPYC (AVX-512) did 2.8e9 and 42e9.
 ALONE_BYTES_PER_SECOND, TOGETHER_BYTES_PER_SECOND = 2.5e9, 40e9
-LEAST_BYTES = 4 * MIB  # a token takes as long as those at least, for what stands between products
-LEAST_TOKENS = 64  # of a first look at a model: a prompt and its answer
+MIN_BYTES = 4 * MIB  # a token takes as long as those at least, for what stands between products
+MIN_TOKENS = 64  # of a first look at a model: a prompt and its answer
 HOST_OPS = "host_ops"  # compiled by this process, in half a second: to import them takes another one four
 
 
@@ -46,7 +46,7 @@ class KernelSet(NamedTuple):
     formats: tuple[str, ...] = ()
 
 
-def prepare(part: KernelSet) -> None:
+def prepare_kernels(part: KernelSet) -> None:
     """Loads them, and compiles what is not on disk."""
     import torch
 
@@ -71,10 +71,10 @@ def prepare(part: KernelSet) -> None:
             prepare_host_ops(dtype)
 
 
-def seconds_without(shape: ModelShape, tokens: Sequence[int]) -> float:
+def estimate_plain_seconds(shape: ModelShape, tokens: Sequence[int]) -> float:
     """About how long sequences of so many tokens take in plain operators, side by side."""
     sizes = (math.prod(parameter.shape) for stage in shape.stages for parameter in stage.parameters)
-    num_bytes = max(2 * sum(sizes), LEAST_BYTES)
+    num_bytes = max(2 * sum(sizes), MIN_BYTES)
     return num_bytes * (max(tokens, default=0) / ALONE_BYTES_PER_SECOND + sum(tokens) / TOGETHER_BYTES_PER_SECOND)
 
 
@@ -86,7 +86,7 @@ class CompiledKernels(Closing):
         self._processes: list[subprocess.Popen[bytes]] = []
         self._seconds_without, self.is_held_back = 0.0, False
         with kernels_enabled():
-            self._missing = [part for part in parts if can_compile() and not _is_kept(part)]
+            self._missing = [part for part in parts if can_compile() and not _load_if_cached(part)]
 
     @property
     def are_ready(self) -> bool:
@@ -100,7 +100,7 @@ class CompiledKernels(Closing):
 
     def begin(self) -> None:
         """Begins to compile, in processes that end with this one: their standard input does."""
-        shares = _shares([part for part in self._missing if part.kind != HOST_OPS])
+        shares = _split_work([part for part in self._missing if part.kind != HOST_OPS])
         if self._processes or not shares:
             return
         from ..kernels.compiled import COMPILATION
@@ -124,7 +124,7 @@ class CompiledKernels(Closing):
                 return
             self._processes.append(process)
 
-    def does_without(self, seconds: float) -> bool:
+    def use_plain_operators(self, seconds: float) -> bool:
         """Whether a session that would take so long in plain operators computes in these: where kernels are missing,
         and it ends, like those before it together, before they would be compiled."""
         if self.are_ready or self._processes or self._seconds_without + seconds > COMPILING_SECONDS:
@@ -146,23 +146,23 @@ class CompiledKernels(Closing):
             with kernels_enabled():
                 for part in self._missing:
                     if part.kind == HOST_OPS:
-                        prepare(part)  # meanwhile
-        end = time.monotonic() + MOST_SECONDS
+                        prepare_kernels(part)  # meanwhile
+        end = time.monotonic() + TIMEOUT_SECONDS
         while any(process.poll() is None for process in self._processes):
             if should_stop() or time.monotonic() >= end:
                 break
-            time.sleep(STEP_SECONDS)
+            time.sleep(POLL_SECONDS)
         self.close()
         if should_stop():
             raise Interrupted("stopped while kernels were compiled; nothing was begun")
         enable_kernels()
         self.is_held_back = False
         for part in self._missing:
-            prepare(part)
+            prepare_kernels(part)
         self._missing = []
 
 
-def _is_kept(part: KernelSet) -> bool:
+def _load_if_cached(part: KernelSet) -> bool:
     """Loads a part where it is on disk."""
     import torch
 
@@ -172,7 +172,7 @@ def _is_kept(part: KernelSet) -> bool:
     torch.set_num_threads(1)  # kernels are called by this thread alone, which asks
     try:
         with cached_kernels_only():
-            prepare(part)
+            prepare_kernels(part)
         return True
     except KernelNotCached:
         return False
@@ -180,7 +180,7 @@ def _is_kept(part: KernelSet) -> bool:
         torch.set_num_threads(num_threads)
 
 
-def _shares(parts: Sequence[KernelSet]) -> list[Sequence[KernelSet]]:
+def _split_work(parts: Sequence[KernelSet]) -> list[Sequence[KernelSet]]:
     """What each process compiles: nothing where it would be lost with it, or memory is short."""
     from ..kernels.compiled import COMPILATION
 
@@ -198,5 +198,5 @@ def _end_with_parent() -> None:
 if __name__ == "__main__":
     Thread(target=_end_with_parent, daemon=True).start()
     for values in json.loads(sys.argv[1]):
-        prepare(KernelSet(*values))
+        prepare_kernels(KernelSet(*values))
     os._exit(0)

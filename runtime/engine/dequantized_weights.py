@@ -19,17 +19,17 @@ class _Area:
     None: nothing yet."""
 
     buffer: torch.Tensor
-    holds: tuple[int, bool] | None = None
+    contents: tuple[int, bool] | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def fill(self, holds: tuple[int, bool], stored: Weights) -> None:
         """Dequantizes these weights in the place of what is here, which is lost even where that fails."""
-        self.forget()
-        self.weights = dequantized(stored, self.buffer)
-        self.holds = holds
+        self.invalidate()
+        self.weights = dequantize_all(stored, self.buffer)
+        self.contents = holds
 
-    def forget(self) -> None:
-        self.holds = None
+    def invalidate(self) -> None:
+        self.contents = None
 
 
 class DequantizedWeights:
@@ -45,14 +45,14 @@ class DequantizedWeights:
         self._areas = [_Area(device.compute_buffer(size.area_bytes)) for _ in range(size.num_areas)]
         self._layers, self._dtype, self._transposed = size.stages, dtype, transposed
 
-    def of(self, stage: int, stored: Weights, *, has_few_rows: bool) -> Weights:
+    def get(self, stage: int, stored: Weights, *, has_few_rows: bool) -> Weights:
         """Returns a stage's weights, dequantized ones in the places of those that are stored otherwise than products
         want them. They are valid until as many other stages have been asked for as there are areas. Lanes that have
         few rows multiply what is stored as it lies, as far as the device has kernels for that."""
         if stage not in self._layers:
             return stored
         holds = (stage, not has_few_rows)
-        area = next((area for area in self._areas if area.holds == holds), None)
+        area = next((area for area in self._areas if area.contents == holds), None)
         if area is None:
             area = self._areas[0]
             wanted = {
@@ -60,14 +60,14 @@ class DequantizedWeights:
                 for name, weight in stored.items()
                 if isinstance(weight, StoredWeight) and weight.compute_dtype == self._dtype
             }
-            for name in self._staying(stored) if has_few_rows else ():
+            for name in self._multiplied_as_stored(stored) if has_few_rows else ():
                 wanted.pop(name, None)
             area.fill(holds, wanted)
         self._areas.remove(area)
         self._areas.append(area)  # the one that was asked for last goes last
         return {**stored, **area.weights}
 
-    def _staying(self, stored: Weights) -> set[str]:
+    def _multiplied_as_stored(self, stored: Weights) -> set[str]:
         """The names of weights that kernels multiply as they lie. Of stacks of experts, which are multiplied together,
         all do or none."""
         found, stacks = set[str](), set[str]()
@@ -80,28 +80,28 @@ class DequantizedWeights:
                 found.add(name)
         return found if stacks <= found else found - stacks
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Has the next pass dequantize all that it asks for: others may have written into the areas, or will."""
         for area in self._areas:
-            area.forget()
+            area.invalidate()
 
 
-def room_for(stored: Weights) -> int:
+def dequantized_bytes(stored: Weights) -> int:
     """The bytes that `dequantized` needs."""
-    return sum(area_bytes(num_bytes) for _, _, num_bytes in _to_dequantize(stored))
+    return sum(area_bytes(num_bytes) for _, _, num_bytes in _weights_to_dequantize(stored))
 
 
-def dequantized(stored: Weights, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+def dequantize_all(stored: Weights, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns plain tensors, by name, of what lies otherwise than products want it, one behind the other in the
     buffer."""
     found, begin = dict[str, torch.Tensor](), 0
-    for name, weight, num_bytes in _to_dequantize(stored):
+    for name, weight, num_bytes in _weights_to_dequantize(stored):
         found[name] = weight.dequantize_into(buffer[begin : begin + num_bytes].view(weight.compute_dtype))
         begin += area_bytes(num_bytes)
     return found
 
 
-def _to_dequantize(stored: Weights) -> Iterator[tuple[str, StoredWeight, int]]:
+def _weights_to_dequantize(stored: Weights) -> Iterator[tuple[str, StoredWeight, int]]:
     """Name, weight, and the bytes of its numbers."""
     for name, weight in stored.items():
         if isinstance(weight, StoredWeight) and weight.needs_dequantizing:

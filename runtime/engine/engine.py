@@ -37,7 +37,7 @@ from .setup import Setup, Streams
 Agree: TypeAlias = Callable[[int, Phase], tuple[int, Phase]]
 
 
-def alone(num_lanes: int, phase: Phase) -> tuple[int, Phase]:
+def agree_alone(num_lanes: int, phase: Phase) -> tuple[int, Phase]:
     """What is agreed on where nobody else plays."""
     return num_lanes, phase
 
@@ -56,26 +56,28 @@ class Engine:
         streams: Streams,
         sampler: Sampler,
         should_stop: Callable[[], bool],
-        agree: Agree = alone,
-        line: PipelineLink | None = None,
+        agree: Agree = agree_alone,
+        pipeline_link: PipelineLink | None = None,
     ):
         self._agree = agree
-        self._peers = PipelinePeers(line, sampler.num_numbers, setup.device) if line is not None else None
+        self._peers = (
+            PipelinePeers(pipeline_link, sampler.row_width, setup.device) if pipeline_link is not None else None
+        )
         loaded, placement, device = setup.model, setup.placement, setup.device
         self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
         self._monitor = PassMonitor(len(loaded.shape.stages), device, setup.trace)
-        self.lanes = _lanes(setup, streams, sampler)
+        self.lanes = _make_lane_factory(setup, streams, sampler)
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}
         size = placement.dequantized
         self._dequantized = None
         if size is not None:
-            self._dequantized = DequantizedWeights(device, size, loaded.compute_dtype, _transposed(loaded))
+            self._dequantized = DequantizedWeights(device, size, loaded.compute_dtype, _transposed_stacks(loaded))
         self._has_few_rows = False  # all lanes of the pass together
         misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes
         self._copied = {stage for stage, num_bytes in enumerate(misaligned) if num_bytes}
         self._schedule = lru_cache(_checked_schedule)
-        self._inquiry = NonFiniteProbe(loaded, self.lanes, partial(self.step, may_replay=False), self._weights)
+        self._nonfinite_probe = NonFiniteProbe(loaded, self.lanes, partial(self.step, may_replay=False), self._weights)
         cpu = None
         if placement.cpu_share is not None and streams.experts is not None and streams.round_trips is not None:
             cpu = CpuExperts(
@@ -89,7 +91,7 @@ class Engine:
             )
         together = device.is_accelerator
         experts = BatchedExperts(loaded, placement.paged, streams.experts, is_together=together, cpu=cpu)
-        is_alone = agree is alone and line is None
+        is_alone = agree is agree_alone and pipeline_link is None
         self._recorded = None
         if setup.config.model.graphs:
             self._recorded = RecordedPasses(
@@ -127,31 +129,31 @@ class Engine:
         is_whole = self._loaded.split_heads is None  # ranks that have parts of experts multiply one by one
         self._has_few_rows = phase is Phase.decode and is_whole and sum(map(len, groups)) <= FEW_ROWS
         self._monitor.begin_pass()
-        self._streams.forget(self.lanes.pages.pool.take_freed())  # before anybody stores what they hold next
+        self._streams.discard_pages(self.lanes.pages.pool.take_freed())  # before anybody stores what they hold next
         launch = partial(self._player.play, self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)
         if self._recorded is not None and may_replay and phase is Phase.decode and num_lanes == 1:
             if self._dequantized is not None:
-                self._dequantized.forget()  # so that a recording begins, and ends, with what it made itself
+                self._dequantized.invalidate()  # so that a recording begins, and ends, with what it made itself
             self._recorded.play(batch.lanes[0], batch.new_tokens[0] if batch.new_tokens else None, launch)
             if self._dequantized is not None:
-                self._dequantized.forget()
+                self._dequantized.invalidate()
         else:
             launch()
         record = self._postprocess(batch, begin)
-        is_alone = self._agree is alone  # an inquiry's passes would be this rank's only
+        is_alone = self._agree is agree_alone  # an inquiry's passes would be this rank's only
         if is_alone and record.counts.useful_tokens < record.counts.issued_tokens:
-            self._inquiry.explain(groups, record.counts)
+            self._nonfinite_probe.explain(groups, record.counts)
         return record
 
     def _postprocess(self, batch: Batch, begin: float) -> PassRecord:
         """Draws the next tokens of all lanes, hands them out, and sums the pass up; sequences that have finished leave
         their lanes. The one place where a decode pass waits for the device."""
         if self._peers is not None:
-            drawn = self._peers.drawn(batch.lanes)
+            drawn = self._peers.draw_tokens(batch.lanes)
         else:
             drawn = self._device.brought([lane.sample() for lane in batch.lanes])
         counts = PassCounts.total([lane.end_pass(part) for lane, part in zip(batch.lanes, drawn, strict=True)])
-        times = self._monitor.take(self._streams.counters)
+        times = self._monitor.take_times(self._streams.counters)
         return PassRecord(
             block=batch.block,
             index=batch.index,
@@ -179,10 +181,10 @@ class Engine:
         views = self._views[key]
         if self._dequantized is None:
             return views
-        return self._dequantized.of(stage, views, has_few_rows=self._has_few_rows)
+        return self._dequantized.get(stage, views, has_few_rows=self._has_few_rows)
 
 
-def _transposed(loaded: LoadedModel) -> frozenset[str]:
+def _transposed_stacks(loaded: LoadedModel) -> frozenset[str]:
     """Full names of the stacks in which a class keeps each expert as (inputs, outputs)."""
     return frozenset(
         ".".join(part for part in (streamed.name, path, name) if part)
@@ -193,7 +195,7 @@ def _transposed(loaded: LoadedModel) -> frozenset[str]:
     )
 
 
-def _lanes(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:
+def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:
     loaded, placement, device, kv = setup.model, setup.placement, setup.device, setup.placement.kv
     # Pages that copies carry lie side by side. Elsewhere memory that was in use is taken again first: it is there
     # already, and in a processor's caches.
@@ -206,13 +208,13 @@ def _lanes(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:
         sampler=sampler,
         device=device,
         pool=pages.pool,
-        travels=frozenset(kv.page_bytes) - placement.host_layers,
+        offloaded_layers=frozenset(kv.page_bytes) - placement.host_layers,
         prefill_chunk_tokens=chunk_tokens(setup.config.policy),
         has_whole_prompts=loaded.shape.has_whole_prompts,
         head_rows=head_rows(loaded.shape.vocab_size),
         last_stage=len(loaded.shape.stages) - 1,
         rope_lengths=loaded.rope_lengths,
-        passed_layers=frozenset(
+        skipped_layers=frozenset(
             layer for layer, stage in enumerate(loaded.shape.layers) if stage.index not in loaded.shape.own_stages
         ),
     )

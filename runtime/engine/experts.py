@@ -35,7 +35,7 @@ from .monitor import PassMonitor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Errand:
+class CpuExpertTask:
     """The tokens of the visits to `experts`, one expert's behind the other's, on their way to the CPU and back."""
 
     stage: int
@@ -50,14 +50,14 @@ class Errand:
         return f"{len(self.experts)} experts {self.stage}"
 
     @property
-    def rows(self) -> Iterator[tuple[int, slice]]:
+    def expert_rows(self) -> Iterator[tuple[int, slice]]:
         """Where the tokens of each expert lie among all."""
         first = 0
         for expert, num_visits in zip(self.experts, self.num_visits, strict=True):
             yield expert, slice(first, first + num_visits)
             first += num_visits
 
-    def received(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def receive(self) -> Iterator[tuple[int, torch.Tensor]]:
         """What came of each expert's tokens, in compute memory, for compute that is queued from now on."""
         yield from zip(self.experts, self.round_trip.receive().split(list(self.num_visits)), strict=True)
 
@@ -77,7 +77,7 @@ class CpuExperts:
 
     def send(
         self, stage: int, module: torch.nn.Module, path: str, hidden_TD: torch.Tensor, visits: Visits
-    ) -> Errand | None:
+    ) -> CpuExpertTask | None:
         """Begins to bring down what the CPU's share of a stage's experts needs; None where the CPU has none."""
         num_visits = {expert: visits.of(expert).stop - visits.of(expert).start for expert in visits.hit}
         taken = self.share.of_cpu(num_visits, len(hidden_TD)) if stage in self.shared else frozenset[int]()
@@ -86,7 +86,7 @@ class CpuExperts:
         experts = sorted(taken)
         x_VD = hidden_TD[torch.cat([visits.tokens_V[visits.of(expert)] for expert in experts])]
         out_VD = self.exchange.new(x_VD.shape, x_VD.dtype)
-        return Errand(
+        return CpuExpertTask(
             stage=stage,
             module=module,
             path=path,
@@ -95,18 +95,18 @@ class CpuExperts:
             round_trip=self.exchange.send(stage - self.first_layer, [x_VD], out_VD),
         )
 
-    def outputs(self, errand: Errand) -> Iterator[tuple[int, torch.Tensor]]:
+    def outputs(self, errand: CpuExpertTask) -> Iterator[tuple[int, torch.Tensor]]:
         """What each expert of the errand makes of its tokens (V, D), in compute memory, for compute that is queued from
         now on. Multiplies on this thread, and those that help it."""
         [x_VD] = errand.round_trip.arrived()
-        errand.round_trip.answer(self.monitor.traced(errand.name, lambda: self._multiplied(errand, x_VD)))
-        yield from errand.received()
+        errand.round_trip.answer(self.monitor.run_traced(errand.name, lambda: self._multiply(errand, x_VD)))
+        yield from errand.receive()
 
-    def _multiplied(self, errand: Errand, x_VD: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, errand: CpuExpertTask, x_VD: torch.Tensor) -> torch.Tensor:
         """What becomes of all tokens of the errand, in float32 whatever the device computes in: a CPU's products are
         made for it."""
         out_VD, weights_of = torch.empty_like(x_VD), partial(host_weights, self.loaded)
-        for expert, rows in errand.rows:
+        for expert, rows in errand.expert_rows:
             matrices = self.stream.in_host(errand.stage, expert).matrices(weights_of, prefix=f"{errand.path}.")
             out_VD[rows] = multiplied_bare(errand.module, matrices, x_VD[rows].float())
         return out_VD
@@ -148,7 +148,7 @@ class BatchedExperts:
         if self._stream is not None and stage in self._paged:
             self._stream.expect(stage)
 
-    def run(self, stage: int, asked: Sequence[NeedExperts]) -> list[torch.Tensor]:
+    def run(self, stage: int, events: Sequence[NeedExperts]) -> list[torch.Tensor]:
         """The answers (T, D), in the order of `asked`: views of one tensor. All of `asked` name the same module, inside
         which their lanes are parked.
 
@@ -156,13 +156,13 @@ class BatchedExperts:
         ask one at a time each read their own. A token's sum runs over its experts in ascending order, as in the plain
         version, so answers differ from it only by the shapes of products. Raises CheckpointError where a read fails.
         """
-        module = asked[0].module
-        assert all(each.module is module for each in asked), "lanes wait at different experts"
-        hidden_TD, index_TK, weights_TK = asked[0].hidden_TD, asked[0].top_k_index_TK, asked[0].top_k_weights_TK
-        if len(asked) > 1:  # all tokens, lane by lane
-            hidden_TD = torch.cat([each.hidden_TD for each in asked])
-            index_TK = torch.cat([each.top_k_index_TK for each in asked])
-            weights_TK = torch.cat([each.top_k_weights_TK for each in asked])
+        module = events[0].module
+        assert all(each.module is module for each in events), "lanes wait at different experts"
+        hidden_TD, index_TK, weights_TK = events[0].hidden_TD, events[0].top_k_index_TK, events[0].top_k_weights_TK
+        if len(events) > 1:  # all tokens, lane by lane
+            hidden_TD = torch.cat([each.hidden_TD for each in events])
+            index_TK = torch.cat([each.top_k_index_TK for each in events])
+            weights_TK = torch.cat([each.top_k_weights_TK for each in events])
         is_divided = share_of(module) is not None
         is_together = self._is_together and not is_divided and stage not in self._paged
         out_TD = together(module, hidden_TD, index_TK, weights_TK) if is_together else None
@@ -171,30 +171,34 @@ class BatchedExperts:
             path, cpu = self._names[module], self._cpu
             errand = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None and not is_divided else None
             if cpu is None or errand is None:
-                out_TD = self._mixed(stage, module, hidden_TD, visits)
+                out_TD = self._mix(stage, module, hidden_TD, visits)
             else:  # each token's sum, in the same order
                 brought = [expert for expert in visits.hit if expert not in errand.experts]
                 outputs = {
                     expert: output_of(module, matrices, expert, hidden_TD, visits)
-                    for expert, matrices in self._hit(stage, module, brought)
+                    for expert, matrices in self._hit_matrices(stage, module, brought)
                 }
                 outputs.update(cpu.outputs(errand))
                 out_TD = added(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
-        return list(out_TD.split([len(each.hidden_TD) for each in asked]))
+        return list(out_TD.split([len(each.hidden_TD) for each in events]))
 
-    def _mixed(self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
+    def _mix(self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
         """The sum over each token's experts, of which other ranks may have some, or parts of each."""
         share = share_of(module)
         if share is None:
             is_there = not self._is_together and stage not in self._paged
             found = in_host_memory(module, hidden_TD, visits) if is_there else None
-            return mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit)) if found is None else found
+            return (
+                mixed(module, hidden_TD, visits, self._hit_matrices(stage, module, visits.hit))
+                if found is None
+                else found
+            )
         hit, first = visits.hit, 0
         if share.own is not None:
             hit, first = [expert for expert in hit if expert in share.own], share.own.start
-        return share.mixed(module, hidden_TD, visits, self._hit(stage, module, hit, first))
+        return share.mixed(module, hidden_TD, visits, self._hit_matrices(stage, module, hit, first))
 
-    def _hit(
+    def _hit_matrices(
         self, stage: int, module: torch.nn.Module, hit: Sequence[int], first: int = 0
     ) -> Iterator[tuple[int, Matrices]]:
         """Matrices that are not paged, of a paged stage too, are those bound to the module, from expert `first` on."""

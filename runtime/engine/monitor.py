@@ -56,7 +56,7 @@ class PassMonitor:
     def end_attention(self, stage: int, begin: Moment) -> None:
         """Ends attention that runs where its lane runs. It is part of the lane's action, so it has no span of its
         own."""
-        self._device.clock.end(begin, partial(self._attended, stage), self._stream)
+        self._device.clock.end(begin, partial(self._add_attention, stage), self._stream)
 
     def timed(self, stage: int, action: object, compute: Callable[[], T]) -> Callable[[], T]:
         """`compute`, for a worker of the CPU: whoever calls it tells the monitor and the trace when it ran."""
@@ -65,14 +65,14 @@ class PassMonitor:
             begin = time.monotonic()
             result = compute()
             end = time.monotonic()
-            self._attended(stage, begin, end)
+            self._add_attention(stage, begin, end)
             if self._trace is not None:
                 self._trace.span(Resource.cpu_attention, str(action), begin, end)
             return result
 
         return timed
 
-    def traced(self, name: str, compute: Callable[[], T]) -> T:
+    def run_traced(self, name: str, compute: Callable[[], T]) -> T:
         """The result of `compute`, which runs on the CPU while an accelerator computes: the trace shows when."""
         begin = time.monotonic()
         result = compute()
@@ -80,7 +80,7 @@ class PassMonitor:
             self._trace.span(Resource.cpu_attention, name, begin, time.monotonic())
         return result
 
-    def take(self, streams: Rows[Callable[[], StreamCounters]]) -> StageTimes:
+    def take_times(self, streams: Rows[Callable[[], StreamCounters]]) -> StageTimes:
         """The times since the last call, what each of the streams counted included."""
         self._device.clock.resolve()
         counters = [take() for take in streams]
@@ -106,7 +106,7 @@ class PassMonitor:
             bytes_written_disk=sum(c.bytes_written for c in counters),
         )
 
-    def _attended(self, stage: int, begin: float, end: float) -> None:
+    def _add_attention(self, stage: int, begin: float, end: float) -> None:
         self._attention.append((stage, end - begin))
 
     def _by_stage(self, *sums: defaultdict[int, float]) -> tuple[float, ...]:

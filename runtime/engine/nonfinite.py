@@ -18,7 +18,7 @@ from .batcher import Batcher, StaticBatcher
 from .lanes.factory import LaneFactory
 from .records import PassCounts
 
-MOST_EXPLAINED = 16  # passes of a session: a run of many broken rows shall not take twice its time
+MAX_EXPLAINED_PASSES = 16  # passes of a session: a run of many broken rows shall not take twice its time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class NonFiniteSource:
         return bool(self.tensors) and self.stage != EMBEDDING
 
 
-def as_prompt(sequence: Sequence, *, has_encoder: bool) -> Sequence:
+def to_prompt_sequence(sequence: Sequence, *, has_encoder: bool) -> Sequence:
     """What is known of it as a prompt; behind an encoder, where no answer can be prefilled, from its beginning."""
     known = sequence.request.prompt_ids if has_encoder else tuple(sequence.known_ids)
     return Sequence(request=replace(sequence.request, prompt_ids=known, max_new_tokens=1, num_beams=1))
@@ -61,7 +61,7 @@ class NonFiniteProbe:
         weights_of: Callable[[int], Weights],
     ):
         self._model, self._lanes, self._step, self._weights_of = model, lanes, step, weights_of
-        self._num_explained, self._is_asking = 0, False
+        self._num_explained, self._is_probing = 0, False
 
     def explain(self, groups: Rows[Rows[Sequence]], counts: PassCounts) -> None:
         """Runs the rows of a pass that gave no finite numbers once more, in as many lanes as they had, and adds what it
@@ -71,15 +71,15 @@ class NonFiniteProbe:
         """
         broken = [[s for s in group if s.is_broken] for group in groups]
         all_broken = [s for group in broken for s in group]
-        if self._is_asking or not all_broken or self._num_explained >= MOST_EXPLAINED:
+        if self._is_probing or not all_broken or self._num_explained >= MAX_EXPLAINED_PASSES:
             return
         self._num_explained += 1
         has_encoder = self._model.start_token_id is not None
-        again = [[as_prompt(s, has_encoder=has_encoder) for s in group] for group in broken if group]
+        again = [[to_prompt_sequence(s, has_encoder=has_encoder) for s in group] for group in broken if group]
         # There must be pages for all of them, each by itself: they may have shared theirs with rows that go on.
         wanted = sum(num_pages_for(s.num_known + 1) for group in again for s in group)
         has_room = not self._model.shape.is_packed or wanted <= self._lanes.num_free_pages
-        origins = self._origins(again) if has_room else {}
+        origins = self._find_sources(again) if has_room else {}
         for sequence, copy in zip(all_broken, [s for group in again for s in group], strict=True):
             if (origin := origins.get(id(copy))) is not None:
                 sequence.error = f"{sequence.error}; {origin}"
@@ -91,7 +91,7 @@ class NonFiniteProbe:
                 f"first with: {all_broken[0].error}. What is committed stays good; mend the weights, or fetch them anew"
             )
 
-    def _origins(self, groups: Rows[Rows[Sequence]]) -> Mapping[int, NonFiniteSource]:
+    def _find_sources(self, groups: Rows[Rows[Sequence]]) -> Mapping[int, NonFiniteSource]:
         """Where each row's numbers began, by its `id`: looks at what each module gives while lanes pass them."""
         lanes, found = [self._lanes.lane(group) for group in groups], dict[int, NonFiniteSource]()
 
@@ -101,7 +101,7 @@ class NonFiniteProbe:
             lane = next((lane for lane in lanes if lane.is_running(getcurrent())), None)
             if lane is None or not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
                 return
-            rows = lane.rows_with(~hidden.isfinite().all(-1))
+            rows = lane.marked_rows(~hidden.isfinite().all(-1))
             news = [s for s, is_broken in zip(lane.sequences, rows, strict=True) if is_broken and id(s) not in found]
             if news:
                 tensors = tuple(_broken_weights(self._weights_of(module.stage), f"{module.name}."))
@@ -109,13 +109,13 @@ class NonFiniteProbe:
                 found.update((id(sequence), origin) for sequence in news)
 
         handles = [module.register_forward_hook(look) for module in self._model.staged.modules]
-        self._is_asking = True
+        self._is_probing = True
         try:
             with StaticBatcher(iter(lanes), num_lanes=len(lanes)) as batcher:
                 while self._step(batcher) is not None:
                     pass
         finally:
-            self._is_asking = False
+            self._is_probing = False
             for handle in handles:
                 handle.remove()
         return found

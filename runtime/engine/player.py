@@ -30,25 +30,25 @@ class PipelinePeers:
     def __init__(self, line: PipelineLink, num_numbers: int, device: ComputeDevice):
         self._line, self._num_numbers, self._device = line, num_numbers, device
         self._lanes: Sequence[Lane] = ()
-        self._come: Sequence[torch.Tensor | None] = ()  # what each lane is sent, in host memory
+        self._incoming: Sequence[torch.Tensor | None] = ()  # what each lane is sent, in host memory
 
     def begin(self, lanes: Sequence[Lane]) -> None:
         """A pass of these lanes, which have come to the first stage of this rank."""
         self._lanes = lanes
-        self._come = [lane.entering for lane in lanes]
+        self._incoming = [lane.entering for lane in lanes]
         if self._device.is_accelerator:  # host memory for what is to come there
-            self._come = [
+            self._incoming = [
                 None
                 if target is None
                 else self._device.host_pages(target.nbytes)[: target.nbytes].view(target.dtype).view(target.shape)
-                for target in self._come
+                for target in self._incoming
             ]
-        self._line.begin(self._come)
+        self._line.begin(self._incoming)
 
     def receive(self, lane: int) -> None:
         """Returns when the lane's hidden states are there."""
         self._line.receive(lane)
-        come, entering = self._come[lane], self._lanes[lane].entering
+        come, entering = self._incoming[lane], self._lanes[lane].entering
         if come is not None and entering is not None and come is not entering:
             entering.copy_(come, non_blocking=True)
 
@@ -58,22 +58,22 @@ class PipelinePeers:
         assert leaving is not None, f"lane {lane} has not left this rank's layers"
         self._line.send(lane, *self._device.brought([leaving]))
 
-    def drawn(self, lanes: Sequence[Lane]) -> Sequence[torch.Tensor]:
+    def draw_tokens(self, lanes: Sequence[Lane]) -> Sequence[torch.Tensor]:
         """What the last rank has drawn for each lane, in host memory."""
         self._lanes = ()
         if self._line.is_last:
             drawn = self._device.brought([lane.sample() for lane in lanes])
             self._line.broadcast(torch.cat([each.reshape(-1) for each in drawn]))
             return drawn
-        counts = [lane.expect() for lane in lanes]
+        counts = [lane.expect_tokens() for lane in lanes]
         whole = torch.empty(sum(counts) * self._num_numbers, dtype=torch.int32)
         self._line.receive_broadcast(whole)
         self._device.finish()  # what was sent here has left host memory
-        self._come = ()
+        self._incoming = ()
         return whole.view(-1, self._num_numbers).split(counts)
 
 
-GO_ON = "start the same command again to go on"
+RESUME_HINT = "start the same command again to go on"
 Answer: TypeAlias = Weights | torch.Tensor
 Stops: TypeAlias = tuple[type[Event], ...]
 
@@ -104,10 +104,10 @@ class Player:
         self._events: list[Event | None] = []
         self._travelling = frozenset[int]()
         self._attending: dict[int, Future[torch.Tensor]] = {}  # by lane
-        self._mixed: dict[int, torch.Tensor] = {}  # the experts' answers, by lane
+        self._expert_outputs: dict[int, torch.Tensor] = {}  # the experts' answers, by lane
         self._played: Schedule | None = None
         self.has_lost_a_pass = False
-        self._do: dict[Op, Callable[[Action], None]] = {
+        self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.read: lambda action: weights.read(action.its_stage, action.page),
             Op.copy: lambda action: weights.copy(action.its_stage, action.page),
             Op.free: lambda action: weights.free(action.its_stage),
@@ -122,7 +122,7 @@ class Player:
             Op.pre: partial(self._advance, self._stage, (NeedAttention,)),
             Op.post: partial(self._advance, self._attention, ()),
             Op.route: partial(self._advance, self._attention_or_stage, (NeedExperts,)),
-            Op.end: partial(self._advance, lambda action: self._mixed.pop(action.turn[1], None), ()),
+            Op.end: partial(self._advance, lambda action: self._expert_outputs.pop(action.turn[1], None), ()),
         }
 
     def play(
@@ -149,7 +149,7 @@ class Player:
                 actions = (*schedule.prologue, *schedule.cycle)
             for action in actions:
                 if action.lane is None or action.lane < len(lanes):
-                    self._do[action.op](action)
+                    self._handlers[action.op](action)
             assert not any(self._events), f"lanes still wait for {self._events} after the last stage"
         except BaseException:
             self.has_lost_a_pass = True
@@ -186,7 +186,7 @@ class Player:
     def _stage(self, action: Action) -> Weights:
         """The weights of the stage that the lane enters; its keys and values are bound, where they travel."""
         if self._should_stop():
-            raise Interrupted(GO_ON)
+            raise Interrupted(RESUME_HINT)
         stage, lane = action.turn
         event = self._events[lane]
         if not isinstance(event, NeedStage) or event.stage != stage:
@@ -240,7 +240,7 @@ class Player:
             begin = self._monitor.begin_compute()
             answers = self._experts.run(action.its_stage, [event for _, event in parked])
             self._monitor.end_compute(action.its_stage, action, begin)
-            self._mixed = {lane: answer for (lane, _), answer in zip(parked, answers, strict=True)}
+            self._expert_outputs = {lane: answer for (lane, _), answer in zip(parked, answers, strict=True)}
 
     def _fetch(self, action: Action) -> None:
         stage, lane = action.turn

@@ -24,16 +24,16 @@ from .experts import BatchedExperts
 from .lanes.lane import Lane
 from .lanes.packed import PackedLane
 from .monitor import PassMonitor
-from .player import GO_ON
+from .player import RESUME_HINT
 from .setup import Setup
 
 log = logging.getLogger(__name__)
 
-ROWS = 8  # lanes of up to so many more rows share a recording
+ROW_MULTIPLE = 8  # lanes of up to so many more rows share a recording
 Key: TypeAlias = tuple[int, frozenset[tuple[Reach, Size]]]  # rows, and positions by reach
 
 
-class _Fixed(NamedTuple):
+class _RecordedInputs(NamedTuple):
     inputs: tuple[torch.Tensor, torch.Tensor]
     view: PassView
     rows: FixedRows
@@ -62,27 +62,27 @@ class RecordedPasses:
         *,
         is_alone: bool,
     ):
-        _require(setup, is_alone=is_alone)
+        _require_recordable(setup, is_alone=is_alone)
         self._device: ComputeDevice = setup.device
         self._weights_of, self._experts = weights_of, experts
         self._monitor, self._should_stop = monitor, should_stop
         self._last_stage = len(setup.model.shape.stages) - 1
         self._cuts: Cuts | None = None
         self._logits_BV: torch.Tensor | None = None  # of the most rows so far
-        self._seen, self._failed = Counter[int](), set[int]()
+        self._num_launches, self._failed = Counter[int](), set[int]()
         # Logits, in memory that all share, and what fills them.
-        self._kept: dict[Key, tuple[_Fixed, torch.Tensor, Callable[[], None]]] = {}
+        self._recordings: dict[Key, tuple[_RecordedInputs, torch.Tensor, Callable[[], None]]] = {}
 
     def play(self, lane: Lane, new_tokens: Rows[int] | None, launch: Callable[[], None]) -> None:
         """Takes a lane through a pass, whose tokens are then ready to be drawn. `launch` does so operator by operator,
         `new_tokens` as for `begin_pass`."""
         if self._should_stop():
-            raise Interrupted(GO_ON)
+            raise Interrupted(RESUME_HINT)
         lane.prepare_pass(new_tokens)
-        if not isinstance(lane, PackedLane) or not lane.decodes_alone:
+        if not isinstance(lane, PackedLane) or not lane.is_pure_decode:
             launch()
             return
-        cache, num_rows = lane.cache, -(-len(lane.sequences) // ROWS) * ROWS
+        cache, num_rows = lane.cache, -(-len(lane.sequences) // ROW_MULTIPLE) * ROW_MULTIPLE
         if self._cuts is None:  # nobody knows yet how far layers look back
             launch()
             assert cache.decoding is not None, "its rows decode"
@@ -95,38 +95,38 @@ class RecordedPasses:
         if sizes is None or num_rows in self._failed:
             launch()
             return
-        inputs = _repeated(lane.inputs[0], num_rows), _repeated(lane.inputs[1], num_rows)
-        if key in self._kept:
-            fixed, logits_BV, replay = self._kept[key]
+        inputs = _pad_rows(lane.inputs[0], num_rows), _pad_rows(lane.inputs[1], num_rows)
+        if key in self._recordings:
+            fixed, logits_BV, replay = self._recordings[key]
             fixed.fill(inputs, view)
             self._replay(lane, logits_BV, replay)
             return
-        fixed = _Fixed(
+        fixed = _RecordedInputs(
             inputs,
             view,
             FixedRows(view.decoding, view.layout, self._cuts, sizes),
             torch.arange(num_rows, device=self._device.torch_device),
             view.offsets_T,
         )
-        lane.compute_on(fixed.inputs, fixed.view, fixed.selected_B)
-        self._seen[num_rows] += 1
-        if self._seen[num_rows] == 1:
+        lane.substitute_inputs(fixed.inputs, fixed.view, fixed.selected_B)
+        self._num_launches[num_rows] += 1
+        if self._num_launches[num_rows] == 1:
             launch()  # as it will be recorded, so that kernels of these shapes are loaded
             logits_BV = lane.take_logits()
             if self._logits_BV is None or len(self._logits_BV) < len(logits_BV):
                 self._logits_BV = torch.empty_like(logits_BV)
             return
-        if len(self._kept) == NUM_RECORDINGS:
-            del self._kept[next(iter(self._kept))]
+        if len(self._recordings) == NUM_RECORDINGS:
+            del self._recordings[next(iter(self._recordings))]
         try:
-            logits_BV, replay = self._device.recorded(lambda: self._computed(lane))
+            logits_BV, replay = self._device.recorded(lambda: self._compute(lane))
         except RuntimeError as error:  # torch's, out of memory among them
             log.warning("passes of %d rows are launched one by one, as they cannot be recorded: %s", num_rows, error)
             self._failed.add(num_rows)
             lane.abandon()
             launch()
             return
-        self._kept[key] = fixed, logits_BV, replay
+        self._recordings[key] = fixed, logits_BV, replay
         self._replay(lane, logits_BV, replay)
 
     def _replay(self, lane: PackedLane, logits_BV: torch.Tensor, replay: Callable[[], None]) -> None:
@@ -135,7 +135,7 @@ class RecordedPasses:
         self._monitor.end_compute(self._last_stage, "replay", begin)
         lane.take_logits(logits_BV)
 
-    def _computed(self, lane: PackedLane) -> torch.Tensor:
+    def _compute(self, lane: PackedLane) -> torch.Tensor:
         """The logits of a pass, without a word to the monitor, whose moments a recording cannot hold."""
         event: Event | None = lane.begin_pass()
         stage = 0
@@ -152,12 +152,12 @@ class RecordedPasses:
         return self._logits_BV[: lane.cache.view.num_rows].copy_(lane.take_logits())
 
 
-def _repeated(tensor_1T: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _pad_rows(tensor_1T: torch.Tensor, num_rows: int) -> torch.Tensor:
     missing = num_rows - tensor_1T.shape[1]
     return torch.cat([tensor_1T, tensor_1T[:, :1].expand(1, missing)], 1)
 
 
-def _require(setup: Setup, *, is_alone: bool) -> None:
+def _require_recordable(setup: Setup, *, is_alone: bool) -> None:
     loaded, placement, policy = setup.model, setup.placement, setup.config.policy
     num_lanes = policy.num_micro_batches
     reasons = {

@@ -41,7 +41,7 @@ from ..plan.planner import RunPlan, plan_run
 from ..probing.heads import Head
 from ..probing.meta import build_meta_model, initialize_again
 from ..requests.scoring import make_scoring
-from ..sequences.sampler import Sampler, sampler_for
+from ..sequences.sampler import Sampler, make_sampler
 from ..sequences.sequence import FinishReason, Request, Sequence
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
@@ -53,7 +53,7 @@ from .setup import Setup, open_streams
 
 PROMPT_LENGTHS = (5, 14, 9, 3)  # shorter and longer than the windows and limits of excerpts, none a multiple of a chunk
 NUM_NEW_TOKENS, CHUNK_TOKENS = 8, 8
-SPECIAL = ("token_id", "token_ids", "token_index")
+TOKEN_ID_SUFFIXES = ("token_id", "token_ids", "token_index")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class TeacherForcing:
         for request in self.requests:
             own_TV, other_TV = ours[request.id], theirs[request.id]
             if not other_TV.isfinite().all():
-                raise _CannotJudge("transformers' own logits are not finite")
+                raise _Inconclusive("transformers' own logits are not finite")
             sizes_T = ((own_TV - other_TV).abs().amax(-1) / other_TV.std()).nan_to_num(torch.inf)
             beyond = (sizes_T > TOLERANCE).nonzero().flatten().tolist()
             step = beyond[0] if beyond else int(sizes_T.argmax())
@@ -77,12 +77,12 @@ class TeacherForcing:
         return max(found, key=lambda each: each.size)
 
 
-def teacher_forced(model: LoadedModel, *, seed: int) -> TeacherForcing | None:
+def make_teacher_forcing(model: LoadedModel, *, seed: int) -> TeacherForcing | None:
     """Random tokens that mean nothing special to the class; None where its context or vocabulary has no room."""
     config, special = model.staged.model.config, set[int]()
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
         for name, value in vars(part).items():
-            if name.endswith(SPECIAL):
+            if name.endswith(TOKEN_ID_SUFFIXES):
                 special.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
     ordinary = [i for i in range(min(model.shape.vocab_size, 4096)) if i not in special]
     if model.shape.context_tokens < max(PROMPT_LENGTHS) + NUM_NEW_TOKENS or not ordinary:
@@ -99,7 +99,7 @@ def teacher_forced(model: LoadedModel, *, seed: int) -> TeacherForcing | None:
     return TeacherForcing(requests=requests, tokens={request.id: some(NUM_NEW_TOKENS) for request in requests})
 
 
-class _Forced(LogitsProcessor):
+class _ForcedTokens(LogitsProcessor):
     def __init__(self, tokens: tuple[int, ...], num_before: int):
         self._tokens, self._num_before = tokens, num_before
 
@@ -147,7 +147,7 @@ def run_generate(
                 output_logits=True,
                 return_dict_in_generate=True,
             ),
-            logits_processor=LogitsProcessorList([_Forced(tokens, num_before)]),
+            logits_processor=LogitsProcessorList([_ForcedTokens(tokens, num_before)]),
         )
         logits[request.id] = torch.cat(out.logits).float()
         if scores:  # of one forward without a cache
@@ -163,11 +163,11 @@ def run_generate(
 
 
 class ForcedSampler(Sampler):
-    """`tokens` by request id. `heard[id]` are a sequence's rows of logits (V,), float32 on the CPU, one per token."""
+    """`tokens` by request id. `logits[id]` are a sequence's rows of logits (V,), float32 on the CPU, one per token."""
 
     def __init__(self, tokens: Mapping[str, Rows[int]]):
         self._tokens = tokens
-        self.heard: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        self.logits: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Where nobody asks, the head sees one all the same."""
@@ -175,10 +175,10 @@ class ForcedSampler(Sampler):
 
     def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
         for sequence, logits_V in zip(sequences, drawn.view(torch.float32), strict=True):
-            forcing, heard = self._tokens[sequence.request.id], self.heard[sequence.request.id]
-            sequence.generated.append(forcing[len(heard)])
-            heard.append(logits_V.clone())
-            if len(heard) == len(forcing):
+            forcing, logits = self._tokens[sequence.request.id], self.logits[sequence.request.id]
+            sequence.generated.append(forcing[len(logits)])
+            logits.append(logits_V.clone())
+            if len(logits) == len(forcing):
                 sequence.finish = FinishReason.length
 
 
@@ -186,11 +186,14 @@ log = logging.getLogger(__name__)
 
 TOLERANCE = 3e-3  # of the deviation of logits: over all proven families rounding came to 1.2e-4 at most
 SCORE_TOLERANCE = 1e-4  # of a token's log-probability, and of the deviation of logits where that is above 1
-LONG_SECONDS, LITTLE_BYTES = 120.0, 256 * MIB  # of a run, beside which so large an excerpt takes next to nothing
+LONG_RUN_SECONDS, SMALL_EXCERPT_BYTES = (
+    120.0,
+    256 * MIB,
+)  # of a run, beside which so large an excerpt takes next to nothing
 CPU = torch.device("cpu")
 
 
-class _CannotJudge(Exception):
+class _Inconclusive(Exception):
     """Why nothing can be said of the model."""
 
 
@@ -209,7 +212,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Compared:
+class _Comparison:
     """One try. `score`: the largest difference of a log-probability, in tolerances; 0 where none is asked for."""
 
     forcing: TeacherForcing
@@ -222,7 +225,7 @@ class _Compared:
         return self.worst.is_rounding and self.score <= 1
 
 
-def is_due(model: LoadedModel, mode: SelfCheck, run_seconds: float) -> bool:
+def is_check_due(model: LoadedModel, mode: SelfCheck, run_seconds: float) -> bool:
     """`run_seconds` is how long the run is to take, 0 where nobody knows. What is proven needs no check, and gets one
     where it is as good as free; what generates nothing has no `generate` to be compared with."""
     if mode is SelfCheck.auto and model.head is not Head.text:
@@ -232,7 +235,7 @@ def is_due(model: LoadedModel, mode: SelfCheck, run_seconds: float) -> bool:
     if model.config.get("model_type") not in {family.model_type for family in FAMILIES.values()}:
         return True
     num_layers = num_representative_layers(model.shape, model.staged.model.config)
-    return run_seconds >= LONG_SECONDS and dense_bytes(model.shape, num_layers) <= LITTLE_BYTES
+    return run_seconds >= LONG_RUN_SECONDS and dense_bytes(model.shape, num_layers) <= SMALL_EXCERPT_BYTES
 
 
 def check_lanes(
@@ -253,7 +256,7 @@ def check_lanes(
     )
     try:
         found = check.run()
-    except _CannotJudge as why:
+    except _Inconclusive as why:
         log.warning("self-check: %s is not checked: %s", type(model.staged.model).__name__, why)
         return
     finally:
@@ -272,20 +275,20 @@ class _Check:
 
     def run(self) -> str:
         """What to say when all is well."""
-        truncated, wanted = self._truncated()
-        found = self._compared(truncated, seed=0)
+        truncated, wanted = self._choose_truncation()
+        found = self._compare(truncated, seed=0)
         if not found.is_rounding:  # two experts may have been as good as equal for a token
-            found = self._compared(truncated, seed=1)
+            found = self._compare(truncated, seed=1)
         if not found.worst.is_rounding:
             plan, worst = found.plan, found.worst
             groups = [group for block in plan.blocks for group in block.micro_batches]
             lengths = [[len(found.forcing.requests[i].prompt_ids) for i in group] for group in groups]
             raise ConfigError(
-                f"model.self_check: {type(self.model.staged.model).__name__} does in {self._lanes(plan)} not what it "
-                f"does alone: the sequence of {len(worst.request.prompt_ids)} prompt tokens differs at new token "
-                f"{worst.step} by {worst.size:.2g} of its logits' deviation (rounding: below {TOLERANCE}); lanes with "
-                f"prompts of {lengths} tokens, {truncated.num_layers} of {len(self.model.shape.layers)} layers, "
-                f"float32. "
+                f"model.self_check: the logits of {type(self.model.staged.model).__name__} in "
+                f"{self._describe_lanes(plan)} differ from those of its own generate: the sequence of "
+                f"{len(worst.request.prompt_ids)} prompt tokens differs at new token {worst.step} by {worst.size:.2g} "
+                f"of its logits' deviation (tolerance {TOLERANCE}); lanes with prompts of {lengths} tokens, "
+                f"{truncated.num_layers} of {len(self.model.shape.layers)} layers, float32. "
                 f"{self._remedies()}"
             )
         if not found.is_rounding:
@@ -297,27 +300,27 @@ class _Check:
             )
         partly = f", of which {wanted} would show every kind" if truncated.num_layers < wanted else ""
         return (
-            f"{len(found.forcing.requests)} sequences in {self._lanes(found.plan)} give transformers' own "
+            f"{len(found.forcing.requests)} sequences in {self._describe_lanes(found.plan)} give transformers' own "
             f"logits{' and log-probabilities' if self.scores else ''} within {found.worst.size:.0e} of their "
             f"deviation, in {truncated.num_layers} of {len(self.model.shape.layers)} layers{partly}"
         )
 
-    def _compared(self, truncated: TruncatedModel, seed: int) -> _Compared:
-        forcing = teacher_forced(self.model, seed=seed)
+    def _compare(self, truncated: TruncatedModel, seed: int) -> _Comparison:
+        forcing = make_teacher_forcing(self.model, seed=seed)
         if forcing is None:
-            raise _CannotJudge(f"its context of {self.model.shape.context_tokens} tokens is too short to see anything")
-        opened = self._opened(truncated)
+            raise _Inconclusive(f"its context of {self.model.shape.context_tokens} tokens is too short to see anything")
+        opened = self._load_truncated(truncated)
         try:
             with one_line(f"the class's own generate does not run its first {truncated.num_layers} layers"):
                 logits, logprobs = run_generate(opened, truncated, forcing, self.scores)
         except CheckpointError as error:
-            raise _CannotJudge(str(error)) from error
+            raise _Inconclusive(str(error)) from error
         del opened
         sampler = ForcedSampler(forcing.tokens)
-        plan, _ = self._ours(truncated, forcing.requests, sampler)
-        ours = {id: torch.stack(rows) for id, rows in sampler.heard.items()}
+        plan, _ = self._run_in_lanes(truncated, forcing.requests, sampler)
+        ours = {id: torch.stack(rows) for id, rows in sampler.logits.items()}
         worst = forcing.largest_difference(ours, logits)
-        return _Compared(
+        return _Comparison(
             forcing=forcing, plan=plan, worst=worst, score=self._score(truncated, forcing, logits, logprobs)
         )
 
@@ -334,8 +337,8 @@ class _Check:
             return 0.0
         made = [make_scoring(self.model, r.id, r.prompt_ids, forcing.tokens[r.id]) for r in forcing.requests]
         requests = [request for request in made if isinstance(request, Request)]
-        sampler = sampler_for(self.model, SamplingConfig(), CPU)
-        _, sequences = self._ours(truncated, requests, sampler)
+        sampler = make_sampler(self.model, SamplingConfig(), CPU)
+        _, sequences = self._run_in_lanes(truncated, requests, sampler)
         sizes = [0.0]
         for sequence in sequences:
             id, own_T = sequence.request.id, torch.tensor([score.own for score in sequence.scores])
@@ -343,7 +346,7 @@ class _Check:
             sizes.append(float((own_T - logprobs[id]).abs().nan_to_num(torch.inf).max()) / unit)
         return max(sizes)
 
-    def _truncated(self) -> tuple[TruncatedModel, int]:
+    def _choose_truncation(self) -> tuple[TruncatedModel, int]:
         """What fits the budget, and how many layers it should have."""
         shape, budget = self.model.shape, self.budgets.host_bytes
         num_all = len(shape.layers)
@@ -352,36 +355,36 @@ class _Check:
         sizes = {count: dense_bytes(shape, count) for count in ({num_all} if is_full else set()) | {wanted, 2, 1}}
         fitting = [count for count, size in sizes.items() if size <= budget and count <= num_all]
         if not fitting:
-            raise _CannotJudge(
+            raise _Inconclusive(
                 f"one layer with all outside of the layers takes {format_bytes(min(sizes.values()))} in float32, "
                 f"offload.host_memory_gib allows {format_bytes(budget)}"
             )
         return TruncatedModel(num_layers=max(fitting), is_packed=shape.is_packed), wanted
 
-    def _ours(
+    def _run_in_lanes(
         self, truncated: TruncatedModel, requests: Rows[Request], sampler: Sampler
     ) -> tuple[RunPlan, list[Sequence]]:
         """The sequences that these requests come to, in lanes."""
         try:
-            return self._in_lanes(self._opened(truncated), requests, sampler)
+            return self._generate_in_lanes(self._load_truncated(truncated), requests, sampler)
         except (BudgetError, MemoryError) as error:
-            raise _CannotJudge(str(error).partition("\n")[0]) from error
+            raise _Inconclusive(str(error).partition("\n")[0]) from error
         except WeightstreamError:
             raise
         except Exception as error:  # whatever a class raises at what lanes hand it, since by itself it runs
             raise ConfigError(
                 f"model.self_check: {type(self.model.staged.model).__name__} runs by itself and not in "
-                f"{self._kind} lanes: {reason_of(error)}; {self._remedies()}"
+                f"{self._lane_kind} lanes: {reason_of(error)}; {self._remedies()}"
             ) from error
 
-    def _opened(self, truncated: TruncatedModel) -> LoadedModel:
+    def _load_truncated(self, truncated: TruncatedModel) -> LoadedModel:
         config = replace(self.config.model, dtype=DType.float32)
         try:
             return load_model(config, CPU, self.config.offload.cache_dir, truncated=truncated)
         except (CheckpointError, ConfigError) as error:  # the whole model was opened before
-            raise _CannotJudge(f"it cannot be cut to {truncated.num_layers} layers: {error}") from error
+            raise _Inconclusive(f"it cannot be cut to {truncated.num_layers} layers: {error}") from error
 
-    def _in_lanes(
+    def _generate_in_lanes(
         self, model: LoadedModel, requests: Rows[Request], sampler: Sampler
     ) -> tuple[RunPlan, list[Sequence]]:
         if any(request.scoring is not None for request in requests):
@@ -413,11 +416,11 @@ class _Check:
         return plan, sequences
 
     @property
-    def _kind(self) -> str:
+    def _lane_kind(self) -> str:
         return "packed" if self.model.shape.is_packed else "padded"
 
-    def _lanes(self, plan: RunPlan) -> str:
-        return f"{plan.num_lanes} {self._kind} lanes of {plan.lane_size}"
+    def _describe_lanes(self, plan: RunPlan) -> str:
+        return f"{plan.num_lanes} {self._lane_kind} lanes of {plan.lane_size}"
 
     def _remedies(self) -> str:
         padded = "model.lanes=padded may be right; " if self.model.shape.is_packed else ""

@@ -5,18 +5,18 @@ from typing import NamedTuple
 
 from ..batching.admission import AdmissionLimits
 from ..batching.balance import Block
-from ..batching.prefixes import IN_LANES
+from ..batching.prefixes import WITHIN_LANES
 from ..config.settings import Admission, PolicyConfig
 from ..model.loading import LoadedModel
 from ..plan.placement.defaults import chunk_tokens
 from ..plan.placement.memory import PAGE_TOKENS, resumed_chunks
 from ..plan.planner import RunPlan
-from ..requests.joining import with_whole_searches
+from ..requests.joining import drop_orphaned_beams
 from ..sequences.detokenizer import Detokenizer
-from ..sequences.reasoning import Parts, Reasoning
-from ..sequences.sequence import Completion, Request, Unfinished, begun, resumed, resumed_lane
+from ..sequences.reasoning import Reasoning, SplitText
+from ..sequences.sequence import Completion, Request, SequenceState, resume_lane, resume_sequence, start_sequence
 from ..sequences.sequence import Sequence as Running
-from .batcher import Batcher, ContinuousBatcher, StaticBatcher, with_prefixes
+from .batcher import Batcher, ContinuousBatcher, StaticBatcher, insert_prefixes
 from .engine import Engine
 from .records import PassRecord
 
@@ -30,7 +30,7 @@ class LaneSlots(NamedTuple):
     num_lanes: int
     lane_size: int
     chunk_tokens: int
-    others_pages: int = 0
+    reserved_pages: int = 0
 
     def share(self, num_shares: int, num_pages: int) -> "LaneSlots":
         """Those of one of `num_shares` ranks, if there are `num_pages`: fewer in each lane, and where there are not as
@@ -40,11 +40,11 @@ class LaneSlots(NamedTuple):
             num_lanes=num_lanes,
             lane_size=max(1, self.lane_size // num_shares),
             chunk_tokens=max(1, self.chunk_tokens // num_shares),
-            others_pages=num_pages - num_pages // num_shares,
+            reserved_pages=num_pages - num_pages // num_shares,
         )
 
 
-def ignore(record: PassRecord) -> None:
+def ignore_pass(record: PassRecord) -> None:
     """What is done after a pass where nobody asks."""
 
 
@@ -68,25 +68,25 @@ class Session:
     ):
         self.opening_seconds, self._reasoning = opening_seconds, reasoning
         self._model, self._engine, self._plan, self._policy = model, engine, plan, policy
-        self._open: dict[int, Running] = {}
+        self._active: dict[int, Running] = {}
         tokenizer = model.tokenizer
         self._detokenizer = Detokenizer(tokenizer, model.start_token_id) if tokenizer is not None else None
 
     def probe(self, requests: Sequence[Request]) -> None:
         """Runs a first pass, that of the heaviest block, and forgets it."""
         if self._policy.admission is Admission.continuous:
-            running = {i: begun(requests[i]) for block in self._plan.blocks for i in block.members}
-            batcher = self._continuous({i: s for i, s in running.items() if s.finish is None})
+            running = {i: start_sequence(requests[i]) for block in self._plan.blocks for i in block.members}
+            batcher = self._continuous_batcher({i: s for i, s in running.items() if s.finish is None})
         else:
             heaviest = max(self._plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
             running = {i: Running(request=requests[i]) for i in heaviest.members if requests[i].max_new_tokens}
             lanes = [[running[i] for i in group if i in running] for group in heaviest.micro_batches]
-            lanes = self._sharing(heaviest, running, lanes)
+            lanes = self._with_shared_prefixes(heaviest, running, lanes)
             batcher = StaticBatcher.from_block(self._engine.lanes, heaviest.index, lanes)
         with batcher:
             self._engine.step(batcher)
 
-    def generate(self, requests: Sequence[Request], on_pass: OnPass = ignore) -> Generator[tuple[int, Completion]]:
+    def generate(self, requests: Sequence[Request], on_pass: OnPass = ignore_pass) -> Generator[tuple[int, Completion]]:
         """Generates all blocks of the plan, as its policy admits them, and gives completions as they finish."""
         if self._policy.admission is Admission.continuous:
             order = [i for block in self._plan.blocks for i in block.members]
@@ -95,7 +95,7 @@ class Session:
             for block in self._plan.blocks:
                 yield from self.wave(block, block.members, requests, {}, on_pass)
 
-    def run(self, block: Block, requests: Sequence[Request], on_pass: OnPass = ignore) -> list[Completion]:
+    def run(self, block: Block, requests: Sequence[Request], on_pass: OnPass = ignore_pass) -> list[Completion]:
         """Generates one block. Completions are in the order of `block.members`."""
         completions = dict(self.wave(block, block.members, requests, {}, on_pass))
         return [completions[i] for i in block.members if requests[i].is_returned]
@@ -103,66 +103,70 @@ class Session:
     def wave(
         self,
         block: Block,
-        left: Sequence[int],
+        remaining: Sequence[int],
         requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
-        on_pass: OnPass = ignore,
+        unfinished: Mapping[int, SequenceState],
+        on_pass: OnPass = ignore_pass,
     ) -> Generator[tuple[int, Completion]]:
         """Generates one block, of whose members only those in `left`, and gives them as they finish.
 
         `unfinished`: those that an earlier process has begun, from where they go on. With the same members left and
         none of them begun, a block always comes to the same bits.
         """
-        left = with_whole_searches(left, requests)
+        remaining = drop_orphaned_beams(remaining, requests)
         lanes = list[dict[int, Running]]()
         device, is_packed = self._engine.torch_device, self._model.shape.is_packed
         for group in block.micro_batches:
-            members = [i for i in group if i in left]
+            members = [i for i in group if i in remaining]
             states = [unfinished.get(i) for i in members]
-            running = resumed_lane([requests[i] for i in members], states, device, is_packed=is_packed)
+            running = resume_lane([requests[i] for i in members], states, device, is_packed=is_packed)
             lanes.append(dict(zip(members, running, strict=True)))
-        self._open = {i: sequence for lane in lanes for i, sequence in lane.items()}
+        self._active = {i: sequence for lane in lanes for i, sequence in lane.items()}
         entering = [[sequence for sequence in lane.values() if sequence.finish is None] for lane in lanes]
-        chunks = self._chunks(block, requests, entering)
-        entering = self._sharing(block, {i: s for i, s in self._open.items() if s.finish is None}, entering)
+        chunks = self._chunk_sizes(block, requests, entering)
+        entering = self._with_shared_prefixes(
+            block, {i: s for i, s in self._active.items() if s.finish is None}, entering
+        )
         return self._generate(StaticBatcher.from_block(self._engine.lanes, block.index, entering, chunks), on_pass)
 
     def stream(
         self,
         order: Sequence[int],
         requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
-        on_pass: OnPass = ignore,
+        unfinished: Mapping[int, SequenceState],
+        on_pass: OnPass = ignore_pass,
     ) -> Generator[tuple[int, Completion]]:
         """Continuous admission: requests enter in `order` as others finish, and come out as they finish. `unfinished`
         as in `wave`."""
         # In padded lanes a sequence begins again: with its answer among others' prompts a lane would be wider than
         # planned, and behind an encoder answers of unequal lengths cannot be prefilled.
         states, device = unfinished if self._model.shape.is_packed else {}, self._engine.torch_device
-        self._open = {i: resumed(requests[i], states.get(i), device) for i in order}
-        entering = {i: sequence for i, sequence in self._open.items() if sequence.finish is None}
-        return self._generate(self._continuous(entering), on_pass)
+        self._active = {i: resume_sequence(requests[i], states.get(i), device) for i in order}
+        entering = {i: sequence for i, sequence in self._active.items() if sequence.finish is None}
+        return self._generate(self._continuous_batcher(entering), on_pass)
 
     def _generate(self, batcher: Batcher, on_pass: OnPass) -> Generator[tuple[int, Completion]]:
-        yield from self._take_finished()
+        yield from self._pop_finished()
         with batcher:
             while (record := self._engine.step(batcher)) is not None:
-                yield from self._take_finished()
+                yield from self._pop_finished()
                 on_pass(record)
 
-    def snapshot(self) -> dict[int, Unfinished]:
+    def snapshot(self) -> dict[int, SequenceState]:
         """The state of the sequences of `wave` or `stream` that have begun and not finished; also after it was
         interrupted."""
-        return {i: s.snapshot() for i, s in self._open.items() if s.generated and s.finish is None}
+        return {i: s.snapshot() for i, s in self._active.items() if s.generated and s.finish is None}
 
-    def _sharing(self, block: Block, running: Mapping[int, Running], lanes: list[list[Running]]) -> list[list[Running]]:
+    def _with_shared_prefixes(
+        self, block: Block, running: Mapping[int, Running], lanes: list[list[Running]]
+    ) -> list[list[Running]]:
         """`lanes`, or where the plan has prompts share what they begin with such lanes with those prefixes in them."""
         rule = self._engine.lanes.sharing
         if not self._plan.prefixes or rule is None:
             return lanes
-        return with_prefixes(block.micro_batches, self._plan.prefixes, running, rule)
+        return insert_prefixes(block.micro_batches, self._plan.prefixes, running, rule)
 
-    def _chunks(
+    def _chunk_sizes(
         self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
     ) -> Sequence[int | None]:
         """How many tokens each lane may prefill in a pass; None: as many as the policy says."""
@@ -178,38 +182,38 @@ class Session:
             spare_bytes=max(0, compute.left_bytes),
         )
 
-    def _slots(self) -> LaneSlots:
+    def _lane_slots(self) -> LaneSlots:
         return LaneSlots(self._plan.num_lanes, self._plan.lane_size, chunk_tokens(self._policy))
 
-    def _continuous(self, sequences: Mapping[int, Running]) -> Batcher:
-        num_lanes, lane_size, num_tokens, others_pages = self._slots()
+    def _continuous_batcher(self, sequences: Mapping[int, Running]) -> Batcher:
+        num_lanes, lane_size, num_tokens, others_pages = self._lane_slots()
         if not self._model.shape.is_packed:
             waiting = list(sequences.values())
             return StaticBatcher.from_sequences(self._engine.lanes, waiting, num_lanes=num_lanes, lane_size=lane_size)
         rule = self._engine.lanes.sharing
         limits = AdmissionLimits.from_lanes(
-            rule or IN_LANES,
+            rule or WITHIN_LANES,
             num_lanes=num_lanes,
             lane_size=lane_size,
             chunk_tokens=num_tokens,
             page_tokens=PAGE_TOKENS,
-            others_pages=others_pages,
+            reserved_pages=others_pages,
         )
         prefixes = self._plan.prefixes if rule is not None else ()
         return ContinuousBatcher(self._engine.lanes, sequences, limits, prefixes)
 
-    def _take_finished(self) -> list[tuple[int, Completion]]:
-        finished = [(i, self._open.pop(i)) for i in [i for i, s in self._open.items() if s.finish is not None]]
+    def _pop_finished(self) -> list[tuple[int, Completion]]:
+        finished = [(i, self._active.pop(i)) for i in [i for i, s in self._active.items() if s.finish is not None]]
         return [(i, self._completion(sequence)) for i, sequence in finished if sequence.request.is_returned]
 
     def _completion(self, sequence: Running) -> Completion:
         assert sequence.finish is not None, "the block ended before its sequences"
         if self._reasoning is not None:
-            parts = self._reasoning.parts(sequence)
+            parts = self._reasoning.split(sequence)
         else:
             texts = self._detokenizer
-            text = texts.completion(sequence.request, sequence.generated) if texts is not None else ""
-            parts = Parts(reasoning=None, text=text[: sequence.text_end])
+            text = texts.completion_text(sequence.request, sequence.generated) if texts is not None else ""
+            parts = SplitText(reasoning=None, text=text[: sequence.text_end])
         return Completion(
             request=sequence.request,
             token_ids=tuple(sequence.generated),

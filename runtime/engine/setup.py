@@ -29,7 +29,7 @@ from ..stream.weights import WeightStream
 from ..trace import Trace
 from ..units import MIB
 from ..weights.stage_weights import TORCH_DTYPES
-from .compiling import HOST_OPS, CompiledKernels, KernelSet, prepare
+from .compiling import HOST_OPS, CompiledKernels, KernelSet, prepare_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +48,20 @@ class Setup:
 
 def prepare_attention(model: LoadedModel) -> None:
     """Decode attention on the CPU, beside an accelerator too; the second time at no cost."""
-    for part in attention_of(model):
-        prepare(part)
+    for part in attention_kernels(model):
+        prepare_kernels(part)
 
 
-def kernels_of(model: LoadedModel) -> CompiledKernels:
+def compiled_kernels(model: LoadedModel) -> CompiledKernels:
     """Loads the kernels that a model on the CPU computes with, as far as they are compiled."""
     parameters = (parameter for stage in model.shape.stages for parameter in stage.parameters)
-    parts = [*attention_of(model), products_of(parameters, model.compute_dtype)]
+    parts = [*attention_kernels(model), product_kernels(parameters, model.compute_dtype)]
     if model.compute_dtype in DTYPES:
         parts.append(KernelSet(HOST_OPS, _name(model.compute_dtype)))
     return CompiledKernels(parts)
 
 
-def attention_of(model: LoadedModel) -> list[KernelSet]:
+def attention_kernels(model: LoadedModel) -> list[KernelSet]:
     """What attends to a model's pages on the CPU, if anything compiled does."""
     kv_dtype, computed = model.shape.kv_dtype, model.compute_dtype
     if kv_dtype.is_quantized:
@@ -69,7 +69,7 @@ def attention_of(model: LoadedModel) -> list[KernelSet]:
     return [KernelSet("attention", _name(stored_dtype(kv_dtype, computed)))] if model.shape.is_packed else []
 
 
-def products_of(parameters: Iterable[Parameter], inputs: torch.dtype) -> KernelSet:
+def product_kernels(parameters: Iterable[Parameter], inputs: torch.dtype) -> KernelSet:
     """What multiplies inputs of a dtype with these weights."""
     slices = [piece for parameter in parameters for piece in parameter.slices]
     stored = {piece.dtype for piece in slices if len(piece.shape) >= 2 and not piece.format}
@@ -119,7 +119,7 @@ class AttentionWorkers(Closing):
         """Returns at once, unless `max_pending` computes are under way: then when the first of them has ended."""
         self._room.acquire()
         try:
-            future = self._pool.submit(_attend, compute)
+            future = self._pool.submit(_run_inference, compute)
         except RuntimeError:  # closed
             self._room.release()
             raise
@@ -128,7 +128,7 @@ class AttentionWorkers(Closing):
 
 
 @torch.inference_mode()
-def _attend(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _run_inference(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
     return compute()
 
 
@@ -149,7 +149,7 @@ class Streams:
         found = [self.weights, self.experts, self.kv, self.exchange, self.round_trips]
         return [stream.take_counters for stream in found if stream is not None]
 
-    def forget(self, pages: Sequence[int]) -> None:
+    def discard_pages(self, pages: Sequence[int]) -> None:
         """Nobody will ask for what these KV pages held."""
         if self.kv is not None and pages:
             self.kv.forget(pages)
@@ -180,7 +180,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
         round_trips = None
         if placement.cpu_share is not None:
             stacks = (parameter for stage in shape.stages for parameter in stage.stacks)
-            prepare(products_of(stacks, setup.model.compute_dtype))
+            prepare_kernels(product_kernels(stacks, setup.model.compute_dtype))
             size = round_trip_size(shape, placement.cpu_share)
             round_trips = stack.enter_context(
                 HostExchange(size, device, first_stage=first, trace=trace, what="tokens of experts")

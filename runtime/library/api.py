@@ -26,12 +26,12 @@ from ..config.settings import (
 from ..devices.messages import KIND, SESSION, end_sessions
 from ..devices.sessions import RankSession
 from ..devices.shared_run import SharedRun, device_of
-from ..engine.batcher import sizes_sharing
-from ..engine.compiling import COMPILING_SECONDS, LEAST_TOKENS, CompiledKernels, seconds_without
-from ..engine.engine import Engine, alone
-from ..engine.self_check import check_lanes, is_due
+from ..engine.batcher import sequence_sizes
+from ..engine.compiling import COMPILING_SECONDS, MIN_TOKENS, CompiledKernels, estimate_plain_seconds
+from ..engine.engine import Engine, agree_alone
+from ..engine.self_check import check_lanes, is_check_due
 from ..engine.session import Session
-from ..engine.setup import Setup, kernels_of, open_streams, prepare_attention
+from ..engine.setup import Setup, compiled_kernels, open_streams, prepare_attention
 from ..errors import ClosedError
 from ..measure.contests import known_backends
 from ..measure.machine_cache import Host, find_products
@@ -52,8 +52,8 @@ from ..probing.heads import Head
 from ..ranks.ranks import Ranks
 from ..requests.encoding import require_text
 from ..requests.prompts import Rejected, make_request, tokenize
-from ..sequences.grammar import with_schema
-from ..sequences.sampler import Sampler, sampler_for
+from ..sequences.grammar import resolve_schema
+from ..sequences.sampler import Sampler, make_sampler
 from ..sequences.sequence import Completion, Request
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
@@ -105,7 +105,7 @@ class Runtime(Closing):
         **settings: Unpack[Settings],
     ):
         self.config = changed(config, settings)
-        self.config = replace(self.config, sampling=with_schema(self.config.sampling))
+        self.config = replace(self.config, sampling=resolve_schema(self.config.sampling))
         self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
         self._shared = None if ranks is None else SharedRun.from_ranks(ranks)
         if self._shared is not None:
@@ -149,10 +149,10 @@ class Runtime(Closing):
             elif found is None:
                 found, self._may_compare = known_backends(self.host), True
             self.model = replace(self.model, backends=found)
-            self._kernels = kernels_of(self.model)
+            self._kernels = compiled_kernels(self.model)
             if self._shared is not None:
                 self.wait_for_kernels()  # ranks that compute the same come to the same bits
-            elif seconds_without(self.model.shape, [LEAST_TOKENS]) > COMPILING_SECONDS:
+            elif estimate_plain_seconds(self.model.shape, [MIN_TOKENS]) > COMPILING_SECONDS:
                 self._kernels.begin()
         elif self.config.policy.attention is Attention.cpu:
             prepare_attention(self.model)
@@ -198,7 +198,7 @@ class Runtime(Closing):
             stream.end(by)
 
     def _sampler(self) -> Sampler:
-        return sampler_for(self.model, self.config.sampling, self.device.torch_device)
+        return make_sampler(self.model, self.config.sampling, self.device.torch_device)
 
     def request(
         self, id: str, prompt: str | Sequence[int], *, overrides: SamplingOverrides | None = None
@@ -257,7 +257,7 @@ class Runtime(Closing):
         if self._kernels is None or self._kernels.are_ready:
             return False
         shape, tokens = self.model.shape, [request.size.capacity_tokens for request in requests]
-        if not self._kernels.does_without(seconds_without(shape, tokens)):
+        if not self._kernels.use_plain_operators(estimate_plain_seconds(shape, tokens)):
             return False
         self._shape_with_kernels = self._shape_with_kernels or shape
         self.model = replace(self.model, shape=replace(shape, has_decode_kernel=False, has_fused_gates=False))
@@ -282,7 +282,7 @@ class Runtime(Closing):
         """What a plan asks of all requests of a run, with what they share where they may."""
         has_lengths = self.model.rope_lengths is not None
         if why_unshared(self.config, self.model.shape, has_rope_lengths=has_lengths) is None:
-            return sizes_sharing(requests)
+            return sequence_sizes(requests)
         return [request.size for request in requests]
 
     def resolved_settings(self, plan: RunPlan) -> ResolvedSettings:
@@ -323,7 +323,7 @@ class Runtime(Closing):
                 streams,
                 sampler,
                 self._should_stop if rank_sync is None else rank_sync.should_stop,
-                alone if rank_sync is None else rank_sync.lanes,
+                agree_alone if rank_sync is None else rank_sync.lanes,
                 None if shared is None else shared.line,
             )
             seconds, reasoning = time.monotonic() - begin, sampler.reasoning
@@ -452,7 +452,7 @@ class Runtime(Closing):
         whole = self.model.shape if self._shared is None else self._shared.whole(self.model.shape)
         scores = any(request.scoring is not None for request in requests)
         is_first = whole is not None and scores not in self._checked
-        if is_first and plan.blocks and is_due(self.model, self.config.model.self_check, seconds):
+        if is_first and plan.blocks and is_check_due(self.model, self.config.model.self_check, seconds):
             config, stop = self.config, self._should_stop
             check_lanes(replace(self.model, shape=whole), config, self.budgets(), self.reader, stop, scores=scores)
             gc.collect()  # a model refers to itself

@@ -12,7 +12,7 @@ import numpy as np
 from ..config.settings import Pooling, Readout
 from ..errors import require
 from ..model.loading import LoadedModel
-from ..requests.encoding import Wanted, make_encoding, require_readable
+from ..requests.encoding import EncodingSpec, make_encoding, require_readable
 from ..requests.prompts import Rejected
 from ..sequences.sequence import Completion, Request, Vector
 from .prompt import Prompt, PromptLike, tokenized
@@ -80,7 +80,7 @@ E = TypeVar("E", bound=Encoded)
 class EncodingTask(RuntimeTask[PromptLike, Prompt, E]):
     """What is `wanted` of each prompt, which comes to a `kind`."""
 
-    wanted: Wanted
+    wanted: EncodingSpec
     kind: type[E]
 
     def require(self, model: LoadedModel) -> None:
@@ -112,7 +112,7 @@ def embedding(pooling: str | Pooling | None, *, normalize: bool) -> EncodingTask
     """A vector of each prompt. Raises ConfigError."""
     names = [way.value for way in Pooling]
     require(isinstance(pooling, Pooling | None) or pooling in names, f"pooling is one of {names}, got {pooling!r}")
-    wanted = Wanted(pooling=None if pooling is None else Pooling(pooling), normalize=normalize)
+    wanted = EncodingSpec(pooling=None if pooling is None else Pooling(pooling), normalize=normalize)
     return EncodingTask(wanted=wanted, kind=Embedded)
 
 
@@ -120,10 +120,10 @@ def filling_masks(model: LoadedModel, num_top: int) -> EncodingTask[Filled]:
     """The likeliest tokens in place of each mask. Raises ConfigError."""
     most = model.shape.vocab_size
     require(1 <= num_top <= most, f"num_top must be 1 to {most:,} tokens, got {num_top}")
-    return EncodingTask(wanted=Wanted(readout=Readout.masks, num_top=num_top), kind=Filled)
+    return EncodingTask(wanted=EncodingSpec(readout=Readout.masks, num_top=num_top), kind=Filled)
 
 
-CLASSIFYING = EncodingTask(wanted=Wanted(readout=Readout.classes), kind=Classified)
+CLASSIFYING = EncodingTask(wanted=EncodingSpec(readout=Readout.classes), kind=Classified)
 
 
 def refused(why: Rejected, readout: Readout) -> Encoded:
@@ -134,7 +134,7 @@ def refused(why: Rejected, readout: Readout) -> Encoded:
     return (Classified if readout is Readout.classes else Filled)(**vars(found))
 
 
-def encoded(model: LoadedModel, wanted: Wanted, index: int, completion: Completion) -> Encoded:
+def encoded(model: LoadedModel, wanted: EncodingSpec, index: int, completion: Completion) -> Encoded:
     """What a request has come to, of the prompt at `index` of the input."""
     if completion.error is not None:
         why = Rejected(id=completion.id, error=completion.error, num_prompt_tokens=completion.num_prompt_tokens)

@@ -8,7 +8,7 @@ from ..config.settings import SamplingConfig
 from ..errors import require
 from ..model.loading import LoadedModel
 from ..requests.encoding import require_text
-from ..requests.joining import join, with_beams
+from ..requests.joining import add_hidden_beams, join_requests
 from ..requests.prompts import Rejected, make_request
 from ..sequences.sequence import Completion, Request
 from .prompt import Prompt, PromptLike, tokenized
@@ -42,7 +42,7 @@ class GenerationTask(RuntimeTask[PromptLike, Prompt, Result]):
             if isinstance(item, Rejected):
                 yield replace(item, prompt_index=index)
         places = [index for index, item in made if isinstance(item, Request)]
-        joined = list(with_beams(join([item for _, item in made if isinstance(item, Request)])))
+        joined = list(add_hidden_beams(join_requests([item for _, item in made if isinstance(item, Request)])))
         for place, completion in complete([each.request for each in joined]):
             for member in joined[place].members:
                 yield replace(completion, prompt_index=places[member])

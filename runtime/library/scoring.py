@@ -9,7 +9,7 @@ from typing import ClassVar, TypeAlias, TypeGuard
 from ..errors import ConfigError, require
 from ..model.loading import LoadedModel
 from ..requests.encoding import require_text
-from ..requests.joining import Joined, join, scores_of
+from ..requests.joining import JoinedRequest, join_requests, member_scores
 from ..requests.prompts import Rejected
 from ..requests.scoring import TextPair, TextSize, document_windows, encode_pairs, make_scoring
 from ..sequences.sequence import Completion, Request
@@ -121,7 +121,7 @@ class ScoringBatch:
 
     members: Sequence[Request]
     found: Sequence[Scored]
-    joined: Sequence[Joined]
+    joined: Sequence[JoinedRequest]
     rejected: Sequence[Scored]
 
     @property
@@ -134,7 +134,7 @@ class ScoringBatch:
             if completion.error is not None:
                 yield replace(self.found[i], error=completion.error)
                 continue
-            scores, ids = scores_of(self.members[i], completion), self.found[i].token_ids
+            scores, ids = member_scores(self.members[i], completion), self.found[i].token_ids
             yield replace(
                 self.found[i],
                 token_logprobs=tuple(score.own for score in scores),
@@ -171,7 +171,7 @@ def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]])
             else:
                 members.append(made)
                 found.append(replace(scored, token_ids=tuple(target_ids)))
-    return ScoringBatch(members=members, found=found, joined=join(members), rejected=rejected)
+    return ScoringBatch(members=members, found=found, joined=join_requests(members), rejected=rejected)
 
 
 class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):

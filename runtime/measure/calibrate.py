@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..checkpoint_source.download import class_refused
-from ..engine.dequantized_weights import dequantized, room_for
+from ..engine.dequantized_weights import dequantize_all, dequantized_bytes
 from ..events import Weights
 from ..model.loading import LoadedModel
 from ..plan.cost.calibration import TypicalLoad, anchored, with_overheads
@@ -88,7 +88,7 @@ class LayerOnHand:
             return UNLIMITED
         buffer, work = device.compute_buffer(size), StoredWork.from_parameter(whole.parameters, shape.compute_dtype)
         moved = work.num_bytes + work.num_numbers * shape.compute_dtype_bytes
-        return Timed(moved, lambda: dequantized(self.stored, buffer), device.finish).rate()
+        return Timed(moved, lambda: dequantize_all(self.stored, buffer), device.finish).rate()
 
     def experts(self) -> dict[int, float]:
         """FLOPs per second by rows of one expert, through the function that runs them; empty where the layer's code
@@ -121,14 +121,14 @@ class RunProbes:
         host, stored = self._read(self.whole(stage))
         expert = self._read(stage.expert(0))[1] if stage.index in self.paged else {}
         size = self.room_for(stored)
-        weights = {**stored, **dequantized(stored, self.device.compute_buffer(size))} if size else stored
+        weights = {**stored, **dequantize_all(stored, self.device.compute_buffer(size))} if size else stored
         return LayerOnHand(run=self, stage=stage, host=host, weights=weights, stored=stored, expert=expert)
 
     def room_for(self, stored: Weights) -> int:
         """The bytes of a layer's numbers where lanes find it dequantized; 0 where they do not."""
         if not self.device.is_accelerator:
             return 0
-        size = room_for(stored)
+        size = dequantized_bytes(stored)
         return size if size <= self.device.free_bytes() // 2 else 0
 
     def whole(self, stage: Stage) -> Stage:

@@ -118,7 +118,7 @@ class ProfilingPass:
             sampler=Sampler(SamplingConfig(), vocab_size=vocab_size, device=place),
             device=self.device,
             pool=pages.pool,
-            travels=frozenset(),
+            offloaded_layers=frozenset(),
             prefill_chunk_tokens=1,
         )
         return LaneFactory(model=self.loaded, context=context, pages=pages)

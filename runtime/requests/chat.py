@@ -22,7 +22,7 @@ CPU_SECONDS = 5  # of processor time for a chat
 WALL_SECONDS = 180  # for a chat, and for the process to begin: on a machine that is not idle
 MEMORY_BYTES = 512 * 2**20  # beyond what the process takes to begin with
 TEXT_CHARS = 16 * 2**20  # of a rendered chat
-MOST_DEATHS = 3  # of the process before it has rendered anything
+MAX_CRASHES = 3  # of the process before it has rendered anything
 
 
 class TemplateRefusal(ValueError):
@@ -43,10 +43,10 @@ class ChatRenderer(Closing):
         tokenizer: PreTrainedTokenizerBase,
         *,
         cpu_seconds: int = CPU_SECONDS,
-        asked_by: str = "there are messages",
-        otherwise: str = "give texts instead",
+        purpose: str = "there are messages",
+        alternative: str = "give texts instead",
     ):
-        self._asked_by, self._otherwise = asked_by, otherwise
+        self._purpose, self._alternative = purpose, alternative
         self._settings = {
             "template": tokenizer.get_chat_template(),
             "tokens": tokenizer.special_tokens_map,
@@ -56,7 +56,7 @@ class ChatRenderer(Closing):
         }
         self._cpu_seconds = cpu_seconds
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_rendered = self._num_deaths = 0
+        self._num_rendered = self._num_crashes = 0
 
     def close(self) -> None:
         if self._process is not None:
@@ -64,7 +64,7 @@ class ChatRenderer(Closing):
             self._process.communicate()
             self._process = None
 
-    def render(self, messages: Sequence[Mapping[str, object]], given: Mapping[str, object] | None = None) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object] | None = None) -> str:
         """The messages and the opening of the answer. `given`: what the template gets beside them, such as `tools` or
         `enable_thinking`; all of it JSON. Raises TemplateRefusal; ConfigError where the template ends every process
         that it is given."""
@@ -73,10 +73,10 @@ class ChatRenderer(Closing):
         if self._process is None:
             self._start()
         assert self._process is not None, "it has just been started"
-        asked = {"messages": [dict(message) for message in messages], "given": dict(given or {})}
+        asked = {"messages": [dict(message) for message in messages], "variables": dict(variables or {})}
         answer = _exchange(self._process, asked)
         if answer is None:  # it has ended over the question, or was ended
-            raise self._death()
+            raise self._crash_error()
         if "text" not in answer:
             raise TemplateRefusal(answer.get("error", "its process gave no answer"))
         self._num_rendered += 1
@@ -90,24 +90,24 @@ class ChatRenderer(Closing):
         if _exchange(self._process, self._settings) is None:
             self.close()
             raise ConfigError(
-                f"{self._asked_by}: the process that renders chats did not begin within {WALL_SECONDS} s: "
+                f"{self._purpose}: the process that renders chats did not begin within {WALL_SECONDS} s: "
                 f"try {' '.join(command)} by hand"
             )
 
-    def _death(self) -> Exception:
+    def _crash_error(self) -> Exception:
         assert self._process is not None, "it has just died"
         code = self._process.poll()
         self.close()
-        self._num_deaths += 1
+        self._num_crashes += 1
         late = f"it takes more than {self._cpu_seconds} s of processor time"
         ended = (
             f"it ends its process ({'no answer' if code is None else signal.Signals(-code).name if code < 0 else code})"
         )
         reason = late if code in (None, -signal.SIGXCPU) else ended
-        if self._num_rendered == 0 and self._num_deaths >= MOST_DEATHS:
+        if self._num_rendered == 0 and self._num_crashes >= MAX_CRASHES:
             return ConfigError(
-                f"{self._asked_by}, but the model's chat template made no text of the first "
-                f"{self._num_deaths} chats: {reason}; mend it, or {self._otherwise}"
+                f"{self._purpose}, but the model's chat template made no text of the first "
+                f"{self._num_crashes} chats: {reason}; mend it, or {self._alternative}"
             )
         return TemplateRefusal(reason)
 

@@ -16,21 +16,26 @@ ERROR_CHARS = 500  # of why there is no text
 
 def main() -> None:
     """A line of JSON in for each chat, a line of JSON out: `text` or `error`. The first line in has the settings."""
-    told = json.loads(sys.stdin.readline())
+    settings = json.loads(sys.stdin.readline())
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])  # of addresses that it has now
-    _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + told["memory_bytes"])
+    _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + settings["memory_bytes"])
     _limit(resource.RLIMIT_CORE, 0)
-    _say({"ready": True})
+    _write_line({"ready": True})
     for line in sys.stdin:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + told["cpu_seconds"])
-        _say(_answer(told, line))
+        _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + settings["cpu_seconds"])
+        _write_line(_render(settings, line))
 
 
-def _answer(told: dict, line: str) -> dict[str, str]:
+def _render(told: dict, line: str) -> dict[str, str]:
     try:
         asked = json.loads(line)
-        given = {"chat_template": told["template"], "add_generation_prompt": True, **told["tokens"], **asked["given"]}
+        given = {
+            "chat_template": told["template"],
+            "add_generation_prompt": True,
+            **told["tokens"],
+            **asked["variables"],
+        }
         random.seed(0)  # the same text of the same messages, whenever a run goes on
         made = render_jinja_template([asked["messages"]], **given)
         text = made[0][0]
@@ -54,7 +59,7 @@ def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def _say(answer: dict[str, str] | dict[str, bool]) -> None:
+def _write_line(answer: dict[str, str] | dict[str, bool]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

@@ -10,7 +10,7 @@ from ..errors import ConfigError, require
 from ..model.loading import LoadedModel
 from ..probing.heads import Head, encoder_class
 from ..sequences.sequence import Encoding, Request
-from .prompts import Rejected, outside_vocabulary
+from .prompts import Rejected, vocabulary_error
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ OUTPUTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class EncodingSpec:
     """What is read off each prompt of a run. `pooling` None: as the checkpoint says, else the mean of an encoder's
     tokens and the last of a decoder's. `num_top`: tokens in place of each mask."""
 
@@ -56,7 +56,7 @@ def require_text(model: LoadedModel) -> None:
     )
 
 
-def require_readable(model: LoadedModel, wanted: Wanted) -> None:
+def require_readable(model: LoadedModel, spec: EncodingSpec) -> None:
     """Raises ConfigError where the checkpoint's class, or its tokenizer, has not what `wanted` is about."""
     name = type(model.staged.model).__name__
     encoder = encoder_class(model.staged.model.config)
@@ -73,9 +73,9 @@ def require_readable(model: LoadedModel, wanted: Wanted) -> None:
             model.checkpoint.path,
             DENSE_FOLDER,
         )
-    if wanted.readout is Readout.classes:
+    if spec.readout is Readout.classes:
         require(model.head is Head.classes, f"model.path: {name} has no classes; a *ForSequenceClassification has")
-    if wanted.readout is Readout.masks:
+    if spec.readout is Readout.masks:
         require(model.head is Head.masks, f"model.path: {name} fills no masks; a *ForMaskedLM does")
         require(mask_id(model) is not None, "the tokenizer has no mask token: set model.tokenizer to one that has")
 
@@ -84,7 +84,7 @@ def mask_id(model: LoadedModel) -> int | None:
     return getattr(model.tokenizer, "mask_token_id", None)
 
 
-def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], wanted: Wanted) -> Request | Rejected:
+def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], spec: EncodingSpec) -> Request | Rejected:
     """The request for what is `wanted` of a prompt."""
     ids = tuple(prompt_ids)
     context = model.shape.context_tokens
@@ -93,36 +93,36 @@ def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], wanted: Wa
     elif len(ids) > context:
         error = f"the prompt has {len(ids):,} tokens; the model's context has room for {context:,}"
     else:
-        error = outside_vocabulary(model, ids)
-    if error is None and wanted.readout is Readout.masks and mask_id(model) not in ids:
+        error = vocabulary_error(model, ids)
+    if error is None and spec.readout is Readout.masks and mask_id(model) not in ids:
         error = f"the prompt has no mask: {getattr(model.tokenizer, 'mask_token', None)!r} stands for one"
     if error is not None:
         return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
-    if wanted.readout is Readout.masks:
+    if spec.readout is Readout.masks:
         masked = tuple(place for place, token in enumerate(ids) if token == mask_id(model))
-        encoding = Encoding(num_read=len(masked), masked=masked, num_top=wanted.num_top)
-    elif wanted.readout is Readout.classes:
+        encoding = Encoding(num_read=len(masked), masked=masked, num_top=spec.num_top)
+    elif spec.readout is Readout.classes:
         encoding = Encoding(num_read=1, has_classes=True)
         pad_id = getattr(model.staged.model.config, "pad_token_id", None)
         # transformers takes the last token that is none of padding, which sees none behind it.
         while not model.looks_ahead and len(ids) > 1 and ids[-1] == pad_id:
             ids = ids[:-1]
     else:
-        pooling = wanted.pooling or own_pooling(model)
+        pooling = spec.pooling or checkpoint_pooling(model)
         num_read = 1 if pooling is Pooling.last else len(ids)
-        encoding = Encoding(num_read=num_read, pooling=pooling, normalize=wanted.normalize)
+        encoding = Encoding(num_read=num_read, pooling=pooling, normalize=spec.normalize)
     return Request(id=id, prompt_ids=ids, max_new_tokens=1, encoding=encoding)
 
 
-def own_pooling(model: LoadedModel) -> Pooling:
+def checkpoint_pooling(model: LoadedModel) -> Pooling:
     """The checkpoint's own way, where it was made with sentence-transformers. Raises ConfigError for one that is none
     of ours."""
     path = model.checkpoint.path / POOLING_FILE
     if not path.is_file():
         return Pooling.mean if model.looks_ahead else Pooling.last
     try:
-        said = json.loads(path.read_bytes())
-        modes = [key for key, value in said.items() if key.startswith("pooling_mode_") and value is True]
+        config = json.loads(path.read_bytes())
+        modes = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: {error}; set pooling") from error
     require(len(modes) == 1 and modes[0] in POOLING_KEYS, f"{path} pools by {', '.join(modes)}: set pooling")

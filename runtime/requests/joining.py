@@ -10,14 +10,14 @@ from ..sequences.sequence import Completion, Request, TokenScore
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class JoinedRequest:
     """A request that brings the scores of several: those at `members` of the list that was joined."""
 
     request: Request
     members: Rows[int]
 
 
-def join(requests: Rows[Request], slots: Rows[object] | None = None) -> list[Joined]:
+def join_requests(requests: Rows[Request], slots: Rows[object] | None = None) -> list[JoinedRequest]:
     """Requests that ask for scores behind the same tokens become one, under the first one's name: what they compute is
     the same, and their last tokens are read off the same logits. One that generates stays by itself. `slots`: one of
     each, where only those with the same may become one."""
@@ -26,7 +26,7 @@ def join(requests: Rows[Request], slots: Rows[object] | None = None) -> list[Joi
         scoring = request.scoring
         computed = request.key if scoring is None else (request.prompt_ids, scoring.decoder_ids, slot)
         groups.setdefault(computed, []).append(i)
-    found = list[Joined]()
+    found = list[JoinedRequest]()
     for group in groups.values():
         first = requests[group[0]]
         if len(group) > 1:
@@ -35,45 +35,45 @@ def join(requests: Rows[Request], slots: Rows[object] | None = None) -> list[Joi
             num_positions = max(scoring.num_positions for scoring in scorings)
             scoring = replace(scorings[0], num_positions=num_positions, last_ids=tuple(last_ids))
             first = replace(first, scoring=scoring)
-        found.append(Joined(request=first, members=group))
+        found.append(JoinedRequest(request=first, members=group))
     return found
 
 
-def scores_of(member: Request, completion: Completion) -> tuple[TokenScore, ...]:
+def member_scores(member: Request, completion: Completion) -> tuple[TokenScore, ...]:
     """The scores of one of the requests whose joined request has come to `completion`: none where it failed."""
     own, whole = member.scoring, completion.request.scoring
     assert own is not None, "its tokens are scored"
     assert whole is not None, "it was joined of scored ones"
-    return tuple(completion.scores[place] for place in whole.places_of(own)) if completion.is_ok else ()
+    return tuple(completion.scores[place] for place in whole.positions_of(own)) if completion.is_ok else ()
 
 
-def with_beams(joined: Iterable[Joined]) -> Iterator[Joined]:
+def add_hidden_beams(joined: Iterable[JoinedRequest]) -> Iterator[JoinedRequest]:
     """All of them, and behind the last sample of each prompt the beams that nobody asked for, which serve no member.
     The samples of a prompt are neighbours."""
-    last: Joined | None = None
+    last: JoinedRequest | None = None
     for each in joined:
         if last is not None and last.request.id != each.request.id:
-            yield from _unasked(last.request)
+            yield from _hidden_beams(last.request)
         yield each
         last = each
     if last is not None:
-        yield from _unasked(last.request)
+        yield from _hidden_beams(last.request)
 
 
-def _unasked(last: Request) -> Iterator[Joined]:
+def _hidden_beams(last: Request) -> Iterator[JoinedRequest]:
     """The beams behind the last sample."""
     for index in range(last.sample_index + 1, last.num_beams):
-        yield Joined(request=replace(last, sample_index=index, is_returned=False), members=())
+        yield JoinedRequest(request=replace(last, sample_index=index, is_returned=False), members=())
 
 
-def with_whole_searches(left: Iterable[int], requests: Rows[Request]) -> list[int]:
+def drop_orphaned_beams(left: Iterable[int], requests: Rows[Request]) -> list[int]:
     """Those of `left` that are to be computed: beams that nobody asked for only beside those that somebody did."""
     known = list(left)
     asked = {requests[i].id for i in known if requests[i].is_returned}
     return [i for i in known if requests[i].id in asked]
 
 
-def whole_searches(places: Iterable[int], requests: Rows[Request]) -> dict[int, None]:
+def with_hidden_beams(places: Iterable[int], requests: Rows[Request]) -> dict[int, None]:
     """`places` in their order, each followed by the beams that nobody asked for behind it."""
     found = dict[int, None]()
     for place in places:

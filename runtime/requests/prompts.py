@@ -8,7 +8,7 @@ from ..checkpoint_source.download import PASS_ON, reason_of
 from ..config.settings import SamplingConfig, SamplingOverrides, require
 from ..errors import CheckpointError, ConfigError
 from ..model.loading import LoadedModel
-from ..sequences.grammar import grammar_of, tokens_of
+from ..sequences.grammar import llguidance_tokenizer, make_grammar
 from ..sequences.sequence import FinishReason, Request, TokenLogprobs
 
 SEGMENT_CHARACTERS = 1 << 18  # tokenised on their own, to see whether a long text can fit at all
@@ -40,7 +40,7 @@ def tokenize_each(
     about one text, and others can go on.
     """
     try:
-        found: list[tuple[int, ...] | str] = [_too_long(model, text, most_tokens) or "" for text in texts]
+        found: list[tuple[int, ...] | str] = [_length_error(model, text, most_tokens) or "" for text in texts]
         short = [index for index, reason in enumerate(found) if not reason]
         ids = tokenize(model, [texts[index] for index in short], is_rendered=is_rendered)
     except (*PASS_ON, CheckpointError):
@@ -54,7 +54,7 @@ def tokenize_each(
     return found
 
 
-def _too_long(model: LoadedModel, text: str, most_tokens: int | None) -> str:
+def _length_error(model: LoadedModel, text: str, most_tokens: int | None) -> str:
     """Counts a long text segment by segment until it is certain; what has one segment is left to the whole count."""
     if most_tokens is None or len(text) <= SEGMENT_CHARACTERS:
         return ""
@@ -119,13 +119,13 @@ def make_request(
     """The first sample's. Raises ConfigError where the run, rather than the prompt, is at fault."""
     try:
         own = sampling.overridden(overrides)
-        grammar = grammar_of(own)
+        grammar = make_grammar(own)
     except ConfigError as error:
         shown = str(overrides.given)
         shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
         return Rejected(id=id, error=f"its own {shown}: {error}")
     if grammar is not None:
-        tokens_of(model.tokenizer, model.shape.vocab_size, model.eos_token_ids)
+        llguidance_tokenizer(model.tokenizer, model.shape.vocab_size, model.eos_token_ids)
     require(
         not own.stop or model.tokenizer is not None, "stop strings need a tokenizer to see text; set model.tokenizer"
     )
@@ -136,7 +136,7 @@ def make_request(
     error = None if ids else "the prompt has no tokens"
     if own.max_new_tokens > 0 and len(ids) >= context:
         error = f"the prompt has {len(ids):,} tokens; the model's context of {context:,} leaves none to generate"
-    error = error or outside_vocabulary(model, ids)
+    error = error or vocabulary_error(model, ids)
     if error is not None:
         return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
     return Request(
@@ -157,7 +157,7 @@ def make_request(
     )
 
 
-def outside_vocabulary(model: LoadedModel, ids: tuple[int, ...]) -> str | None:
+def vocabulary_error(model: LoadedModel, ids: tuple[int, ...]) -> str | None:
     """What is wrong with token ids that the model does not have."""
     vocab_size = model.shape.vocab_size
     if min(ids) >= 0 and max(ids) < vocab_size:

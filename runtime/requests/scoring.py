@@ -12,7 +12,7 @@ from ..errors import require
 from ..model.loading import LoadedModel
 from ..sequences.sequence import Request, Scoring
 from .chat import TemplateRefusal
-from .prompts import Rejected, outside_vocabulary, tokenize_each
+from .prompts import Rejected, tokenize_each, vocabulary_error
 
 
 def make_scoring(
@@ -23,7 +23,7 @@ def make_scoring(
     num_prompt, (*known, last) = len(prompt_ids), target_ids or (-1,)
     has_encoder = model.start_token_id is not None
     ids = tuple(prompt_ids) if has_encoder else (*prompt_ids, *known)
-    error = _problem(model, prompt_ids, target_ids, num_tokens=len(ids))
+    error = _size_error(model, prompt_ids, target_ids, num_tokens=len(ids))
     if error is not None:
         return Rejected(id=id, error=error, num_prompt_tokens=num_prompt, sample_index=index)
     scoring = Scoring(
@@ -32,7 +32,7 @@ def make_scoring(
     return Request(id=id, prompt_ids=ids, max_new_tokens=1, sample_index=index, scoring=scoring)
 
 
-def _problem(model: LoadedModel, prompt_ids: Rows[int], target_ids: Rows[int], *, num_tokens: int) -> str | None:
+def _size_error(model: LoadedModel, prompt_ids: Rows[int], target_ids: Rows[int], *, num_tokens: int) -> str | None:
     if not prompt_ids:
         return "the prompt has no tokens, and the first of the target follows on nothing"
     if not target_ids:
@@ -47,13 +47,13 @@ def _problem(model: LoadedModel, prompt_ids: Rows[int], target_ids: Rows[int], *
             f"prompt and target have {num_tokens + 1:,} tokens; the model's context has room for "
             f"{most:,} and the one that follows"
         )
-    return outside_vocabulary(model, (*prompt_ids, *target_ids))
+    return vocabulary_error(model, (*prompt_ids, *target_ids))
 
 
 Target: TypeAlias = str | Rows[int]
 
 
-class Text(NamedTuple):
+class TokenizerInput(NamedTuple):
     """`is_rendered`: its special tokens are in it already, or it shall have none."""
 
     text: str
@@ -73,13 +73,13 @@ class TextPair:
 PairIds: TypeAlias = tuple[Rows[int], Rows[int]]  # of a prompt, and of a target behind it
 
 
-class _Wanted(NamedTuple):
+class _PairTexts(NamedTuple):
     """What a target's ids are made of. `whole`: prompt and target in one text, whose ids are parted where the prompt's
     end; nothing: the target's own."""
 
-    prompt: Text | Rows[int]
-    target: Text | Rows[int] = ()
-    whole: Text | Rows[int] = ()
+    prompt: TokenizerInput | Rows[int]
+    target: TokenizerInput | Rows[int] = ()
+    whole: TokenizerInput | Rows[int] = ()
 
 
 def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds | str]]:
@@ -89,35 +89,35 @@ def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds
     many tokens as the prompt has alone is the target; behind an encoder, and with ids on one side, each is tokenised by
     itself. An empty prompt is the token that texts begin with. Raises CheckpointError where there is no tokenizer.
     """
-    wanted = [[_wanted(model, pair, target) for target in pair.targets] for pair in pairs]
+    wanted = [[_pair_texts(model, pair, target) for target in pair.targets] for pair in pairs]
     parts = (part for each in wanted for one in each if not isinstance(one, str) for part in one)
-    found = _tokenised(model, [part for part in parts if isinstance(part, Text)])
-    return [[one if isinstance(one, str) else _ids(one, found) for one in each] for each in wanted]
+    found = _tokenize_texts(model, [part for part in parts if isinstance(part, TokenizerInput)])
+    return [[one if isinstance(one, str) else _resolve_ids(one, found) for one in each] for each in wanted]
 
 
-def _wanted(model: LoadedModel, pair: TextPair, target: Target) -> _Wanted | str:
+def _pair_texts(model: LoadedModel, pair: TextPair, target: Target) -> _PairTexts | str:
     prompt, is_rendered = pair.prompt, pair.is_rendered
     if isinstance(prompt, TemplateRefusal):
         return prompt.as_error
-    own = Text(target, True) if isinstance(target, str) else target
+    own = TokenizerInput(target, True) if isinstance(target, str) else target
     if not isinstance(prompt, str) or not isinstance(target, str):
-        return _Wanted(prompt=Text(prompt, is_rendered) if isinstance(prompt, str) else prompt, target=own)
+        return _PairTexts(prompt=TokenizerInput(prompt, is_rendered) if isinstance(prompt, str) else prompt, target=own)
     num_kept = len(prompt.rstrip())
     kept, moved = prompt[:num_kept], prompt[num_kept:] + target
     if model.start_token_id is not None:
-        return _Wanted(prompt=Text(kept, is_rendered), target=Text(moved, True))
+        return _PairTexts(prompt=TokenizerInput(kept, is_rendered), target=TokenizerInput(moved, True))
     if kept:
-        return _Wanted(prompt=Text(kept, is_rendered), whole=Text(kept + moved, is_rendered))
+        return _PairTexts(prompt=TokenizerInput(kept, is_rendered), whole=TokenizerInput(kept + moved, is_rendered))
     start = text_start(model)
     if start is None:
         return "the prompt is empty, and the tokenizer has no token that texts begin with"
-    return _Wanted(prompt=(start,), target=Text(moved, True))
+    return _PairTexts(prompt=(start,), target=TokenizerInput(moved, True))
 
 
-def _ids(wanted: _Wanted, found: Mapping[Text, tuple[int, ...] | str]) -> PairIds | str:
+def _resolve_ids(wanted: _PairTexts, found: Mapping[TokenizerInput, tuple[int, ...] | str]) -> PairIds | str:
     known = list[Rows[int]]()
     for part in wanted:
-        ids = found[part] if isinstance(part, Text) else part
+        ids = found[part] if isinstance(part, TokenizerInput) else part
         if isinstance(ids, str):
             return ids
         known.append(ids)
@@ -125,13 +125,13 @@ def _ids(wanted: _Wanted, found: Mapping[Text, tuple[int, ...] | str]) -> PairId
     return prompt, whole[len(prompt) :] if whole else target
 
 
-def _tokenised(model: LoadedModel, texts: Rows[Text]) -> dict[Text, tuple[int, ...] | str]:
+def _tokenize_texts(model: LoadedModel, texts: Rows[TokenizerInput]) -> dict[TokenizerInput, tuple[int, ...] | str]:
     """The ids of each text once, or what is wrong with it."""
-    found: dict[Text, tuple[int, ...] | str] = {}
+    found: dict[TokenizerInput, tuple[int, ...] | str] = {}
     for is_rendered in (False, True):
         each = [text for text, how in dict.fromkeys(texts) if how == is_rendered]
         ids = tokenize_each(model, each, is_rendered=is_rendered, most_tokens=None) if each else []
-        found |= {Text(text, is_rendered): one for text, one in zip(each, ids, strict=True)}
+        found |= {TokenizerInput(text, is_rendered): one for text, one in zip(each, ids, strict=True)}
     return found
 
 
@@ -176,8 +176,10 @@ def document_windows(
     require(start is not None, "documents need a tokenizer with a token that texts begin or end with")
     assert start is not None
     room = min(most_tokens or model.shape.context_tokens, model.shape.context_tokens)
-    found = _tokenised(model, [Text(document, True) for document in documents if isinstance(document, str)])
-    every = [found[Text(document, True)] if isinstance(document, str) else document for document in documents]
+    found = _tokenize_texts(
+        model, [TokenizerInput(document, True) for document in documents if isinstance(document, str)]
+    )
+    every = [found[TokenizerInput(document, True)] if isinstance(document, str) else document for document in documents]
     return [
         ids if isinstance(ids, str) else rolling_windows(ids, start, room) or "the document has no tokens"
         for ids in every

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attention.upload import upload
-from .beams import BeamRules, BeamState, advanced
+from .beams import BeamRules, BeamState, advance_beams
 from .sequence import BeamTrace, FinishReason, Sequence, TokenLogprobs
 
 # Whether tokens that a beam may come to are a whole completion: why, and where a stop string begins in its text.
@@ -63,7 +63,7 @@ class BeamSearch:
         for rows in slices:  # processors see log-probabilities here, which are then summed up, as in transformers
             slice_BV = logits_BV[rows].float()
             logprobs_BV = slice_BV.log_softmax(-1)
-            scores_BV, searches = self._scores(sequences[rows], logprobs_BV), list(of_searches(sequences[rows]))
+            scores_BV, searches = self._scores(sequences[rows], logprobs_BV), list(split_searches(sequences[rows]))
             best = best_candidates(searches, scores_BV, logprobs_BV, self._rules, self._num_top)
             is_finite_B = slice_BV.abs().amax(-1) < torch.inf
             parts.append(torch.cat([is_finite_B.int()[:, None], best], 1))
@@ -72,26 +72,26 @@ class BeamSearch:
     def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
         """Takes each search a token further, or ends it by an error. Mutates the sequences."""
         begin = 0
-        for beams in of_searches(sequences):
+        for beams in split_searches(sequences):
             numbers, begin = drawn[begin : begin + len(beams)], begin + len(beams)
             is_finite = numbers[:, 0].tolist()
             candidates = read_candidates(numbers[:, 1:], self._rules, self._vocab_size, self._num_top)
             place = f"at new token {len(beams[0].generated)} (pass {step})"
             if not all(is_finite):
-                _fail(beams, f"the model gave NaN or infinite logits {place}", is_finite)
+                _fail_beams(beams, f"the model gave NaN or infinite logits {place}", is_finite)
             elif not candidates.scores[0] > -torch.inf:
-                _fail(beams, f"no token is left {place}: {', '.join(self._bans)} ban them all", is_finite)
+                _fail_beams(beams, f"no token is left {place}: {', '.join(self._bans)} ban them all", is_finite)
             else:
-                go_on(beams, candidates, self._rules, self._ends)
+                advance_search(beams, candidates, self._rules, self._ends)
 
 
-def _fail(beams: Rows[Sequence], error: str, is_finite: Rows[int]) -> None:
+def _fail_beams(beams: Rows[Sequence], error: str, is_finite: Rows[int]) -> None:
     for beam, is_sound in zip(beams, is_finite, strict=True):
         beam.fail(error)
         beam.is_broken = not is_sound
 
 
-def of_searches(sequences: Rows[Sequence]) -> Iterator[Rows[Sequence]]:
+def split_searches(sequences: Rows[Sequence]) -> Iterator[Rows[Sequence]]:
     """The beams of each search."""
     begin = 0
     while begin < len(sequences):
@@ -107,7 +107,7 @@ def best_candidates(
     """What `read_candidates` reads, int32 (B, numbers). `scores_BV`: log-probabilities behind the processors;
     `logprobs_BV`: before them."""
     num_beams, size = rules.num_beams, scores_BV.shape[-1]
-    states = [search_of(beams) for beams in searches]
+    states = [search_state(beams) for beams in searches]
     past_B = upload([score for state in states for score in state.scores], scores_BV.device, torch.float32)
     best = (scores_BV + past_B[:, None]).view(len(searches), num_beams * size).topk(rules.num_candidates)
     parts = [best.values.view(torch.int32), best.indices.int()]
@@ -136,7 +136,7 @@ def read_candidates(numbers: torch.Tensor, rules: BeamRules, vocab_size: int, nu
     )
 
 
-def go_on(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends: Ends) -> None:
+def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends: Ends) -> None:
     """Takes one search a token further. Mutates its beams: each has the tokens of the way that it goes on as, and
     `source` says whose keys and values go with them; where the search is over, each that is returned has its
     completion."""
@@ -149,9 +149,9 @@ def go_on(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends:
             logprobs = (*beam.logprobs, *candidates.logprobs(rank))
             way = BeamTrace(token_ids=tuple(tokens), finish=end[0], text_end=end[1], logprobs=logprobs)
         ways.append(way)
-    state, kept = advanced(
+    state, kept = advance_beams(
         rules,
-        search_of(beams),
+        search_state(beams),
         candidates.scores,
         ways,
         num_new=len(beams[0].generated) + 1,
@@ -174,6 +174,6 @@ def go_on(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends:
         beam.search = state
 
 
-def search_of(beams: Rows[Sequence]) -> BeamState[BeamTrace]:
+def search_state(beams: Rows[Sequence]) -> BeamState[BeamTrace]:
     """The state of the search whose beams these are."""
     return beams[0].search or BeamState.first(len(beams))

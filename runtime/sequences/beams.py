@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-NEVER = -1e9  # a score that no way has: of beams that have not begun, and of hypotheses that are not there
+NO_SCORE = -1e9  # a score that no way has: of beams that have not begun, and of hypotheses that are not there
 EarlyStopping = bool | str
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class BeamRules:
 class Hypothesis(Generic[T]):
     """A way that has ended: its score, by length, and what the caller knows it by. None: its place is still free."""
 
-    score: float = NEVER
+    score: float = NO_SCORE
     way: T | None = None
 
 
@@ -59,14 +59,14 @@ class BeamState(Generic[T]):
     @staticmethod
     def first(num_beams: int) -> "BeamState[T]":
         """All beams have the prompt, and only the first counts: otherwise all would go the same way."""
-        return BeamState(scores=(0.0, *(NEVER,) * (num_beams - 1)), hypotheses=(Hypothesis(),) * num_beams)
+        return BeamState(scores=(0.0, *(NO_SCORE,) * (num_beams - 1)), hypotheses=(Hypothesis(),) * num_beams)
 
 
-def advanced(
+def advance_beams(
     rules: BeamRules,
     state: BeamState[T],
     scores: Rows[float],
-    ended: Rows[T | None],
+    completed: Rows[T | None],
     *,
     num_new: int,
     max_new: int,
@@ -76,13 +76,13 @@ def advanced(
     of all of its tokens; `ended`: those that are a whole completion, by what they are known by. Of the candidates only
     the first `num_beams` may become hypotheses."""
     scores_K = torch.tensor(scores, dtype=torch.float32)
-    hits_K = torch.tensor([way is not None for way in ended])
-    going_K = scores_K + hits_K.float() * NEVER
+    hits_K = torch.tensor([way is not None for way in completed])
+    going_K = scores_K + hits_K.float() * NO_SCORE
     kept_B = going_K.topk(rules.num_beams).indices
-    hypotheses = _merged(rules, state.hypotheses, scores_K, ended, num_new)
+    hypotheses = _merge_hypotheses(rules, state.hypotheses, scores_K, completed, num_new)
     # The best beam, if it lost nothing more, may be better than the worst hypothesis, or than a place that is free.
     worst = torch.tensor([each.score for each in hypotheses], dtype=torch.float32).min()
-    bars = torch.where(torch.tensor([each.way is not None for each in hypotheses]), worst, NEVER)
+    bars = torch.where(torch.tensor([each.way is not None for each in hypotheses]), worst, NO_SCORE)
     best = rules.normalized(going_K[kept_B][:1], rules.best_length(num_new, max_new))
     may_improve = bool((best > bars).any())
     is_full = rules.early_stopping is True and all(each.way is not None for each in hypotheses)
@@ -91,15 +91,15 @@ def advanced(
     return state, () if is_over else tuple(kept_B.tolist())
 
 
-def _merged(
+def _merge_hypotheses(
     rules: BeamRules,
     hypotheses: tuple[Hypothesis[T], ...],
     scores_K: torch.Tensor,
-    ended: Rows[T | None],
+    completed: Rows[T | None],
     num_new: int,
 ) -> tuple[Hypothesis[T], ...]:
-    ways = [way if rank < rules.num_beams else None for rank, way in enumerate(ended)]
-    normalized_K = rules.normalized(scores_K, num_new) + torch.tensor([way is None for way in ways]) * NEVER
+    ways = [way if rank < rules.num_beams else None for rank, way in enumerate(completed)]
+    normalized_K = rules.normalized(scores_K, num_new) + torch.tensor([way is None for way in ways]) * NO_SCORE
     merged = torch.cat([torch.tensor([each.score for each in hypotheses], dtype=torch.float32), normalized_K])
     best = merged.topk(rules.num_beams)
     all_ways = [*(each.way for each in hypotheses), *ways]

@@ -54,7 +54,7 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, start_token_id: int | None = None):
         self._tokenizer, self._start_token_id = tokenizer, start_token_id
         self._spellings: dict[int, Spelling] = {}
-        self._silent = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._special_ids = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def decode(self, ids: Rows[int], *, keeps_special: bool = False) -> str:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=not keeps_special)
@@ -65,15 +65,15 @@ class Detokenizer:
         """The tokens that a request's completion stands behind."""
         return request.prompt_ids if self._start_token_id is None else (self._start_token_id,)
 
-    def completion(self, request: "Request", ids: Rows[int], begin: int = 0) -> str:
+    def completion_text(self, request: "Request", ids: Rows[int], begin: int = 0) -> str:
         """The text that `ids[begin:]`, generated for a request, add to its prompt and the ids before them. Where they
         follow a grammar it is the text that the grammar saw, also where a text would begin with them."""
         if request.grammar is not None:
-            return self.spelled(ids[begin:])
+            return self.join_spellings(ids[begin:])
         prompt = self.prompt_ids(request)
-        return self.added([*prompt, *ids], len(prompt) + begin)
+        return self.added_text([*prompt, *ids], len(prompt) + begin)
 
-    def added(self, ids: Rows[int], begin: int, end: int | None = None) -> str:
+    def added_text(self, ids: Rows[int], begin: int, end: int | None = None) -> str:
         """The text of `ids[:end]` less that of `ids[:begin]`. Where the first does not begin with the second, as they
         part in the midst of a character, it is less what both begin with, so that no text is lost."""
         context = self._context(ids, begin)
@@ -97,9 +97,9 @@ class Detokenizer:
         return tail[::-1]
 
     def has_text(self, token: int) -> bool:
-        return token not in self._silent and self.spelling(token).is_known
+        return token not in self._special_ids and self.spelling(token).is_known
 
-    def spelled(self, ids: Rows[int]) -> str:
+    def join_spellings(self, ids: Rows[int]) -> str:
         """Their text in the midst of another, where no first space is dropped."""
         return b"".join(self.spelling(id).text for id in ids if self.has_text(id)).decode(errors="replace")
 
@@ -126,7 +126,7 @@ class Detokenizer:
         if self._mode == "ByteFallback" and (match := BYTE_TOKEN.fullmatch(name)):
             return Spelling(text=bytes([int(match[1], 16)]), is_byte=True)
         ids, prefix = self._prefix
-        text = self._joined([*ids, token])
+        text = self._tokens_to_string([*ids, token])
         return Spelling(text=text[max(0, text.find(prefix)) + len(prefix) :].encode())
 
     @cached_property
@@ -141,13 +141,13 @@ class Detokenizer:
         """Tokens that others are spelled behind, and their text: transformers' own, or where the tokenizer cannot spell
         it the first token that has a text."""
         ids = list(self._tokenizer(STATIC_PREFIX, add_special_tokens=False)["input_ids"])
-        if STATIC_PREFIX in self._joined(ids):
+        if STATIC_PREFIX in self._tokens_to_string(ids):
             return ids, STATIC_PREFIX
-        known = sorted({*self._tokenizer.get_vocab().values()} - self._silent)
-        texts = ((id, self._joined([id])) for id in known)
+        known = sorted({*self._tokenizer.get_vocab().values()} - self._special_ids)
+        texts = ((id, self._tokens_to_string([id])) for id in known)
         return next((([id], text) for id, text in texts if text.isalnum()), ([], ""))
 
-    def _joined(self, ids: list[int]) -> str:
+    def _tokens_to_string(self, ids: list[int]) -> str:
         """Their text, special tokens by name."""
         names = (self._tokenizer.convert_ids_to_tokens(id) for id in ids)
         return self._tokenizer.convert_tokens_to_string([name for name in names if isinstance(name, str)])
@@ -158,16 +158,16 @@ class Detokenizer:
         context = [] if begins_text else self._prefix[0]
         known, found, num_characters = [*context, *ids], list[int](), 0
         first = len(context)
-        starts = [i for i in range(first, len(known)) if i == first or self._is_apart(known[i])]
+        starts = [i for i in range(first, len(known)) if i == first or self._is_stable_boundary(known[i])]
         for start, end in pairwise([*starts, len(known)]):
-            text = self.added(known, start, end)
-            parts = (self.added(known, start, place) for place in range(start + 1, end))
+            text = self.added_text(known, start, end)
+            parts = (self.added_text(known, start, place) for place in range(start + 1, end))
             settled = accumulate((_num_common(text, part) for part in parts), max, initial=0)
             found += [num_characters + num_settled for num_settled in settled]
             num_characters += len(text)
         return found
 
-    def _is_apart(self, token: int) -> bool:
+    def _is_stable_boundary(self, token: int) -> bool:
         """Whether what stands before it is text that no longer changes."""
         spelling = self.spelling(token)
         return spelling.is_whole and bool(spelling.text) and self.has_text(token)
@@ -218,6 +218,6 @@ class StopStrings:
         if token < begin:
             return 0
         if len(left) == len(pieces[index]) or not self._detokenizer.has_text(ids[token]):
-            return len(self._detokenizer.completion(request, ids[:token], begin))
-        text = self._detokenizer.completion(request, ids[: token + 1], begin)
+            return len(self._detokenizer.completion_text(request, ids[:token], begin))
+        text = self._detokenizer.completion_text(request, ids[: token + 1], begin)
         return max(0, len(text) - len(left.decode(errors="replace")))

@@ -37,7 +37,7 @@ SPELLED_DECODERS = (
 NUM_KEPT = 1024  # grammars whose compiled form is kept
 
 
-def with_schema(sampling: SamplingConfig) -> SamplingConfig:
+def resolve_schema(sampling: SamplingConfig) -> SamplingConfig:
     """The settings with the schema as JSON, read where it is a file's, and checked by llguidance with all else that a
     completion must follow. Raises ConfigError naming the key."""
     schema = sampling.json_schema
@@ -49,7 +49,7 @@ def with_schema(sampling: SamplingConfig) -> SamplingConfig:
             raise ConfigError(f"sampling.json_schema={schema} cannot be read: {reason}") from error
     if schema is not None:
         sampling = replace(sampling, json_schema=schema_text(schema))
-    grammar_of(sampling)
+    make_grammar(sampling)
     return sampling
 
 
@@ -64,34 +64,34 @@ def schema_text(schema: str | Mapping[str, object]) -> str:
     return text
 
 
-def grammar_of(sampling: SamplingConfig) -> str | None:
+def make_grammar(sampling: SamplingConfig) -> str | None:
     """What a completion must be in llguidance's form; None where it may be anything. A schema is none of a file here.
     Raises ConfigError."""
     for key in STRUCTURES:
         value = getattr(sampling, key)
         if value is not None:
             value = schema_text(value) if key == "json_schema" else value
-            return _checked(key, tuple(value) if isinstance(value, list) else value)
+            return _validated_grammar(key, tuple(value) if isinstance(value, list) else value)
     return None
 
 
 @lru_cache(NUM_KEPT)
-def _checked(key: str, value: str | tuple[str, ...]) -> str:
+def _validated_grammar(key: str, value: str | tuple[str, ...]) -> str:
     try:
         from llguidance import LLMatcher
     except ImportError as error:
         raise ConfigError(f"sampling.{key} needs llguidance: pip install 'weightstream[structured]'") from error
     try:
-        made = _grammar(LLMatcher, key, value)
+        made = _to_llguidance(LLMatcher, key, value)
         problem = LLMatcher.validate_grammar(made)
     except (ValueError, RecursionError) as error:  # a schema nested too deep for its parser, or text that is no UTF-8
-        raise ConfigError(f"sampling.{key} is refused by llguidance: {one_line(str(error))}") from error
+        raise ConfigError(f"sampling.{key} is refused by llguidance: {summarize_error(str(error))}") from error
     if problem:
-        raise ConfigError(f"sampling.{key} is refused by llguidance: {one_line(problem)}")
+        raise ConfigError(f"sampling.{key} is refused by llguidance: {summarize_error(problem)}")
     return made
 
 
-def _grammar(compiler: "type[LLMatcher]", key: str, value: str | tuple[str, ...]) -> str:
+def _to_llguidance(compiler: "type[LLMatcher]", key: str, value: str | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
         # One terminal, an automaton: as rules, each text is a symbol, of which 65,000 are the most.
         return compiler.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, value))}")
@@ -101,13 +101,13 @@ def _grammar(compiler: "type[LLMatcher]", key: str, value: str | tuple[str, ...]
     return compiler.grammar_from_regex(value) if key == "regex" else compiler.grammar_from_lark(value)
 
 
-def one_line(problem: str) -> str:
+def summarize_error(problem: str) -> str:
     """The first line of what llguidance says, and those that name an error."""
     lines = [line.strip() for line in problem.splitlines() if line.strip()]
     return "; ".join([lines[0], *(line for line in lines[1:] if line.startswith("error"))])[:400]
 
 
-def tokens_of(
+def llguidance_tokenizer(
     tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> "LLTokenizer":
     """The vocabulary as llguidance walks it; for a large one that takes a second, once. Raises ConfigError where the
@@ -115,11 +115,13 @@ def tokens_of(
     require(tokenizer is not None, "structured output is of text, and needs a tokenizer: set model.tokenizer")
     require(bool(eos_token_ids), "structured output ends by a token that the model ends by, and its config names none")
     assert tokenizer is not None, "just seen"
-    return _tokens_of(tokenizer, vocab_size, tuple(sorted(eos_token_ids)))
+    return _make_llguidance_tokenizer(tokenizer, vocab_size, tuple(sorted(eos_token_ids)))
 
 
 @lru_cache(maxsize=2)
-def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "LLTokenizer":
+def _make_llguidance_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> "LLTokenizer":
     from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
 
@@ -130,13 +132,13 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_id
     except ValueError as error:
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         if type(decoder).__name__ not in SPELLED_DECODERS:
-            name, reason = type(tokenizer).__name__, one_line(str(error))
+            name, reason = type(tokenizer).__name__, summarize_error(str(error))
             raise ConfigError(f"structured output cannot follow this model's tokenizer, a {name}: {reason}") from error
-    spelled = TokenizerWrapper(_Spelled(Detokenizer(tokenizer), num_tokens, ends[0]))
+    spelled = TokenizerWrapper(_SpelledVocabulary(Detokenizer(tokenizer), num_tokens, ends[0]))
     return LLTokenizer(spelled, n_vocab=num_tokens, eos_token=ends)
 
 
-class _Spelled:
+class _SpelledVocabulary:
     """A vocabulary as `TokenizerWrapper` wants it. Called it cuts bytes into tokens, the longest first."""
 
     bos_token_id = None
@@ -181,7 +183,7 @@ class Grammars:
     def masks(self, sequences: Rows[Sequence]) -> torch.Tensor | None:
         """Which tokens may come next, a bit for each, int32 (B, words) in host memory; None where any may, for all
         rows. Mutates the sequences' guides. What comes where a guide has an error means nothing."""
-        guides = [self._log_compilation(sequence) for sequence in sequences]
+        guides = [self._update_guide(sequence) for sequence in sequences]
         if all(guide is None for guide in guides):
             return None
         begun = [guide.mask() if guide is not None else None for guide in guides]
@@ -195,18 +197,18 @@ class Grammars:
     def begin(self, sequences: Rows[Sequence]) -> None:
         """Begins the masks that come next, on a thread beside what the caller does then: reading weights and computing
         logits. llguidance computes without the interpreter's lock."""
-        found = (self._log_compilation(sequence) for sequence in sequences)
+        found = (self._update_guide(sequence) for sequence in sequences)
         guides = [guide for guide in found if guide is not None and guide.error is None]
         if guides:
             masks = self._thread.submit(fill_masks, self._executor, guides, self._tokens.vocab_size)
             for row, guide in enumerate(guides):
-                guide.ahead = masks, row
+                guide.pending_mask = masks, row
 
-    def _log_compilation(self, sequence: Sequence) -> Guide | None:
+    def _update_guide(self, sequence: Sequence) -> Guide | None:
         grammar, thinking = sequence.request.grammar, self._reasoning
         if grammar is None:
             return None
-        answer = thinking.answer(sequence) if thinking is not None else None
+        answer = thinking.find_answer(sequence) if thinking is not None else None
         if thinking is not None and answer is None and thinking.is_thinking(sequence):
             sequence.guide = None
             return None
@@ -216,7 +218,7 @@ class Grammars:
                 matcher.consume_tokens(self._tokens.tokenize_str(answer.rest.lstrip()))
                 sequence.guide = Guide(matcher=matcher, num_reported=answer.num_tokens)
             else:
-                opening = self._compiled(thinking.opening).deep_copy() if thinking is not None else None
+                opening = self._compiled(thinking.opening_grammar).deep_copy() if thinking is not None else None
                 sequence.guide = Guide(matcher=matcher, opening=opening)
         sequence.guide.accept(sequence.generated)
         return sequence.guide
@@ -228,7 +230,7 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> "LLTokenizer":
-        return tokens_of(*self._model)
+        return llguidance_tokenizer(*self._model)
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:

@@ -28,7 +28,7 @@ class Guide:
     matcher: "LLMatcher"
     opening: "LLMatcher | None" = None
     num_reported: int = 0
-    ahead: tuple[Future[torch.Tensor], int] | None = None
+    pending_mask: tuple[Future[torch.Tensor], int] | None = None
 
     def accept(self, generated: Rows[int]) -> None:
         """Follows the tokens of the completion that it has not seen yet."""
@@ -43,13 +43,13 @@ class Guide:
                 else:
                     self.opening.consume_tokens(tokens)
             self.matcher.consume_tokens(tokens)
-            self.num_reported, self.ahead = len(generated), None
+            self.num_reported, self.pending_mask = len(generated), None
 
     def mask(self) -> torch.Tensor | None:
         """The mask behind the tokens that it was told, int32 (words), waited for; None where none was begun."""
-        if self.ahead is None:
+        if self.pending_mask is None:
             return None
-        masks, row = self.ahead
+        masks, row = self.pending_mask
         return masks.result()[row]
 
     @property
@@ -74,7 +74,7 @@ def fill_masks(executor: "LLExecutor", guides: Rows[Guide | None], vocab_size: i
     return masks_BW
 
 
-def masked(scores_BV: torch.Tensor, masks_BW: torch.Tensor) -> torch.Tensor:
+def apply_masks(scores_BV: torch.Tensor, masks_BW: torch.Tensor) -> torch.Tensor:
     """The scores, minus infinity where the bit is 0; `scores_BV` is left as it is."""
     places = torch.arange(8, dtype=torch.uint8, device=masks_BW.device)
     bits_BV = ((masks_BW.view(torch.uint8)[..., None] >> places) & 1).view(len(masks_BW), -1)

@@ -61,7 +61,7 @@ class LengthStep:
         made_BV = scores_BV.clone()
         for length, rows in rows_of.items():
             rows_R, processors = upload(rows, scores_BV.device), LogitsProcessorList([self.processor])
-            made_BV[rows_R] = process(processors, unused_processors(len(rows), length), scores_BV[rows_R])
+            made_BV[rows_R] = apply_processors(processors, dummy_history(len(rows), length), scores_BV[rows_R])
         return made_BV
 
 
@@ -96,17 +96,21 @@ class Processors:
             rows_of.setdefault(self._run_penalty if own is None else own, []).append(row)
         if len(rows_of) == 1:
             [penalty] = rows_of
-            scores_BV = self._penalised(sequences, logits_BV, penalty)
+            scores_BV = self._apply_history_steps(sequences, logits_BV, penalty)
         else:
             scores_BV = logits_BV.clone()
             for penalty, rows in rows_of.items():
                 rows_R = upload(rows, logits_BV.device)
-                scores_BV[rows_R] = self._penalised([sequences[row] for row in rows], logits_BV[rows_R], penalty)
+                scores_BV[rows_R] = self._apply_history_steps(
+                    [sequences[row] for row in rows], logits_BV[rows_R], penalty
+                )
         for step in self._by_length:
             scores_BV = step(sequences, scores_BV)
         return scores_BV
 
-    def _penalised(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, penalty: float | None) -> torch.Tensor:
+    def _apply_history_steps(
+        self, sequences: Rows[Sequence], logits_BV: torch.Tensor, penalty: float | None
+    ) -> torch.Tensor:
         steps = self._history_steps(penalty)
         if not steps:
             return logits_BV
@@ -116,25 +120,27 @@ class Processors:
         seen = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
         width = max(map(len, seen))
         ids_BT = upload([[pad] * (width - len(row)) + row for row in seen], logits_BV.device)
-        return process(steps, ids_BT, F.pad(logits_BV, (0, 1)))[:, :-1]  # the pad has a column too
+        return apply_processors(steps, ids_BT, F.pad(logits_BV, (0, 1)))[:, :-1]  # the pad has a column too
 
     def _length_steps(self, config: SamplingConfig, eos: torch.Tensor | None) -> Iterator[LengthStep]:
         least, fewest = config.min_length or 0, config.min_new_tokens or 0
         if eos is not None and least:
             yield LengthStep(
                 processor=MinLengthLogitsProcessor(least, eos),
-                length=lambda row: self._num_seen(row) if self._num_seen(row) < least and _may_end(row) else None,
+                length=lambda row: self._length(row) if self._length(row) < least and _can_end(row) else None,
             )
         if eos is not None:
             yield LengthStep(  # which bans the end wherever it is shown a length
                 processor=MinNewTokensLengthLogitsProcessor(0, MAX_NEW_TOKENS, eos),
-                length=lambda row: _num_new(row) if _num_new(row) < _fewest(row, fewest) and _may_end(row) else None,
+                length=lambda row: (
+                    _num_new(row) if _num_new(row) < _min_new_tokens(row, fewest) and _can_end(row) else None
+                ),
             )
         is_forced = config.forced_bos_token_id is not None
         if config.forced_bos_token_id is not None:
             yield LengthStep(
                 processor=ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id),
-                length=lambda row: 1 if self._num_seen(row) == 1 else None,
+                length=lambda row: 1 if self._length(row) == 1 else None,
             )
         if config.forced_eos_token_id is not None:
             yield LengthStep(
@@ -146,7 +152,7 @@ class Processors:
             begin, factor = int(config.exponential_decay_length_penalty[0]), config.exponential_decay_length_penalty[1]
             yield LengthStep(
                 processor=ExponentialDecayLengthPenalty((begin, factor), eos, 0),
-                length=lambda row: _num_new(row) if _num_new(row) > begin and _may_end(row) else None,
+                length=lambda row: _num_new(row) if _num_new(row) > begin and _can_end(row) else None,
             )
         if config.suppress_tokens:
             yield LengthStep(
@@ -160,9 +166,9 @@ class Processors:
 
     def _num_before_begin(self, row: Sequence, is_forced: bool) -> int:
         """New tokens in front of the one that counts as the first: that which `forced_bos_token_id` forces, if any."""
-        return int(is_forced and self._num_seen(row) - _num_new(row) == 1)
+        return int(is_forced and self._length(row) - _num_new(row) == 1)
 
-    def _num_seen(self, row: Sequence) -> int:
+    def _length(self, row: Sequence) -> int:
         """What generate calls the length: the prompt's tokens, or a decoder's one start token, and new ones."""
         return row.num_known if self._start_token_id is None else 1 + _num_new(row)
 
@@ -171,11 +177,11 @@ def _num_new(row: Sequence) -> int:
     return len(row.generated)
 
 
-def _may_end(row: Sequence) -> bool:
+def _can_end(row: Sequence) -> bool:
     return not row.request.ignore_eos
 
 
-def _fewest(row: Sequence, of_run: int) -> int:
+def _min_new_tokens(row: Sequence, of_run: int) -> int:
     own = row.request.min_new_tokens
     return of_run if own is None else own
 
@@ -183,35 +189,35 @@ def _fewest(row: Sequence, of_run: int) -> int:
 def _history_steps(
     config: SamplingConfig, bad_words: list[list[int]], eos: torch.Tensor | None, penalty: float | None
 ) -> LogitsProcessorList:
-    made = LogitsProcessorList()
+    processors = LogitsProcessorList()
     if config.sequence_bias:
-        made.append(SequenceBiasLogitsProcessor(config.sequence_bias))
+        processors.append(SequenceBiasLogitsProcessor(config.sequence_bias))
     if penalty not in (None, 1):
-        made.append(RepetitionPenaltyLogitsProcessor(penalty=float(penalty)))
+        processors.append(RepetitionPenaltyLogitsProcessor(penalty=float(penalty)))
     if config.no_repeat_ngram_size:
-        made.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+        processors.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
     if banned := [*bad_words, *(config.bad_words_ids or [])]:
-        made.append(NoBadWordsLogitsProcessor(banned, eos))
-    return made
+        processors.append(NoBadWordsLogitsProcessor(banned, eos))
+    return processors
 
 
-def warpers(config: SamplingConfig, asked: Request) -> LogitsProcessorList:
+def warpers(config: SamplingConfig, request: Request) -> LogitsProcessorList:
     """What transformers applies last; to greedy rows nothing but the normalization. None of them looks at the
     history."""
-    made = LogitsProcessorList()
-    if asked.temperature != 0:
-        made.extend(_narrowing(config, asked))
+    processors = LogitsProcessorList()
+    if request.temperature != 0:
+        processors.extend(_sampling_warpers(config, request))
     if config.renormalize_logits:
-        made.append(LogitNormalization())
-    return made
+        processors.append(LogitNormalization())
+    return processors
 
 
-def _narrowing(config: SamplingConfig, asked: Request) -> Iterator[LogitsProcessor]:
-    top_k = config.top_k if asked.top_k is None else asked.top_k
-    top_p = config.top_p if asked.top_p is None else asked.top_p
-    min_p = config.min_p if asked.min_p is None else asked.min_p
-    if asked.temperature != 1:
-        yield TemperatureLogitsWarper(float(asked.temperature))
+def _sampling_warpers(config: SamplingConfig, request: Request) -> Iterator[LogitsProcessor]:
+    top_k = config.top_k if request.top_k is None else request.top_k
+    top_p = config.top_p if request.top_p is None else request.top_p
+    min_p = config.min_p if request.min_p is None else request.min_p
+    if request.temperature != 1:
+        yield TemperatureLogitsWarper(float(request.temperature))
     if config.top_h is not None:
         yield TopHLogitsWarper(top_h=config.top_h)
     if top_k:
@@ -228,16 +234,16 @@ def _narrowing(config: SamplingConfig, asked: Request) -> Iterator[LogitsProcess
         yield EtaLogitsWarper(epsilon=config.eta_cutoff)
 
 
-def no_history(scores_BV: torch.Tensor) -> torch.Tensor:
+def empty_history(scores_BV: torch.Tensor) -> torch.Tensor:
     """A history for processors that do not look at it."""
-    return unused_processors(len(scores_BV), 0)
+    return dummy_history(len(scores_BV), 0)
 
 
-def unused_processors(num_rows: int, length: int) -> torch.Tensor:
+def dummy_history(num_rows: int, length: int) -> torch.Tensor:
     """A history for processors that look at nothing but its shape: a history of `length` tokens, whichever."""
     return torch.zeros(1, 1, dtype=torch.long).expand(num_rows, length) if length else torch.zeros(num_rows, 0).long()
 
 
-def process(processors: LogitsProcessorList, ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+def apply_processors(processors: LogitsProcessorList, ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
     """transformers names the legacy types torch.LongTensor and FloatTensor, which no tensor's static type is."""
     return processors(ids_BT, scores_BV)  # pyright: ignore[reportArgumentType]

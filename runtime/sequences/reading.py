@@ -12,10 +12,10 @@ import torch
 from ..attention.upload import upload
 from ..config.settings import Pooling
 from ..model.head import class_logits, hidden_states
-from .sequence import Encoding, FinishReason, Sequence, TokenScore, num_written, read_logprobs
+from .sequence import Encoding, FinishReason, Sequence, TokenScore, packed_width, unpack_logprobs
 
 SLICE_BYTES = 4 * 2**20  # of float32 logits that become log-probabilities at a time
-NUM_OF_TOKEN = 2  # the likeliest token, whether the logits are finite
+STATUS_WIDTH = 2  # the likeliest token, whether the logits are finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class TokenScorer:
     """Adds up what slices of logits say of the given tokens. `num_top`: how many of the likeliest tokens are wanted in
     place of each."""
 
-    def __init__(self, given: ScoringTargets, num_top: int, device: torch.device):
-        self._given, self._num_top, self._device = given, num_top, device
+    def __init__(self, targets: ScoringTargets, num_top: int, device: torch.device):
+        self._targets, self._num_top, self._device = targets, num_top, device
         self._parts: list[torch.Tensor] = []
         self._num_done = 0
 
@@ -62,20 +62,20 @@ class TokenScorer:
         for start in range(0, len(logits_NV), num_rows):
             part = logits_NV[start : start + num_rows].float()
             first, rows, tokens = begin + start, list[int](), list[int]()
-            while self._num_done < len(self._given.rows) and self._given.rows[self._num_done] < first + len(part):
-                rows.append(self._given.rows[self._num_done] - first)
-                tokens.append(self._given.tokens[self._num_done])
+            while self._num_done < len(self._targets.rows) and self._targets.rows[self._num_done] < first + len(part):
+                rows.append(self._targets.rows[self._num_done] - first)
+                tokens.append(self._targets.tokens[self._num_done])
                 self._num_done += 1
-            self._parts.append(self._written(part, upload(rows, self._device), upload(tokens, self._device)))
+            self._parts.append(self._pack_scores(part, upload(rows, self._device), upload(tokens, self._device)))
 
     @property
     def numbers(self) -> torch.Tensor:
         """What `tell` wants to know, int32 (scores, numbers), where the logits were."""
-        width = NUM_OF_TOKEN + num_written(self._num_top)
+        width = STATUS_WIDTH + packed_width(self._num_top)
         empty = torch.empty(0, width, dtype=torch.int32, device=self._device)
         return torch.cat([empty, *self._parts])
 
-    def _written(self, logits_NV: torch.Tensor, rows_E: torch.Tensor, tokens_E: torch.Tensor) -> torch.Tensor:
+    def _pack_scores(self, logits_NV: torch.Tensor, rows_E: torch.Tensor, tokens_E: torch.Tensor) -> torch.Tensor:
         is_finite_N = logits_NV.abs().amax(-1) < torch.inf
         of_row_N2 = torch.stack([logits_NV.argmax(-1).int(), is_finite_N.int()], 1)
         logprobs_NV = torch.log_softmax(logits_NV, -1)
@@ -88,8 +88,8 @@ def record_scores(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -
     """Appends a score to each of `sequences`, one for each row of `numbers`, and marks those that have all of theirs.
     Mutates them; returns how many scores are good. A row without finite logits becomes an error row."""
     num_good = 0
-    logprobs = read_logprobs(numbers[:, NUM_OF_TOKEN:])
-    each = zip(sequences, numbers[:, :NUM_OF_TOKEN].tolist(), logprobs, strict=True)
+    logprobs = unpack_logprobs(numbers[:, STATUS_WIDTH:])
+    each = zip(sequences, numbers[:, :STATUS_WIDTH].tolist(), logprobs, strict=True)
     for sequence, (greedy_id, is_finite), token in each:
         if sequence.finish is FinishReason.error:
             continue
@@ -135,10 +135,10 @@ class PoolingTargets:
     def pooled(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """What each sequence's states add to its vector, float32 (sequences, D)."""
         parts = hidden_ND.split(list(self.counts))
-        return torch.stack([_share(s, part) for s, part in zip(self.sequences, parts, strict=True)])
+        return torch.stack([_partial_vector(s, part) for s, part in zip(self.sequences, parts, strict=True)])
 
 
-def _share(sequence: Sequence, hidden_ND: torch.Tensor) -> torch.Tensor:
+def _partial_vector(sequence: Sequence, hidden_ND: torch.Tensor) -> torch.Tensor:
     """The part of a prompt's vector that is made of these states, which come in order: of all of them, or of the
     prompt's first or last, if that is among them."""
     encoding = _encoding(sequence)
@@ -156,17 +156,21 @@ def _encoding(sequence: Sequence) -> Encoding:
 
 
 def read_vectors(
-    model: torch.nn.Module, picked: PoolingTargets, forward: Callable[[], object], device: torch.device, class_rows: int
+    model: torch.nn.Module,
+    targets: PoolingTargets,
+    forward: Callable[[], object],
+    device: torch.device,
+    class_rows: int,
 ) -> torch.Tensor:
     """Runs the model; what `tell` wants to know, int32 (sequences, numbers). `class_rows`: prompts whose classes are
     asked for at a time."""
-    slices = hidden_states(forward, upload(picked.places, device))
+    slices = hidden_states(forward, upload(targets.places, device))
     assert slices.hidden_1ND is not None, "a class has reached its layers by another way than all its modules"
-    if not picked.sequences:
+    if not targets.sequences:
         return torch.empty(0, 1, dtype=torch.int32, device=device)
-    if not _encoding(picked.sequences[0]).has_classes:
-        return picked.pooled(slices.hidden_1ND[0]).view(torch.int32)
-    ids = upload([sequence.request.prompt_ids[-1] for sequence in picked.sequences], device)
+    if not _encoding(targets.sequences[0]).has_classes:
+        return targets.pooled(slices.hidden_1ND[0]).view(torch.int32)
+    ids = upload([sequence.request.prompt_ids[-1] for sequence in targets.sequences], device)
     return class_logits(model, slices, ids, class_rows).view(torch.int32)
 
 

@@ -24,7 +24,7 @@ KNOWN_TAGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class SplitText:
     """A completion's text, and what it thought before; None where it did not think."""
 
     reasoning: str | None
@@ -37,15 +37,15 @@ class Reasoning:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, end: str, start_token_id: int | None = None):
         self._texts, self._begin, self._end = Detokenizer(tokenizer, start_token_id), begin, end
-        self._begin_id, self._end_id = (added_tokens(tokenizer).get(tag) for tag in (begin, end))
+        self._begin_id, self._end_id = (added_token_ids(tokenizer).get(tag) for tag in (begin, end))
 
-    def answer(self, sequence: Sequence) -> Answer | None:
+    def find_answer(self, sequence: Sequence) -> Answer | None:
         """Where the answer begins; None where no reasoning has ended, and where a grammar holds from the first token
         on, as nothing is thought: its texts may have the end tag in them. To be asked after each token, or after all of
         them. Mutates the sequence."""
-        num_new, sequence.num_looked = len(sequence.generated) - sequence.num_looked, len(sequence.generated)
+        num_new, sequence.num_scanned = len(sequence.generated) - sequence.num_scanned, len(sequence.generated)
         if sequence.answer is None and num_new > 0 and (sequence.request.grammar is None or self.is_thinking(sequence)):
-            sequence.answer = self._found(sequence.generated, num_new)
+            sequence.answer = self._find_end(sequence.generated, num_new)
         return sequence.answer
 
     def is_thinking(self, sequence: Sequence) -> bool | None:
@@ -53,28 +53,28 @@ class Reasoning:
         if sequence.is_thinking:
             return True
         num_tokens = CONTEXT_TOKENS + len(self._begin.encode())
-        prompt = self._text(sequence.request.prompt_ids[-num_tokens:]).rstrip()
-        text = self._text(sequence.generated[: 2 * num_tokens]).lstrip()
+        prompt = self._decode_with_special(sequence.request.prompt_ids[-num_tokens:]).rstrip()
+        text = self._decode_with_special(sequence.generated[: 2 * num_tokens]).lstrip()
         if prompt.endswith(self._begin) or text.startswith(self._begin):
             sequence.is_thinking = True
             return True
         return None if self._begin.startswith(text) else False
 
-    def parts(self, sequence: Sequence) -> Parts:
+    def split(self, sequence: Sequence) -> SplitText:
         """Both parts of a completion that has ended, without the white space between them."""
-        answer, ids = self.answer(sequence), sequence.generated
+        answer, ids = self.find_answer(sequence), sequence.generated
         if answer is None:
-            text = self._texts.completion(sequence.request, ids)[: sequence.text_end]
+            text = self._texts.completion_text(sequence.request, ids)[: sequence.text_end]
             if not self.is_thinking(sequence):
-                return Parts(reasoning=None, text=text)
-            return Parts(reasoning=self._without_tags(text), text="")
+                return SplitText(reasoning=None, text=text)
+            return SplitText(reasoning=self._without_tags(text), text="")
         thought = self._texts.decode(ids[: answer.num_tokens])
         is_structure = sequence.request.grammar is not None and not answer.rest  # which says itself what it begins with
-        text = answer.rest + self._texts.completion(sequence.request, ids, answer.num_tokens)[: sequence.text_end]
-        return Parts(reasoning=self._without_tags(thought), text=text if is_structure else text.lstrip())
+        text = answer.rest + self._texts.completion_text(sequence.request, ids, answer.num_tokens)[: sequence.text_end]
+        return SplitText(reasoning=self._without_tags(thought), text=text if is_structure else text.lstrip())
 
     @property
-    def opening(self) -> str:
+    def opening_grammar(self) -> str:
         """The grammar of a completion that begins with reasoning, in llguidance's Lark form."""
         begin = json.dumps(self._begin, ensure_ascii=False)
         tag = begin if self._begin_id is None else f"({begin} | <[{self._begin_id}]>)"
@@ -83,7 +83,7 @@ class Reasoning:
     def _without_tags(self, thought: str) -> str:
         return thought.partition(self._end)[0].strip().removeprefix(self._begin).strip()
 
-    def _found(self, ids: Rows[int], num_new: int) -> Answer | None:
+    def _find_end(self, ids: Rows[int], num_new: int) -> Answer | None:
         """`num_new`: of the last tokens, which nobody has looked at."""
         new = list(ids[len(ids) - num_new :])
         if self._end_id in new:
@@ -99,16 +99,16 @@ class Reasoning:
             least, most = (least, middle) if self._end in self._texts.decode(ids[:middle]) else (middle, most)
         return Answer(num_tokens=most, rest=self._texts.decode(ids[:most]).partition(self._end)[2])
 
-    def _text(self, ids: Rows[int]) -> str:
+    def _decode_with_special(self, ids: Rows[int]) -> str:
         return self._texts.decode(ids, keeps_special=True)
 
 
-def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def added_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """The ids of tokens that stand for themselves in a text."""
     return {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
 
 
-def reasoning_of(
+def make_reasoning(
     config: SamplingConfig, tokenizer: PreTrainedTokenizerBase | None, start_token_id: int | None = None
 ) -> Reasoning | None:
     """What tells reasoning apart; None where nothing is to be. Raises ConfigError without a tokenizer."""
@@ -119,7 +119,7 @@ def reasoning_of(
     if not isinstance(config.reasoning, str):
         begin, end = config.reasoning
         return Reasoning(tokenizer, begin, end, start_token_id)
-    template, added = str(tokenizer.chat_template or ""), added_tokens(tokenizer)
+    template, added = str(tokenizer.chat_template or ""), added_token_ids(tokenizer)
     tags = next((tags for tags in KNOWN_TAGS if tags[1] in added or tags[1] in template), None)
     if tags is None:
         known = ", ".join(end for _, end in KNOWN_TAGS)

@@ -17,11 +17,11 @@ from ..units import MIB
 from .beam_search import BeamSearch
 from .beams import BeamRules
 from .detokenizer import Detokenizer, StopStrings
-from .grammar import Grammars, one_line, tokens_of
-from .guide import masked
-from .processors import Processors, no_history, process, warpers
-from .reasoning import reasoning_of
-from .sequence import FinishReason, Sequence, num_written, read_logprobs, written_logprobs
+from .grammar import Grammars, llguidance_tokenizer, summarize_error
+from .guide import apply_masks
+from .processors import Processors, apply_processors, empty_history, warpers
+from .reasoning import make_reasoning
+from .sequence import FinishReason, Sequence, pack_logprobs, packed_width, unpack_logprobs
 
 
 def require_known_tokens(config: SamplingConfig, vocab_size: int) -> None:
@@ -61,11 +61,11 @@ def bad_word_ids(
     return [list(ids) for ids in found]
 
 
-BANS = (
+BAN_SETTINGS = (
     "bad_words", "bad_words_ids", "no_repeat_ngram_size", "sequence_bias", "min_length", "min_new_tokens",
     "suppress_tokens", "begin_suppress_tokens",
 )  # fmt: skip
-NUM_OF_TOKEN = 3  # its number, whether the logits are finite, whether a token was left
+STATUS_WIDTH = 3  # its number, whether the logits are finite, whether a token was left
 SLICE_BYTES = 4 * MIB  # of float32 logits processed at once: sorting and its like take several times as much
 
 
@@ -97,14 +97,14 @@ class Sampler:
         self._config = config
         self._eos = frozenset() if config.ignore_eos else eos_token_ids
         self._stops = StopStrings(Detokenizer(tokenizer, start_token_id)) if tokenizer is not None else None
-        self.reasoning = reasoning_of(config, tokenizer, start_token_id)
+        self.reasoning = make_reasoning(config, tokenizer, start_token_id)
         bad_words = bad_word_ids(config.bad_words, tokenizer, self._eos, vocab_size) if tokenizer is not None else []
-        self._bans = [f"sampling.{key}" for key in BANS if getattr(config, key)]
+        self._bans = [f"sampling.{key}" for key in BAN_SETTINGS if getattr(config, key)]
         if any(getattr(config, key) is not None for key in STRUCTURES):
-            tokens_of(tokenizer, vocab_size, self._eos)
+            llguidance_tokenizer(tokenizer, vocab_size, self._eos)
         self._grammars = Grammars(tokenizer, vocab_size, self._eos, self.reasoning)
         self._processors = Processors(config, self._eos, bad_words, start_token_id, device or torch.device("cpu"))
-        self._search = BeamSearch(
+        self._beam_search = BeamSearch(
             BeamRules(
                 num_beams=config.num_beams or 1,
                 length_penalty=1.0 if config.length_penalty is None else config.length_penalty,
@@ -112,7 +112,7 @@ class Sampler:
                 num_ends=len(self._eos),
             ),
             scores=self._beam_scores,
-            ends=self._end_of,
+            ends=self._beam_end,
             vocab_size=vocab_size,
             num_top=config.logprobs,
             bans=self._bans,
@@ -121,18 +121,20 @@ class Sampler:
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Chooses a token for each sequence; what `tell` wants to know of it, int32 (B, numbers), where `logits_BV`
         is. Advances the sequences' generators."""
-        if _is_search(sequences):
-            return self._search.sample(sequences, logits_BV, SLICE_BYTES)
+        if _is_beam_search(sequences):
+            return self._beam_search.sample(sequences, logits_BV, SLICE_BYTES)
         num_rows = max(1, SLICE_BYTES // (4 * logits_BV.shape[-1]))
         slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
         masks_BW = self._grammars.masks(sequences)
         if masks_BW is not None and logits_BV.device.type != "cpu":
             masks_BW = masks_BW.pin_memory().to(logits_BV.device, non_blocking=True)
         parts = [
-            self._drawn(sequences[rows], logits_BV[rows].float(), masks_BW[rows] if masks_BW is not None else None)
+            self._sample_rows(
+                sequences[rows], logits_BV[rows].float(), masks_BW[rows] if masks_BW is not None else None
+            )
             for rows in slices
         ]
-        return torch.cat(parts) if parts else logits_BV.new_empty(0, self.num_numbers, dtype=torch.int32)
+        return torch.cat(parts) if parts else logits_BV.new_empty(0, self.row_width, dtype=torch.int32)
 
     def expect(self, sequences: Rows[Sequence]) -> None:
         """What `draw` does beside choosing tokens, where another process chooses them: guides of grammars begin."""
@@ -144,16 +146,16 @@ class Sampler:
 
         A row that nothing can be chosen for becomes an error row: argmax would hide it.
         """
-        if _is_search(sequences):
-            self._search.accept(sequences, drawn, step)
+        if _is_beam_search(sequences):
+            self._beam_search.accept(sequences, drawn, step)
             return
-        logprobs = read_logprobs(drawn[:, NUM_OF_TOKEN:]) if self._config.logprobs else None
-        for row, (token, is_finite, is_open) in enumerate(drawn[:, :NUM_OF_TOKEN].tolist()):
+        logprobs = unpack_logprobs(drawn[:, STATUS_WIDTH:]) if self._config.logprobs else None
+        for row, (token, is_finite, is_open) in enumerate(drawn[:, :STATUS_WIDTH].tolist()):
             sequence = sequences[row]
             place = f"at new token {len(sequence.generated)} (pass {step})"
             guide_error = sequence.guide.error if sequence.guide is not None else None
             if guide_error is not None:
-                sequence.fail(f"its grammar cannot be followed {place}: {one_line(guide_error)}")
+                sequence.fail(f"its grammar cannot be followed {place}: {summarize_error(guide_error)}")
             elif not is_finite:
                 sequence.is_broken = True
                 sequence.fail(f"the model gave NaN or infinite logits {place}")
@@ -173,9 +175,9 @@ class Sampler:
 
     def _beam_scores(self, sequences: Rows[Sequence], logprobs_BV: torch.Tensor) -> torch.Tensor:
         scores_BV, last = self._processors(sequences, logprobs_BV), warpers(self._config, sequences[0].request)
-        return process(last, no_history(scores_BV), scores_BV) if last else scores_BV
+        return apply_processors(last, empty_history(scores_BV), scores_BV) if last else scores_BV
 
-    def _end_of(self, beam: Sequence, token_ids: Rows[int]) -> tuple[FinishReason, int | None] | None:
+    def _beam_end(self, beam: Sequence, token_ids: Rows[int]) -> tuple[FinishReason, int | None] | None:
         if token_ids[-1] in self._eos:
             return FinishReason.eos, None
         if beam.request.stop:
@@ -190,37 +192,39 @@ class Sampler:
         return self._config.logprobs
 
     @property
-    def num_numbers(self) -> int:
+    def row_width(self) -> int:
         """What `draw` gives of a row, as many."""
         num_top = self._config.logprobs
-        return NUM_OF_TOKEN + (num_written(num_top) if num_top else 0)
+        return STATUS_WIDTH + (packed_width(num_top) if num_top else 0)
 
-    def _drawn(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, masks_BW: torch.Tensor | None) -> torch.Tensor:
+    def _sample_rows(
+        self, sequences: Rows[Sequence], logits_BV: torch.Tensor, masks_BW: torch.Tensor | None
+    ) -> torch.Tensor:
         """The token of each row, whether its logits are finite, whether a token was left, and log-probabilities.
         `masks_BW`: bits of the tokens that may come; None: any may. As in transformers, where a caller's own processor
         comes behind the others and before the warpers."""
         scores_BV = self._processors(sequences, logits_BV)
         if masks_BW is not None:
-            scores_BV = masked(scores_BV, masks_BW)
+            scores_BV = apply_masks(scores_BV, masks_BW)
         is_finite_B = logits_BV.abs().amax(-1) < torch.inf  # NaN is below nothing; five times as fast as isfinite
         is_open_B = is_finite_B if scores_BV is logits_BV else scores_BV.amax(-1) > -torch.inf
         # Rows of one temperature and the same cuts together; each row gets what it would get alone.
         rows_of: dict[tuple[float | None, ...], list[int]] = {}
         for row, sequence in enumerate(sequences):
-            rows_of.setdefault(sequence.request.cuts, []).append(row)
+            rows_of.setdefault(sequence.request.sampling_key, []).append(row)
         if len(rows_of) == 1:
-            tokens_B = self._chosen(sequences, scores_BV)
+            tokens_B = self._choose_tokens(sequences, scores_BV)
         else:
             tokens_B = torch.zeros_like(scores_BV[:, 0], dtype=torch.int64)
             for rows in rows_of.values():
                 rows_R = upload(rows, scores_BV.device)
-                tokens_B[rows_R] = self._chosen([sequences[row] for row in rows], scores_BV[rows_R])
+                tokens_B[rows_R] = self._choose_tokens([sequences[row] for row in rows], scores_BV[rows_R])
         numbers_B3 = torch.stack([tokens_B.int(), is_finite_B.int(), is_open_B.int()], 1)
         if not self._config.logprobs:
             return numbers_B3
-        return torch.cat([numbers_B3, written_logprobs(logits_BV, tokens_B, self._config.logprobs)], 1)
+        return torch.cat([numbers_B3, pack_logprobs(logits_BV, tokens_B, self._config.logprobs)], 1)
 
-    def _chosen(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
+    def _choose_tokens(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
         """The tokens of rows that are alike in their temperature and cuts."""
         asked = sequences[0].request
         if last := warpers(self._config, asked):
@@ -228,7 +232,7 @@ class Sampler:
                 # Zeros in place of a row that has no largest score: it is an error row, and these warpers refuse all
                 # for one. They wait for a device anyway.
                 scores_BV = torch.where(scores_BV.amax(-1, keepdim=True).isfinite(), scores_BV, 0.0)
-            scores_BV = process(last, no_history(scores_BV), scores_BV)
+            scores_BV = apply_processors(last, empty_history(scores_BV), scores_BV)
         if asked.temperature == 0:
             return scores_BV.argmax(-1)
         probabilities_BV = torch.softmax(scores_BV, -1).nan_to_num_(1.0)  # error rows get any draw; it is discarded
@@ -247,23 +251,23 @@ class Sampler:
         assert self._stops is not None, "stop strings need a tokenizer"
         ids, begin, num_new = sequence.generated, 0, 1
         if self.reasoning is not None:
-            answer = self.reasoning.answer(sequence)
+            answer = self.reasoning.find_answer(sequence)
             if answer is not None:
                 begin = answer.num_tokens
             elif self.reasoning.is_thinking(sequence) is not False:
-                sequence.num_unstopped = len(ids)
+                sequence.num_unchecked = len(ids)
                 return False
-            num_new += sequence.num_unstopped if answer is None else 0
-            sequence.num_unstopped = 0
+            num_new += sequence.num_unchecked if answer is None else 0
+            sequence.num_unchecked = 0
         sequence.text_end = self._stops.find(sequence.request, ids, begin=begin, num_new=num_new)
         return sequence.text_end is not None
 
 
-def _is_search(sequences: Rows[Sequence]) -> bool:
+def _is_beam_search(sequences: Rows[Sequence]) -> bool:
     return bool(sequences) and sequences[0].request.num_beams > 1
 
 
-def sampler_for(model: LoadedModel, config: SamplingConfig, device: torch.device) -> Sampler:
+def make_sampler(model: LoadedModel, config: SamplingConfig, device: torch.device) -> Sampler:
     return Sampler(
         config,
         vocab_size=model.shape.vocab_size,

@@ -33,7 +33,7 @@ class TokenLogprobs:
     top: tuple[float, ...]
 
 
-def written_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> torch.Tensor:
+def pack_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> torch.Tensor:
     """Log-probabilities of each row's chosen token and of the likeliest ones, as `read_logprobs` reads them: int32 (B,
     num_written(num_top)), so that one transfer brings them to the host. `logits_BV` is float32."""
     logprobs_BV = torch.log_softmax(logits_BV, -1)
@@ -42,12 +42,12 @@ def written_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: i
     return torch.cat([own_B1.view(torch.int32), top.indices.int(), top.values.view(torch.int32)], 1)
 
 
-def num_written(num_top: int) -> int:
+def packed_width(num_top: int) -> int:
     """Numbers of a row."""
     return 1 + 2 * num_top
 
 
-def read_logprobs(numbers: torch.Tensor) -> list[TokenLogprobs]:
+def unpack_logprobs(numbers: torch.Tensor) -> list[TokenLogprobs]:
     """One for each row."""
     num_top = numbers.shape[1] // 2
     values = numbers.contiguous().view(torch.float32)
@@ -80,7 +80,7 @@ class Scoring:
     def num_scores(self) -> int:
         return self.num_positions - 1 + len(self.last_ids)
 
-    def places_of(self, part: "Scoring") -> list[int]:
+    def positions_of(self, part: "Scoring") -> list[int]:
         """Where among its scores those of `part` are, which it was joined of."""
         num_before = self.num_positions - 1
         lasts = [num_before + self.last_ids.index(token) for token in part.last_ids]
@@ -151,7 +151,7 @@ class Request:
     is_returned: bool = True
 
     @property
-    def cuts(self) -> tuple[float | None, ...]:
+    def sampling_key(self) -> tuple[float | None, ...]:
         """What its draws go by beside the run's settings."""
         return self.temperature, self.top_p, self.top_k, self.min_p
 
@@ -230,14 +230,14 @@ class Sequence:
     error: str | None = None
     text_end: int | None = None  # where a stop string begins in the decoded text, or the answer's
     answer: Answer | None = None  # where reasoning is told apart and has ended
-    num_looked: int = 0  # tokens that were looked at for its end
+    num_scanned: int = 0  # tokens that were looked at for its end
     is_thinking: bool = False  # it was seen to begin with reasoning, or its prompt to end with the tag of it
-    num_unstopped: int = 0  # tokens in which no stop string was looked for, as they may have been reasoning
+    num_unchecked: int = 0  # tokens in which no stop string was looked for, as they may have been reasoning
     generator: torch.Generator | None = None  # of its own draws; made at the first one
     guide: Guide | None = None  # through its request's grammar; made where that begins
     is_broken: bool = False  # its logits were not finite
-    fills: SharedPages | None = None  # its prompt is what others begin with, and nothing is generated
-    behind: SharedPages | None = None  # what it goes on from
+    fills_prefix: SharedPages | None = None  # its prompt is what others begin with, and nothing is generated
+    parent_prefix: SharedPages | None = None  # what it goes on from
     search: BeamState[BeamTrace] | None = None  # of the beams that it is one of, once they have begun
     source: "Sequence | None" = None  # the beam whose keys and values it goes on from, until the lane has moved them
     beam_score: float | None = None  # of a completion of a beam search
@@ -264,21 +264,21 @@ class Sequence:
     @property
     def is_filled(self) -> bool:
         """Whether it has computed what others go on from, which is all that it is there for."""
-        return self.fills is not None and self.num_cached == self.num_known
+        return self.fills_prefix is not None and self.num_cached == self.num_known
 
     def num_selected(self, new: int) -> int:
         """How many of the next `new` tokens want logits, which are the last of them: the one that ends what is known,
         or those that scored tokens follow on. `SequenceSize.num_selected` says the same to a plan."""
-        if self.fills is not None:
+        if self.fills_prefix is not None:
             return 0
         if self.request.generates:
             return int(new > 0 and self.num_cached + new == self.num_known)
-        return len(self.given(self.num_cached, new))
+        return len(self.target_tokens(self.num_cached, new))
 
-    def given(self, past: int, new: int) -> list[tuple[int, ...]]:
+    def target_tokens(self, past: int, new: int) -> list[tuple[int, ...]]:
         """What is scored behind each of `new` tokens behind `past` others that a scored token follows on: one token, or
         several in one place; nothing where only hidden states are read."""
-        if self.fills is not None:
+        if self.fills_prefix is not None:
             return []
         scoring, encoding = self.request.scoring, self.request.encoding
         if encoding is not None:
@@ -293,9 +293,9 @@ class Sequence:
     def fail(self, error: str) -> None:
         self.finish, self.error = FinishReason.error, error
 
-    def snapshot(self) -> "Unfinished":
+    def snapshot(self) -> "SequenceState":
         generator = self.generator
-        return Unfinished(
+        return SequenceState(
             token_ids=tuple(self.generated),
             logprobs=tuple(self.logprobs),
             generator_state=None if generator is None else generator.get_state().numpy().tobytes(),
@@ -345,7 +345,7 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unfinished:
+class SequenceState:
     """What a sequence has come to so far: enough to go on with it in another process.
 
     `generator_state` is torch's, None where nothing has been drawn yet; `logprobs` as in `Completion`. `search`: the
@@ -358,7 +358,7 @@ class Unfinished:
     search: BeamState[BeamTrace] | None = None
 
 
-def begun(request: Request) -> Sequence:
+def start_sequence(request: Request) -> Sequence:
     """A sequence that begins with its prompt."""
     sequence = Sequence(request=request)
     if not request.max_new_tokens:
@@ -366,11 +366,11 @@ def begun(request: Request) -> Sequence:
     return sequence
 
 
-def resumed(request: Request, unfinished: Unfinished | None, device: torch.device) -> Sequence:
+def resume_sequence(request: Request, unfinished: SequenceState | None, device: torch.device) -> Sequence:
     """A sequence that goes on from the tokens that it has; from its prompt where there are none, or where its generator
     is of another kind of device, whose draws cannot go on here."""
     if unfinished is None or (request.num_beams > 1 and unfinished.search is None):
-        return begun(request)
+        return start_sequence(request)
     generator = None
     if unfinished.generator_state is not None:
         try:
@@ -380,26 +380,26 @@ def resumed(request: Request, unfinished: Unfinished | None, device: torch.devic
             log.warning(
                 "row %r begins again: the state of its generator does not fit %s: %s", request.id, device, error
             )
-            return begun(request)
+            return start_sequence(request)
     return Sequence(
         request=request,
         generated=list(unfinished.token_ids),
-        num_unstopped=len(unfinished.token_ids),
+        num_unchecked=len(unfinished.token_ids),
         logprobs=list(unfinished.logprobs),
         generator=generator,
         search=unfinished.search,
     )
 
 
-def resumed_lane(
-    requests: Rows[Request], unfinished: Rows[Unfinished | None], device: torch.device, *, is_packed: bool
+def resume_lane(
+    requests: Rows[Request], unfinished: Rows[SequenceState | None], device: torch.device, *, is_packed: bool
 ) -> list[Sequence]:
     """The sequences of one micro-batch. In a rectangle all rows have generated equally much at any time; where they
     have not, because they come out of packed lanes, such a rectangle would be wider than planned, and all of them begin
     again."""
     pairs = zip(requests, unfinished, strict=True)
-    sequences = [resumed(request, state, device) for request, state in pairs]
+    sequences = [resume_sequence(request, state, device) for request, state in pairs]
     if is_packed or len({len(s.generated) for s in sequences if s.finish is None}) <= 1:
         return sequences
     log.warning("%d rows begin again: padded lanes cannot go on from unequally many tokens", len(sequences))
-    return [begun(request) for request in requests]
+    return [start_sequence(request) for request in requests]

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.config.settings import SamplingConfig
 from runtime.errors import CheckpointError
-from runtime.sequences.grammar import grammar_of, tokens_of
+from runtime.sequences.grammar import llguidance_tokenizer, make_grammar
 from runtime.sequences.guide import Guide, fill_masks
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.fuzz.mutate import mutated, mutated_json
@@ -84,7 +84,7 @@ def corpus(home: Path) -> list[Files]:
 
 @cache
 def tokens() -> "LLTokenizer":
-    return tokens_of(byte_level_tokenizer(VOCABULARY), VOCABULARY, frozenset({2}))
+    return llguidance_tokenizer(byte_level_tokenizer(VOCABULARY), VOCABULARY, frozenset({2}))
 
 
 def check(directory: Path, rng: random.Random) -> None:
@@ -95,7 +95,7 @@ def check(directory: Path, rng: random.Random) -> None:
     text = file.read_bytes().decode("utf-8", "replace" if file.suffix == ".json" else "surrogateescape")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", _connect)
-        grammar = grammar_of(SamplingConfig(**{file.stem: _choice_of(text) if file.stem == "choice" else text}))  # pyright: ignore[reportArgumentType]
+        grammar = make_grammar(SamplingConfig(**{file.stem: _choice_of(text) if file.stem == "choice" else text}))  # pyright: ignore[reportArgumentType]
         assert grammar is not None, "it was asked for"
         guide = Guide(matcher=LLMatcher(tokens(), grammar, log_level=0))
         for _ in range(NUM_TOKENS):

@@ -15,12 +15,12 @@ from jobs.record.run_dir import RunDirectory
 from jobs.run.block_loop import OpenBlocks
 from jobs.run.progress import Progress
 from jobs.run.requests import RequestBatch, plan_rows
-from runtime.batching.admission import AdmissionLimits, SlotState, Waiting, most_cached, plan_pass
+from runtime.batching.admission import AdmissionLimits, SlotState, Waiting, max_cached_tokens, plan_pass
 from runtime.batching.balance import Block, plan_blocks
 from runtime.config.settings import Admission
 from runtime.engine.records import PassCounts, PassRecord, Phase, StageTimes
 from runtime.errors import Interrupted
-from runtime.sequences.sequence import Completion, FinishReason, Request, TokenLogprobs, Unfinished
+from runtime.sequences.sequence import Completion, FinishReason, Request, SequenceState, TokenLogprobs
 
 MANIFEST = RunManifest(semantic={"model.name": "fake"}, operational={}, versions={})
 LIMITS = AdmissionLimits(num_lanes=2, lane_size=2, lane_tokens=8, page_tokens=4)
@@ -173,9 +173,9 @@ class FakeSession:
         self.num_passes = 0
         self.order: list[int] = []
 
-    def snapshot(self) -> dict[int, Unfinished]:
+    def snapshot(self) -> dict[int, SequenceState]:
         return {
-            i: Unfinished(token_ids=tuple(s.token_ids), logprobs=tuple(s.logprobs), generator_state=s.state)
+            i: SequenceState(token_ids=tuple(s.token_ids), logprobs=tuple(s.logprobs), generator_state=s.state)
             for i, s in self._running.items()
         }
 
@@ -184,7 +184,7 @@ class FakeSession:
         block: Block,
         left: Sequence[int],
         requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
+        unfinished: Mapping[int, SequenceState],
         on_pass: Callable[[PassRecord], None],
     ) -> Iterator[tuple[int, Completion]]:
         assert set(left) <= set(block.members)
@@ -194,7 +194,7 @@ class FakeSession:
         self,
         order: Sequence[int],
         requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
+        unfinished: Mapping[int, SequenceState],
         on_pass: Callable[[PassRecord], None],
     ) -> Iterator[tuple[int, Completion]]:
         self.order = list(order)
@@ -222,7 +222,7 @@ class FakeSession:
             if not self._reports_first:
                 on_pass(record)
 
-    def _start(self, request: Request, unfinished: Unfinished | None) -> Growing:
+    def _start(self, request: Request, unfinished: SequenceState | None) -> Growing:
         if unfinished is None:
             return Growing(request=request)
         assert unfinished.token_ids or unfinished.generator_state is None
@@ -252,8 +252,8 @@ class FakeSession:
 
 def _waiting(request: int, sequence: Growing) -> Waiting:
     num_prompt = len(sequence.request.prompt_ids)
-    most = most_cached(num_prompt, sequence.request.max_new_tokens)
-    return Waiting(request=request, num_known=num_prompt + len(sequence.token_ids), num_most=most)
+    most = max_cached_tokens(num_prompt, sequence.request.max_new_tokens)
+    return Waiting(request=request, num_known=num_prompt + len(sequence.token_ids), max_cached=most)
 
 
 def _record(index: int, num_tokens: int, num_prompt: int, num_sampled: int) -> PassRecord:

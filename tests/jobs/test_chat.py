@@ -179,7 +179,7 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_chat_is_rendered(rea
 
 
 def test_a_template_that_never_ends_is_refused_after_a_few_chats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.requests.chat.MOST_DEATHS", 1)
+    monkeypatch.setattr("runtime.requests.chat.MAX_CRASHES", 1)
     with pytest.raises(ConfigError, match="no text of the first 1 chats: it takes more than 1 s of processor time"):
         render(tokenizer_with(ENDLESS), chat("x"))
 

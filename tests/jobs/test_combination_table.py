@@ -138,7 +138,7 @@ def _refusal(first: Feature, second: Feature, beside: Sequence[str]) -> str | No
         config = load(job, OmegaConf.from_dotlist(words))
         way = config.devices.way
         ranks = None if way is Parallelism.one else _Alone(way)
-        with patch("runtime.library.api.kernels_of"):  # which takes longer than all else, and refuses nothing
+        with patch("runtime.library.api.compiled_kernels"):  # which takes longer than all else, and refuses nothing
             runtime = _Opened(config.runtime, ranks=ranks, encodes=isinstance(config, EncodeConfig))
         if isinstance(config, EncodeConfig):
             encoding_task(config)[0].check(runtime)

@@ -31,7 +31,7 @@ def row_of(kind: str, prompt: str, text: str) -> Mapping[str, Any]:
     own = [-0.5 - place for place in range(len(ids))]
     request = Request(id="0", prompt_ids=tuple(before), max_new_tokens=9)
     return {
-        "token_ids": ids, "completion": Detokenizer(tokenizer).completion(request, ids), "logprobs": own,
+        "token_ids": ids, "completion": Detokenizer(tokenizer).completion_text(request, ids), "logprobs": own,
         "top_token_ids": [[id] for id in ids], "top_logprobs": [[value] for value in own],
     }  # fmt: skip
 
@@ -129,7 +129,7 @@ def test_where_a_text_begins_with_the_completion_its_first_token_has_no_space_th
 def test_values_of_random_tokens_are_all_there_and_offsets_are_those_of_the_completion(kind: str) -> None:
     tokens, texts, num_found = tokens_of(kind), Detokenizer(tokenizer_of(kind)), 0
     for prompt, ids in random_pairs(kind)[:200]:
-        completion = texts.completion(Request(id="0", prompt_ids=tuple(prompt), max_new_tokens=99), ids)
+        completion = texts.completion_text(Request(id="0", prompt_ids=tuple(prompt), max_new_tokens=99), ids)
         tops = [list(dict.fromkeys([id, *ids, *prompt]))[:20] for id in ids]
         row = {
             "token_ids": ids, "completion": completion, "logprobs": [-1.0] * len(ids), "top_token_ids": tops,

@@ -11,7 +11,7 @@ from jobs.record import run_checkpoint as running
 from jobs.record.output_rows import GenerationRow
 from jobs.record.run_checkpoint import RunCheckpoint, RunCheckpointFile
 from jobs.record.run_dir import RunDirectory
-from runtime.sequences.sequence import TokenLogprobs, Unfinished
+from runtime.sequences.sequence import SequenceState, TokenLogprobs
 from tests.jobs.part_support import MANIFEST, PASSES, PLAN
 
 FINISHED = [
@@ -29,12 +29,12 @@ FINISHED = [
     GenerationRow(id="row 0", sample_index=0, status="error", error="NaN"),
 ]
 UNFINISHED = {
-    ("row 2", 0): Unfinished(
+    ("row 2", 0): SequenceState(
         token_ids=(4, 5),
         logprobs=(TokenLogprobs(own=-0.25, top_ids=(4,), top=(-0.25,)), TokenLogprobs(own=-3.0, top_ids=(), top=())),
         generator_state=b"\0\xff",
     ),
-    ("row 4", 1): Unfinished(token_ids=(), logprobs=(), generator_state=None),
+    ("row 4", 1): SequenceState(token_ids=(), logprobs=(), generator_state=None),
 }
 CHECKPOINT = RunCheckpoint(finished=FINISHED, unfinished=UNFINISHED, passes=PASSES)
 NOTHING = RunCheckpoint(finished=[], unfinished={}, passes=[])

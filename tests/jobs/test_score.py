@@ -18,7 +18,7 @@ from jobs.run.tasks.score import format_totals, score, scoring_task
 from jobs.run.tasks.task import dataset_rows
 from runtime import Runtime
 from runtime.errors import ConfigError, Interrupted, RunMismatchError
-from runtime.requests.joining import Joined
+from runtime.requests.joining import JoinedRequest
 from runtime.sequences.sequence import Request
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -190,7 +190,7 @@ def test_a_run_that_was_begun_with_a_seat_for_each_target_goes_on_with_them(
 ) -> None:
     config = config_for(tmp_path, LETTERS)
     with monkeypatch.context() as before:
-        before.setattr("jobs.run.requests.join", _apart)
+        before.setattr("jobs.run.requests.join_requests", _apart)
         with pytest.raises(Interrupted):
             score(config, once_there_is_a_part(config))
     begun = slots_of(config)
@@ -200,8 +200,8 @@ def test_a_run_that_was_begun_with_a_seat_for_each_target_goes_on_with_them(
     assert [len(str(row["error"] or "")) for row in rows_of(config)] == [0] * len(begun)
 
 
-def _apart(requests: list[Request], slots: object) -> list[Joined]:
-    return [Joined(request=request, members=[i]) for i, request in enumerate(requests)]
+def _apart(requests: list[Request], slots: object) -> list[JoinedRequest]:
+    return [JoinedRequest(request=request, members=[i]) for i, request in enumerate(requests)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from runtime import Runtime, SamplingConfig
-from runtime.requests.joining import Joined, join, with_beams
+from runtime.requests.joining import JoinedRequest, add_hidden_beams, join_requests
 from runtime.sequences.sequence import Completion, Request
 from tests.support import Reference, made_once, transformers_model
 
@@ -147,11 +147,11 @@ def searched(runtime: Runtime, of: Searched, sampling: SamplingConfig) -> Iterat
         yield [each for each in results if each.prompt_index == place and isinstance(each, Completion)]
 
 
-def searched_requests(runtime: Runtime, prompts: Sequence[Sequence[int]]) -> list[Joined]:
+def searched_requests(runtime: Runtime, prompts: Sequence[Sequence[int]]) -> list[JoinedRequest]:
     """The requests of all beams."""
     made = [runtime.request(str(index), prompt) for index, prompt in enumerate(prompts)]
     asked = [each for one in made for each in runtime.samples(one) if isinstance(each, Request)]
-    return list(with_beams(join(asked)))
+    return list(add_hidden_beams(join_requests(asked)))
 
 
 def require_equal(runtime: Runtime, of: Searched, places: Sequence[int]) -> None:

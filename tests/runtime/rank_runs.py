@@ -8,7 +8,7 @@ from runtime import Runtime, RuntimeConfig
 from runtime.engine.records import PassRecord
 from runtime.errors import Interrupted, StorageError
 from runtime.ranks.ranks import Ranks
-from runtime.sequences.sequence import Completion, Request, Unfinished
+from runtime.sequences.sequence import Completion, Request, SequenceState
 from runtime.store.reader import Reader
 
 
@@ -35,7 +35,7 @@ def faulted_once(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence
     runtime, records, known, read = (
         Runtime(config, ranks=ranks),
         list[PassRecord](),
-        dict[int, Unfinished](),
+        dict[int, SequenceState](),
         Reader._read,
     )
     requests = [runtime.request(str(i), prompt) for i, prompt in enumerate(prompts)]

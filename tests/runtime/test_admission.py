@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.batching.admission import AdmissionLimits, PassPlan, SlotState, Waiting, most_cached, plan_pass
+from runtime.batching.admission import AdmissionLimits, PassPlan, SlotState, Waiting, max_cached_tokens, plan_pass
 from tests.dealt import with_slow_others
 
 LIMITS = AdmissionLimits(num_lanes=2, lane_size=2, lane_tokens=32, page_tokens=16)
@@ -13,11 +13,11 @@ FAR = 10_000  # positions of a request whose limit does not matter
 
 
 def line(*lengths: int, first: int = 0, most: int = FAR) -> list[Waiting]:
-    return [Waiting(request=first + i, num_known=n, num_most=most) for i, n in enumerate(lengths)]
+    return [Waiting(request=first + i, num_known=n, max_cached=most) for i, n in enumerate(lengths)]
 
 
 def slot(request: int, lane: int, cached: int, known: int, most: int = FAR) -> SlotState:
-    return SlotState(request=request, lane=lane, num_cached=cached, num_known=known, num_most=most)
+    return SlotState(request=request, lane=lane, num_cached=cached, num_known=known, max_cached=most)
 
 
 # --- who enters
@@ -51,7 +51,7 @@ def test_a_request_that_can_never_enter_is_our_own_mistake() -> None:
 
 
 def test_the_last_token_takes_no_position() -> None:
-    assert [most_cached(10, new) for new in (0, 1, 2)] == [10, 10, 11]
+    assert [max_cached_tokens(10, new) for new in (0, 1, 2)] == [10, 10, 11]
 
 
 # --- what a lane computes
@@ -106,11 +106,11 @@ class Run:
         )
         prompts = [rng.randint(1, 60) for _ in range(rng.randint(1, 60))]
         allowed = [rng.randint(1, 60) for _ in prompts]
-        most = [most_cached(prompt, new) for prompt, new in zip(prompts, allowed, strict=True)]
+        most = [max_cached_tokens(prompt, new) for prompt, new in zip(prompts, allowed, strict=True)]
         self.left = [rng.randint(1, new) for new in allowed]  # tokens until the end of sequence, which nobody knows
         self.num_pages = max(map(self.limits.pages, most)) + rng.choice([0, 0, 1, 10, 100])
         lengths = zip(prompts, most, strict=True)
-        self.waiting = [Waiting(request=i, num_known=n, num_most=m) for i, (n, m) in enumerate(lengths)]
+        self.waiting = [Waiting(request=i, num_known=n, max_cached=m) for i, (n, m) in enumerate(lengths)]
         self.slots: list[SlotState] = []
         self.first_admissions: list[int] = []
         self.num_preempted = 0
@@ -131,7 +131,7 @@ class Run:
         kept = len(self.slots) - len(plan.preempted)
         assert kept > 0 or not plan.preempted, "the first seat never gives way"
         assert tuple(slot.request for slot in self.slots[kept:]) == plan.preempted
-        gone = [Waiting(request=s.request, num_known=s.num_known, num_most=s.num_most) for s in self.slots[kept:]]
+        gone = [Waiting(request=s.request, num_known=s.num_known, max_cached=s.max_cached) for s in self.slots[kept:]]
         self.slots, self.waiting = self.slots[:kept], [*gone, *self.waiting]
         self.num_preempted += len(gone)
 
@@ -158,7 +158,7 @@ class Run:
         new = plan.new_tokens.get(slot.request, 0)
         assert 0 <= new <= slot.num_missing
         slot = replace(slot, num_cached=slot.num_cached + new)
-        assert slot.num_cached <= slot.num_most
+        assert slot.num_cached <= slot.max_cached
         if slot.num_missing or not new:
             return slot
         self.left[slot.request] -= 1

@@ -30,7 +30,7 @@ from runtime.config.settings import (
 )
 from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError
-from runtime.sequences.sequence import FinishReason, Unfinished
+from runtime.sequences.sequence import FinishReason, SequenceState
 from runtime.synthesize.checkpoints import config_for as tiny_config
 from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice
@@ -148,7 +148,7 @@ def test_stopped_inside_a_block_searches_go_on_to_the_same_completions(
     assert len(stops.passes) < 3 + 2 * NUM_NEW, "all was generated again"
 
 
-def saved(state: Unfinished) -> Unfinished:
+def saved(state: SequenceState) -> SequenceState:
     """What another process reads of it."""
     return replace(state, search=parse_search(serialize_search(state.search)))
 

@@ -8,8 +8,8 @@ from jobs.record.run_checkpoint import parse_search, serialize_search
 from runtime.batching.balance import plan_blocks
 from runtime.batching.prefixes import SharedPrefix
 from runtime.cache.rectangle import row_moves
-from runtime.requests.joining import join, whole_searches, with_beams, with_whole_searches
-from runtime.sequences.beams import NEVER, BeamRules, BeamState, EarlyStopping, Hypothesis, advanced
+from runtime.requests.joining import add_hidden_beams, drop_orphaned_beams, join_requests, with_hidden_beams
+from runtime.sequences.beams import NO_SCORE, BeamRules, BeamState, EarlyStopping, Hypothesis, advance_beams
 from runtime.sequences.sequence import BeamTrace, FinishReason, Request, TokenLogprobs
 
 SCORES = (-1.0, -2.0, -3.0, -4.0)  # of the candidates of two beams
@@ -37,7 +37,7 @@ def step(
     rules = BeamRules(num_beams=2, length_penalty=penalty, early_stopping=stopping, num_ends=1)
     ended = [ENDED + str(rank) if rank in ranks else None for rank in range(len(scores))]
     state = BeamState.first(2) if state is None else state
-    return Step(*advanced(rules, state, scores, ended, num_new=num_new, max_new=10))
+    return Step(*advance_beams(rules, state, scores, ended, num_new=num_new, max_new=10))
 
 
 def test_the_best_that_have_not_ended_go_on() -> None:
@@ -110,7 +110,7 @@ def test_a_search_is_read_as_it_was_written() -> None:
     logprobs = (TokenLogprobs(own=-0.1, top_ids=(3, 4), top=(-0.1, -2.0)),)
     way = BeamTrace(token_ids=(3,), finish=FinishReason.stop, text_end=2, logprobs=logprobs)
     hypotheses = (Hypothesis(score=-0.1, way=way), Hypothesis[BeamTrace]())
-    state = BeamState(scores=(-0.30000001192092896, NEVER), hypotheses=hypotheses)
+    state = BeamState(scores=(-0.30000001192092896, NO_SCORE), hypotheses=hypotheses)
     assert parse_search(serialize_search(state)) == state
     assert parse_search(serialize_search(None)) is None
 
@@ -144,12 +144,12 @@ def requests(num_asked: int, *ids: str) -> list[Request]:
 
 
 def test_each_prompt_has_all_of_its_beams_and_as_many_rows_as_are_asked_for() -> None:
-    joined = list(with_beams(join(requests(2, "a", "b"))))
+    joined = list(add_hidden_beams(join_requests(requests(2, "a", "b"))))
     assert [each.request.key for each in joined] == [(id, index) for id in "ab" for index in range(4)]
     assert [list(each.members) for each in joined] == [[0], [1], [], [], [2], [3], [], []]
     beams = [each.request for each in joined]
-    assert list(whole_searches([4, 5, 0, 1], beams)) == [4, 5, 6, 7, 0, 1, 2, 3]
-    assert with_whole_searches([2, 3, 4, 5, 6, 7], beams) == [4, 5, 6, 7]
+    assert list(with_hidden_beams([4, 5, 0, 1], beams)) == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert drop_orphaned_beams([2, 3, 4, 5, 6, 7], beams) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("size", [1, 4, 6, 8])

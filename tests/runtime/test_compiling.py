@@ -13,7 +13,7 @@ import pytest
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import ModelConfig
 from runtime.engine import compiling
-from runtime.engine.compiling import CompiledKernels, KernelSet, seconds_without
+from runtime.engine.compiling import CompiledKernels, KernelSet, estimate_plain_seconds
 from runtime.errors import Interrupted
 from runtime.kernels import compiler
 from runtime.kernels.compiler import has_compiler
@@ -40,9 +40,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     found = Compiled()
     for name in ("_disabled", "_enabled_for_good"):
         monkeypatch.setattr(compiler, name, threading.Event())
-    monkeypatch.setattr(compiling, "_is_kept", lambda part: False)
-    monkeypatch.setattr(compiling, "prepare", found.prepare)
-    monkeypatch.setattr(compiling, "_shares", lambda parts: [])
+    monkeypatch.setattr(compiling, "_load_if_cached", lambda part: False)
+    monkeypatch.setattr(compiling, "prepare_kernels", found.prepare)
+    monkeypatch.setattr(compiling, "_split_work", lambda parts: [])
     monkeypatch.setattr(compiling, "COMPILING_SECONDS", 5.0)
     return found
 
@@ -58,11 +58,11 @@ def texts(runtime: Runtime) -> list[str]:
 def test_a_short_run_begins_without_kernels_and_a_later_one_with_them(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_is_kept", lambda part: True)
+    monkeypatch.setattr(compiling, "_load_if_cached", lambda part: True)
     with opened() as runtime:
         shape, expected = runtime.model.shape, texts(runtime)
     assert shape.has_decode_kernel
-    monkeypatch.setattr(compiling, "_is_kept", lambda part: False)
+    monkeypatch.setattr(compiling, "_load_if_cached", lambda part: False)
     with opened() as runtime:
         assert texts(runtime) == expected
         assert compiled.parts == []
@@ -90,24 +90,24 @@ def test_a_plan_of_plain_operators_counts_their_memory(compiled: Compiled) -> No
 
 def test_short_calls_that_take_long_together_wait_in_the_end(compiled: Compiled) -> None:
     kernels = CompiledKernels([PART])
-    assert [kernels.does_without(2.0) for _ in range(3)] == [True, True, False]
+    assert [kernels.use_plain_operators(2.0) for _ in range(3)] == [True, True, False]
     kernels.wait(lambda: False)
     assert compiled.parts == ["products"]
-    assert not kernels.does_without(0.0)
+    assert not kernels.use_plain_operators(0.0)
 
 
 def test_a_process_that_has_taken_kernels_up_never_goes_back(compiled: Compiled) -> None:
     CompiledKernels([PART]).wait(lambda: False)
-    assert not CompiledKernels([PART]).does_without(0.0)
+    assert not CompiledKernels([PART]).use_plain_operators(0.0)
     assert has_compiler()
 
 
 def test_what_is_on_disk_is_asked_for_while_another_runtime_goes_without(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert CompiledKernels([PART]).does_without(0.0)
+    assert CompiledKernels([PART]).use_plain_operators(0.0)
     asked = list[bool]()
-    monkeypatch.setattr(compiling, "_is_kept", lambda part: asked.append(has_compiler()) or True)
+    monkeypatch.setattr(compiling, "_load_if_cached", lambda part: asked.append(has_compiler()) or True)
     assert CompiledKernels([PART]).are_ready
     assert asked == [True]
     assert not has_compiler()
@@ -115,8 +115,12 @@ def test_what_is_on_disk_is_asked_for_while_another_runtime_goes_without(
 
 def test_a_larger_model_and_more_tokens_take_longer() -> None:
     small, large = toy_shape(), toy_shape(20_000)
-    assert seconds_without(small, [100]) < seconds_without(large, [100]) < seconds_without(large, [100] * 2)
-    assert seconds_without(small, [64] * 40) < 8 < seconds_without(large, [64])
+    assert (
+        estimate_plain_seconds(small, [100])
+        < estimate_plain_seconds(large, [100])
+        < estimate_plain_seconds(large, [100] * 2)
+    )
+    assert estimate_plain_seconds(small, [64] * 40) < 8 < estimate_plain_seconds(large, [64])
 
 
 @pytest.fixture
@@ -128,7 +132,7 @@ def process_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[s
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(path))
-        monkeypatch.setattr(compiling, "_shares", lambda parts: [parts] if parts else [])
+        monkeypatch.setattr(compiling, "_split_work", lambda parts: [parts] if parts else [])
 
     return set_to
 
@@ -146,7 +150,7 @@ def test_a_stop_ends_the_wait_and_the_process(compiled: Compiled, process_does: 
     kernels = CompiledKernels([PART])
     kernels.begin()
     (process,) = kernels._processes
-    assert not kernels.does_without(0.0)
+    assert not kernels.use_plain_operators(0.0)
     with pytest.raises(Interrupted):
         kernels.wait(lambda: True)
     assert process.poll() is not None
@@ -164,7 +168,7 @@ def test_a_process_ends_with_the_one_that_began_it() -> None:
 def test_a_wait_has_an_end(
     compiled: Compiled, process_does: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "MOST_SECONDS", 0.1)
+    monkeypatch.setattr(compiling, "TIMEOUT_SECONDS", 0.1)
     process_does("exec sleep 60")
     begin = time.monotonic()
     CompiledKernels([PART]).wait(lambda: False)

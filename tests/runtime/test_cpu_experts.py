@@ -10,7 +10,7 @@ import torch
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
 from runtime.config.settings import ExpertPaging, FeedForward, Order, PolicyConfig, PolicyKind, Tier
-from runtime.engine.experts import BatchedExperts, CpuExperts, Errand
+from runtime.engine.experts import BatchedExperts, CpuExperts, CpuExpertTask
 from runtime.engine.monitor import PassMonitor
 from runtime.engine.records import PassRecord, Phase
 from runtime.errors import ConfigError
@@ -190,11 +190,11 @@ def seconds_of_layer(clock: VirtualTime, share: CpuShare, link: float, cpu: floa
         LoadedModel, SimpleNamespace(staged=SimpleNamespace(modules=(streamed,)), weights_of=lambda *_, **__: {})
     )
 
-    def multiply(self: CpuExperts, errand: Errand, x_VD: torch.Tensor) -> torch.Tensor:
+    def multiply(self: CpuExperts, errand: CpuExpertTask, x_VD: torch.Tensor) -> torch.Tensor:
         clock.sleep(cpu * len(errand.experts))
         return x_VD
 
-    patch.setattr(CpuExperts, "_multiplied", multiply)
+    patch.setattr(CpuExperts, "_multiply", multiply)
     patch.setattr("runtime.engine.experts.bound_matrices", lambda *args, **kwargs: {})
     patch.setattr("runtime.engine.experts.output_of", lambda *args: torch.zeros(1, 4))
     with (

@@ -177,13 +177,13 @@ def test_a_layer_needs_dequantizing_once_for_all_lanes_and_passes_of_it(
 ) -> None:
     ref, done = reference("llama"), list[int]()
     stored, _ = written(ref, "llama", "gptq", tmp_path)
-    dequantized = dequantized_weights.dequantized
+    dequantized = dequantized_weights.dequantize_all
 
     def counted(*given: object) -> dict[str, torch.Tensor]:
         done.append(1)
         return dequantized(*given)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(dequantized_weights, "dequantized", counted)
+    monkeypatch.setattr(dequantized_weights, "dequantize_all", counted)
     config = on_a_device(ref, stored, Dequantize.auto)
     runtime = Runtime(config, device=FakeDevice((False, True)))
     requests = [Request(id=str(i), prompt_ids=tuple(p), max_new_tokens=3) for i, p in enumerate(ref.prompts[:4])]

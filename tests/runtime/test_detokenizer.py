@@ -63,7 +63,7 @@ def test_prompt_and_completion_are_the_text_of_both(kind: str) -> None:
     texts = Detokenizer(tokenizer)
     for prompt, new in random_pairs(kind):
         before, both = decoded(tokenizer, *prompt), decoded(tokenizer, *prompt, *new)
-        completion = texts.completion(request_of(*prompt), new)
+        completion = texts.completion_text(request_of(*prompt), new)
         assert common(before, both) + completion == both, (prompt, new)
         num_whole += before + completion == both
     assert num_whole > 0.6 * NUM_PAIRS
@@ -80,15 +80,15 @@ def spaced_word(kind: str) -> tuple[int, str]:
 def test_a_completion_keeps_its_first_space(kind: str) -> None:
     tokenizer, (token, word) = tokenizer_of(kind), spaced_word(kind)
     prompt = tokenizer("The answer", add_special_tokens=False)["input_ids"]
-    assert Detokenizer(tokenizer).completion(request_of(*prompt), [token]) == f" {word}"
+    assert Detokenizer(tokenizer).completion_text(request_of(*prompt), [token]) == f" {word}"
     assert decoded(tokenizer, token) == word, "alone it is another text"
 
 
 @pytest.mark.parametrize("kind", STRIPPING)
 def test_where_nothing_stands_before_it_a_completion_is_a_text_unless_it_follows_a_grammar(kind: str) -> None:
     texts, (token, word) = Detokenizer(tokenizer_of(kind)), spaced_word(kind)
-    assert texts.completion(request_of(1), [token]) == word
-    assert texts.completion(request_of(1, grammar="..."), [token]) == f" {word}"
+    assert texts.completion_text(request_of(1), [token]) == word
+    assert texts.completion_text(request_of(1, grammar="..."), [token]) == f" {word}"
 
 
 def test_behind_an_encoder_only_the_decoders_own_start_is_the_prompt() -> None:
@@ -96,8 +96,8 @@ def test_behind_an_encoder_only_the_decoders_own_start_is_the_prompt() -> None:
     prompt = tokenizer("The answer", add_special_tokens=False)["input_ids"]
     new = tokenizer("it is", add_special_tokens=False)["input_ids"]
     texts = Detokenizer(tokenizer, start_token_id=0)
-    assert texts.completion(request_of(*prompt), new) == decoded(tokenizer, *new) == "it is"
-    assert texts.completion(request_of(*prompt), new, begin=1) == "it is"[len(decoded(tokenizer, new[0])) :]
+    assert texts.completion_text(request_of(*prompt), new) == decoded(tokenizer, *new) == "it is"
+    assert texts.completion_text(request_of(*prompt), new, begin=1) == "it is"[len(decoded(tokenizer, new[0])) :]
 
 
 def test_a_run_behind_an_encoder_gives_the_text_that_the_decoder_begins(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_character_that_the_prompt_begins_is_the_completions() -> None:
     tokenizer = tokenizer_of("bytes_and_syllables")
     ids = tokenizer("50 €.", add_special_tokens=False)["input_ids"]
     texts = Detokenizer(tokenizer)
-    assert [texts.completion(request_of(*ids[:cut]), ids[cut:]) for cut in (3, 4, 5, 6)] == ["€.", "€.", "€.", "."]
+    assert [texts.completion_text(request_of(*ids[:cut]), ids[cut:]) for cut in (3, 4, 5, 6)] == ["€.", "€.", "€.", "."]
 
 
 @pytest.mark.parametrize("kind", ["llama2", "gemma", "bytes_and_syllables"])
@@ -132,7 +132,7 @@ def test_a_long_run_of_byte_tokens_before_it_is_not_cut(kind: str) -> None:
     assert len(ids) > 200
     for cut in range(len(ids) - 12, len(ids)):
         before, both = decoded(tokenizer, *ids[:cut]), decoded(tokenizer, *ids)
-        assert texts.completion(request_of(*ids[:cut]), ids[cut:]) == both[len(common(before, both)) :]
+        assert texts.completion_text(request_of(*ids[:cut]), ids[cut:]) == both[len(common(before, both)) :]
 
 
 @pytest.mark.parametrize("kind", EVEN)
@@ -144,7 +144,7 @@ def test_texts_and_offsets_of_tokens_add_up_to_the_text(kind: str, begins_text: 
     texts = Detokenizer(tokenizer)
     for prompt, new in random_pairs(kind)[:200]:
         before = [] if begins_text else [*prompt, *tokenizer("a b", add_special_tokens=False)["input_ids"]]
-        text = texts.added([*before, *new], len(before))
+        text = texts.added_text([*before, *new], len(before))
         offsets, begins = texts.offsets(new, begins_text=begins_text), begins_text
         assert offsets == sorted(offsets)
         for token, offset in zip(new, offsets, strict=True):
@@ -156,7 +156,7 @@ def test_texts_and_offsets_of_tokens_add_up_to_the_text(kind: str, begins_text: 
             begins = begins and not texts.has_text(token)
         whole = [token for token in new if texts.spelling(token).is_whole]
         if not begins_text:
-            assert texts.added([*before, *whole], len(before)) == texts.spelled(whole)
+            assert texts.added_text([*before, *whole], len(before)) == texts.join_spellings(whole)
     assert num_found > 500
 
 

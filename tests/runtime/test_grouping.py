@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.batching.balance import Block, grouped, plan_blocks
+from runtime.batching.balance import Block, group_by_prefix, plan_blocks
 from runtime.batching.prefixes import SharedPrefix, shared_prefixes
 from runtime.plan.placement.memory import SequenceSize, computed_tokens
 from tests.runtime.test_prefixes import drawn_prompts, limits
@@ -98,14 +98,14 @@ def test_one_prefix_of_all_leaves_lanes_as_even_as_lengths_are() -> None:
 def test_a_group_for_which_no_lane_has_room_is_taken_apart() -> None:
     prefixes: list[SharedPrefix | None] = [SharedPrefix(num_tokens=32) for _ in range(3) for _ in range(1)]
     of = [prefix for prefix in prefixes for _ in range(4)]
-    lanes = grouped([48] * 12, of, num_lanes=2, lane_size=6)
+    lanes = group_by_prefix([48] * 12, of, num_lanes=2, lane_size=6)
     assert sorted(len(lane.members) for lane in lanes) == [6, 6]
     assert sum(len({of[i] for i in lane.members}) for lane in lanes) == 4
 
 
 def test_hundreds_of_thousands_are_grouped_in_no_time() -> None:
     of = [prefix for prefix in (SharedPrefix(num_tokens=64) for _ in range(25_000)) for _ in range(4)]
-    lanes = grouped(range(100, 100_100), of, num_lanes=1600, lane_size=64)
+    lanes = group_by_prefix(range(100, 100_100), of, num_lanes=1600, lane_size=64)
     assert sum(len(lane.members) for lane in lanes) == 100_000
 
 
@@ -114,7 +114,9 @@ def test_those_who_begin_alike_are_neighbours_in_line_over_all_blocks() -> None:
     prefixes = [SharedPrefix(num_tokens=32) for _ in range(4)]
     of = [prefix for prefix in prefixes for _ in range(12)]
     num_tokens = [100 + i % 7 for i in range(len(of))]
-    blocks = plan_blocks(num_tokens, micro_batch_size=3, num_micro_batches=2, is_packed=True, prefixes=of, in_line=True)
+    blocks = plan_blocks(
+        num_tokens, micro_batch_size=3, num_micro_batches=2, is_packed=True, prefixes=of, is_continuous=True
+    )
     line = [of[i] for block in blocks for i in block.members]
     assert sum(one is not other for one, other in pairwise(line)) == len(prefixes) - 1
     assert sorted(i for block in blocks for i in block.members) == list(range(len(of)))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.batching.admission import AdmissionLimits, PassPlan, SlotState, Waiting, most_cached, plan_pass
-from runtime.batching.prefixes import CachedPrefix, Place, SharedPrefix, SharingRule, places_of, shared_prefixes
+from runtime.batching.admission import AdmissionLimits, PassPlan, SlotState, Waiting, max_cached_tokens, plan_pass
+from runtime.batching.prefixes import CachedPrefix, PrefixKey, SharedPrefix, SharingRule, prefix_keys, shared_prefixes
 from tests.dealt import with_slow_others
 from tests.runtime.test_prefixes import drawn_prompts, limits
 
@@ -29,16 +29,16 @@ class Run:
         )
         self.prefixes = shared_prefixes(prompts, limits(prompts))
         self.allowed = [rng.randint(1, 40) for _ in prompts]
-        most = [most_cached(len(prompt), new) for prompt, new in zip(prompts, self.allowed, strict=True)]
+        most = [max_cached_tokens(len(prompt), new) for prompt, new in zip(prompts, self.allowed, strict=True)]
         self.num_pages = max(map(self.limits.pages, most)) + (10_000 if is_roomy else rng.choice([0, 1, 10]))
         self.waiting = [
-            Waiting(request=i, num_known=len(prompt), num_most=most[i], prefix=self.prefixes[i])
+            Waiting(request=i, num_known=len(prompt), max_cached=most[i], prefix=self.prefixes[i])
             for i, prompt in enumerate(prompts)
         ]
         self.slots: list[SlotState] = []
-        self.held: dict[Place, CachedPrefix] = {}
+        self.held: dict[PrefixKey, CachedPrefix] = {}
         self.left = [rng.randint(1, new) for new in self.allowed]
-        self.opened = Counter[Place]()
+        self.opened = Counter[PrefixKey]()
 
     @property
     def free_pages(self) -> int:
@@ -63,13 +63,13 @@ class Run:
             self._admit(request, lane)
         self._check(plan)
         self.slots = [slot for old in self.slots if (slot := self._compute(old, plan)) is not None]
-        for place, new in plan.filled.items():
+        for place, new in plan.prefix_tokens.items():
             self.held[place] = replace(self.held[place], num_cached=self.held[place].num_cached + new)
 
     def _admit(self, request: int, lane: int) -> None:
         entrant = self.waiting.pop(0)
         assert entrant.request == request, "nobody overtakes"
-        for place in places_of(entrant.prefix, lane, self.limits.rule):
+        for place in prefix_keys(entrant.prefix, lane, self.limits.rule):
             if place not in self.held:
                 begin = self.limits.rule.num_shared(place[0].parent)
                 self.held[place] = CachedPrefix(prefix=place[0], lane=lane, num_cached=begin)
@@ -77,29 +77,29 @@ class Run:
         begin = self.limits.rule.num_shared(entrant.prefix)
         self.slots.append(SlotState(lane=lane, num_cached=begin, **vars(entrant)))
 
-    def _needed(self) -> set[Place]:
-        return {place for slot in self.slots for place in places_of(slot.prefix, slot.lane, self.limits.rule)}
+    def _needed(self) -> set[PrefixKey]:
+        return {place for slot in self.slots for place in prefix_keys(slot.prefix, slot.lane, self.limits.rule)}
 
     def _check(self, plan: PassPlan) -> None:
         assert self._needed() <= self.held.keys()
-        assert plan.new_tokens or plan.filled, "every pass computes something"
+        assert plan.new_tokens or plan.prefix_tokens, "every pass computes something"
         for lane in range(self.limits.num_lanes):
             counts = [plan.new_tokens.get(slot.request, 0) for slot in self.slots if slot.lane == lane]
-            counts += [new for place, new in plan.filled.items() if self.held[place].lane == lane]
+            counts += [new for place, new in plan.prefix_tokens.items() if self.held[place].lane == lane]
             assert sum(counts) <= self.limits.lane_tokens
         for slot in self.slots:
             if slot.request in plan.new_tokens and slot.num_cached == self.limits.rule.num_shared(slot.prefix):
                 self._require_whole(slot.prefix, slot.lane, plan)
-        for place in plan.filled:
+        for place in plan.prefix_tokens:
             held = self.held[place]
             if held.num_cached == self.limits.rule.num_shared(held.prefix.parent):
                 self._require_whole(held.prefix.parent, held.lane, plan)
 
     def _require_whole(self, prefix: SharedPrefix | None, lane: int, plan: PassPlan) -> None:
         """Stored by an earlier pass, or by this one in a lane that is not behind."""
-        for place in places_of(prefix, lane, self.limits.rule)[-1:]:
+        for place in prefix_keys(prefix, lane, self.limits.rule)[-1:]:
             held = self.held[place]
-            in_pass = plan.filled.get(place, 0) if self.rule.in_pass and held.lane <= lane else 0
+            in_pass = plan.prefix_tokens.get(place, 0) if self.rule.in_pass and held.lane <= lane else 0
             assert held.num_cached + in_pass == self.limits.rule.num_shared(prefix)
 
     def _compute(self, slot: SlotState, plan: PassPlan) -> SlotState | None:
@@ -118,7 +118,7 @@ class Run:
 
 
 def _waiting(slot: SlotState) -> Waiting:
-    return Waiting(request=slot.request, num_known=slot.num_known, num_most=slot.num_most, prefix=slot.prefix)
+    return Waiting(request=slot.request, num_known=slot.num_known, max_cached=slot.max_cached, prefix=slot.prefix)
 
 
 @pytest.mark.parametrize("seed", with_slow_others(range(150), range(40)))
@@ -142,8 +142,8 @@ def test_a_prefix_is_held_for_those_in_line_and_no_longer() -> None:
         SharingRule(among_lanes=True), num_lanes=1, lane_size=1, chunk_tokens=64, page_tokens=PAGE
     )
     held = [CachedPrefix(prefix=prefix, lane=0, num_cached=32)]
-    stranger = Waiting(request=1, num_known=5, num_most=9)
-    user = Waiting(request=2, num_known=40, num_most=50, prefix=prefix)
+    stranger = Waiting(request=1, num_known=5, max_cached=9)
+    user = Waiting(request=2, num_known=40, max_cached=50, prefix=prefix)
     assert plan_pass([stranger, user], [], 8, alone, held).dropped == ()
     assert plan_pass([stranger], [], 8, alone, held).dropped == ((prefix, -1),)
 
@@ -153,9 +153,9 @@ def test_who_decodes_keeps_its_pages_before_a_prefix_for_those_in_line_does() ->
     two = AdmissionLimits.from_lanes(
         SharingRule(among_lanes=True), num_lanes=1, lane_size=2, chunk_tokens=64, page_tokens=PAGE
     )
-    slots = [SlotState(request=i, lane=0, num_cached=16, num_known=17, num_most=40) for i in (0, 1)]
+    slots = [SlotState(request=i, lane=0, num_cached=16, num_known=17, max_cached=40) for i in (0, 1)]
     held = [CachedPrefix(prefix=prefix, lane=0, num_cached=32)]
-    user = Waiting(request=2, num_known=40, num_most=50, prefix=prefix)
+    user = Waiting(request=2, num_known=40, max_cached=50, prefix=prefix)
     plan = plan_pass([user], slots, 0, two, held)
     assert (plan.preempted, plan.dropped, plan.new_tokens) == ((), ((prefix, -1),), {0: 1, 1: 1})
 
@@ -167,8 +167,8 @@ def test_what_waits_for_a_prefix_in_a_later_lane_waits_a_pass() -> None:
     )
     held = [CachedPrefix(prefix=prefix, lane=1, num_cached=0)]
     slots = [
-        SlotState(request=i, lane=lane, num_cached=16, num_known=20, num_most=25, prefix=prefix)
+        SlotState(request=i, lane=lane, num_cached=16, num_known=20, max_cached=25, prefix=prefix)
         for i, lane in ((0, 0), (1, 1))
     ]
     plan = plan_pass([], slots, 20, lanes, held)
-    assert (plan.new_tokens, plan.filled) == ({1: 4}, {(prefix, -1): 16})
+    assert (plan.new_tokens, plan.prefix_tokens) == ({1: 4}, {(prefix, -1): 16})

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import SamplingConfig
-from runtime.sequences.sequence import Completion, Request, read_logprobs, written_logprobs
+from runtime.sequences.sequence import Completion, Request, pack_logprobs, unpack_logprobs
 from tests.runtime.sampling_support import References, runtime_for
 
 NUM_TOP = 4
@@ -47,7 +47,7 @@ def test_they_equal_the_log_softmax_of_transformers_output_logits(
         expected = torch.log_softmax(logits, -1)
         assert list(result.token_ids) == tokens
         top = expected.topk(NUM_TOP, -1)
-        same_logits = read_logprobs(written_logprobs(logits, torch.tensor(tokens), NUM_TOP))
+        same_logits = unpack_logprobs(pack_logprobs(logits, torch.tensor(tokens), NUM_TOP))
         for made, tolerance in ((same_logits, 1e-6), (result.logprobs, TOLERANCE)):
             own, values = [token.own for token in made], [list(token.top) for token in made]
             assert [list(token.top_ids) for token in made] == top.indices.tolist()

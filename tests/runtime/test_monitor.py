@@ -34,7 +34,7 @@ def test_streams_are_added_up_by_stage() -> None:
     weights = counted(1, 2.0, bytes_read=10, bytes_copied=7, num_hits=3, num_misses=1)
     experts = counted(2, 1.0, num_experts=160, num_experts_hit=40, num_experts_read=56)
     kv = counted(1, 0.5, bytes_read=5, bytes_written=4, bytes_returned=2)
-    times = PassMonitor(NUM_STAGES, DEVICE).take([lambda: weights, lambda: experts, lambda: kv])
+    times = PassMonitor(NUM_STAGES, DEVICE).take_times([lambda: weights, lambda: experts, lambda: kv])
     assert times.read_seconds == times.copy_seconds == times.stall_seconds == (0, 2.5, 1, 0)
     assert (times.bytes_read_disk, times.bytes_copied_device) == (15, 7)
     assert (times.bytes_copied_host, times.bytes_written_disk) == (2, 4)
@@ -48,7 +48,7 @@ def test_compute_of_all_lanes_adds_up_to_what_the_trace_shows() -> None:
     for stage in range(NUM_STAGES):
         for lane in range(3):
             run(monitor, stage, lane)
-    times, spans = monitor.take([]), trace.take()
+    times, spans = monitor.take_times([]), trace.take()
     assert [span.name for span in spans] == [f"run {stage}.{lane}" for stage in range(NUM_STAGES) for lane in range(3)]
     for stage, seconds in enumerate(times.compute_seconds):
         mine = [span.end - span.begin for span in spans if span.name.startswith(f"run {stage}.")]
@@ -65,7 +65,7 @@ def test_attention_on_workers_counts_for_its_stage_and_has_a_row_of_its_own() ->
         worker.start()
     for worker in workers:
         worker.join()
-    times = monitor.take([])
+    times = monitor.take_times([])
     assert times.attention_seconds[2] >= 0.02
     assert sum(times.attention_seconds) == times.attention_seconds[2]
     assert [(span.resource, span.name) for span in trace.take()] == [(Resource.cpu_attention, "attend 2.0")] * 2
@@ -77,7 +77,7 @@ def test_attention_that_is_answered_at_once_is_part_of_its_action() -> None:
     whole = monitor.begin_compute()
     monitor.end_attention(1, monitor.begin_compute())
     monitor.end_compute(1, "run 1.0", whole)
-    times = monitor.take([])
+    times = monitor.take_times([])
     assert 0 < times.attention_seconds[1] <= times.compute_seconds[1]
     assert [span.name for span in trace.take()] == ["run 1.0"]
 
@@ -94,8 +94,8 @@ def test_each_pass_begins_at_zero() -> None:
     monitor = PassMonitor(NUM_STAGES, DEVICE)
     run(monitor, 0, 0)
     monitor.end_attention(0, monitor.begin_compute())
-    monitor.take([])
-    nothing = monitor.take([StreamCounters])
+    monitor.take_times([])
+    nothing = monitor.take_times([StreamCounters])
     assert isinstance(nothing, StageTimes)
     assert all(getattr(nothing, name) == (0.0,) * NUM_STAGES for name in BY_STAGE)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from runtime.batching.prefixes import LEAST_TOKENS, Shares, shared_prefixes
+from runtime.batching.prefixes import MIN_PREFIX_TOKENS, PrefixSharing, shared_prefixes
 from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize
 
 SEEDS = range(60)
@@ -40,7 +40,7 @@ def test_whoever_has_the_same_prefix_has_the_same_tokens(seed: int) -> None:
     for one, prefix in zip(prompts, found, strict=True):
         for each in prefix.chain if prefix is not None else ():
             assert each.num_tokens < len(one)
-            assert each.num_tokens - (each.parent.num_tokens if each.parent else 0) >= LEAST_TOKENS
+            assert each.num_tokens - (each.parent.num_tokens if each.parent else 0) >= MIN_PREFIX_TOKENS
             alike = [p for p, q in zip(prompts, found, strict=True) if q is not None and each in list(q.chain)]
             assert len(alike) > 1
             assert {p[: each.num_tokens] for p in alike} == {one[: each.num_tokens]}
@@ -55,7 +55,7 @@ def test_no_two_prompts_share_more_than_the_least_beyond_their_prefix(seed: int)
             if one is not other and first is not None and second is not None:
                 both = set(first.chain) & set(second.chain)
                 longest = max((prefix.num_tokens for prefix in both), default=0)
-                assert longest <= num_common(one, other) < longest + LEAST_TOKENS
+                assert longest <= num_common(one, other) < longest + MIN_PREFIX_TOKENS
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -63,12 +63,12 @@ def test_some_of_the_prompts_share_what_two_of_them_have_and_part_at(seed: int) 
     prompts = drawn_prompts(seed)
     found = shared_prefixes(prompts, limits(prompts))
     some = [prefix for prefix in found if random.Random(seed).random() < 0.5] or found[:1]
-    shares = Shares.among(some)
-    users = [prefix for prefix in (*shares.of, *shares.parents.values()) if prefix is not None]
+    shares = PrefixSharing.from_prefixes(some)
+    users = [prefix for prefix in (*shares.prefixes, *shares.parents.values()) if prefix is not None]
     for prefix, parent in shares.parents.items():
         assert users.count(prefix) >= 2
         assert parent is None or list(shares.parents).index(parent) < list(shares.parents).index(prefix)
-    for prefix, kept in zip(some, shares.of, strict=True):
+    for prefix, kept in zip(some, shares.prefixes, strict=True):
         chain = [] if prefix is None else list(prefix.chain)
         two = [each for each in chain if sum(each in list(p.chain) for p in some if p is not None) > 1]
         assert kept is (two[0] if two else None)
@@ -81,15 +81,17 @@ def test_a_prefix_is_left_out_at_which_none_of_some_prompts_parts_from_the_other
     one, other, short = found
     assert one is other is not None
     assert one.parent is short is not None
-    assert Shares.among(found) == Shares(of=[one, one, short], parents={short: None, one: short})
-    assert Shares.among(found[:2]) == Shares(of=[one, one], parents={one: None})
+    assert PrefixSharing.from_prefixes(found) == PrefixSharing(
+        prefixes=[one, one, short], parents={short: None, one: short}
+    )
+    assert PrefixSharing.from_prefixes(found[:2]) == PrefixSharing(prefixes=[one, one], parents={one: None})
 
 
 @pytest.mark.parametrize("prompts", [[], [()], [(1, 2, 3) * 20], [(), (), ()]])
 def test_nothing_is_shared_where_there_is_nothing_to_share(prompts: list[tuple[int, ...]]) -> None:
     found = shared_prefixes(prompts, limits(prompts))
     assert found == [None] * len(prompts)
-    assert Shares.among(found) == Shares(of=found, parents={})
+    assert PrefixSharing.from_prefixes(found) == PrefixSharing(prefixes=found, parents={})
 
 
 def test_sizes_of_prompts_that_share_nothing_are_those_without_sharing() -> None:
@@ -98,11 +100,11 @@ def test_sizes_of_prompts_that_share_nothing_are_those_without_sharing() -> None
     assert all(size.behind(None) is size for size in sizes)
 
 
-@pytest.mark.parametrize("num_common", range(2 * LEAST_TOKENS))
+@pytest.mark.parametrize("num_common", range(2 * MIN_PREFIX_TOKENS))
 def test_prompts_share_from_the_least_on(num_common: int) -> None:
     prompts = [tuple([7] * num_common + [turn] * 40) for turn in (1, 2)]
     found = shared_prefixes(prompts, limits(prompts))
-    expected = num_common if num_common >= LEAST_TOKENS else None
+    expected = num_common if num_common >= MIN_PREFIX_TOKENS else None
     assert [prefix.num_tokens if prefix is not None else None for prefix in found] == [expected] * 2
 
 
@@ -113,4 +115,4 @@ def test_equal_prompts_share_all_that_they_may() -> None:
 
 
 def test_a_prefix_goes_on_for_a_page_at_least_so_that_sharing_takes_no_more_pages() -> None:
-    assert LEAST_TOKENS >= PAGE_TOKENS
+    assert MIN_PREFIX_TOKENS >= PAGE_TOKENS

@@ -63,4 +63,4 @@ def test_what_does_not_fill_vectors_goes_by_panels(tmp_path: Path) -> None:
 def test_a_model_of_plain_numbers_waits_for_no_kernel_that_decodes() -> None:
     """Which takes some ten seconds to compile, at the first time."""
     parameters = (parameter for stage in toy_shape().stages for parameter in stage.parameters)
-    assert not setup.products_of(parameters, torch.float32).formats
+    assert not setup.product_kernels(parameters, torch.float32).formats

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from runtime import Completion, Runtime, SamplingConfig
 from runtime.errors import ConfigError
-from runtime.sequences.reasoning import Parts, Reasoning, reasoning_of
+from runtime.sequences.reasoning import Reasoning, SplitText, make_reasoning
 from runtime.sequences.sampler import Sampler
-from runtime.sequences.sequence import FinishReason, Request, resumed
+from runtime.sequences.sequence import FinishReason, Request, resume_sequence
 from runtime.sequences.sequence import Sequence as Running
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.runtime.sampling_support import logits_for, step
@@ -41,7 +41,7 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 def fed(
     tokenizer: PreTrainedTokenizerFast, text: str, *, prompt: str = "Hi", stop: Sequence[str] = (), known: int = 0
-) -> tuple[Running, Parts]:
+) -> tuple[Running, SplitText]:
     """A sequence that was given the tokens of a text, and what it comes to. `known`: tokens of an earlier process."""
     sampler = Sampler(SamplingConfig(reasoning="auto"), vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
     sampler.reasoning = Reasoning(tokenizer, "<think>", "</think>")
@@ -51,7 +51,7 @@ def fed(
     for token in ids[known:]:
         if row.finish is None:
             step(sampler, [row], logits_for(token, size=VOCAB_SIZE), 0)
-    return row, sampler.reasoning.parts(row)
+    return row, sampler.reasoning.split(row)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_both_parts_are_told_apart(
 ) -> None:
     for known in (0, len(ids_of(tokenizer, completion)) // 2):
         _, parts = fed(tokenizer, completion, prompt=prompt, known=known)
-        assert parts == Parts(reasoning=reasoning, text=text)
+        assert parts == SplitText(reasoning=reasoning, text=text)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_stop_strings_count_behind_the_reasoning_alone(
         if known and not completion.startswith(("<think>", "one")):
             continue
         row, parts = fed(tokenizer, completion, prompt=prompt, stop=["\n\n"], known=known)
-        assert parts == Parts(reasoning=reasoning, text=text)
+        assert parts == SplitText(reasoning=reasoning, text=text)
         assert row.finish is FinishReason.stop
 
 
@@ -108,7 +108,7 @@ def test_a_row_that_goes_on_stops_where_it_would_have_stopped(known: int, tokeni
     sampler = Sampler(SamplingConfig(reasoning="auto"), vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
     sampler.reasoning = Reasoning(tokenizer, "<think>", "</think>")
     left = Running(request=whole.request, generated=whole.generated[:known]).snapshot()
-    row = resumed(whole.request, left, torch.device("cpu"))
+    row = resume_sequence(whole.request, left, torch.device("cpu"))
     for token in ids_of(tokenizer, "<thread>")[known:]:
         if row.finish is None:
             step(sampler, [row], logits_for(token, size=VOCAB_SIZE), 0)
@@ -122,29 +122,29 @@ def test_an_answer_keeps_its_spaces_with_a_tokenizer_that_strips_the_first() -> 
     names = ["<", "b", ">", "▁yes", "<", "/", "t", "h", "i", "n", "k", ">It", "▁is", "▁yes"]
     ids = list(map(tokenizer.get_vocab().__getitem__, names))
     request = Request(id="0", prompt_ids=tuple(prompt), max_new_tokens=99)
-    assert thinking.parts(Running(request=request, generated=ids)).text == "It is yes"
-    assert thinking.parts(Running(request=request, generated=ids[-1:])) == Parts(reasoning=None, text=" yes")
+    assert thinking.split(Running(request=request, generated=ids)).text == "It is yes"
+    assert thinking.split(Running(request=request, generated=ids[-1:])) == SplitText(reasoning=None, text=" yes")
 
 
 def test_a_tag_that_is_spelled_counts_too_where_there_is_a_token_of_it(tokenizer: PreTrainedTokenizerFast) -> None:
     thinking = Reasoning(tokenizer, "<think>", "</think>")
     spelled = tokenizer("<think>a</think>b", add_special_tokens=False)["input_ids"]
     row = Running(request=Request(id="0", prompt_ids=(1,), max_new_tokens=1), generated=spelled)
-    assert thinking.parts(row) == Parts(reasoning="a", text="b")
+    assert thinking.split(row) == SplitText(reasoning="a", text="b")
 
 
 def test_auto_takes_the_tags_that_the_tokenizer_or_its_template_knows(caplog: pytest.LogCaptureFixture) -> None:
     auto, tokenizer = SamplingConfig(reasoning="auto"), byte_level_tokenizer(VOCAB_SIZE)
-    assert reasoning_of(auto, tokenizer) is None
+    assert make_reasoning(auto, tokenizer) is None
     assert "neither the tokenizer nor its chat template knows" in caplog.text
     tokenizer.chat_template = "{{ '[THINK]' }}{{ x.split('[/THINK]') }}"
-    found = reasoning_of(auto, tokenizer)
+    found = make_reasoning(auto, tokenizer)
     assert found is not None
     row = Running(request=Request(id="0", prompt_ids=(1,), max_new_tokens=1), generated=ids_of(tokenizer, "a[/THINK]b"))
-    assert found.parts(row) == Parts(reasoning="a", text="b")
-    assert reasoning_of(SamplingConfig(), tokenizer) is None
+    assert found.split(row) == SplitText(reasoning="a", text="b")
+    assert make_reasoning(SamplingConfig(), tokenizer) is None
     with pytest.raises(ConfigError, match=r"sampling\.reasoning needs a tokenizer"):
-        reasoning_of(auto, None)
+        make_reasoning(auto, None)
 
 
 @pytest.mark.parametrize("reasoning", ["think", ["<think>"], ["a", "b", "c"], ["", "b"]], ids=str)

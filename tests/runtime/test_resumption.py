@@ -13,7 +13,7 @@ from runtime.batching.balance import Block
 from runtime.config.settings import DType, KVConfig, KVTier, ModelConfig, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
 from runtime.plan.planner import RunPlan
-from runtime.sequences.sequence import Request, Unfinished, resumed, resumed_lane
+from runtime.sequences.sequence import Request, SequenceState, resume_lane, resume_sequence
 from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
 
 References = Callable[[str], Reference]
@@ -35,7 +35,7 @@ class Stops:
     plan: RunPlan
     requests: Sequence[Request]
     tokens: dict[int, list[int]] = field(default_factory=dict)  # of finished rows
-    unfinished: dict[int, Unfinished] = field(default_factory=dict)
+    unfinished: dict[int, SequenceState] = field(default_factory=dict)
     passes: list[PassRecord] = field(default_factory=list)
 
     @property
@@ -153,18 +153,18 @@ def test_without_room_a_decoder_behind_an_encoder_is_given_its_tokens_one_by_one
 
 def test_in_a_rectangle_rows_that_have_generated_unequally_much_begin_again(caplog: pytest.LogCaptureFixture) -> None:
     requests = [Request(id=str(i), prompt_ids=(1, 2), max_new_tokens=4) for i in range(3)]
-    states = [Unfinished(token_ids=(5,) * n, logprobs=(), generator_state=None) for n in (1, 2, 2)]
+    states = [SequenceState(token_ids=(5,) * n, logprobs=(), generator_state=None) for n in (1, 2, 2)]
     cpu = torch.device("cpu")
-    packed = resumed_lane(requests, states, cpu, is_packed=True)
+    packed = resume_lane(requests, states, cpu, is_packed=True)
     assert [len(sequence.generated) for sequence in packed] == [1, 2, 2]
-    padded = resumed_lane(requests, states, cpu, is_packed=False)
+    padded = resume_lane(requests, states, cpu, is_packed=False)
     assert [len(sequence.generated) for sequence in padded] == [0, 0, 0]
     assert "begin again" in caplog.text
-    assert [len(s.generated) for s in resumed_lane(requests[1:], states[1:], cpu, is_packed=False)] == [2, 2]
+    assert [len(s.generated) for s in resume_lane(requests[1:], states[1:], cpu, is_packed=False)] == [2, 2]
 
 
 def test_a_generator_of_another_kind_of_device_begins_again(caplog: pytest.LogCaptureFixture) -> None:
     request = Request(id="a", prompt_ids=(1,), max_new_tokens=4)
-    state = Unfinished(token_ids=(7,), logprobs=(), generator_state=bytes(16))
-    assert resumed(request, state, torch.device("cpu")).generated == []
+    state = SequenceState(token_ids=(7,), logprobs=(), generator_state=bytes(16))
+    assert resume_sequence(request, state, torch.device("cpu")).generated == []
     assert "begins again" in caplog.text

@@ -13,7 +13,7 @@ from runtime.config.settings import Admission, Attention, DType, KVConfig, KVTie
 from runtime.engine.records import PassRecord, Phase
 from runtime.model.loading import load_model
 from runtime.plan.placement.memory import SequenceSize, pass_tokens
-from runtime.sequences.sequence import Completion, Request, Unfinished
+from runtime.sequences.sequence import Completion, Request, SequenceState
 from tests.runtime.long_rope import LIMIT, LONG_SHAPES, NUM_NEW_TOKENS, long_rope_reference
 from tests.support import PROMPT_LENGTHS, Reference
 from tests.toy import toy_shape
@@ -105,7 +105,7 @@ def test_sequences_that_go_on_after_a_stop_keep_their_tokens(
     made = [runtime.request(str(i), prompt) for i, prompt in enumerate(ref.prompts)]
     requests = [each for each in made if isinstance(each, Request)]
     known = {
-        i: Unfinished(token_ids=tuple(expected[:num_known]), logprobs=(), generator_state=None)
+        i: SequenceState(token_ids=tuple(expected[:num_known]), logprobs=(), generator_state=None)
         for i, expected in enumerate(ref.expected)
     }
     with runtime.session(runtime.plan(requests)) as session:

@@ -14,7 +14,7 @@ from runtime.config.orders import Order
 from runtime.config.settings import Admission, Attention, KVConfig, KVTier, ModelConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.library.scoring import Scored, Targets
 from runtime.model.families import FAMILIES
-from runtime.requests.joining import Joined
+from runtime.requests.joining import JoinedRequest
 from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice
 from tests.runtime.combination_support import RATES, TIERS
@@ -174,8 +174,8 @@ def test_targets_are_given_the_same_whether_they_share_a_pass_or_not(
     runtime, pairs = opened(config_for(reference("llama"), Tier.nvme)), pairs_of(reference("llama"))
     together = runtime.score(pairs)
     monkeypatch.setattr(
-        "runtime.library.scoring.join",
-        lambda requests: [Joined(request=r, members=[i]) for i, r in enumerate(requests)],
+        "runtime.library.scoring.join_requests",
+        lambda requests: [JoinedRequest(request=r, members=[i]) for i, r in enumerate(requests)],
     )
     for one, other in zip(runtime.score(pairs), together, strict=True):
         assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=TOLERANCE)

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import DType, PolicyKind, SelfCheck
 from runtime.engine import self_check
-from runtime.engine.self_check import LONG_SECONDS, TeacherForcing, check_lanes, is_due
+from runtime.engine.self_check import LONG_RUN_SECONDS, TeacherForcing, check_lanes, is_check_due
 from runtime.errors import ConfigError
 from runtime.model import capabilities as traits
 from runtime.model import loading
@@ -185,12 +185,12 @@ def test_a_run_of_scores_has_its_log_probabilities_compared(
     with caplog.at_level(logging.INFO, logger=self_check.__name__):
         check_lanes(runtime.model, asked, runtime.budgets(), runtime.reader, lambda: False, scores=True)
     assert "logits and log-probabilities" in caplog.text
-    written = reading.TokenScorer._written
+    written = reading.TokenScorer._pack_scores
 
     def off(self: reading.TokenScorer, logits_NV: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
         return written(self, logits_NV.cumsum(0), *args)  # right for the first of each slice alone
 
-    monkeypatch.setattr(reading.TokenScorer, "_written", off)
+    monkeypatch.setattr(reading.TokenScorer, "_pack_scores", off)
     check(runtime, SelfCheck.full)  # generates: nothing of it is wrong
     with pytest.raises(ConfigError, match=r"gives other log-probabilities .*its greedy tokens are right"):
         check_lanes(runtime.model, asked, runtime.budgets(), runtime.reader, lambda: False, scores=True)
@@ -251,12 +251,12 @@ def test_auto_checks_what_is_not_proven_and_long_runs_of_small_models(
     unproven = opened(saved(WRONG["bart"])).model
     due: Mapping[tuple[SelfCheck, float], tuple[bool, bool]] = {
         (SelfCheck.auto, 0.0): (False, True),
-        (SelfCheck.auto, LONG_SECONDS): (True, True),
+        (SelfCheck.auto, LONG_RUN_SECONDS): (True, True),
         (SelfCheck.full, 0.0): (True, True),
-        (SelfCheck.off, LONG_SECONDS): (False, False),
+        (SelfCheck.off, LONG_RUN_SECONDS): (False, False),
     }
     for (mode, seconds), expected in due.items():
-        assert (is_due(proven, mode, seconds), is_due(unproven, mode, seconds)) == expected, (mode, seconds)
+        assert (is_check_due(proven, mode, seconds), is_check_due(unproven, mode, seconds)) == expected, (mode, seconds)
 
 
 def test_a_run_begins_with_the_check_once(saved: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch) -> None:

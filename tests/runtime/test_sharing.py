@@ -15,7 +15,7 @@ from runtime.errors import Interrupted
 from runtime.library.scoring import make_scoring_batch
 from runtime.model.families import FAMILIES
 from runtime.plan.placement.memory import PAGE_TOKENS
-from runtime.sequences.sequence import Request, Unfinished
+from runtime.sequences.sequence import Request, SequenceState
 from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice
 from tests.runtime.sharing_support import Alike, run_alike, unshared
@@ -180,7 +180,7 @@ def test_a_line_that_was_stopped_goes_on_with_the_same_tokens(
     requests = [each for each in made if isinstance(each, Request)]
     plan, tokens, passes = runtime.plan(requests), dict[int, list[int]](), list[PassRecord]()
     order = [i for block in plan.blocks for i in block.members]
-    unfinished = dict[int, Unfinished]()
+    unfinished = dict[int, SequenceState]()
 
     def on_pass(record: PassRecord) -> None:
         passes.append(record)

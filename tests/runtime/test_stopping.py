@@ -194,7 +194,7 @@ def test_it_stops_at_the_tokens_at_which_transformers_stops(kind: str) -> None:
                 place = stopping.find(request, row[4:end])
                 assert (place is not None) == stops_there, (row[:end], stops)
                 if place is not None:
-                    text = texts.completion(request, row[4:end])
+                    text = texts.completion_text(request, row[4:end])
                     num_found, num_shown = num_found + 1, num_shown + text.startswith(tuple(stops), place)
                     assert 0 <= place <= len(text)
     assert num_found > 100

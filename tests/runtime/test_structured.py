@@ -27,9 +27,9 @@ from runtime import Completion, Prompt, Rejected, Runtime, SamplingConfig
 from runtime.errors import ConfigError, Interrupted
 from runtime.sequences import grammar
 from runtime.sequences.detokenizer import Detokenizer
-from runtime.sequences.grammar import Grammars, grammar_of, tokens_of
+from runtime.sequences.grammar import Grammars, llguidance_tokenizer, make_grammar
 from runtime.sequences.guide import fill_masks
-from runtime.sequences.reasoning import Parts
+from runtime.sequences.reasoning import SplitText
 from runtime.sequences.sampler import Sampler
 from runtime.sequences.sequence import FinishReason, Request
 from runtime.sequences.sequence import Sequence as Running
@@ -73,8 +73,8 @@ class Mask(LogitsProcessor):
     """llguidance's mask as a caller of transformers would put it in, bit by bit, behind `num_free` tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_free: int, sampling: SamplingConfig):
-        tokens = tokens_of(tokenizer, 512, frozenset([2]))
-        self._matcher, self._num_seen = llguidance.LLMatcher(tokens, grammar_of(sampling)), num_free
+        tokens = llguidance_tokenizer(tokenizer, 512, frozenset([2]))
+        self._matcher, self._num_seen = llguidance.LLMatcher(tokens, make_grammar(sampling)), num_free
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] < self._num_seen:
@@ -183,7 +183,7 @@ def test_behind_reasoning_tokens_equal_transformers_with_the_mask_from_the_end_t
 
 
 def grammar_accepts(tokenizer: PreTrainedTokenizerBase, sampling: SamplingConfig, text: str) -> bool:
-    matcher = llguidance.LLMatcher(tokens_of(tokenizer, 512, frozenset([2])), grammar_of(sampling))
+    matcher = llguidance.LLMatcher(llguidance_tokenizer(tokenizer, 512, frozenset([2])), make_grammar(sampling))
     return matcher.consume_tokens(tokenizer(text, add_special_tokens=False)["input_ids"]) and matcher.is_accepting()
 
 
@@ -243,7 +243,7 @@ def test_what_does_not_begin_to_think_is_of_its_structure_from_the_first_token_o
         tokenizer.add_tokens(["<think>", "</think>"], special_tokens=kind == "a special token")
     sampling = SamplingConfig(reasoning=["<think>", "</think>"], choice=["no", "<the>"])
     sampler = Sampler(sampling, vocab_size=272, eos_token_ids=frozenset([2]), tokenizer=tokenizer)
-    request = Request(id="a", prompt_ids=(1,), max_new_tokens=50, grammar=grammar_of(sampling))
+    request = Request(id="a", prompt_ids=(1,), max_new_tokens=50, grammar=make_grammar(sampling))
     row, tags = Running(request=request), {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
     ids: list[int] = []
     for part in re.split("(</?think>)", wanted):
@@ -253,18 +253,18 @@ def test_what_does_not_begin_to_think_is_of_its_structure_from_the_first_token_o
     assert row.error is None
     assert row.finish is FinishReason.eos
     assert sampler.reasoning is not None
-    assert sampler.reasoning.parts(row) == Parts(reasoning=reasoning, text=text)
+    assert sampler.reasoning.split(row) == SplitText(reasoning=reasoning, text=text)
 
 
 def test_an_end_tag_in_an_answer_that_nothing_was_thought_before_is_of_the_answer() -> None:
     sampling = SamplingConfig(reasoning=["<think>", "</think>"], choice=["ab</think>c"])
     tokenizer = byte_level_tokenizer(300)
     sampler = Sampler(sampling, vocab_size=300, eos_token_ids=frozenset([2]), tokenizer=tokenizer)
-    row = Running(request=Request(id="a", prompt_ids=(1,), max_new_tokens=50, grammar=grammar_of(sampling)))
+    row = Running(request=Request(id="a", prompt_ids=(1,), max_new_tokens=50, grammar=make_grammar(sampling)))
     while row.finish is None:
         step(sampler, [row], logits_for(tokenizer.encode("a", add_special_tokens=False)[0]), 0)
     assert sampler.reasoning is not None
-    assert sampler.reasoning.parts(row) == Parts(reasoning=None, text="ab</think>c")
+    assert sampler.reasoning.split(row) == SplitText(reasoning=None, text="ab</think>c")
 
 
 @pytest.mark.parametrize(("behind", "text"), [(" \n", "no"), (" n", "no"), ("y", None)])
@@ -274,7 +274,7 @@ def test_what_the_last_token_of_the_end_tag_holds_of_the_answer_counts(behind: s
     sampling = SamplingConfig(reasoning=["<think>", "</think>"], choice=["no", "not"])
     sampler = Sampler(sampling, vocab_size=301, eos_token_ids=frozenset([2]), tokenizer=tokenizer)
     ids = [*tokenizer.encode("<think>a</thin", add_special_tokens=False), 300]
-    row = Running(request=Request(id="a", prompt_ids=(1,), max_new_tokens=50, grammar=grammar_of(sampling)))
+    row = Running(request=Request(id="a", prompt_ids=(1,), max_new_tokens=50, grammar=make_grammar(sampling)))
     while row.finish is None:
         step(sampler, [row], logits_for([*ids, *[2] * 9][len(row.generated)], size=301), 0)
     if text is None:
@@ -282,7 +282,7 @@ def test_what_the_last_token_of_the_end_tag_holds_of_the_answer_counts(behind: s
         assert row.error.startswith("its grammar cannot be followed at new token")
     else:
         assert sampler.reasoning is not None
-        assert sampler.reasoning.parts(row) == Parts(reasoning="a", text=text)
+        assert sampler.reasoning.split(row) == SplitText(reasoning="a", text=text)
 
 
 def test_each_row_has_its_own_and_the_others_what_they_get_alone() -> None:
@@ -431,7 +431,7 @@ def test_a_setting_that_bans_all_that_the_grammar_wants_makes_an_error_row() -> 
 def test_tokens_that_are_not_of_the_grammar_make_an_error_row() -> None:
     tokenizer = byte_level_tokenizer(300)
     sampler = Sampler(SamplingConfig(), vocab_size=300, eos_token_ids=frozenset([2]), tokenizer=tokenizer)
-    request = Request(id="a", prompt_ids=(1,), max_new_tokens=9, grammar=grammar_of(SamplingConfig(regex="ab")))
+    request = Request(id="a", prompt_ids=(1,), max_new_tokens=9, grammar=make_grammar(SamplingConfig(regex="ab")))
     row = Running(request=request, generated=tokenizer.encode("b", add_special_tokens=False))
     step(sampler, [row], torch.zeros(1, 300), 1)
     assert row.finish is FinishReason.error
@@ -444,7 +444,7 @@ def walk(tokenizer: PreTrainedTokenizerBase, vocab_size: int, sampling: Sampling
     eos = tokenizer.eos_token_id
     assert isinstance(eos, int)
     grammars, generator = Grammars(tokenizer, vocab_size, frozenset([eos])), np.random.default_rng(0)
-    row = Running(request=Request(id="a", prompt_ids=(1,), max_new_tokens=999, grammar=grammar_of(sampling)))
+    row = Running(request=Request(id="a", prompt_ids=(1,), max_new_tokens=999, grammar=make_grammar(sampling)))
     while not row.generated or row.generated[-1] != eos:
         masks_BW = grammars.masks([row])
         assert masks_BW is not None
@@ -462,7 +462,7 @@ def test_masks_are_computed_beside_the_pass_and_are_those_of_its_tokens(monkeypa
         return fill_masks(executor, guides, vocab_size)
 
     monkeypatch.setattr(grammar, "fill_masks", noted)
-    tokenizer, made = byte_level_tokenizer(300), grammar_of(SamplingConfig(regex="[ab]{4}c"))
+    tokenizer, made = byte_level_tokenizer(300), make_grammar(SamplingConfig(regex="[ab]{4}c"))
     ahead, plain = (Grammars(tokenizer, 300, frozenset([2])) for _ in range(2))
 
     def rows() -> list[Running]:
@@ -530,7 +530,7 @@ def test_text_comes_out_as_it_was_asked_with_every_kind_of_tokenizer(kind: str, 
     tokenizer, (settings, fits) = tokenizer_of(kind), SPELLED_OUT[structure]
     sampling = SamplingConfig(**settings)
     sampler = Sampler(sampling, vocab_size=len(tokenizer), eos_token_ids=frozenset([EOS_ID]), tokenizer=tokenizer)
-    grammar, detokenizer, generator = grammar_of(sampling), Detokenizer(tokenizer), torch.Generator().manual_seed(1)
+    grammar, detokenizer, generator = make_grammar(sampling), Detokenizer(tokenizer), torch.Generator().manual_seed(1)
     prompts = [tuple(tokenizer("The answer is")["input_ids"]), (1,)]
     found = set[str]()
     for number in range(40):
@@ -539,7 +539,7 @@ def test_text_comes_out_as_it_was_asked_with_every_kind_of_tokenizer(kind: str, 
         while row.finish is None:
             step(sampler, [row], torch.randn(1, len(tokenizer), generator=generator), 0)
         assert row.finish is FinishReason.eos, row.error
-        text = detokenizer.completion(request, row.generated)
+        text = detokenizer.completion_text(request, row.generated)
         assert fits(text), text
         found.add(text)
     assert len(found) > 1 or structure == "one choice"
@@ -547,12 +547,12 @@ def test_text_comes_out_as_it_was_asked_with_every_kind_of_tokenizer(kind: str, 
 
 def test_a_tokenizer_that_cannot_be_followed_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="cannot follow this model's tokenizer, a str: Only fast tokenizers"):
-        tokens_of("slow", 300, frozenset([2]))  # pyright: ignore[reportArgumentType]
+        llguidance_tokenizer("slow", 300, frozenset([2]))  # pyright: ignore[reportArgumentType]
     ends = tokenizers.Tokenizer(tokenizers.models.BPE({"a</w>": 0, "a": 1, "b": 2}, []))
     ends.decoder = tokenizers.decoders.BPEDecoder()  # where a space stands depends on what follows
     with pytest.raises(ConfigError, match="can't determine decoder type"):
-        tokens_of(PreTrainedTokenizerFast(tokenizer_object=ends), 3, frozenset([2]))
+        llguidance_tokenizer(PreTrainedTokenizerFast(tokenizer_object=ends), 3, frozenset([2]))
     with pytest.raises(ConfigError, match=r"needs a tokenizer: set model\.tokenizer"):
-        tokens_of(None, 300, frozenset([2]))
+        llguidance_tokenizer(None, 300, frozenset([2]))
     with pytest.raises(ConfigError, match="its config names none"):
-        tokens_of(byte_level_tokenizer(300), 300, frozenset())
+        llguidance_tokenizer(byte_level_tokenizer(300), 300, frozenset())

@@ -54,7 +54,7 @@ def test_few_rows_of_16_bits_are_multiplied_by_codes_as_they_lie(
     family: str, name: str, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Most tokens are those of torch's operators: sums in another order move the last bits of bfloat16."""
-    ref, packed, of = reference(family), list[bool](), DequantizedWeights.of
+    ref, packed, of = reference(family), list[bool](), DequantizedWeights.get
     stored, _ = written(ref, family, name, tmp_path)
     config = on_a_device(ref, stored, Dequantize.stage)
     config = replace(config, model=replace(config.model, dtype=DType.bfloat16))
@@ -64,7 +64,7 @@ def test_few_rows_of_16_bits_are_multiplied_by_codes_as_they_lie(
         packed.extend(isinstance(each, StoredWeight) and each.has_kernels for each in found.values())
         return found
 
-    monkeypatch.setattr(DequantizedWeights, "of", noted)
+    monkeypatch.setattr(DequantizedWeights, "get", noted)
     prompts = [prompt[:9] for prompt in ref.prompts[:2]]
     with device_codes.interpreted():
         found = tokens(config, prompts, FakeDevice((False, True)))

@@ -13,7 +13,7 @@ from runtime.library.api import Runtime
 from runtime.library.columns import clean_text
 from runtime.library.encoding import Classified, Embedded, encoded
 from runtime.model.loading import LoadedModel
-from runtime.requests.encoding import Wanted, make_encoding, require_readable
+from runtime.requests.encoding import EncodingSpec, make_encoding, require_readable
 from runtime.requests.prompts import Rejected, tokenize_each
 from runtime.sequences.sequence import Completion, Request
 
@@ -29,7 +29,7 @@ SIGMOID = "Sigmoid"
 
 
 def batch_line_requests(
-    wanted: Wanted, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
+    wanted: EncodingSpec, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
 ) -> Iterator[Sequence[Request | Rejected]]:
     """The requests of each line, counted by their sample index: embeddings of its texts, first and second ones of its
     pairs, or the only class of each pair where classes are `wanted`."""
@@ -41,11 +41,11 @@ def batch_line_requests(
         yield [replace(each, sample_index=index) for index, each in enumerate(requests)]
 
 
-def _encoding_request(model: LoadedModel, wanted: Wanted, id: str, ids: Sequence[int] | str) -> Request | Rejected:
+def _encoding_request(model: LoadedModel, wanted: EncodingSpec, id: str, ids: Sequence[int] | str) -> Request | Rejected:
     return Rejected(id=id, error=ids) if isinstance(ids, str) else make_encoding(model, id, ids, wanted)
 
 
-def _line_problem(model: LoadedModel, wanted: Wanted, inputs: Inputs) -> str | None:
+def _line_problem(model: LoadedModel, wanted: EncodingSpec, inputs: Inputs) -> str | None:
     """Why this model, asked for what is `wanted`, cannot answer such a line."""
     if wanted.readout is Readout.embedding:
         return None
@@ -61,7 +61,7 @@ def _line_problem(model: LoadedModel, wanted: Wanted, inputs: Inputs) -> str | N
     return None if is_sigmoid else f"the checkpoint's scores are by {activation}, and here they are by {SIGMOID}"
 
 
-def _token_ids(model: LoadedModel, wanted: Wanted, inputs: Inputs) -> Iterable[Sequence[int] | str]:
+def _token_ids(model: LoadedModel, wanted: EncodingSpec, inputs: Inputs) -> Iterable[Sequence[int] | str]:
     """The ids of each text, or pair, or why it has none."""
     if wanted.readout is Readout.classes:
         return [_pair_ids(model, str(first), second) for first, second in inputs.pairs]
@@ -129,7 +129,7 @@ def encoding_task(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
     which begins anew: checkpoints have no place for what was read. Vectors of an OpenAI batch have length 1, as
     OpenAI's have."""
     settings = config.encode
-    wanted = Wanted(
+    wanted = EncodingSpec(
         readout=settings.output,
         pooling=settings.pooling,
         normalize=settings.normalize or (config.is_batch and settings.output is Readout.embedding),
@@ -152,14 +152,14 @@ def encoding_task(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
 
 
 def encoding_requests(
-    wanted: Wanted, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
+    wanted: EncodingSpec, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
 ) -> Iterable[Sequence[Request | Rejected]]:
     """The request for what is `wanted` of each prompt."""
     for row, ids in tokenize_prompts(runtime, prompts, runtime.model.shape.context_tokens):
         yield [_encoding_request(runtime.model, wanted, row.id, ids)]
 
 
-def _read_columns(num_top: int, wanted: Wanted, model: LoadedModel, completion: Completion) -> Mapping[str, object]:
+def _read_columns(num_top: int, wanted: EncodingSpec, model: LoadedModel, completion: Completion) -> Mapping[str, object]:
     """What was read off a prompt, by its columns."""
     result = encoded(model, wanted, 0, completion)
     if isinstance(result, Embedded):

@@ -40,9 +40,9 @@ class WholePromptsLane(Lane):
     def close(self) -> None:
         """The lane holds nothing that others want."""
 
-    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+    def marked_rows(self, marks: torch.Tensor) -> list[bool]:
         """Padding may be whatever it is."""
-        if (sliced := self._sliced_rows(marks)) is not None:
+        if (sliced := self._marked_slice_rows(marks)) is not None:
             return sliced
         return (marks & self._mask_BS.bool()).any(-1).tolist()
 
@@ -53,7 +53,7 @@ class WholePromptsLane(Lane):
         self._mask_BS = upload([[1] * len(row) + [0] * (width - len(row)) for row in rows], self._device)
         encodings = [s.request.encoding for s in self.sequences]
         if any(encoding is not None and encoding.masked for encoding in encodings):  # tokens in masks' places
-            self._given = ScoringTargets.from_sequences(
+            self._targets = ScoringTargets.from_sequences(
                 (s, row * width + place, [(s.request.prompt_ids[place],)])
                 for row, (s, encoding) in enumerate(zip(self.sequences, encodings, strict=True))
                 for place in (encoding.masked if encoding is not None else ())
@@ -61,16 +61,18 @@ class WholePromptsLane(Lane):
             return
         lengths = (len(s.request.prompt_ids) for s in self.sequences)
         each = enumerate(zip(self.sequences, lengths, strict=True))
-        self._given = self._given_of((s, row * width + length, s.given(0, length)) for row, (s, length) in each)
+        self._targets = self._make_targets(
+            (s, row * width + length, s.target_tokens(0, length)) for row, (s, length) in each
+        )
 
     def _forward(self) -> None:
         encoding = self.sequences[0].request.encoding
         if encoding is not None and encoding.has_classes:
-            self._read = self._called().logits.float().view(torch.int32)
+            self._readout = self._call_model().logits.float().view(torch.int32)
         else:
-            self._read_given(self._called)
+            self._read_targets(self._call_model)
 
-    def _called(self) -> HasLogits:
+    def _call_model(self) -> HasLogits:
         arguments = {"input_ids": self._ids_BS, "attention_mask": self._mask_BS, "use_cache": False}
         return self._model(**accepted(self._model.forward, arguments))
 
@@ -124,7 +126,7 @@ class Seq2SeqLane(RectangleLane):
         longest = max(max(s.request.max_new_tokens, s.request.num_scored) for s in sequences)
         assert len({len(s.generated) for s in sequences}) == 1, "rows that begin together have generated equally much"
         config = config_behind_encoder(context.model)
-        cache = cross_rectangle_cache(config, longest, width, context.device, context.travels)
+        cache = cross_rectangle_cache(config, longest, width, context.device, context.offloaded_layers)
         kv = RectangleKV(cache.self_attention_cache, len(sequences), longest, context.pool)
         super().__init__(context, sequences, cache, kv, padding_side="right")
         self._start_token_id = start_token_id
@@ -133,7 +135,7 @@ class Seq2SeqLane(RectangleLane):
         self._encoded_BSD: torch.Tensor | None = None
 
     @property
-    def is_filling(self) -> bool:
+    def is_prefilling(self) -> bool:
         """Once the encoder has run, all that is left is the decoder's, if it be several tokens at once."""
         return self._encoded_BSD is None
 
@@ -146,13 +148,13 @@ class Seq2SeqLane(RectangleLane):
 
     def _prepare(self) -> None:
         """The next columns of the start token and all that was generated: nearly always the last one alone."""
-        if self._is_read:  # the decoder's whole input, and what is scored of it
+        if self._reads_prompts:  # the decoder's whole input, and what is scored of it
             rows = [[self._start_token_id, *s.request.decoder_ids] for s in self.sequences]
             width = max(map(len, rows))
             self._ids_BT = upload([row + [0] * (width - len(row)) for row in rows], self._device)
             each = enumerate(zip(self.sequences, rows, strict=True))
-            self._given = ScoringTargets.from_sequences(
-                (s, number * width, s.given(0, len(row))) for number, (s, row) in each
+            self._targets = ScoringTargets.from_sequences(
+                (s, number * width, s.target_tokens(0, len(row))) for number, (s, row) in each
             )
             return
         begin, end = max(0, self._done - 1), self._done + self._columns - 1
@@ -160,12 +162,12 @@ class Seq2SeqLane(RectangleLane):
         self._ids_BT = upload([start + s.generated[begin:end] for s in self.sequences], self._device)
 
     def _forward(self) -> None:
-        if self._given is not None:
-            self._read_given(self._called)
+        if self._targets is not None:
+            self._read_targets(self._call_model)
             return
-        self._logits_BV = self._called().logits[:, -1].contiguous()  # the others' memory is given back
+        self._logits_BV = self._call_model().logits[:, -1].contiguous()  # the others' memory is given back
 
-    def _called(self) -> HasLogits:
+    def _call_model(self) -> HasLogits:
         encoded = self._encoded_BSD
         out = self._model(
             input_ids=self._prompts_BS if encoded is None else None,
@@ -179,7 +181,7 @@ class Seq2SeqLane(RectangleLane):
         return out
 
     def _sampled_sequences(self) -> list[Sequence]:
-        if self._given is not None:
+        if self._targets is not None:
             return []
         end = self._done + self._ids_BT.shape[1] - 1
         return [s for s in self.sequences if len(s.request.prompt_ids) + end == s.num_known]
@@ -192,7 +194,7 @@ class Seq2SeqLane(RectangleLane):
             sequence.num_cached = len(sequence.request.prompt_ids) + self._done - 1
         num_decoder = num_rows * (num_columns - is_first)  # the start token counts as none
         num_real = num_decoder
-        if self._given is not None:
+        if self._targets is not None:
             num_real = sum(len(s.request.decoder_ids) for s in self.sequences)
         real = num_real + (sum(len(s.request.prompt_ids) for s in self.sequences) if is_first else 0)
         counts = PassCounts(
@@ -208,12 +210,12 @@ class Seq2SeqLane(RectangleLane):
         return counts
 
     @property
-    def _own_cache(self) -> Cache:
+    def _generated_cache(self) -> Cache:
         """The decoder's own: what it keeps of the encoder's positions is the same for all beams of a prompt."""
         assert isinstance(self._cache, EncoderDecoderCache), "behind an encoder"
         return self._cache.self_attention_cache
 
-    def _keep(self, rows_B: torch.Tensor) -> None:
-        super()._keep(rows_B)
+    def _select_rows(self, rows_B: torch.Tensor) -> None:
+        super()._select_rows(rows_B)
         assert self._encoded_BSD is not None, "a pass has ended"
         self._encoded_BSD = self._encoded_BSD[rows_B]

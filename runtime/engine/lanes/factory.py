@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
-from ...batching.prefixes import IN_LANES, SharingRule
+from ...batching.prefixes import WITHIN_LANES, SharingRule
 from ...cache.paged import PagedKV
 from ...cache.pages import KVPages
 from ...model.loading import LoadedModel
@@ -21,7 +21,7 @@ class LaneFactory:
     model: LoadedModel
     context: LaneContext
     pages: KVPages
-    rule: SharingRule = IN_LANES  # of the placement
+    rule: SharingRule = WITHIN_LANES  # of the placement
 
     @property
     def num_free_pages(self) -> int:
@@ -38,7 +38,7 @@ class LaneFactory:
     def packed(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> PackedLane:
         model = self.model
         cache = PagedKV(
-            self.pages, expands=model.expands_latents, offloaded_layers=self.context.travels, heads=model.split_heads
+            self.pages, expands=model.expands_latents, offloaded_layers=self.context.offloaded_layers, heads=model.split_heads
         )
         return PackedLane(self._context(chunk_tokens), sequences, cache)
 

@@ -41,13 +41,13 @@ class LaneContext:
     sampler: Sampler
     device: ComputeDevice
     pool: PagePool
-    travels: frozenset[int]
+    offloaded_layers: frozenset[int]
     prefill_chunk_tokens: int
     has_whole_prompts: bool = False  # in padded lanes
     head_rows: int = 1  # scored tokens whose logits are made at a time
     last_stage: int = 0
     rope_lengths: RopeLengths | None = None
-    passed_layers: frozenset[int] = frozenset()  # that other ranks compute
+    skipped_layers: frozenset[int] = frozenset()  # that other ranks compute
 
 
 class Lane(ABC):
@@ -62,10 +62,10 @@ class Lane(ABC):
         self._logits_BV: torch.Tensor | None = None
         self._drawing: list[Sequence] = []
         self._head_rows, self._last_stage = context.head_rows, context.last_stage
-        self._given: ScoringTargets | PoolingTargets | None = (
+        self._targets: ScoringTargets | PoolingTargets | None = (
             None  # what the prepared pass scores or reads; None where it generates
         )
-        self._read: torch.Tensor | None = None  # what it has found there
+        self._readout: torch.Tensor | None = None  # what it has found there
         self._num_passes = 0
         self._is_prepared = False
 
@@ -74,7 +74,7 @@ class Lane(ABC):
         return all(sequence.is_prefilled for sequence in self.sequences)
 
     @property
-    def is_filling(self) -> bool:
+    def is_prefilling(self) -> bool:
         """Whether its prompts come first: it is prefilled before it decodes."""
         return not self.is_prefilled
 
@@ -120,7 +120,7 @@ class Lane(ABC):
     def leaving(self) -> torch.Tensor | None:
         return self._run.leaving if self._run is not None else None
 
-    def expect(self) -> int:
+    def expect_tokens(self) -> int:
         """Has another rank choose the next tokens, in place of `draw`; of how many sequences."""
         self._drawing = self._sampled_sequences()
         self._sampler.expect(self._drawing)
@@ -129,8 +129,8 @@ class Lane(ABC):
     def sample(self) -> torch.Tensor:
         """Begins to choose the next tokens. Returns what `end_pass` wants of them, once it is in host memory: a row for
         each sequence that asks."""
-        if self._read is not None and self._given is not None:
-            self._drawing, read, self._read = list(self._given.sequences), self._read, None
+        if self._readout is not None and self._targets is not None:
+            self._drawing, read, self._readout = list(self._targets.sequences), self._readout, None
             return read
         assert self._logits_BV is not None, "the pass has not ended"
         self._drawing, logits_BV = self._sampled_sequences(), self._logits_BV
@@ -164,7 +164,7 @@ class Lane(ABC):
         assert self._rope_lengths is not None, "asked of a model whose embeddings know no lengths"
         return self._rope_lengths.of(places, num_prompt=len(sequence.request.prompt_ids), num_known=sequence.num_known)
 
-    def _begins_again(self, sequence: Sequence) -> bool:
+    def _needs_restart(self, sequence: Sequence) -> bool:
         """Whether the class's own `generate` would compute all of its keys once more, with the token that it was just
         given."""
         lengths = self._rope_lengths
@@ -174,9 +174,9 @@ class Lane(ABC):
 
     def _accept(self, drawn: torch.Tensor) -> int:
         """Those who asked; returns how many got a token, or a score."""
-        if isinstance(self._given, PoolingTargets):
+        if isinstance(self._targets, PoolingTargets):
             return record_vectors(self._drawing, drawn, self._num_passes)
-        if self._given is not None:
+        if self._targets is not None:
             return record_scores(self._drawing, drawn, self._num_passes)
         self._sampler.accept(self._drawing, drawn, self._num_passes)
         asked = [sequence for sequence in self._drawing if sequence.request.is_returned]
@@ -194,11 +194,11 @@ class Lane(ABC):
         return found
 
     @property
-    def _is_read(self) -> bool:
+    def _reads_prompts(self) -> bool:
         """Whether its prompts are read, and nothing is generated."""
         return any(not sequence.request.generates for sequence in self.sequences)
 
-    def _given_of(
+    def _make_targets(
         self, parts: Iterable[tuple[Sequence, int, list[tuple[int, ...]]]]
     ) -> ScoringTargets | PoolingTargets:
         """What the pass scores or reads: of each sequence, the place behind its last token, and what is given at its
@@ -206,13 +206,13 @@ class Lane(ABC):
         kind = ScoringTargets if any(s.request.num_scores for s in self.sequences) else PoolingTargets
         return kind.from_sequences((sequence, end - len(tokens), tokens) for sequence, end, tokens in parts)
 
-    def _read_given(self, forward: Callable[[], HasLogits]) -> None:
+    def _read_targets(self, forward: Callable[[], HasLogits]) -> None:
         """Runs the model. Its head over a slice of what is scored at a time; of hidden states none but that of
         classes."""
-        given, text = self._given, self._model.config.get_text_config()
+        given, text = self._targets, self._model.config.get_text_config()
         if isinstance(given, PoolingTargets):
             num_rows = 1 if getattr(text, "pad_token_id", None) is None else self._head_rows
-            self._read = read_vectors(self._model, given, forward, self._device, num_rows)
+            self._readout = read_vectors(self._model, given, forward, self._device, num_rows)
             need_stage(self._last_stage)  # where no module of the class has asked for it
             return
         assert given is not None, "asked of a pass that generates"
@@ -220,15 +220,15 @@ class Lane(ABC):
         scores = TokenScorer(given, max(num_top, self._sampler.num_top), self._device)
         for begin, logits_NV in sliced_logits(forward, upload(given.places, self._device), self._head_rows):
             scores.add(begin, logits_NV)
-        self._read = scores.numbers
+        self._readout = scores.numbers
 
-    def _sliced_rows(self, marks: torch.Tensor) -> list[bool] | None:
+    def _marked_slice_rows(self, marks: torch.Tensor) -> list[bool] | None:
         """`rows_with` of what the head is given a slice of; None where it is given no slice."""
         head = self._run.head if self._run is not None else None
-        if head is None or head.hidden_1ND is None or self._given is None:
+        if head is None or head.hidden_1ND is None or self._targets is None:
             return None
         marked = set(torch.nonzero(marks.flatten()).flatten().tolist())
-        pairs = zip(self._given.rows, self._given.owners, strict=True)
+        pairs = zip(self._targets.rows, self._targets.owners, strict=True)
         found = {id(sequence) for row, sequence in pairs if row - head.begin in marked}
         return [id(sequence) in found for sequence in self.sequences]
 
@@ -247,7 +247,7 @@ class Lane(ABC):
         """The lane's keys and values, to whoever carries those of layers that travel."""
 
     @abstractmethod
-    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+    def marked_rows(self, marks: torch.Tensor) -> list[bool]:
         """Whether one of its tokens is marked, of each of `sequences`. `marks`, bool: of the tokens of a hidden state
         of the pass, as the lane has laid them out."""
 

@@ -36,21 +36,21 @@ class PackedLane(Lane):
         return self._cache
 
     @property
-    def is_filling(self) -> bool:
+    def is_prefilling(self) -> bool:
         """One that begins again does so beside those that decode."""
         return not self._has_decoded and not self.is_prefilled
 
     def enter(self, sequence: Sequence, *, past: int = 0) -> None:
         """Takes a sequence in. Whatever it has cached elsewhere is computed again, but for `past` positions, which a
         profiling pass takes for cached, and but for what it goes on from, which another computes."""
-        sequence.num_cached = sequence.behind.num_tokens if sequence.behind is not None else past
+        sequence.num_cached = sequence.parent_prefix.num_tokens if sequence.parent_prefix is not None else past
         self.sequences.append(sequence)
-        self._cache.table.add(past, owned_prefix=sequence.fills, prefix=sequence.behind)
+        self._cache.table.add(past, owned_prefix=sequence.fills_prefix, prefix=sequence.parent_prefix)
 
     def leave(self, sequence: Sequence) -> None:
         """Gives its pages back."""
-        if sequence.fills is not None:
-            sequence.fills.num_computed = sequence.num_cached
+        if sequence.fills_prefix is not None:
+            sequence.fills_prefix.num_computed = sequence.num_cached
         position = next(i for i, other in enumerate(self.sequences) if other is sequence)
         self._cache.table.remove(position)
         del self.sequences[position]
@@ -63,10 +63,10 @@ class PackedLane(Lane):
         for sequence in list(self.sequences):
             self.leave(sequence)
 
-    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+    def marked_rows(self, marks: torch.Tensor) -> list[bool]:
         """Whether one of its tokens is marked, of each sequence. In the last layer only the selected tokens may be
         left, and where none is selected, one that is nobody's."""
-        if (sliced := self._sliced_rows(marks)) is not None:
+        if (sliced := self._marked_slice_rows(marks)) is not None:
             return sliced
         marked, counts = marks.flatten().cpu(), self._new
         if len(marked) != sum(counts):
@@ -81,19 +81,19 @@ class PackedLane(Lane):
         for what they go on from. What begins again once all have decoded fills the chunk beside the others."""
         if self.is_prefilled:
             return [1] * len(self.sequences)
-        decoding = 0 if self.is_filling else 1
+        decoding = 0 if self.is_prefilling else 1
         new, left = [], self._chunk_tokens
         if any(s.request.num_beams > 1 for s in self.sequences):
             left = max(left, len(self.sequences))  # whose last tokens may have to come together
         if decoding:
             left = max(left, len(self.sequences)) - sum(s.is_prefilled for s in self.sequences)
         for s in self.sequences:
-            may_begin = s.behind is None or s.behind.is_complete
+            may_begin = s.parent_prefix is None or s.parent_prefix.is_complete
             new.append(decoding if s.is_prefilled else min(left, s.num_known - s.num_cached) if may_begin else 0)
             left -= 0 if s.is_prefilled else new[-1]
-            if s.fills is not None:
-                s.fills.num_computed = s.num_cached + new[-1] * s.fills.in_pass
-        return _beams_together(self.sequences, new)
+            if s.fills_prefix is not None:
+                s.fills_prefix.num_computed = s.num_cached + new[-1] * s.fills_prefix.in_pass
+        return _align_beams(self.sequences, new)
 
     def prepare_pass(self, new_tokens: Rows[int] | None = None) -> None:
         """`new_tokens`: how many of each sequence's known tokens the pass carries; None: as `choose_tokens` says."""
@@ -102,16 +102,18 @@ class PackedLane(Lane):
         super().prepare_pass(new_tokens)
 
     @property
-    def decodes_alone(self) -> bool:
+    def is_pure_decode(self) -> bool:
         """Whether the prepared pass is of one token of each sequence, behind which another is drawn."""
-        return self._given is None and self._cache.is_decode_only and all(count == 1 for count in self._num_selected)
+        return self._targets is None and self._cache.is_decode_only and all(count == 1 for count in self._num_selected)
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens of the prepared pass, and their positions: (1, T) each."""
         return self._ids_1T, self._positions_1T
 
-    def compute_on(self, inputs: tuple[torch.Tensor, torch.Tensor], view: PassView, selected_B: torch.Tensor) -> None:
+    def substitute_inputs(
+        self, inputs: tuple[torch.Tensor, torch.Tensor], view: PassView, selected_B: torch.Tensor
+    ) -> None:
         """Has the prepared pass compute on these in place of its own: its rows, and others behind them."""
         self._ids_1T, self._positions_1T = inputs
         self._cache.replace_view(view, selected_B)
@@ -137,10 +139,10 @@ class PackedLane(Lane):
         pairs = zip(self.sequences, self._new, strict=True)
         self._num_selected = [sequence.num_selected(new) for sequence, new in pairs]
         self._cache.begin_pass(self._new, self._num_selected)
-        self._given = None
-        if self._is_read:
+        self._targets = None
+        if self._reads_prompts:
             each = zip(self.sequences, self._cache.table.past, self._new, accumulate(self._new), strict=True)
-            self._given = self._given_of((s, end, s.given(past, new)) for s, past, new, end in each)
+            self._targets = self._make_targets((s, end, s.target_tokens(past, new)) for s, past, new, end in each)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
@@ -149,15 +151,15 @@ class PackedLane(Lane):
         return torch.tensor([[n for s, past, new in each for n in self._lengths_of(s, range(past, past + new))]])
 
     def _forward(self) -> None:
-        if self._given is not None and (self._given.places or isinstance(self._given, PoolingTargets)):
-            self._read_given(self._called)
+        if self._targets is not None and (self._targets.places or isinstance(self._targets, PoolingTargets)):
+            self._read_targets(self._call_model)
             return
-        out = self._called(self._cache.selected_B)
+        out = self._call_model(self._cache.selected_B)
         logits_TV = out.logits[0]
         is_selected_alone = len(logits_TV) == len(self._cache.selected_B)  # some classes make logits of all tokens
         self._logits_BV = logits_TV if is_selected_alone else logits_TV[self._cache.selected_B]
 
-    def _called(self, logits_to_keep: torch.Tensor | int = 0) -> HasLogits:
+    def _call_model(self, logits_to_keep: torch.Tensor | int = 0) -> HasLogits:
         kept = {"logits_to_keep": logits_to_keep} if self._model.can_generate() else {}
         return self._model(
             input_ids=self._ids_1T,
@@ -168,7 +170,7 @@ class PackedLane(Lane):
         )
 
     def _sampled_sequences(self) -> list[Sequence]:
-        if self._given is not None:
+        if self._targets is not None:
             return []
         pairs = zip(self.sequences, self._num_selected, strict=True)
         return [sequence for sequence, count in pairs for _ in range(count)]
@@ -176,12 +178,14 @@ class PackedLane(Lane):
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
         self._cache.end_pass()
         num_decoded = sum(new for s, new in zip(self.sequences, self._new, strict=True) if s.is_prefilled)
-        num_spared = sum(_num_spared(s, new) for s, new in zip(self.sequences, self._new, strict=True) if new)
+        num_spared = sum(_num_skipped(s, new) for s, new in zip(self.sequences, self._new, strict=True) if new)
         for sequence, new in zip(self.sequences, self._new, strict=True):
             sequence.num_cached += new
         sampled = self._drawing
         counts = PassCounts(
-            num_sequences=sum(1 for s, new in zip(self.sequences, self._new, strict=True) if new and s.fills is None),
+            num_sequences=sum(
+                1 for s, new in zip(self.sequences, self._new, strict=True) if new and s.fills_prefix is None
+            ),
             real_tokens=sum(self._new),
             padded_tokens=sum(self._new),
             prompt_tokens=sum(self._new) - num_decoded,
@@ -193,13 +197,13 @@ class PackedLane(Lane):
             self._cache.table.reorder_rows(sources)
         for sequence in [s for s in self.sequences if s.finish is not None or s.is_filled]:
             self.leave(sequence)
-        for sequence in [s for s in sampled if self._begins_again(s)]:
+        for sequence in [s for s in sampled if self._needs_restart(s)]:
             self.leave(sequence)
             self.enter(sequence)
         return counts
 
 
-def _beams_together(sequences: Rows[Sequence], new: Rows[int]) -> list[int]:
+def _align_beams(sequences: Rows[Sequence], new: Rows[int]) -> list[int]:
     """The tokens of a pass, without the last known one of beams of which others do not come to theirs in it: a search
     takes them all a token further."""
     ends = [s.num_cached + count == s.num_known for s, count in zip(sequences, new, strict=True)]
@@ -210,9 +214,9 @@ def _beams_together(sequences: Rows[Sequence], new: Rows[int]) -> list[int]:
     return [count - 1 if end and count and s.request.id in early else count for s, count, end in each]
 
 
-def _num_spared(sequence: Sequence, new: int) -> int:
+def _num_skipped(sequence: Sequence, new: int) -> int:
     """What the first of its tokens that are computed find there, or less than nothing for those of others."""
-    if sequence.fills is not None:
+    if sequence.fills_prefix is not None:
         return -new
-    begin = sequence.behind.num_tokens if sequence.behind is not None else 0
+    begin = sequence.parent_prefix.num_tokens if sequence.parent_prefix is not None else 0
     return begin if sequence.num_cached == begin else 0

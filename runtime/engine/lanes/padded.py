@@ -19,7 +19,7 @@ from ...cache.rectangle import RectangleKV, rectangle_cache, skip_layers
 from ...events import Event, LaneRun, NeedStage, need_stage, need_tensor
 from ...plan.placement.memory import chunk_columns
 from ...probing.padded_probe import PassInputs
-from ...sequences.beam_search import of_searches
+from ...sequences.beam_search import split_searches
 from ...sequences.reading import PoolingTargets
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
@@ -34,9 +34,9 @@ class RectangleLane(Lane):
     ):
         super().__init__(context, sequences)
         self._padding_side = padding_side
-        self._fill(cache, kv)
+        self._reset(cache, kv)
 
-    def _fill(self, cache: Cache, kv: RectangleKV) -> None:
+    def _reset(self, cache: Cache, kv: RectangleKV) -> None:
         """Begins with all that is known of the sequences, of which an empty cache holds nothing yet."""
         self._cache, self._kv = cache, kv
         prompts = [torch.tensor(self._prompt(s), device=self._device) for s in self.sequences]
@@ -59,9 +59,9 @@ class RectangleLane(Lane):
     def close(self) -> None:
         self._kv.close()
 
-    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+    def marked_rows(self, marks: torch.Tensor) -> list[bool]:
         """Padding may be whatever it is."""
-        if (sliced := self._sliced_rows(marks)) is not None:
+        if (sliced := self._marked_slice_rows(marks)) is not None:
             return sliced
         real = self._real_tokens(marks.shape[1])
         return (marks if real is None else marks & real.bool()).any(-1).tolist()
@@ -74,20 +74,20 @@ class RectangleLane(Lane):
         """What each row has cached becomes that of the beam which it goes on from. Nothing else of a row differs from
         that of its neighbours: their prompts are the same."""
         if (sources := self._take_sources()) is not None:
-            self._own_cache.reorder_cache(upload(sources, self._device))  # pyright: ignore[reportArgumentType]
+            self._generated_cache.reorder_cache(upload(sources, self._device))  # pyright: ignore[reportArgumentType]
 
     @property
-    def _own_cache(self) -> Cache:
+    def _generated_cache(self) -> Cache:
         """What is cached of the tokens that a model has generated behind."""
         return self._cache
 
     def _drop_finished_rows(self) -> None:
         kept = [row for row, s in enumerate(self.sequences) if s.finish is None]
         if kept and len(kept) < len(self.sequences):
-            self._keep(upload(kept, self._device))
+            self._select_rows(upload(kept, self._device))
         self.sequences = [self.sequences[row] for row in kept]
 
-    def _keep(self, rows_B: torch.Tensor) -> None:
+    def _select_rows(self, rows_B: torch.Tensor) -> None:
         self._cache.reorder_cache(rows_B)  # pyright: ignore[reportArgumentType] - a legacy type, as in processors.py
         self._mask_BS = self._mask_BS[rows_B]
 
@@ -98,9 +98,9 @@ class PaddedLane(RectangleLane):
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
         self._context = context
-        super().__init__(context, sequences, *self._empty(sequences), padding_side="left")
+        super().__init__(context, sequences, *self._make_cache(sequences), padding_side="left")
 
-    def _empty(self, sequences: Rows[Sequence]) -> tuple[Cache, RectangleKV]:
+    def _make_cache(self, sequences: Rows[Sequence]) -> tuple[Cache, RectangleKV]:
         """A cache for all that the sequences may come to, and its travelling layers."""
         context = self._context
         self._num_prompt = {s.request.key: s.num_known for s in sequences}  # with what was generated earlier
@@ -110,8 +110,8 @@ class PaddedLane(RectangleLane):
             self._columns = chunk_columns(len(sequences), self._width, context.prefill_chunk_tokens)
         self._done = 0  # columns that the cache holds
         capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in sequences)
-        config, passed = context.model.config, context.passed_layers
-        cache = rectangle_cache(config, capacity, context.device, context.travels, passed)
+        config, passed = context.model.config, context.skipped_layers
+        cache = rectangle_cache(config, capacity, context.device, context.offloaded_layers, passed)
         return cache, RectangleKV(cache, len(sequences), capacity, context.pool)
 
     def _real_tokens(self, width: int) -> torch.Tensor | None:
@@ -126,14 +126,14 @@ class PaddedLane(RectangleLane):
             self._ids_BT = self._prompts_BS[:, self._done : self._done + self._columns]
         self._end = self._done + self._ids_BT.shape[1]
         self._positions_BT = (self._mask_BS.cumsum(-1) - 1).clamp(min=0)[:, self._done : self._end]
-        self._given = None
-        if self._is_read:  # all prompts end in the last column
+        self._targets = None
+        if self._reads_prompts:  # all prompts end in the last column
             parts = list[tuple[Sequence, int, list[tuple[int, ...]]]]()
             for row, s in enumerate(self.sequences, 1):
                 num_pads = self._width - self._num_prompt[s.request.key]
                 past, end = max(0, self._done - num_pads), max(0, self._end - num_pads)
-                parts.append((s, row * self._ids_BT.shape[1], s.given(past, end - past)))
-            self._given = self._given_of(parts)
+                parts.append((s, row * self._ids_BT.shape[1], s.target_tokens(past, end - past)))
+            self._targets = self._make_targets(parts)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
@@ -149,19 +149,19 @@ class PaddedLane(RectangleLane):
             is_first=self._done < self._width,
         )
         arguments = inputs.of(self._model, self._cache)
-        if self._given is not None and (self._given.places or isinstance(self._given, PoolingTargets)):
+        if self._targets is not None and (self._targets.places or isinstance(self._targets, PoolingTargets)):
             every = {**arguments, "logits_to_keep": 0} if "logits_to_keep" in arguments else arguments
-            self._read_given(lambda: self._model(**every))
+            self._read_targets(lambda: self._model(**every))
             return
         self._logits_BV = self._model(**arguments).logits[:, -1]
 
     def _sampled_sequences(self) -> list[Sequence]:
-        if self._given is not None:
+        if self._targets is not None:
             return []
         return self.sequences if self._end >= self._width else []
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
-        skip_layers(self._cache, self._context.passed_layers, *self._ids_BT.shape)
+        skip_layers(self._cache, self._context.skipped_layers, *self._ids_BT.shape)
         real = 0
         is_prefill = self._done < self._width
         for sequence in self.sequences:
@@ -180,11 +180,11 @@ class PaddedLane(RectangleLane):
         )
         self._move_beams()
         self._drop_finished_rows()
-        if any(self._begins_again(s) for s in sampled):
+        if any(self._needs_restart(s) for s in sampled):
             self._kv.close()
             for sequence in self.sequences:
                 sequence.num_cached = 0
-            self._fill(*self._empty(self.sequences))
+            self._reset(*self._make_cache(self.sequences))
         return counts
 
 
@@ -195,9 +195,9 @@ class SeparateRowsLane(Lane):
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
         super().__init__(context, sequences)
-        self._rows = [PaddedLane(context, beams) for beams in of_searches(sequences)]
+        self._rows = [PaddedLane(context, beams) for beams in split_searches(sequences)]
         self._runs: list[LaneRun] = []
-        self._at = 0  # the row that runs
+        self._current_row = 0  # the row that runs
 
     @property
     def cache(self) -> None:
@@ -208,8 +208,8 @@ class SeparateRowsLane(Lane):
         return _JoinedKV([row.kv for row in self._rows])
 
     @property
-    def is_filling(self) -> bool:
-        return any(row.is_filling for row in self._rows)
+    def is_prefilling(self) -> bool:
+        return any(row.is_prefilling for row in self._rows)
 
     def close(self) -> None:
         for row in self._rows:
@@ -218,9 +218,13 @@ class SeparateRowsLane(Lane):
     def is_running(self, run: object) -> bool:
         return run in self._runs or super().is_running(run)
 
-    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+    def marked_rows(self, marks: torch.Tensor) -> list[bool]:
         """The tokens are those of the row that runs."""
-        return [row == self._at and bool(marks.any()) for row, lane in enumerate(self._rows) for _ in lane.sequences]
+        return [
+            row == self._current_row and bool(marks.any())
+            for row, lane in enumerate(self._rows)
+            for _ in lane.sequences
+        ]
 
     def _prepare(self) -> None:
         for row in self._rows:
@@ -231,8 +235,8 @@ class SeparateRowsLane(Lane):
         try:
             events = [run.switch() for run in runs]
             while any(event is not None for event in events):
-                for self._at, run in enumerate(runs):
-                    events[self._at] = _through_stage(run, events[self._at])
+                for self._current_row, run in enumerate(runs):
+                    events[self._current_row] = _run_stage(run, events[self._current_row])
         finally:
             for run in runs:
                 run.throw(GreenletExit)
@@ -256,7 +260,7 @@ class SeparateRowsLane(Lane):
         return counts
 
 
-def _through_stage(run: LaneRun, event: Event | None) -> Event | None:
+def _run_stage(run: LaneRun, event: Event | None) -> Event | None:
     """Asks for a row what it asks for, until it wants the next stage; None when its forward has ended."""
     assert isinstance(event, NeedStage), f"a row waits for {event!r} before a stage"
     stage = event.stage

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ...batching.prefixes import IN_LANES, SharedPrefix, SharingRule
+from ...batching.prefixes import WITHIN_LANES, SharedPrefix, SharingRule
 from ..placement.memory import PAGE_TOKENS, MicroBatch, SequenceSize, prompt_columns, shares_of
 from ..shape.model import ModelShape
 
@@ -107,7 +107,7 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
         return [_encoding(lane)]
     if not shape.is_packed:
         return list(_columns(shape, lane, chunk_tokens))
-    return [work for work in _together([lane], chunk_tokens, IN_LANES)[0] if work is not None]
+    return [work for work in _together([lane], chunk_tokens, WITHIN_LANES)[0] if work is not None]
 
 
 def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork | None:
@@ -122,7 +122,7 @@ def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork 
             return packed_work(Piece(size.num_prompt_tokens + num_done, 1, 1) for size in rows)
         pieces = [
             Piece(size.num_prompt_tokens + num_done, 1, 1, prefix.num_tokens if prefix is not None else 0)
-            for size, prefix in zip(rows, shares.of, strict=True)
+            for size, prefix in zip(rows, shares.prefixes, strict=True)
         ]
         held = (  # whole pages that rows share are held once; of one that is not full each has its own copy
             prefix.num_tokens // PAGE_TOKENS - (parent.num_tokens // PAGE_TOKENS if parent is not None else 0)
@@ -207,7 +207,7 @@ def block_prefills(
     share with other lanes wait for them."""
     if not shape.is_packed:
         return [[*prefill_works(shape, lane, chunk_tokens)] for lane in lanes]
-    numbers = rule.parts([[i] for i in range(len(lanes))])
+    numbers = rule.sharing_groups([[i] for i in range(len(lanes))])
     return [works for part in numbers for works in _together([lanes[i] for [i] in part], chunk_tokens, rule)]
 
 
@@ -230,7 +230,7 @@ def _rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_PromptRo
         return [
             [_PromptRow(begin=0, end=size.num_prompt_tokens, behind=None, size=size) for size in lane] for lane in lanes
         ]
-    found, opened, of = list[list[_PromptRow]](), dict[SharedPrefix, _PromptRow](), iter(shares.of)
+    found, opened, of = list[list[_PromptRow]](), dict[SharedPrefix, _PromptRow](), iter(shares.prefixes)
 
     def behind(prefix: SharedPrefix | None) -> _PromptRow | None:
         if prefix is None:

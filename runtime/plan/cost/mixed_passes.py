@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, islice
 
-from ...batching.admission import AdmissionLimits, PassPlan, SlotState, Waiting, most_cached, plan_pass
-from ...batching.prefixes import CachedPrefix, Place, SharedPrefix, places_of, places_of_all
+from ...batching.admission import AdmissionLimits, PassPlan, SlotState, Waiting, max_cached_tokens, plan_pass
+from ...batching.prefixes import CachedPrefix, PrefixKey, SharedPrefix, all_prefix_keys, prefix_keys
 from ..placement.memory import SequenceSize
 from .lane_work import AlikePasses, LaneWork, Piece, packed_work
 
@@ -116,7 +116,7 @@ class _Sample:
 
 
 def _most(size: SequenceSize) -> int:
-    return most_cached(size.num_prompt_tokens, size.max_new_tokens)
+    return max_cached_tokens(size.num_prompt_tokens, size.max_new_tokens)
 
 
 def _num_tokens(size: SequenceSize) -> int:
@@ -129,14 +129,14 @@ class _RunningSlots:
     def __init__(self, sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int):
         self._sizes, self._limits, self._num_free = sizes, limits, num_pages
         self._line = [  # the next one last
-            Waiting(request=i, num_known=size.num_prompt_tokens, num_most=_most(size), prefix=size.prefix)
+            Waiting(request=i, num_known=size.num_prompt_tokens, max_cached=_most(size), prefix=size.prefix)
             for i, size in enumerate(sizes)
         ][::-1]
         self._shared = [limits.rule.num_shared(size.prefix) for size in sizes]  # tokens that each goes on from
         self._num_slots = limits.num_lanes * limits.lane_size
         self._are_sharing = any(size.prefix is not None for size in sizes)
         self._slots: dict[int, SlotState] = {}  # by request, in the order of admission
-        self._held: dict[Place, CachedPrefix] = {}
+        self._held: dict[PrefixKey, CachedPrefix] = {}
 
     @property
     def are_left(self) -> bool:
@@ -164,31 +164,33 @@ class _RunningSlots:
         for i in reversed(plan.preempted):
             slot = self._slots.pop(i)
             self._num_free += self._num_pages(slot.num_cached, self._shared[i])
-            self._line.append(Waiting(request=i, num_known=slot.num_known, num_most=slot.num_most, prefix=slot.prefix))
+            self._line.append(
+                Waiting(request=i, num_known=slot.num_known, max_cached=slot.max_cached, prefix=slot.prefix)
+            )
         for place in plan.dropped:
             self._num_free += self._num_pages(self._held.pop(place).num_cached, self._begin(place))
         for _, lane in plan.admitted:
             entrant = self._line.pop()
-            for place in places_of(entrant.prefix, lane, self._limits.rule):
+            for place in prefix_keys(entrant.prefix, lane, self._limits.rule):
                 if place not in self._held:
                     self._held[place] = CachedPrefix(prefix=place[0], lane=lane, num_cached=self._begin(place))
             self._slots[entrant.request] = SlotState(
                 request=entrant.request, lane=lane, num_cached=self._shared[entrant.request],
-                num_known=entrant.num_known, num_most=entrant.num_most, prefix=entrant.prefix,
+                num_known=entrant.num_known, max_cached=entrant.max_cached, prefix=entrant.prefix,
             )  # fmt: skip
         return plan
 
     def _num_pages(self, end: int, begin: int) -> int:
         return self._limits.pages(end) - self._limits.pages(begin)
 
-    def _begin(self, place: Place) -> int:
+    def _begin(self, place: PrefixKey) -> int:
         """Tokens of a prefix that are its parent's."""
         return self._limits.rule.num_shared(place[0].parent)
 
     def worked(self, plan: PassPlan) -> AlikePasses:
         lanes: list[list[Piece]] = [[] for _ in range(self._limits.num_lanes)]
         prefixes: list[set[SharedPrefix | None]] = [set() for _ in lanes]
-        for place, new in plan.filled.items():
+        for place, new in plan.prefix_tokens.items():
             held = self._held[place]
             lanes[held.lane].append(Piece(held.num_cached, new, 0, self._begin(place)))
         num_decoded = 0
@@ -202,13 +204,15 @@ class _RunningSlots:
         works = list[LaneWork]()
         for lane, pieces in enumerate(lanes):
             if any(piece.new for piece in pieces):  # what they go on from, but for what the pass computes of it
-                places = places_of_all([(prefix, lane) for prefix in prefixes[lane]], self._limits.rule)
-                stored = [(self._held[place].num_cached, self._begin(place)) for place in places - plan.filled.keys()]
+                places = all_prefix_keys([(prefix, lane) for prefix in prefixes[lane]], self._limits.rule)
+                stored = [
+                    (self._held[place].num_cached, self._begin(place)) for place in places - plan.prefix_tokens.keys()
+                ]
                 works.append(packed_work(pieces, sum(self._num_pages(end, begin) for end, begin in stored)))
         return AlikePasses(lanes=works, prefill_share=1 - num_decoded / sum(work.num_tokens for work in works))
 
     def move_on(self, plan: PassPlan) -> None:
-        for place, new in plan.filled.items():
+        for place, new in plan.prefix_tokens.items():
             held = self._held[place]
             self._num_free -= self._num_pages(held.num_cached + new, held.num_cached)
             self._held[place] = replace(held, num_cached=held.num_cached + new)
@@ -220,6 +224,6 @@ class _RunningSlots:
             slot.num_cached = cached
             if cached == slot.num_known:
                 slot.num_known += 1
-                if slot.num_known > slot.num_most:
+                if slot.num_known > slot.max_cached:
                     self._num_free += self._num_pages(cached, self._shared[i])
                     del self._slots[i]

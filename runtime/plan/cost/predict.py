@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from ...batching.admission import AdmissionLimits
 from ...batching.balance import Block
-from ...batching.prefixes import IN_LANES, SharingRule
+from ...batching.prefixes import WITHIN_LANES, SharingRule
 from ...config.settings import Admission
 from ...resources import Resource
 from ..placement.memory import PAGE_TOKENS, MicroBatch, SequenceSize
@@ -140,7 +140,7 @@ def block_spans(
     shape: ModelShape,
     lanes: Sequence[MicroBatch],
     chunk_tokens: int,
-    rule: SharingRule = IN_LANES,
+    rule: SharingRule = WITHIN_LANES,
     *,
     max_prefills: int = MAX_SPANS,
     max_decodes: int = MAX_SPANS,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from ...batching.prefixes import SharedPrefix, Shares
+from ...batching.prefixes import PrefixSharing, SharedPrefix
 from ...units import MIB, round_up
 from ..shape.attention import (
     CHUNK_COLUMNS,
@@ -107,7 +107,7 @@ def _spared(lane: MicroBatch) -> int:
     shares = shares_of(lane)
     if shares is None:
         return 0
-    members = sum(_whole(prefix.num_tokens) for prefix in shares.of if prefix is not None)
+    members = sum(_whole(prefix.num_tokens) for prefix in shares.prefixes if prefix is not None)
     kept = (
         round_up(prefix.num_tokens, PAGE_TOKENS) - (_whole(parent.num_tokens) if parent is not None else 0)
         for prefix, parent in shares.parents.items()
@@ -119,11 +119,11 @@ def _whole(num_tokens: int) -> int:
     return num_tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
-def shares_of(lane: MicroBatch) -> Shares | None:
+def shares_of(lane: MicroBatch) -> PrefixSharing | None:
     """What the sequences of a lane share; None where that is nothing."""
     if all(size.prefix is None for size in lane):
         return None
-    shares = Shares.among([size.prefix for size in lane])
+    shares = PrefixSharing.from_prefixes([size.prefix for size in lane])
     return shares if shares.parents else None
 
 

@@ -72,7 +72,7 @@ class Problem:
             num_micro_batches=num_micro_batches,
             is_packed=self.shape.is_packed,
             prefixes=self._prefixes,
-            in_line=self.config.policy.admission is Admission.continuous,
+            is_continuous=self.config.policy.admission is Admission.continuous,
             num_beams=self.sizes[0].num_beams if self.sizes else 1,
         )
 
