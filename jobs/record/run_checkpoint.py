@@ -195,7 +195,7 @@ def remove_checkpoints(directory: RunDirectory, blocks: Iterable[int]) -> None:
 
 
 def _parse_unfinished(values: CheckpointRow) -> "SequenceState":
-    from runtime.sequences.sequence import TokenLogprobs, SequenceState
+    from runtime.sequences.sequence import SequenceState, TokenLogprobs
 
     logprobs = zip(values["logprobs"], values["top_token_ids"], values["top_logprobs"], strict=True)
     return SequenceState(

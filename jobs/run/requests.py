@@ -246,7 +246,9 @@ def blocks_from_plan(planned: Iterable[PlannedRequest], batch: RequestBatch) -> 
     return tuple(
         Block(
             index=index,
-            micro_batches=tuple(tuple(with_hidden_beams(members, batch.computed)) for _, members in sorted(lanes.items())),
+            micro_batches=tuple(
+                tuple(with_hidden_beams(members, batch.computed)) for _, members in sorted(lanes.items())
+            ),
         )
         for index, lanes in sorted(slots.items())
     )

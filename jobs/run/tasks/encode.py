@@ -41,7 +41,9 @@ def batch_line_requests(
         yield [replace(each, sample_index=index) for index, each in enumerate(requests)]
 
 
-def _encoding_request(model: LoadedModel, wanted: EncodingSpec, id: str, ids: Sequence[int] | str) -> Request | Rejected:
+def _encoding_request(
+    model: LoadedModel, wanted: EncodingSpec, id: str, ids: Sequence[int] | str
+) -> Request | Rejected:
     return Rejected(id=id, error=ids) if isinstance(ids, str) else make_encoding(model, id, ids, wanted)
 
 
@@ -159,7 +161,9 @@ def encoding_requests(
         yield [_encoding_request(runtime.model, wanted, row.id, ids)]
 
 
-def _read_columns(num_top: int, wanted: EncodingSpec, model: LoadedModel, completion: Completion) -> Mapping[str, object]:
+def _read_columns(
+    num_top: int, wanted: EncodingSpec, model: LoadedModel, completion: Completion
+) -> Mapping[str, object]:
     """What was read off a prompt, by its columns."""
     result = encoded(model, wanted, 0, completion)
     if isinstance(result, Embedded):
