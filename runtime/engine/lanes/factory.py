@@ -38,7 +38,10 @@ class LaneFactory:
     def packed(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> PackedLane:
         model = self.model
         cache = PagedKV(
-            self.pages, expands=model.expands_latents, offloaded_layers=self.context.offloaded_layers, heads=model.split_heads
+            self.pages,
+            expands=model.expands_latents,
+            offloaded_layers=self.context.offloaded_layers,
+            heads=model.split_heads,
         )
         return PackedLane(self._context(chunk_tokens), sequences, cache)
 
