@@ -1,5 +1,5 @@
-"""Who is in the lanes, from pass to pass: in a wave nobody joins a lane, in continuous batching sequences come and go
-(Orca, Yu et al. 2022).
+"""Chooses the lanes of each pass: static batches, or continuous batching, where sequences enter and leave between
+passes (Orca, Yu et al. 2022).
 """
 
 from abc import abstractmethod
@@ -30,9 +30,9 @@ from .records import Phase
 
 
 def sequence_sizes(requests: Rows[Request]) -> list[SequenceSize]:
-    """The sizes of all requests of a run, with what they share."""
+    """Sizes of a run's requests, including the prefixes that they share."""
     prompts = [request.prompt_ids for request in requests]
-    # Of its prompt a request computes this much at least: somebody has to be asked for logits.
+    # Every request computes at least one prompt position itself, to get logits.
     most_shared = [len(request.prompt_ids) - max(1, request.num_scored) for request in requests]
     found = shared_prefixes(prompts, most_shared)
     pairs = zip(requests, found, strict=True)
@@ -45,8 +45,9 @@ def insert_prefixes(
     running: Mapping[int, Sequence],
     rule: SharingRule,
 ) -> list[list[Sequence]]:
-    """Lanes of those of each group that are running, and before them, in the first lane that needs it, each prefix that
-    they go on from. Which these are follows from all members of `groups`, running or not. Mutates `running`."""
+    """Builds lanes of the running members of each group. A sequence that computes a shared prefix stands before its
+    users, in the first lane that needs it. Prefixes depend on all members of `groups`, running or not, so a resumed
+    block shares the same ones. Mutates `running`."""
     lanes = list[list[Sequence]]()
     for part in rule.sharing_groups(groups):
         members = [i for group in part for i in group]
@@ -74,8 +75,8 @@ def _open_prefix(
     opened: dict[SharedPrefix, SharedPages],
     lane: list[Sequence],
 ) -> SharedPages:
-    """The pages of the prefix, for one more user; at the first one, which begins `tokens`, it enters the lane, behind
-    those that it goes on from."""
+    """Pages of the prefix, with one more user. The first user also inserts the sequence that computes the prefix into
+    `lane`, after those of its parents. `tokens`: the user's prompt."""
     if prefix not in opened:
         parent = shares.parents[prefix]
         behind = _open_prefix(parent, shares, tokens, rule, opened, lane) if parent is not None else None
@@ -93,8 +94,8 @@ def _prefix_sequence(pages: SharedPages, tokens: tuple[int, ...], behind: Shared
 def make_prefix_sequence(
     prefix: SharedPrefix, behind: SharedPages | None, user: Sequence, rule: SharingRule
 ) -> Sequence:
-    """The row that computes a prefix of `user` where sequences come and go: whoever asked for it holds its pages, until
-    they are released once more than its users have begun."""
+    """The sequence that computes a prefix of `user` in continuous batching. Its pages have one extra user, the caller,
+    who must release them."""
     pages = SharedPages(num_tokens=rule.num_shared(prefix), in_pass=rule.in_pass, num_users=1)
     if behind is not None:
         behind.num_users += 1
@@ -103,8 +104,8 @@ def make_prefix_sequence(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one pass carries. `new_tokens`: of each lane, how many tokens of each of its sequences; None: as the lane's
-    kind does it. `block` and `index` are for the record of the pass."""
+    """The lanes of one pass. `new_tokens`: per lane, the number of tokens of each sequence; None: the lane decides.
+    `block` and `index` identify the pass in its record."""
 
     block: int
     index: int
@@ -114,21 +115,21 @@ class Batch:
 
 
 def empty_batch() -> Batch:
-    """A pass in which no lane of this process takes part."""
+    """A batch without lanes, for a rank that has no work in this pass."""
     return Batch(block=0, index=0, phase=Phase.decode, lanes=(), new_tokens=())
 
 
 class Batcher(Closing):
-    """Gives the engine batch after batch until every sequence has finished. Closing it closes the lanes that are open
-    and gives back their KV pages; the sequences keep what they have generated."""
+    """Yields batches until every sequence has finished. Closing it closes the open lanes and frees their KV pages;
+    sequences keep their generated tokens."""
 
     def __init__(self, block: int = 0):
         self._block, self._num_passes = block, 0
 
     @abstractmethod
     def next_batch(self) -> Batch | None:
-        """The next pass, of those that are left once the last one has ended; None when nobody is. Moves sequences into
-        lanes and out of them."""
+        """The batch of the next pass, or None if no sequences are left. Moves sequences into and out of lanes, so the
+        last pass must have ended."""
 
     def _make_batch(self, phase: Phase, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None]) -> Batch:
         index, self._num_passes = self._num_passes, self._num_passes + 1
@@ -136,11 +137,11 @@ class Batcher(Closing):
 
 
 class StaticBatcher(Batcher):
-    """Lanes that nobody joins: each runs to its end. Where more wait than there may be lanes, the next one enters as a
-    lane ends; a wave is a line of which nobody waits, reproducible whenever a run is stopped and resumed."""
+    """Lanes with a fixed set of sequences, each run to its end. If there are more lanes than `num_lanes`, the next one
+    starts when one ends. The result does not depend on interruptions."""
 
     def __init__(self, line: Iterator[Lane], *, num_lanes: int, block: int = 0):
-        """The lanes of `line`, none of them empty, of which `num_lanes` at most are open at a time."""
+        """`line`: lanes to run, none empty; at most `num_lanes` are open at a time."""
         super().__init__(block)
         self._line, self._num_lanes = line, num_lanes
         self._lanes: list[Lane] = []
@@ -152,8 +153,7 @@ class StaticBatcher(Batcher):
         micro_batches: Rows[Rows[Sequence]],
         chunks: Rows[int | None] | None = None,
     ) -> "StaticBatcher":
-        """All micro-batches of a block side by side. `chunks`: of each, how many tokens it prefills in a pass; None: as
-        many as the policy says."""
+        """All micro-batches of a block at once. `chunks`: prefill tokens per pass of each; None: the policy's."""
         entering = zip(micro_batches, chunks or [None] * len(micro_batches), strict=True)
         line = (lanes.lane(micro_batch, chunk) for micro_batch, chunk in entering if micro_batch)
         return StaticBatcher(line, num_lanes=len(micro_batches), block=block)
@@ -162,8 +162,8 @@ class StaticBatcher(Batcher):
     def from_sequences(
         lanes: LaneFactory, sequences: Iterable[Sequence], *, num_lanes: int, lane_size: int
     ) -> "StaticBatcher":
-        """Continuous admission of padded lanes, which cannot be joined: the next `lane_size` sequences enter as a new
-        lane when one has ended."""
+        """Continuous admission for padded lanes, which sequences cannot join: the next `lane_size` sequences start as a
+        new lane when one ends."""
         waiting = iter(sequences)
         micro_batches = iter(lambda: list(islice(waiting, lane_size)), [])
         return StaticBatcher(map(lanes.lane, micro_batches), num_lanes=num_lanes)
@@ -176,15 +176,14 @@ class StaticBatcher(Batcher):
         self._lanes.extend(islice(self._line, self._num_lanes - len(self._lanes)))
         if not self._lanes:
             return None
-        unfilled = [lane for lane in self._lanes if lane.is_prefilling]  # by themselves: an encoder is theirs alone
+        unfilled = [lane for lane in self._lanes if lane.is_prefilling]  # alone: other lanes need no encoder
         if unfilled:
             phase = Phase.prefill
         else:
-            # A sequence that begins again does so beside those that decode, and a decoder whose encoder has run may be
-            # behind what it had generated before.
+            # A restarted sequence prefills while others decode; after the encoder, a resumed decoder still prefills.
             phase = Phase.decode if all(lane.is_prefilled for lane in self._lanes) else Phase.mixed
         choices = [(lane, lane.choose_tokens()) for lane in unfilled or self._lanes]
-        busy = [(lane, new) for lane, new in choices if new is None or any(new)]  # others wait for what they go on from
+        busy = [(lane, new) for lane, new in choices if new is None or any(new)]  # the others wait for their prefix
         return self._make_batch(phase, [lane for lane, _ in busy], [new for _, new in busy])
 
     def close(self) -> None:
@@ -194,12 +193,12 @@ class StaticBatcher(Batcher):
 
 
 class ContinuousBatcher(Batcher):
-    """Packed lanes that never run dry: sequences that finish leave between passes, waiting ones enter, and a pass
-    carries prompts beside tokens that are decoded. `batching/admission.py` decides, this acts.
+    """Continuous batching in packed lanes: finished sequences leave and waiting ones enter between passes, and a pass
+    mixes prefill and decode. `plan_pass` decides, this class executes.
 
-    `sequences` by request index, in the order in which they enter; those that are finished already are left out.
-    `prefixes`: what each request shares with others of the run; empty: nothing. Each is computed by a sequence of its
-    own, and held as long as admission says.
+    `sequences`: by request index, in order of admission; finished ones are skipped. `prefixes`: the shared prefix of
+    each request; empty disables sharing. A sequence of its own computes each prefix; it is retained as long as
+    `plan_pass` says.
     """
 
     def __init__(
@@ -214,10 +213,8 @@ class ContinuousBatcher(Batcher):
         self._prefixes = {i: prefixes[i] for i in sequences} if prefixes else {}
         self._line = deque(sequences)
         self._lanes: list[PackedLane] = [lanes.packed([]) for _ in range(limits.num_lanes)]
-        self._lane_of: dict[int, int] = {}  # seated requests, in the order of admission
-        self._prefixes_in_use: dict[
-            PrefixKey, tuple[int, Sequence]
-        ] = {}  # its lane and what computes it, in the order of opening
+        self._lane_of: dict[int, int] = {}  # admitted requests, in order
+        self._prefixes_in_use: dict[PrefixKey, tuple[int, Sequence]] = {}  # lane and computing sequence, oldest first
 
     def next_batch(self) -> Batch | None:
         self._lane_of = {i: lane for i, lane in self._lane_of.items() if self._sequences[i].finish is None}
@@ -249,10 +246,9 @@ class ContinuousBatcher(Batcher):
         for place in plan.dropped:
             self._drop(place)
         for i, lane in plan.admitted:
-            assert self._line.popleft() == i, "requests enter in the order of the line"
+            assert self._line.popleft() == i, "requests enter in the order of the queue"
             self._enter(self._sequences[i], self._prefixes.get(i), lane)
             self._lane_of[i] = lane
-        # How many tokens each sequence brings into the pass.
         new_tokens = {id(self._sequences[i]): count for i, count in plan.new_tokens.items()}
         new_tokens |= {id(self._prefixes_in_use[place][1]): count for place, count in plan.prefix_tokens.items()}
         news = {lane: [new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes}
@@ -268,7 +264,8 @@ class ContinuousBatcher(Batcher):
             lane.close()
 
     def _enter(self, sequence: Sequence, prefix: SharedPrefix | None, lane: int) -> None:
-        """Has it enter behind what it goes on from, which begins to be computed in this lane where it is not held."""
+        """Adds a sequence to the lane, with its prefix as parent. Starts computing the prefix in this lane if it is not
+        cached."""
         behind = None
         for place in prefix_keys(prefix, lane, self._limits.rule):
             if place not in self._prefixes_in_use:
@@ -281,7 +278,7 @@ class ContinuousBatcher(Batcher):
         self._lanes[lane].enter(sequence)
 
     def _drop(self, place: PrefixKey) -> None:
-        """Holds a prefix no longer. Its pages are given back by those who have them as well."""
+        """Releases a cached prefix. Its pages are freed when their last user leaves."""
         lane, sequence = self._prefixes_in_use.pop(place)
         if not sequence.is_filled:
             self._lanes[lane].leave(sequence)

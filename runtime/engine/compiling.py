@@ -1,7 +1,7 @@
-"""What a model on the CPU computes with, compiled at the first start on a host: in processes of their own beside this
-one, as numba's lock lets a process compile one kernel at a time. Whoever compiles keeps it on disk for all.
+"""Compiles the model's CPU kernels on the first start on a host, in subprocesses: numba's lock allows one compilation
+per process at a time. The result is cached on disk for all processes.
 
-Such a process loads as little as it can: this module imports neither torch nor transformers.
+A subprocess loads as little as possible: this module imports neither torch nor transformers at the top.
 """
 
 import json
@@ -25,29 +25,29 @@ from ..units import MIB
 
 log = logging.getLogger(__name__)
 
-COMPILING_SECONDS = 8.0  # of a processor of 2024, in as many processes as there are parts: what a run waits at most
-PROCESS_BYTES = 512 * MIB  # that one takes: torch, numba and what LLVM works with
+COMPILING_SECONDS = 8.0  # upper bound, on a processor of 2024 with one process per part
+PROCESS_BYTES = 512 * MIB  # of one subprocess: torch, numba, LLVM
 POLL_SECONDS = 0.02
-TIMEOUT_SECONDS = 300.0  # after which this process compiles for itself
-# Weights that plain operators multiply in a second, as bfloat16: for a pass that has one token alone, and, times
-# tokens, where 16 or more come together. Two cores of an AMD EPYC (AVX-512) did 2.8e9 and 42e9.
+TIMEOUT_SECONDS = 300.0  # then this process compiles by itself
+# bfloat16 weight bytes per second of plain operators: with one token, and, times tokens, with batches of 16 or more.
+# Two cores of an AMD EPYC (AVX-512) did 2.8e9 and 42e9.
 ALONE_BYTES_PER_SECOND, TOGETHER_BYTES_PER_SECOND = 2.5e9, 40e9
-MIN_BYTES = 4 * MIB  # a token takes as long as those at least, for what stands between products
-MIN_TOKENS = 64  # of a first look at a model: a prompt and its answer
-HOST_OPS = "host_ops"  # compiled by this process, in half a second: to import them takes another one four
+MIN_BYTES = 4 * MIB  # lower bound per token, for the operators between products
+MIN_TOKENS = 64  # of a first try of a model: a prompt and its answer
+HOST_OPS = "host_ops"  # compiled in this process in 0.5 s: a subprocess needs 4 s of imports
 
 
 class KernelSet(NamedTuple):
-    """Some kernels, by the words that say what they are for: names of dtypes and storage formats."""
+    """A set of kernels, identified by kind, dtypes and storage formats."""
 
     kind: str
-    dtype: str  # of what is computed with
+    dtype: str  # of the inputs
     stored: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
 
 
 def prepare_kernels(part: KernelSet) -> None:
-    """Loads them, and compiles what is not on disk."""
+    """Loads the kernels, and compiles those that are not cached on disk."""
     import torch
 
     dtype = getattr(torch, part.dtype)
@@ -72,15 +72,15 @@ def prepare_kernels(part: KernelSet) -> None:
 
 
 def estimate_plain_seconds(shape: ModelShape, tokens: Sequence[int]) -> float:
-    """About how long sequences of so many tokens take in plain operators, side by side."""
+    """Estimated seconds for sequences of these lengths, batched, in plain torch operators."""
     sizes = (math.prod(parameter.shape) for stage in shape.stages for parameter in stage.parameters)
     num_bytes = max(2 * sum(sizes), MIN_BYTES)
     return num_bytes * (max(tokens, default=0) / ALONE_BYTES_PER_SECOND + sum(tokens) / TOGETHER_BYTES_PER_SECOND)
 
 
 class CompiledKernels(Closing):
-    """The kernels of some parts, of which those on disk are loaded at once. Until the others are, a session computes
-    with them, after `wait`, or without any, after `does_without`."""
+    """The kernels of some parts; cached ones are loaded at construction. Until the others are compiled, a session
+    either waits for them (`wait`) or uses plain operators (`use_plain_operators`)."""
 
     def __init__(self, parts: Collection[KernelSet]):
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -99,7 +99,7 @@ class CompiledKernels(Closing):
         self._processes.clear()
 
     def begin(self) -> None:
-        """Begins to compile, in processes that end with this one: their standard input does."""
+        """Starts the compiling subprocesses. They exit with this process, when their standard input closes."""
         shares = _split_work([part for part in self._missing if part.kind != HOST_OPS])
         if self._processes or not shares:
             return
@@ -117,7 +117,7 @@ class CompiledKernels(Closing):
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     env=environment,
-                    start_new_session=True,  # Ctrl-C is for this process, which ends the other
+                    start_new_session=True,  # Ctrl-C must reach only this process, which then ends the subprocess
                 )
             except OSError as error:
                 log.debug("kernels are compiled by this process: %s", error)
@@ -125,22 +125,23 @@ class CompiledKernels(Closing):
             self._processes.append(process)
 
     def use_plain_operators(self, seconds: float) -> bool:
-        """Whether a session that would take so long in plain operators computes in these: where kernels are missing,
-        and it ends, like those before it together, before they would be compiled."""
+        """Returns True if the session should run in plain operators: kernels are missing, and this session and those
+        before it would end sooner than the compilation. `seconds`: estimated for plain operators. Then disables
+        compiled kernels."""
         if self.are_ready or self._processes or self._seconds_without + seconds > COMPILING_SECONDS:
             return False
         if not disable_kernels():
             return False
         if not self.is_held_back:
             log.info(
-                "kernels for this processor are not compiled yet, and this is done sooner without: it computes in "
-                "torch operators"
+                "kernels for this processor are not compiled yet; this run is short, so it uses plain torch operators"
             )
         self._seconds_without, self.is_held_back = self._seconds_without + seconds, True
         return True
 
     def wait(self, should_stop: Callable[[], bool]) -> None:
-        """Compiles what is missing, or waits until it is compiled, and takes all up. Raises Interrupted."""
+        """Compiles the missing kernels or waits for the subprocesses, then enables and loads all. Raises
+        Interrupted."""
         self.begin()
         if self._processes:
             with kernels_enabled():
@@ -154,7 +155,7 @@ class CompiledKernels(Closing):
             time.sleep(POLL_SECONDS)
         self.close()
         if should_stop():
-            raise Interrupted("stopped while kernels were compiled; nothing was begun")
+            raise Interrupted("stopped while kernels were compiled; nothing was generated")
         enable_kernels()
         self.is_held_back = False
         for part in self._missing:
@@ -163,13 +164,13 @@ class CompiledKernels(Closing):
 
 
 def _load_if_cached(part: KernelSet) -> bool:
-    """Loads a part where it is on disk."""
+    """Loads a part if it is cached on disk. Returns True if it was."""
     import torch
 
     from ..kernels.compiled import KernelNotCached, cached_kernels_only
 
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # kernels are called by this thread alone, which asks
+    torch.set_num_threads(1)  # preparing a kernel calls it once: on this thread alone
     try:
         with cached_kernels_only():
             prepare_kernels(part)
@@ -181,7 +182,7 @@ def _load_if_cached(part: KernelSet) -> bool:
 
 
 def _split_work(parts: Sequence[KernelSet]) -> list[Sequence[KernelSet]]:
-    """What each process compiles: nothing where it would be lost with it, or memory is short."""
+    """The parts that each subprocess compiles. Empty if results cannot be cached or memory is short."""
     from ..kernels.compiled import COMPILATION
 
     if not parts or not COMPILATION.are_kept or not sys.executable:

@@ -1,4 +1,4 @@
-"""Runs passes: who takes part, the schedule played on their lanes, and what it came to."""
+"""Runs passes: fills a batch, plays its schedule, samples tokens and records counts and times."""
 
 import time
 from collections.abc import Callable
@@ -38,16 +38,16 @@ Agree: TypeAlias = Callable[[int, Phase], tuple[int, Phase]]
 
 
 def agree_alone(num_lanes: int, phase: Phase) -> tuple[int, Phase]:
-    """What is agreed on where nobody else plays."""
+    """Default for `agree`: a single rank needs no agreement on lanes and phase."""
     return num_lanes, phase
 
 
 class Engine:
-    """Owns order and residency; the model owns the mathematics. Single-threaded; the streams must be open.
+    """Runs passes over the model: owns stage order and weight residency, while transformers computes. Single-threaded.
 
-    `lanes` makes the lanes that its batchers fill. `should_stop` is asked before every stage; when it says yes,
-    `Interrupted` is raised. A pass that raises is lost, and no other can be run. `agree` says how many lanes a pass has
-    where other ranks play it too, and its phase, given this one's. `line`: of the ranks that divide the layers.
+    `streams` must be open. `should_stop` is polled before every stage; True raises `Interrupted`. A pass that raises is
+    lost, and the engine cannot run another. `agree` maps this rank's lane count and phase to those that all ranks play.
+    `pipeline_link` connects pipeline-parallel ranks.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Engine:
         self._monitor = PassMonitor(len(loaded.shape.stages), device, setup.trace)
         self.lanes = _make_lane_factory(setup, streams, sampler)
         self._stages = dense_shape(loaded.shape, placement.paged).stages
-        self._views: dict[tuple[int, int], Weights] = {}
+        self._views: dict[tuple[int, int], Weights] = {}  # by stage and slot
         size = placement.dequantized
         self._dequantized = None
         if size is not None:
             self._dequantized = DequantizedWeights(device, size, loaded.compute_dtype, _transposed_stacks(loaded))
-        self._has_few_rows = False  # all lanes of the pass together
+        self._has_few_rows = False  # of all lanes of the pass together
         misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes
         self._copied = {stage for stage, num_bytes in enumerate(misaligned) if num_bytes}
         self._schedule = lru_cache(_checked_schedule)
@@ -113,10 +113,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, batcher: Batcher, *, may_replay: bool = True) -> PassRecord | None:
-        """One pass: asks who takes part, has the schedule played, hands out the tokens. None when nobody is left, of
-        no rank. Mutates the sequences in the batcher's lanes. `may_replay`: where nobody looks at what modules do.
+        """Runs one pass and distributes its tokens. Returns None when no rank has sequences left. Mutates the sequences
+        in the batcher's lanes. `may_replay=False` forbids recorded graphs, as module hooks do not run in a replay.
 
-        Raises Interrupted, BrokenModelError when none of the sequences gets a finite number, and what streams raise.
+        Raises Interrupted, BrokenModelError if no sequence gets finite logits, and any error of the streams.
         """
         assert not self._player.has_lost_a_pass, "an earlier pass of this session was lost: open another session"
         own = batcher.next_batch() or empty_batch()
@@ -126,28 +126,28 @@ class Engine:
         batch = replace(own, phase=phase)
         begin, groups = time.monotonic(), [list(lane.sequences) for lane in batch.lanes]
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
-        is_whole = self._loaded.split_heads is None  # ranks that have parts of experts multiply one by one
+        is_whole = self._loaded.split_heads is None  # ranks with parts of experts multiply each by itself
         self._has_few_rows = phase is Phase.decode and is_whole and sum(map(len, groups)) <= FEW_ROWS
         self._monitor.begin_pass()
-        self._streams.discard_pages(self.lanes.pages.pool.take_freed())  # before anybody stores what they hold next
+        self._streams.discard_pages(self.lanes.pages.pool.take_freed())  # before their next owner stores
         launch = partial(self._player.play, self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)
         if self._recorded is not None and may_replay and phase is Phase.decode and num_lanes == 1:
             if self._dequantized is not None:
-                self._dequantized.invalidate()  # so that a recording begins, and ends, with what it made itself
+                self._dequantized.invalidate()  # a recording must not depend on earlier contents, nor leave any
             self._recorded.play(batch.lanes[0], batch.new_tokens[0] if batch.new_tokens else None, launch)
             if self._dequantized is not None:
                 self._dequantized.invalidate()
         else:
             launch()
         record = self._postprocess(batch, begin)
-        is_alone = self._agree is agree_alone  # an inquiry's passes would be this rank's only
+        is_alone = self._agree is agree_alone  # the other ranks would not play the probe's passes
         if is_alone and record.counts.useful_tokens < record.counts.issued_tokens:
             self._nonfinite_probe.explain(groups, record.counts)
         return record
 
     def _postprocess(self, batch: Batch, begin: float) -> PassRecord:
-        """Draws the next tokens of all lanes, hands them out, and sums the pass up; sequences that have finished leave
-        their lanes. The one place where a decode pass waits for the device."""
+        """Samples the next tokens of all lanes, appends them, removes finished sequences and summarizes the pass. The
+        only point where a decode pass waits for the device."""
         if self._peers is not None:
             drawn = self._peers.draw_tokens(batch.lanes)
         else:
@@ -168,8 +168,9 @@ class Engine:
         )
 
     def _weights(self, stage: int) -> Weights:
-        """Views are made once per place: a slot holds the same stages' bytes at the same offsets every time. Those that
-        would hold copies of misaligned tensors are kept while their stage is computed."""
+        """Returns the stage's weights once they are in compute memory. Views are cached per slot, as a slot holds a
+        stage's bytes at the same offsets every time. Views of stages with misaligned tensors are copies: kept for one
+        stage at a time."""
         placed = self._streams.weights.acquire(stage)
         key = (stage, placed.key)
         if key not in self._views:
@@ -185,7 +186,7 @@ class Engine:
 
 
 def _transposed_stacks(loaded: LoadedModel) -> frozenset[str]:
-    """Full names of the stacks in which a class keeps each expert as (inputs, outputs)."""
+    """Full names of expert stacks that a class stores transposed, each expert as (inputs, outputs)."""
     return frozenset(
         ".".join(part for part in (streamed.name, path, name) if part)
         for streamed in loaded.staged.modules
@@ -197,8 +198,7 @@ def _transposed_stacks(loaded: LoadedModel) -> frozenset[str]:
 
 def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:
     loaded, placement, device, kv = setup.model, setup.placement, setup.device, setup.placement.kv
-    # Pages that copies carry lie side by side. Elsewhere memory that was in use is taken again first: it is there
-    # already, and in a processor's caches.
+    # Copied pages should be contiguous. Otherwise the page freed last is reused first: it is mapped and in CPU caches.
     are_copied = kv.tier is KVTier.cpu and kv.num_slots > 0
     pool = (ContiguousPool if are_copied else PagePool)(kv.num_pages)
     kv_dtype = loaded.shape.kv_dtype

@@ -1,7 +1,7 @@
-"""Experts run once for all lanes that wait at them (MoE-Gen's module batching), with the stage's own weights or with
-experts that are brought in one by one, of which the CPU may multiply some beside their weights in host memory, for an
-accelerator that others are brought to: the engine's thread sends the tokens down, queues all that is brought and
-computed on the device, and multiplies while the device works at that.
+"""Runs experts once for all lanes that wait at them (MoE-Gen's module batching), with resident or paged weights.
+
+The CPU may multiply some experts for an accelerator, next to their weights in host memory. The engine's thread sends
+the tokens down, queues the device's part, and multiplies while the device works.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,12 +36,12 @@ from .monitor import PassMonitor
 
 @dataclass(frozen=True, kw_only=True)
 class CpuExpertTask:
-    """The tokens of the visits to `experts`, one expert's behind the other's, on their way to the CPU and back."""
+    """Tokens that visit `experts`, grouped by expert, on their way to the CPU and back."""
 
     stage: int
     module: torch.nn.Module
-    path: str  # of the module, as parameters' names begin
-    experts: Sequence[int]  # that ascend
+    path: str  # prefix of the module's parameter names
+    experts: Sequence[int]  # ascending
     num_visits: Sequence[int]
     round_trip: RoundTrip
 
@@ -51,21 +51,21 @@ class CpuExpertTask:
 
     @property
     def expert_rows(self) -> Iterator[tuple[int, slice]]:
-        """Where the tokens of each expert lie among all."""
+        """Each expert with the slice of its tokens."""
         first = 0
         for expert, num_visits in zip(self.experts, self.num_visits, strict=True):
             yield expert, slice(first, first + num_visits)
             first += num_visits
 
     def receive(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """What came of each expert's tokens, in compute memory, for compute that is queued from now on."""
+        """Each expert with its output in compute memory, valid for compute that is queued from now on."""
         yield from zip(self.experts, self.round_trip.receive().split(list(self.num_visits)), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuExperts:
-    """One per engine, whose thread calls it. `shared`: the stages that it may be asked about, whose experts live in
-    host memory. `first_layer`: the stage of decoder layer 0."""
+    """The CPU's share of experts. One per engine, called by its thread. `shared`: stages with experts in host memory.
+    `first_layer`: the stage of decoder layer 0."""
 
     loaded: LoadedModel
     share: CpuShare
@@ -78,7 +78,8 @@ class CpuExperts:
     def send(
         self, stage: int, module: torch.nn.Module, path: str, hidden_TD: torch.Tensor, visits: Visits
     ) -> CpuExpertTask | None:
-        """Begins to bring down what the CPU's share of a stage's experts needs; None where the CPU has none."""
+        """Starts copying the tokens of the CPU's experts to the host. Returns None if the CPU has no share in this
+        stage."""
         num_visits = {expert: visits.of(expert).stop - visits.of(expert).start for expert in visits.hit}
         taken = self.share.of_cpu(num_visits, len(hidden_TD)) if stage in self.shared else frozenset[int]()
         if not taken:
@@ -96,15 +97,15 @@ class CpuExperts:
         )
 
     def outputs(self, errand: CpuExpertTask) -> Iterator[tuple[int, torch.Tensor]]:
-        """What each expert of the errand makes of its tokens (V, D), in compute memory, for compute that is queued from
-        now on. Multiplies on this thread, and those that help it."""
+        """Each expert with its output (V, D) in compute memory, valid for compute that is queued from now on.
+        Multiplies on this thread and its helpers."""
         [x_VD] = errand.round_trip.arrived()
         errand.round_trip.answer(self.monitor.run_traced(errand.name, lambda: self._multiply(errand, x_VD)))
         yield from errand.receive()
 
     def _multiply(self, errand: CpuExpertTask, x_VD: torch.Tensor) -> torch.Tensor:
-        """What becomes of all tokens of the errand, in float32 whatever the device computes in: a CPU's products are
-        made for it."""
+        """Outputs for all tokens of the task. Multiplies in float32, which CPU kernels are made for, whatever the
+        device's dtype."""
         out_VD, weights_of = torch.empty_like(x_VD), partial(host_weights, self.loaded)
         for expert, rows in errand.expert_rows:
             matrices = self.stream.in_host(errand.stage, expert).matrices(weights_of, prefix=f"{errand.path}.")
@@ -115,14 +116,15 @@ class CpuExperts:
 def host_weights(
     loaded: LoadedModel, expert: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """The weights of one expert where its bytes lie in host memory, to be multiplied in float32."""
+    """The weights of one expert, as views of its bytes in host memory, for float32 products."""
     dtypes = {parameter.name: torch.float32 for parameter in expert.parameters}
     return stage_weights(expert, buffer, tensor_offsets, dtypes, loaded.backends)
 
 
 class BatchedExperts:
-    """`stream` is open, and None where no stage is paged. `is_together`: experts that are there are run at once, as
-    suits an accelerator. `cpu`: who multiplies some of them there, None: nobody. Only the engine calls it."""
+    """Runs the experts of a stage. `stream`: open; None if no stage is paged. `is_together`: run available experts in
+    one grouped product, as suits an accelerator. `cpu`: multiplies the CPU's share, if any. Called by the engine
+    only."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class BatchedExperts:
         is_together: bool,
         cpu: CpuExperts | None = None,
     ):
-        assert not paged or stream is not None, f"nothing brings in the experts of stages {sorted(paged)}"
+        assert not paged or stream is not None, f"stages {sorted(paged)} are paged without a stream"
         self._loaded, self._paged, self._stream, self._is_together = loaded, paged, stream, is_together
         self._cpu = cpu
         self._names = {
@@ -144,20 +146,20 @@ class BatchedExperts:
         }
 
     def expect(self, stage: int) -> None:
-        """The next `run` will be for this stage: call it as early as that is known."""
+        """Announces the stage of the next `run`, to start its reads. Call it as early as the stage is known."""
         if self._stream is not None and stage in self._paged:
             self._stream.expect(stage)
 
     def run(self, stage: int, events: Sequence[NeedExperts]) -> list[torch.Tensor]:
-        """The answers (T, D), in the order of `asked`: views of one tensor. All of `asked` name the same module, inside
-        which their lanes are parked.
+        """Runs one experts module for several parked lanes. Returns their outputs (T, D) in the order of `events`:
+        views of one tensor. All events must name the same module.
 
-        Each expert that a token visits is used once, over its tokens of all lanes; a paged one is read once. Lanes that
-        ask one at a time each read their own. A token's sum runs over its experts in ascending order, as in the plain
-        version, so answers differ from it only by the shapes of products. Raises CheckpointError where a read fails.
+        Each visited expert is used once, over its tokens of all lanes; a paged one is read once per call. A token's
+        outputs are summed over experts in ascending order, as in transformers, so results differ only by the shapes of
+        products. Raises CheckpointError if a read fails.
         """
         module = events[0].module
-        assert all(each.module is module for each in events), "lanes wait at different experts"
+        assert all(each.module is module for each in events), "lanes wait at different experts modules"
         hidden_TD, index_TK, weights_TK = events[0].hidden_TD, events[0].top_k_index_TK, events[0].top_k_weights_TK
         if len(events) > 1:  # all tokens, lane by lane
             hidden_TD = torch.cat([each.hidden_TD for each in events])
@@ -172,7 +174,7 @@ class BatchedExperts:
             errand = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None and not is_divided else None
             if cpu is None or errand is None:
                 out_TD = self._mix(stage, module, hidden_TD, visits)
-            else:  # each token's sum, in the same order
+            else:  # the sum runs in ascending order of experts, which keeps results exact
                 brought = [expert for expert in visits.hit if expert not in errand.experts]
                 outputs = {
                     expert: output_of(module, matrices, expert, hidden_TD, visits)
@@ -183,7 +185,7 @@ class BatchedExperts:
         return list(out_TD.split([len(each.hidden_TD) for each in events]))
 
     def _mix(self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
-        """The sum over each token's experts, of which other ranks may have some, or parts of each."""
+        """The weighted sum of each token's expert outputs. Other ranks may hold some experts, or parts of each."""
         share = share_of(module)
         if share is None:
             is_there = not self._is_together and stage not in self._paged
@@ -201,7 +203,8 @@ class BatchedExperts:
     def _hit_matrices(
         self, stage: int, module: torch.nn.Module, hit: Sequence[int], first: int = 0
     ) -> Iterator[tuple[int, Matrices]]:
-        """Matrices that are not paged, of a paged stage too, are those bound to the module, from expert `first` on."""
+        """Each hit expert with its matrices: read by the stream if the stage is paged, else those bound to the module,
+        whose first expert is number `first`."""
         if self._stream is None or stage not in self._paged:
             yield from ((expert, bound_matrices(module, expert - first)) for expert in hit)
             return

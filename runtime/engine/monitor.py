@@ -1,4 +1,4 @@
-"""What a pass cost, stage by stage: the engine and its streams report while it goes on, `take` sums it up."""
+"""Collects times per stage: the engine and its streams report during a pass, `take_times` sums up."""
 
 import time
 from collections import defaultdict, deque
@@ -17,32 +17,32 @@ T = TypeVar("T")
 
 
 class PassMonitor:
-    """One per engine, whose thread calls it; only what `watched` returns runs on others.
+    """Times of one engine, called by its thread; only functions that `timed` returns run on others.
 
-    The engine calls, for each action that goes through a lane or the experts (run, pre, post, route, experts, end)
+    For each action that goes through a lane or the experts (run, pre, post, route, experts, end), the engine calls
 
         begin = monitor.begin_compute()
         ...                                       the lane advances
         monitor.end_compute(stage, action, begin)
 
-    for each attention `workers.submit(monitor.watched(stage, action, event.compute))`, or where it answers at once
-    `begin_compute` and `end_attention`; and after a pass, when the device has finished,
-    `monitor.take([stream.take_counters, ...])`, which has the device's clock tell first what ran when. Reads and copies
-    make their spans in the streams. `action` is anything whose `str` the trace may show.
+    For attention it calls `workers.submit(monitor.timed(stage, action, event.compute))`, or `begin_compute` and
+    `end_attention` if it computes inline. After a pass, when the device has finished, it calls
+    `monitor.take_times([stream.take_counters, ...])`, which first resolves the device's events. Streams record their
+    own spans of reads and copies. `str(action)` is the name in the trace.
     """
 
     def __init__(self, num_stages: int, device: ComputeDevice, trace: Trace | None = None):
         self._num_stages, self._device, self._trace = num_stages, device, trace
         self._stream = device.compute_stream()
         self._compute: defaultdict[int, float] = defaultdict(float)
-        self._attention: deque[tuple[int, float]] = deque()  # appended to by workers
+        self._attention: deque[tuple[int, float]] = deque()  # workers append, the engine pops: deque is atomic
 
     def begin_pass(self) -> None:
-        """Asks where the pass computes: to ask takes as long as to mark a moment."""
+        """Caches the current compute stream: looking it up takes as long as recording an event."""
         self._stream = self._device.compute_stream()
 
     def begin_compute(self) -> Moment:
-        """Marks where compute begins, behind all that it waits for."""
+        """Marks the start of compute on the device's stream, after all work that is already queued there."""
         return self._device.clock.begin(self._stream)
 
     def end_compute(self, stage: int, action: object, begin: Moment) -> None:
@@ -54,12 +54,11 @@ class PassMonitor:
         self._device.clock.end(begin, computed, self._stream)
 
     def end_attention(self, stage: int, begin: Moment) -> None:
-        """Ends attention that runs where its lane runs. It is part of the lane's action, so it has no span of its
-        own."""
+        """Ends inline attention. It is part of the lane's action, so it has no span of its own."""
         self._device.clock.end(begin, partial(self._add_attention, stage), self._stream)
 
     def timed(self, stage: int, action: object, compute: Callable[[], T]) -> Callable[[], T]:
-        """`compute`, for a worker of the CPU: whoever calls it tells the monitor and the trace when it ran."""
+        """Wraps `compute` for a CPU worker: a call records its time in the monitor and the trace."""
 
         def timed() -> T:
             begin = time.monotonic()
@@ -73,7 +72,7 @@ class PassMonitor:
         return timed
 
     def run_traced(self, name: str, compute: Callable[[], T]) -> T:
-        """The result of `compute`, which runs on the CPU while an accelerator computes: the trace shows when."""
+        """Calls `compute` on the CPU and records it in the trace."""
         begin = time.monotonic()
         result = compute()
         if self._trace is not None:
@@ -81,7 +80,7 @@ class PassMonitor:
         return result
 
     def take_times(self, streams: Rows[Callable[[], StreamCounters]]) -> StageTimes:
-        """The times since the last call, what each of the streams counted included."""
+        """The times since the last call, including the counters of the streams."""
         self._device.clock.resolve()
         counters = [take() for take in streams]
         attention: defaultdict[int, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""Where a row's numbers stopped being finite: looked for by a second pass over broken rows, once there are any."""
+"""Finds the module in which NaN or infinity first appeared, by rerunning the affected sequences."""
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
@@ -18,13 +18,13 @@ from .batcher import Batcher, StaticBatcher
 from .lanes.factory import LaneFactory
 from .records import PassCounts
 
-MAX_EXPLAINED_PASSES = 16  # passes of a session: a run of many broken rows shall not take twice its time
+MAX_EXPLAINED_PASSES = 16  # per session: many broken rows must not double a run's time
 
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteSource:
-    """The first module that a number that is not finite comes out of; `tensors`: its weights that hold one. Numbers in
-    float16 may have been too large for it."""
+    """The first module with a non-finite output. `tensors`: its weights that contain NaN or infinity. In float16 the
+    cause may be overflow."""
 
     module: str
     stage: int
@@ -40,18 +40,20 @@ class NonFiniteSource:
 
     @property
     def is_in_weights(self) -> bool:
-        """Whether any row would meet it: of an embedding only some rows are used."""
+        """True if the module's weights affect every sequence. An embedding only affects sequences that use the broken
+        rows."""
         return bool(self.tensors) and self.stage != EMBEDDING
 
 
 def to_prompt_sequence(sequence: Sequence, *, has_encoder: bool) -> Sequence:
-    """What is known of it as a prompt; behind an encoder, where no answer can be prefilled, from its beginning."""
+    """A new sequence whose prompt is everything known so far. With an encoder only the original prompt, as answers
+    cannot be prefilled."""
     known = sequence.request.prompt_ids if has_encoder else tuple(sequence.known_ids)
     return Sequence(request=replace(sequence.request, prompt_ids=known, max_new_tokens=1, num_beams=1))
 
 
 class NonFiniteProbe:
-    """Says of rows without finite numbers where these began. `step` runs the passes of a batcher."""
+    """Explains sequences that failed with non-finite logits. `step` runs the passes of a batcher."""
 
     def __init__(
         self,
@@ -64,10 +66,10 @@ class NonFiniteProbe:
         self._num_explained, self._is_probing = 0, False
 
     def explain(self, groups: Rows[Rows[Sequence]], counts: PassCounts) -> None:
-        """Runs the rows of a pass that gave no finite numbers once more, in as many lanes as they had, and adds what it
-        finds to their errors. `groups` are the sequences that were in the pass's lanes, `counts` what it came to.
+        """Reruns the broken sequences of a pass in as many lanes, and appends the source that it finds to their errors.
+        `groups`: the sequences of each lane; `counts`: those of the pass.
 
-        Raises BrokenModelError where all rows of the pass are broken, and the weights must be why.
+        Raises BrokenModelError if all sequences of the pass are broken and the weights must be the cause.
         """
         broken = [[s for s in group if s.is_broken] for group in groups]
         all_broken = [s for group in broken for s in group]
@@ -76,7 +78,7 @@ class NonFiniteProbe:
         self._num_explained += 1
         has_encoder = self._model.start_token_id is not None
         again = [[to_prompt_sequence(s, has_encoder=has_encoder) for s in group] for group in broken if group]
-        # There must be pages for all of them, each by itself: they may have shared theirs with rows that go on.
+        # Reruns need pages of their own: the originals may have shared theirs with sequences that continue.
         wanted = sum(num_pages_for(s.num_known + 1) for group in again for s in group)
         has_room = not self._model.shape.is_packed or wanted <= self._lanes.num_free_pages
         origins = self._find_sources(again) if has_room else {}
@@ -92,7 +94,7 @@ class NonFiniteProbe:
             )
 
     def _find_sources(self, groups: Rows[Rows[Sequence]]) -> Mapping[int, NonFiniteSource]:
-        """Where each row's numbers began, by its `id`: looks at what each module gives while lanes pass them."""
+        """The source of each broken sequence, by its `id()`. Hooks check the output of each streamed module."""
         lanes, found = [self._lanes.lane(group) for group in groups], dict[int, NonFiniteSource]()
 
         def look(module: torch.nn.Module, inputs: object, output: object) -> None:

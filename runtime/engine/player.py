@@ -1,4 +1,4 @@
-"""Plays the actions of passes on real lanes: the one interpreter of schedules."""
+"""Executes the actions of a schedule on lanes and streams."""
 
 from collections.abc import Callable, Sequence
 from collections.abc import Sequence as Rows
@@ -23,20 +23,20 @@ from .setup import Streams
 
 
 class PipelinePeers:
-    """The ranks beside this one in a session whose ranks divide the layers: hidden states come from the rank before and
-    go to the one behind, and the last rank draws the tokens of all. `num_numbers`: what is told of each token that is
-    drawn. What an accelerator computes goes by way of host memory."""
+    """Pipeline-parallel transport: receives hidden states from the previous rank, sends them to the next, and
+    broadcasts the tokens that the last rank samples. `num_numbers`: int32 values per sampled row. An accelerator's
+    tensors are staged in host memory."""
 
     def __init__(self, line: PipelineLink, num_numbers: int, device: ComputeDevice):
         self._line, self._num_numbers, self._device = line, num_numbers, device
         self._lanes: Sequence[Lane] = ()
-        self._incoming: Sequence[torch.Tensor | None] = ()  # what each lane is sent, in host memory
+        self._incoming: Sequence[torch.Tensor | None] = ()  # receive buffers by lane, in host memory
 
     def begin(self, lanes: Sequence[Lane]) -> None:
-        """A pass of these lanes, which have come to the first stage of this rank."""
+        """Starts a pass: posts receives for lanes that wait at the first stage of this rank."""
         self._lanes = lanes
         self._incoming = [lane.entering for lane in lanes]
-        if self._device.is_accelerator:  # host memory for what is to come there
+        if self._device.is_accelerator:  # receive in host memory, then copy
             self._incoming = [
                 None
                 if target is None
@@ -46,20 +46,20 @@ class PipelinePeers:
         self._line.begin(self._incoming)
 
     def receive(self, lane: int) -> None:
-        """Returns when the lane's hidden states are there."""
+        """Blocks until the lane's hidden states have arrived, and copies them to its `entering` buffer."""
         self._line.receive(lane)
         come, entering = self._incoming[lane], self._lanes[lane].entering
         if come is not None and entering is not None and come is not entering:
             entering.copy_(come, non_blocking=True)
 
     def send(self, lane: int) -> None:
-        """Begins to send what the lane has come to."""
+        """Starts sending the lane's hidden states to the next rank."""
         leaving = self._lanes[lane].leaving
         assert leaving is not None, f"lane {lane} has not left this rank's layers"
         self._line.send(lane, *self._device.brought([leaving]))
 
     def draw_tokens(self, lanes: Sequence[Lane]) -> Sequence[torch.Tensor]:
-        """What the last rank has drawn for each lane, in host memory."""
+        """Samples on the last rank, receives its tokens on the others. Returns one host tensor per lane."""
         self._lanes = ()
         if self._line.is_last:
             drawn = self._device.brought([lane.sample() for lane in lanes])
@@ -68,7 +68,7 @@ class PipelinePeers:
         counts = [lane.expect_tokens() for lane in lanes]
         whole = torch.empty(sum(counts) * self._num_numbers, dtype=torch.int32)
         self._line.receive_broadcast(whole)
-        self._device.finish()  # what was sent here has left host memory
+        self._device.finish()  # receive buffers are free to reuse once their copies have ended
         self._incoming = ()
         return whole.view(-1, self._num_numbers).split(counts)
 
@@ -79,8 +79,8 @@ Stops: TypeAlias = tuple[type[Event], ...]
 
 
 class Player:
-    """Plays one pass after the other, on one thread. It knows what the slots hold, and so whether a pass flows on from
-    the one before."""
+    """Plays one pass after another on one thread. Remembers what the slots hold, so a pass can continue the prefetching
+    of the one before."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class Player:
         first_layer: int,
         peers: PipelinePeers | None = None,
     ):
-        """`weights_of` gives a stage's weights, once they are in compute memory. `should_stop` is asked whenever a lane
-        enters a stage; when it says yes, `Interrupted` is raised. `first_layer`: the stage of decoder layer 0; `peers`
-        are there where ranks divide the layers."""
+        """`weights_of`: returns a stage's weights once they are in compute memory. `should_stop` is polled when a lane
+        enters a stage; True raises `Interrupted`. `first_layer`: the stage of decoder layer 0. `peers`: set if ranks
+        divide the layers."""
         self._streams, self._weights_of, self._experts = streams, weights_of, experts
         self._monitor, self._should_stop = monitor, should_stop
         self._first_layer, self._pipeline = first_layer, peers
@@ -104,7 +104,7 @@ class Player:
         self._events: list[Event | None] = []
         self._travelling = frozenset[int]()
         self._attending: dict[int, Future[torch.Tensor]] = {}  # by lane
-        self._expert_outputs: dict[int, torch.Tensor] = {}  # the experts' answers, by lane
+        self._expert_outputs: dict[int, torch.Tensor] = {}  # expert outputs by lane
         self._played: Schedule | None = None
         self.has_lost_a_pass = False
         self._handlers: dict[Op, Callable[[Action], None]] = {
@@ -128,12 +128,12 @@ class Player:
     def play(
         self, schedule: Schedule, walk: Walk, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None] | None = None
     ) -> None:
-        """Takes the lanes through all stages of a pass. Mutates the lanes, whose tokens are then ready to be drawn.
-        The schedule may have more lanes, which other ranks have: here nothing is done in their turns.
+        """Takes the lanes through all stages of a pass; their tokens can then be sampled. Mutates the lanes. The
+        schedule may have more lanes, which only other ranks have: their actions are skipped.
 
-        `new_tokens`: of each lane, how many tokens of each of its sequences the pass carries; None: the lane's choice.
-        Raises Interrupted, and whatever a lane or a stream raises: the pass is lost then, and no other can be played,
-        as slots, workers and trips still hold what was on its way.
+        `new_tokens`: per lane, the number of tokens of each sequence; None: the lane's choice. Raises Interrupted and
+        any error of a lane or stream. The pass is then lost and the player unusable, as transfers may still be in
+        flight.
         """
         self._lanes, self._travelling = lanes, frozenset(walk.travelling)
         try:
@@ -144,7 +144,7 @@ class Player:
                 self._peers.begin(lanes)
             actions = schedule.cycle
             if self._played is None or self._played.prologue != schedule.prologue:
-                # The slots do not hold what the schedule expects because the last pass has left it there.
+                # The slots do not hold what this schedule expects the last pass to have left in them.
                 self._streams.weights.drop()
                 actions = (*schedule.prologue, *schedule.cycle)
             for action in actions:
@@ -157,12 +157,13 @@ class Player:
                 lane.abandon()
             raise
         finally:
-            self._lanes, self._events = (), []  # what lanes hold is free with them, not when garbage is next collected
+            self._lanes, self._events = (), []  # free the lanes' memory now, not at the next garbage collection
         self._played = schedule
 
     def _advance(self, answer_to: Callable[[Action], Answer | None], stops: Stops, action: Action) -> None:
-        """Carries a lane on, with the answer that it waits for, until it asks for another stage or for one of `stops`;
-        where it waits for none it stays. A stage may be several modules: the lane asks for its weights again."""
+        """Resumes a lane with the answer that it waits for, until it asks for another stage or for an event in `stops`.
+        Does nothing if there is no answer. A stage may consist of several modules, each of which asks for its
+        weights."""
         answer = answer_to(action)
         if answer is None:
             return
@@ -184,7 +185,7 @@ class Player:
         return self._attend_here(stage, event)
 
     def _stage(self, action: Action) -> Weights:
-        """The weights of the stage that the lane enters; its keys and values are bound, where they travel."""
+        """The weights of the stage that the lane enters. Binds its keys and values if they are offloaded."""
         if self._should_stop():
             raise Interrupted(RESUME_HINT)
         stage, lane = action.turn
@@ -200,22 +201,24 @@ class Player:
         return self._weights_of(stage)
 
     def _whole_stage(self, action: Action) -> Weights:
-        """The weights of a stage that the lane passes in one go, its experts included."""
+        """The weights of a stage that the lane runs through without a stop, experts included."""
         self._experts.expect(action.its_stage)
         return self._stage(action)
 
     def _attention(self, action: Action) -> torch.Tensor | None:
-        """The workers' answer, or where they have not been asked one's own; None where the lane waits for none."""
+        """The result of the lane's attention, from a worker if one runs it. None if the lane does not wait for
+        attention."""
         stage, lane = action.turn
         event = self._events[lane]
         if not isinstance(event, NeedAttention):
             return None
-        self._experts.expect(stage)  # the lane that goes on is the next one to ask for experts
+        self._experts.expect(stage)  # this lane is the next to need experts
         pending = self._attending.pop(lane, None)
         return pending.result() if pending is not None else self._attend_here(stage, event)
 
     def _attention_or_stage(self, action: Action) -> Answer | None:
-        """What takes a lane to its router: attention, or the whole stage where nothing attends apart."""
+        """The answer that takes a lane to its router: attention, or the weights if the stage does not stop for
+        attention."""
         if self._events[action.turn[1]] == NeedStage(action.its_stage):
             return self._whole_stage(action)
         return self._attention(action)
@@ -223,8 +226,8 @@ class Player:
     def _attend(self, action: Action) -> None:
         stage, lane = action.turn
         event = self._events[lane]
-        if isinstance(event, NeedAttention) and event.is_decode:  # not every layer of every family attends
-            assert self._streams.workers is not None, f"'{action}': nobody attends on the CPU"
+        if isinstance(event, NeedAttention) and event.is_decode:  # some layers of some families have no attention
+            assert self._streams.workers is not None, f"'{action}': there are no CPU workers"
             compute = self._monitor.timed(stage, action, event.compute)
             self._attending[lane] = self._streams.workers.submit(compute)
 
@@ -259,12 +262,12 @@ class Player:
 
     @property
     def _kv(self) -> KVStream:
-        assert self._streams.kv is not None, "keys and values travel without a stream"
+        assert self._streams.kv is not None, "KV is offloaded without a stream"
         return self._streams.kv
 
     @property
     def _peers(self) -> PipelinePeers:
-        assert self._pipeline is not None, "hidden states travel where ranks divide the layers"
+        assert self._pipeline is not None, "only pipeline ranks exchange hidden states"
         return self._pipeline
 
     def _layer(self, stage: int) -> int:

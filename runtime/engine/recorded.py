@@ -1,8 +1,8 @@
-"""Passes that decode, recorded once as the device gets them and replayed: where weights stay on the device the host
-takes longer to launch a pass than the device to run it.
+"""Decode passes recorded as CUDA graphs and replayed. With resident weights, launching a pass takes longer than running
+it.
 
-A recording is of one lane, of so many rows and of so many positions in all. Rows are filled up by repeating the first,
-positions by some that nobody looks at, so that few recordings serve many passes. Tokens are drawn outside of it.
+A recording is of one lane, with a fixed number of rows and of positions. Rows are padded by repeating the first one and
+positions by unused ones, so few recordings serve many passes. Sampling is not recorded.
 """
 
 import logging
@@ -29,8 +29,8 @@ from .setup import Setup
 
 log = logging.getLogger(__name__)
 
-ROW_MULTIPLE = 8  # lanes of up to so many more rows share a recording
-Key: TypeAlias = tuple[int, frozenset[tuple[Reach, Size]]]  # rows, and positions by reach
+ROW_MULTIPLE = 8  # recordings have a multiple of this many rows
+Key: TypeAlias = tuple[int, frozenset[tuple[Reach, Size]]]  # rows, and sizes by reach
 
 
 class _RecordedInputs(NamedTuple):
@@ -38,7 +38,7 @@ class _RecordedInputs(NamedTuple):
     view: PassView
     rows: FixedRows
     selected_B: torch.Tensor
-    offsets_T: torch.Tensor  # a class may ask for them while it is recorded
+    offsets_T: torch.Tensor  # the class may read it while being recorded
 
     def fill(self, inputs: tuple[torch.Tensor, torch.Tensor], view: PassView) -> None:
         for target, source in zip(self.inputs, inputs, strict=True):
@@ -49,8 +49,8 @@ class _RecordedInputs(NamedTuple):
 
 
 class RecordedPasses:
-    """Plays the passes that it `takes`. Passes of one kind run as they are once, and are recorded when they come again.
-    Raises ConfigError where a run could have none."""
+    """Plays decode passes from recordings. The first pass of a row count is launched normally, the second is recorded.
+    Raises ConfigError if the run cannot use recordings."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class RecordedPasses:
         self._monitor, self._should_stop = monitor, should_stop
         self._last_stage = len(setup.model.shape.stages) - 1
         self._cuts: Cuts | None = None
-        self._logits_BV: torch.Tensor | None = None  # of the most rows so far
+        self._logits_BV: torch.Tensor | None = None  # for the largest row count so far
         self._num_launches, self._failed = Counter[int](), set[int]()
-        # Logits, in memory that all share, and what fills them.
+        # Inputs, logits and replay. All recordings write logits to the same memory: read them before the next replay.
         self._recordings: dict[Key, tuple[_RecordedInputs, torch.Tensor, Callable[[], None]]] = {}
 
     def play(self, lane: Lane, new_tokens: Rows[int] | None, launch: Callable[[], None]) -> None:
-        """Takes a lane through a pass, whose tokens are then ready to be drawn. `launch` does so operator by operator,
-        `new_tokens` as for `begin_pass`."""
+        """Takes a lane through a pass; its tokens can then be sampled. `launch` runs the pass operator by operator.
+        `new_tokens`: as for `begin_pass`."""
         if self._should_stop():
             raise Interrupted(RESUME_HINT)
         lane.prepare_pass(new_tokens)
@@ -83,7 +83,7 @@ class RecordedPasses:
             launch()
             return
         cache, num_rows = lane.cache, -(-len(lane.sequences) // ROW_MULTIPLE) * ROW_MULTIPLE
-        if self._cuts is None:  # nobody knows yet how far layers look back
+        if self._cuts is None:  # the layers' attention windows are known after a first pass
             launch()
             assert cache.decoding is not None, "its rows decode"
             self._cuts = cuts_from_rows(cache.decoding)
@@ -111,7 +111,7 @@ class RecordedPasses:
         lane.substitute_inputs(fixed.inputs, fixed.view, fixed.selected_B)
         self._num_launches[num_rows] += 1
         if self._num_launches[num_rows] == 1:
-            launch()  # as it will be recorded, so that kernels of these shapes are loaded
+            launch()  # warm-up with the recorded shapes: kernels must be loaded before capture
             logits_BV = lane.take_logits()
             if self._logits_BV is None or len(self._logits_BV) < len(logits_BV):
                 self._logits_BV = torch.empty_like(logits_BV)
@@ -121,7 +121,7 @@ class RecordedPasses:
         try:
             logits_BV, replay = self._device.recorded(lambda: self._compute(lane))
         except RuntimeError as error:  # torch's, out of memory among them
-            log.warning("passes of %d rows are launched one by one, as they cannot be recorded: %s", num_rows, error)
+            log.warning("decode passes of %d rows run without a recording: %s", num_rows, error)
             self._failed.add(num_rows)
             lane.abandon()
             launch()
@@ -136,7 +136,7 @@ class RecordedPasses:
         lane.take_logits(logits_BV)
 
     def _compute(self, lane: PackedLane) -> torch.Tensor:
-        """The logits of a pass, without a word to the monitor, whose moments a recording cannot hold."""
+        """Runs a pass and returns its logits. Does not call the monitor, whose events cannot be part of a recording."""
         event: Event | None = lane.begin_pass()
         stage = 0
         while event is not None:
@@ -148,7 +148,7 @@ class RecordedPasses:
             else:
                 answer = self._experts.run(stage, [event])[0]
             event = lane.advance(answer)
-        assert self._logits_BV is not None, "as many rows were launched before"
+        assert self._logits_BV is not None, "a pass of as many rows was launched before"
         return self._logits_BV[: lane.cache.view.num_rows].copy_(lane.take_logits())
 
 

@@ -1,4 +1,4 @@
-"""What a pass came to, in numbers."""
+"""Measurements of a pass: token counts, times and bytes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """`mixed`: prompts and tokens that are decoded in one pass."""
+    """Phase of a pass. `mixed`: prefill and decode tokens in one pass."""
 
     prefill = "prefill"
     decode = "decode"
@@ -15,16 +15,15 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class PassCounts:
-    """Token counts of a lane, or of all lanes together, in one pass: `real` were computed for a reason, `padded`
-    includes the padding beside them."""
+    """Token counts of one pass, of one lane or all. `real_tokens` exclude padding, `padded_tokens` include it."""
 
     num_sequences: int
     real_tokens: int
     padded_tokens: int
-    prompt_tokens: int  # of the real ones, those of prompts (or of what a sequence that was stopped knows already)
-    issued_tokens: int  # new tokens computed, those of rows that had finished before included
-    useful_tokens: int  # new tokens that are part of a completion; in a beam search of as many beams as come back
-    spared_tokens: int = 0  # of prompts, that another row computed; less those that rows computed for others
+    prompt_tokens: int  # real tokens that are prefilled: prompts, or known tokens of resumed sequences
+    issued_tokens: int  # new tokens computed, finished rows included
+    useful_tokens: int  # new tokens that are part of a returned completion
+    spared_tokens: int = 0  # prompt tokens reused from a shared prefix, minus those computed for it
 
     @staticmethod
     def total(lanes: Iterable["PassCounts"]) -> "PassCounts":
@@ -34,13 +33,12 @@ class PassCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """One pass. Seconds are by stage, the sum over its lanes.
+    """Times and traffic of one pass. Seconds are per stage, summed over lanes.
 
-    read, copy: disk and link were busy. compute: inside lanes and experts, with attention that the engine answered at
-    once, and with the waiting for experts that are paged.
-    attention: wherever it ran, added up over workers. stall: compute waited for bytes, on an accelerator at most.
-    Bytes are those of weights, experts and KV together. Experts are those of layers that are read expert by expert: a
-    pass counts each of them, and those that a token visits, once, and reads as often as lanes ask.
+    read, copy: time during which disk and link were busy. compute: inside lanes and experts, with inline attention and
+    waits for paged experts. attention: wherever it ran, summed over workers. stall: compute waited for bytes; an upper
+    bound on an accelerator. Bytes are those of weights, experts and KV together. Expert counts are of paged stages:
+    each expert, and each that a token visits, counts once per pass; reads count per request of a lane.
     """
 
     read_seconds: tuple[float, ...]
@@ -48,7 +46,7 @@ class StageTimes:
     compute_seconds: tuple[float, ...]
     attention_seconds: tuple[float, ...]
     stall_seconds: tuple[float, ...]
-    prefetch_hits: int  # streamed stages whose bytes were there when a lane first asked
+    prefetch_hits: int  # streamed stages that were in compute memory when a lane first needed them
     prefetch_misses: int
     experts_total: int
     experts_hit: int
@@ -61,8 +59,8 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class PassRecord:
-    """One pass of one block. `seconds` are monotonic; what they were spent on is in `times`. Bytes of memory: in use at
-    its end, and the most so far."""
+    """One pass of one block. `seconds`: wall time by a monotonic clock. Memory bytes: in use at the end of the pass,
+    and the peak so far."""
 
     block: int
     index: int

@@ -1,10 +1,9 @@
-"""Whether lanes give a class's tokens, seen before the run: an excerpt of the model, a few layers with all that is
-outside of them, is told the same tokens in our lanes and by transformers' own `generate`, and their logits compared.
+"""Self-check before a run: compares the logits of our lanes with those of transformers' own `generate` for the same
+tokens, on an excerpt of the model (a few layers and all modules outside of them).
 
-In float32 on the CPU, where the two differ by rounding alone. Two lanes of two rows of different lengths, prompts in
-chunks, and more tokens than an excerpt's windows or LongRoPE's limit: so what a class does with masks, windows, states
-and positions shows, whatever its name. What it cannot see: whether the checkpoint's names were mapped to the right
-weights, since both sides use that map, and code for accelerators.
+Runs in float32 on the CPU, where the two differ by rounding only. Two lanes of two rows of different lengths, chunked
+prefill, and more tokens than an excerpt's windows or LongRoPE limits exercise masks, windows, states and positions. Not
+covered: wrong mapping of checkpoint names to weights, as both sides share it, and accelerator code.
 """
 
 import gc
@@ -58,13 +57,14 @@ TOKEN_ID_SUFFIXES = ("token_id", "token_ids", "token_index")
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherForcing:
-    """`tokens[id]` come behind a request's prompt, whatever the model would choose."""
+    """Requests with forced continuations: `tokens[id]` follow a request's prompt, whatever the model would generate."""
 
     requests: tuple[Request, ...]
     tokens: Mapping[str, tuple[int, ...]]
 
     def largest_difference(self, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> "Difference":
-        """The first beyond rounding of the sequence that differs most, of logits (T, V) by request id."""
+        """The difference of the sequence that differs most, at its first token beyond rounding. Both mappings hold
+        logits (T, V) by request id."""
         found: list[Difference] = []
         for request in self.requests:
             own_TV, other_TV = ours[request.id], theirs[request.id]
@@ -78,7 +78,7 @@ class TeacherForcing:
 
 
 def make_teacher_forcing(model: LoadedModel, *, seed: int) -> TeacherForcing | None:
-    """Random tokens that mean nothing special to the class; None where its context or vocabulary has no room."""
+    """Random tokens without a special meaning to the class. None if its context or vocabulary is too small."""
     config, special = model.staged.model.config, set[int]()
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
         for name, value in vars(part).items():
@@ -113,11 +113,12 @@ class _ForcedTokens(LogitsProcessor):
 def run_generate(
     opened: LoadedModel, truncated: TruncatedModel, forcing: TeacherForcing, scores: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the class's answers by request id: logits (T, V) of `generate` at each of the dictated tokens, and, where
-    scores are asked for, the tokens' log-probabilities (T,) by one forward over prompt and tokens.
+    """Runs the class's own `generate`. Returns logits (T, V) by request id at each forced token and, with `scores`, the
+    tokens' log-probabilities (T,) from one forward over prompt and tokens.
 
-    Runs the class's unchanged code on dense float32 weights, each prompt by itself. `opened` is the excerpt as lanes
-    have it, which says where its weights lie. May raise whatever the class raises."""
+    Runs transformers' unchanged code on dense float32 weights, one prompt at a time. `opened`: the excerpt as lanes see
+    it, used to locate weights. May raise anything that the class raises.
+    """
     config = read_config(opened.checkpoint.path)
     pop_quantization_config(config)
     truncated.shorten(config)
@@ -163,14 +164,15 @@ def run_generate(
 
 
 class ForcedSampler(Sampler):
-    """`tokens` by request id. `logits[id]` are a sequence's rows of logits (V,), float32 on the CPU, one per token."""
+    """Sampler that forces `tokens`, by request id, and collects `logits[id]`: one float32 row (V,) on the CPU per
+    token."""
 
     def __init__(self, tokens: Mapping[str, Rows[int]]):
         self._tokens = tokens
         self.logits: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """Where nobody asks, the head sees one all the same."""
+        """Returns the raw logits. Passes that sample nothing still compute one row, which is cut off."""
         return logits_BV[: len(sequences)].float().view(torch.int32)
 
     def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
@@ -194,13 +196,13 @@ CPU = torch.device("cpu")
 
 
 class _Inconclusive(Exception):
-    """Why nothing can be said of the model."""
+    """The self-check cannot judge this model; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The largest of one try, in deviations of a sequence's logits; `step` counts its new tokens from 0, `is_rounding`:
-    within the tolerance."""
+    """The largest difference of one comparison, in standard deviations of a sequence's logits. `step` counts new tokens
+    from 0."""
 
     size: float
     request: Request
@@ -213,7 +215,8 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class _Comparison:
-    """One try. `score`: the largest difference of a log-probability, in tolerances; 0 where none is asked for."""
+    """Result of one comparison. `score`: the largest difference of a log-probability, as a multiple of the tolerance; 0
+    if the run scores nothing."""
 
     forcing: TeacherForcing
     plan: RunPlan
@@ -226,8 +229,8 @@ class _Comparison:
 
 
 def is_check_due(model: LoadedModel, mode: SelfCheck, run_seconds: float) -> bool:
-    """`run_seconds` is how long the run is to take, 0 where nobody knows. What is proven needs no check, and gets one
-    where it is as good as free; what generates nothing has no `generate` to be compared with."""
+    """True if the model should be checked. With `auto`, proven families are checked only if that costs next to nothing,
+    and models without text generation never. `run_seconds`: estimated duration of the run; 0 if unknown."""
     if mode is SelfCheck.auto and model.head is not Head.text:
         return False
     if mode is not SelfCheck.auto:
@@ -247,9 +250,9 @@ def check_lanes(
     *,
     scores: bool = False,
 ) -> None:
-    """Within the host's budget, of which nothing may be held yet. `scores`: the run scores given tokens, so those are
-    compared too. Raises ConfigError where lanes differ from the class by more than rounding; where nothing can be said,
-    a warning says why."""
+    """Runs the self-check within the host budget, of which nothing may be in use yet. `scores`: the run scores given
+    tokens, so compare log-probabilities too. Raises ConfigError if lanes differ from the class by more than rounding;
+    logs a warning if the check is inconclusive."""
     begin = time.monotonic()
     check = _Check(
         model=model, config=config, budgets=budgets, open_reader=open_reader, should_stop=should_stop, scores=scores
@@ -274,7 +277,7 @@ class _Check:
     scores: bool
 
     def run(self) -> str:
-        """What to say when all is well."""
+        """Returns a summary for the log if the check passes."""
         truncated, wanted = self._choose_truncation()
         found = self._compare(truncated, seed=0)
         if not found.is_rounding:  # two experts may have been as good as equal for a token
@@ -331,8 +334,8 @@ class _Check:
         logits: Mapping[str, torch.Tensor],
         logprobs: Mapping[str, torch.Tensor],
     ) -> float:
-        """The largest difference of a dictated token's log-probability, as a run of scores has it, in tolerances; 0
-        where the run scores nothing."""
+        """The largest difference of a forced token's log-probability, as a multiple of the tolerance; 0 if the run
+        scores nothing."""
         if not self.scores:
             return 0.0
         made = [make_scoring(self.model, r.id, r.prompt_ids, forcing.tokens[r.id]) for r in forcing.requests]
@@ -347,7 +350,7 @@ class _Check:
         return max(sizes)
 
     def _choose_truncation(self) -> tuple[TruncatedModel, int]:
-        """What fits the budget, and how many layers it should have."""
+        """The largest excerpt that fits the budget, and the number of layers that would cover every layer kind."""
         shape, budget = self.model.shape, self.budgets.host_bytes
         num_all = len(shape.layers)
         is_full = self.config.model.self_check is SelfCheck.full
@@ -364,7 +367,7 @@ class _Check:
     def _run_in_lanes(
         self, truncated: TruncatedModel, requests: Rows[Request], sampler: Sampler
     ) -> tuple[RunPlan, list[Sequence]]:
-        """The sequences that these requests come to, in lanes."""
+        """Runs the requests in lanes. Returns the plan and the finished sequences."""
         try:
             return self._generate_in_lanes(self._load_truncated(truncated), requests, sampler)
         except (BudgetError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""A model whose weights are held: blocks of requests go in, completions come out."""
+"""Generates blocks of requests on a model with loaded weights, and yields completions."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple
@@ -24,8 +24,8 @@ OnPass = Callable[[PassRecord], None]
 
 
 class LaneSlots(NamedTuple):
-    """`num_lanes` of `lane_size` sequences, each of which prefills at most `chunk_tokens` in a pass; `others_pages` of
-    keys and values are not for them."""
+    """Size of continuous batching: `num_lanes` lanes of `lane_size` sequences, each prefilling up to `chunk_tokens`
+    tokens per pass. `reserved_pages`: KV pages that belong to other ranks."""
 
     num_lanes: int
     lane_size: int
@@ -33,8 +33,8 @@ class LaneSlots(NamedTuple):
     reserved_pages: int = 0
 
     def share(self, num_shares: int, num_pages: int) -> "LaneSlots":
-        """Those of one of `num_shares` ranks, if there are `num_pages`: fewer in each lane, and where there are not as
-        many, fewer lanes."""
+        """The slots of one of `num_shares` ranks when the pool has `num_pages`: smaller lanes, and fewer lanes if there
+        are not enough sequences for one per lane."""
         num_lanes = max(1, min(self.num_lanes, self.num_lanes * self.lane_size // num_shares))
         return LaneSlots(
             num_lanes=num_lanes,
@@ -45,15 +45,16 @@ class LaneSlots(NamedTuple):
 
 
 def ignore_pass(record: PassRecord) -> None:
-    """What is done after a pass where nobody asks."""
+    """Default `on_pass` callback: does nothing."""
 
 
 class Session:
-    """Valid inside `Runtime.session`; once it has raised, for `snapshot` alone. Not thread-safe.
+    """Runs the plan's blocks. Valid inside `Runtime.session`; after it has raised, only `snapshot` may be called. Not
+    thread-safe.
 
-    Requests go by their positions in `requests`, which are those that the plan was made of. `on_pass` is called after
-    each pass, once all completions that ended in it have been taken. `opening_seconds`: what reading the resident
-    weights took, and making room for all else.
+    Requests are identified by their positions in `requests`, the list that the plan was made for. `on_pass` is called
+    after each pass, when all completions that ended in it have been consumed. `opening_seconds`: time spent on reading
+    resident weights and allocating memory.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Session:
         self._detokenizer = Detokenizer(tokenizer, model.start_token_id) if tokenizer is not None else None
 
     def probe(self, requests: Sequence[Request]) -> None:
-        """Runs a first pass, that of the heaviest block, and forgets it."""
+        """Runs the first pass of the heaviest block as a memory test, and discards the result."""
         if self._policy.admission is Admission.continuous:
             running = {i: start_sequence(requests[i]) for block in self._plan.blocks for i in block.members}
             batcher = self._continuous_batcher({i: s for i, s in running.items() if s.finish is None})
@@ -87,7 +88,7 @@ class Session:
             self._engine.step(batcher)
 
     def generate(self, requests: Sequence[Request], on_pass: OnPass = ignore_pass) -> Generator[tuple[int, Completion]]:
-        """Generates all blocks of the plan, as its policy admits them, and gives completions as they finish."""
+        """Generates all blocks of the plan with the policy's admission, and yields completions as they finish."""
         if self._policy.admission is Admission.continuous:
             order = [i for block in self._plan.blocks for i in block.members]
             yield from self.stream(order, requests, {}, on_pass)
@@ -96,7 +97,7 @@ class Session:
                 yield from self.wave(block, block.members, requests, {}, on_pass)
 
     def run(self, block: Block, requests: Sequence[Request], on_pass: OnPass = ignore_pass) -> list[Completion]:
-        """Generates one block. Completions are in the order of `block.members`."""
+        """Generates one block. Returns its completions in the order of `block.members`."""
         completions = dict(self.wave(block, block.members, requests, {}, on_pass))
         return [completions[i] for i in block.members if requests[i].is_returned]
 
@@ -108,10 +109,10 @@ class Session:
         unfinished: Mapping[int, SequenceState],
         on_pass: OnPass = ignore_pass,
     ) -> Generator[tuple[int, Completion]]:
-        """Generates one block, of whose members only those in `left`, and gives them as they finish.
+        """Generates the members of one block that are in `remaining`, and yields completions as they finish.
 
-        `unfinished`: those that an earlier process has begun, from where they go on. With the same members left and
-        none of them begun, a block always comes to the same bits.
+        `unfinished`: saved states to resume from. With the same `remaining` and no saved states, the output of a block
+        is bitwise reproducible.
         """
         remaining = drop_orphaned_beams(remaining, requests)
         lanes = list[dict[int, Running]]()
@@ -136,10 +137,10 @@ class Session:
         unfinished: Mapping[int, SequenceState],
         on_pass: OnPass = ignore_pass,
     ) -> Generator[tuple[int, Completion]]:
-        """Continuous admission: requests enter in `order` as others finish, and come out as they finish. `unfinished`
-        as in `wave`."""
-        # In padded lanes a sequence begins again: with its answer among others' prompts a lane would be wider than
-        # planned, and behind an encoder answers of unequal lengths cannot be prefilled.
+        """Continuous batching: requests enter in `order` as others finish. Yields completions as they finish.
+        `unfinished`: saved states to resume from."""
+        # Padded lanes restart from the prompt: prefilling generated tokens would make the rectangle wider than planned,
+        # and a decoder cannot prefill answers of unequal lengths.
         states, device = unfinished if self._model.shape.is_packed else {}, self._engine.torch_device
         self._active = {i: resume_sequence(requests[i], states.get(i), device) for i in order}
         entering = {i: sequence for i, sequence in self._active.items() if sequence.finish is None}
@@ -153,14 +154,15 @@ class Session:
                 on_pass(record)
 
     def snapshot(self) -> dict[int, SequenceState]:
-        """The state of the sequences of `wave` or `stream` that have begun and not finished; also after it was
-        interrupted."""
+        """The state of every sequence that has generated tokens and is not finished. Also valid after an interrupted
+        `wave` or `stream`."""
         return {i: s.snapshot() for i, s in self._active.items() if s.generated and s.finish is None}
 
     def _with_shared_prefixes(
         self, block: Block, running: Mapping[int, Running], lanes: list[list[Running]]
     ) -> list[list[Running]]:
-        """`lanes`, or where the plan has prompts share what they begin with such lanes with those prefixes in them."""
+        """Inserts the sequences that compute shared prefixes into `lanes`. Returns `lanes` unchanged if prefixes are
+        not shared."""
         rule = self._engine.lanes.sharing
         if not self._plan.prefixes or rule is None:
             return lanes
@@ -169,7 +171,8 @@ class Session:
     def _chunk_sizes(
         self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
     ) -> Sequence[int | None]:
-        """How many tokens each lane may prefill in a pass; None: as many as the policy says."""
+        """Prefill tokens per pass of each lane. None: the policy's chunk size. Resumed sequences may need smaller
+        chunks to fit."""
         if not any(sequence.generated for lane in lanes for sequence in lane):
             return [None] * len(lanes)
         compute = next((each for each in self._plan.placement.ledgers if each.memory == "device"), None)
@@ -207,7 +210,7 @@ class Session:
         return [(i, self._completion(sequence)) for i, sequence in finished if sequence.request.is_returned]
 
     def _completion(self, sequence: Running) -> Completion:
-        assert sequence.finish is not None, "the block ended before its sequences"
+        assert sequence.finish is not None, "the block ended with unfinished sequences"
         if self._reasoning is not None:
             parts = self._reasoning.split(sequence)
         else:

@@ -1,4 +1,4 @@
-"""What an engine works with, opened and closed together: all that moves bytes beside it, and threads that attend."""
+"""Opens and closes the engine's streams, worker threads and compiled kernels together."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,8 +34,8 @@ from .compiling import HOST_OPS, CompiledKernels, KernelSet, prepare_kernels
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is run, by which settings, what lies where, and on which device. `trace` hears what ran when, `kept` are
-    weights that an earlier session has read, `together` is what ranks have in common that read weights together."""
+    """What the engine runs: model, settings, placement, device. `trace` records spans, `kept` are weights that an
+    earlier session has read, `together` is the group of ranks that read weights in common."""
 
     model: LoadedModel
     config: RuntimeConfig
@@ -47,13 +47,13 @@ class Setup:
 
 
 def prepare_attention(model: LoadedModel) -> None:
-    """Decode attention on the CPU, beside an accelerator too; the second time at no cost."""
+    """Compiles the CPU decode attention kernels. Idempotent."""
     for part in attention_kernels(model):
         prepare_kernels(part)
 
 
 def compiled_kernels(model: LoadedModel) -> CompiledKernels:
-    """Loads the kernels that a model on the CPU computes with, as far as they are compiled."""
+    """The kernels of a model on the CPU. Those in the on-disk cache are loaded."""
     parameters = (parameter for stage in model.shape.stages for parameter in stage.parameters)
     parts = [*attention_kernels(model), product_kernels(parameters, model.compute_dtype)]
     if model.compute_dtype in DTYPES:
@@ -62,7 +62,7 @@ def compiled_kernels(model: LoadedModel) -> CompiledKernels:
 
 
 def attention_kernels(model: LoadedModel) -> list[KernelSet]:
-    """What attends to a model's pages on the CPU, if anything compiled does."""
+    """The compiled CPU attention kernels for a model's KV pages; empty if it uses none."""
     kv_dtype, computed = model.shape.kv_dtype, model.compute_dtype
     if kv_dtype.is_quantized:
         return [KernelSet("quantized_attention", _name(computed), (kv_dtype.value,))]
@@ -70,7 +70,7 @@ def attention_kernels(model: LoadedModel) -> list[KernelSet]:
 
 
 def product_kernels(parameters: Iterable[Parameter], inputs: torch.dtype) -> KernelSet:
-    """What multiplies inputs of a dtype with these weights."""
+    """The compiled kernels that multiply inputs of dtype `inputs` with these weights."""
     slices = [piece for parameter in parameters for piece in parameter.slices]
     stored = {piece.dtype for piece in slices if len(piece.shape) >= 2 and not piece.format}
     dtypes = [_name(TORCH_DTYPES[name]) for name in sorted(stored & TORCH_DTYPES.keys())]
@@ -83,23 +83,20 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class AttentionWorkers(Closing):
-    """Owns the threads; computes begin in the order in which they were submitted. Closing waits for those that run and
-    drops those that do not yet.
+    """Thread pool for CPU attention. Tasks start in the order of submission. Closing waits for running tasks and
+    cancels pending ones.
 
-    One worker by default: `decode_attention` divides each lane over threads, so that the lane which the engine needs
-    first is done first. On 2 cores, 6 lanes of attention beside products on both cores took 149 ms so, 189 ms with a
-    thread each in two workers, and 180 ms one after the other (the best of 25 turns, cores shared; attention then had
-    threads of its own, now those of `shared_work`, which serve a product beside it once they are free). A
-    worker's own torch operators are small and stay in its thread, as OpenMP would start a team of threads for each
-    worker beside the engine's.
+    One worker by default: `decode_attention` splits each lane over threads, so the lane that the engine needs first
+    ends first. On 2 cores, 6 lanes of attention beside products on both cores took 149 ms this way, 189 ms with one
+    thread each in two workers, and 180 ms in sequence (best of 25, attention with threads of its own instead of
+    `shared_work`'s). torch operators in a worker use a single thread, as OpenMP would start a thread team per worker.
     """
 
     def __init__(self, *, num_workers: int = 1, max_pending: int = 8):
         self._room = BoundedSemaphore(max_pending)
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="attend")
-        # The limit of torch's threads is each thread's own, but torch also keeps the last number set, and gives it to a
-        # thread that first asks: so a worker asks before it sets its own, and afterwards the number is put back for
-        # threads to come.
+        # torch's thread limit is per thread, but new threads inherit the last value set by any. So a worker reads it
+        # before setting its own, and the old value is restored afterwards.
         num_threads = torch.get_num_threads()
         all_started = Barrier(num_workers)
 
@@ -116,7 +113,7 @@ class AttentionWorkers(Closing):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, compute: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
-        """Returns at once, unless `max_pending` computes are under way: then when the first of them has ended."""
+        """Queues a task. Blocks while `max_pending` tasks are pending."""
         self._room.acquire()
         try:
             future = self._pool.submit(_run_inference, compute)
@@ -134,8 +131,9 @@ def _run_inference(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """`experts` are there where experts are paged, `kv` where keys and values travel, `workers` where the CPU attends,
-    `exchange` where it does so for an accelerator, `round_trips` where it multiplies experts for one."""
+    """The open streams of an engine. `experts`: set if experts are paged; `kv`: if keys and values are offloaded;
+    `workers`: if attention runs on the CPU; `exchange`: if it does so for an accelerator; `round_trips`: if the CPU
+    multiplies experts for one."""
 
     weights: WeightStream
     experts: ExpertStream | None
@@ -150,23 +148,23 @@ class Streams:
         return [stream.take_counters for stream in found if stream is not None]
 
     def discard_pages(self, pages: Sequence[int]) -> None:
-        """Nobody will ask for what these KV pages held."""
+        """Drops the stored contents of freed KV pages in every layer. Call before their next owner stores anything."""
         if self.kv is not None and pages:
             self.kv.forget(pages)
 
 
 @contextmanager
 def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
-    """Reads the resident weights, of which those that are kept stay where they are. Raises CheckpointError,
+    """Opens the streams and reads the resident weights, reusing those in `setup.kept`. Raises CheckpointError,
     KVFileError."""
     shape, placement, device, trace = setup.model.shape, setup.placement, setup.device, setup.trace
     kept = setup.kept or KeptWeights()
     kept.fit(shape, placement)
     first = shape.layers[0].index
     if placement.host_layers:
-        prepare_attention(setup.model)  # a search may have come to it
+        prepare_attention(setup.model)  # a policy search may have chosen host attention
     with ExitStack() as stack:
-        stack.callback(device.settle)  # last, while the streams' memory is still theirs
+        stack.callback(device.settle)  # runs last: pending device work may still use the streams' memory
         experts = None
         if placement.paged:
             slots = placement.num_expert_slots
@@ -188,7 +186,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
         layout, pages = placement.kv, None
         if layout.page_bytes and not placement.host_layers:
             file = None
-            if layout.tier is KVTier.nvme:  # read and written as weights are read
+            if layout.tier is KVTier.nvme:  # I/O settings as for weights
                 offload = setup.config.offload
                 file = KVFile(
                     layout,

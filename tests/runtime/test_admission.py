@@ -24,7 +24,7 @@ def slot(request: int, lane: int, cached: int, known: int, most: int = FAR) -> S
 
 
 @pytest.mark.parametrize(
-    ("waiting", "seats", "free_pages", "admitted"),
+    ("waiting", "slots", "free_pages", "admitted"),
     [
         pytest.param(line(5, 5), [], 100, ((0, 0), (1, 1)), id="the emptier lane first"),
         pytest.param(line(40, 5, 5, 5), [], 100, ((0, 0), (1, 1), (2, 1), (3, 0)), id="fewest tokens, not sequences"),
@@ -58,7 +58,7 @@ def test_the_last_token_takes_no_position() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seats", "new_tokens"),
+    ("slots", "new_tokens"),
     [
         pytest.param([slot(0, 0, 9, 10), slot(1, 0, 0, 20)], {0: 1, 1: 20}, id="a prompt beside a decoded token"),
         pytest.param([slot(0, 0, 0, 50), slot(1, 0, 9, 10)], {0: 31, 1: 1}, id="decoded tokens before prompts"),

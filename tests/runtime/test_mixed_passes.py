@@ -44,7 +44,7 @@ def totals(passes: Sequence[AlikePasses]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "seats", "num_pages"),
+    ("sizes", "slots", "num_pages"),
     [
         (drawn(600, range(20, 120), range(24, 25)), limits(8, 32, 96), 10_000),
         (drawn(600, range(20, 120), range(24, 25)), limits(8, 32, 96), 700),

@@ -54,7 +54,7 @@ def test_even_shares_are_of_one_size_side_by_side_and_all_read_the_few_blocks_th
 
 
 @pytest.mark.parametrize(
-    ("seats", "num_ranks", "expected"),
+    ("slots", "num_ranks", "expected"),
     [
         (LaneSlots(4, 6, 64), 2, LaneSlots(4, 3, 32, 50)),
         (LaneSlots(4, 1, 64), 2, LaneSlots(2, 1, 32, 50)),

@@ -1,6 +1,6 @@
-"""Lanes of classes with an encoder, which reads prompts whole. An encoder alone is passed once, and leaves nothing
-behind. Before a decoder it runs in the first pass together with the decoder's first token; what it made stays with the
-lane, and every later pass is the decoder's alone.
+"""Lanes of classes with an encoder, which reads whole prompts. An encoder-only model takes one pass and caches nothing.
+In an encoder-decoder the encoder runs in the first pass, with the decoder's first token; its output stays with the lane
+and later passes run the decoder only.
 """
 
 from collections.abc import Sequence as Rows
@@ -22,8 +22,8 @@ from .padded import RectangleLane
 
 
 class WholePromptsLane(Lane):
-    """Right-padded: the class finds the first token of each row where it looks for it, and its mask hides padding from
-    the others. Positions and token types are the class's own, as of one segment."""
+    """Lane of an encoder-only model: right-padded prompts with an attention mask. The class computes positions and
+    token types itself, as for one segment."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
         super().__init__(context, sequences)
@@ -31,17 +31,17 @@ class WholePromptsLane(Lane):
 
     @property
     def cache(self) -> None:
-        """The class keeps nothing of a prompt."""
+        """None: nothing is cached."""
 
     @property
     def kv(self) -> KVCache:
         return _NoKV()
 
     def close(self) -> None:
-        """The lane holds nothing that others want."""
+        """Does nothing: the lane holds no pages."""
 
     def marked_rows(self, marks: torch.Tensor) -> list[bool]:
-        """Padding may be whatever it is."""
+        """Ignores padding."""
         if (sliced := self._marked_slice_rows(marks)) is not None:
             return sliced
         return (marks & self._mask_BS.bool()).any(-1).tolist()
@@ -52,7 +52,7 @@ class WholePromptsLane(Lane):
         self._ids_BS = upload([row + [self._pad_id] * (width - len(row)) for row in rows], self._device)
         self._mask_BS = upload([[1] * len(row) + [0] * (width - len(row)) for row in rows], self._device)
         encodings = [s.request.encoding for s in self.sequences]
-        if any(encoding is not None and encoding.masked for encoding in encodings):  # tokens in masks' places
+        if any(encoding is not None and encoding.masked for encoding in encodings):  # predictions at masked positions
             self._targets = ScoringTargets.from_sequences(
                 (s, row * width + place, [(s.request.prompt_ids[place],)])
                 for row, (s, encoding) in enumerate(zip(self.sequences, encodings, strict=True))
@@ -96,7 +96,7 @@ class WholePromptsLane(Lane):
 
 
 class _NoKV(KVCache):
-    """Keys and values that are gone with the layer that made them."""
+    """Empty KV cache of a lane that caches nothing."""
 
     @property
     def pages(self) -> Rows[int]:
@@ -107,36 +107,37 @@ class _NoKV(KVCache):
         return ()
 
     def bind(self, layer: int, pages: torch.Tensor) -> None:
-        """The call has no effect: no layer travels."""
+        """Does nothing: no layer is offloaded."""
 
     def unbind(self, layer: int) -> None:
-        """The call has no effect: no layer travels."""
+        """Does nothing: no layer is offloaded."""
 
     def close(self) -> None:
-        """The lane holds nothing that others want."""
+        """Does nothing: there are no pages."""
 
 
 class Seq2SeqLane(RectangleLane):
-    """A right-padded rectangle of prompts; no padding among generated tokens, as all rows begin together. Rows that go
-    on bring equally many, which the decoder is given in chunks of columns: its head makes logits of each. What is
-    scored the decoder is given whole in the first pass, right-padded: no token sees those behind it."""
+    """Lane of an encoder-decoder: right-padded prompts, and generated tokens without padding, as all rows start
+    together. Resumed rows have generated equally many tokens, which the decoder gets in chunks of columns, as its head
+    computes logits of every column. Scored targets are given to the decoder at once in the first pass, right-padded:
+    causal attention does not see the padding."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence], start_token_id: int):
         width = max(len(s.request.prompt_ids) for s in sequences)
         longest = max(max(s.request.max_new_tokens, s.request.num_scored) for s in sequences)
-        assert len({len(s.generated) for s in sequences}) == 1, "rows that begin together have generated equally much"
+        assert len({len(s.generated) for s in sequences}) == 1, "rows of a lane have generated equally many tokens"
         config = config_behind_encoder(context.model)
         cache = cross_rectangle_cache(config, longest, width, context.device, context.offloaded_layers)
         kv = RectangleKV(cache.self_attention_cache, len(sequences), longest, context.pool)
         super().__init__(context, sequences, cache, kv, padding_side="right")
         self._start_token_id = start_token_id
         self._columns = max(1, context.prefill_chunk_tokens // len(sequences))
-        self._done = 0  # positions of the decoder that the cache holds
+        self._done = 0  # decoder positions in the cache
         self._encoded_BSD: torch.Tensor | None = None
 
     @property
     def is_prefilling(self) -> bool:
-        """Once the encoder has run, all that is left is the decoder's, if it be several tokens at once."""
+        """True until the encoder has run. What follows is decoding, even of several tokens at once."""
         return self._encoded_BSD is None
 
     def _prompt(self, sequence: Sequence) -> Rows[int]:
@@ -147,8 +148,8 @@ class Seq2SeqLane(RectangleLane):
         return self._mask_BS if width == self._mask_BS.shape[1] else None
 
     def _prepare(self) -> None:
-        """The next columns of the start token and all that was generated: nearly always the last one alone."""
-        if self._reads_prompts:  # the decoder's whole input, and what is scored of it
+        """Lays out the next columns of start token and generated tokens; usually only the last token."""
+        if self._reads_prompts:  # the decoder's whole input, and its targets
             rows = [[self._start_token_id, *s.request.decoder_ids] for s in self.sequences]
             width = max(map(len, rows))
             self._ids_BT = upload([row + [0] * (width - len(row)) for row in rows], self._device)
@@ -165,7 +166,7 @@ class Seq2SeqLane(RectangleLane):
         if self._targets is not None:
             self._read_targets(self._call_model)
             return
-        self._logits_BV = self._call_model().logits[:, -1].contiguous()  # the others' memory is given back
+        self._logits_BV = self._call_model().logits[:, -1].contiguous()  # a copy: frees the logits of other columns
 
     def _call_model(self) -> HasLogits:
         encoded = self._encoded_BSD
@@ -192,7 +193,7 @@ class Seq2SeqLane(RectangleLane):
         self._done += num_columns
         for sequence in self.sequences:
             sequence.num_cached = len(sequence.request.prompt_ids) + self._done - 1
-        num_decoder = num_rows * (num_columns - is_first)  # the start token counts as none
+        num_decoder = num_rows * (num_columns - is_first)  # the start token is not counted
         num_real = num_decoder
         if self._targets is not None:
             num_real = sum(len(s.request.decoder_ids) for s in self.sequences)
@@ -211,8 +212,8 @@ class Seq2SeqLane(RectangleLane):
 
     @property
     def _generated_cache(self) -> Cache:
-        """The decoder's own: what it keeps of the encoder's positions is the same for all beams of a prompt."""
-        assert isinstance(self._cache, EncoderDecoderCache), "behind an encoder"
+        """The decoder's self-attention cache. The cross-attention cache is the same for all beams of a prompt."""
+        assert isinstance(self._cache, EncoderDecoderCache), "an encoder-decoder has two caches"
         return self._cache.self_attention_cache
 
     def _select_rows(self, rows_B: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Makes lanes of the kind that a model's class allows."""
+"""Creates the lane type that a model's class supports."""
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from .padded import PaddedLane, SeparateRowsLane
 
 @dataclass(frozen=True, kw_only=True)
 class LaneFactory:
-    """The lanes of a run share `pages` and what `context` holds. A lane gives its KV pages back as it is closed."""
+    """Creates the lanes of a run, which share `pages` and `context`. A closed lane frees its KV pages."""
 
     model: LoadedModel
     context: LaneContext
@@ -29,8 +29,8 @@ class LaneFactory:
 
     @property
     def sharing(self) -> SharingRule | None:
-        """How sequences may share what they begin with; None where each must compute it by itself: rectangles have no
-        pages, and where embeddings know a sequence's length equal tokens of two have other keys."""
+        """The rule for sharing prefixes. None if sequences cannot share: padded lanes have no pages, and keys of equal
+        tokens differ if rotary embeddings depend on a sequence's length."""
         if not self.model.shape.is_packed or self.context.rope_lengths is not None:
             return None
         return self.rule
@@ -46,7 +46,7 @@ class LaneFactory:
         return PackedLane(self._context(chunk_tokens), sequences, cache)
 
     def lane(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> Lane:
-        """A lane of at least one sequence. `chunk_tokens`: how many it prefills in a pass; None: as the policy says."""
+        """Creates a lane of at least one sequence. `chunk_tokens`: prefill tokens per pass; None: the policy's."""
         if self.model.shape.is_packed:
             return self.packed(sequences, chunk_tokens)
         if self.model.looks_ahead:

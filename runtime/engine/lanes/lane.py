@@ -1,5 +1,5 @@
-"""A lane carries one micro-batch through the model's own forward pass, as a greenlet that parks wherever it needs the
-engine. Its kinds are `PackedLane`, `PaddedLane` and `Seq2SeqLane`.
+"""Base class of lanes: a lane takes one micro-batch through the model's own forward pass, in a greenlet that pauses
+whenever it needs the engine. Implementations: `PackedLane`, `PaddedLane`, `Seq2SeqLane` and others.
 """
 
 from abc import ABC, abstractmethod
@@ -34,8 +34,8 @@ from ..records import PassCounts
 
 @dataclass(frozen=True, kw_only=True)
 class LaneContext:
-    """What the lanes of a run share. Keys and values of layers in `travels` live in a tier; `rope_lengths` is there
-    where rotary embeddings depend on a sequence's length."""
+    """What all lanes of a run share. `offloaded_layers`: layers with keys and values in a KV tier. `rope_lengths`: set
+    if rotary embeddings depend on a sequence's length."""
 
     model: PreTrainedModel
     sampler: Sampler
@@ -44,15 +44,15 @@ class LaneContext:
     offloaded_layers: frozenset[int]
     prefill_chunk_tokens: int
     has_whole_prompts: bool = False  # in padded lanes
-    head_rows: int = 1  # scored tokens whose logits are made at a time
+    head_rows: int = 1  # scored positions per slice of the head
     last_stage: int = 0
     rope_lengths: RopeLengths | None = None
-    skipped_layers: frozenset[int] = frozenset()  # that other ranks compute
+    skipped_layers: frozenset[int] = frozenset()  # computed by other ranks
 
 
 class Lane(ABC):
-    """`begin_pass`, then `advance` until it returns None, then `draw` and `end_pass`; `sequences` holds those still
-    unfinished."""
+    """One micro-batch. A pass is `begin_pass`, `advance` until it returns None, `sample`, `end_pass`. `sequences` holds
+    the unfinished ones."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
         self._model, self._sampler, self._device = context.model, context.sampler, context.device.torch_device
@@ -63,9 +63,9 @@ class Lane(ABC):
         self._drawing: list[Sequence] = []
         self._head_rows, self._last_stage = context.head_rows, context.last_stage
         self._targets: ScoringTargets | PoolingTargets | None = (
-            None  # what the prepared pass scores or reads; None where it generates
+            None  # positions that the prepared pass scores or pools; None if it generates
         )
-        self._readout: torch.Tensor | None = None  # what it has found there
+        self._readout: torch.Tensor | None = None  # scores or vectors of the targets
         self._num_passes = 0
         self._is_prepared = False
 
@@ -75,7 +75,7 @@ class Lane(ABC):
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether its prompts come first: it is prefilled before it decodes."""
+        """True if the lane must prefill before it may decode."""
         return not self.is_prefilled
 
     @property
@@ -83,11 +83,11 @@ class Lane(ABC):
         return not self.sequences
 
     def choose_tokens(self) -> Rows[int] | None:
-        """How many tokens of each sequence the next pass carries; None where that is not for the lane to choose."""
+        """The number of tokens of each sequence in the next pass; None if the lane type has no choice."""
         return None
 
     def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
-        """Starts the forward; returns the first stage that it asks for. `new_tokens`: see `PackedLane`."""
+        """Starts the forward pass. Returns its first event, a stage. `new_tokens`: see `PackedLane.prepare_pass`."""
         if not self._is_prepared:
             self.prepare_pass(new_tokens)
         self._is_prepared = False
@@ -97,23 +97,24 @@ class Lane(ABC):
         return event
 
     def prepare_pass(self, new_tokens: Rows[int] | None = None) -> None:
-        """Lays the tokens of the pass out, which `begin_pass` then does not."""
+        """Lays out the tokens of the pass ahead of `begin_pass`, which then skips it."""
         self._prepare()
         self._is_prepared = True
 
     def make_run(self) -> LaneRun:
-        """The forward of a pass that is prepared."""
+        """Creates the greenlet of a prepared pass."""
         return LaneRun(partial(run_local_stages, self._forward), self.cache, self._lengths())
 
     def advance(self, answer: Weights | torch.Tensor) -> Event | None:
-        """Runs on with what was asked for, up to the next question; None when the forward has ended."""
+        """Resumes the forward pass with the answer to its last event. Returns the next event, or None when the pass has
+        ended."""
         assert self._run is not None, "advance before begin_pass"
         event = self._run.switch(answer)
         return None if self._run.dead else event
 
     @property
     def entering(self) -> torch.Tensor | None:
-        """Where hidden states go that another rank sends, see `LaneRun`."""
+        """Buffer for hidden states from the previous rank, see `LaneRun`."""
         return self._run.entering if self._run is not None else None
 
     @property
@@ -121,14 +122,14 @@ class Lane(ABC):
         return self._run.leaving if self._run is not None else None
 
     def expect_tokens(self) -> int:
-        """Has another rank choose the next tokens, in place of `draw`; of how many sequences."""
+        """Replaces `sample` if another rank samples. Returns the number of rows to expect."""
         self._drawing = self._sampled_sequences()
         self._sampler.expect(self._drawing)
         return len(self._drawing)
 
     def sample(self) -> torch.Tensor:
-        """Begins to choose the next tokens. Returns what `end_pass` wants of them, once it is in host memory: a row for
-        each sequence that asks."""
+        """Starts sampling the next tokens. Returns the rows that `end_pass` expects, one per sampled sequence, once
+        they are copied to host memory."""
         if self._readout is not None and self._targets is not None:
             self._drawing, read, self._readout = list(self._targets.sequences), self._readout, None
             return read
@@ -138,7 +139,7 @@ class Lane(ABC):
         return self._sampler.sample(self._drawing, logits_BV)
 
     def end_pass(self, drawn: torch.Tensor) -> PassCounts:
-        """Hands out the tokens, drops finished sequences and says what the pass amounted to."""
+        """Appends the sampled tokens, removes finished sequences and returns the token counts of the pass."""
         counts = self._finish(drawn)
         self._drawing, self._run, self._is_prepared = [], None, False
         self._num_passes += 1
@@ -146,34 +147,34 @@ class Lane(ABC):
 
     @property
     def num_sampled(self) -> int:
-        """Rows of what `draw` gave."""
+        """Number of rows that `sample` returned."""
         return len(self._drawing)
 
     def is_running(self, run: object) -> bool:
-        """Whether it is this lane's pass that `run` is."""
+        """True if `run` is this lane's current pass."""
         return self._run is run
 
     def abandon(self) -> None:
-        """Ends a pass that will not be finished. A parked greenlet would keep all that it has seen for good."""
+        """Ends an unfinished pass. A paused greenlet would otherwise keep all of its tensors alive."""
         self._is_prepared = False
         if self._run is not None:
             self._run.throw(GreenletExit)
             self._run = None
 
     def _lengths_of(self, sequence: Sequence, places: Rows[int]) -> list[int]:
-        assert self._rope_lengths is not None, "asked of a model whose embeddings know no lengths"
+        assert self._rope_lengths is not None, "the embeddings do not depend on lengths"
         return self._rope_lengths.of(places, num_prompt=len(sequence.request.prompt_ids), num_known=sequence.num_known)
 
     def _needs_restart(self, sequence: Sequence) -> bool:
-        """Whether the class's own `generate` would compute all of its keys once more, with the token that it was just
-        given."""
+        """True if the class's `generate` would recompute all keys after the newest token, as its rotary embeddings
+        change with length."""
         lengths = self._rope_lengths
         if lengths is None or sequence.finish is not None or sequence.request.scoring is not None:
             return False
         return lengths.is_restart(num_cached=sequence.num_cached, num_known=sequence.num_known)
 
     def _accept(self, drawn: torch.Tensor) -> int:
-        """Those who asked; returns how many got a token, or a score."""
+        """Appends sampled tokens, scores or vectors. Returns the number of sequences that got one."""
         if isinstance(self._targets, PoolingTargets):
             return record_vectors(self._drawing, drawn, self._num_passes)
         if self._targets is not None:
@@ -183,8 +184,8 @@ class Lane(ABC):
         return sum(sequence.finish is not FinishReason.error for sequence in asked)
 
     def _take_sources(self) -> list[int] | None:
-        """The row that each of `sequences` goes on from, as beams change their ways; None where all go on from their
-        own."""
+        """The row that each sequence continues, after a beam search has reordered its beams; None if no row moves.
+        Clears `source`."""
         if all(sequence.source is None for sequence in self.sequences):
             return None
         rows = {id(sequence): row for row, sequence in enumerate(self.sequences)}
@@ -195,27 +196,27 @@ class Lane(ABC):
 
     @property
     def _reads_prompts(self) -> bool:
-        """Whether its prompts are read, and nothing is generated."""
+        """True if prompts are scored or pooled and nothing is generated."""
         return any(not sequence.request.generates for sequence in self.sequences)
 
     def _make_targets(
         self, parts: Iterable[tuple[Sequence, int, list[tuple[int, ...]]]]
     ) -> ScoringTargets | PoolingTargets:
-        """What the pass scores or reads: of each sequence, the place behind its last token, and what is given at its
-        last ones. Of a run, all are scored, or all are read."""
+        """The positions that the pass scores or pools. `parts`: each sequence, the index after its last token, and the
+        target tokens of its last positions. A run either scores or pools, never both."""
         kind = ScoringTargets if any(s.request.num_scores for s in self.sequences) else PoolingTargets
         return kind.from_sequences((sequence, end - len(tokens), tokens) for sequence, end, tokens in parts)
 
     def _read_targets(self, forward: Callable[[], HasLogits]) -> None:
-        """Runs the model. Its head over a slice of what is scored at a time; of hidden states none but that of
-        classes."""
+        """Runs the model and reads scores or vectors. The head runs on a slice of the scored positions at a time; on
+        pooled hidden states it only runs for classes."""
         given, text = self._targets, self._model.config.get_text_config()
         if isinstance(given, PoolingTargets):
             num_rows = 1 if getattr(text, "pad_token_id", None) is None else self._head_rows
             self._readout = read_vectors(self._model, given, forward, self._device, num_rows)
-            need_stage(self._last_stage)  # where no module of the class has asked for it
+            need_stage(self._last_stage)  # some classes never enter the last stage by themselves
             return
-        assert given is not None, "asked of a pass that generates"
+        assert given is not None, "the pass generates"
         num_top = max((s.request.encoding.num_top for s in self.sequences if s.request.encoding is not None), default=0)
         scores = TokenScorer(given, max(num_top, self._sampler.num_top), self._device)
         for begin, logits_NV in sliced_logits(forward, upload(given.places, self._device), self._head_rows):
@@ -223,7 +224,7 @@ class Lane(ABC):
         self._readout = scores.numbers
 
     def _marked_slice_rows(self, marks: torch.Tensor) -> list[bool] | None:
-        """`rows_with` of what the head is given a slice of; None where it is given no slice."""
+        """`marked_rows` for a slice of the head's input; None if the head gets no slice."""
         head = self._run.head if self._run is not None else None
         if head is None or head.hidden_1ND is None or self._targets is None:
             return None
@@ -234,28 +235,28 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back the KV pages that the lane holds."""
+        """Frees the lane's KV pages."""
 
     @property
     @abstractmethod
     def cache(self) -> Cache | None:
-        """The cache that the model's layers are handed in a pass; None where each row has its own."""
+        """The cache that layers get in a pass; None if each row has its own."""
 
     @property
     @abstractmethod
     def kv(self) -> KVCache:
-        """The lane's keys and values, to whoever carries those of layers that travel."""
+        """The lane's keys and values, for the stream that moves offloaded layers."""
 
     @abstractmethod
     def marked_rows(self, marks: torch.Tensor) -> list[bool]:
-        """Whether one of its tokens is marked, of each of `sequences`. `marks`, bool: of the tokens of a hidden state
-        of the pass, as the lane has laid them out."""
+        """For each sequence, True if any of its tokens is marked. `marks`: bool, laid out like a hidden state of the
+        pass."""
 
     @abstractmethod
     def _prepare(self) -> None: ...
 
     def _lengths(self) -> torch.Tensor | None:
-        """The length of each prepared token's sequence, as `LaneRun` wants it; None where none is asked for."""
+        """The sequence length of each prepared token, as `LaneRun` expects; None if embeddings do not depend on it."""
         return None
 
     @abstractmethod
@@ -263,7 +264,7 @@ class Lane(ABC):
 
     @abstractmethod
     def _sampled_sequences(self) -> list[Sequence]:
-        """Whose next token the logits of the pass give, row by row."""
+        """The sequence of each row of the pass's logits."""
 
     @abstractmethod
     def _finish(self, drawn: torch.Tensor) -> PassCounts: ...

@@ -1,4 +1,4 @@
-"""Lanes without padding: the tokens of all sequences of a micro-batch side by side, as one row."""
+"""Lanes without padding: the tokens of all sequences of a micro-batch are packed into one row."""
 
 from collections.abc import Sequence as Rows
 from itertools import accumulate
@@ -16,7 +16,7 @@ from .lane import Lane, LaneContext
 
 
 class PackedLane(Lane):
-    """Sequences may enter and leave between passes, and a pass may carry prompts beside tokens that are decoded."""
+    """Sequences may enter and leave between passes, and a pass may mix prefill and decode."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence], cache: PagedKV):
         super().__init__(context, [])
@@ -37,18 +37,18 @@ class PackedLane(Lane):
 
     @property
     def is_prefilling(self) -> bool:
-        """One that begins again does so beside those that decode."""
+        """True until all sequences have decoded once. Later restarts prefill while the others decode."""
         return not self._has_decoded and not self.is_prefilled
 
     def enter(self, sequence: Sequence, *, past: int = 0) -> None:
-        """Takes a sequence in. Whatever it has cached elsewhere is computed again, but for `past` positions, which a
-        profiling pass takes for cached, and but for what it goes on from, which another computes."""
+        """Adds a sequence. Everything it has cached elsewhere is recomputed, except its shared prefix and, in profiling
+        passes, `past` positions that count as cached."""
         sequence.num_cached = sequence.parent_prefix.num_tokens if sequence.parent_prefix is not None else past
         self.sequences.append(sequence)
         self._cache.table.add(past, owned_prefix=sequence.fills_prefix, prefix=sequence.parent_prefix)
 
     def leave(self, sequence: Sequence) -> None:
-        """Gives its pages back."""
+        """Removes a sequence and frees its pages."""
         if sequence.fills_prefix is not None:
             sequence.fills_prefix.num_computed = sequence.num_cached
         position = next(i for i, other in enumerate(self.sequences) if other is sequence)
@@ -56,7 +56,7 @@ class PackedLane(Lane):
         del self.sequences[position]
 
     def release(self, shared: SharedPages) -> None:
-        """One user fewer of these pages, who has not begun."""
+        """Drops one user of shared pages that has not entered the lane."""
         self._cache.table.release(shared)
 
     def close(self) -> None:
@@ -64,8 +64,8 @@ class PackedLane(Lane):
             self.leave(sequence)
 
     def marked_rows(self, marks: torch.Tensor) -> list[bool]:
-        """Whether one of its tokens is marked, of each sequence. In the last layer only the selected tokens may be
-        left, and where none is selected, one that is nobody's."""
+        """For each sequence, True if any of its tokens is marked. The last layer may hold only the selected tokens, or
+        a dummy token if none is selected."""
         if (sliced := self._marked_slice_rows(marks)) is not None:
             return sliced
         marked, counts = marks.flatten().cpu(), self._new
@@ -76,15 +76,15 @@ class PackedLane(Lane):
         return [bool(part.any()) for part in marked.split(counts)]
 
     def choose_tokens(self) -> list[int]:
-        """The tokens of each sequence in the next pass, where nobody says otherwise: decode one each; or, as long as
-        prompts are left, those in order until the chunk is full, the last one perhaps in part, without those that wait
-        for what they go on from. What begins again once all have decoded fills the chunk beside the others."""
+        """The default number of tokens of each sequence in the next pass. Decode: one each. Prefill: prompts in order
+        until the chunk is full, the last one possibly in part; sequences that wait for their prefix get 0. Restarted
+        sequences fill the chunk while the others decode."""
         if self.is_prefilled:
             return [1] * len(self.sequences)
         decoding = 0 if self.is_prefilling else 1
         new, left = [], self._chunk_tokens
         if any(s.request.num_beams > 1 for s in self.sequences):
-            left = max(left, len(self.sequences))  # whose last tokens may have to come together
+            left = max(left, len(self.sequences))  # the last tokens of all beams may have to run together
         if decoding:
             left = max(left, len(self.sequences)) - sum(s.is_prefilled for s in self.sequences)
         for s in self.sequences:
@@ -96,39 +96,40 @@ class PackedLane(Lane):
         return _align_beams(self.sequences, new)
 
     def prepare_pass(self, new_tokens: Rows[int] | None = None) -> None:
-        """`new_tokens`: how many of each sequence's known tokens the pass carries; None: as `choose_tokens` says."""
+        """`new_tokens`: number of known tokens of each sequence in the pass; None: `choose_tokens`."""
         self._new = list(new_tokens) if new_tokens is not None else self.choose_tokens()
         self._has_decoded |= self.is_prefilled
         super().prepare_pass(new_tokens)
 
     @property
     def is_pure_decode(self) -> bool:
-        """Whether the prepared pass is of one token of each sequence, behind which another is drawn."""
+        """True if the prepared pass decodes exactly one token of each sequence."""
         return self._targets is None and self._cache.is_decode_only and all(count == 1 for count in self._num_selected)
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of the prepared pass, and their positions: (1, T) each."""
+        """Token ids and positions of the prepared pass, (1, T) each."""
         return self._ids_1T, self._positions_1T
 
     def substitute_inputs(
         self, inputs: tuple[torch.Tensor, torch.Tensor], view: PassView, selected_B: torch.Tensor
     ) -> None:
-        """Has the prepared pass compute on these in place of its own: its rows, and others behind them."""
+        """Makes the prepared pass use these inputs instead: its own rows followed by padding rows."""
         self._ids_1T, self._positions_1T = inputs
         self._cache.replace_view(view, selected_B)
 
     def take_logits(self, logits_BV: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits of the pass, or these in their place; what belongs to rows behind its own is left out."""
+        """Returns the logits of the pass, or `logits_BV` if given, and keeps those of the lane's own rows for
+        sampling."""
         whole = self._logits_BV if logits_BV is None else logits_BV
         assert whole is not None, "the pass has not ended"
         self._logits_BV = whole[: len(self.sequences)]
         return whole
 
     def _prepare(self) -> None:
-        tokens = list[int]()  # known and not cached yet
+        tokens = list[int]()  # known tokens that are not cached yet
         for s, new in zip(self.sequences, self._new, strict=True):
-            if s.is_prefilled:  # to decode, which is nearly always, no list of all is made
+            if s.is_prefilled:  # fast path: do not build the list of all known tokens
                 tokens += s.generated[-1:] if new else ()
             else:
                 tokens += s.known_ids[s.num_cached : s.num_cached + new]
@@ -156,7 +157,7 @@ class PackedLane(Lane):
             return
         out = self._call_model(self._cache.selected_B)
         logits_TV = out.logits[0]
-        is_selected_alone = len(logits_TV) == len(self._cache.selected_B)  # some classes make logits of all tokens
+        is_selected_alone = len(logits_TV) == len(self._cache.selected_B)  # some classes ignore logits_to_keep
         self._logits_BV = logits_TV if is_selected_alone else logits_TV[self._cache.selected_B]
 
     def _call_model(self, logits_to_keep: torch.Tensor | int = 0) -> HasLogits:
@@ -204,8 +205,8 @@ class PackedLane(Lane):
 
 
 def _align_beams(sequences: Rows[Sequence], new: Rows[int]) -> list[int]:
-    """The tokens of a pass, without the last known one of beams of which others do not come to theirs in it: a search
-    takes them all a token further."""
+    """Holds back the last token of beams if other beams of the same search do not reach theirs in this pass: a search
+    advances all of its beams together."""
     ends = [s.num_cached + count == s.num_known for s, count in zip(sequences, new, strict=True)]
     early = {s.request.id for s, end in zip(sequences, ends, strict=True) if s.request.num_beams > 1 and not end}
     if not early:
@@ -215,7 +216,8 @@ def _align_beams(sequences: Rows[Sequence], new: Rows[int]) -> list[int]:
 
 
 def _num_skipped(sequence: Sequence, new: int) -> int:
-    """What the first of its tokens that are computed find there, or less than nothing for those of others."""
+    """Prompt tokens that a shared prefix saves this sequence in its first pass. Negative for a sequence that computes a
+    prefix for others."""
     if sequence.fills_prefix is not None:
         return -new
     begin = sequence.parent_prefix.num_tokens if sequence.parent_prefix is not None else 0

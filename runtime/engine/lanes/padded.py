@@ -1,8 +1,7 @@
-"""Lanes with padding: a rectangle of prompts, left-padded, for which the model keeps its own masks.
+"""Padded lanes: left-padded rectangles of prompts, for which the model builds its own masks.
 
-For classes that will not take a foreign attention function, or that keep recurrent state, whose boundaries no class
-but a CUDA kernel's knows in a packed row. Classes that give a row other tokens beside padding get each row as a
-rectangle by itself.
+Used for classes that do not accept a foreign attention function, or that keep recurrent state, as only CUDA kernels
+know the boundaries of packed sequences there. Classes that give other tokens to padded rows get one rectangle per row.
 """
 
 from abc import abstractmethod
@@ -27,7 +26,7 @@ from .lane import Lane, LaneContext
 
 
 class RectangleLane(Lane):
-    """`kv`: the layers of `cache` that travel. Rows of finished sequences leave the rectangle."""
+    """Base of padded lanes. `kv`: the offloaded layers of `cache`. Rows of finished sequences leave the rectangle."""
 
     def __init__(
         self, context: LaneContext, sequences: Rows[Sequence], cache: Cache, kv: RectangleKV, *, padding_side: str
@@ -37,7 +36,7 @@ class RectangleLane(Lane):
         self._reset(cache, kv)
 
     def _reset(self, cache: Cache, kv: RectangleKV) -> None:
-        """Begins with all that is known of the sequences, of which an empty cache holds nothing yet."""
+        """Starts with an empty cache; all known tokens of the sequences become the prompts."""
         self._cache, self._kv = cache, kv
         prompts = [torch.tensor(self._prompt(s), device=self._device) for s in self.sequences]
         masks = [torch.ones_like(prompt) for prompt in prompts]
@@ -60,7 +59,7 @@ class RectangleLane(Lane):
         self._kv.close()
 
     def marked_rows(self, marks: torch.Tensor) -> list[bool]:
-        """Padding may be whatever it is."""
+        """Ignores padding."""
         if (sliced := self._marked_slice_rows(marks)) is not None:
             return sliced
         real = self._real_tokens(marks.shape[1])
@@ -68,17 +67,17 @@ class RectangleLane(Lane):
 
     @abstractmethod
     def _real_tokens(self, width: int) -> torch.Tensor | None:
-        """The mask of a hidden state of the pass that is `width` tokens wide; None: all are real."""
+        """The padding mask of a hidden state of the pass that is `width` tokens wide; None if it has no padding."""
 
     def _move_beams(self) -> None:
-        """What each row has cached becomes that of the beam which it goes on from. Nothing else of a row differs from
-        that of its neighbours: their prompts are the same."""
+        """Moves cached keys and values to the beams that continue them. Only generated tokens differ between the beams
+        of a prompt."""
         if (sources := self._take_sources()) is not None:
             self._generated_cache.reorder_cache(upload(sources, self._device))  # pyright: ignore[reportArgumentType]
 
     @property
     def _generated_cache(self) -> Cache:
-        """What is cached of the tokens that a model has generated behind."""
+        """The cache of generated tokens."""
         return self._cache
 
     def _drop_finished_rows(self) -> None:
@@ -93,22 +92,22 @@ class RectangleLane(Lane):
 
 
 class PaddedLane(RectangleLane):
-    """Prefilled in chunks of columns. Where one row begins again the whole rectangle does, in the memory that it had:
-    what others have generated is as wide as their answers were planned."""
+    """Left-padded lane, prefilled in chunks of columns. If one row must restart, the whole rectangle does, in the same
+    memory: it was sized for prompts and answers together."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
         self._context = context
         super().__init__(context, sequences, *self._make_cache(sequences), padding_side="left")
 
     def _make_cache(self, sequences: Rows[Sequence]) -> tuple[Cache, RectangleKV]:
-        """A cache for all that the sequences may come to, and its travelling layers."""
+        """A cache for the maximum length of the sequences, and its offloaded layers."""
         context = self._context
-        self._num_prompt = {s.request.key: s.num_known for s in sequences}  # with what was generated earlier
+        self._num_prompt = {s.request.key: s.num_known for s in sequences}  # including tokens generated before
         self._width = max(self._num_prompt.values())
         self._columns = self._width
         if not context.has_whole_prompts:
             self._columns = chunk_columns(len(sequences), self._width, context.prefill_chunk_tokens)
-        self._done = 0  # columns that the cache holds
+        self._done = 0  # columns in the cache
         capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in sequences)
         config, passed = context.model.config, context.skipped_layers
         cache = rectangle_cache(config, capacity, context.device, context.offloaded_layers, passed)
@@ -189,19 +188,19 @@ class PaddedLane(RectangleLane):
 
 
 class SeparateRowsLane(Lane):
-    """A padded lane of which each row is a rectangle by itself: for classes that give a row other tokens beside
-    padding. Beams of one request are equally long and share one, which has none. All rows pass a stage while its
-    weights are there, one behind the other; to the engine they are one lane. Rows of finished sequences leave it."""
+    """Padded lane in which each row is a rectangle of its own, for classes that give other tokens to padded rows. Beams
+    of one request are equally long and share a rectangle without padding. The engine sees one lane: all rows pass a
+    stage in turn while its weights are loaded. Rows of finished sequences leave."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
         super().__init__(context, sequences)
         self._rows = [PaddedLane(context, beams) for beams in split_searches(sequences)]
         self._runs: list[LaneRun] = []
-        self._current_row = 0  # the row that runs
+        self._current_row = 0  # index of the running row
 
     @property
     def cache(self) -> None:
-        """Each row has its own."""
+        """None: each row has its own."""
 
     @property
     def kv(self) -> KVCache:
@@ -219,7 +218,7 @@ class SeparateRowsLane(Lane):
         return run in self._runs or super().is_running(run)
 
     def marked_rows(self, marks: torch.Tensor) -> list[bool]:
-        """The tokens are those of the row that runs."""
+        """Marks belong to the row that is running."""
         return [
             row == self._current_row and bool(marks.any())
             for row, lane in enumerate(self._rows)
@@ -246,7 +245,7 @@ class SeparateRowsLane(Lane):
         return torch.cat([row.sample() for row in self._rows])
 
     def _sampled_sequences(self) -> list[Sequence]:
-        """Each row draws by itself."""
+        """Empty: each row samples by itself."""
         return []
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
@@ -261,7 +260,8 @@ class SeparateRowsLane(Lane):
 
 
 def _run_stage(run: LaneRun, event: Event | None) -> Event | None:
-    """Asks for a row what it asks for, until it wants the next stage; None when its forward has ended."""
+    """Runs a row until it asks for the next stage. Forwards its events to the engine. Returns None when its forward
+    pass has ended."""
     assert isinstance(event, NeedStage), f"a row waits for {event!r} before a stage"
     stage = event.stage
     while event is not None and not (isinstance(event, NeedStage) and event.stage != stage):
