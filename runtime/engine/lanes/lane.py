@@ -249,7 +249,7 @@ class Lane(ABC):
 
     @abstractmethod
     def marked_rows(self, marks: torch.Tensor) -> list[bool]:
-        """For each sequence, True if any of its tokens is marked. `marks`: bool, laid out like a hidden state of the
+        """True for each sequence with a marked token. `marks`: bool, laid out like a hidden state of the
         pass."""
 
     @abstractmethod

@@ -64,7 +64,7 @@ class PackedLane(Lane):
             self.leave(sequence)
 
     def marked_rows(self, marks: torch.Tensor) -> list[bool]:
-        """For each sequence, True if any of its tokens is marked. The last layer may hold only the selected tokens, or
+        """True for each sequence with a marked token. The last layer may hold only the selected tokens, or
         a dummy token if none is selected."""
         if (sliced := self._marked_slice_rows(marks)) is not None:
             return sliced

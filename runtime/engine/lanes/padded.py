@@ -200,7 +200,7 @@ class SeparateRowsLane(Lane):
 
     @property
     def cache(self) -> None:
-        """None: each row has its own."""
+        """Always None: each row has its own cache."""
 
     @property
     def kv(self) -> KVCache:
