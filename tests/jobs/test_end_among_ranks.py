@@ -8,13 +8,13 @@ import pytest
 
 BODY = """
 import atexit, sys
-from jobs.config.process import end_among_ranks
+from jobs.config.process import exit_as_rank
 if {joins}:
     import torch.distributed as dist
     dist.init_process_group("gloo", init_method="file://{meet}", rank=0, world_size=1)
 atexit.register(print, "the interpreter's own end")
 print("said before")
-end_among_ranks(75)
+exit_as_rank(75)
 sys.exit(75)
 """
 
