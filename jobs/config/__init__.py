@@ -1,3 +1,2 @@
-"""A command line becomes a typed, checked configuration, and a failure one line and an exit code. Here belongs
-what every job shares before and after its work.
-"""
+"""Command lines, typed settings, help texts, signals, and the conversion of exceptions to exit codes: shared by all
+jobs."""

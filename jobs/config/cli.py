@@ -1,6 +1,6 @@
-"""Turns a failure into one line on stderr and an exit code: what stands between a job and the shell.
+"""Entry points of jobs: exit codes, one-line errors on stderr, and rewriting of command-line words.
 
-Hydra is not imported here (only the job files do that); its exceptions are known by the module they come from.
+Hydra is not imported here, only by the job files; its exceptions are recognized by their module.
 """
 
 import functools
@@ -35,11 +35,11 @@ _exit_codes: ContextVar[list[int] | None] = ContextVar("exit_codes", default=Non
 
 
 def as_job(body: Callable[[C], int | None]) -> Callable[[C], int | None]:
-    """Goes between `@hydra.main` and a job's `main`: a job that fails ends in one line, and a sweep goes on without it.
+    """Decorator between `@hydra.main` and a job's `main`: a failing job prints one line, and a sweep continues without
+    it.
 
-    `body` returns its exit code, None for 0. An exit code of 75 stops a sweep too: whoever stopped one job meant all.
-    In a process that a launcher started, where no `run_job` waits, errors pass through for the launcher to see, and
-    other exit codes than 0 are errors.
+    `body` returns its exit code, None for 0. Exit code 75 also stops the sweep. In a process started by a launcher,
+    without `run_job`, exceptions propagate to the launcher, and nonzero exit codes raise `JobEnded`.
     """
 
     @functools.wraps(body)
@@ -69,10 +69,10 @@ def _run(body: Callable[[C], int | None], config: C) -> int | None:
 
 
 def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
-    """Call `entry`, a `@hydra.main` over an `as_job`; exit with the job's own code, or 2 if Hydra refuses the config.
+    """Calls `entry`, a `@hydra.main` over an `as_job`, and exits with the job's code, or 2 if Hydra refuses the config.
 
-    `schema` is the config dataclass, for naming the key that a mistyped one was meant to be. An exception that is
-    neither ours nor Hydra's ends it with 70, its traceback in a file that the line names; Ctrl-C ends it with 75.
+    `schema` is the config dataclass, used to suggest the key that a mistyped one was meant to be. Unexpected exceptions
+    exit with 70 and write their traceback to a file; Ctrl-C exits with 75.
     """
     prepare_process()
     try:
@@ -111,8 +111,7 @@ def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
 
 
 def _sweep_output_error(error: Exception) -> ConfigError | None:
-    """What the user is told where Hydra cannot write what it keeps of a sweep; None for anything else. A job's own
-    errors do not come here."""
+    """The error for a sweep whose directory Hydra cannot write; None for any other exception."""
     is_sweep = any(word in sys.argv for word in MULTIRUN)
     if not is_sweep or not isinstance(error, OSError) or os.sep not in str(error.filename):  # a program has no path
         return None
@@ -120,7 +119,8 @@ def _sweep_output_error(error: Exception) -> ConfigError | None:
 
 
 def _run_subcommand(job: str, words: list[str], schema: type) -> int | None:
-    """The exit code of a command that asks about the job, or that has an option no job has; None for one to run."""
+    """Answers `--version` and `--help` and rejects misspelled options; returns the exit code, or None if the job is to
+    run."""
     try:
         if "--version" in words:
             print_line(f"weightstream {runtime.__version__}")
@@ -137,7 +137,7 @@ def _run_subcommand(job: str, words: list[str], schema: type) -> int | None:
 
 
 def expand_prompt(words: list[str]) -> list[str]:
-    """`prompt=TEXT` as the settings that it is short for, with all that Hydra would read in the text quoted."""
+    """Expands `prompt=TEXT` to `dataset=prompt dataset.prompt=...`, with the text quoted for Hydra."""
     expanded = []
     for word in words:
         name, sign, text = word.partition("=")
@@ -149,7 +149,7 @@ def expand_prompt(words: list[str]) -> list[str]:
 
 
 def infer_dataset_kind(words: list[str]) -> list[str]:
-    """The words with the kind of data set that the ending of `dataset.path` tells, where they choose none."""
+    """Adds `dataset=KIND` from the file extension of `dataset.path`, unless the words choose a kind."""
     from ..datasets.files import ending_kind  # needs pyarrow, which not every job has
 
     if any(re.match(r"[+~]*dataset(=|@|\.kind=)", word) for word in words):
@@ -162,15 +162,15 @@ def infer_dataset_kind(words: list[str]) -> list[str]:
 
 
 def quote(text: str) -> str:
-    """A value that Hydra reads back as this text, whatever is in it."""
+    """Quotes any text so that Hydra reads it back unchanged."""
     escaped = re.sub(r'(\\*)"', lambda match: 2 * match[1] + '\\"', text).replace("${", "\\${")
     escaped += "\\" * (len(escaped) - len(escaped.rstrip("\\")))
     return f'"{escaped}"'
 
 
 def suggest_key(words: list[str], schema: type) -> str | None:
-    """What a word that looks like an option and is a key was meant to be, or one of a model's architecture that Hydra
-    would take and the job has no use for; None where there is neither."""
+    """A suggestion for a setting written as an option (`--key`), or for an `architecture` key that Hydra accepts but
+    the job does not use; None if there is neither."""
     keys = known_keys(schema)
     for word, after in zip_longest(words, words[1:], fillvalue="VALUE"):
         name, _, value = word.removeprefix("--").partition("=")
@@ -186,8 +186,8 @@ def suggest_key(words: list[str], schema: type) -> str | None:
 
 
 def print_line(text: str = "") -> None:
-    """Prints a line on stdout. Where nobody reads it any more, as behind `| head`, this line and all that follow go
-    nowhere, and the job ends with its own exit code. Raises OutputError where it cannot be written."""
+    """Prints a line to stdout. After a closed pipe, such as `| head`, output goes to /dev/null and the job keeps its
+    exit code. Raises OutputError if stdout cannot be written."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -197,7 +197,7 @@ def print_line(text: str = "") -> None:
 
 
 def print_and_return(code: int, output: str, error: str) -> int:
-    """Says what other processes came to, as they said it, and returns their exit code."""
+    """Prints the output and error of other processes unchanged and returns their exit code."""
     if output:
         print_line(output)
     if error:
@@ -206,7 +206,7 @@ def print_and_return(code: int, output: str, error: str) -> int:
 
 
 def print_error(error: Exception | str) -> None:
-    """`error: ...` on stderr, or `interrupted: ...`. Control characters are shown, not sent: a message may quote text
+    """Prints `error: ...` or `interrupted: ...` to stderr. Control characters are escaped: a message may quote text
     from a data set."""
     text = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in str(error))
     kind = "interrupted" if isinstance(error, Interrupted) else "error"
@@ -215,7 +215,7 @@ def print_error(error: Exception | str) -> None:
 
 
 def describe_hydra_error(error: Exception, known: list[str]) -> str:
-    """One line for an exception raised while Hydra composed a config; `known` are the config's dotted keys."""
+    """Converts an exception from Hydra's composition to one line; `known` are the config's dotted keys."""
     text = str(error) or str(error.__cause__ or type(error).__name__)
     options = getattr(error, "options", None)
     missing = getattr(error, "missing_cfg_file", None)
@@ -258,7 +258,7 @@ def _first_line(text: str) -> str:
 
 
 def _is_hydra_error(error: Exception) -> bool:
-    """True for Hydra's and OmegaConf's exceptions, and for built-in ones that their own code raised."""
+    """True for exceptions of Hydra and OmegaConf, and for built-in ones raised in their code."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -1,4 +1,4 @@
-"""Exceptions that nobody foresaw: a job ends in one line all the same, and what led to it lies in a file."""
+"""Conversion of unexpected exceptions to one-line errors, with the traceback in a file."""
 
 import errno
 import logging
@@ -22,8 +22,8 @@ NO_TEMPORARY = "No usable temporary directory"  # so says tempfile, which torch 
 
 @contextmanager
 def log_errors(path: Path | None = None) -> Iterator[None]:
-    """Turns an exception from inside that is not one of ours into one. `path` is the log of a run that has begun, which
-    is appended to; None is a new file in the system's directory for such files."""
+    """Context manager that converts exceptions other than WeightstreamError to one. The traceback is appended to
+    `path`, the log of a run that has begun; None writes a new temporary file."""
     try:
         yield
     except WeightstreamError:
@@ -33,7 +33,7 @@ def log_errors(path: Path | None = None) -> Iterator[None]:
 
 
 def to_user_error(error: Exception, path: Path | None = None) -> WeightstreamError:
-    """What a user is told of an exception that nobody foresaw."""
+    """Converts an unexpected exception to the error shown to the user."""
     if any(is_out_of_memory(each) for each in _chain(error)):
         kind = BudgetError if path is None else MemoryShortage  # a run that has begun may go on
         return kind(
@@ -60,7 +60,8 @@ def to_user_error(error: Exception, path: Path | None = None) -> WeightstreamErr
 
 
 def _slurm_error(error: Exception) -> WeightstreamError | None:
-    """What a launcher of a sweep met at Slurm; None for anything else. Its library is known by name: it is an extra."""
+    """The error for a sweep that submitit could not run through Slurm; None for any other exception. Submitit is an
+    optional dependency, so its exceptions are matched by name."""
     sbatch = error.__cause__
     if isinstance(sbatch, subprocess.CalledProcessError) and Path(sbatch.cmd[0]).name == SBATCH:
         words = str(sbatch.stderr or sbatch.stdout or f"it ended with {sbatch.returncode} and no word").strip()
@@ -81,7 +82,7 @@ def _slurm_error(error: Exception) -> WeightstreamError | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those it came out of: who cannot load a library may say no more than that."""
+    """The error and its causes, outermost first."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -104,7 +105,7 @@ def _log_traceback(error: Exception, path: Path | None) -> str:
 
 
 def _append_traceback(text: str, path: Path) -> str:
-    """A link is not followed: a run's directory may be somebody else's."""
+    """Does not follow links: the run's directory may belong to someone else."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)

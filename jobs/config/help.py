@@ -1,6 +1,6 @@
-"""What may be set of a job, as the files of `conf/` list it: keys, defaults, choices, and the comments that say what
-each means. Of this are made the help text (`weightstream help policy`) and what a shell's TAB completes; composing the
-settings, or importing what the jobs import, would take longer than a user waits for these.
+"""Help texts and shell completion, read from the YAML files in `conf/` and their comments.
+
+Neither Hydra nor the jobs are imported: that would be too slow for TAB completion.
 """
 
 import json
@@ -34,8 +34,8 @@ FLAGS = ("--help", "--version", "--multirun", "--cfg")  # two of ours, and of Hy
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFile:
-    """One file of `conf/`. `comments` has what stands before and behind each dotted key; `about` is what stands above
-    them all. `beside`: what an option brings along beside its group; its comments are below the same keys."""
+    """One file of `conf/`. `comments`: by dotted key, from the lines above a key and behind it. `header`: the comment
+    lines above the first key. `extra_values`: keys that an option sets outside its group."""
 
     values: Settings
     comments: Mapping[str, str]
@@ -44,7 +44,7 @@ class SettingsFile:
 
 
 class JobSettings:
-    """The settings of one job, with the options that are chosen on its command line."""
+    """The settings of one job, with the options chosen on its command line."""
 
     def __init__(self, job: str, words: Sequence[str]):
         self._primary = read_settings_file(job_file(job))
@@ -74,7 +74,7 @@ class JobSettings:
             self._tree = _merge(self._tree, {group: self.selected_file(group).values, **beside})
 
     def value_at(self, key: str) -> object:
-        """The value of a key, a mapping for a group, or None where there is no such key; the empty key is all."""
+        """The value of a key: a mapping for a group, None for an unknown key; the empty key is the root."""
         found: object = self._tree
         for name in filter(None, key.split(".")):
             found = found.get(name) if isinstance(found, Mapping) else None
@@ -92,13 +92,13 @@ class JobSettings:
         return [found for path in paths for found in (self.leaf_keys(path) if self.child_names(path) else [path])]
 
     def selected_option(self, group: str) -> str:
-        """The name of the option that a group stands at, or of that of the group that it follows."""
+        """The option selected for a group; resolves a reference to another group's option."""
         option = self._options[group]
         return self._options.get(option[2:-1], "") if option.startswith("${") else option
 
     def description(self, key: str) -> str:
-        """The comment that explains a key: that of the chosen option, else of the job's own file, else of any other
-        option that has one. A key that chooses the option has what stands at the top of that option's file."""
+        """The comment that explains a key: from the selected option, else the job's file, else any other option. A key
+        that selects the option gets the first sentences of that option's file."""
         group, _, name = key.partition(".")
         if group not in self.groups:
             bringing = (
@@ -114,7 +114,7 @@ class JobSettings:
         return next((comment for comment in found if comment), "")
 
     def choices(self, key: str) -> list[str]:
-        """What a key may be, as far as that can be listed."""
+        """The allowed values of a key that has a finite list of them; otherwise empty."""
         group, _, name = key.partition(".")
         if key in self.groups or self.names_option(key):
             return option_names(group)
@@ -136,7 +136,7 @@ class JobSettings:
         )
 
     def selected_file(self, group: str) -> SettingsFile:
-        """The file of the option that a group stands at, an empty one where there is none."""
+        """The file of a group's selected option; empty if that file does not exist."""
         option = self.selected_option(group)
         is_there = option_file(group, option).is_file()
         return read_option(group, option) if is_there else SettingsFile(values={}, comments={}, header=())
@@ -152,14 +152,14 @@ def option_file(group: str, option: str) -> Traversable:
 
 @cache
 def option_names(group: str) -> list[str]:
-    """The names of what a group has to choose from, sorted; those of a `--config-dir` are not among them."""
+    """The options of a group, sorted; without those of `--config-dir`."""
     names = (file.name for file in files("conf").joinpath(group).iterdir())
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 @cache
 def read_settings_file(file: Traversable) -> SettingsFile:
-    """The result is what a file holds, its comments included."""
+    """Parses a file of `conf/` with its comments."""
     text = file.read_text(encoding="utf-8")
     values = yaml.load(text, Loader=LOADER)
     assert isinstance(values, dict), f"{file} holds no mapping"
@@ -169,7 +169,7 @@ def read_settings_file(file: Traversable) -> SettingsFile:
 
 @cache
 def read_option(group: str, option: str) -> SettingsFile:
-    """The result is what the file of an option holds, its keys as they are called within the group."""
+    """Parses an option's file; its keys are relative to the group."""
     file = read_settings_file(option_file(group, option))
     if GLOBAL_PACKAGE not in file.header:
         return file
@@ -189,9 +189,10 @@ def _merge(settings: Settings, others: Settings) -> Settings:
 
 
 def _parse_comments(text: str) -> tuple[dict[str, str], list[str]]:
-    """The comments of each dotted key, behind it first, then above it; and the lines above the first key.
+    """The comment of each dotted key, the one behind it before the one above it; and the lines above the first key.
 
-    A line that is nothing but a comment goes on with the one behind the last key if it begins as far to the right."""
+    A comment line indented as far as the last trailing comment continues it.
+    """
     lines, found = text.splitlines(), dict[str, str]()
     about, done = list[str](), 0
     behind, at, column = list[str](), "", 0
@@ -212,7 +213,7 @@ def _parse_comments(text: str) -> tuple[dict[str, str], list[str]]:
 
 
 def _key_positions(node: yaml.Node | None, parent: str) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
-    """Each dotted key comes with the line and column where it begins, and where its value or a group's name ends."""
+    """Yields each dotted key with the (line, column) of its start and of the end of its value, or of a group's name."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         name = f"{parent}.{key.value}" if parent else key.value
         is_open = isinstance(value, yaml.CollectionNode) and not value.flow_style
@@ -223,10 +224,8 @@ def _key_positions(node: yaml.Node | None, parent: str) -> Iterator[tuple[str, t
 
 
 def help_text(job: str, words: Sequence[str]) -> str:
-    """The page of a job, or what there is to say of the groups and keys among `words`; `all` is everything. Words with
-    a `=` choose options, as in a run.
-
-    Raises ConfigError in one line for a word that is neither."""
+    """The help page of a job, or the descriptions of the groups and keys in `words`; `all` lists everything. Words with
+    a `=` select options, as for a run. Raises ConfigError for an unknown group or key."""
     settings = JobSettings(job, [word for word in words if "=" in word])
     topics = [word for word in words if "=" not in word and not word.startswith("-")]
     if topics:
@@ -266,7 +265,7 @@ def _describe_topic(settings: JobSettings, topic: str) -> Iterator[str]:
 
 
 def _option_lines(settings: JobSettings, group: str) -> Iterator[str]:
-    """A line for each option, and all that the chosen one's file begins with."""
+    """One line for each option, then the header of the selected option's file."""
     chosen = settings.selected_option(group)
     for option in option_names(group):
         about = " ".join(read_option(group, option).header)
@@ -289,7 +288,7 @@ def _format_setting(settings: JobSettings, key: str) -> str:
 
 
 def _two_columns(left: str, right: str, column: int) -> str:
-    """`right` stands beside `left`, or below it where that is too long."""
+    """`left`, with `right` wrapped in a second column, or below if `left` is too long."""
     indent = " " * column
     text = fill(right, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     if not right:
@@ -298,8 +297,8 @@ def _two_columns(left: str, right: str, column: int) -> str:
 
 
 def completion_output(words: Sequence[str], commands: Iterable[str]) -> str | None:
-    """The name of one of `SHELLS` gives the script that it sources; `answer WORD ...`, which that script asks at each
-    TAB, gives the `completions` of these words, one a line. The result is None for any other words."""
+    """The output of `weightstream completion`: the script of a shell, or for `answer WORD ...` the completions, one per
+    line. None for other words."""
     match words:
         case [shell] if shell in SHELLS:
             return files("jobs").joinpath("data", f"completion.{shell}").read_text(encoding="utf-8")
@@ -310,10 +309,11 @@ def completion_output(words: Sequence[str], commands: Iterable[str]) -> str | No
 
 
 def completions(words: Sequence[str], commands: Iterable[str]) -> list[str]:
-    """The result is what the last of `words` can become, as whole words; those that end in `=` or `.` want more.
+    """The completions of the last of `words`, as whole words; those that end in `=` or `.` need more input.
 
-    `words` stand behind the name of the program, and the last of them, which may be empty, is at the cursor; `commands`
-    may come first. The result is empty for a job that is not known and for values that no one can list."""
+    `words` follow the program's name; the last one, at the cursor, may be empty. Empty for an unknown job and for
+    values that cannot be listed.
+    """
     *before, word = words or [""]
     if not before:
         return _with_prefix(word, (*commands, "--help", "--version"))

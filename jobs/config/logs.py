@@ -1,4 +1,4 @@
-"""What a job writes to the screen beside its results: its log and, where it takes long, what it is about to do."""
+"""Logging setup, and the first log lines of a run."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ NOISY_LOGGERS = ("botocore", "aiobotocore")  # log requests to stores with what 
 
 
 def setup_logging(level: LogLevel) -> None:
-    """Every line gets its time; where nobody watches, as in a file that is read later, its date as well."""
+    """Logs to stderr with the time of each line, and also the date if stderr is not a terminal."""
     logging.basicConfig(
         level=level.value.upper(),
         format="%(asctime)s %(levelname)s %(message)s",
@@ -26,14 +26,13 @@ def setup_logging(level: LogLevel) -> None:
 
 
 def setup_plain_logging(level: LogLevel) -> None:
-    """The log of a job that is soon done: lines without their time."""
+    """Logs to stderr without times, for short jobs."""
     logging.basicConfig(level=level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
 
 
 def log_start(log: logging.Logger, config: RunSettings) -> None:
-    """Writes to stderr from now on, first what is doubtful about the settings, which model is opened and where its
-    results go. Of several ranks the first one writes; the others warn. Raises ConfigError for a device that is not
-    here."""
+    """Sets up logging and logs warnings about the settings, the model and the output directory. Of several ranks only
+    rank 0 logs information. Raises ConfigError if the device is missing."""
     launch = Launch.found(os.environ) if config.devices.way is not Parallelism.one else None
     if launch is not None and launch.rank:
         setup_logging(LogLevel.warning)

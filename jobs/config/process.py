@@ -1,7 +1,7 @@
-"""What libraries read once, when a process starts: a job that wants it otherwise starts itself again.
+"""Process settings that libraries read once at start; a job that needs others re-executes itself.
 
-glibc's thread cache is turned off, see `runtime.stream.host_memory`. OpenMP's idle threads wait actively for a while,
-on the core that the threads of our kernels and readers need: of two cores, decode passes of 0.54 s take 0.38 s without.
+glibc's thread cache is turned off, see `runtime.stream.host_memory`. OpenMP's idle threads must not spin for long on
+the cores that kernel and reader threads need.
 """
 
 import gc
@@ -21,10 +21,9 @@ SPIN_COUNT = "1000"  # some microseconds
 
 
 def prepare_process() -> None:
-    """Makes this process one that can read its own command and print. Standard streams that whoever started it has
-    closed lead to /dev/null: a file that is opened would take their numbers, and what libraries print would go into it.
-    What the encoding of stdout lacks is printed as escapes. Where the locale has no more than ASCII and the command
-    does, as in a path, this process is replaced by the same command in UTF-8 mode."""
+    """Opens closed standard streams on /dev/null, so that opened files do not get their descriptors. Characters that
+    stdout cannot encode are printed as escapes. Re-executes the process in UTF-8 mode if the locale is ASCII and the
+    command is not."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -40,8 +39,8 @@ def prepare_process() -> None:
 
 
 def tuned_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` with our tunable behind those that the user has set, and how OpenMP waits where the user has not
-    said it; other libraries ignore both."""
+    """`environment` with the heap tunable appended to the user's, and OpenMP's spin count unless the user has set
+    one."""
     tunables = environment.get(TUNABLES, "")
     if HEAP_TUNABLE not in tunables:
         tunables = ":".join(filter(None, [tunables, HEAP_TUNABLE]))
@@ -50,9 +49,8 @@ def tuned_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def restart_tuned() -> None:
-    """Replaces this process by the same command with these settings; returns where that has been done. Same process
-    id, and 0.1 s: call it before anything is opened, and before what takes long to import, since from here on a stop
-    signal ends the process with 75."""
+    """Re-executes this process with `tuned_environment`, in the same process id; returns if it is already set. From
+    here on a stop signal exits with 75. Call it before slow imports and before anything is opened."""
     prepare_process()
     exit_on_signals()
     environment = tuned_environment(os.environ)
@@ -63,8 +61,8 @@ def restart_tuned() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Keeps the garbage collector out of the imports in its block. What they leave stays until the process ends, and
-    looking through it again and again took 0.6 of the 5.8 s of processor time that a start of `jobs.generate` took."""
+    """Pauses the garbage collector during imports: collecting their objects, which stay until exit, took 10 % of a
+    start."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -75,9 +73,8 @@ def gc_paused() -> Iterator[None]:
 
 
 def exit_as_rank(code: object) -> None:
-    """Ends this process with that exit code at once, where it is one of several ranks and has not left the others: the
-    interpreter's own end takes the lock away from threads that still wait for those that are gone, and gloo's abort the
-    process then, with 134 in place of its code. Elsewhere it returns."""
+    """Exits at once with `code` if this process is one of several ranks that have not left the group; otherwise
+    returns. A normal interpreter exit would let gloo abort with 134 instead."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not isinstance(code, int) or not distributed.is_initialized():
         return

@@ -1,4 +1,4 @@
-"""The settings of each job, typed. The only file that knows OmegaConf: the rest of the project sees dataclasses."""
+"""Typed settings of each job. The only module that uses OmegaConf: all others see dataclasses."""
 
 import re
 from dataclasses import dataclass, field
@@ -69,7 +69,7 @@ class LogLevel(Enum):
 
 
 class Output(Enum):
-    """What a finished run leaves beside its parts: `auto` is OpenAI's files where the input was one."""
+    """Files written after a run besides its parts; `auto` is OpenAI's batch files if the input is an OpenAI batch."""
 
     auto = "auto"
     parts = "parts"
@@ -77,7 +77,7 @@ class Output(Enum):
 
 
 class Workers(Enum):
-    """Who works on a run: one process, or as many as come, which share its blocks out."""
+    """Number of processes that work on a run: one, or any number that share its blocks."""
 
     one = "one"
     elastic = "elastic"
@@ -90,7 +90,7 @@ class TableFormat(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What every run is told, whatever is asked of its rows. Each job of runs adds its own."""
+    """Settings common to all runs: generation, scoring and encoding."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -159,13 +159,11 @@ class RunSettings:
         require(seconds >= 0, f"upload_retry_seconds must be 0 or more, got {seconds}")
 
     def _require_shareable(self) -> None:
-        """What several workers cannot do together is refused."""
         admission = self.policy.admission
         is_wave = admission is Admission.wave
         require(is_wave, f"workers=elastic shares blocks out: policy.admission={admission.value} has none, wave has")
 
     def _require_for_ranks(self) -> None:
-        """What ranks cannot do together is refused."""
         way = f"devices={self.devices.way.value}"
         require(not self.is_elastic, f"{way} is one worker in several processes: take workers=one")
         is_held = self.dataset.window_rows is None
@@ -177,17 +175,17 @@ class RunSettings:
 
     @property
     def is_batch(self) -> bool:
-        """Whether the input is OpenAI's."""
+        """True if the input is an OpenAI batch."""
         return self.dataset.kind.name == Output.openai_batch.name
 
     @property
     def has_batch_files(self) -> bool:
-        """Whether the run ends with OpenAI's files. Those of a shard alone would be half of them."""
+        """True if the run ends with OpenAI's batch files; a single shard writes none."""
         return self.is_batch and self.output is not Output.parts and self.shard.count == 1
 
     @property
     def runtime(self) -> RuntimeConfig:
-        """The part that `Runtime` takes; the rest is the job's own."""
+        """The settings that `Runtime` takes."""
         return RuntimeConfig(
             model=self.model,
             offload=self.offload,
@@ -199,7 +197,8 @@ class RunSettings:
         )
 
     def _require_no_generation(self, activity: str) -> None:
-        """What is of generated tokens is refused where none are: `doing` says what is done in their place."""
+        """Raises ConfigError for settings of generation in a job without any; `activity` is what the job does
+        instead."""
         sampling, way = self.sampling, self.devices.way
         require(sampling.n == 1, f"sampling.n={sampling.n} means nothing where {activity}")
         beams = sampling.num_beams
@@ -225,8 +224,8 @@ class GenerateConfig(RunSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreSettings:
-    """What is scored of a row. `rolling`: the prompt itself, as a document, in windows of `window_tokens`; None: of the
-    model's context."""
+    """Settings of scoring. `rolling`: scores the prompt itself as a document, in windows of `window_tokens`; None is
+    the model's context length."""
 
     target_field: str = "target"  # a text, or a list of texts
     rolling: bool = False
@@ -256,13 +255,13 @@ class ScoreConfig(RunSettings):
 
     @property
     def has_batch_files(self) -> bool:
-        """OpenAI's batches have no requests for scores."""
+        """Always False: OpenAI's batches have no scoring requests."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeSettings:
-    """What is read off each prompt. `pooling` and `normalize` are of embeddings, `num_top` of classes and masks."""
+    """Settings of encoding. `pooling` and `normalize` apply to embeddings, `num_top` to classes and masks."""
 
     output: Readout = Readout.embedding
     pooling: Pooling | None = None
@@ -297,8 +296,8 @@ class EncodeConfig(RunSettings):
 class SynthesizeConfig:
     """All settings of `jobs.synthesize`; mirrors conf/synthesize.yaml. Of `model` only the name is used.
 
-    `architecture`, which stands beside `model` in the model's file, holds transformers' own config keys, `model_type`
-    among them; which exist is for transformers to say.
+    `architecture`, from the model's file, holds transformers' config keys, `model_type` among them; transformers checks
+    them.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -348,7 +347,7 @@ class ModelsConfig:
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
     """All settings of `jobs.trace`; mirrors conf/trace.yaml. The window is in seconds since the start of the run, or of
-    the passes that a plan shows."""
+    the passes of a plan."""
 
     path: str | None = None
     begin: float = 0.0
@@ -364,11 +363,11 @@ class TraceConfig:
 
 
 def load(cls: type[T], composed: Composed) -> T:
-    """The config that Hydra composed, as an instance of `cls`; interpolations are resolved. The architecture that a
-    model's file brings along is left out where `cls` has none.
+    """Converts a config composed by Hydra to an instance of `cls`, with interpolations resolved. A model's architecture
+    is dropped if `cls` has no such field.
 
-    Raises ConfigError in one line: an unknown key (with the closest known one), a value of the wrong type (with what
-    is allowed), values that cannot go together, a missing or broken interpolation.
+    Raises ConfigError for an unknown key (with the closest known one), a value of the wrong type, settings that exclude
+    each other, and broken interpolations.
     """
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
@@ -382,35 +381,33 @@ def load(cls: type[T], composed: Composed) -> T:
 
 
 def semantic(config: RunSettings) -> dict[str, JsonValue]:
-    """The keys that can change the text of a completion, flat and JSON-ready; a resumed run must have the same.
-
-    `policy` is among them because a row's numerics depend on which rows share its micro-batch.
-    """
+    """The settings that can change the output, flat and JSON-ready; they must be equal on resume. `policy` is included:
+    a row's rounding depends on the rows in its micro-batch."""
     return {key: value for key, value in flatten(config).items() if _is_semantic(key) and not _is_unset(key, value)}
 
 
 def operational(config: RunSettings) -> dict[str, JsonValue]:
-    """The other keys: they may change on resume (tiers, prefetch, schedule, machine, paths of results, log level)."""
+    """The other settings, which may change on resume: tiers, prefetch, schedule, machine, output paths, log level."""
     return {key: value for key, value in flatten(config).items() if not _is_semantic(key)}
 
 
 def _is_semantic(key: str) -> bool:
-    """A group that nobody has thought of is: to go on otherwise than begun does more harm than to refuse."""
+    """Unknown groups count as semantic: resuming with other results is worse than a refusal."""
     group, _, name = key.partition(".")
     is_operational = group in OPERATIONAL_GROUPS and key not in LOSSY_KEYS
     return bool(name) and not is_operational and key not in OPERATIONAL_KEYS
 
 
 def _is_unset(key: str, value: JsonValue) -> bool:
-    """Settings of sampling that are off by null leave the names and manifests of runs as they were without them."""
+    """True for sampling settings that are off; they are left out, so that new ones do not change names of runs."""
     return key.startswith("sampling.") and (value is None or (key == "sampling.follow_model" and value is False))
 
 
 def run_name(config: RunSettings) -> str:
-    """The directory name of this run below `<output_root>/generate`: `run`, or a name derived from what `semantic` says
-    otherwise than by default, so that a key that is added, or goes, changes no name.
+    """The directory name of this run: `run`, or derived from the semantic settings that differ from their defaults, so
+    that added keys do not change it.
 
-    A shard of several is a run of its own, so the name ends in `-00001-of-00004`, with `run` given or not.
+    A shard is a run of its own: its name ends in `-00001-of-00004`.
     """
     defaults = semantic(type(config)())
     keys = {
@@ -431,13 +428,13 @@ def run_directory(config: RunSettings) -> Path:
 
 
 def settings_warnings(config: RunSettings) -> list[str]:
-    """A sentence for each setting that has no effect beside the others, or another than was surely meant; for the job
-    to log as warnings. Those that the model or the plan leaves without effect: `runtime.plan.plan_warnings`."""
+    """One sentence for each setting without effect, or with probably another effect than intended. Warnings that need
+    the model or the plan: `runtime.plan.plan_warnings`."""
     return [*_ignored_settings(config), *_escape_warnings(config.sampling.stop or [])]
 
 
 def _escape_warnings(stop: list[str]) -> list[str]:
-    """What a shell hands on of "\\n" in plain quotes is a backslash and a letter, which hardly any text holds."""
+    """Warnings about stop strings with a backslash and a letter: the shell does not expand "\\n" in plain quotes."""
     return [
         f"sampling.stop holds {text!r}: a backslash and a letter, not the one character that they spell in code; "
         f"in bash write $'sampling.stop=[\"{text}\"]'"
@@ -469,14 +466,14 @@ def _ignored_settings(config: RunSettings) -> list[str]:
 
 
 def read_yaml(path: Path) -> dict[str, object]:
-    """A file of plain data, its interpolations resolved."""
+    """Reads a YAML file with its interpolations resolved."""
     values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     assert isinstance(values, dict), f"{path} holds no mapping"
     return {str(key): value for key, value in values.items()}
 
 
 def to_yaml(config: RunSettings | SynthesizeConfig) -> str:
-    """The settings as YAML, readable and safe to load as plain data, by the keys that `load` takes."""
+    """The settings as YAML that `load` accepts."""
     values = to_plain(config)
     assert isinstance(values, dict)
     if isinstance(sampling := values.get("sampling"), dict):

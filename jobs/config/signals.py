@@ -1,10 +1,9 @@
-"""Stopping in time: a signal sets a flag at once, even while the main thread sits in a long product.
+"""Graceful stop on signals, without waiting for the main thread to leave a long matrix product.
 
-Python runs a signal handler in the main thread between two bytecodes, so it waits for a running matrix product; but
-the C part of a handler runs at once, in whichever thread the kernel picked, and writes the signal's number into the
-wakeup descriptor. A helper thread reads it there. (Blocking the signals and calling `sigwait` would not do: numpy,
-pyarrow and torch start threads on import that block nothing, the kernel may hand SIGTERM to one of those, and its
-default action ends the process.)
+Python runs a signal handler in the main thread between two bytecodes, so it waits for a running product. The C part of
+a handler runs at once and writes the signal's number to the wakeup descriptor, which a helper thread reads. `sigwait`
+would not work: numpy, pyarrow and torch start threads that do not block signals, and SIGTERM delivered to one of those
+ends the process.
 """
 
 import atexit
@@ -24,18 +23,18 @@ BURST_SECONDS = 0.5  # `timeout` and Ctrl-C in a pipeline signal the process and
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that ask this process to stop. What whoever started it has had ignored goes on being ignored."""
+    """The signals that ask this process to stop, without those that the parent process has set to ignored."""
     return [s for s in STOP_SIGNALS if s not in TERMINAL_SIGNALS or signal.getsignal(s) is not signal.SIG_IGN]
 
 
 def block_signals() -> None:
-    """Lets them wait, also across `os.exec`, until `exit_on_signals`."""
+    """Blocks the stop signals, also across `os.exec`, until `exit_on_signals`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def exit_on_signals() -> None:
-    """Lets a signal, also one that has waited, end the process with 75 from now on, until a `StopFlag` takes over: a
-    job calls this first, as imports from a cold file system can take long and there is nothing to save yet."""
+    """Unblocks the stop signals; one that arrives, or is pending, exits with 75 until a `StopFlag` takes over. Called
+    first, before slow imports, while there is nothing to save."""
     for number in stop_signals():
         signal.signal(number, _exit_handler)
     atexit.register(ignore_signals)
@@ -49,17 +48,17 @@ def _exit_handler(number: int, frame: FrameType | None) -> None:
 
 
 def ignore_signals() -> None:
-    """Has the process end with the exit code that it is about to end with: while the interpreter goes down, a signal
-    would otherwise end it as if nobody listened, and launchers send one as soon as another process has ended."""
+    """Ignores stop signals during interpreter shutdown, so that the process keeps its exit code: launchers signal the
+    others once one process has ended."""
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
 
 
 class StopFlag:
-    """Says whether the run was asked to stop; a context manager to be entered in the main thread.
+    """Flag set by a stop signal; a context manager, entered in the main thread.
 
-    The first SIGTERM, SIGUSR1, SIGINT or SIGHUP sets `requested`. A second one ends the process at once with exit code
-    75, without any clean-up: committed parts need none.
+    The first SIGTERM, SIGUSR1, SIGINT or SIGHUP sets `requested`. A second one exits at once with 75 and no clean-up:
+    committed parts need none.
     """
 
     was_watching = False
@@ -76,7 +75,7 @@ class StopFlag:
 
     @property
     def signal_name(self) -> str:
-        """`SIGTERM`, or an empty string as long as nothing was requested."""
+        """The signal's name, such as `SIGTERM`; empty before one arrives."""
         return self._name
 
     def __call__(self) -> bool:
@@ -112,8 +111,8 @@ class StopFlag:
         signal.set_wakeup_fd(self._old_descriptor)
 
     def _reset_after_fork(self) -> None:
-        """Forgets the parent in a forked child, such as a worker of `datasets`: its signals are its own and must not
-        stop the parent."""
+        """Restores the handlers in a forked child, such as a worker of `datasets`: its signals must not stop the
+        parent."""
         if self._is_watching:
             self._restore()
 
@@ -132,4 +131,4 @@ class StopFlag:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Its only use is to exist: with it, Python installs the C handler that wakes the watcher."""
+    """Python-level handler: its presence installs the C handler that writes to the wakeup descriptor."""

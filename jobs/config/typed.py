@@ -1,4 +1,4 @@
-"""Plain data into frozen dataclasses, strictly: nothing is guessed, and each error is one line that names the key."""
+"""Strict conversion of plain data to frozen dataclasses; each error is one line that names the key."""
 
 import math
 import types
@@ -22,10 +22,11 @@ ARCHITECTURE = "architecture"  # what a model's file has beside `model`: of thos
 
 
 def build(cls: type[T], values: Mapping[str, object], prefix: str = "") -> T:
-    """`values` (nested mappings, lists, strings, numbers) as an instance of the dataclass `cls`; absent keys default.
+    """Builds an instance of the dataclass `cls` from nested mappings, lists and scalars; missing keys get their
+    defaults.
 
-    Stricter than a YAML loader: 3.7 is no int, 1 is no bool, infinity and NaN are no floats.
-    Raises ConfigError naming the dotted key, the value and what is allowed, or the closest key for an unknown one.
+    Stricter than a YAML loader: 3.7 is no int, 1 is no bool, infinity and NaN are no floats. Raises ConfigError that
+    names the dotted key, the value and what is allowed, or the closest key for an unknown one.
     """
     keys, hints = key_types(cls), field_types(cls)
     for name in values:
@@ -36,14 +37,15 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "") -> T:
 
 
 def known_keys(cls: type) -> list[str]:
-    """Every dotted key below the dataclass `cls`: groups themselves included, a dict that takes any key as `name.*`."""
+    """All dotted keys of the dataclass `cls`, groups included; a dict that takes any key is listed as `name.*`."""
     return list(_known_keys(cls, ""))
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """The message for a key that a job does not take: the closest of `known`, or else its neighbours.
+    """The error message for an unknown key: suggests the closest of `known`, or lists the keys of its group.
 
-    A key that is among them, in a group that other jobs have too, is one that this job makes no use of."""
+    A key among `known`, in a group shared by several jobs, is reported as without effect in this job.
+    """
     if key in known:
         alone = f"; {key}.path alone says which" if f"{key}.path" in known else ""
         return f"{key} has no effect in this job: leave it out{alone}"
@@ -62,12 +64,12 @@ def unknown_key(key: str, known: list[str]) -> str:
 
 
 def flatten(config: object) -> "dict[str, JsonValue]":
-    """A dataclass tree as `{"sampling.top_k": 0, ...}` with enums as their values, in the order of the fields."""
+    """A dataclass tree as `{"sampling.top_k": 0, ...}`, enums as their values, in field order."""
     return dict(_flatten(to_plain(config), ""))
 
 
 def to_plain(value: object) -> "JsonValue":
-    """A dataclass tree as nested dicts, lists and scalars that JSON and YAML can write."""
+    """A dataclass tree as nested dicts, lists and scalars for JSON and YAML."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -81,7 +83,7 @@ def to_plain(value: object) -> "JsonValue":
 
 
 def key_types(cls: type) -> dict[str, object]:
-    """The type of each key that is set below the dataclass `cls`: a field's, but for those of `PASSED_ON`."""
+    """The type of each settable key of the dataclass `cls`: its fields, except those of `PASSED_ON`."""
     types = field_types(cls)
     if cls is not SamplingConfig:
         return types
@@ -111,8 +113,7 @@ def _known_keys(cls: type, prefix: str) -> Iterator[str]:
 
 
 def _flatten_sampling(values: Mapping[str, object], prefix: str) -> Mapping[str, object]:
-    """Settings of sampling as its fields, those that are passed on among them. Raises ConfigError for a name that is
-    none of theirs, with the one that was meant."""
+    """Merges `sampling.transformers` into the other sampling fields. Raises ConfigError for unknown names in it."""
     keys, group = key_types(SamplingConfig), f"{prefix}{TRANSFORMERS}"
     passed = _convert(keys[TRANSFORMERS], values.get(TRANSFORMERS), group) or {}
     assert isinstance(passed, dict)
@@ -195,7 +196,7 @@ def _mismatch(hint: object, value: object, key: str) -> ConfigError:
 
 
 def enum_members(hint: object) -> list[str]:
-    """The names that an enum has, or the enums of a union."""
+    """The member names of an enum, or of all enums in a union."""
     enums = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and issubclass(kind, Enum)]
     return [name for enum in enums for name in enum.__members__]
 

@@ -1,10 +1,8 @@
-"""Locks of directories that one process works in, and leases: files by which processes, on one machine or on several,
-agree on who does what.
+"""Locks on directories, and leases: files by which processes on one or several machines share work.
 
-A lease is a file that is there whole or not at all; its holder touches it every few seconds. It is stale where the
-holder's process has ended on this machine, or where nobody has touched it for `seconds` by the clock of the one who
-waits: clocks of two machines are never compared. It saves work, and no more: two that do the same are told apart by
-whose result is published first.
+A lease file appears atomically, and its holder touches it every few seconds. It is stale if the holder's process on
+this machine has ended, or if it was not touched for `seconds` by the waiting process's clock; clocks of two machines
+are never compared. Leases only avoid duplicate work: if two processes do the same, the first published result counts.
 """
 
 import fcntl
@@ -44,15 +42,16 @@ SLURM_IDS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM
 
 
 class RunLock:
-    """Held until `release` or the end of the process.
+    """Lock on a run directory, held until `release` or the end of the process. `is_shared`: other shared holders are
+    allowed.
 
-    The file stays: it names the last holder. Two processes would not damage a run, they would only do its work twice.
-    `is_shared`: with others that share it, and with no other.
+    The file stays and names the last holder. Without the lock, two processes would duplicate work but not damage the
+    run.
     """
 
     def __init__(self, path: Path, *, is_shared: bool = False) -> None:
-        """Raises RunInUseError when another process holds the lock, DamagedRunError when the file is not a run's own,
-        OSError when it cannot be written."""
+        """Raises RunInUseError if another process holds the lock, DamagedRunError if the file has a second name or is
+        no regular file, OSError if it cannot be written."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         try:
             found = os.fstat(self._descriptor)
@@ -83,8 +82,8 @@ class RunLock:
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """When a process of this machine was started, in ticks since boot, which tells it from a later one of the same
-    number; None where there is none."""
+    """Start time of a process on this machine in ticks since boot, which distinguishes reused pids; None if it is not
+    running."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -95,7 +94,7 @@ def process_start_ticks(pid: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A process. `pid_namespace`: pids of another one, as of a container, say nothing here. `slurm`: its ids there."""
+    """Identity of a process. `pid_namespace`: pids are comparable only within it. `slurm`: its Slurm ids."""
 
     host: str
     boot_id: str
@@ -105,8 +104,8 @@ class Holder:
     slurm: Mapping[str, str] = field(default_factory=dict)
 
     def has_ended(self, lease_holder: Mapping[str, JsonValue], start_ticks: Callable[[int], int | None]) -> bool:
-        """Whether the holder that a lease names is known to be no more: its machine was started again since, or its
-        process is not there."""
+        """True if the holder named in a lease is known to have ended: its machine was rebooted, or its process is
+        gone."""
         if lease_holder.get("host") != self.host:
             return False
         if lease_holder.get("boot_id") != self.boot_id:
@@ -118,7 +117,7 @@ class Holder:
 
 
 def this_process() -> Holder:
-    """This process, as others on this machine or elsewhere tell it from any other."""
+    """The identity of this process."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     try:
         boot, namespace = boot_id.read_text(encoding="ascii").strip(), str(Path("/proc/self/ns/pid").readlink())
@@ -135,14 +134,15 @@ def this_process() -> Holder:
 
 
 class Lease(NamedTuple):
-    """A lease's file as it was read. Two that are equal are of one holder, which has not touched it in between."""
+    """Contents and modification time of a lease file. Two equal values: the same holder, which has not renewed it in
+    between."""
 
     data: bytes
     touched_ns: int
 
     @property
     def holder(self) -> Mapping[str, JsonValue]:
-        """Who holds it; nothing where the file is damaged: then only its heartbeat counts."""
+        """The holder as written in the file; empty if the file is damaged, so that only its renewals count."""
         try:
             value = json.loads(self.data)
         except (ValueError, RecursionError):
@@ -161,9 +161,9 @@ def read_lease(path: Path) -> Lease | None:
 
 
 class Leases(Closing):
-    """The leases of one process in one folder. Closing gives all back. `clock` counts seconds, of this machine alone.
+    """The leases of this process in one folder. Closing releases all of them. `clock`: monotonic seconds.
 
-    `has_heart`: whether a thread touches what is held; a test calls `touch` by itself.
+    `has_renewal_thread`: a thread renews the held leases; tests call `renew` themselves.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class Leases(Closing):
         return self._folder / f"{name}.json"
 
     def acquire(self, name: str) -> bool:
-        """Whether this process now holds the lease: nobody did, or it was stale. Of several that try, one gets it.
-        Raises DamagedRunError where something lies in its place that no worker has made, OutputError."""
+        """Takes the lease if it is free or stale. Returns True if this process now holds it; atomic between processes.
+        Raises DamagedRunError if something other than a lease has its path, OutputError."""
         path = self.path(name)
         try:
             if (lease := read_lease(path)) is not None:
@@ -206,7 +206,7 @@ class Leases(Closing):
             raise output_error(path, error) from error
 
     def renew(self) -> list[str]:
-        """Renews what is held. Returns what is not any more: somebody found it stale, as after a long pause.
+        """Renews the held leases. Returns the names of leases lost to another process, such as after a long pause.
         Raises OSError."""
         lost = []
         with self._mutex:
@@ -221,7 +221,7 @@ class Leases(Closing):
         return lost
 
     def release(self, name: str) -> None:
-        """Removes the lease if it is still this process's. One that cannot be removed goes stale by itself."""
+        """Removes the lease if this process still holds it. A file that cannot be removed becomes stale later."""
         with self._mutex:
             descriptor, data = self._held.pop(name)
         os.close(descriptor)
@@ -238,7 +238,8 @@ class Leases(Closing):
             self.release(name)
 
     def _create(self, name: str) -> bool:
-        """A file that was taken away again, in the moment since it was made, is not held."""
+        """Creates the lease file; False if another process created it first, or removed it before it could be
+        opened."""
         token = secrets.token_hex(8)
         value: dict[str, JsonValue] = {**asdict(self._holder), "lease": token, "since": time.time()}
         self._seen.pop(name, None)
@@ -279,13 +280,13 @@ class Leases(Closing):
 
 
 def format_holder(holder: Mapping[str, JsonValue]) -> str:
-    """Which process that is, for people."""
+    """The holder as text for messages."""
     return f"pid {holder.get('pid')} on host {json.dumps(holder.get('host'))}"
 
 
 def _remove_lease(path: Path, data: bytes, touched_ns: int | None = None) -> bool:
-    """Removes the lease that was read, and no other: it is looked at once it has a name that nobody else uses, and put
-    back if it is not the one. Of several that try, one succeeds. Raises OSError."""
+    """Removes the lease file if it is still the one that was read; only one of several callers succeeds. Raises
+    OSError."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
     try:
         path.rename(aside)

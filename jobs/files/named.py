@@ -1,5 +1,5 @@
-"""Files at paths that the user names: one that is there is replaced only if Weightstream wrote it and nobody has
-changed it since. Which those are is kept in the user's cache: without it a file counts as somebody's own."""
+"""Output files at paths given by the user. An existing file is replaced only if Weightstream wrote it and it has not
+changed since; a record in the user's cache tells. Without the record the file is not replaced."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -14,8 +14,8 @@ from .publishing import PERMANENT_ERRNOS, publish, read_json, write_json
 
 
 def publish_named(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Publishes `path` whole, in place of an older file, and remembers that it was written here. Raises ConfigError
-    where it can never be written, OutputError; an older file is then as it was."""
+    """Publishes `path` atomically, replacing an older file, and records that Weightstream wrote it. Raises ConfigError
+    if the path can never be written, OutputError; an older file is then unchanged."""
     try:
         publish(path, write, exclusive=False)
     except OutputError as error:
@@ -29,13 +29,13 @@ def publish_named(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def named_file_error(path: Path, error: OSError) -> WeightstreamError:
-    """What the user is told: what no waiting heals is refused."""
+    """ConfigError for errors that retrying cannot fix, otherwise OutputError."""
     kind = ConfigError if error.errno in PERMANENT_ERRNOS else OutputError
     return kind(f"{path} cannot be written: {error.strerror or error}; an older file is as it was")
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether nothing is there, or a file that was published here by `publish_named` and is as it was."""
+    """True if nothing is at `path`, or an unchanged file written by `publish_named`."""
     try:
         return not path.exists() or read_json(_record(path)) == _state(path)
     except (OSError, DamagedRunError):
@@ -43,8 +43,8 @@ def is_replaceable(path: Path) -> bool:
 
 
 def require_replaceable(paths: Iterable[Path], setting: str) -> None:
-    """Raises ConfigError where one of the files that `setting` leads to is somebody's own: before work is done for
-    it."""
+    """Raises ConfigError if one of the output files of `setting` exists and is not replaceable. Call it before the
+    work."""
     for path in paths:
         if not is_replaceable(path):
             raise ConfigError(
@@ -59,6 +59,6 @@ def _record(path: Path) -> Path:
 
 
 def _state(path: Path) -> dict[str, int]:
-    """What is no longer so once somebody has changed the file. Raises OSError."""
+    """Size and modification time, to detect later changes. Raises OSError."""
     found = path.stat()
     return {"num_bytes": found.st_size, "modified_ns": found.st_mtime_ns}

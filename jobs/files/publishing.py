@@ -1,8 +1,7 @@
-"""Publishing a file: a reader sees all of it or nothing, whatever is killed and whenever.
+"""Atomic, durable publishing of files: a reader sees a complete file or none, after any kill.
 
-A file is written under a hidden name beside its final one, made durable, and only then given its name.
-Hidden means a leading dot: Parquet readers, `datasets` and shell globs pass over it. Who may read what a run writes is
-said here too, as prompts and completions are in it.
+A file is written under a hidden temporary name in the same directory, fsynced, and then renamed or linked. Hidden means
+a leading dot: Parquet readers, `datasets` and shell globs skip it.
 """
 
 import errno
@@ -47,11 +46,12 @@ def publish(
     check: Callable[[Path], None] | None = None,
     expected_bytes: int = 0,
 ) -> bool:
-    """Write `path` so that it is complete and durable from the moment it can be seen.
+    """Writes `path` so that it is complete and durable once visible. Returns False if `exclusive` and the file already
+    existed.
 
-    `exclusive`: the first commit wins; False means that the file was there already and was left as it is.
-    Otherwise an older file is replaced. `check` reads the written file back and raises OSError if it is not right.
-    `expected_bytes` only makes the message of a full disk better. Raises OutputError; an older file is then still good.
+    `exclusive`: the first writer wins; otherwise an older file is replaced. `check` rereads the temporary file and
+    raises OSError if it is wrong. `expected_bytes` is used in the error message of a full disk. Raises OutputError; an
+    older file is then intact.
     """
     try:
         with _temp_file(path) as file:
@@ -77,8 +77,7 @@ def publish(
 
 @contextmanager
 def _temp_file(path: Path) -> Iterator[BinaryIO]:
-    """A new hidden file. Its lock ends with the process, so that `sweep_temps` knows one that is being written; where
-    the file system has no locks, nobody sweeps it."""
+    """A new hidden file, locked until the process ends, so that `sweep_temps` skips files in use."""
     temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}")
     file = temp.open("xb")
     try:
@@ -96,7 +95,7 @@ def _temp_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable. Raises OSError."""
+    """Makes the names in `directory` durable. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -105,7 +104,8 @@ def fsync_directory(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> Path:
-    """It, with all above it; it may be there already. Raises ConfigError where none can be made there, OutputError."""
+    """Creates the directory and its parents if missing; returns it. Raises ConfigError if that is impossible there,
+    OutputError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -116,15 +116,15 @@ def make_directory(directory: Path) -> Path:
 
 
 def sweep_temps(directory: Path, name: str | None = None, *, is_only_writer: bool = False) -> int:
-    """Removes what killed writers left half written, of the file `name` or of all; returns how many. What a living
-    writer has locked stays. `is_alone`: nobody else writes here, so that all go, also where the file system has no
-    locks. Raises OSError."""
+    """Removes temporary files of killed writers, for the file `name` or for all; returns their number. Files locked by
+    a live writer stay. `is_only_writer`: no other process writes here, so all are removed, even without file locks.
+    Raises OSError."""
     pattern = f".*{TEMP_SUFFIX}" if name is None else f".{escape(name)}.*{TEMP_SUFFIX}"
     return sum(_sweep(entry, is_only_writer=is_only_writer) for entry in directory.glob(pattern) if entry.is_file())
 
 
 def _sweep(temp: Path, *, is_only_writer: bool) -> bool:
-    """Whether it was left behind; then it is gone."""
+    """Removes a temporary file that no live process has locked; returns True if removed."""
     try:
         descriptor = os.open(temp, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:  # published in between, or swept by another
@@ -142,7 +142,7 @@ def _sweep(temp: Path, *, is_only_writer: bool) -> bool:
 
 
 def move_to_quarantine(path: Path, folder: Path, reason: str) -> None:
-    """Move a file that cannot be used into `folder`, where nothing is overwritten, and say so. Raises OSError."""
+    """Moves an unusable file into `folder` without overwriting anything there, and logs it. Raises OSError."""
     folder.mkdir(exist_ok=True)
     targets = (folder / f"{path.parent.name}-{path.name}.{number}" for number in count())
     target = next(target for target in targets if not target.exists())
@@ -153,7 +153,7 @@ def move_to_quarantine(path: Path, folder: Path, reason: str) -> None:
 
 
 def output_error(path: Path, error: OSError, *, expected_bytes: int = 0) -> OutputError:
-    """The error a user meets when `path` cannot be written: what, why, how much room there is, what to change."""
+    """The error for a `path` that cannot be written, with the cause, the free space and what to change."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     free = "free space unknown"
     for parent in path.parents:
@@ -175,17 +175,18 @@ def output_error(path: Path, error: OSError, *, expected_bytes: int = 0) -> Outp
 
 
 def canonical_json(value: JsonValue) -> str:
-    """One text per value: sorted keys, no spaces, ASCII. ValueError on NaN and infinities."""
+    """JSON with sorted keys, no spaces, ASCII only: equal values give equal text. Raises ValueError on NaN and
+    infinities."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def json_digest(value: JsonValue) -> str:
-    """SHA-256 of the canonical text, in hex."""
+    """SHA-256 of the canonical JSON, in hex."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def write_json(path: Path, value: JsonValue, *, exclusive: bool) -> bool:
-    """Publish `value` as indented JSON; see `publish` for `exclusive` and the result."""
+    """Publishes `value` as indented JSON; `exclusive` and the result are those of `publish`."""
     text = json.dumps(value, sort_keys=True, indent=2, allow_nan=False) + "\n"
     return publish(path, lambda file: write_all(file, text.encode()), exclusive=exclusive, expected_bytes=len(text))
 
@@ -195,15 +196,15 @@ def write_all(file: BinaryIO, data: bytes) -> None:
 
 
 class UnexpectedFileError(OSError):
-    """What lies where a file of ours belongs is none, such as a pipe or a link to a device, or far too large: reading
-    it may never end."""
+    """The path holds no regular file (a pipe, a device, a link to one) or one that is too large to be ours; reading it
+    might block."""
 
 
 def read_regular_file(
     path: Path, *, max_bytes: int | None = None, follow_links: bool = True
 ) -> tuple[bytes, os.stat_result]:
-    """A regular file's bytes and what it is. `follows`: links too. Never waits. Raises FileNotFoundError where there is
-    nothing, UnexpectedFileError for anything else and for more than `most_bytes`, OSError."""
+    """Contents and status of a regular file; never blocks. `follow_links`: symbolic links too. Raises
+    FileNotFoundError, UnexpectedFileError for anything else and for more than `max_bytes`, OSError."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
@@ -228,8 +229,8 @@ def read_regular_file(
 
 
 def read_json(path: Path) -> dict[str, JsonValue]:
-    """The object in `path`. DamagedRunError when it is empty, torn, no object or no file; OSError when it cannot be
-    read."""
+    """The JSON object in `path`. Raises DamagedRunError if it is empty, truncated, no object or no regular file,
+    OSError if it cannot be read."""
     try:
         data, _ = read_regular_file(path, max_bytes=MAX_JSON_BYTES)
     except UnexpectedFileError as error:
@@ -238,7 +239,7 @@ def read_json(path: Path) -> dict[str, JsonValue]:
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, JsonValue]:
-    """The object in the bytes of `path`. Raises DamagedRunError."""
+    """The JSON object in the bytes of `path`. Raises DamagedRunError."""
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
@@ -261,13 +262,13 @@ def _damaged_error(path: Path, num_bytes: int, reason: str) -> DamagedRunError:
 
 
 def write_parquet(table: pa.Table, file: BinaryIO) -> None:
-    """Writes a table with page checksums and without statistics: no checksum covers those, and readers trust them to
-    skip rows."""
+    """Writes a table with page checksums and without statistics: checksums do not cover statistics, and readers use
+    them to skip rows."""
     pq.write_table(table, file, write_page_checksum=True, write_statistics=False)
 
 
 def parse_parquet(data: bytes) -> pa.Table:
-    """The whole table, every page checked. Raises one of PARQUET_PROBLEMS."""
+    """The whole table, with all page checksums verified. Raises one of PARQUET_PROBLEMS."""
     table = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True).read()
     table.validate(full=True)
     return table
@@ -284,7 +285,7 @@ GROUP_AND_OTHERS = 0o077
 
 @contextmanager
 def private_umask() -> Iterator[None]:
-    """What this process makes inside is for its owner alone: by the umask, so that nothing is left out."""
+    """Context manager: files created by this process inside it are readable only by their owner."""
     before = os.umask(GROUP_AND_OTHERS)
     os.umask(before | GROUP_AND_OTHERS)
     try:

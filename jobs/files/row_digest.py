@@ -1,5 +1,5 @@
-"""One digest over all values of a table. Parquet's checksums cover its pages, but neither their headers nor its footer:
-a bit that flips there can change rows, and how many there are, and nothing else would notice."""
+"""Digest over all values of a table. Parquet's checksums cover pages but not headers and footer, where a flipped bit
+can change rows or their number unnoticed."""
 
 import hashlib
 from collections import defaultdict
@@ -15,23 +15,24 @@ Hashers = defaultdict[str, "hashlib._Hash"]
 
 
 def sign(table: pa.Table, metadata: Mapping[bytes, bytes]) -> pa.Table:
-    """The table with this metadata and, beside it, a digest of that and of all values."""
+    """The table with this metadata and a digest of the metadata and all values."""
     signed = table.replace_schema_metadata(metadata)
     return signed.replace_schema_metadata({**metadata, KEY: values_digest(signed).encode()})
 
 
 def is_signed(table: pa.Table) -> bool:
+    """True if the table carries a digest."""
     return KEY in (table.schema.metadata or {})
 
 
 def require_intact(table: pa.Table) -> None:
-    """Raises ValueError when a signed table is not as it was written."""
+    """Raises ValueError if a signed table differs from what was written."""
     if is_signed(table) and table.schema.metadata[KEY] != values_digest(table).encode():
         raise ValueError("its rows are not those that were written: their digest differs")
 
 
 def values_digest(table: pa.Table) -> str:
-    """SHA-256 in hex over metadata, names and values of the columns, however they are cut into chunks."""
+    """SHA-256 in hex over metadata, column names and values, independent of chunking."""
     hashers: Hashers = defaultdict(hashlib.sha256)
     for number, column in enumerate(table.columns):
         for chunk in column.chunks:
@@ -42,7 +43,7 @@ def values_digest(table: pa.Table) -> str:
 
 
 def _update(hashers: Hashers, name: str, array: pa.Array) -> None:
-    """What a null stands upon in memory is left out: it may be anything."""
+    """Values under nulls are masked: their memory is undefined."""
     hashers[f"{name}.null"].update(_bytes(array.is_null()))
     if pa.types.is_list(array.type):
         hashers[f"{name}.length"].update(_bytes(pc.fill_null(pc.call_function("list_value_length", [array]), 0)))

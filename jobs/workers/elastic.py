@@ -1,7 +1,7 @@
-"""Workers: processes that come and go as they like, and share out the blocks of one run by leases.
+"""Elastic workers: processes that join and leave at any time and share the blocks of one run by leases.
 
-The first fixes the plan; the last to find all blocks committed ends the run. In between each takes a block that nobody
-has, and one that finds none waits, so that a block whose worker ends is taken up again.
+The first worker writes the plan; the last one to find all blocks committed finishes the run. A worker without a free
+block waits, and takes over blocks of workers that end.
 """
 
 import time
@@ -23,7 +23,7 @@ PLAN, CLOSING = "plan", "closing"  # leases beside those of blocks
 
 
 class Worker(Closing):
-    """This process among the workers of a run. Closing gives back what it has leased."""
+    """This process as a worker of a run. Closing releases its leases."""
 
     def __init__(self, directory: RunDirectory, lease_seconds: float, should_stop: Callable[[], bool]):
         self._directory, self._should_stop = directory, should_stop
@@ -34,21 +34,21 @@ class Worker(Closing):
         self._leases.close()
 
     def acquire_plan(self, plan: Path) -> bool:
-        """Whether this worker is the one to fix the plan at this path, until `has_planned`; waits for another that
-        does. Raises Interrupted, OutputError."""
+        """Takes the lease for writing the plan at this path. Returns False once another worker has written it; waits
+        until then. The caller calls `release_plan` afterwards. Raises Interrupted, OutputError."""
         return self._acquire_unless_done(PLAN, plan.exists)
 
     def release_plan(self) -> None:
         self._leases.release(PLAN)
 
     def acquire_closing(self) -> bool:
-        """Whether this worker is the one to end the run, all of whose blocks are committed; waits for another that
-        does. Raises Interrupted, OutputError."""
+        """Takes the lease for finishing the run. Returns False once another worker has finished it; waits until then.
+        Raises Interrupted, OutputError."""
         return self._acquire_unless_done(CLOSING, self._directory.success.exists)
 
     def lease_blocks(self, left: Sequence[Block]) -> Iterator[tuple[Block, set[int]]]:
-        """Those of `left` that this worker is to do, one after another, each with the blocks that are committed. Ends
-        when all are. Raises Interrupted, OutputError."""
+        """Yields blocks of `left` one after another, each leased by this worker while yielded, with the indices of
+        committed blocks. Ends when all blocks are committed. Raises Interrupted, OutputError."""
         while True:
             names = {path.name for path in visible_files(self._directory.generations)}
             done = {int(name.split("-")[1].split(".")[0]) for name in names if name.startswith("part-")}

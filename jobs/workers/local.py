@@ -1,7 +1,7 @@
-"""Workers that one command starts on this machine: a process for each device, or for each node of the processors, with
-its share of threads and memory, and the weights that stay in host memory once for all of them.
+"""Workers started by one command on this machine: one per device or NUMA node, each with its share of threads and
+memory. Weights that stay in host memory are shared.
 
-The command's own process only waits: it passes signals on, and ends as they do.
+The parent process only forwards signals and waits.
 """
 
 import ctypes
@@ -33,8 +33,8 @@ SYSTEM = Path("/sys/devices/system")
 
 
 def processors_by_node(system: Path = SYSTEM, own: Collection[int] | None = None) -> list[list[int]]:
-    """Those of each node that has some of them, threads of one core beside each other. `own`: None is those that this
-    process may use. Where the kernel says nothing of nodes there is one."""
+    """Processors of each NUMA node, hyperthreads of a core adjacent. `own`: None is this process's affinity. One node
+    if the kernel lists none."""
     own = own if own is not None else os.sched_getaffinity(0)
     listed = [_numbers(path) for path in sorted(system.glob("node/node[0-9]*/cpulist"))]
 
@@ -47,8 +47,8 @@ def processors_by_node(system: Path = SYSTEM, own: Collection[int] | None = None
 
 
 def split_processors(nodes: Sequence[Sequence[int]], count: int) -> list[Sequence[int]]:
-    """Makes `count` shares of them: the nodes if there are so many, otherwise neighbours; where there are fewer
-    processors than shares, all of them for each."""
+    """Splits the processors into `count` shares: one per node if the counts match, otherwise contiguous ranges. With
+    fewer processors than shares each share has all of them."""
     if count == len(nodes):
         return list(nodes)
     flat = [number for node in nodes for number in node]
@@ -57,7 +57,7 @@ def split_processors(nodes: Sequence[Sequence[int]], count: int) -> list[Sequenc
 
 
 def _numbers(path: Path) -> list[int]:
-    """`0-3,8` as numbers; none where the file is not there."""
+    """Parses a list such as `0-3,8`; empty if the file is missing."""
     try:
         ranges = [part.partition("-") for part in path.read_text().strip().split(",") if part]
     except OSError:
@@ -76,7 +76,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def starts_workers(config: RunSettings, words: Sequence[str]) -> bool:
-    """Whether this process, called with `words`, is to start workers, and is none itself. Raises ConfigError."""
+    """True if this process, called with `words`, is to start workers instead of working itself. Raises ConfigError."""
     if config.num_workers == 1 or WORKER_VARIABLE in os.environ:
         return False
     if {"--multirun", "-m"} & {*words}:
@@ -86,8 +86,8 @@ def starts_workers(config: RunSettings, words: Sequence[str]) -> bool:
 
 @contextmanager
 def shared_weights() -> Iterator[SharedWeights | None]:
-    """The weights that this process has in common with the other workers of its leader, with whom it is stopped; None
-    of a process that has no leader."""
+    """The weights shared with the other workers of this parent; None in a process without one. The process gets SIGTERM
+    when its parent ends."""
     if WORKER_VARIABLE not in os.environ:
         yield None
         return
@@ -101,7 +101,7 @@ def shared_weights() -> Iterator[SharedWeights | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerShare:
-    """What a worker gets of the machine."""
+    """A worker's share of the machine."""
 
     processors: Collection[int]
     host_memory_gib: float
@@ -110,7 +110,7 @@ class WorkerShare:
 
     @property
     def settings(self) -> list[str]:
-        """Words for its command line."""
+        """The share as words for the worker's command line."""
         return [
             f"offload.host_memory_gib={self.host_memory_gib:.6f}",
             *([] if self.device is None else [f"machine.device={self.device}"]),
@@ -121,7 +121,7 @@ class WorkerShare:
 def machine_shares(
     config: RunSettings, device: torch.device, nodes: Sequence[Sequence[int]], num_devices: int
 ) -> list[WorkerShare]:
-    """The share of each worker. Raises ConfigError where there are more of them than devices."""
+    """The share of each worker. Raises ConfigError for more workers than devices."""
     is_cpu, num_workers = device.type == "cpu", config.num_workers
     count = num_workers or (len(nodes) if is_cpu else num_devices)
     if not is_cpu and count > num_devices:
@@ -140,7 +140,7 @@ def machine_shares(
 
 
 class WorkersResult(NamedTuple):
-    """What workers came to: an exit code, and of what it means what no worker has said yet, for stdout and stderr."""
+    """Combined result of all workers: exit code, and the stdout and stderr text that has not been shown yet."""
 
     code: int
     output: str
@@ -148,8 +148,8 @@ class WorkersResult(NamedTuple):
 
 
 class _Worker:
-    """The first one speaks for all, on the terminal; what others say is kept for the case that it is the only one to
-    end well, or the first to fail."""
+    """A worker process. The first one writes to the terminal; the output of each other goes to temporary files, for
+    `_result` to choose from."""
 
     def __init__(self, number: int, command: Sequence[str], share: WorkerShare, descriptor: int, num_workers: int):
         self.number = number
@@ -174,7 +174,7 @@ class _Worker:
 
     @property
     def exit_description(self) -> str:
-        """How it ended, for people."""
+        """The exit of the worker as text."""
         code = self.process.returncode
         if code >= 0:
             return f"worker {self.number} ended with exit code {code}"
@@ -187,8 +187,8 @@ class _Worker:
 
 
 def supervise_workers(config: RunSettings, words: Sequence[str], command: Sequence[str]) -> WorkersResult | None:
-    """What the workers came to that this process, called with `words`, had to start by `command`; None where it is
-    itself the one to work. Raises ConfigError."""
+    """Runs the job in worker processes started by `command`; None if this process is to work itself. Raises
+    ConfigError."""
     if not starts_workers(config, words):
         return None
     with StopFlag() as stop:
@@ -196,8 +196,8 @@ def supervise_workers(config: RunSettings, words: Sequence[str], command: Sequen
 
 
 def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> WorkersResult:
-    """Starts workers, each by `command` and what is its share, and waits until all have ended. Whoever is killed leaves
-    its blocks to the others. Raises ConfigError."""
+    """Starts the workers and waits until all have ended. The blocks of a killed worker are taken over by the others.
+    Raises ConfigError."""
     device = choose_device(config.machine.device)
     num_devices = 0 if device.type == "cpu" else torch.accelerator.device_count()
     worker_shares = machine_shares(config, device, processors_by_node(), num_devices)
@@ -223,7 +223,7 @@ def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> 
 
 
 def _wait_for_exit(workers: Sequence[_Worker], stop: StopFlag) -> None:
-    """Returns when all have ended. A signal to stop is passed on once."""
+    """Waits for all workers; forwards a stop signal once."""
     left, has_reported = list(workers), False
     while left:
         if stop.requested and not has_reported:
