@@ -1,3 +1,2 @@
-"""What lies on disk of a run: its directory, manifest, plan, parts and checkpoint, and its copy in an object store.
-Here belongs what reads and writes those files, whoever computes the rows; it loads no torch.
-"""
+"""Files of a run on disk: directory, manifest, plan, parts, checkpoint, and the copy in an object store. Loads no
+torch."""

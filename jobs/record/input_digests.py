@@ -1,5 +1,5 @@
-"""What the input of a run comes to: one digest of what is asked, one of each column that is passed through, and, in a
-file, two of each row, so that a refusal can name the first row that was changed."""
+"""Digests of a run's input: of all prompts, of each passed-through column, and of each row, so that an error can name
+the first changed row."""
 
 import hashlib
 import json
@@ -31,8 +31,8 @@ ROW_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class InputDigests:
-    """`asked`: of what can change the text. `facts`: the columns in their order, and the type and digest of each.
-    `rows`: by ROW_SCHEMA, in the order of the input; None of one that is read in windows, whose files are digested."""
+    """`prompts_digest`: of the prompts and settings of rows that can change the output. `facts`: the columns in order,
+    with type and digest. `rows`: digests per row by ROW_SCHEMA; None for input in windows, whose files are digested."""
 
     prompts_digest: str
     facts: Mapping[str, JsonValue]
@@ -40,7 +40,7 @@ class InputDigests:
 
 
 def digest_input(rows: Sequence[Row], columns: pa.Schema) -> InputDigests:
-    """Columns are digested as they will be published, by their schema."""
+    """Digests of rows in memory; columns are digested as they will be published."""
     column_hashers = {column.name: hashlib.sha256() for column in columns}
     row_digests: list[int] = []
     for row in rows:
@@ -64,13 +64,13 @@ def digest_input(rows: Sequence[Row], columns: pa.Schema) -> InputDigests:
 
 
 def _column_names(columns: pa.Schema) -> dict[str, str]:
-    """What the input calls the columns, as JSON."""
+    """The input's own column names, as JSON, by output name."""
     return {column.name: json.dumps(column.metadata[b"column"].decode("utf-8", "surrogatepass")) for column in columns}
 
 
 def digest_input_files(files: Mapping[str, str], settings: Mapping[str, JsonValue], columns: pa.Schema) -> InputDigests:
-    """The digests of an input whose rows are not held: of its files, by name and SHA-256 in their order, and what else
-    decides which rows they hold."""
+    """Digests of an input that is read in windows: its files by name and SHA-256, and `settings`, which select the
+    rows."""
     names = _column_names(columns)
     facts: dict[str, JsonValue] = {f"input column {names[column.name]}": str(column.type) for column in columns}
     if len(files) <= MAX_FILES_SHOWN:
@@ -84,15 +84,15 @@ def _to_uint64(digest: bytes) -> int:
 
 
 def write_row_digests(path: Path, digests: InputDigests) -> None:
-    """Once per run. Raises OutputError."""
+    """Writes the digests of rows once per run. Raises OutputError."""
     rows = digests.rows
     if rows is not None and not path.exists():
         publish(path, lambda file: write_parquet(rows, file), exclusive=True, expected_bytes=rows.nbytes)
 
 
 def describe_first_change(path: Path, digests: InputDigests, rows: Sequence[Row]) -> str | None:
-    """A sentence about the first row that is not as it was when `path` was written. None where there is none, or no
-    such file that can be read."""
+    """A sentence about the first row that differs from the digests at `path`. None if none differs, or if the file is
+    missing or unreadable."""
     if digests.rows is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What makes a run this run: its settings and what they came to. Kept in run.json, and compared with on each start."""
+"""The identity of a run, kept in run.json: its settings and the digests of model and input, compared on each start."""
 
 import json
 import logging
@@ -26,12 +26,12 @@ Values: TypeAlias = Mapping[str, JsonValue]
 
 @dataclass(frozen=True, kw_only=True)
 class RunManifest:
-    """`semantic`: settings that can change the text, by dotted key, and digests of what they name. `facts`: what can
-    change the output too and is said in files, as `config.json rms_norm_eps`. Both are equal on every resume.
+    """`semantic`: settings that can change the output, by dotted key, and digests of the files they name. `facts`:
+    values from files that can change the output, such as `config.json rms_norm_eps`. Both must be equal on resume.
 
-    `operational`: how the work is done; may change and is recorded in each throughput part. `versions`: of Weightstream
-    and the libraries; a change is logged. `defaults`: of `semantic`; a key that a run was begun without had its default
-    then. `sources`: where the values of a key, or of all that begin with its first word, lie now; for messages.
+    `operational`: settings that may change; recorded in each throughput part. `versions`: of Weightstream and
+    libraries; a change is logged. `defaults`: of `semantic`, for keys missing from an older run.json. `sources`: file
+    or directory of each key, or of all keys that begin with its first word; for messages.
     """
 
     semantic: Values
@@ -65,9 +65,9 @@ class RunManifest:
         }
 
     def with_stored_identity(self, stored: Values, path: Path) -> "RunManifest":
-        """This manifest with the identity that `stored`, the run.json at `path`, gives the run: the footers of parts
-        follow from that one. Raises RunMismatchError with a diff when they are two runs', DamagedRunError when `stored`
-        was edited. Logs what another version of a library says otherwise."""
+        """This manifest with the identity from `stored`, the run.json at `path`; the footers of parts contain that one.
+        Raises RunMismatchError with a diff if the two are different runs, DamagedRunError if `stored` was edited. Logs
+        differences due to library versions."""
         groups = (stored.get(key) for key in ("semantic", "facts", "versions"))
         semantic, facts, versions = (group if isinstance(group, dict) else {} for group in groups)
         number = stored.get("format")
@@ -85,7 +85,7 @@ class RunManifest:
 
 
 def run_name(semantic: Values) -> str:
-    """`<model>-<data set>-<8 hex of the digest>`: the same settings always find the same directory."""
+    """`<model>-<data set>-<8 hex of the digest>`."""
     values = [semantic.get(f"{group}.name", semantic.get(group)) for group in ("model", "dataset")]
     names = [value.rstrip("/").rpartition("/")[2].lower() for value in values if isinstance(value, str)]
     words = [re.sub(r"[^a-z0-9._]+", "-", name)[:32].strip("-._") for name in names]
@@ -118,7 +118,8 @@ def _require_same_identity(run: Path, begun: RunManifest, now: RunManifest, vers
 
 
 def _unrecorded_digests(run: Path, was: Values, now: Values) -> set[str]:
-    """Those of weights in `now`, of a run that was begun with none. Logs that there are."""
+    """Weight digests in `now` that the run was begun without, by model.verify=sampled. Logs that they cannot be
+    compared."""
     if any(_fact_source(key) == WEIGHTS for key in was):
         return set()
     keys = {key for key in now if _fact_source(key) == WEIGHTS}
@@ -132,7 +133,7 @@ def _unrecorded_digests(run: Path, was: Values, now: Values) -> set[str]:
 
 
 def _fact_source(key: str) -> str:
-    """What a person would call the place of a fact."""
+    """The file or kind that a fact belongs to, as text for messages."""
     first, _, _ = key.partition(" ")
     if first.endswith(".json") or first == "input":
         return "input columns" if first == "input" else first

@@ -1,6 +1,6 @@
-"""The rows of the output: the columns that each has, those that it brought along, and those that were asked for.
+"""Rows of the output: schemas, and the columns passed through from the input.
 
-What a row brought along is typed by all rows of a run together, on each start anew, so that every part has one schema.
+Types of passed-through columns are inferred from all rows of a run, on each start, so that all parts have one schema.
 """
 
 import json
@@ -61,13 +61,12 @@ SCORE_SCHEMA = pa.schema(
 
 
 def score_schema(*, has_top: bool) -> pa.Schema:
-    """`generation_schema`, of a run that scores, which is nothing but log-probabilities. `has_top`: with the likeliest
-    tokens in place of each."""
+    """The columns of a scoring run. `has_top`: with the likeliest tokens at each position."""
     return pa.schema([*SCORE_SCHEMA, *(LOGPROB_FIELDS[1:] if has_top else ())])
 
 
 def generation_schema(*, has_logprobs: bool, has_reasoning: bool = False, has_beams: bool = False) -> pa.Schema:
-    """The columns that every row has, whatever it brought along."""
+    """The columns that every row of a generation run has, besides those passed through."""
     reasoning = [REASONING_FIELD] if has_reasoning else []
     beams = [BEAM_FIELD] if has_beams else []
     return pa.schema([*GENERATION_SCHEMA, *(LOGPROB_FIELDS if has_logprobs else ()), *reasoning, *beams])
@@ -75,12 +74,11 @@ def generation_schema(*, has_logprobs: bool, has_reasoning: bool = False, has_be
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRow:
-    """What became of one planned request; its block, micro-batch, row and prompt length come from the plan.
+    """The result of one planned request. Block, micro-batch, row index and prompt length come from the plan.
 
-    `columns`: the input row's own, and `source_file` where that was read. `error` says what went wrong where the status
-    is not `ok`. Log-probabilities are empty where they were not asked for; `reasoning` is what came before the answer.
-    `beam_score`: as in `Completion`.
-    `encoding`: what was read off the prompt, by its columns.
+    `columns`: the input row's own; `source_file`: the file it was read from, if any. `error`: the cause if `status` is
+    not `ok`. Log-probabilities are empty unless requested. `reasoning`: text before the answer. `beam_score`: as in
+    `Completion`. `encoding`: columns with an embedding, classes or masks.
     """
 
     id: str
@@ -104,7 +102,7 @@ class GenerationRow:
         return self.id, self.sample_index
 
     def values(self, request: PlannedRequest, columns: pa.Schema) -> dict[str, object]:
-        """The row as it is published: by the names of GENERATION_SCHEMA, LOGPROB_FIELDS and `columns`."""
+        """The row by the column names of GENERATION_SCHEMA, LOGPROB_FIELDS and `columns`."""
         is_ok, likeliest = self.status == "ok", [ids[0] for ids in self.top_token_ids if ids]
         return {
             "id": self.id,
@@ -137,10 +135,10 @@ class GenerationRow:
 
 
 def infer_column_schema(rows: Iterable[Mapping[str, object]], fixed: pa.Schema = GENERATION_SCHEMA) -> pa.Schema:
-    """The schema of the passed-through columns, over all rows of a run so that every part has the same.
+    """Schema of the passed-through columns over all rows of a run.
 
-    A column becomes string, int64, float64 or bool where all its values agree, and a string of JSON otherwise. A name
-    of `fixed` gets the prefix `row_`. Each field's metadata holds the input's own name and the encoding.
+    A column becomes string, int64, float64 or bool if all values agree, else a string of JSON. A name in `fixed` gets
+    the prefix `row_`. Field metadata holds the input's column name and the encoding.
     """
     kinds = ColumnKinds()
     add_kinds(kinds, rows)
@@ -148,7 +146,7 @@ def infer_column_schema(rows: Iterable[Mapping[str, object]], fixed: pa.Schema =
 
 
 def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa.Schema:
-    """`infer_column_schema`, from what kinds of values the columns have."""
+    """`infer_column_schema` from the value kinds of each column."""
     taken = {*fixed.names, *kinds}
     columns: list[pa.Field] = []
     simple_types = (
@@ -171,7 +169,7 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
 
 
 def encode_columns(schema: pa.Schema, columns: Mapping[str, object]) -> dict[str, object]:
-    """One row's own columns as values of `schema`; a column that the row lacks is null."""
+    """One row's own columns as values of `schema`; missing columns are null."""
     return {column.name: _encode_value(column.metadata, columns) for column in schema}
 
 
@@ -188,7 +186,7 @@ def _encode_value(metadata: Mapping[bytes, bytes], columns: Mapping[str, object]
 
 
 def _to_json_value(value: object) -> object:
-    """What JSON can hold: NaN and infinities become null, keys become strings."""
+    """Converts to JSON values: NaN and infinities become null, keys become strings."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, Mapping):

@@ -1,6 +1,7 @@
-"""Parts: the rows of one block, committed once and for all. Generations are the truth, throughput is a cache beside it.
+"""Parts: the output rows of one block, committed once. Generations parts are authoritative; throughput parts are only
+statistics.
 
-A generations part is a function of the plan and the tokens alone, byte for byte: no time, host or process goes into it.
+A generations part depends on the plan and the tokens alone, byte for byte: it contains no time, host or process.
 """
 
 import errno
@@ -44,7 +45,7 @@ NUM_STOPS = b"weightstream.num_stops"  # in the footer of a part whose block wen
 
 @dataclass(frozen=True, kw_only=True)
 class PartInfo:
-    """A committed generations part, read whole and found right."""
+    """A committed generations part, verified as a whole."""
 
     block: int
     rows: Mapping[Status, int]
@@ -57,7 +58,7 @@ class PartInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class PartStore:
-    """The parts of one run: commit them, find them again, finish. The caller holds the run's lock."""
+    """The parts of one run: commits them, verifies existing ones, finishes the run. The caller holds the run's lock."""
 
     directory: RunDirectory
     manifest: RunManifest
@@ -70,7 +71,7 @@ class PartStore:
 
     @cached_property
     def blocks(self) -> Mapping[int, Sequence[PlannedRequest]]:
-        """The plan by block; a part holds its block's rows in this order."""
+        """Planned requests by block; a part holds its block's rows in this order."""
         blocks: dict[int, list[PlannedRequest]] = {}
         for request in self.plan:
             blocks.setdefault(request.block, []).append(request)
@@ -84,11 +85,12 @@ class PartStore:
         *,
         num_stops: int = 0,
     ) -> bool:
-        """Publish a block's rows, in any order, exactly one for each planned request. The first commit wins. A block
-        that went on inside after `num_stops` stops says so: its log-probabilities need not be those of another run.
+        """Publishes a block's rows, in any order, one per planned request; the first commit wins. `num_stops`:
+        interruptions inside the block, recorded in the footer, since log-probabilities may then differ from other runs.
 
-        False: the block was committed already, and these rows are discarded. Raises OutputError with nothing committed,
-        or, with the part here, what `RunCopy` raises."""
+        Returns False if the block was already committed; these rows are then discarded. Raises OutputError with nothing
+        committed, or errors of `RunCopy` with the part committed locally.
+        """
         if self.directory.generations_part(block).exists():
             LOG.info("block %d is committed already: the second result is discarded", block)
             return False
@@ -109,11 +111,11 @@ class PartStore:
         return True
 
     def committed_parts(self) -> dict[int, PartInfo]:
-        """The blocks that need no work. Every part is read whole; one that is not right moves to `quarantine/`, and so
-        does one that is not the one that `_SUCCESS.json` records.
+        """Committed blocks, each part read and verified. Damaged parts, and parts that differ from `_SUCCESS.json`, are
+        moved to `quarantine/`.
 
-        Sweeps the temps of killed writers. Raises OutputError when a file cannot be read or moved at all; what
-        `RunCopy` raises where parts are not there yet.
+        Removes temporary files of killed writers. Raises OutputError if a file cannot be read or moved, and errors of
+        `RunCopy` if parts cannot be uploaded.
         """
         try:
             run = self.directory
@@ -141,8 +143,8 @@ class PartStore:
         return dict(sorted(found.items()))
 
     def require_same_plan(self) -> None:
-        """That a plan which was computed again seats rows as parts were made. Raises DamagedRunError, with nothing
-        moved: another machine, or one with less memory, may plan otherwise."""
+        """Raises DamagedRunError if a recomputed plan assigns rows to blocks differently from the existing parts. Moves
+        nothing: a machine with less memory may plan differently."""
         others: list[str] = []
         for path in self._window_files(self.directory.generations):
             try:
@@ -161,8 +163,8 @@ class PartStore:
             )
 
     def read_passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
-        """The passes of those of `blocks` that are committed; None: of all, for the summary. A block whose cache is
-        gone is missing, and logged."""
+        """Passes of the committed blocks among `blocks`; None means all blocks. A block whose throughput part is
+        damaged is skipped with a warning."""
         rows: list[PassRow] = []
         for block in sorted(self.blocks if blocks is None else blocks):
             path = self.directory.throughput_part(block)
@@ -177,7 +179,7 @@ class PartStore:
         return rows
 
     def _window_files(self, folder: Path) -> list[Path]:
-        """What is to be judged here: all but parts that other windows may have. Raises OSError."""
+        """Files in `folder` to verify: all but parts of other windows. Raises OSError."""
         paths = visible_files(folder)
         if not self.is_window:
             return paths
@@ -186,8 +188,8 @@ class PartStore:
     def publish_success(
         self, numbers: Mapping[str, JsonValue] | None = None, earlier_parts: Mapping[int, PartInfo] | None = None
     ) -> None:
-        """Publish `_SUCCESS.json` last of all, with `numbers` as `write_success` takes them. `earlier`: the parts of
-        the windows before. Raises OutputError when a planned block is not there."""
+        """Publishes `_SUCCESS.json` after everything else; `numbers` as in `write_success`. `earlier_parts`: parts of
+        previous windows. Raises OutputError if a planned block is missing."""
         own = self.committed_parts()
         missing = sorted(set(self.blocks) - set(own))
         if missing:
@@ -267,8 +269,8 @@ class PartStore:
     def _check_file(
         self, path: Path, schema: pa.Schema, recorded: str | None = None
     ) -> tuple[int, pa.Table, str] | Exception:
-        """The part's block, table and SHA-256, or why it cannot be used. OSError is the disk's fault and no verdict on
-        the part."""
+        """The part's block, table and SHA-256, or the reason it cannot be used. OSError means a disk fault, not a
+        damaged part."""
         if path.is_symlink():
             return ValueError("it is a symbolic link")
         data = path.read_bytes() if path.is_file() else b""

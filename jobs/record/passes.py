@@ -1,5 +1,4 @@
-"""What one pass did and cost, as a row of `throughput/`: seconds in lists by stage, and their sums; and the seconds of
-a phase, what each resource worked in them, and how long compute waited, as measured or as predicted."""
+"""Statistics of passes: a row of `throughput/`, and the seconds of a phase by resource, measured or predicted."""
 
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -21,17 +20,15 @@ Status: TypeAlias = Literal["ok", "error", "skipped"]
 
 @dataclass(frozen=True, kw_only=True)
 class PassRow:
-    """What one pass over the model did and cost. Prefill passes issue the first token of each sequence they finish.
+    """Statistics of one pass over the model. Prefill passes issue the first token of each sequence they finish.
 
-    What seconds, hits and experts mean: `StageTimes` in the engine. `stage_*` has a value for each stage, the others
-    are sums.
-    `padded_tokens` is the size of what was computed, padding included: equal to `real_tokens` where nothing is padded.
-    `prompt_tokens` are those of the real ones that were prefilled; `pass_index` counts from 0 within a block, and
-    within the run where blocks overlap. `predicted_*` are of a pass of this phase on average, None where nobody said.
-    `host_bytes`, `device_bytes`: memory in use at its end. `started_at`: when the process was started that ran it, in
-    Unix seconds, and `since_start_seconds` how long after that it ended. `spared_tokens` of prompts need not be
-    computed because others begin alike; those that were computed for several count against it. `worker`: the
-    process that ran it, as a lease's holder is written, in JSON.
+    Seconds, hits and experts are defined by the engine's `StageTimes`; `stage_*` has one value per stage, the others
+    are sums. `padded_tokens`: computed tokens including padding. `prompt_tokens`: the prefilled ones among
+    `real_tokens`. `pass_index` counts within a block, or within the run if blocks overlap. `predicted_*`: of an average
+    pass of this phase, None without a prediction. `host_bytes`, `device_bytes`: memory in use at its end. `started_at`:
+    start of the process, Unix seconds; `since_start_seconds`: from there to the end of the pass. `spared_tokens`:
+    prompt tokens not computed because of shared prefixes, minus those computed for several prompts. `worker`: JSON of
+    the lease holder.
     """
 
     pass_index: int
@@ -79,14 +76,14 @@ class PassRow:
 
     @property
     def prefill_share(self) -> float:
-        """How much of the pass's work was prefill, between 0 and 1."""
+        """Share of prefill in the pass's work, from 0 to 1."""
         if self.phase == "mixed":
             return self.prompt_tokens / self.real_tokens
         return 1.0 if self.phase == "prefill" else 0.0
 
     @property
     def decode_issued(self) -> int:
-        """Issued tokens of rows that decoded: not the first ones, which come out of prompts."""
+        """Issued tokens of decoding rows, without first tokens, which come from prefill."""
         if self.phase == "mixed":
             return self.real_tokens - self.prompt_tokens
         return self.issued_tokens if self.phase == "decode" else 0
@@ -127,14 +124,13 @@ THROUGHPUT_SCHEMA = pa.schema(
 
 
 def without_stages(row: PassRow) -> PassRow:
-    """The pass without its lists by stage, which no sum asks for."""
+    """The pass without its per-stage lists, which summaries do not need."""
     return replace(row, **{name: [] for name in STAGE_SECONDS})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """When this process was started: `at` in Unix seconds, `clock` by the monotonic one. `worker`: which process it
-    is, in JSON."""
+    """Start of this process: `at` in Unix seconds, `clock` by the monotonic clock. `worker`: the process, as JSON."""
 
     at: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.monotonic)
@@ -142,13 +138,14 @@ class Start:
 
     @property
     def seconds(self) -> float:
-        """How long that is ago."""
+        """Seconds since the start."""
         return time.monotonic() - self.clock
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTimes:
-    """`attention_seconds`: predicted are those of the CPU's workers alone, measured also those within compute."""
+    """Seconds of a phase by resource. `attention_seconds`: predicted ones are CPU attention alone, measured ones
+    include attention in compute."""
 
     seconds: float
     compute_seconds: float
@@ -177,7 +174,7 @@ class PhaseTimes:
 
 
 def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
-    """The times of one pass that carries this share of prompts, where all passes of a phase are taken to be alike."""
+    """Predicted times of one pass with this share of prefill, taking all passes of a phase as equal."""
 
     def mean(phase: PhaseTime) -> PhaseTimes:
         return PhaseTimes.from_phase(phase).scale(1 / phase.num_passes if phase.num_passes else 0.0)

@@ -1,7 +1,4 @@
-"""What is fixed before the first token: each request's block, micro-batch and position.
-
-`plan.parquet` is written once and never changed.
-"""
+"""plan.parquet: each request's block, micro-batch and position. Written once before the first token, never changed."""
 
 import hashlib
 import json
@@ -49,8 +46,8 @@ PLAN_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRequest:
-    """A row of the output to be. A rejected one has its seat in a block too, since each row comes out exactly once.
-    Rows that are computed as one share a seat."""
+    """A planned output row. Rejected rows have a slot too: each row appears in the output exactly once. Rows computed
+    as one share a slot."""
 
     row_id: str
     row_index: int
@@ -85,10 +82,10 @@ def publish_plan(
     chunk_tokens: int | None = None,
     backends: HostBackends | None = None,
 ) -> None:
-    """Publish the plan at `path`, or check that the one already there is the same. `chunk_tokens`, how many tokens of a
-    prompt are to be computed at a time, and on the same host `backends` are what a run that goes on keeps to.
+    """Publishes the plan at `path`, or checks that an existing one is equal. `chunk_tokens` (prefill chunk size) and
+    `backends` (on the same host) are stored for resumed runs.
 
-    Raises RunMismatchError when it is another plan, DamagedRunError when it cannot be read or was edited, OutputError.
+    Raises RunMismatchError for a different plan, DamagedRunError if it is unreadable or edited, OutputError.
     """
 
     def write(file: BinaryIO) -> None:
@@ -104,13 +101,13 @@ def publish_plan(
 
 
 def read_plan(path: Path) -> list[PlannedRequest]:
-    """The stored plan in its order. Raises what `read_plan_table` raises."""
+    """The stored plan in order. Raises the errors of `read_plan_table`."""
     return [PlannedRequest(**row) for row in read_plan_table(path).to_pylist()]
 
 
 def read_plan_table(path: Path) -> pa.Table:
-    """The stored plan by PLAN_SCHEMA. Raises DamagedRunError when the file is not one, or not as it was written,
-    OSError when it cannot be read."""
+    """The stored plan by PLAN_SCHEMA. Raises DamagedRunError if it is not a plan or was changed, OSError if it cannot
+    be read."""
     try:
         data, _ = read_regular_file(path)
     except UnexpectedFileError as error:
@@ -129,15 +126,14 @@ def read_plan_table(path: Path) -> pa.Table:
 
 
 def read_chunk_tokens(path: Path) -> int | None:
-    """How many tokens of a lane's prompts the run whose plan is at `path` computes at a time; None where no plan says.
-    Raises what `read_plan_table` raises."""
+    """Prefill chunk size stored with the plan; None if there is none. Raises the errors of `read_plan_table`."""
     found = _footer(path).get(CHUNK_TOKENS)
     return int(found) if found is not None else None
 
 
 def read_backends(path: Path, host: Host) -> BackendTable | None:
-    """The linear backends that the run whose plan is at `path` goes by, if they were chosen on this host; None where no
-    plan says. Raises what `read_plan_table` raises."""
+    """Linear backends stored with the plan, if they were chosen on this host; otherwise None. Raises the errors of
+    `read_plan_table`."""
     found = _footer(path).get(BACKENDS)
     values = json.loads(found) if found is not None else {}
     return BackendTable.from_plain(values["table"]) if values.get("host") == asdict(host) else None

@@ -1,7 +1,7 @@
-"""running.parquet, and in waves running-<block>.parquet: what has been generated and no part holds yet.
+"""running.parquet, in waves running-<block>.parquet: checkpoint of finished rows without a part, and of unfinished
+sequences.
 
-A stop or a kill then costs the tokens since it was last written, and no row. It is a help, never the truth: without
-it, or with one that is damaged or another run's, requests are generated again from their beginning.
+Optional: without it, or if it is damaged or another run's, requests restart from their prompts.
 """
 
 import json
@@ -62,8 +62,8 @@ CHECKPOINT_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class RunCheckpoint:
-    """`finished` rows lack what their input rows brought along; `passes` are those that no part has; `num_stops`: how
-    often a wave's block went on inside before."""
+    """`finished` rows lack the passed-through columns. `passes`: those in no part yet. `num_stops`: earlier
+    interruptions of a wave's block."""
 
     finished: Sequence[GenerationRow] = ()
     unfinished: "Mapping[RequestKey, SequenceState]"
@@ -73,7 +73,7 @@ class RunCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCheckpointFile:
-    """The one such file of a run, or of one `block`. The caller holds the run's lock."""
+    """The checkpoint file of a run, or of one `block`. The caller holds the run's lock."""
 
     directory: RunDirectory
     manifest: RunManifest
@@ -85,7 +85,8 @@ class RunCheckpointFile:
         return self.directory.run_checkpoint if self.block is None else self.directory.block_checkpoint(self.block)
 
     def save(self, checkpoint: RunCheckpoint) -> bool:
-        """Replaces what was saved before. False, and a warning, when it cannot be written: the run goes on without."""
+        """Replaces the previous checkpoint. Returns False after a warning if it cannot be written; the run
+        continues."""
         rows = [
             {
                 **{name: getattr(row, name) for name in CHECKPOINT_SCHEMA.names if hasattr(row, name)},
@@ -128,7 +129,8 @@ class RunCheckpointFile:
             return False
 
     def load(self) -> RunCheckpoint:
-        """What was saved last; nothing, and a warning, when that cannot be used: it then moves to `quarantine/`."""
+        """The last checkpoint. An unusable file is moved to `quarantine/` with a warning, and the checkpoint is
+        empty."""
         path = self.path
         try:
             data, _ = read_regular_file(path)
@@ -147,7 +149,8 @@ class RunCheckpointFile:
             return RunCheckpoint(unfinished={})
 
     def remove(self) -> None:
-        """All is in parts. One that stays does no harm: rows that a part has are dropped."""
+        """Removes the checkpoint once all rows are in parts. A file that remains is harmless: rows of parts are dropped
+        on load."""
         try:
             self.path.unlink(missing_ok=True)
         except OSError as error:
@@ -186,7 +189,7 @@ class RunCheckpointFile:
 
 
 def remove_checkpoints(directory: RunDirectory, blocks: Iterable[int]) -> None:
-    """Files of blocks whose parts are committed: a kill between the two left them. Raises OutputError."""
+    """Removes checkpoints of committed blocks, left by a kill between commit and removal. Raises OutputError."""
     for path in map(directory.block_checkpoint, blocks):
         try:
             path.unlink(missing_ok=True)
@@ -207,12 +210,12 @@ def _parse_unfinished(values: CheckpointRow) -> "SequenceState":
 
 
 def serialize_search(state: "BeamState[BeamTrace] | None") -> bytes | None:
-    """JSON that `parse_search` reads."""
+    """Beam state as JSON, for `parse_search`."""
     return None if state is None else json.dumps(asdict(state), default=lambda reason: reason.value).encode()
 
 
 def parse_search(data: bytes | None) -> "BeamState[BeamTrace] | None":
-    """The inverse of `serialize_search`. Raises ValueError, KeyError or TypeError where `data` is something else."""
+    """Inverse of `serialize_search`. Raises ValueError, KeyError or TypeError for other data."""
     if data is None:
         return None
     from runtime.sequences.beams import BeamState, Hypothesis

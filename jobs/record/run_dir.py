@@ -1,4 +1,4 @@
-"""The run directory: where every file of a run lies, whose run it is, and that one process works in it."""
+"""The run directory: paths of its files, the check of its identity, and its lock."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from .manifest import RunManifest
 
 @dataclass(frozen=True, kw_only=True)
 class RunDirectory:
-    """Every path of a run. `generations` and `throughput` hold Parquet parts and nothing else a reader can see."""
+    """All paths of a run. `generations` and `throughput` contain only Parquet parts and hidden files."""
 
     path: Path
 
@@ -29,12 +29,12 @@ class RunDirectory:
         return self.path / "plan.parquet"
 
     def window_plan(self, number: int) -> Path:
-        """What `plan` is, for one window of a run in windows."""
+        """The plan of one window of a run in windows."""
         return self.path / f"plan-{number:05d}.parquet"
 
     @property
     def plans(self) -> list[Path]:
-        """The plans that are fixed, in their order."""
+        """Existing plan files, in order."""
         if self.plan.exists():
             return [self.plan]
         return sorted(self.path.glob("plan-*.parquet"), key=lambda path: (len(path.name), path.name))
@@ -93,7 +93,7 @@ class RunDirectory:
 
     @property
     def batch_output(self) -> Path:
-        """The results of an OpenAI batch, and beside it what failed."""
+        """Results of an OpenAI batch; failed requests are in `batch_errors`."""
         return self.path / "output.jsonl"
 
     @property
@@ -102,7 +102,7 @@ class RunDirectory:
 
     @property
     def store_token(self) -> Path:
-        """What the run's copy in an object store knows this directory by."""
+        """Identifies this directory to the run's copy in an object store."""
         return self.path / ".store_token.json"
 
     @property
@@ -110,7 +110,7 @@ class RunDirectory:
         return self.path / ".lock"
 
     def block_checkpoint(self, block: int) -> Path:
-        """What `running` is, for one block of a run in waves."""
+        """The checkpoint of one block of a run in waves."""
         return self.path / f"running-{block:05d}.parquet"
 
     def generations_part(self, block: int) -> Path:
@@ -122,7 +122,7 @@ class RunDirectory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState(Closing):
-    """An opened run directory; a context manager that gives its lock back. `manifest`: what it was begun with."""
+    """An open run directory; closing releases its lock. `manifest`: from its first start."""
 
     directory: RunDirectory
     manifest: RunManifest
@@ -140,12 +140,12 @@ def open_run(
     is_shared: bool = False,
     remote_manifest: Mapping[str, JsonValue] | None = None,
 ) -> RunState:
-    """Bind `path` to `manifest` on the first call, check that it is bound to the same one later, and lock it,
-    alone or, `is_shared`, with other workers. `begun`: the run.json of the run's copy, to which `path` is bound too.
+    """Binds `path` to `manifest` on the first start, checks it on later ones, and takes the lock, exclusively or, if
+    `is_shared`, with other workers. `remote_manifest`: run.json of the run's copy, which must match too.
 
-    `run.json` is written before anything else; on a refusal nothing at all is. Raises RunMismatchError (another run,
-    with a diff), ConfigError (not a directory that can hold a run), DamagedRunError (run.json unreadable, links where
-    files belong), RunInUseError, OutputError (a fault of the disk: starting again later can help).
+    `run.json` is written before anything else; on errors nothing is written. Raises RunMismatchError (another run, with
+    a diff), ConfigError (not usable as a run directory), DamagedRunError (run.json unreadable, links in place of
+    files), RunInUseError, OutputError (disk fault: a retry may help).
     """
     run = RunDirectory(path=path)
     try:
@@ -182,8 +182,8 @@ def open_run(
 def _read_bound_manifest(
     run: RunDirectory, manifest: RunManifest, remote_manifest: Mapping[str, JsonValue] | None
 ) -> RunManifest | None:
-    """What run.json says, here or in the run's copy, if it is there and ours; raises when it or the directory is
-    another's, or the two are of two runs. Writes nothing."""
+    """The identity in run.json, here or in the run's copy; None if there is none. Raises if it or the directory is
+    another run's. Writes nothing."""
     try:
         stored = read_json(run.manifest)
     except FileNotFoundError:
@@ -209,8 +209,8 @@ def _read_bound_manifest(
 
 
 def run_directory_error(run: RunDirectory, error: OSError) -> WeightstreamError:
-    """What no retry can heal is refused (exit 2); what can pass, as a full disk, or a file system that was mounted
-    read-only after the run had begun, is resumable (exit 75)."""
+    """ConfigError (exit 2) for errors that retrying cannot fix; OutputError (exit 75) for others, such as a full disk
+    or a file system remounted read-only during the run."""
     was_writable = error.errno == errno.EROFS and run.manifest.exists()
     if error.errno not in PERMANENT_ERRNOS or was_writable:
         return output_error(run.path, error)

@@ -1,6 +1,6 @@
-"""Runs as they are found on disk, however far: read without their engine, and left as they are.
+"""Read-only access to runs on disk, finished or not, without the engine.
 
-`runs=` and `run=` name directories, URLs of object stores, or globs of them.
+`runs=` and `run=` name directories, URLs of object stores, or globs.
 """
 
 import errno
@@ -49,9 +49,9 @@ FETCH_RECORD = ".fetched.json"
 
 
 def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
-    """The run at `url`, the value of the setting `key`, or its turns; or those that a pattern in it matches: of each
-    the directory that its files were fetched to, and its own URL. What is generated and in no part yet is left there.
-    Raises ConfigError, StorageError and OutputError."""
+    """Fetches the run at `url`, its turns, or the runs that its pattern matches; `key` is the setting's name.
+    Returns each run's local directory and URL. Checkpoints are not fetched. Raises ConfigError, StorageError and
+    OutputError."""
     scheme, _, place = url.rstrip("/").partition("://")
     steps = place.split("/")
     num_plain = next((i for i, step in enumerate(steps) if not PLAIN_NAME.fullmatch(step)), len(steps))
@@ -76,7 +76,7 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
 
 
 def _matches_run(name: str, pattern: str) -> bool:
-    """Whether the run `name` is what the pattern matches, or a turn of it."""
+    """True if the run `name` matches the pattern, or is a turn of a match."""
     steps, expected_steps = [step for step in name.split("/") if step], [step for step in pattern.split("/") if step]
     if len(steps) == len(expected_steps) + 1 and TURN.fullmatch(steps[-1]):
         steps = steps[:-1]
@@ -85,7 +85,7 @@ def _matches_run(name: str, pattern: str) -> bool:
 
 
 def _fetch_run(store: ObjectStore, name: str, files: Mapping[str, StoredFile], path: Path) -> tuple[Path, str]:
-    """Fetches what is not here as it is there, and drops what is not there any more."""
+    """Fetches new and changed files, and removes local ones no longer in the store."""
     prefix = f"{name}/" if name else ""
     there = {each.removeprefix(prefix): file for each, file in files.items() if each.startswith(prefix)}
     there = {each: file for each, file in there.items() if RUN_FILE.fullmatch(each) and not each.startswith("running")}
@@ -113,7 +113,7 @@ def _fetch_run(store: ObjectStore, name: str, files: Mapping[str, StoredFile], p
 
 
 class Condition(Enum):
-    """`running`: another process holds its lock. `damaged`: `FoundRun.problem` says what a person must look at."""
+    """State of a run. `running`: another process holds its lock. `damaged`: `RunReader.problem` tells the user why."""
 
     done = "done"
     running = "running"
@@ -123,7 +123,7 @@ class Condition(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunReader:
-    """A run by its directory and its run.json. `url`: of one in an object store, whose files were fetched."""
+    """A run's directory and run.json. `url`: its URL if the files were fetched from an object store."""
 
     directory: RunDirectory
     manifest: Mapping[str, JsonValue]
@@ -135,7 +135,7 @@ class RunReader:
 
     @property
     def location(self) -> str:
-        """Where it lies, for messages."""
+        """Its URL or path, for messages."""
         return self.url or str(self.path)
 
     @cached_property
@@ -150,40 +150,40 @@ class RunReader:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The index of this shard, and how many there are; (0, 1) of a run that is none."""
+        """Index of this shard and number of shards; (0, 1) if not sharded."""
         index, count = (self.semantic.get(f"shard.{name}") for name in ("index", "count"))
         return (index, count) if isinstance(index, int) and isinstance(count, int) else (0, 1)
 
     @property
     def turn(self) -> int:
-        """Which turn of its chats it asks, from 1."""
+        """Number of the chat turn that this run generates, from 1."""
         return found if isinstance(found := self.semantic.get("turn"), int) else 1
 
     @property
     def num_turns(self) -> int:
-        """Turns of the longest of its chats, each a run; 1 where rows are no chats of several."""
+        """Number of turns of the longest chat, each a run of its own; 1 for single-turn data."""
         return found if isinstance(found := self.semantic.get("num_turns"), int) else 1
 
     @cached_property
     def identity(self) -> Mapping[str, JsonValue]:
-        """What all shards and turns of a run have in common."""
+        """Settings common to all shards and turns of a run."""
         own = {"shard.index", "shard.count", "input", "turn"}
         return {key: value for key, value in self.semantic.items() if key not in own}
 
     @property
     def is_planned(self) -> bool:
-        """Whether a plan is fixed, of a run in windows its first one."""
+        """True if a plan exists; for a run in windows, the first one."""
         return bool(self.directory.plans)
 
     def plans(self) -> Iterator[pa.Table]:
-        """The rows of the plan, or of that of one window after another. Raises DamagedRunError."""
+        """Yields the plan, or the plan of each window. Raises DamagedRunError."""
         for path in self.directory.plans:
             with suppress(FileNotFoundError):
                 yield read_plan_table(path)
 
     @property
     def num_windows(self) -> int:
-        """How many windows the run has, each of which has a plan once it is its turn; 1 where all rows are held."""
+        """Number of windows, each planned when it starts; 1 if all rows are held in memory."""
         facts, each = self.manifest.get("facts"), self.semantic.get("dataset.window_rows")
         num_rows = facts.get("input rows") if isinstance(facts, dict) else None
         if not isinstance(each, int) or not isinstance(num_rows, int):
@@ -193,8 +193,7 @@ class RunReader:
 
     @cached_property
     def rows_by_block(self) -> Mapping[int, int]:
-        """How many rows each block has; nothing before a plan is fixed. Quick also where there are many. Raises
-        DamagedRunError."""
+        """Number of rows of each block; empty before a plan exists. Raises DamagedRunError."""
         counts: dict[int, int] = {}
         for plan in self.directory.plans:
             try:
@@ -208,7 +207,7 @@ class RunReader:
 
     @cached_property
     def parts(self) -> Mapping[int, Path]:
-        """The files of the committed blocks, by block. Files of other names are not the run's."""
+        """Part files of the committed blocks, by block. Other file names are ignored."""
         with suppress(FileNotFoundError):
             files = (
                 path for path in visible_files(self.directory.generations) if path.is_file()
@@ -219,7 +218,7 @@ class RunReader:
 
     @cached_property
     def num_rows(self) -> int | None:
-        """Rows that are planned; None before a plan is fixed. Raises DamagedRunError."""
+        """Planned rows; None before a plan exists. Raises DamagedRunError."""
         return sum(plan.num_rows for plan in self.plans()) if self.is_planned else None
 
     @cached_property
@@ -229,7 +228,7 @@ class RunReader:
 
     @cached_property
     def problem(self) -> str | None:
-        """What is wrong with the files, as far as names, footers and the plan say; None where nothing is."""
+        """Damage found from names, footers and the plan, as text; None if there is none."""
         try:
             recorded: dict[
                 str, int
@@ -259,7 +258,7 @@ class RunReader:
         return Condition.done if self.directory.success.exists() else Condition.interrupted
 
     def read_part(self, block: int) -> pa.Table:
-        """A part's rows, every value of which is as it was written. Raises DamagedRunError."""
+        """A part's rows, verified. Raises DamagedRunError."""
         path = self.parts[block]
         try:
             table = parse_part(read_regular_file(path)[0])
@@ -279,8 +278,8 @@ class RunReader:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process works in the directory of this lock. A file system without locks says no. Raises OSError
-    where this process, or the machine, has no descriptor left to look with."""
+    """True if another process holds this lock; False on file systems without locks. Raises OSError if this process has
+    no file descriptor left."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -301,9 +300,8 @@ def is_locked(path: Path) -> bool:
 
 
 def find_runs(names: Sequence[str], key: str) -> list[RunReader]:
-    """The runs that `names`, the value of the setting `key`, mean: each a run's directory, that of the turns of chats,
-    or a glob of which those matches count that hold a run.json; or a URL of such, whose files are fetched. Each run
-    comes once. Raises ConfigError, DamagedRunError, and of a URL what `fetch_runs` raises."""
+    """The runs that `names`, values of the setting `key`, refer to: run directories, directories of chat turns, globs,
+    or URLs, which are fetched. Each run once. Raises ConfigError, DamagedRunError, and the errors of `fetch_runs`."""
     found: dict[Path, RunReader] = {}  # by what they are once links are followed
     for name in names:
         if is_url(name):
@@ -318,7 +316,7 @@ def find_runs(names: Sequence[str], key: str) -> list[RunReader]:
 
 
 def _local_runs(name: str, key: str) -> list[Path]:
-    """The runs on this machine that `name` means, of chats their turns in their order."""
+    """Local runs that `name` refers to, the turns of chats in order."""
     path = Path(name).expanduser()
     matches = [path] if path.exists() else [Path(match) for match in sorted(glob(str(path)))]  # noqa: PTH207
     found: list[Path] = []

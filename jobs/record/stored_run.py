@@ -1,8 +1,8 @@
-"""A run's copy in an object store: whole files at a URL, by which another machine goes on where this one ended.
+"""A run's copy in an object store, from which another machine can continue.
 
-The run's own directory is worked in as ever. A file goes to the store once it is whole here: the plan before the first
-block, a part before its block counts as done, `_SUCCESS.json` last. One directory at a time writes there: a start in
-another one takes the run over, and the one before it ends at its next part.
+Work happens in the local directory. A file is uploaded once it is complete: the plan before the first block, a part
+before its block counts as done, `_SUCCESS.json` last. One directory at a time writes the copy: a start from another
+directory takes it over, and the previous one stops at its next part.
 """
 
 import json
@@ -44,38 +44,40 @@ NUM_FETCHES = 8  # at once
 
 
 class RunCopy:
-    """A run's copy elsewhere; this one is none, and does nothing."""
+    """Interface of a run's copy; this implementation does nothing."""
 
     @property
     def stored_manifest(self) -> Mapping[str, JsonValue] | None:
-        """The run.json that it has. Raises DamagedRunError where that is no object."""
+        """The copy's run.json; None if there is none. Raises DamagedRunError if it is no object."""
         return None
 
     def attach(self) -> None:
-        """Makes this directory the one that writes there, and fetches what it lacks. The caller holds the run's lock.
-        All of this raises OutputError and StorageError, with nothing lost, RunInUseError and Interrupted."""
+        """Makes this directory the copy's writer and downloads missing files. The caller holds the run's lock.
+
+        This and the other methods raise OutputError and StorageError, with nothing lost, RunInUseError and Interrupted.
+        """
 
     def upload_missing(self, *paths: Path) -> None:
-        """Files that are never changed: those that are not there yet are taken there."""
+        """Uploads immutable files that the copy does not have."""
 
     def upload_part(self, throughput: Path, generations: Path) -> None:
-        """A part that was just made here. Where another was there first, that one takes its place here."""
+        """Uploads a part made here. If the copy already has another one, that replaces the local one."""
 
     def finish(self, *, is_new: bool) -> None:
-        """What a finished run comes to, and that it is finished. Not `is_new`: unless it is there."""
+        """Uploads the summary and `_SUCCESS.json` of a finished run. Not `is_new`: only if the copy has none."""
 
     def upload(self, *paths: Path) -> None:
-        """Files that take the place of those there; none where they are not here."""
+        """Uploads files, replacing those in the copy; missing local files are skipped."""
 
     def try_upload(self, path: Path) -> None:
-        """A file that helps, and is tried once: a failure is logged."""
+        """Uploads an optional file, without retries; a failure is logged."""
 
     def try_remove(self, path: Path) -> None:
-        """A file that was offered and helps no more."""
+        """Removes a file uploaded by `try_upload`; a failure is logged."""
 
 
 class StoredRun(RunCopy):
-    """The copy of the run in `directory` in `store`."""
+    """The copy in `store` of the run in `directory`."""
 
     def __init__(self, store: ObjectStore, directory: RunDirectory):
         self._store, self._directory = store, directory
@@ -158,7 +160,7 @@ class StoredRun(RunCopy):
         return [path for path in paths if self._stored_name(path) not in self._files and path.exists()]
 
     def _drop_size_mismatches(self, paths: Sequence[Path]) -> None:
-        """What is there under the names of `paths` and is not of their size is as good as not there."""
+        """Treats files whose size in the store differs from the local one as missing."""
         for path in paths:
             stored = self._files.get(self._stored_name(path))
             if stored is not None and stored.num_bytes != path.stat().st_size:
@@ -166,7 +168,7 @@ class StoredRun(RunCopy):
 
     @cached_property
     def _token(self) -> str:
-        """What tells this directory from every other; workers that share it share that too. Raises OutputError."""
+        """Random id of this directory, shared by its workers. Raises OutputError."""
         path = self._directory.store_token
         if not path.exists():
             write_json(path, {"token": secrets.token_hex(16)}, exclusive=True)
@@ -187,8 +189,8 @@ class StoredRun(RunCopy):
             )
 
     def _fetch(self, name: str, *, is_ours: bool) -> bool:
-        """Whether a file was fetched. What is here and came from here is not looked at again but for its size. Raises
-        OSError."""
+        """Downloads a file; returns True if it was fetched. Existing files that this directory uploaded are compared by
+        size only. Raises OSError."""
         path = self._directory.path / name
         if is_ours and path.exists():
             self._drop_size_mismatches([path])
@@ -238,13 +240,14 @@ class StoredRun(RunCopy):
 
 
 def upload_batch_files(config: RunSettings, directory: Path) -> None:
-    """Takes OpenAI's files of the finished run in `directory` to its copy. Raises what `RunCopy` raises."""
+    """Uploads OpenAI's batch files of the finished run in `directory`. Raises the errors of `RunCopy`."""
     run = RunDirectory(path=directory)
     open_copy(config, directory, never).upload(run.batch_output, run.batch_errors)
 
 
 def open_copy(config: RunSettings, directory: Path, should_stop: Callable[[], bool]) -> RunCopy:
-    """The copy that the run in `directory` has by `config`. Raises ConfigError where it cannot be looked at."""
+    """The copy of the run in `directory`, by the setting `output_url`. Raises ConfigError if the store cannot be
+    read."""
     if config.output_url is None:
         return RunCopy()
     url = url_child(config.output_url, directory.relative_to(config.output_root).as_posix())

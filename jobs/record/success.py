@@ -1,4 +1,4 @@
-"""_SUCCESS.json: that a run is finished, in which numbers, and the SHA-256 that each of its parts had then."""
+"""_SUCCESS.json: marks a finished run, with the number formats of weights and KV cache and the SHA-256 of each part."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ def write_success(
     parts: Sequence[Mapping[str, JsonValue]],
     numbers: Mapping[str, JsonValue] | None,
 ) -> None:
-    """Each of `parts` with its `file`, `block`, `num_rows` and `sha256`. `numbers`: what weights, keys and values were
-    kept in, as `PlanFacts.numbers`; None where nothing was computed. Raises OutputError."""
+    """Each of `parts` has `file`, `block`, `num_rows` and `sha256`. `numbers`: dtypes of weights, keys and values, as
+    in `ResolvedSettings.numbers`; None if nothing was computed. Raises OutputError."""
     value: dict[str, JsonValue] = {"config": config, "rows": {**rows}, "numbers": numbers, "parts": parts}
     write_json(directory.success, value | {"digest": json_digest(value)}, exclusive=False)
 
 
 def recorded_parts(directory: RunDirectory) -> Mapping[str, str] | None:
-    """SHA-256 by file name; None without such a file, or with one that is damaged. Raises OSError."""
+    """SHA-256 by file name; None if the file is missing or damaged. Raises OSError."""
     return _read_listed_parts(directory.success) if directory.success.exists() else None
 
 
@@ -45,7 +45,7 @@ def _read_listed_parts(path: Path) -> Mapping[str, str] | None:
 
 
 def is_finished(directory: RunDirectory) -> bool:
-    """Whether every part is the one that `_SUCCESS.json` lists, by SHA-256, with none beside them."""
+    """True if the parts are exactly those listed in `_SUCCESS.json`, by SHA-256."""
     try:
         recorded = recorded_parts(directory)
         # A link is as good as no file: what it leads to is not the run's.
@@ -59,8 +59,8 @@ def is_finished(directory: RunDirectory) -> bool:
 
 
 def log_remade_parts(directory: RunDirectory, parts: Mapping[str, str]) -> None:
-    """Logs whether parts that were made anew, after others were found to be damaged, are byte for byte what they were
-    when the run had been finished before. `parts`: SHA-256 by file name. Raises OSError."""
+    """After damaged parts were made again, logs whether they equal those of the first finish, byte for byte. `parts`:
+    SHA-256 by file name. Raises OSError."""
     earlier = sorted(directory.quarantine.glob(f"*{directory.success.name}.*"), key=lambda path: int(path.suffix[1:]))
     listed = _read_listed_parts(earlier[-1]) if earlier else None
     if listed is None:

@@ -1,13 +1,12 @@
-"""The numbers that the passes of a run come to: tokens per second by the papers' formulas, bytes and memory per tier.
+"""Summary of a run's passes: tokens per second by the papers' formulas, and bytes and memory per tier.
 
-prefill tokens/s = prompt tokens / prefill time; decode tokens/s = tokens from decode passes / decode time;
-total = generated tokens / (prefill + decode time). Issued tokens are all that were sampled, useful ones those up to
-and including the end of a row. A run's time is the sum over its passes, never end minus start: queues do not count.
+prefill tokens/s = prompt tokens / prefill time; decode tokens/s = tokens from decode passes / decode time; total =
+generated tokens / (prefill + decode time). Issued tokens are all sampled ones, useful ones those up to the end of a
+row. The time is the sum over passes, so time in queues does not count.
 
-A mixed pass, which computes prompts beside tokens that are decoded, is divided between the two by what it computed:
-its seconds, and the padding, in proportion to the tokens. A row that decodes computes one token and issues one, so
-the issued tokens of its decode share are its other tokens than those of prompts; useful ones are divided as issued
-ones are. Tokens that are prefilled a second time, after a resume or where memory ran short, count as prompt tokens.
+A mixed pass (prefill and decode together) is divided by computed tokens: its seconds and padding in proportion. A
+decoding row computes and issues one token, so the decode share issues as many tokens as it computes; useful ones are
+divided like issued ones. Tokens prefilled again, after a resume or preemption, count as prompt tokens.
 """
 
 from collections import defaultdict
@@ -25,7 +24,7 @@ from .passes import PASS_SECONDS, PREDICTED_SECONDS, PassRow, PhaseTimes, Status
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Tokens per second; None where no time was spent, or where nothing is predicted."""
+    """Tokens per second; None if no time was spent or nothing is predicted."""
 
     prefill: float | None = None
     decode_issued: float | None = None
@@ -36,16 +35,15 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertUse:
-    """How many experts decode passes use: shares of all experts in layers that are read expert by expert. Lanes that
-    ask one by one may read some more than once, and together more than all."""
+    """Experts used by decode passes, as shares of all experts in layers read expert by expert. An expert read by
+    several lanes counts several times, so shares may exceed 1."""
 
     hit: float
     read: float
 
     @staticmethod
     def from_passes(passes: Sequence[PassRow]) -> "ExpertUse | None":
-        """How many experts the passes used; None where no expert was read by itself. A mixed pass counts by its share
-        of decoding."""
+        """None if no expert was read individually. A mixed pass counts by its decode share."""
 
         def added(counts: Iterable[int]) -> float:
             return sum(count * (1.0 - row.prefill_share) for count, row in zip(counts, passes, strict=True))
@@ -65,9 +63,8 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """Shares of the time of some passes in which a resource worked. The link's two directions are added up, and so are
-    readers' threads and the CPU's workers: several at once may come to more than 1. `bubble_seconds`: compute did
-    nothing while a pass went on."""
+    """Share of the time in which a resource worked. Both link directions add up, and so do reader threads and CPU
+    workers, so shares may exceed 1. `bubble_seconds`: compute idle during a pass."""
 
     disk: float
     link: float
@@ -76,7 +73,7 @@ class Busy:
 
     @staticmethod
     def from_times(times: PhaseTimes) -> "Busy | None":
-        """The shares of these times; None where no time was spent."""
+        """None if no time was spent."""
         if not times.seconds:
             return None
         return Busy(
@@ -96,7 +93,7 @@ class RunTimes:
 
     @staticmethod
     def from_passes(passes: Sequence[PassRow], columns: Sequence[str]) -> "RunTimes":
-        """Sums of PASS_SECONDS, or of PREDICTED_SECONDS. Mixed passes are divided like their seconds."""
+        """Sums of PASS_SECONDS or PREDICTED_SECONDS. Mixed passes are divided between the phases."""
 
         def added(shares: Sequence[float]) -> PhaseTimes:
             sums = {
@@ -109,7 +106,7 @@ class RunTimes:
         return RunTimes(prefill=added(shares), decode=added([1 - share for share in shares]))
 
     def rates(self, passes: Sequence[PassRow]) -> Rates:
-        """The tokens of `passes` over these seconds, whether they were measured or predicted."""
+        """The tokens of `passes` over these seconds, measured or predicted."""
         prefill_seconds, decode_seconds = self.prefill.seconds, self.decode.seconds
         total_seconds = prefill_seconds + decode_seconds
         return Rates(
@@ -127,7 +124,7 @@ def _rate(tokens: float, seconds: float) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Utilization:
-    """How busy resources were; a phase without passes is None."""
+    """Utilization of resources; None for a phase without passes."""
 
     prefill: Busy | None
     decode: Busy | None
@@ -143,9 +140,8 @@ class Utilization:
 
 @dataclass(frozen=True, kw_only=True)
 class Elapsed:
-    """Time on the wall, over all starts that have left a pass, counted once where several ran at a time.
-    `first_token_seconds` and `before_passes_seconds` are those of the first start: until a token was there, and until
-    the first pass began."""
+    """Wall-clock time over all starts with at least one pass; overlapping starts count once. `first_token_seconds` and
+    `before_passes_seconds`: of the first start, until its first token and its first pass."""
 
     num_starts: int
     seconds: float
@@ -154,8 +150,7 @@ class Elapsed:
 
     @staticmethod
     def from_passes(passes: Sequence[PassRow]) -> "Elapsed | None":
-        """The time on the wall of these passes' starts, each second once, as workers of one run work at the same time;
-        None where there are no passes."""
+        """None without passes."""
         starts: dict[float, list[PassRow]] = defaultdict(list)
         for row in passes:
             starts[row.started_at].append(row)
@@ -177,12 +172,10 @@ class Elapsed:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run in numbers. `predicted` and `planned` stand beside what was measured, and are None when nobody said: what
-    was predicted of each pass before its block ran, over the tokens that it then computed. `plan` is that of the last
-    start, and so are `ledgers`, what is planned of each memory, term by term, and `weights_seconds`, which opening a
-    session took. `mean` is over the time of passes.
-    `totals`: what a task says of its own, such as perplexities. `spared_prompt_tokens` were not computed, because other
-    prompts begin with them."""
+    """A run in numbers. `predicted` and `planned` are None without a prediction or plan; predictions are those made
+    before each block ran, over the tokens it computed. `plan`, `ledgers` (planned bytes of each memory) and
+    `weights_seconds` (opening the session) are of the last start. `mean` is weighted by pass time. `totals`: results of
+    the task, such as perplexities. `spared_prompt_tokens`: not computed because of shared prefixes."""
 
     rows: Mapping[Status, int]
     num_passes: int
@@ -222,8 +215,7 @@ class Summary:
 
     @property
     def hit_rate(self) -> float | None:
-        """How many of the streamed stages were there when a lane first asked, between 0 and 1; None where nothing
-        streamed."""
+        """Share of streamed stages that were ready when first requested, from 0 to 1; None if nothing streamed."""
         num_requests = self.prefetch_hits + self.prefetch_misses
         return self.prefetch_hits / num_requests if num_requests else None
 
@@ -237,7 +229,7 @@ def summarize(
     weights_seconds: float | None = None,
     ledgers: Sequence[Ledger] = (),
 ) -> Summary:
-    """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
+    """Sums up `passes`, which may be empty; `rows` counts the published rows by status."""
     measured = RunTimes.from_passes(passes, PASS_SECONDS)
     is_predicted = bool(passes) and all(row.predicted_seconds is not None for row in passes)
     predicted = RunTimes.from_passes(passes, PREDICTED_SECONDS) if is_predicted else None
@@ -281,7 +273,7 @@ def summarize(
 
 
 def peak_memory(passes: Sequence[PassRow]) -> MemoryUse:
-    """The most that any of the passes has seen."""
+    """Maximum over all passes."""
     return MemoryUse(
         host_bytes=max((row.peak_host_bytes for row in passes), default=0),
         device_bytes=max((row.peak_device_bytes for row in passes), default=0),
@@ -289,7 +281,7 @@ def peak_memory(passes: Sequence[PassRow]) -> MemoryUse:
 
 
 def mean_memory(passes: Sequence[PassRow]) -> MemoryUse | None:
-    """The memory in use, on average over the time of passes; None where there is none."""
+    """Mean memory in use, weighted by pass time; None without passes."""
     seconds = sum(row.seconds for row in passes)
     if not seconds:
         return None
@@ -300,6 +292,6 @@ def mean_memory(passes: Sequence[PassRow]) -> MemoryUse | None:
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Publish `summary` as JSON, replacing an older one. Raises OutputError."""
+    """Publishes `summary` as JSON, replacing an older one. Raises OutputError."""
     value: dict[str, JsonValue] = {**asdict(summary), "hit_rate": summary.hit_rate}
     write_json(path, value, exclusive=False)

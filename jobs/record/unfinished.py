@@ -1,6 +1,4 @@
-"""What a run lacks until it is finished, for people: rows and their blocks, and who is at work on them, as leases say:
-whose a block in progress is, since when, and when its worker last gave a sign.
-"""
+"""Messages about unfinished runs: missing rows and blocks, and the workers that hold leases."""
 
 import re
 import time
@@ -24,9 +22,8 @@ def lease_name(block: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LeasedBlock:
-    """A block in work. `holder`: the process, as its lease names it. `since_seconds` and `heartbeat_seconds`: how long
-    ago it was leased, and renewed last, where clocks of the worker, the file system and this machine agree; only shown,
-    nothing goes by them."""
+    """A block leased by a worker. `holder`: the process named in the lease. `since_seconds`, `heartbeat_seconds`: time
+    since the lease was taken and last renewed, by this machine's clock; for display only."""
 
     block: int
     holder: Mapping[str, JsonValue]
@@ -44,7 +41,7 @@ class LeasedBlock:
 
 
 def format_slurm_ids(ids: Mapping[str, str]) -> str:
-    """Which job or task of Slurm that is, for people; nothing outside Slurm."""
+    """The Slurm job or array task as text; empty outside Slurm."""
     array, task = ids.get("SLURM_ARRAY_JOB_ID"), ids.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array is not None and task is not None else ids.get("SLURM_JOB_ID")
     restarts = ids.get("SLURM_RESTART_COUNT", "0")
@@ -54,7 +51,7 @@ def format_slurm_ids(ids: Mapping[str, str]) -> str:
 
 
 def leased_blocks(folder: Path) -> list[LeasedBlock]:
-    """Those in the folder of leases of a run that somebody works on. Raises OSError."""
+    """Leased blocks in the lease folder of a running run. Raises OSError."""
     now, leases = time.time(), list[LeasedBlock]()
     for path in sorted(folder.glob("block-*.json")):
         try:
@@ -79,20 +76,20 @@ NUM_LISTED = 10
 
 
 def missing_rows(run: RunReader) -> list[int]:
-    """The places in the input of rows that were planned and that no part has, in order."""
+    """Input positions of planned rows without a part, in order."""
     there = list(run.parts)
     gone = [plan["row_index"].to_numpy()[~np.isin(plan["block"].to_numpy(), there)] for plan in run.plans()]
     return np.unique(np.concatenate([np.empty(0, np.int64), *gone])).tolist()
 
 
 def describe_unfinished(runs: Sequence[RunReader]) -> list[str]:
-    """A sentence about each of `runs` that is neither done nor damaged."""
+    """One sentence for each run that is neither done nor damaged."""
     ended = (Condition.done, Condition.damaged)
     return [describe_missing_rows(run, missing_rows(run)) for run in runs if run.condition not in ended]
 
 
 def describe_missing_rows(run: RunReader, rows: Sequence[int]) -> str:
-    """What is said of a run that is not done, of whose rows those at `rows` are missing."""
+    """A sentence about an unfinished run and its missing rows at `rows`."""
     index, count = run.shard
     name = f"{run.location}" + (f" (shard {index} of {count})" if count > 1 else "")
     if run.condition is Condition.damaged:
@@ -115,7 +112,7 @@ def describe_missing_rows(run: RunReader, rows: Sequence[int]) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """The first numbers, those that follow one another as `3 to 7`."""
+    """The first numbers as text, consecutive ones as `3 to 7`."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

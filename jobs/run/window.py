@@ -87,7 +87,7 @@ class WindowRun:
         if count > 1:
             log.info("window %d of %d: reading its rows", number, count)
         batch = make_batch(context.runtime, self._window.read(), context.task.requests)
-        batch = replace(batch, read=context.task.make_reader(context.runtime))
+        batch = replace(batch, read_columns=context.task.make_reader(context.runtime))
         is_planner = context.worker is not None and context.worker.acquire_plan(self._plan_path)
         if (stored_plan := self._read_plan()) is not None:
             batch = batch.with_plan_slots(stored_plan)
