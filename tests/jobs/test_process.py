@@ -87,7 +87,8 @@ def test_closed_standard_streams_lead_nowhere_and_no_file_takes_their_place(
 def test_a_path_beyond_ascii_is_read_in_the_c_locale(tmp_path: Path) -> None:
     path = tmp_path / "größe.txt"
     path.write_text("ü", encoding="utf-8")
-    program = "import sys; from jobs.config.process import prepare_process; prepare_process(); print(open(sys.argv[1]).read() == 'ü')"
+    start = "import sys; from jobs.config.process import prepare_process; prepare_process(); "
+    program = start + "print(open(sys.argv[1]).read() == 'ü')"
     env = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     words = [sys.executable, "-c", program.replace("ü", "\\xfc"), str(path)]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
