@@ -1,3 +1,2 @@
-"""What a user starts: each module of this folder is one job, `python -m jobs.NAME`, a short door; `__main__.py` is the
-command over them. The rooms hold what the jobs do; no room imports a door.
-"""
+"""Commands of Weightstream: each module of this folder is one job, `python -m jobs.NAME`; `__main__.py` dispatches to
+them. The packages contain their implementation and do not import the commands."""

@@ -18,7 +18,8 @@ USAGE = """usage: weightstream JOB [key=value ...], and weightstream JOB --help 
 
 
 def main() -> None:
-    """Little is imported before a job starts: it sees to stop signals first."""
+    """Dispatches to the job's module. Imports little before the job starts, which installs its signal handlers
+    first."""
     match sys.argv[1:]:
         case ["help", *words] if words:
             job, *topics = words if words[0] in JOBS else ["generate", *words]
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def help_text() -> str:
-    """The help text, with what each job's module says of itself, up to the first full stop or semicolon."""
+    """The help text; each job's line is the docstring of its module up to the first full stop or semicolon."""
     texts = {job: ast.get_docstring(ast.parse(door.read_text(encoding="utf-8"))) or "" for job, door in JOBS.items()}
     about = {job: " ".join(text.split()).partition(": ")[2] for job, text in texts.items()}
     return USAGE.format(jobs="\n".join(f"  {job:<12}{re.split(r'[.;](?: |$)', about[job])[0]}" for job in JOBS))

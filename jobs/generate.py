@@ -59,7 +59,7 @@ def _load_task() -> "Callable[[GenerateConfig], tuple[Task, GenerateConfig]]":
 
 
 def _print_results(config: GenerateConfig, outcome: "Outcome") -> None:
-    """Says what there is to see in a run's generations, and how."""
+    """Prints samples of the generations and how to read them."""
     folder = outcome.directory / "generations"
     if config.dataset.kind is DatasetKind["tasks"] and config.dataset.keep_columns:
         from jobs.grading.grading import format_generations
@@ -71,7 +71,7 @@ def _print_results(config: GenerateConfig, outcome: "Outcome") -> None:
 
 
 def format_completions(folder: Path) -> str:
-    """The completions of a run of one prompt, or what is wrong with them."""
+    """The completions of a run with one prompt, or their errors."""
     import pyarrow.parquet as pq
 
     rows = pq.read_table(folder, columns=["completion", "error"]).to_pylist()

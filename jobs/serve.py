@@ -41,7 +41,7 @@ def main(composed: Composed) -> None:
 
 
 def _compose_job(job: str, kind: type[C], settings: list[str]) -> C:
-    """The settings of each such job. Raises ConfigError for those that it would not take."""
+    """Composes and checks the settings for such jobs. Raises ConfigError."""
     if (suggestion := suggest_key(settings, kind)) is not None:
         raise ConfigError(suggestion)
     try:
@@ -51,7 +51,7 @@ def _compose_job(job: str, kind: type[C], settings: list[str]) -> C:
 
 
 def collect_settings(words: list[str]) -> list[str]:
-    """The command line with what is `jobs.generate`'s, as `model=hf`, in `settings`."""
+    """Moves words that are settings of `jobs.generate`, such as `model=hf`, into the setting `settings`."""
     own = {*known_keys(ServeConfig), "hydra"}
     groups = {word: word.lstrip("+~").partition("=")[0].partition(".")[0] for word in words}
     others = [word for word in words if "=" in word and word[0] != "-" and groups[word] not in own]

@@ -43,7 +43,8 @@ class ExpertUse:
 
     @staticmethod
     def from_passes(passes: Sequence[PassRow]) -> "ExpertUse | None":
-        """None if no expert was read individually. A mixed pass counts by its decode share."""
+        """The shares over these passes; None if no expert was read individually. A mixed pass counts by its decode
+        share."""
 
         def added(counts: Iterable[int]) -> float:
             return sum(count * (1.0 - row.prefill_share) for count, row in zip(counts, passes, strict=True))
@@ -73,7 +74,7 @@ class Busy:
 
     @staticmethod
     def from_times(times: PhaseTimes) -> "Busy | None":
-        """None if no time was spent."""
+        """The shares of these times; None if no time was spent."""
         if not times.seconds:
             return None
         return Busy(
@@ -150,7 +151,7 @@ class Elapsed:
 
     @staticmethod
     def from_passes(passes: Sequence[PassRow]) -> "Elapsed | None":
-        """None without passes."""
+        """The times of these passes; None without passes."""
         starts: dict[float, list[PassRow]] = defaultdict(list)
         for row in passes:
             starts[row.started_at].append(row)

@@ -1,3 +1,2 @@
-"""How a run goes: its rows asked for, its windows planned, its blocks generated and committed, and what it comes to.
-Here belongs what is the same for every task, and the tasks themselves.
-"""
+"""Execution of a run: reads rows, plans windows, generates blocks, commits parts and summarizes. Contains the code
+common to all tasks, and the tasks."""

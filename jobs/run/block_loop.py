@@ -1,7 +1,7 @@
-"""Blocks that are left, generated as their rows come, each committed as it is complete; a checkpoint keeps what no part
-holds yet. In waves a block runs to its end before the next one begins; with continuous admission all of them are open.
+"""Generates open blocks and commits each part once its last row is complete; a checkpoint keeps rows without a part. In
+waves, blocks run one after another; with continuous admission all are open together.
 
-All is recorded between two passes, when every row of the last one is known.
+Everything is recorded between two passes, when the rows of the last one are known.
 """
 
 import logging
@@ -33,7 +33,7 @@ Completions = Iterator[tuple[int, Completion]]
 
 
 class BlockSession(Protocol):
-    """What is asked of `runtime.engine.session.Session`. Requests go by their positions in `requests`."""
+    """The methods of `runtime.engine.session.Session` used here. Requests are positions in `requests`."""
 
     def wave(
         self,
@@ -43,7 +43,7 @@ class BlockSession(Protocol):
         unfinished: Mapping[int, SequenceState],
         on_pass: OnPass,
     ) -> Completions:
-        """Does what `stream` does, for one block, whose requests in `left` enter together."""
+        """Like `stream`, for one block whose requests in `left` are admitted together."""
         ...
 
     def stream(
@@ -53,18 +53,18 @@ class BlockSession(Protocol):
         unfinished: Mapping[int, SequenceState],
         on_pass: OnPass,
     ) -> Completions:
-        """Completions as they finish, of requests that are admitted in `order` and go on from `unfinished`. `on_pass`
-        is called after each pass, once the completions that ended in it have been taken. Raises Interrupted."""
+        """Yields completions as they finish, of requests admitted in `order` and resumed from `unfinished`. `on_pass`
+        is called after each pass, once its completions have been taken. Raises Interrupted."""
         ...
 
     def snapshot(self) -> dict[int, SequenceState]:
-        """The sequences that have been admitted and have not finished, also after Interrupted was raised."""
+        """The admitted, unfinished sequences; valid after Interrupted too."""
         ...
 
 
 class OpenParts:
-    """The rows of the parts that lack some, and the passes that no part has yet: a part is committed once its last row
-    is there, and a pass goes into the part that is committed next, and into no other."""
+    """Rows of incomplete parts, and passes in no part yet. A part is committed once its last row is added; each pass
+    goes into the next committed part only."""
 
     def __init__(self, store: PartStore, blocks: Sequence[Block]):
         self._store = store
@@ -80,7 +80,7 @@ class OpenParts:
         return len(self._num_missing)
 
     def add(self, row: GenerationRow) -> None:
-        """Each row once."""
+        """Adds a row; each row once."""
         assert row.key not in self.rows, f"{row.key} was added before"
         self.rows[row.key] = row
         block = self._block_of[row.key]
@@ -89,7 +89,7 @@ class OpenParts:
             self._complete.append(block)
 
     def commit_complete(self) -> list[int]:
-        """Commits the parts that lack no row; returns their blocks. Raises OutputError."""
+        """Commits complete parts and returns their blocks. Raises OutputError."""
         complete = sorted(self._complete)
         for block in complete:
             keys = [request.key for request in self._store.blocks[block]]
@@ -104,9 +104,8 @@ class OpenParts:
 
 @dataclass(kw_only=True, eq=False)
 class OpenBlocks:
-    """One start of blocks that are open together: all that are left, or, in waves, one. Takes up what an earlier start
-    has saved of them. `checkpoint_seconds`: None saves nothing, and takes nothing up. `start`: when the process was
-    started."""
+    """One start of the blocks that are open together: all remaining ones, or one in waves. Resumes from an earlier
+    checkpoint. `checkpoint_seconds`: None neither saves nor resumes. `start`: of the process."""
 
     session: BlockSession
     blocks: Sequence[Block]
@@ -139,9 +138,9 @@ class OpenBlocks:
         self._saved_at = time.monotonic()
 
     def generate(self) -> None:
-        """Generates what is open and commits each part as it is complete. Saves the rest every `checkpoint_seconds`,
-        and when an error of ours ends the run; what any other exception leaves may be half a pass, and only what was
-        saved before it counts. Raises Interrupted or OutputError."""
+        """Generates the open blocks and commits parts as they complete. Saves a checkpoint every `checkpoint_seconds`,
+        and on a WeightstreamError. Other exceptions may leave half a pass, so the previous checkpoint is kept. Raises
+        Interrupted or OutputError."""
         batch, session = self.batch, self.session
         stream = partial(session.wave, self.blocks[0]) if self.is_wave else session.stream
         try:
@@ -158,7 +157,7 @@ class OpenBlocks:
         self.store.copy.try_remove(self._checkpoint.path)
 
     def _restore(self, checkpoint: RunCheckpoint, recorded_passes: frozenset[int]) -> None:
-        """Drops what parts have: rows, and passes by their index. They were saved before the parts were committed."""
+        """Restores a checkpoint without rows and passes that are in parts: it may be older than the commits."""
         batch = self.batch
         positions = {batch.requests[member].key: (i, member) for i in self._order for member in batch.joined[i].members}
         finished = [(row, *positions[row.key]) for row in checkpoint.finished if row.key in positions]
@@ -196,7 +195,7 @@ class OpenBlocks:
         self.progress.finish_blocks(self._parts.commit_complete())
 
     def _save(self) -> None:
-        """A sequence that waits to go on since an earlier start is not in the session's snapshot."""
+        """Includes sequences from an earlier start that wait for admission: they are not in the session's snapshot."""
         if self.checkpoint_seconds is None:
             return
         known = {**self._unfinished, **self.session.snapshot()}

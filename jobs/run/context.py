@@ -1,4 +1,4 @@
-"""What the windows of one start of a run have in common."""
+"""Objects shared by all windows of one start of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from .tasks.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """`columns` are the output's, of which every row has the `fixed` ones. `worker`: this process among the run's; None
-    where it is the only one. `copy`: the run's in an object store. `checkpoint_seconds`: how often what no part has yet
-    is saved; None is never."""
+    """`columns` are passed through from the input; `fixed_schema`: those that every row has. `worker`: this process as
+    an elastic worker, or None. `copy`: the run's copy in an object store. `checkpoint_seconds`: interval between
+    checkpoints; None saves none."""
 
     task: Task
     runtime: Runtime
@@ -35,7 +35,7 @@ class RunContext:
     checkpoint_seconds: float | None
 
     def open_store(self, planned: list[PlannedRequest]) -> PartStore:
-        """The store of the parts of a window, by its plan."""
+        """The store for the parts of a window, by its plan."""
         return PartStore(
             directory=self.state.directory,
             manifest=self.state.manifest,
@@ -48,6 +48,6 @@ class RunContext:
         )
 
     def stored_plan(self, window: InputWindow) -> list[PlannedRequest] | None:
-        """The plan that is fixed; None where there is none, and it is to be computed. Raises DamagedRunError."""
+        """The plan on disk; None if there is none yet. Raises DamagedRunError."""
         path = window.plan_path(self.state.directory)
         return read_plan(path) if path.exists() else None

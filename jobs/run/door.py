@@ -1,4 +1,4 @@
-"""The one door of runs: what generate, score and encode do with settings that are good, whatever is asked of a row."""
+"""Common main function of the jobs generate, score and encode."""
 
 import sys
 from collections.abc import Callable
@@ -27,10 +27,10 @@ def run_command(
     at: float,
     clock: float,
 ) -> int:
-    """Runs the job to its end, together with the workers or ranks that the settings name, says what came of it and
-    returns the exit code. `load_task` imports what takes long, torch among it, and returns what makes the task, and the
-    settings that it takes. `tell`: says what there is to see beside the table. `at`, `clock`: when the process was
-    started, by the wall and by the monotonic clock. Raises the errors of runtime.errors."""
+    """Runs the job to its end, with workers or ranks as set, prints the result and returns the exit code. `load_task`
+    imports torch and returns a function from settings to the task and its adjusted settings. `print_results`: prints
+    results below the table. `at`, `clock`: start of the process, in Unix and monotonic seconds. Raises the errors of
+    runtime.errors."""
     if config.num_workers != 1:
         from ..workers.local import supervise_workers
 

@@ -1,9 +1,8 @@
-"""What a run whose policy was searched learns from its first block: its rates, corrected, and with them perhaps another
-way for the blocks that are left.
+"""Feedback from the first block of a run with a searched policy: corrects the machine rates and may change the policy
+of the remaining blocks.
 
-`rates.json` keeps the rates that the run was planned with and the policy that it goes by, and the corrected rates once
-there are any: a run that goes on on the same host, with the same tiers, measures and searches nothing, and goes the way
-of one that was never stopped.
+`rates.json` keeps the rates and policy of the plan, and the corrected rates once known. A run resumed on the same host
+with the same tiers measures and searches nothing, and continues like an uninterrupted one.
 """
 
 import logging
@@ -30,8 +29,7 @@ Plain = TypeVar("Plain")
 
 @dataclass(kw_only=True)
 class Feedback:
-    """What a run in waves learns whose policy is searched. `policy`: the one that it goes by, None before it is
-    planned."""
+    """Feedback state of a run in waves with a searched policy. `policy`: the one in use, None before planning."""
 
     path: Path
     runtime: Runtime
@@ -41,10 +39,8 @@ class Feedback:
     _corrected: MachineRates | None = field(default=None, init=False)
 
     def restore(self) -> None:
-        """Takes up what was recorded, if it was recorded here: elsewhere it is no use, and unless the first block is
-        yet to run nothing is learned then.
-
-        Raises DamagedRunError."""
+        """Loads the recorded rates and policy if they were recorded on this host with these settings. Raises
+        DamagedRunError."""
         if not self.path.exists():
             return
         values = read_json(self.path)
@@ -63,21 +59,21 @@ class Feedback:
 
     @property
     def rates(self) -> MachineRates | None:
-        """Those that the run goes by: as corrected, or as measured; None where they are still to be measured."""
+        """The corrected or the measured rates; None if not measured yet."""
         return self._corrected or self._first
 
     def record(self, plan: RunPlan) -> None:
-        """Keeps the rates and the policy before the first block runs as `plan` says. Raises OutputError."""
+        """Saves the rates and policy of `plan` before the first block runs. Raises OutputError."""
         self._first, self.policy = plan.rates, plan.searched
         self._write()
 
     @property
     def is_due(self) -> bool:
-        """When the first block has ended: it is known what was predicted of it, and nothing was learned yet."""
+        """True if the first block was predicted, and nothing has been learned from it yet."""
         return self._first is not None and self._corrected is None
 
     def revise_plan(self, plan: RunPlan, passes: Sequence[PassRow]) -> RunPlan:
-        """The plan for the blocks that are left, from the passes of the first block, which went `plan`'s way. Raises
+        """The plan of the remaining blocks, from the passes of the first block, which ran by `plan`. Raises
         OutputError."""
         assert self._first is not None, "nothing is due"
         measured, predicted = busy_seconds(passes)
@@ -95,7 +91,7 @@ class Feedback:
         return revised
 
     def _validity_key(self) -> Mapping[str, JsonValue]:
-        """What the rates, and with them the policy, hold for."""
+        """Host and settings that the rates and the policy are valid for."""
         config = self.runtime.config
         return {
             "host": asdict(self.runtime.host),
@@ -103,7 +99,7 @@ class Feedback:
         }
 
     def _parse(self, name: str, values: object, read: Callable[[Any], Plain]) -> Plain:
-        """Raises DamagedRunError where `values` are none, as `read` finds."""
+        """Raises DamagedRunError if `read` rejects the values."""
         try:
             return read(values)
         except (KeyError, TypeError, ValueError) as error:
@@ -122,8 +118,8 @@ class Feedback:
 
 
 def busy_seconds(passes: Sequence[PassRow]) -> tuple[dict[Resource, float], dict[Resource, float]]:
-    """Seconds that each resource worked in these passes, measured and predicted. Attention counts where single tokens
-    are decoded: that of prompts is compute's."""
+    """Busy seconds of each resource in these passes, measured and predicted. Attention counts in decode passes only; in
+    prefill it is part of compute."""
 
     def added(prefix: str) -> dict[Resource, float]:
         def total(name: str, rows: Sequence[PassRow] = passes) -> float:

@@ -1,6 +1,6 @@
-"""The manifest of a run: its settings, and what the model's files and the input come to.
+"""The manifest of a run: its settings, and facts about the model's files and the input.
 
-A fact is said by a file and its key, as `config.json rms_norm_eps`, so that a refusal says what was changed.
+A fact is named by file and key, such as `config.json rms_norm_eps`, so that an error can name the change.
 """
 
 import hashlib
@@ -43,8 +43,8 @@ MAX_KEYS, MAX_CHARS = 64, 400  # of a mapping and of a value that are kept as th
 
 
 def make_manifest(config: RunSettings, runtime: Runtime, digests: InputDigests) -> RunManifest:
-    """The dtype is the one that `auto` came to here: on another kind of machine the same config may be another run.
-    Sampling is what holds, with the model's own settings where they are followed."""
+    """The manifest, with the resolved dtype and sampling: `auto` may differ between machines, which makes another
+    run."""
     settings, model = semantic(replace(config, sampling=runtime.config.sampling)), runtime.model
     resolved = {
         "model.dtype": str(model.compute_dtype).removeprefix("torch."),
@@ -82,8 +82,8 @@ def _digest_key(file: str) -> str:
 
 
 def model_facts(model: LoadedModel) -> dict[str, JsonValue]:
-    """The facts of all files that can change the text; those of weights only with model.verify=full, and those of
-    generation_config.json that are followed whatever `sampling` says; with `sampling.follow_model` the rest is among
+    """Facts from all files that can change the output. Weight digests only with model.verify=full. Of
+    generation_config.json only keys that apply whatever `sampling` says; with `sampling.follow_model` the rest is in
     the settings."""
     facts = {f"config.json {key}": value for key, value in _flatten_values(model.config, VERSION_KEYS | LOCATION_KEYS)}
     facts |= _generation_facts(model)
@@ -100,7 +100,7 @@ def model_facts(model: LoadedModel) -> dict[str, JsonValue]:
 
 
 def _generation_facts(model: LoadedModel) -> dict[str, JsonValue]:
-    """What the model says of generating. Without a generation_config.json it is config.json that says it."""
+    """Token ids from generation_config.json; empty without that file, since config.json then supplies them."""
     if model.checkpoint.gguf is not None:
         return {"GGUF eos_token_id": sorted(model.eos_token_ids)}
     if not (model.checkpoint.path / "generation_config.json").exists():
@@ -112,7 +112,7 @@ def _generation_facts(model: LoadedModel) -> dict[str, JsonValue]:
 
 
 def _adapter_facts(checkpoint: Path) -> dict[str, JsonValue]:
-    """One that comes or goes makes another model of it, although none is applied."""
+    """An adapter changes the identity of the model, although it is not applied."""
     path = checkpoint / "adapter_config.json"
     try:
         values = read_json(path)
@@ -143,7 +143,7 @@ def _value_or_digest(value: object) -> JsonValue:
 
 
 def _to_json_value(value: object) -> JsonValue:
-    """What JSON can hold; anything else, infinities among it, as its text."""
+    """Converts to JSON values; other objects and infinities become text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -154,8 +154,7 @@ def _to_json_value(value: object) -> JsonValue:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """sha256 over what turns text into tokens and back: the backend's own description, or the vocabulary, and
-    template."""
+    """SHA-256 over the tokenizer backend's serialization, or the vocabulary, and the chat template."""
     if tokenizer is None:
         return "none"
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,5 +1,4 @@
-"""What a run asks, held as a list of rows or read in windows: a run is as many plans behind one another as there are
-windows, and one where all rows are held."""
+"""The input of a run, held in memory or read in windows. Each window has a plan of its own."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ WINDOW_KEY = "dataset.window_rows"  # among the settings of run.json, of a run i
 
 @dataclass(frozen=True, kw_only=True)
 class InputWindow:
-    """One of `count` windows of a run. `read` reads its rows, of this shard alone. Raises DatasetError."""
+    """One of `count` windows of a run. `read` reads its rows, of this shard only. Raises DatasetError."""
 
     number: int
     count: int
@@ -42,12 +41,12 @@ class InputWindow:
         return self.number == self.count - 1
 
     def plan_path(self, directory: RunDirectory) -> Path:
-        """Where its plan is fixed."""
+        """Path of its plan."""
         return directory.plan if self.count == 1 else directory.window_plan(self.number)
 
 
 class RunInput(Protocol):
-    """`identity`: what makes the run this run beside its settings and digests."""
+    """Interface of a run's input. `identity`: part of the run's identity besides settings and digests."""
 
     @property
     def windows(self) -> Sequence[InputWindow]: ...
@@ -56,21 +55,21 @@ class RunInput(Protocol):
     def identity(self) -> Mapping[str, JsonValue]: ...
 
     def columns(self, fixed: pa.Schema) -> pa.Schema:
-        """The schema of the columns that rows bring along, the same for all shards."""
+        """The schema of passed-through columns, equal for all shards."""
         ...
 
     def all_rows(self) -> Iterable[Row]:
-        """The rows of all shards, to look at before the run is begun."""
+        """The rows of all shards, for checks before the run begins."""
         ...
 
     def preview_rows(self) -> Sequence[Row]:
-        """Rows of this shard to look at before the run is begun: all of them, or some."""
+        """Rows of this shard for checks before the run begins: all or some of them."""
         ...
 
     def digests(self, columns: pa.Schema) -> InputDigests: ...
 
     def save_digests(self, directory: RunDirectory, digests: InputDigests) -> Path:
-        """Keeps in the run's directory what a later start asks for: the file. Raises OutputError."""
+        """Writes what later starts need to the run's directory; returns the file. Raises OutputError."""
         ...
 
 
@@ -101,8 +100,8 @@ class InMemoryRows:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedRows:
-    """Rows that are read window by window. `files`: the SHA-256 of each of the input's files, by name, in their order,
-    and `settings` what else decides which rows they hold."""
+    """Rows read window by window. `files`: SHA-256 of each input file by name, in order. `settings`: the other values
+    that select the rows. `stamps`: size and mtime of each file."""
 
     rows: RowWindows
     files: Mapping[str, str]
@@ -128,7 +127,7 @@ class WindowedRows:
         return self.rows.every()
 
     def preview_rows(self) -> Sequence[Row]:
-        """The first window's, which are kept until that is read; none of a run that was begun."""
+        """The first window, kept until it is read again; empty for a resumed run."""
         if self.is_begun:
             return ()
         self._read_ahead.append(self._read(0))
@@ -159,8 +158,8 @@ def open_windowed_rows(
     should_stop: Callable[[], bool],
     remote_manifest: Mapping[str, JsonValue] | None = None,
 ) -> WindowedRows | None:
-    """The input of a run, where it is to be read in windows; None where all of its rows are to be held. `begun`: the
-    run.json of its copy elsewhere. Raises DatasetError, Interrupted."""
+    """The input of a run in windows; None if all rows are to be held in memory. `remote_manifest`: run.json of the
+    run's copy. Raises DatasetError, Interrupted."""
     dataset, windowed = config.dataset, windowed_kind(config.dataset)
     window_rows = _resolve_window_rows(config, directory, remote_manifest) if windowed is not None else None
     if windowed is None or window_rows is None:
@@ -200,8 +199,8 @@ def open_windowed_rows(
 def _resolve_window_rows(
     config: RunSettings, directory: Path, remote_manifest: Mapping[str, JsonValue] | None
 ) -> int | None:
-    """How many rows of the output a window of the run has; None where all rows are held. Where nobody says, a run goes
-    on as it was begun. Raises ConfigError where ranks are to go on with one in windows."""
+    """Output rows per window; None if all rows are held. Without a setting, a resumed run keeps its value. Raises
+    ConfigError if ranks are to resume a run in windows."""
     requested, run = config.dataset.window_rows, RunDirectory(path=directory)
     keeps_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Parallelism.one
     keeps_all |= isinstance(config, ScoreConfig) and config.score.rolling
@@ -228,7 +227,7 @@ def _file_stamp(path: Path) -> tuple[int, int]:
 
 
 def _digest_files(paths: Sequence[Path], cache_dir: str | None, should_stop: Callable[[], bool]) -> Mapping[str, str]:
-    """The SHA-256 of each file, by name; of files that lie in several folders by their paths."""
+    """SHA-256 of each file, by name, or by path if names repeat."""
     names = [path.name for path in paths]
     keys = names if len(set(names)) == len(names) else [str(path) for path in paths]
     try:
@@ -243,7 +242,7 @@ def _survey_key(files: Mapping[str, str], settings: Mapping[str, JsonValue]) -> 
 
 
 def _load_survey(path: Path, key: str) -> Survey | None:
-    """The survey that an earlier start has kept; None where there is none of this input, or it is damaged."""
+    """The survey saved by an earlier start; None if there is none for this input, or it is damaged."""
     try:
         values = read_json(path)
         digest = values.pop("digest", None)

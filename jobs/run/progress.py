@@ -1,4 +1,4 @@
-"""How far a run is, and how long the rest will take: a bar on a terminal, a log line a minute anywhere else."""
+"""Progress and remaining time of a run: a progress bar on a terminal, otherwise one log line per minute."""
 
 import logging
 import sys
@@ -23,7 +23,7 @@ from ..record.passes import PassRow
 
 @dataclass(kw_only=True)
 class _Phase:
-    """`step_seconds`: predicted, of a step. The others are those of the steps that this start has done."""
+    """`step_seconds`: predicted seconds of one step. The others: seconds of the steps done by this start."""
 
     step_seconds: float
     predicted_seconds: float = 0.0
@@ -35,10 +35,10 @@ class _Phase:
 
 
 class Forecast:
-    """Goes by steps: prefill's are prompt tokens; those of decoding are passes over a block in waves, and tokens where
-    requests come and go. Blocks, or requests, that ended before their limits say how far the others will come.
+    """Estimates the remaining time from steps: prompt tokens in prefill; in decode, passes over a block in waves, else
+    tokens. Lengths of finished blocks or requests, relative to their limits, scale those that remain.
 
-    A block is waiting, open or done. Requests are known by their positions in `requests`.
+    A block is waiting, open or done. Requests are positions in `requests`.
     """
 
     def __init__(self, prediction: Prediction, requests: Sequence[Request], blocks: Sequence[Block], *, is_wave: bool):
@@ -58,14 +58,14 @@ class Forecast:
         self._finished_steps = self._finished_most = 0.0 if is_wave else sum(self._steps.values()) / 10
 
     def skip(self, blocks: Iterable[int]) -> None:
-        """Takes blocks as done that an earlier start has committed."""
+        """Marks blocks committed by an earlier start as done."""
         for index in self._waiting & set(blocks):
             self._waiting.remove(index)
             self._skipped_seconds += self._predicted_seconds(self._prompts[index], self._steps[index])
 
     def open(self, blocks: Iterable[int], known: Mapping[int, int]) -> None:
-        """Opens blocks of which the requests in `known` are left, each with so many tokens that it has already. What
-        they have is prefilled again."""
+        """Opens blocks with the remaining requests in `known`, by number of tokens generated before. Those are
+        prefilled again."""
         if self._is_wave:
             self._finish(self._num_steps_done, self._begun_most)
         indices = self._waiting & set(blocks)
@@ -88,7 +88,7 @@ class Forecast:
         self._decode.add(num_steps, (1 - share) * row.seconds)
 
     def finish_row(self, i: int, num_tokens: int) -> None:
-        """Counts out a request that ended with so many tokens, those included that it had when it was opened."""
+        """Removes a finished request; `num_tokens` includes those it had when opened."""
         most = self._open.pop(i, None)
         if most is not None and not self._is_wave:
             self._begun_most -= most - 1
@@ -96,7 +96,7 @@ class Forecast:
 
     @property
     def seconds_left(self) -> float:
-        """The seconds that what is left will take, as far as is known."""
+        """Estimated seconds for the remaining work."""
         num_prompts = self._num_prompts_left + sum(self._prompts[index] for index in self._waiting)
         return (
             self._correction(self._prefill) * self._prefill.step_seconds * num_prompts
@@ -105,7 +105,7 @@ class Forecast:
 
     @property
     def share_done(self) -> float:
-        """How much of the run is done, between 0 and 1, by predicted time."""
+        """Share of the run that is done, from 0 to 1, by predicted time."""
         done = self._skipped_seconds + self._prefill.predicted_seconds + self._decode.predicted_seconds
         num_prompts = self._num_prompts_left + sum(self._prompts[index] for index in self._waiting)
         left = self._predicted_seconds(num_prompts, self._num_steps_left)
@@ -120,7 +120,7 @@ class Forecast:
 
     @property
     def _length_ratio(self) -> float:
-        """How much of their limits answers reach, as those show that have ended."""
+        """Ratio of actual to maximum length, over finished requests or blocks."""
         return self._finished_steps / self._finished_most if self._finished_most else 1.0
 
     def _finish(self, num_steps: float, most: float) -> None:
@@ -129,7 +129,7 @@ class Forecast:
         self._num_steps_done -= num_steps
 
     def _correction(self, phase: _Phase) -> float:
-        """What was measured over what was predicted; of a phase that has not begun, that of the other."""
+        """Measured over predicted seconds of a phase; of both phases if this one has not begun."""
         phases = (phase,) if phase.predicted_seconds else (self._prefill, self._decode)
         predicted = sum(each.predicted_seconds for each in phases)
         return sum(each.measured_seconds for each in phases) / predicted if predicted else 1.0
@@ -141,7 +141,7 @@ class Forecast:
         return len(self._requests[i].prompt_ids)
 
     def _max_steps(self, limits: Mapping[int, int]) -> int:
-        """Steps of decoding up to these limits; the first token of each comes out of prefill."""
+        """Decode steps up to these limits; the first token of each request comes from prefill."""
         if self._is_wave:
             return max(limits.values(), default=1) - 1
         return sum(most - 1 for most in limits.values())
@@ -157,7 +157,7 @@ SECONDS_PER_LINE, SECONDS_PER_PICTURE = 60.0, 0.2
 
 @dataclass(kw_only=True)
 class _Pace:
-    """Tokens of one phase that this start has computed, and the seconds that its passes took."""
+    """Tokens of one phase computed by this start, and the seconds of its passes."""
 
     num_tokens: float = 0.0
     seconds: float = 0.0
@@ -167,9 +167,10 @@ class _Pace:
 
 
 class Progress:
-    """A context manager; `advance` after each pass. Of blocks that overlap, the first that is open is shown.
+    """Context manager that displays progress; call `advance` after each pass. With overlapping blocks the first open
+    one is shown.
 
-    `clock` counts seconds; `now` is the time of day.
+    `clock`: monotonic seconds; `now`: the time of day.
     """
 
     def __init__(
@@ -215,7 +216,8 @@ class Progress:
         self._stack.close()
 
     def expect(self, prediction: Prediction | None, done: Collection[int]) -> None:
-        """Goes by this prediction of all blocks from here on; those in `done` are committed. Says so the first time."""
+        """Uses this prediction of all blocks from now on; blocks in `done` are committed. Logs the estimate the first
+        time."""
         is_first = self._forecast is None
         self._done_blocks = set(done)
         self._num_rows_done = sum(len(block.members) for block in self._blocks if block.index in self._done_blocks)
@@ -229,7 +231,7 @@ class Progress:
         self._draw()
 
     def open(self, blocks: Sequence[Block], known: Mapping[int, int]) -> None:
-        """Opens blocks with the requests in `known` left, each with so many tokens that it has already."""
+        """Opens blocks with the remaining requests in `known`, by number of tokens generated before."""
         self._num_rows_done += sum(len(block.members) for block in blocks) - len(known)
         if self._forecast is not None:
             self._forecast.open([block.index for block in blocks], known)
@@ -261,7 +263,7 @@ class Progress:
         self._done_blocks |= set(indices)
 
     def _draw(self) -> None:
-        """Draws the bar as it is now. It never goes back: what is left may grow as answers are longer than others."""
+        """Draws the bar. It never moves back, although estimates may grow."""
         self._last_picture = self._clock()
         if self._forecast is not None:
             self._bar.n = max(self._bar.n, self._forecast.share_done)

@@ -1,6 +1,4 @@
-"""The ranks of a run: rank 0 makes it as one process would, the others compute their part of its rows and write
-nothing.
-"""
+"""Runs over several ranks: rank 0 executes the run, the other ranks compute their share and write nothing."""
 
 import logging
 import os
@@ -29,8 +27,8 @@ SEVERAL_PROCESSES = (
 
 @contextmanager
 def join_ranks(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterator[Ranks | None]:
-    """This process among the ranks that a launcher has started; None where `devices` has no others. Raises ConfigError
-    where settings and launcher disagree."""
+    """Joins the ranks started by a launcher; None with `devices=one`. Raises ConfigError if settings and launcher
+    disagree."""
     launch = Launch.found(os.environ)
     if devices.way is Parallelism.one:
         is_of_several = launch is not None and launch.size > 1 and launch.url == "env://"
@@ -50,8 +48,8 @@ def join_ranks(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Itera
 
 
 def follow_run(task: Task, config: RunSettings, should_stop: Callable[[], bool], ranks: Ranks) -> int:
-    """Takes part in what rank 0 does; returns the exit code. Of a stop the first of those ranks tells that are
-    there."""
+    """Computes this rank's share of rank 0's run; returns the exit code. On a stop only the lowest remaining rank
+    reports it."""
     remote_manifest = open_copy(config, task.directory, should_stop).stored_manifest
     runtime, rows = open_model(task, config, should_stop, remote_manifest, ranks=ranks)
     batch = make_batch(runtime, rows.preview_rows(), task.requests)

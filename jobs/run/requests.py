@@ -1,4 +1,5 @@
-"""Between rows, requests and blocks: what a row asks of the model, where the plan seats it, and what it comes to."""
+"""Conversion between rows, requests, blocks and output rows: rows to requests, plans to blocks, completions to output
+rows."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ QUESTION = {"role": "user", "content": "?"}
 
 
 def make_renderer(tokenizer: PreTrainedTokenizerBase) -> ChatRenderer:
-    """A renderer whose errors name the data set's key."""
+    """A chat renderer whose errors name the data set's key."""
     return ChatRenderer(tokenizer, purpose="dataset.chat_template=true", alternative="set dataset.chat_template=false")
 
 
@@ -37,8 +38,8 @@ def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
 def require_template(
     tokenizer: PreTrainedTokenizerBase | None, config: DatasetConfig, rows: Sequence[Row] = ()
 ) -> None:
-    """Raises ConfigError when chats are asked for and there is no template, none for `dataset.system_prompt`, or one
-    that fails in the same way for each of `rows`."""
+    """Raises ConfigError if chats need a template and there is none, if it refuses `dataset.system_prompt`, or if it
+    fails with the same error for each of `rows`."""
     are_chats = [row.messages is not None for row in rows if row.error is None]
     if not (config.chat_template or any(are_chats)):
         return
@@ -62,7 +63,8 @@ def require_template(
 
 
 def _require_renders(renderer: ChatRenderer, rows: Sequence[Row]) -> None:
-    """One chat may be at fault itself: a plain question beside it tells."""
+    """Raises ConfigError if the template fails for all rows with the same error. A single chat may itself be wrong, so
+    a plain question is tried as well."""
     first: str | None = None
     chats = [(row.messages, row.template_kwargs) for row in rows if row.messages is not None]
     for messages, template_kwargs in [*chats, *([([QUESTION], chats[0][1])] if len(chats) == 1 else [])]:
@@ -89,9 +91,9 @@ ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together;
 
 @dataclass(frozen=True, kw_only=True)
 class RequestBatch:
-    """Each row's output rows: one of `requests` for each that is computed, `rejected` are all the others. Both by row,
-    then by sample, and beside each the row that it came from. `slots`: those of a plan that is fixed, by key: what has
-    one of its own there is computed by itself. `read`: the columns of what a request with an encoding came to."""
+    """Output rows of a list of input rows: `requests` to be computed and `rejected` ones, each by row, then sample,
+    with its input row. `slots`: of an existing plan, by key. Requests with different slots are computed separately.
+    `read_columns`: output columns of a request with an encoding."""
 
     requests: Sequence[Request]
     request_rows: Sequence[Row]
@@ -102,7 +104,8 @@ class RequestBatch:
 
     @cached_property
     def joined(self) -> Sequence[JoinedRequest]:
-        """What is computed, of which each serves its members among `requests`; blocks hold positions into it."""
+        """Distinct computations; each serves one or more members, positions in `requests`. Blocks hold positions in
+        this list."""
         return list(
             add_hidden_beams(join_requests(self.requests, [self.slots.get(request.key) for request in self.requests]))
         )
@@ -113,14 +116,14 @@ class RequestBatch:
         return [each.request for each in self.joined]
 
     def with_plan_slots(self, planned: Iterable[PlannedRequest]) -> "RequestBatch":
-        """The same, joined as a plan that is fixed has it."""
+        """This batch with equal requests joined as in an existing plan."""
         return replace(self, slots={each.key: each.slot for each in planned})
 
 
 def completion_requests(
     runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
 ) -> Iterator[Sequence[Request | Rejected]]:
-    """The requests for what comes behind each prompt, `sampling.n` times."""
+    """The `sampling.n` requests for completions of each prompt."""
     limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in prompts)}
     most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
     for row, ids in tokenize_prompts(runtime, prompts, most_tokens):
@@ -132,7 +135,7 @@ def completion_requests(
 def tokenize_prompts(
     runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]], most_tokens: int | None
 ) -> Iterator[tuple[Row, Sequence[int] | str]]:
-    """Each row with the token ids of its prompt, or with a text that says why it has none."""
+    """Yields each row with the token ids of its prompt, or with an error message."""
     token_ids = {}
     for is_chat in (False, True):
         texts = [text for row, text in prompts if isinstance(text, str) and (row.messages is not None) == is_chat]
@@ -142,8 +145,8 @@ def tokenize_prompts(
 
 
 def make_batch(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> RequestBatch:
-    """Tokenises every row and makes its request. A row that there is none for is rejected, never raised. Raises
-    ConfigError for more completions than a run can have."""
+    """Tokenizes all rows and makes their requests. Rows that fail are rejected, not raised. Raises ConfigError for more
+    completions than a run may have."""
     num_samples = runtime.config.sampling.n
     counts = [num_samples if row.overrides.n is None else row.overrides.n for row in rows]
     if sum(counts) > MAX_ROWS:
@@ -208,8 +211,8 @@ def _render_prompt(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected
 
 
 def plan_rows(batch: RequestBatch, blocks: Sequence[Block], first_block: int = 0) -> list[PlannedRequest]:
-    """The plan as it is written down: what is computed as one has one seat. Rejected rows share a block of their own
-    behind the others. `first_block`: the number of the first block, which those that are there have already."""
+    """The plan's rows. Requests computed as one share a slot. Rejected rows form an additional last block.
+    `first_block`: offset for the index of that block, the number of blocks before this window."""
     planned = [
         _planned_request(batch.request_rows[member], batch.requests[member], block.index, micro_batch, position)
         for block in blocks
@@ -236,7 +239,7 @@ def _planned_request(row: Row, item: Request | Rejected, block: int, micro_batch
 
 
 def blocks_from_plan(planned: Iterable[PlannedRequest], batch: RequestBatch) -> tuple[Block, ...]:
-    """The blocks of a plan read back; `seat` of the result gives the plan again if the rows are the same."""
+    """The blocks of a plan that was read back; the inverse of `plan_rows` for the same rows."""
     positions = {batch.requests[i].key: place for place, each in enumerate(batch.joined) for i in each.members}
     slots: dict[int, dict[int, dict[int, None]]] = {}
     for request in planned:
@@ -255,7 +258,7 @@ def blocks_from_plan(planned: Iterable[PlannedRequest], batch: RequestBatch) -> 
 
 
 def completed_rows(batch: RequestBatch, position: int, completion: Completion) -> Iterator[GenerationRow]:
-    """The output rows that what is computed at `place` has come to."""
+    """The output rows of the members of the computation at `position` in `joined`."""
     for i in batch.joined[position].members:
         row = _completed_row(batch.request_rows[i], batch.requests[i], completion)
         is_read = batch.requests[i].encoding is not None and completion.error is None

@@ -1,4 +1,4 @@
-"""A run from rows to parts: its windows one after another, each planned, generated and committed, and summed up."""
+"""A run from rows to parts: plans, generates and commits its windows in order, then writes the summary."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +38,7 @@ from .window import WindowRun
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """`summary` covers the whole run, `was_finished` says that there was nothing left to do."""
+    """Result of a run. `summary` covers the whole run; `was_finished`: it was complete before this start."""
 
     directory: Path
     summary: Summary
@@ -57,9 +57,8 @@ def run_task(
     ranks: Ranks | None = None,
     runtime: Runtime | None = None,
 ) -> Outcome:
-    """Runs, or goes on with, the job that `config` describes. `start`: of the process; None is now. `ranks`: of which
-    this one is the first. `runtime`: one of these settings that is there already; it is left open. Raises the errors of
-    runtime.errors."""
+    """Runs or resumes the task that `config` describes. `start`: of the process; None is now. `ranks`: this process is
+    rank 0 of them. `runtime`: an open one with these settings, left open. Raises the errors of runtime.errors."""
     privacy = private_umask() if config.output_private else nullcontext()
     with privacy, shared_weights() as shared:
         device = ComputeDevice(config.machine.device, shared)
@@ -77,9 +76,9 @@ def open_model(
     device: ComputeDevice | None = None,
     runtime: Runtime | None = None,
 ) -> tuple[Runtime, RunInput]:
-    """Reads the data set and opens the model, on `device` or the one that the settings name, unless it is there as
-    `runtime`, and writes nothing. `begun`: the run.json of the run's copy. Rows that need no tokenizer come before the
-    model, which may have to be asked for far away."""
+    """Reads the data set and opens the model, on `device` or the configured one, unless `runtime` is given; writes
+    nothing. `remote_manifest`: run.json of the run's copy. Rows that need no tokenizer are read first, before a
+    possible download of the model."""
     COPIES.set(config.offload.cache_dir)
     is_dataset, rows = task.rows is dataset_rows, None
     if is_dataset:
@@ -111,8 +110,8 @@ def open_model(
 
 
 def require_usable_row(task: Task, config: RunSettings, rows: Iterable[Row]) -> None:
-    """Raises DatasetError where nothing can be asked of any of these rows: of one for most inputs no more is read. A
-    batch is answered all the same, with an error for each of its lines."""
+    """Raises DatasetError if none of the rows can be used; reading stops at the first usable row. OpenAI batches are
+    exempt: each bad line gets an error."""
     if config.is_batch and not isinstance(config, ScoreConfig):
         return
     num_rows, first = 0, ""
@@ -128,7 +127,7 @@ def require_usable_row(task: Task, config: RunSettings, rows: Iterable[Row]) -> 
 
 
 class Run:
-    """One start of a run: its windows one after another, and what they come to together."""
+    """One start of a run: its windows in order, and their summary."""
 
     def __init__(self, context: RunContext):
         self._context, self._directory = context, context.state.directory
@@ -147,8 +146,8 @@ class Run:
         device: ComputeDevice,
         runtime: Runtime | None,
     ) -> Iterator["Run"]:
-        """Begins the run's directory or opens it again, with its rows and its model; holds its lock, its log and its
-        place among the workers, which are given back in the opposite order."""
+        """Creates or reopens the run's directory, with its rows and model; holds its lock, log and worker
+        registration."""
         copy = open_copy(config, task.directory, should_stop)
         runtime, rows = open_model(
             task, config, should_stop, copy.stored_manifest, ranks=ranks, device=device, runtime=runtime
@@ -193,7 +192,7 @@ class Run:
             )
 
     def outcome_if_finished(self) -> Outcome | None:
-        """What a run came to whose every part is there; None where something is left to do. Raises DamagedRunError."""
+        """The outcome of a complete run; None if work remains. Raises DamagedRunError."""
         if not is_finished(self._directory):
             return None
         plans = [self._context.stored_plan(window) for window in self._context.windows]
@@ -207,8 +206,8 @@ class Run:
         return outcome
 
     def finish(self) -> Outcome:
-        """Generates what is left, window by window, commits it and sums the run up. Windows of which nothing is left
-        are passed over by their plans and parts; the last is planned anyway, as the summary tells of a plan."""
+        """Generates and commits the remaining windows and writes the summary. Completed windows are skipped; the last
+        is always planned, because the summary describes a plan."""
         context, first_block = self._context, 0
         for window in context.windows[:-1]:
             store, first_block = WindowRun(context, window, first_block).generate()

@@ -1,4 +1,4 @@
-"""The table a person reads at the end of a run, and why rows have an error."""
+"""The summary table printed at the end of a run, and the reasons of error rows."""
 
 import re
 from collections import Counter
@@ -21,7 +21,8 @@ Line = tuple[str, str, str]  # what it is, measured, and predicted or planned
 
 
 def format_table(summary: Summary) -> str:
-    """Measured, and what was predicted or planned in its own column. What is nothing in both is left out."""
+    """Table of measured values, with predicted or planned ones in their own column. Rows that are zero in both are
+    omitted."""
     claims = "predicted" if summary.predicted is not None else "planned" if summary.planned is not None else ""
     head = ("", "measured" if claims else "", claims)
     groups = (_count_lines(summary), _throughput_lines(summary), _time_lines(summary), _byte_lines(summary))
@@ -51,7 +52,7 @@ def _count_lines(summary: Summary) -> list[Line]:
 
 
 def _loss_lines(summary: Summary) -> list[Line]:
-    """Says what weights, keys and values were kept in, where they are not what was published or computed."""
+    """The formats of weights and KV cache, if they are lossy."""
     plan, exact = summary.plan, Loss.exact.value
     if plan is None:
         return []
@@ -60,7 +61,7 @@ def _loss_lines(summary: Summary) -> list[Line]:
 
 
 def _elapsed_lines(summary: Summary) -> list[Line]:
-    """The time on the wall, where passes say it, and rows per minute of passes."""
+    """Wall-clock times, if the passes record them, and rows per minute of passes."""
     lines: list[Line] = []
     elapsed, rate = summary.elapsed, summary.rows_per_minute
     if elapsed is not None:
@@ -85,7 +86,7 @@ def _throughput_lines(summary: Summary) -> list[Line]:
 
 
 def _rate_lines(name: str, rates: tuple[float | None, float | None], claim: float | None) -> list[Line]:
-    """One line, or, where some rows had ended while others of their micro-batch went on, one for each way to count."""
+    """One line, or two if issued and useful rates differ."""
     issued, useful = (_rate_text(rate) or "-" for rate in rates)
     if issued == useful:
         return [(name, useful, _rate_text(claim))]
@@ -109,8 +110,8 @@ def _time_lines(summary: Summary) -> list[Line]:
 
 
 def _phase_lines(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[Line]:
-    """How long the phase took, and how long compute waited in it. Attention where the model computes is predicted as
-    part of that."""
+    """The time of a phase, and how long compute stalled. Predicted attention on the compute device is part of its
+    time."""
     parts = {
         f"{name} time": "seconds",
         f"{name}: attention": "attention_seconds",
@@ -125,7 +126,7 @@ def _phase_lines(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) ->
 
 
 def _busy_lines(measured: Utilization | None, claimed: Utilization | None) -> list[Line]:
-    """How busy disk, link and compute were over all passes, and how much of that time compute had nothing to do."""
+    """Share of time that disk, link and compute were busy, and that compute was idle."""
     run, claim = measured.run if measured else None, claimed.run if claimed else None
     if run is None:
         return []
@@ -166,14 +167,14 @@ def _memory_lines(name: str, peak: MemoryUse, mean: MemoryUse | None, planned: M
 
 
 def format_outcome(outcome: Outcome) -> str:
-    """The table of a run's summary, and below it why rows have an error, where any has."""
+    """The summary table, followed by the reasons of error rows if there are any."""
     table = format_table(outcome.summary)
     return f"{table}\n\n{format_errors(outcome.directory)}" if outcome.summary.rows["error"] else table
 
 
 def format_errors(directory: Path) -> str:
-    """The commonest errors of a run's rows, a line each. Those that differ by numbers alone count as one, of which the
-    first is said."""
+    """The most common errors of a run's rows, one line each. Errors that differ only in numbers count as one, shown by
+    the first."""
     counts, firsts = Counter[str](), dict[str, str]()
     for path in visible_files(directory / "generations"):
         for error in pq.read_table(path, columns=["error"])["error"].drop_null().to_pylist():

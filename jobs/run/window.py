@@ -1,6 +1,6 @@
-"""One window of a run, which for most is all of it: its plan fixed, its blocks generated and committed.
+"""One window of a run (most runs have one): writes its plan, generates its blocks and commits them.
 
-Blocks are numbered through all windows; a plan's own, before it is fixed, begin at 0.
+Blocks are numbered across all windows; a new plan's own numbers begin at 0.
 """
 
 import logging
@@ -36,14 +36,14 @@ from .requests import RequestBatch, blocks_from_plan, make_batch, plan_rows, rej
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedSpans:
-    """One simulated pass of each phase that has any; it stands for all of them."""
+    """One simulated pass of each phase, used for all its passes."""
 
     passes: Mapping[Phase, PlayedPass]
 
     @staticmethod
     def from_plan(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize]) -> "PredictedSpans":
-        """The first prefill pass of the first block, and a decode pass behind others; of continuous admission a pass
-        from the middle of the run. Nothing where the plan was made without rates."""
+        """The first prefill pass of the first block, and a later decode pass; with continuous admission, a pass from
+        the middle of the run. Empty if the plan was made without rates."""
         if plan.rates is None or not plan.blocks:
             return PredictedSpans(passes={})
         timeline = make_timeline(shape, plan, sizes, plan.rates)
@@ -54,7 +54,7 @@ class PredictedSpans:
         return PredictedSpans(passes={Phase.prefill: first, **decode})
 
     def spans_at(self, phase: Phase, begin: float) -> list[Span]:
-        """The spans of a pass that began at this second."""
+        """The predicted spans of a pass that began at second `begin`."""
         played = self.passes.get(phase)
         if played is None:
             return []
@@ -66,8 +66,8 @@ log = logging.getLogger(__name__)
 
 
 class WindowRun:
-    """One start of a window, whose blocks are numbered from `first_block` on. `plan` is None where nothing is computed,
-    or was to be; `weights_seconds`: what opening its session took."""
+    """One start of a window; its blocks are numbered from `first_block`. `plan`: None if nothing is to be computed.
+    `weights_seconds`: time to open its session."""
 
     def __init__(self, context: RunContext, window: InputWindow, first_block: int):
         self._context, self._window, self._first_block = context, window, first_block
@@ -76,8 +76,8 @@ class WindowRun:
         self.weights_seconds: float | None = None
 
     def generate(self) -> tuple[PartStore, int]:
-        """Generates what is left and commits it. Returns the parts, all of which are there then, and the first block of
-        the next window."""
+        """Generates and commits the remaining blocks. Returns the store with all parts, and the first block of the next
+        window."""
         context, count, number = self._context, self._window.count, self._window.number + 1
         stored_plan = self._read_plan() if not self._window.is_last else None
         store = context.open_store(stored_plan) if stored_plan is not None else None
@@ -101,7 +101,7 @@ class WindowRun:
         return store, self._next_block(store)
 
     def _next_block(self, store: PartStore) -> int:
-        """A shard may have no row in its last window, and that no block."""
+        """A shard may have no rows in its last window, and so no block there."""
         return 1 + max(store.blocks, default=self._first_block - 1)
 
     def _read_plan(self) -> list[PlannedRequest] | None:
@@ -115,8 +115,8 @@ class WindowRun:
         return planned
 
     def _generate_requests(self, batch: RequestBatch, *, is_planner: bool) -> PartStore:
-        """Generates what is left of the requests. Where the first block shows that another way is faster, the session
-        ends, and the window goes on as one that is resumed would."""
+        """Generates the remaining requests. If the first block shows that another policy is faster, the session is
+        closed and the window resumes with that policy."""
         context, runtime = self._context, self._context.runtime
         feedback, is_wave = self._make_feedback(batch), runtime.config.policy.admission is Admission.wave
         # Backends that the run was begun with on this host: of this window, or of the one before.
@@ -166,7 +166,7 @@ class WindowRun:
     def _make_trace_writer(
         self, plan: RunPlan, batch: RequestBatch, write: Callable[[Sequence[Span]], None]
     ) -> Callable[[PassRecord], None]:
-        """What writes the spans of a pass that has just ended, and beside them those that the plan predicts of it."""
+        """A callback that writes the predicted spans beside those of a finished pass."""
         if self._context.runtime.trace is None:
             return ignore_pass
         shape, sizes = self._context.runtime.model.shape, [request.size for request in batch.computed]
@@ -174,7 +174,8 @@ class WindowRun:
         return lambda record: write(predicted.spans_at(record.phase, time.monotonic() - record.seconds))
 
     def _make_feedback(self, batch: RequestBatch) -> Feedback | None:
-        """What the run learns from its first block, where its policy may be a search's and one machine does it all."""
+        """Feedback from the first block, if the policy comes from a search and one process does all blocks; otherwise
+        None."""
         context, runtime = self._context, self._context.runtime
         policy = runtime.config.policy
         if (
@@ -192,7 +193,7 @@ class WindowRun:
     def _open_store(
         self, batch: RequestBatch, blocks: Sequence[Block], plan: RunPlan | None, *, is_planner: bool
     ) -> PartStore:
-        """The store of the plan's parts; writes the plan down, or checks it against what is written."""
+        """The store of the plan's parts; publishes the plan, or checks it against the existing one."""
         context, planned = self._context, plan_rows(batch, blocks, self._first_block)
         store = context.open_store(planned)
         if not self._plan_path.exists():
@@ -211,8 +212,8 @@ class WindowRun:
     def _spans(
         self, plan: RunPlan, store: PartStore, feedback: Feedback | None, progress: Progress
     ) -> Iterator[tuple[list[Block], RunPlan]]:
-        """The blocks that are left, those together that go by one plan, and that plan: where the run learns from its
-        first block, that one first. Each span is asked for when the one before it is committed."""
+        """Yields the remaining blocks in groups that use one plan, with that plan; the first block alone if the run
+        learns from it. The next group is requested once the previous one is committed."""
         done = store.committed_parts()
         progress.expect(plan.prediction, done)
         if self._context.state.is_resumed:

@@ -1,6 +1,5 @@
-"""Chats in which the user speaks several times: each turn is a run in a directory of its own, and its prompts hold what
-the runs of the turns before came to.
-"""
+"""Multi-turn chats: each turn is a run in a directory of its own, and its prompts contain the answers of earlier
+turns."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,9 +27,8 @@ TURN = "turn"  # the output's column; one of the input by that name becomes `row
 def run_turns(
     config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None, ranks: Ranks | None = None
 ) -> Iterator[Outcome]:
-    """Runs, or goes on with, one turn after another, and yields what each came to. A worker among several begins a turn
-    once all rows of the one before have answers. `ranks`: of which this one is the first. Raises the errors of
-    runtime.errors."""
+    """Runs or resumes the turns in order and yields their outcomes. An elastic worker starts a turn once all rows of
+    the previous one are answered. `ranks`: this process is rank 0 of them. Raises the errors of runtime.errors."""
     directory = run_directory(config)
     if RunDirectory(path=directory).manifest.exists():
         raise ConfigError(f"{directory} holds a run that asks one turn: choose another directory with run=")
@@ -49,7 +47,7 @@ def run_turns(
 
 
 def follow_turns(config: GenerateConfig, should_stop: Callable[[], bool], ranks: Ranks) -> int:
-    """`follow`, turn after turn; what a turn's prompts hold of the answers before, rank 0 tells."""
+    """`follow_run` for each turn; rank 0 broadcasts the answers of the previous turn."""
     rows = dataset_rows(config, None)
     require_usable_row(generation_task(config), config, rows)
     num_turns = _num_turns(rows)
@@ -82,12 +80,12 @@ def _turn_task(config: GenerateConfig, rows: Sequence[Row], turn: int, num_turns
 
 
 def _read_answers(outcome: Outcome, config: GenerateConfig) -> Mapping[str, Mapping[str, str | None]]:
-    """What the next prompts hold of each row, by id: its answer as a message's `content`, or its error. Parts are
-    verified. Raises DamagedRunError.
+    """Answers for the next turn's prompts by row id: the message's `content`, or an error. Parts are verified. Raises
+    DamagedRunError.
 
-    A SentencePiece tokenizer makes a space of the first token behind a prompt and none of a text's first token.
-    Templates of such models write that space themselves (Mistral's), so a message begins without it: else the next
-    turn's prompt would have two, and other tokens than the model has written.
+    A SentencePiece tokenizer decodes the first token after a prompt with a leading space, but not the first token of a
+    text. Templates of such models (Mistral's) write that space themselves, so it is removed from the message: otherwise
+    the next prompt would contain two, and other tokens than the model generated.
     """
     (run,) = find_runs([str(outcome.directory)], "run")
     columns = ["id", "completion", "error", "token_ids"]
@@ -103,7 +101,7 @@ def _read_answers(outcome: Outcome, config: GenerateConfig) -> Mapping[str, Mapp
 
 
 def _next_turn_rows(rows: Sequence[Row], turn: int, answers: Mapping[str, Mapping[str, str | None]]) -> list[Row]:
-    """The rows that have another turn. Those of other shards, which have no answer here, are not asked here."""
+    """The rows that have another turn. Rows of other shards have no answer here; this shard does not generate them."""
     continued: list[Row] = []
     for row in rows:
         if not row.later_turns:

@@ -1,4 +1,4 @@
-"""Encoding as a run's task: an embedding of each row's prompt, the classes of a classifier, or what fits its masks."""
+"""Encoding as a run's task: an embedding of each prompt, the classes of a classifier, or the tokens of its masks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,8 +31,8 @@ SIGMOID = "Sigmoid"
 def batch_line_requests(
     wanted: EncodingSpec, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
 ) -> Iterator[Sequence[Request | Rejected]]:
-    """The requests of each line, counted by their sample index: embeddings of its texts, first and second ones of its
-    pairs, or the only class of each pair where classes are `wanted`."""
+    """The requests of each batch line, numbered by sample index: embeddings of its texts or of the first and second
+    texts of its pairs, or the score of each pair if classes are `wanted`."""
     for row, _ in prompts:
         assert row.inputs is not None, "what a batch has for another job is an error row"
         problem = _line_problem(runtime.model, wanted, row.inputs)
@@ -48,7 +48,7 @@ def _encoding_request(
 
 
 def _line_problem(model: LoadedModel, wanted: EncodingSpec, inputs: Inputs) -> str | None:
-    """Why this model, asked for what is `wanted`, cannot answer such a line."""
+    """The reason this model cannot answer such a line; None if it can."""
     if wanted.readout is Readout.embedding:
         return None
     if not inputs.others:
@@ -64,7 +64,7 @@ def _line_problem(model: LoadedModel, wanted: EncodingSpec, inputs: Inputs) -> s
 
 
 def _token_ids(model: LoadedModel, wanted: EncodingSpec, inputs: Inputs) -> Iterable[Sequence[int] | str]:
-    """The ids of each text, or pair, or why it has none."""
+    """The token ids of each text or pair, or an error message."""
     if wanted.readout is Readout.classes:
         return [_pair_ids(model, str(first), second) for first, second in inputs.pairs]
     every = [*inputs.texts, *inputs.others]
@@ -117,19 +117,18 @@ LAST_FIELDS = (
 
 
 def encode_schema(readout: Readout) -> pa.Schema:
-    """`generation_schema`, of a run that encodes."""
+    """The output schema of an encoding run."""
     return pa.schema([*FIRST_FIELDS, *READ_FIELDS[readout], *LAST_FIELDS])
 
 
 def encode(config: EncodeConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
-    """`perform`, for what is read off prompts."""
+    """Runs the encoding task; see `run_task`."""
     return run_task(*encoding_task(config), should_stop, start)
 
 
 def encoding_task(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
-    """A row for each prompt, and the settings that this takes. Nothing is kept of a block that was stopped inside,
-    which begins anew: checkpoints have no place for what was read. Vectors of an OpenAI batch have length 1, as
-    OpenAI's have."""
+    """The task, with an output row for each prompt, and adjusted settings: no checkpoints, so an interrupted block
+    restarts. Embeddings of an OpenAI batch are normalized, as OpenAI's are."""
     settings = config.encode
     wanted = EncodingSpec(
         readout=settings.output,
@@ -164,7 +163,7 @@ def encoding_requests(
 def _read_columns(
     num_top: int, wanted: EncodingSpec, model: LoadedModel, completion: Completion
 ) -> Mapping[str, object]:
-    """What was read off a prompt, by its columns."""
+    """The output columns of an encoded prompt."""
     result = encoded(model, wanted, 0, completion)
     if isinstance(result, Embedded):
         return {"embedding": result.vector.tolist()}

@@ -1,4 +1,4 @@
-"""Generating as a run's task: a completion of each prompt."""
+"""Generation as a run's task: completions of each prompt."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from .task import Task
 
 
 def generation_task(config: GenerateConfig) -> Task:
-    """A row for each completion of each prompt."""
+    """The task with an output row for each completion."""
     return Task(
         directory=run_directory(config),
         columns=lambda sampling: generation_schema(
@@ -24,5 +24,5 @@ def generation_task(config: GenerateConfig) -> Task:
 
 
 def generate(config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
-    """`perform`, for completions."""
+    """Runs the generation task; see `run_task`."""
     return run_task(generation_task(config), config, should_stop, start)

@@ -1,4 +1,4 @@
-"""Scoring as a run's task: the log-probability of each row's targets behind its prompt, or of a whole document."""
+"""Scoring as a run's task: log-probabilities of each row's targets after its prompt, or of a whole document."""
 
 import math
 from collections import Counter
@@ -34,8 +34,8 @@ RequestLists: TypeAlias = Iterable[Sequence[Request | Rejected]]
 
 
 def scoring_task(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
-    """A row of scores for each target of each row, or for each window of each document; and the settings that it takes:
-    the likeliest token in place of each is always asked for, as it says what is greedy."""
+    """The task, with an output row for each target, or each window of a document, and adjusted settings: at least one
+    top log-probability is requested, to tell whether a target is greedy."""
     sampling, settings = config.sampling, config.score
 
     def problem(row: Row) -> str | None:
@@ -54,12 +54,12 @@ def scoring_task(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
 
 
 def score(config: ScoreConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
-    """`perform`, for scores."""
+    """Runs the scoring task; see `run_task`."""
     return run_task(*scoring_task(config), should_stop, start)
 
 
 def target_requests(settings: ScoreSettings, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]) -> RequestLists:
-    """The requests for each row's targets, in their order."""
+    """The requests for each row's targets, in order."""
     targets = [_read_targets(settings, row) for row, _ in prompts]
     pairs = [
         TextPair(prompt=prompt, targets=() if isinstance(each, str) else each, is_rendered=row.messages is not None)
@@ -73,7 +73,7 @@ def target_requests(settings: ScoreSettings, runtime: Runtime, prompts: Sequence
 
 
 def _read_targets(settings: ScoreSettings, row: Row) -> list[str] | str:
-    """The row's targets, or why it has none."""
+    """The row's targets, or an error message."""
     name, value = settings.target_field, None
     with suppress(KeyError):
         value = value_at(row.columns, name)
@@ -88,7 +88,7 @@ def _read_targets(settings: ScoreSettings, row: Row) -> list[str] | str:
 
 
 def document_requests(settings: ScoreSettings, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]) -> RequestLists:
-    """The requests for the windows that each row's prompt is scored in, as one document."""
+    """The requests for the windows of each row's prompt, scored as one document."""
     windows_by_row = document_windows(runtime.model, [prompt for _, prompt in prompts], settings.window_tokens)
     for (row, _), windows in zip(prompts, windows_by_row, strict=True):
         found = [windows] if isinstance(windows, str) else windows
@@ -104,8 +104,8 @@ def _scoring_request(runtime: Runtime, row: Row, index: int, ids: PairIds | str)
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What the scored rows of a run come to together. `logprob` is of `num_rows` targets, or windows, of `num_tokens`;
-    `size` is that of the documents they are of, None where they are of none that are texts and scored whole."""
+    """Totals over the scored rows of a run. `logprob`: sum over `num_rows` targets or windows of `num_tokens` tokens.
+    `size`: of the documents, None if they are not texts that were scored completely."""
 
     num_rows: int
     num_tokens: int
@@ -114,13 +114,13 @@ class Totals:
     size: TextSize | None = None
 
     def perplexity(self, count: int | None) -> float | None:
-        """The perplexity by so many tokens, words or bytes; None where there are none."""
+        """Perplexity per token, word or byte, given their number; None for none."""
         return math.exp(min(-self.logprob / count, MAX_EXPONENT)) if count else None
 
     @staticmethod
     def from_parts(directory: Path, documents: Sequence[Row] = ()) -> "Totals":
-        """The totals of a run's parts, whose rows are of `documents` where there are some. A document that has an error
-        in any of its windows does not count."""
+        """The totals of a run's parts, for rows of `documents` if given. A document with an error in any window does
+        not count."""
         broken = (
             {row["row_index"] for row in _read_scores(directory) if row["logprob"] is None} if documents else set[int]()
         )
@@ -146,27 +146,27 @@ class Totals:
 
     @property
     def perplexities(self) -> dict[str, float | None]:
-        """Perplexities as lm-eval has them: `exp` of minus the log-probability over the count of all documents."""
+        """Perplexities as defined by lm-eval: `exp` of minus the log-probability over the count in all documents."""
         size, counts = self.size, [self.num_tokens]
         counts += [size.num_words, size.num_bytes] if size is not None else []
         return {name: self.perplexity(count) for name, count in zip(PERPLEXITIES, counts, strict=False)}
 
     def to_plain(self) -> dict[str, JsonValue]:
-        """What `summary.json` has of it."""
+        """The totals as in `summary.json`."""
         values = asdict(self)
         size = values.pop("size")
         return {**values, **(size or {}), **self.perplexities}
 
 
 def _read_scores(directory: Path) -> Iterator[dict[str, Any]]:
-    """The output rows of a run, one part after another, by the columns that totals are made of."""
+    """Output rows of a run, part by part, with the columns needed for totals."""
     columns = ["row_index", "logprob", "is_greedy", "num_target_tokens"]
     for path in visible_files(directory / "generations"):
         yield from pq.read_table(path, columns=columns).to_pylist()
 
 
 def format_totals(totals: Mapping[str, JsonValue]) -> str:
-    """What a summary's `totals` of a scored run say, for a person."""
+    """A summary's `totals` of a scored run, as a sentence."""
     values = [(key.split("_")[0], value) for key in PERPLEXITIES if isinstance(value := totals.get(key), float)]
     found = [f"{value:{',.4f' if value < MAX_PLAIN else '.4g'}} per {unit}" for unit, value in values]
     return (

@@ -1,4 +1,4 @@
-"""What a task is to a run. All else of a run is the same for every task."""
+"""The interface between a run and its task; everything else in a run is the same for all tasks."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def dataset_rows(config: RunSettings, runtime: Runtime | None) -> list[Row]:
-    """The rows of the data set; `runtime` counts tokens where it has a tokenizer."""
+    """The rows of the data set; `runtime`, if it has a tokenizer, counts tokens."""
     log.info("reading %s", config.dataset.place)
     encodes = isinstance(config, EncodeConfig)
     if runtime is None or runtime.model.tokenizer is None:
@@ -29,12 +29,11 @@ def dataset_rows(config: RunSettings, runtime: Runtime | None) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a run does with its rows. `columns`: those of `GenerationRow.values` that every output row has with this
-    sampling, whatever it brought along. `rows` are asked for without a runtime first, unless the settings need one to
-    tell them. `totals`: what the parts in a directory come to beside what every run's summary says, of these input
-    rows. `identity`: what makes the run this run beside its settings. `check` raises ConfigError where the model cannot
-    do the task. `read`: makes what reads the columns of a request with an encoding. `problem`: why nothing can be asked
-    of a row, whatever the model."""
+    """A run's task. `columns`: schema of the output rows with this sampling, without passed-through columns. `rows`:
+    called without a runtime first, unless settings need one. `totals`: values added to the summary, from the parts in a
+    directory and the input rows. `identity`: part of the run's identity besides its settings. `check`: raises
+    ConfigError if the model cannot do the task. `make_reader`: returns the function that converts completions with an
+    encoding to columns. `problem`: the reason a row cannot be used, whatever the model."""
 
     directory: Path
     columns: Callable[[SamplingConfig], pa.Schema]
