@@ -59,7 +59,7 @@ def is_finished(directory: RunDirectory) -> bool:
 
 
 def log_remade_parts(directory: RunDirectory, parts: Mapping[str, str]) -> None:
-    """After damaged parts were made again, logs whether they equal those of the first finish, byte for byte. `parts`:
+    """Logs, after damaged parts were made again, whether they equal those of the first finish, byte for byte. `parts`:
     SHA-256 by file name. Raises OSError."""
     earlier = sorted(directory.quarantine.glob(f"*{directory.success.name}.*"), key=lambda path: int(path.suffix[1:]))
     listed = _read_listed_parts(earlier[-1]) if earlier else None
