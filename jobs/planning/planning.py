@@ -103,7 +103,7 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
         dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
     shape, stored = _as_stored(config, dtype)
     shape = keeping_kv(shape, config.kv.dtype)
-    shape = replace(shape, attention_way=_attention_way(machine, shape, dtype))
+    shape = replace(shape, attention_method=_attention_way(machine, shape, dtype))
     sizes = _sizes(config)
     longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
     require(

@@ -39,7 +39,7 @@ OF_RUN = (
     "own",
     "num_parts",
 )
-OF_HOST = ("has_decode_kernel", "has_fused_gates", "attention_way")  # what follows from where a model runs
+OF_HOST = ("has_decode_kernel", "has_fused_gates", "attention_method")  # what follows from where a model runs
 RARE = ("restart_tokens", "has_whole_prompts", "has_bare_experts")  # in a line only where a model has them
 SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STRUCTURED + OF_RUN + OF_HOST)
 

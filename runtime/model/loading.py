@@ -95,7 +95,7 @@ class LoadedModel:
     def placed(self, device: ComputeDevice) -> "LoadedModel":
         """The model with what its layers take of memory on this device."""
         way = attention.attention_method(self.staged.model, self.shape, device)
-        return replace(self, shape=replace(self.shape, attention_way=way))
+        return replace(self, shape=replace(self.shape, attention_method=way))
 
     def weights_of(
         self, stage: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int], *, on_device: bool = False

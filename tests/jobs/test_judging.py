@@ -12,7 +12,7 @@ def test_ratings_are_averaged_by_model_and_turn_and_what_has_none_is_counted() -
     found = judged_tables([RATED])
     means = {model: {turn: each.mean for turn, each in found.estimates(model).items()} for model in found.values}
     assert means == {"good": {1: 8.0, 2: 5.5, 0: (9 + 7 + 5.5) / 3}, "bad": {1: 2.0}}
-    assert (found.num_errors, found.num_unused) == (1, 1)
+    assert (found.num_errors, found.num_unparsed) == (1, 1)
     lines = describe_judged(found)
     assert [line.split()[:3] for line in lines[:4]] == [
         ["good", "turn", "1"],
@@ -38,7 +38,7 @@ def test_a_pair_is_won_by_who_wins_in_both_orders() -> None:
     found = judged_tables([games.slice(4), games.slice(0, 4)])  # parts in any order
     assert found.outcomes["mine"] == {"model_1": 1, "tie": 1, "model_2": 1}
     assert found.estimates("mine")[1].mean == 0.5
-    assert found.num_unused == 1
+    assert found.num_unparsed == 1
     assert "beside theirs: 1 won, 1 tied, 1 lost" in describe_judged(found)[1]
 
 

@@ -28,7 +28,7 @@ def test_logits_are_those_of_all_tokens_together(
     family: str, chunk: int, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref, found, narrowed = reference(family), list[dict[str, torch.Tensor]](), list[int]()
-    draw, narrow = Sampler.draw, PagedKV.restrict_to_selected
+    draw, narrow = Sampler.sample, PagedKV.restrict_to_selected
     monkeypatch.setattr(PagedKV, "restrict_to_selected", lambda cache: narrowed.append(len(found)) or narrow(cache))
 
     def keep(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_several_tokens_of_a_prompt_may_be_asked_for(
 ) -> None:
     """Whichever passes they fall in; the logits are the class's own."""
     ref, found, narrowed = reference(family), dict[str, list[torch.Tensor]](), list[int]()
-    draw, tell, narrow = Sampler.draw, Sampler.tell, PagedKV.restrict_to_selected
+    draw, tell, narrow = Sampler.sample, Sampler.accept, PagedKV.restrict_to_selected
     monkeypatch.setattr(
         PagedKV, "restrict_to_selected", lambda cache: narrowed.append(max(cache._selected)) or narrow(cache)
     )

@@ -56,7 +56,7 @@ def totals(passes: Sequence[AlikePasses]) -> list[float]:
 def test_an_outline_takes_as_much_as_the_run(
     monkeypatch: pytest.MonkeyPatch, sizes: list[SequenceSize], slots: AdmissionLimits, num_pages: int
 ) -> None:
-    for name, value in {"MAX_STEPS": 6000, "MAX_SEATS": 64, "MAX_KEPT": 32}.items():
+    for name, value in {"MAX_STEPS": 6000, "MAX_SLOTS": 64, "MAX_KEPT": 32}.items():
         monkeypatch.setattr(played, name, value)
     outline, every = outlined_passes(sizes, slots, num_pages), mixed_passes(sizes, slots, num_pages)
     assert len(outline) <= 32 < len(every)
@@ -71,7 +71,7 @@ def test_the_outline_of_a_short_run_is_the_run() -> None:
 
 def test_prompts_that_share_are_played_in_all_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lanes have in common is computed once, however many lanes there are."""
-    monkeypatch.setattr(played, "MAX_SEATS", 4)
+    monkeypatch.setattr(played, "MAX_SLOTS", 4)
     prefix = SharedPrefix(num_tokens=64)
     sizes = [size.behind(prefix) for size in drawn(64, range(80, 120), range(8, 9))]
     outline = outlined_passes(sizes, limits(8, 4, 64), 2000)

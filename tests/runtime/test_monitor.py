@@ -59,7 +59,7 @@ def test_compute_of_all_lanes_adds_up_to_what_the_trace_shows() -> None:
 def test_attention_on_workers_counts_for_its_stage_and_has_a_row_of_its_own() -> None:
     trace, is_over = Trace(), threading.Event()
     monitor = PassMonitor(NUM_STAGES, DEVICE, trace)
-    watched = monitor.watched(2, "attend 2.0", lambda: is_over.wait(0.01))
+    watched = monitor.timed(2, "attend 2.0", lambda: is_over.wait(0.01))
     workers = [threading.Thread(target=watched) for _ in range(2)]
     for worker in workers:
         worker.start()
@@ -87,7 +87,7 @@ def test_what_a_worker_raises_passes_through() -> None:
         raise ValueError("a mistake of ours")
 
     with pytest.raises(ValueError, match="a mistake of ours"):
-        PassMonitor(NUM_STAGES, DEVICE).watched(0, "attend 0.0", fails)()
+        PassMonitor(NUM_STAGES, DEVICE).timed(0, "attend 0.0", fails)()
 
 
 def test_each_pass_begins_at_zero() -> None:

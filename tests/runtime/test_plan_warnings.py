@@ -25,7 +25,7 @@ from runtime.config.settings import (
 )
 from runtime.errors import CheckpointError
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.plan_warnings import advice, ignored_by_plan, slow_by_plan
+from runtime.plan.plan_warnings import plan_warnings, ignored_by_plan, slow_by_plan
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.shape.model import ModelShape
 from runtime.stream.weights import WeightStream
@@ -173,7 +173,7 @@ def test_kv_that_lands_on_disk_by_itself_is_said_with_the_budget(tier: KVTier, n
     sizes = sizes_of([1500] * 8)
     narrow = plan_run(DENSE, config, Budgets(host_bytes=180 * MIB), sizes)
     assert narrow.placement.kv.page_bytes
-    found = advice(config, DENSE, narrow, has_device=False)
+    found = plan_warnings(config, DENSE, narrow, has_device=False)
     assert len(found) == num_warnings
     assert all("offload.host_memory_gib" in sentence for sentence in found)
     assert all("with a loss, kv.dtype=int8" in sentence for sentence in found)

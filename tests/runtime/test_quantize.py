@@ -136,7 +136,7 @@ def test_nothing_rounded_is_kept_beside_the_weights(models: Models) -> None:
     runtime = models.runtime(models.published, Quantize.int4)
     tokens_of(runtime, PROMPTS)
     assert runtime.model.rounded is not None
-    assert not any(each._made for each in runtime.model.rounded.rounded)
+    assert not any(each._rounded for each in runtime.model.rounded.rounded)
 
 
 def test_the_log_says_how_far_weights_are_off(models: Models, caplog: pytest.LogCaptureFixture) -> None:

@@ -345,7 +345,7 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
         rows = len(lane) if shape.is_packed else tokens
         decode = 0 if shape.has_decode_kernel else 2 * rows * shape.num_heads * longest * size
         prefill = 0
-        if shape.is_packed and shape.attention_way is not AttentionMethod.host:
+        if shape.is_packed and shape.attention_method is not AttentionMethod.host:
             sizes = AttentionSizes(
                 num_heads=shape.num_heads,
                 num_kv_heads=shape.num_kv_heads,
@@ -356,7 +356,7 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
                 num_positions=sum(each.capacity_tokens for each in lane),
                 longest=longest,
             )
-            prefill = device_attention_bytes(shape.attention_way, sizes)
+            prefill = device_attention_bytes(shape.attention_method, sizes)
             decode = decode if shape.expanded_kv_width else 0
         elif shape.is_packed:
             prefill = min(chunk_tokens, longest) * longest * (2 + size * (1 + 3 * shape.score_heads))

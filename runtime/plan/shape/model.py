@@ -36,7 +36,7 @@ class ModelShape:
     bounded_layers: frozenset[int] = frozenset()  # of padded lanes: decoder layers that transformers keeps a window of
     restart_tokens: int | None = None  # of a sequence, on which its keys are computed once more (LongRoPE)
     has_decode_kernel: bool = False  # decode attention that keeps its scores in the processor's cache
-    attention_way: AttentionMethod = AttentionMethod.host  # of packed lanes, where the model computes
+    attention_method: AttentionMethod = AttentionMethod.host  # of packed lanes, where the model computes
     has_fused_gates: bool = False  # feed-forwards take a few tokens at a time and multiply in place
     has_whole_prompts: bool = False  # padded lanes of which no prompt is prefilled in chunks
     has_bare_experts: bool = False  # that run through our function, and have matrices alone
