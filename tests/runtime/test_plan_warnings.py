@@ -25,7 +25,7 @@ from runtime.config.settings import (
 )
 from runtime.errors import CheckpointError
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.plan_warnings import plan_warnings, ignored_by_plan, slow_by_plan
+from runtime.plan.plan_warnings import ignored_by_plan, plan_warnings, slow_by_plan
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.shape.model import ModelShape
 from runtime.stream.weights import WeightStream
