@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from runtime.config.settings import PolicyKind
 from runtime.errors import require
-from runtime.synthesize.tokenizer import tokenizer_from
+from runtime.synthesize.tokenizer import load_local_tokenizer
 from runtime.units import format_bytes
 
 from .config import BenchConfig, task_of
@@ -44,7 +44,9 @@ def prompts_file(config: BenchConfig, path: str) -> Iterator[str]:
         f"questions={config.questions} has {len(texts):,}: num_prompts must be {len(texts) - NUM_EXAMPLES:,} or less",
     )
     tokenizer_path = config.tokenizer
-    tokenizer = AutoTokenizer.from_pretrained(path) if tokenizer_path is None else tokenizer_from(Path(tokenizer_path))
+    tokenizer = (
+        AutoTokenizer.from_pretrained(path) if tokenizer_path is None else load_local_tokenizer(Path(tokenizer_path))
+    )
     prompts = few_shot(texts[: config.num_prompts + NUM_EXAMPLES], NUM_EXAMPLES)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.json"

@@ -22,7 +22,7 @@ from jobs.config.settings import Composed, GenerateConfig, load
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_there
 from jobs.run.door import run_command
-from runtime.checkpoint_source.localize import localize
+from runtime.checkpoint_source.localize import find_local_path
 from runtime.config.texts import is_url
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def main(composed: Composed) -> int:
     log_start(logging.getLogger("jobs.generate"), config)
 
     # torch and transformers are loaded only once the config and what it points at are known to be there
-    localize(config.model)
+    find_local_path(config.model)
     path = config.dataset.path
     if path is not None and not is_url(path) and config.dataset.kind is not DatasetKind["hub"]:
         require_there(path)

@@ -28,7 +28,7 @@ def main(composed: Composed) -> None:
     from jobs.files.publishing import make_directory, write_all
     from jobs.measuring.measurement import measure_machine, shown_steps
     from jobs.measuring.report import doubts, format_table, rank_sync
-    from runtime.measure.machine_cache import find_latest, keep
+    from runtime.measure.machine_cache import find_latest_rates, save_rates
 
     if config.measure.out is not None:
         require_replaceable([Path(config.measure.out)], f"measure.out={config.measure.out}")
@@ -42,10 +42,10 @@ def main(composed: Composed) -> None:
         print_line(rank_sync([measurement.figures for measurement in found]))
     for note in last.notes:
         print_line(f"note: {note}")
-    for doubt in doubts(last.rates, find_latest(last.host.kind), last.host):
+    for doubt in doubts(last.rates, find_latest_rates(last.host.kind), last.host):
         log.warning("%s", doubt)
     try:
-        keep(last.host, last.rates, last.products)
+        save_rates(last.host, last.rates, last.products)
     except OSError as error:
         raise OutputError(f"{last.host.path}: cannot be written: {error.strerror}; set XDG_CACHE_HOME") from error
     print_line(f"{last.seconds:.0f} s; kept for machine=auto: {last.host.path}")

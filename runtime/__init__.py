@@ -55,7 +55,7 @@ __all__ = [
     "SharePrefixes", "Targets", "Tier", "Verify",
 ]  # fmt: skip
 
-LATER = {
+LAZY_IMPORTS = {
     "Classified": "library.encoding",
     "Completion": "sequences.sequence",
     "CompletionStream": "library.generation",
@@ -76,10 +76,10 @@ LATER = {
 
 
 def __getattr__(name: str) -> object:
-    if name in LATER:
+    if name in LAZY_IMPORTS:
         from importlib import import_module
 
-        return getattr(import_module(f".{LATER[name]}", __name__), name)
+        return getattr(import_module(f".{LAZY_IMPORTS[name]}", __name__), name)
     if name == "__version__":
         return _version()
     raise AttributeError(f"module 'runtime' has no attribute {name!r}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from .errors import ConfigError
 
 log = logging.getLogger(__name__)
-OTHERS = 0o077  # who is not the owner
+GROUP_AND_OTHERS = 0o077  # who is not the owner
 
 
 def cache_root(configured: str | None = None) -> Path:
@@ -19,7 +19,7 @@ def cache_root(configured: str | None = None) -> Path:
     written, as without a home: a directory of this user's alone below the temporary one, which a warning names once.
     Raises ConfigError where there is none of these."""
     if configured is None:
-        return _users_own(os.environ.get("XDG_CACHE_HOME") or "~/.cache", os.environ.get("HOME"))
+        return _user_cache_folder(os.environ.get("XDG_CACHE_HOME") or "~/.cache", os.environ.get("HOME"))
     try:
         return Path(configured).expanduser()
     except RuntimeError as error:
@@ -29,7 +29,7 @@ def cache_root(configured: str | None = None) -> Path:
 
 
 @cache
-def _users_own(base: str, home: str | None) -> Path:
+def _user_cache_folder(base: str, home: str | None) -> Path:
     """`home` only tells one answer from another: `~` is by it."""
     try:
         root = Path(base).expanduser() / "weightstream"
@@ -59,4 +59,4 @@ def _private_folder(problem: str) -> Path:
 def is_private(folder: Path) -> bool:
     """Whether it is a directory, no link to one, that nobody but this user can read or write. Raises OSError."""
     found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & OTHERS
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & GROUP_AND_OTHERS

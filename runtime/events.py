@@ -56,10 +56,10 @@ class HeadSlices:
     end: int = 0
     output: object = None
     hidden_1ND: torch.Tensor | None = None
-    is_below: bool = False
+    skips_head: bool = False
     as_rows: bool = False
 
-    def turns(self, num_rows: int) -> Iterator[slice]:
+    def iterate(self, num_rows: int) -> Iterator[slice]:
         """Up to `num_rows` of the selected tokens at a time, which then are those that come next."""
         count = len(self.selected_N)
         for self.begin in range(0, count, num_rows):
@@ -89,7 +89,7 @@ class LaneRun(greenlet):
         self.leaving: torch.Tensor | None = None
 
 
-def lane_run() -> LaneRun:
+def current_lane_run() -> LaneRun:
     """The pass inside which it is called."""
     run = getcurrent()
     assert isinstance(run, LaneRun), "asked outside a lane"
@@ -98,7 +98,7 @@ def lane_run() -> LaneRun:
 
 def need_stage(stage: int) -> Weights:
     """Called inside a lane: parks it until the engine hands in the stage's weights."""
-    return _ask(_need_stage(stage))
+    return _switch_to_engine(_need_stage(stage))
 
 
 _need_stage = cache(NeedStage)  # one for each: lanes ask millions of times
@@ -106,10 +106,10 @@ _need_stage = cache(NeedStage)  # one for each: lanes ask millions of times
 
 def need_tensor(event: NeedAttention | NeedExperts) -> torch.Tensor:
     """Called inside a lane: parks it until the engine hands in what the event asks for."""
-    return _ask(event)
+    return _switch_to_engine(event)
 
 
-def _ask(event: Event):
+def _switch_to_engine(event: Event):
     parent = getcurrent().parent
     assert parent is not None, f"{type(event).__name__} was asked outside a lane"
     return parent.switch(event)

@@ -29,21 +29,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     Accelerators' libraries have names of their own for it; on a full device cuBLAS says that it is not initialised."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    is_of_a_kind = isinstance(error, (RuntimeError, ImportError, OSError))
-    return is_of_a_kind and any(phrase in str(error) for phrase in PHRASES)
+    may_report_memory = isinstance(error, (RuntimeError, ImportError, OSError))
+    return may_report_memory and any(phrase in str(error) for phrase in PHRASES)
 
 
-def out_of_memory(ledgers: Sequence[Ledger], error: BaseException) -> BudgetError:
+def plan_memory_error(ledgers: Sequence[Ledger], error: BaseException) -> BudgetError:
     """The error before the first pass: the plan is at fault, and the next start would end in the same way."""
-    return BudgetError(_shortage(ledgers, error))
+    return BudgetError(_shortage_message(ledgers, error))
 
 
-def memory_shortage(ledgers: Sequence[Ledger], error: BaseException) -> MemoryShortage:
+def run_memory_error(ledgers: Sequence[Ledger], error: BaseException) -> MemoryShortage:
     """The error of a run that has begun: a later start goes on."""
-    return MemoryShortage(_shortage(ledgers, error))
+    return MemoryShortage(_shortage_message(ledgers, error))
 
 
-def _shortage(ledgers: Sequence[Ledger], error: BaseException) -> str:
+def _shortage_message(ledgers: Sequence[Ledger], error: BaseException) -> str:
     equations = "\n".join(map(str, ledgers))
     keys = " or ".join(ledger.budget_key for ledger in ledgers)
     advice = f"raise what limits this process, or lower {keys} or policy.micro_batch_size: the plan is then smaller"

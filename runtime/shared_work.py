@@ -25,7 +25,7 @@ class SparePool(Generic[Item]):
         self._items.append(item)
 
 
-class Helpers:
+class HelperThreads:
     """Threads that wait for calls to make. A pool of `concurrent.futures` takes three times as long to ask and to
     answer, which counts where a product takes a millisecond."""
 
@@ -49,20 +49,20 @@ class Helpers:
 
 
 @cache
-def _helpers() -> Helpers:
+def _helpers() -> HelperThreads:
     """The process's own, like torch's threads."""
-    return Helpers()
+    return HelperThreads()
 
 
-def parallel_for(items: Sequence[Item], act: Callable[[Item], None], num_threads: int) -> None:
+def parallel_for(items: Sequence[Item], function: Callable[[Item], None], num_threads: int) -> None:
     """Each is done once, on this thread or on others, which take what is left; returns when all are done. Raises what
     `act` raised first, once nobody acts any more."""
     if num_threads == 1 or len(items) == 1:
         for item in items:
-            act(item)
+            function(item)
         return
     # Each call holds what it acts on until it is made: helpers that come late then hold nothing.
-    calls, answers = [partial(act, item) for item in reversed(items)], SimpleQueue[BaseException | None]()
+    calls, answers = [partial(function, item) for item in reversed(items)], SimpleQueue[BaseException | None]()
 
     def make_what_is_left() -> None:
         while calls:

@@ -30,7 +30,7 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def counted(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """`1 layer`, `2,000 layers`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from runtime.config.settings import KVDType
-from runtime.measure.attention import AttentionShape, decoding
+from runtime.measure.attention import AttentionShape, decode_timer
 from runtime.stream.device import ComputeDevice
 
 NUM_POSITIONS, ROUNDS, KEPT = 512, 5, (KVDType.auto, KVDType.bfloat16, KVDType.float8, KVDType.int8, KVDType.int4)
@@ -22,7 +22,7 @@ def rates(num_rows: int, num_layers: int, rounds: int) -> dict[KVDType, list[flo
     probes = {}
     for dtype in KEPT:
         shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.float32, kv_dtype=dtype)
-        timed = decoding(shape, device, num_rows, NUM_POSITIONS, num_layers=num_layers)
+        timed = decode_timer(shape, device, num_rows, NUM_POSITIONS, num_layers=num_layers)
         probes[dtype] = shape.position_bytes, timed
         found[dtype] = []
     for _ in range(rounds):

@@ -21,7 +21,7 @@ from runtime.batching.prefixes import num_spared
 from runtime.engine.records import PassRecord
 from runtime.library.scoring import make_scoring_batch
 from runtime.sequences.sequence import Request
-from runtime.synthesize.tokenizer import tokenizer_from
+from runtime.synthesize.tokenizer import load_local_tokenizer
 
 TOKENIZER = "tokenizer/mixtral_tokenizer.model.v1"
 Ask = Callable[[Runtime], tuple[list[Request], int]]  # requests, and the tokens of prompts if each were alone
@@ -29,7 +29,7 @@ Ask = Callable[[Runtime], tuple[list[Request], int]]  # requests, and the tokens
 
 def checkpoint(directory: Path, tokenizer: Path) -> Path:
     """A model of one tiny layer that takes the tokenizer's tokens."""
-    made = tokenizer_from(tokenizer)
+    made = load_local_tokenizer(tokenizer)
     made.save_pretrained(directory)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from runtime.synthesize.tokenizer import byte_level_tokenizer, tokenizer_from
+from runtime.synthesize.tokenizer import byte_level_tokenizer, load_local_tokenizer
 from tests.support import SHARED_DATA
 
 MIXTRAL_TOKENIZER = SHARED_DATA / "tokenizer" / "mixtral_tokenizer.model.v1"
@@ -166,7 +166,7 @@ def mixtral() -> PreTrainedTokenizerBase:
     pytest.importorskip("sentencepiece")
     if not MIXTRAL_TOKENIZER.exists():
         pytest.skip("the shared data set folder with mixtral_tokenizer.model.v1 is not there")
-    return tokenizer_from(MIXTRAL_TOKENIZER)
+    return load_local_tokenizer(MIXTRAL_TOKENIZER)
 
 
 KINDS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {

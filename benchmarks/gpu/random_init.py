@@ -116,7 +116,7 @@ def _sources(weights: RandomWeights, rounding: Rounding | None) -> Iterator[tupl
     normal = torch.empty(TILE_ELEMENTS).normal_(generator=torch.Generator().manual_seed(0))
     tiles, rounded_tiles = dict[float, np.ndarray](), dict[float, tuple[np.ndarray, np.ndarray]]()
     for spec in weights.specs:
-        std, at = weights.deviation(spec), crc32(spec.name.encode())
+        std, at = weights.standard_deviation(spec), crc32(spec.name.encode())
         if std is None:
             yield spec.name, (_as_bytes(weights.draw(spec)), 0)
         elif rounding is None or not _is_rounded(spec, rounding):

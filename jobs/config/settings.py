@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runtime.config.sampling import PASSED_ON, STRUCTURES
+from runtime.config.sampling import PASSTHROUGH_KEYS, STRUCTURES
 from runtime.config.settings import (
     BUILT_IN,
     Admission,
@@ -477,7 +477,7 @@ def to_yaml(config: RunSettings | SynthesizeConfig) -> str:
     values = to_plain(config)
     assert isinstance(values, dict)
     if isinstance(sampling := values.get("sampling"), dict):
-        passed = {key: value for key in PASSED_ON if (value := sampling.pop(key)) is not None}
+        passed = {key: value for key in PASSTHROUGH_KEYS if (value := sampling.pop(key)) is not None}
         sampling[TRANSFORMERS] = passed or None
     return OmegaConf.to_yaml(OmegaConf.create(values))
 

@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
-from runtime.config.sampling import PASSED_ON, SamplingConfig
-from runtime.config.texts import TextField, closest, did_you_mean
+from runtime.config.sampling import PASSTHROUGH_KEYS, SamplingConfig
+from runtime.config.texts import TextField, closest_match, did_you_mean
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # it needs pyarrow, and measuring on a plain image does not
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it needs pyarrow, and measuring on a plain image does not
 
 T = TypeVar("T")
 
-TRANSFORMERS = "transformers"  # the setting of sampling that holds those of `PASSED_ON`
+TRANSFORMERS = "transformers"  # the setting of sampling that holds those of `PASSTHROUGH_KEYS`
 ARCHITECTURE = "architecture"  # what a model's file has beside `model`: of those jobs alone whose settings have it
 
 
@@ -51,7 +51,7 @@ def unknown_key(key: str, known: list[str]) -> str:
         return f"{key} has no effect in this job: leave it out{alone}"
     parent, _, name = key.rpartition(".")
     group = f"{parent.removesuffix(f'.{TRANSFORMERS}')}.{TRANSFORMERS}"
-    if name in PASSED_ON and group in known:
+    if name in PASSTHROUGH_KEYS and group in known:
         return f"unknown key {key}: it is passed on to transformers: write '{group}={{{name}: <value>}}'"
     if f"{parent}.*" in known:
         return f"unknown key {key}: to set it for {parent} all the same, write +{key}=<value>"
@@ -83,12 +83,12 @@ def to_plain(value: object) -> "JsonValue":
 
 
 def key_types(cls: type) -> dict[str, object]:
-    """The type of each settable key of the dataclass `cls`: its fields, except those of `PASSED_ON`."""
+    """The type of each settable key of the dataclass `cls`: its fields, except those of `PASSTHROUGH_KEYS`."""
     types = field_types(cls)
     if cls is not SamplingConfig:
         return types
     return {
-        **{name: hint for name, hint in types.items() if name not in PASSED_ON},
+        **{name: hint for name, hint in types.items() if name not in PASSTHROUGH_KEYS},
         TRANSFORMERS: dict[str, object] | None,
     }
 
@@ -117,16 +117,16 @@ def _flatten_sampling(values: Mapping[str, object], prefix: str) -> Mapping[str,
     keys, group = key_types(SamplingConfig), f"{prefix}{TRANSFORMERS}"
     passed = _convert(keys[TRANSFORMERS], values.get(TRANSFORMERS), group) or {}
     assert isinstance(passed, dict)
-    known = [*(f"{group}.{name}" for name in PASSED_ON), *(f"{prefix}{name}" for name in keys)]
+    known = [*(f"{group}.{name}" for name in PASSTHROUGH_KEYS), *(f"{prefix}{name}" for name in keys)]
     for name in passed:
-        if name not in PASSED_ON:
+        if name not in PASSTHROUGH_KEYS:
             raise ConfigError(unknown_key(f"{group}.{name}", known))
     return {**{name: value for name, value in values.items() if name != TRANSFORMERS}, **passed}
 
 
 def _closest(name: str, known: list[str]) -> list[str]:
     by_name = {key.rpartition(".")[2]: key for key in known}
-    match = closest(name, by_name)
+    match = closest_match(name, by_name)
     return [by_name[match]] if match is not None else []
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from runtime.config.settings import SamplingOverrides
 from runtime.errors import DatasetError
-from runtime.units import counted
+from runtime.units import format_count
 
 from .fields import OVERRIDE_FIELDS, DatasetFields
 from .records import (
@@ -158,7 +158,7 @@ class NamedFields:
     def require_all(self) -> None:
         """Raises DatasetError for a field that no record has, where any of them could be read."""
         if self._left and self._first is not None:
-            (key, name), (place, fields), count = self._left[0], self._first, counted(self._num_records, "row")
+            (key, name), (place, fields), count = self._left[0], self._first, format_count(self._num_records, "row")
             kind = next((kind for kind, names in OTHER_FORMS.items() if names <= fields.keys()), None)
             hint = f"; they look like those of dataset={kind}" if kind is not None else ""
             raise DatasetError(

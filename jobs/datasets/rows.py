@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from runtime.config.settings import SamplingOverrides
 from runtime.errors import DatasetError
-from runtime.units import counted
+from runtime.units import format_count
 
 from .fields import OVERRIDE_FIELDS, BadRowPolicy, DatasetFields, DuplicatePolicy, ShardConfig
 from .records import Json, Message, shorten
@@ -77,7 +77,7 @@ def bad_rows(num_bad: int, num_rows: int, first: str) -> DatasetError:
 
 
 def _bad_rows_text(num_bad: int, num_rows: int, first: str) -> str:
-    return f"{num_bad} of {counted(num_rows, 'row')} cannot be used; the first: {first}"
+    return f"{num_bad} of {format_count(num_rows, 'row')} cannot be used; the first: {first}"
 
 
 def warn_of_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
@@ -112,13 +112,13 @@ def refuse_repeated(policy: DuplicatePolicy, num_dropped: int, num_ids: int, lis
     """Raises DatasetError for `refuse`; for `first` logs how many rows are dropped. `num_ids` ids are those of more
     than one row; `listed`: the first of them, and how many rows each has."""
     if policy is DuplicatePolicy.first:
-        dropped = counted(num_dropped, "row")
+        dropped = format_count(num_dropped, "row")
         logger.warning("%s dropped: an earlier row has the same id (dataset.dedupe=first)", dropped)
         return
     texts = ", ".join(f"{shorten(row_id)} x{count}" for row_id, count in listed)
     raise DatasetError(
-        f"{counted(num_ids, 'id')} {'is' if num_ids == 1 else 'are'} used by more than one row "
-        f"({counted(num_dropped, 'row')} too many): {texts}{' ...' if num_ids > len(listed) else ''}. "
+        f"{format_count(num_ids, 'id')} {'is' if num_ids == 1 else 'are'} used by more than one row "
+        f"({format_count(num_dropped, 'row')} too many): {texts}{' ...' if num_ids > len(listed) else ''}. "
         "Give dataset.id_field a field that is unique, or keep the first of each with dataset.dedupe=first"
     )
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from runtime.closing import Closing
 from runtime.config.texts import is_url
 from runtime.errors import ConfigError, DamagedRunError
-from runtime.units import MIB, counted, format_bytes
+from runtime.units import MIB, format_bytes, format_count
 
 from ..files.named import is_replaceable, named_file_error, publish_named
 from ..files.publishing import PARQUET_PROBLEMS, make_directory, sweep_temps
@@ -54,7 +54,7 @@ class Exported:
         shards = f" of {self.num_shards} shards" if self.num_shards > 1 else ""
         size = format_bytes(self.out.stat().st_size)
         lines = [f"{self.made} was not there: made"] if self.made is not None else []
-        lines += [f"{self.out}: {counted(self.num_rows, 'row')}{shards}{errors}{dropped}, {size}"]
+        lines += [f"{self.out}: {format_count(self.num_rows, 'row')}{shards}{errors}{dropped}, {size}"]
         lines += [f"not there: {sentence}" for sentence in self.missing]
         return lines + [f"column {name}: its values have no one type, so it is text" for name in self.as_text]
 

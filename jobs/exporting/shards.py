@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from runtime.errors import ConfigError, DamagedRunError, Interrupted
-from runtime.units import counted
+from runtime.units import format_count
 
 from ..record.run_reader import Condition, RunReader, find_runs, is_locked
 from ..record.unfinished import describe_missing_rows, format_ranges, leased_blocks, missing_rows
@@ -110,12 +110,14 @@ def wait_for_end(
         if run.directory.success.exists() and not is_running:
             return None
         leased = len(leased_blocks(run.directory.leases)) if is_running else 0
-        state = f"{counted(leased, 'worker')} at work" if leased else "at work" if is_running else "nobody is at work"
+        state = (
+            f"{format_count(leased, 'worker')} at work" if leased else "at work" if is_running else "nobody is at work"
+        )
         if not num_blocks.get(name):
             num_blocks[name] = len(run.rows_by_block)
         if not (count := num_blocks[name]):
             return f"{name} has no plan yet, {state}"
-        return f"{name} lacks {max(0, count - len(run.parts)):,} of {counted(count, 'block')}, {state}"
+        return f"{name} lacks {max(0, count - len(run.parts)):,} of {format_count(count, 'block')}, {state}"
 
     while True:
         shards = require_one_run(find_runs(names, "run"))

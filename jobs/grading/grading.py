@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from runtime.errors import ConfigError
-from runtime.units import counted
+from runtime.units import format_count
 
 from ..exporting.columns import from_json, is_json
 from ..exporting.shards import missing, read_parts, require_one_run
@@ -62,8 +62,9 @@ def grade(config: MetricsConfig) -> Graded:
     if not graded.num_samples:
         raise ConfigError(
             f"run={','.join(config.runs)}: no row has both a completion and a reference: "
-            f"{counted(graded.num_errors, 'row')} with an error, {counted(graded.num_without_reference, 'row')} "
-            f"without a value of reference_field={config.reference_field}"
+            f"{format_count(graded.num_errors, 'row')} with an error, "
+            f"{format_count(graded.num_without_reference, 'row')} without a value of "
+            f"reference_field={config.reference_field}"
         )
     graded.out = written(config, shards, graded.rows)
     return graded
@@ -137,7 +138,7 @@ def tables_of(shards: Sequence[RunReader], *, partial: bool) -> Iterator[pa.Tabl
 def describe(graded: Graded) -> list[str]:
     """What a person reads: a line for each metric, and what was not compared."""
     lines = [f"{name:<14} {format_estimate(found)}" for name, found in graded.estimates().items()]
-    counts = f"{counted(graded.num_samples, 'completion')} compared"
+    counts = f"{format_count(graded.num_samples, 'completion')} compared"
     if graded.num_errors:
         counts += f", {graded.num_errors:,} with an error left out"
     if graded.num_without_reference:
@@ -149,7 +150,7 @@ def format_estimate(found: Estimate) -> str:
     """The mean and its interval, as `75.0% (95% interval 58.9% to 86.2%, 36 rows)`."""
     if found.mean is None or found.low is None or found.high is None:
         return "-"
-    rows = counted(found.num_rows, "row")
+    rows = format_count(found.num_rows, "row")
     return f"{found.mean:.1%} (95% interval {found.low:.1%} to {found.high:.1%}, {rows})"
 
 

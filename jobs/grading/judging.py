@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from runtime.errors import ConfigError
-from runtime.units import counted
+from runtime.units import format_count
 
 from ..exporting.columns import RowValues, rows_of
 from ..exporting.fastchat import judgment_of, rating_of, require_judged, winner_of_game
@@ -57,8 +57,9 @@ def judged(config: MetricsConfig) -> Judged:
     found = judged_tables(tables)
     if not found.values:
         raise ConfigError(
-            f"run={','.join(config.runs)}: no judgment has a rating: {counted(found.num_errors, 'row')} with an error, "
-            f"{counted(found.num_unparsed, 'judgment')} without the number or the letter that was asked for; "
+            f"run={','.join(config.runs)}: no judgment has a rating: "
+            f"{format_count(found.num_errors, 'row')} with an error, "
+            f"{format_count(found.num_unparsed, 'judgment')} without the number or the letter that was asked for; "
             "sampling.max_new_tokens may have been too few"
         )
     found.out = written(config, shards, found.rows)
@@ -109,13 +110,13 @@ def describe_judged(found: Judged) -> list[str]:
         for turn, each in estimates[model].items():
             name = f"turn {turn}" if turn != ALL_TURNS else "all turns"
             mean, low, high = (f"{value:{form}}" for value in (each.mean, each.low, each.high) if value is not None)
-            interval = f"(95% interval {low} to {high}, {counted(each.num_rows, 'judgment')})"
+            interval = f"(95% interval {low} to {high}, {format_count(each.num_rows, 'judgment')})"
             lines.append(f"{model:<24} {name:<10} {mean} {interval}")
         if found.baseline is not None:
             won = found.outcomes[model]
             lines.append(f"  beside {found.baseline}: {won['model_1']} won, {won['tie']} tied, {won['model_2']} lost")
     counts = [f"{found.num_errors:,} with an error"] if found.num_errors else []
     counts += [f"{found.num_unparsed:,} without what was asked for"] if found.num_unparsed else []
-    judgments = counted(len(found.rows), "judgment")
+    judgments = format_count(len(found.rows), "judgment")
     left_out = f", left out: {' and '.join(counts)}" if counts else ""
     return [*lines, f"{judgments}{left_out}", *([f"by question: {found.out}"] if found.out else [])]

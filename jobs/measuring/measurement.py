@@ -26,9 +26,9 @@ from runtime.engine.records import PassRecord, Phase
 from runtime.engine.session import Session
 from runtime.library.api import Runtime
 from runtime.measure.bandwidth import DEVICE_COPY, HOST_COPY, LINK_IN, LINK_OUT, SUSTAINED
-from runtime.measure.linear import product_table
+from runtime.measure.linear import fastest_backends
 from runtime.measure.machine import device_name, dtype_rates, machine_probes
-from runtime.measure.machine_cache import this_host
+from runtime.measure.machine_cache import current_host
 from runtime.measure.timing import Probe, measure
 from runtime.planning.budgets import FREE_SHARE, usable_host_bytes
 from runtime.requests.prompts import Request
@@ -75,8 +75,8 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
         link_out_gb_per_second=link_out,
         **dtypes,
     )
-    host = this_host(device_name(device), torch.get_num_threads())
-    products = None if device.is_accelerator else product_table(config.gemm_rows, figures)
+    host = current_host(device_name(device), torch.get_num_threads())
+    products = None if device.is_accelerator else fastest_backends(config.gemm_rows, figures)
     if measured.num_rounds < config.num_rounds:
         notes.append(
             f"{measured.num_rounds} of measure.num_rounds={config.num_rounds}: a round takes "

@@ -19,7 +19,7 @@ from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.probing.meta import build_meta_model, untie_head
 from runtime.store.writer import DTYPE_NAMES, TensorSpec
-from runtime.synthesize.checkpoints import config_for
+from runtime.synthesize.checkpoints import make_config
 from runtime.synthesize.random_weights import RandomWeights
 from runtime.weights.conversions import target_specs
 from runtime.weights.layout import map_weights
@@ -67,7 +67,7 @@ def _build(architecture: Mapping[str, object], dtype: DType) -> PreTrainedModel:
     keys = copy.deepcopy({**architecture})  # some config classes change what they are given
     model_type = str(keys.pop("model_type"))
     keys.pop(HOW_PUBLISHED, None)
-    model = build_meta_model(config_for(model_type, keys), getattr(torch, dtype.value))
+    model = build_meta_model(make_config(model_type, keys), getattr(torch, dtype.value))
     if keys.get("tie_word_embeddings") is False:
         untie_head(model)
     return model

@@ -6,7 +6,7 @@ from functools import cached_property, partial
 
 from runtime.config.settings import DType, ExpertPaging, Parallelism, PolicyKind, RuntimeConfig
 from runtime.errors import ConfigError, require
-from runtime.measure.machine_cache import find_latest
+from runtime.measure.machine_cache import find_latest_rates
 from runtime.plan.cost.machine import Machine, machine_of
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.placement.memory import SequenceSize
@@ -90,9 +90,9 @@ def make_plan(config: PlanConfig) -> Planned:
     """Raises ConfigError for what is not known, BudgetError where even the smallest block does not fit."""
     described = config.machine
     if described.sheet is None and described.rates is None:  # what `jobs.measure` last kept of this host
-        described = replace(described, rates=find_latest(described.device))
+        described = replace(described, rates=find_latest_rates(described.device))
     planned = plan_on(machine_of(described, config.model.dtype), config)
-    missing = described.rates.missing_products(planned.dtype.value) if described.rates is not None else None
+    missing = described.rates.missing_rates_warning(planned.dtype.value) if described.rates is not None else None
     return replace(planned, doubts=(missing,) if missing is not None else ())
 
 

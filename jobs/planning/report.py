@@ -8,7 +8,7 @@ from runtime.plan.plan_warnings import plan_warnings
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.timeline import schedule_text
 from runtime.resources import Resource
-from runtime.units import counted, format_bytes, format_seconds
+from runtime.units import format_bytes, format_count, format_seconds
 
 from .planning import Planned
 from .shapes import ITEM_BYTES
@@ -21,8 +21,8 @@ def report(planned: Planned, num_actions: int) -> str:
     longest, mean = max(size.num_prompt_tokens for size in sizes), planned.num_prompt_tokens / len(sizes)
     head = (
         f"{view.whole.name} ({format_bytes(view.whole.weight_bytes)} as stored) on {machine.name}: "
-        f"{counted(len(sizes), 'prompt')} of {mean:.0f} tokens in the mean and {longest:,} at most, "
-        f"{counted(sizes[0].max_new_tokens, 'new token')} each"
+        f"{format_count(len(sizes), 'prompt')} of {mean:.0f} tokens in the mean and {longest:,} at most, "
+        f"{format_count(sizes[0].max_new_tokens, 'new token')} each"
     )
     ranks = [  # rates that are predicted below are those of all together
         f"ranks: {view.num_ranks}, devices={view.way.value}; memories and schedule are one rank's, tokens/s of all",

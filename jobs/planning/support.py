@@ -16,7 +16,7 @@ from runtime.formats.registry import FORMATS, METHODS
 from runtime.model.capabilities import CacheKind, ExpertKind, cache_kind, choose_lanes, expert_kind, measure_cache
 from runtime.model.families import FAMILIES, Family
 from runtime.probing.meta import build_meta_model
-from runtime.synthesize.checkpoints import config_for
+from runtime.synthesize.checkpoints import make_config
 
 from ..config.settings import TableFormat
 from .published import read_losses
@@ -43,7 +43,7 @@ class FamilyCapabilities:
             return FamilyCapabilities(
                 name=family.name, model_type=family.model_type, lanes=None, experts=None, cache=None, note=note
             )
-        model = build_meta_model(config_for(family.model_type, family.overrides), torch.float32)
+        model = build_meta_model(make_config(family.model_type, family.overrides), torch.float32)
         is_packed, reason = choose_lanes(model, Lanes.auto)
         return FamilyCapabilities(
             name=family.name,

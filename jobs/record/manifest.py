@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from runtime.errors import DamagedRunError, RunMismatchError
-from runtime.units import counted
+from runtime.units import format_count
 
 from ..files.publishing import JsonValue, canonical_json, json_digest
 
@@ -112,7 +112,7 @@ def _require_same_identity(run: Path, begun: RunManifest, now: RunManifest, vers
     shown = [f"  {line}" for line in lines[:MAX_DIFF_LINES]]
     more = [f"  and {len(lines) - MAX_DIFF_LINES} more"] if len(lines) > MAX_DIFF_LINES else []
     verb = "differs" if len(lines) == 1 else "differ"
-    head = f"{run} belongs to another run; {counted(len(lines), 'value')} {verb} (key: was -> is):"
+    head = f"{run} belongs to another run; {format_count(len(lines), 'value')} {verb} (key: was -> is):"
     tail = "Nothing was written. Put them back as they were, or choose another directory with run="
     raise RunMismatchError("\n".join([head, *shown, *more, tail]))
 

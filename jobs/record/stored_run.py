@@ -19,7 +19,7 @@ from pathlib import Path
 from runtime.config.texts import url_child
 from runtime.errors import DamagedRunError, RunInUseError, StorageError, WeightstreamError
 from runtime.remote.object_store import ObjectStore, RetryPolicy, StoredFile, never
-from runtime.units import counted
+from runtime.units import format_count
 
 from ..config.settings import RunSettings
 from ..files.publishing import (
@@ -104,7 +104,7 @@ class StoredRun(RunCopy):
         except OSError as error:
             raise output_error(self._directory.path, error) from error
         if num_fetched:
-            log.info("%s: fetched %s", self._store.url, counted(num_fetched, "file"))
+            log.info("%s: fetched %s", self._store.url, format_count(num_fetched, "file"))
         self.upload_missing(self._directory.manifest)
 
     def upload_missing(self, *paths: Path) -> None:

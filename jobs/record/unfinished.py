@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.units import counted
+from runtime.units import format_count
 
 from ..files.locks import format_holder, read_lease
 from ..files.publishing import JsonValue, UnexpectedFileError
@@ -100,7 +100,7 @@ def describe_missing_rows(run: RunReader, rows: Sequence[int]) -> str:
     texts = [f"{run.num_done:,} of {run.num_rows:,} rows are done"]
     if len(rows):
         missing = sorted(set(run.rows_by_block) - set(run.parts))
-        blocks = f"{len(missing):,} of {counted(len(run.rows_by_block), 'block')} ({format_ranges(missing)})"
+        blocks = f"{len(missing):,} of {format_count(len(run.rows_by_block), 'block')} ({format_ranges(missing)})"
         texts.append(f"missing are rows {format_ranges(rows)}, in {blocks}")
     line = f"{name} {state}: {', '.join(texts)}"
     # Of a run of one worker, or that nobody works on, there are no leases that mean anything.

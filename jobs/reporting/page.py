@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from runtime.errors import ConfigError
 from runtime.resources import Resource
 from runtime.trace import Span
-from runtime.units import counted, format_bytes, format_seconds
+from runtime.units import format_bytes, format_count, format_seconds
 
 from ..config.settings import GenerateConfig
 from ..config.typed import flatten
@@ -40,7 +40,7 @@ def visible(value: object) -> object:
 ENVIRONMENT = Environment(autoescape=True, finalize=visible, undefined=StrictUndefined)
 ENVIRONMENT.filters |= {
     "bytes": format_bytes,
-    "counted": counted,
+    "counted": format_count,
     "rate": lambda value: "-" if value is None else f"{value:,.1f}",
     "seconds": format_seconds,
     "shown": shown,

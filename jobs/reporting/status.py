@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runtime.units import counted
+from runtime.units import format_count
 
 from ..files.locks import format_holder
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular_file
@@ -91,7 +91,7 @@ class WorkerStatus:
         )
         texts = ["no part yet"]
         if rate is not None:
-            texts = [counted(rate.num_parts, "part"), f"{rate.rows_per_second:.3g} rows/s"]
+            texts = [format_count(rate.num_parts, "part"), f"{rate.rows_per_second:.3g} rows/s"]
             texts += [f"{rate.tokens_per_second:.3g} tokens/s"] if rate.num_tokens else []
         if leased is not None:
             age, sign = format_rounded(leased.since_seconds), format_rounded(leased.heartbeat_seconds)
@@ -207,7 +207,7 @@ def _lines(status: RunStatus) -> list[str]:
             f"windows {status.num_windows_planned:,} of {status.num_windows:,} planned: the rows above are theirs"
         )
     if status.seconds_left is not None and status.rows_per_second is not None:
-        by = f" with {counted(len(status.leased), 'worker')}" if status.leased else ""
+        by = f" with {format_count(len(status.leased), 'worker')}" if status.leased else ""
         left_text = format_rounded(status.seconds_left)
         lines.append(f"pace    {status.rows_per_second:.3g} rows/s, about {left_text} left{by}")
     if status.workers:

@@ -16,7 +16,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from runtime.batching.balance import Block
 from runtime.plan.cost.predict import Prediction
 from runtime.sequences.sequence import Completion, Request
-from runtime.units import counted
+from runtime.units import format_count
 
 from ..record.passes import PassRow
 
@@ -227,7 +227,7 @@ class Progress:
         self._forecast.skip(done)
         if is_first:
             num_left = self._num_rows - self._num_rows_done
-            log.info("generating %s: %s", counted(num_left, "completion"), self._time_left_text)
+            log.info("generating %s: %s", format_count(num_left, "completion"), self._time_left_text)
         self._draw()
 
     def open(self, blocks: Sequence[Block], known: Mapping[int, int]) -> None:

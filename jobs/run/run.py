@@ -11,7 +11,7 @@ from runtime.library.api import Runtime
 from runtime.ranks.ranks import Ranks
 from runtime.stream.device import ComputeDevice
 from runtime.trace import Trace
-from runtime.units import counted
+from runtime.units import format_count
 
 from ..config.error_log import log_errors
 from ..config.settings import EncodeConfig, RunSettings, ScoreConfig
@@ -121,7 +121,7 @@ def require_usable_row(task: Task, config: RunSettings, rows: Iterable[Row]) -> 
             return
         num_rows, first = num_rows + 1, first or problem
     raise DatasetError(
-        f"none of {counted(num_rows, 'row')} of {config.dataset.place} can be used; the first: {first}"
+        f"none of {format_count(num_rows, 'row')} of {config.dataset.place} can be used; the first: {first}"
         f"{looks_otherwise(config.dataset)}"
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from runtime.plan.shape.dtypes import Loss
-from runtime.units import counted, format_bytes, format_seconds
+from runtime.units import format_bytes, format_count, format_seconds
 
 from ..record.part_files import visible_files
 from ..record.passes import PhaseTimes
@@ -65,7 +65,7 @@ def _elapsed_lines(summary: Summary) -> list[Line]:
     lines: list[Line] = []
     elapsed, rate = summary.elapsed, summary.rows_per_minute
     if elapsed is not None:
-        starts = f", in {counted(elapsed.num_starts, 'start')}" if elapsed.num_starts > 1 else ""
+        starts = f", in {format_count(elapsed.num_starts, 'start')}" if elapsed.num_starts > 1 else ""
         lines.append((f"elapsed{starts}", format_seconds(elapsed.seconds), ""))
         lines.append(("until the first pass began", format_seconds(elapsed.before_passes_seconds), ""))
         if elapsed.first_token_seconds is not None:

@@ -20,9 +20,9 @@ from runtime.errors import require
 from runtime.library.api import Runtime
 from runtime.library.columns import result_schema
 from runtime.library.generation import make_requests, require_unique_ids
-from runtime.library.keywords import Settings, changed
+from runtime.library.keywords import Settings, apply_settings
 from runtime.library.prompt import Prompt
-from runtime.library.tables import Asked, TableColumns
+from runtime.library.tables import PromptOrRejected, TableColumns
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import plan_run
 from runtime.planning.planner import Planner
@@ -131,7 +131,9 @@ def close() -> None:
         _latest = None
 
 
-def kept_results(asked: Sequence[Asked], config: RuntimeConfig, runtime: Runtime, output_root: str) -> pa.Table:
+def kept_results(
+    asked: Sequence[PromptOrRejected], config: RuntimeConfig, runtime: Runtime, output_root: str
+) -> pa.Table:
     """The results of a table's rows, in their order, from a run below `output_root`: what of it is committed is read,
     the rest is generated. Several processes that are given the same table share the run's blocks out, but for
     continuous admission, which has none. Raises the errors of runtime.errors."""
@@ -150,7 +152,7 @@ def kept_results(asked: Sequence[Asked], config: RuntimeConfig, runtime: Runtime
     return parts.sort_by("row_index").select(names)
 
 
-def _row_of(place: int, asked: Asked) -> Row:
+def _row_of(place: int, asked: PromptOrRejected) -> Row:
     """What a row of a table asks, as a row of a data set."""
     row = Row(index=place, id=asked.id or str(place), prompt="", messages=None, columns={}, error=None)
     if not isinstance(asked, Prompt):
@@ -205,7 +207,7 @@ class TableGenerator:
         window: int = WINDOW,
         **settings: Unpack[Settings],
     ):
-        self._config = changed(config, settings)
+        self._config = apply_settings(config, settings)
         self._columns = TableColumns(prompt=prompt, id=id, overrides=dict(overrides or {}), prefix=prefix)
         self._output_root, self._window = output_root, window
         require(window >= 1, f"window must be 1 or more rows, got {window}")
@@ -219,7 +221,7 @@ class TableGenerator:
 
     def schema(self, given: pa.Schema) -> pa.Schema:
         """The columns that a table with the `given` ones comes back with. Raises ConfigError."""
-        return self._columns.schema(given, self._config.sampling)
+        return self._columns.output_schema(given, self._config.sampling)
 
     @property
     def struct_type(self) -> pa.StructType:
@@ -229,7 +231,7 @@ class TableGenerator:
     def __call__(self, table: pa.Table) -> pa.Table:
         """`table` with its results; the face for Ray Data's `map_batches`, with `batch_format="pyarrow"`."""
         schema = self.schema(table.schema)
-        asked = self._columns.prompts(table)
+        asked = self._columns.read_prompts(table)
         with opened(self._config) as found:
             found.warn_of_few([each for each in asked if isinstance(each, Prompt)])
             if self._output_root is None:
@@ -239,7 +241,7 @@ class TableGenerator:
                 )
                 return answered.select(schema.names)
             results = kept_results(asked, self._config, found.runtime, self._output_root)
-        return self._columns.answered(table, results, self._config.sampling)
+        return self._columns.append_results(table, results, self._config.sampling)
 
     def batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The same of record batches, `window` rows and more together; the face for Spark's `mapInArrow`."""
@@ -264,7 +266,9 @@ class TableGenerator:
         waiting = iter(data or ())
         while some := list(islice(waiting, self._window)):
             known = ({**each.metadata, "text": each.text, "id": each.id} for each in some)
-            table = pa.Table.from_pylist([{name: row.get(name) for name in self._columns.read} for row in known])
+            table = pa.Table.from_pylist(
+                [{name: row.get(name) for name in self._columns.input_columns} for row in known]
+            )
             for document, results in zip(some, self.structs(table).to_pylist(), strict=True):
                 document.metadata.update(results)
                 yield document

@@ -45,14 +45,14 @@ class ConfigRule:
 
     keys: re.Pattern[str]
     meaning: str
-    holds: Callable[[JsonValue], bool]
+    is_valid: Callable[[JsonValue], bool]
 
 
-def _whole(least: int) -> Callable[[JsonValue], bool]:
+def _integer_from(least: int) -> Callable[[JsonValue], bool]:
     return lambda value: type(value) is int and least <= value <= LARGEST
 
 
-def _real(*, least: float, most: float = math.inf) -> Callable[[JsonValue], bool]:
+def _number_between(*, least: float, most: float = math.inf) -> Callable[[JsonValue], bool]:
     def holds(value: JsonValue) -> bool:
         if not isinstance(value, int | float) or isinstance(value, bool):
             return False
@@ -68,12 +68,12 @@ RULES = (
             r"|(?:\w+_)?(?:attention|key_value)_heads|weight_block_size"
         ),
         meaning=f"a whole number from 1 to {LARGEST:,}",
-        holds=_whole(1),
+        is_valid=_integer_from(1),
     ),
     ConfigRule(
         keys=re.compile(r"max_position_embeddings|max_sequence_length|n_positions"),
         meaning=f"a number from 1 to {LARGEST:,}",
-        holds=_real(least=1, most=LARGEST),
+        is_valid=_number_between(least=1, most=LARGEST),
     ),
     ConfigRule(
         keys=re.compile(
@@ -81,12 +81,12 @@ RULES = (
             r"|d_kv|(?:\w+_)?(?:ffn|intermediate)_(?:size|dim)|n_inner|d_ff|num_(?:\w+_)?experts(?:_per_tok)?|n_\w+_experts"
         ),
         meaning=f"a whole number from 0 to {LARGEST:,}",
-        holds=_whole(0),
+        is_valid=_integer_from(0),
     ),
     ConfigRule(
         keys=re.compile(r"(?:\w+_)?(?:eps|epsilon)"),
         meaning="a finite number, 0 or more",
-        holds=_real(least=0),
+        is_valid=_number_between(least=0),
     ),
     ConfigRule(
         keys=re.compile(
@@ -94,34 +94,34 @@ RULES = (
             r"|original_max_position_embeddings"
         ),
         meaning="a finite number above 0",
-        holds=_real(least=math.ulp(0.0)),
+        is_valid=_number_between(least=math.ulp(0.0)),
     ),
     ConfigRule(
         keys=re.compile(r"(?:(?:\w+_)?(?:bos|eos|pad)|decoder_start)_token_id"),
         meaning="a token's number, or a list of them",
-        holds=_whole(-1),
+        is_valid=_integer_from(-1),
     ),
     ConfigRule(
         keys=re.compile(r"num_labels"),
         meaning=f"a whole number from 1 to {MOST_LABELS:,}",
-        holds=lambda value: type(value) is int and 1 <= value <= MOST_LABELS,
+        is_valid=lambda value: type(value) is int and 1 <= value <= MOST_LABELS,
     ),
     ConfigRule(
         keys=re.compile(r"sliding_window"),
         meaning="another number of tokens: with a window of 1 the caches of transformers keep every token",
-        holds=lambda value: type(value) is not int or value != 1,
+        is_valid=lambda value: type(value) is not int or value != 1,
     ),
     ConfigRule(
         keys=re.compile(r"(?:torch_)?dtype"),
         meaning="the name of a torch dtype",
-        holds=lambda value: isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype),
+        is_valid=lambda value: isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype),
     ),
 )  # fmt: skip
 _LAYERS = re.compile(r"(?:\w+_)?num_(?:\w+_)?(?:layers|blocks)|n_layers?|layers|depth|(?:encoder|decoder)_layers")
 _OBJECTS = re.compile(r"quantization_config|compression_config|[a-z]\w*_config|rope_parameters|rope_scaling")
 
 
-def require_sound(values: JsonObject, place: Path, *, num_tensors: int | None = None) -> None:
+def require_valid_config(values: JsonObject, place: Path, *, num_tensors: int | None = None) -> None:
     """Raises CheckpointError naming `place`, the dotted key, its value and what is expected. `num_tensors`: of the
     checkpoint, which bounds the number of layers."""
     most_layers = None if num_tensors is None else max(num_tensors, MOST_LAYERS)
@@ -131,29 +131,31 @@ def require_sound(values: JsonObject, place: Path, *, num_tensors: int | None = 
         for rule in RULES:
             if rule.keys.fullmatch(key):
                 for item in value if isinstance(value, list) else [value]:
-                    if not isinstance(item, list | Mapping) and not rule.holds(item):
-                        raise _refused(place, dotted, item, rule.meaning)
+                    if not isinstance(item, list | Mapping) and not rule.is_valid(item):
+                        raise _invalid_value_error(place, dotted, item, rule.meaning)
         if _OBJECTS.fullmatch(key) and not isinstance(value, Mapping):
-            raise _refused(place, dotted, value, f"an object, not {type_name(value)}")
+            raise _invalid_value_error(place, dotted, value, f"an object, not {type_name(value)}")
         if most_layers is not None and _LAYERS.fullmatch(key) and isinstance(value, int) and value > most_layers:
-            raise _refused(place, dotted, value, f"{most_layers:,} at most: the weights hold {num_tensors:,} tensors")
+            raise _invalid_value_error(
+                place, dotted, value, f"{most_layers:,} at most: the weights hold {num_tensors:,} tensors"
+            )
 
 
-def without_code(values: JsonObject) -> JsonObject:
+def remove_code_keys(values: JsonObject) -> JsonObject:
     """A copy without the keys that name code or shape answers, on every level; only a classifier has labels."""
     names = values.get("architectures")
     is_classifier = isinstance(names, list) and any(str(name).endswith(_CLASSIFIER) for name in names)
-    return _without(values, has_labels=is_classifier)
+    return _filter_keys(values, has_labels=is_classifier)
 
 
-def _without(values: JsonObject, *, has_labels: bool) -> JsonObject:
+def _filter_keys(values: JsonObject, *, has_labels: bool) -> JsonObject:
     kept = {
         key: value
         for key, value in values.items()
         if not (_CODE.fullmatch(key) or _ANSWERS.fullmatch(key) or (_LABELS.fullmatch(key) and not has_labels))
     }
     return {
-        key: _without(value, has_labels=has_labels) if isinstance(value, Mapping) else value
+        key: _filter_keys(value, has_labels=has_labels) if isinstance(value, Mapping) else value
         for key, value in kept.items()
     }
 
@@ -163,14 +165,14 @@ def code_keys(values: JsonObject) -> list[str]:
     return sorted({dotted for dotted, key, _ in _leaves(values, "") if _CODE.fullmatch(key)})
 
 
-def key_of(values: JsonObject, wanted: object) -> str | None:
+def find_key(values: JsonObject, wanted: object) -> str | None:
     """The dotted key whose value is the text `wanted`; None where there is none."""
     return next(
         (dotted for dotted, _, value in _leaves(values, "") if isinstance(value, str) and value == wanted), None
     )
 
 
-def _refused(place: Path, dotted: str, value: JsonValue, meaning: str) -> CheckpointError:
+def _invalid_value_error(place: Path, dotted: str, value: JsonValue, meaning: str) -> CheckpointError:
     shown = ascii(value)
     shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
     return CheckpointError(f"{place}: {dotted} must be {meaning}, got {shown}")
@@ -194,9 +196,9 @@ def vetted_directory(directory: Path) -> Iterator[Path]:
         view = Path(home)
         for file in directory.iterdir():
             if file.name in VETTED:
-                values = without_code(read_json_object(file, max_bytes=MAX_SETTINGS_BYTES))
+                values = remove_code_keys(read_json_object(file, max_bytes=MAX_SETTINGS_BYTES))
                 if file.name == CONFIG:
-                    require_sound(values, file)
+                    require_valid_config(values, file)
                 (view / file.name).write_text(json.dumps(values), encoding="utf-8")
             elif file.suffix in VOCABULARIES and file.exists() and not file.is_dir():
                 require_regular(file)

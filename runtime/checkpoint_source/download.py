@@ -11,7 +11,7 @@ import torch
 from ..errors import CheckpointError, ConfigError, WeightstreamError
 from ..out_of_memory import is_out_of_memory
 from ..store.json_object import JsonObject
-from .config_rules import key_of
+from .config_rules import find_key
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ PASS_ON = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @contextmanager
-def one_line(place: str, settings: JsonObject | None = None) -> Iterator[None]:
+def as_checkpoint_error(place: str, settings: JsonObject | None = None) -> Iterator[None]:
     """Any exception inside leaves as CheckpointError that begins with `place`; our own pass, and so do interrupts.
     Where one is about a name that transformers lacks, `settings` say which key holds it.
 
@@ -37,12 +37,12 @@ def one_line(place: str, settings: JsonObject | None = None) -> Iterator[None]:
         raise
     except BaseException as error:
         name = error.args[0] if isinstance(error, KeyError) and error.args else None
-        key = key_of(settings, name) if settings is not None and isinstance(name, str) else None
-        reason = f"{key}={name!a} is nothing that transformers knows" if key is not None else reason_of(error)
+        key = find_key(settings, name) if settings is not None and isinstance(name, str) else None
+        reason = f"{key}={name!a} is nothing that transformers knows" if key is not None else short_reason(error)
         raise CheckpointError(f"{place}: {reason}") from error
 
 
-def reason_of(error: BaseException) -> str:
+def short_reason(error: BaseException) -> str:
     """Its text in one line and `MAX_CHARACTERS` at most, behind its type where the text says nothing by itself."""
     text = " ".join(str(error).split())
     if len(text) > MAX_CHARACTERS:
@@ -52,7 +52,7 @@ def reason_of(error: BaseException) -> str:
 
 
 @contextmanager
-def class_refused(name: str) -> Iterator[None]:
+def as_config_error(name: str) -> Iterator[None]:
     """Turns what the code of a model class raises inside into a ConfigError that names the class; the traceback goes
     to the debug log. Our own errors pass, and so do memory that ran out and what this package raised without the class:
     a mistake of ours. Of what the class called here and was not given, the message says so.

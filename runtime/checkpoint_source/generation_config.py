@@ -15,8 +15,8 @@ from ..errors import CheckpointError, ConfigError
 from ..store.checkpoint import is_gguf
 from ..store.gguf import read_gguf
 from ..store.json_object import read_json_object
-from .config_rules import CONFIG, MAX_SETTINGS_BYTES, require_sound, without_code
-from .download import one_line
+from .config_rules import CONFIG, MAX_SETTINGS_BYTES, remove_code_keys, require_valid_config
+from .download import as_checkpoint_error
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ FILE = "generation_config.json"
 GGUF_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")  # of a turn, of a message
 SAMPLING_KEYS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 SEARCH_KEYS = ("num_beams", "length_penalty", "early_stopping")
-NEUTRAL: Mapping[str, tuple[object, ...]] = {  # what asks for another way to generate, and where it asks for nothing
+UNSUPPORTED_KEYS: Mapping[str, tuple[object, ...]] = {  # with the values that request nothing
     "num_beam_groups": (1,), "diversity_penalty": (0,), "constraints": (), "force_words_ids": (),
     "penalty_alpha": (0,), "dola_layers": (), "guidance_scale": (1,), "watermarking_config": (),
     "token_healing": (False,), "encoder_repetition_penalty": (1,), "encoder_no_repeat_ngram_size": (0,),
     "remove_invalid_values": (False,), "max_time": (), "num_return_sequences": (1,), "prompt_lookup_num_tokens": (),
     "assistant_early_exit": (), "use_mtp": (False,), "is_assistant": (False,),
 }  # fmt: skip
-OFF: Mapping[str, object] = {
+DISABLED_VALUES: Mapping[str, object] = {
     "num_beams": 1, "length_penalty": 1.0, "early_stopping": False,
     "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0,
@@ -44,12 +44,12 @@ class GenerationDefaults:
     """`given`: what the checkpoint's `source` says, by transformers' own keys, less what it leaves open."""
 
     source: Path
-    given: Mapping[str, object]
+    values: Mapping[str, object]
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Each of them ends a completion; empty where the checkpoint names none."""
-        eos = self.given.get("eos_token_id")
+        eos = self.values.get("eos_token_id")
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         known = frozenset(token for token in ids if isinstance(token, int))
         if len(known) != len(set(map(str, ids))):
@@ -60,7 +60,7 @@ class GenerationDefaults:
     def start_token_id(self) -> int:
         """What a decoder behind an encoder begins with. Raises CheckpointError where the checkpoint does not say."""
         for name in ("decoder_start_token_id", "bos_token_id"):
-            start = self.given.get(name)
+            start = self.values.get(name)
             if isinstance(start, int):
                 return start
         raise CheckpointError(f"{self.source.parent}: neither {FILE} nor {CONFIG} has a decoder_start_token_id")
@@ -70,23 +70,23 @@ def read_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
     """What the checkpoint at `path` says of generating: a directory, or a GGUF file. Raises CheckpointError naming
     file, key, value and what is expected."""
     if is_gguf(path):
-        return _of_gguf(path, config)
+        return _read_gguf_generation(path, config)
     file = path / FILE
     try:
         values = read_json_object(file, max_bytes=MAX_SETTINGS_BYTES)
     except FileNotFoundError:  # as in transformers what config.json says counts, not its class's defaults
-        values = without_code(read_json_object(path / CONFIG, max_bytes=MAX_SETTINGS_BYTES))
-        with one_line(str(path / CONFIG)):
-            return _taken(path / CONFIG, GenerationConfig.from_model_config({**values}))
-    require_sound(values, file)
-    with one_line(str(file)):
-        return _taken(file, GenerationConfig.from_dict({**without_code(values)}))
+        values = remove_code_keys(read_json_object(path / CONFIG, max_bytes=MAX_SETTINGS_BYTES))
+        with as_checkpoint_error(str(path / CONFIG)):
+            return _make_defaults(path / CONFIG, GenerationConfig.from_model_config({**values}))
+    require_valid_config(values, file)
+    with as_checkpoint_error(str(file)):
+        return _make_defaults(file, GenerationConfig.from_dict({**remove_code_keys(values)}))
 
 
-def _of_gguf(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
+def _read_gguf_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
     """The settings of the config that transformers makes of the file. Beyond transformers, the ends of a turn and of a
     message that the file names are among the ends: a chat model would write the next turns itself."""
-    found = _taken(path, GenerationConfig.from_model_config(config))
+    found = _make_defaults(path, GenerationConfig.from_model_config(config))
     metadata, ends = read_gguf(path).metadata, found.eos_token_ids
     ids = range(int(metadata.get("tokenizer.ggml.tokens", 0)))  # others are nothing that a model can say
     model_values = {key: int(metadata[key]) for key in GGUF_ENDS if metadata.get(key) in ids}
@@ -95,12 +95,12 @@ def _of_gguf(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
         return found
     named = " and ".join(f"{key}={token}" for key, token in more.items())
     log.info("%s: %s end a completion too, beside eos_token_id=%s", path, named, sorted(ends))
-    return replace(found, given={**found.given, "eos_token_id": sorted(ends.union(more.values()))})
+    return replace(found, given={**found.values, "eos_token_id": sorted(ends.union(more.values()))})
 
 
-def _taken(source: Path, config: GenerationConfig) -> GenerationDefaults:
+def _make_defaults(source: Path, config: GenerationConfig) -> GenerationDefaults:
     given = {key: value for key, value in vars(config).items() if value is not None and not key.startswith("_")}
-    return GenerationDefaults(source=source, given=given)
+    return GenerationDefaults(source=source, values=given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,25 +114,27 @@ class ResolvedSampling:
 
 def resolve_generation_defaults(config: RuntimeConfig, model: GenerationDefaults, vocab_size: int) -> RuntimeConfig:
     """The settings with `sampling` as it holds for this model; says what came from there, or was left there."""
-    found = effective_sampling(config.sampling, model, vocab_size)
+    found = resolve_sampling(config.sampling, model, vocab_size)
     if found.sentence is not None:
         log.log(logging.WARNING if found.is_warning else logging.INFO, "%s", found.sentence)
     return replace(config, sampling=found.sampling)
 
 
-def effective_sampling(sampling: SamplingConfig, model: GenerationDefaults, vocab_size: int) -> ResolvedSampling:
+def resolve_sampling(sampling: SamplingConfig, model: GenerationDefaults, vocab_size: int) -> ResolvedSampling:
     """What holds for a run. Raises ConfigError where `sampling.follow_model` asks for what cannot be followed, and
     CheckpointError where the model's settings cannot be read."""
     model_values = _model_settings(model, vocab_size, is_strict=sampling.follow_model)
-    asked = {key: model.given.get(key) for key in NEUTRAL}
-    beyond = [f"{key}={value}" for key, value in asked.items() if value is not None and value not in NEUTRAL[key]]
-    if model.given.get("cache_implementation") == "quantized":
-        beyond.append("cache_implementation=quantized")
+    asked = {key: model.values.get(key) for key in UNSUPPORTED_KEYS}
+    unsupported = [
+        f"{key}={value}" for key, value in asked.items() if value is not None and value not in UNSUPPORTED_KEYS[key]
+    ]
+    if model.values.get("cache_implementation") == "quantized":
+        unsupported.append("cache_implementation=quantized")
     if not sampling.follow_model:
-        return _without_model_defaults(sampling, model, model_values, beyond)
-    if beyond:
+        return _without_model_defaults(sampling, model, model_values, unsupported)
+    if unsupported:
         raise ConfigError(
-            f"sampling=model: {model.source} asks for {', '.join(beyond)}, which cannot be followed: "
+            f"sampling=model: {model.source} asks for {', '.join(unsupported)}, which cannot be followed: "
             "choose sampling=greedy or sampling=sample, which say what they leave out"
         )
     return _with_model_defaults(sampling, model, model_values)
@@ -144,7 +146,7 @@ def _with_model_defaults(
     """Merges as `generate` does: what the caller sets, then the model's, then generate's own defaults."""
     defaults = GenerationConfig._get_default_generation_params()
     found = {key: model_values.get(key, defaults.get(key)) for key in CONVERTERS if getattr(sampling, key) is None}
-    if "temperature" in found and not model.given.get("do_sample"):
+    if "temperature" in found and not model.values.get("do_sample"):
         found["temperature"] = 0.0
     elif found.get("temperature") == 0:
         raise ConfigError(f"sampling=model: {model.source} asks for do_sample with temperature=0, which is neither")
@@ -157,27 +159,27 @@ def _with_model_defaults(
     except ConfigError as error:
         raise ConfigError(f"sampling=model, with the settings of {model.source}: {error}") from error
     unused = {*(SAMPLING_KEYS if made.is_greedy else ()), *(SEARCH_KEYS if (made.num_beams or 1) <= 1 else ())}
-    shown = [f"{key}={found[key]}" for key in found if _is_on(key, found[key]) and key not in unused]
+    shown = [f"{key}={found[key]}" for key in found if _is_enabled(key, found[key]) and key not in unused]
     return ResolvedSampling(
         sampling=made, sentence=f"sampling=model: {', '.join(shown) or 'greedy'}; from {model.source} and its defaults"
     )
 
 
 def _without_model_defaults(
-    sampling: SamplingConfig, model: GenerationDefaults, model_values: Mapping[str, object], beyond: list[str]
+    sampling: SamplingConfig, model: GenerationDefaults, model_values: Mapping[str, object], unsupported: list[str]
 ) -> ResolvedSampling:
-    is_sampled = bool(model.given.get("do_sample"))
+    is_sampled = bool(model.values.get("do_sample"))
     left = ["do_sample=True"] if is_sampled and sampling.is_greedy else []
-    is_search = _is_on("num_beams", model_values.get("num_beams"))
+    is_search = _is_enabled("num_beams", model_values.get("num_beams"))
     for key, value in model_values.items():
-        has_effect = _is_on(key, value) and (is_sampled or key not in SAMPLING_KEYS)
+        has_effect = _is_enabled(key, value) and (is_sampled or key not in SAMPLING_KEYS)
         has_effect = has_effect and (is_search or key not in SEARCH_KEYS)
         if has_effect and value != getattr(sampling, key):
             left.append(f"{key}={value}")
-    if not left and not beyond:
+    if not left and not unsupported:
         return ResolvedSampling(sampling=sampling, sentence=None)
-    way = "sampling=model would" if not beyond else f"nor can sampling=model ({', '.join(beyond)})"
-    named = ", ".join([*left, *beyond])
+    way = "sampling=model would" if not unsupported else f"nor can sampling=model ({', '.join(unsupported)})"
+    named = ", ".join([*left, *unsupported])
     sentence = f"{model.source} says {named}: sampling does not follow it, {way}"
     return ResolvedSampling(sampling=sampling, sentence=sentence, is_warning=True)
 
@@ -188,9 +190,9 @@ def _model_settings(model: GenerationDefaults, vocab_size: int, *, is_strict: bo
     found: dict[str, object] = {}
     for key, convert in CONVERTERS.items():
         theirs = "stop_strings" if key == "stop" else key
-        if theirs not in model.given:
+        if theirs not in model.values:
             continue
-        value = model.given[theirs]
+        value = model.values[theirs]
         try:
             found[key] = convert(value)
         except (TypeError, ValueError, IndexError) as error:
@@ -203,8 +205,8 @@ def _model_settings(model: GenerationDefaults, vocab_size: int, *, is_strict: bo
     return found
 
 
-def _is_on(key: str, value: object) -> bool:
-    return value not in (None, [], OFF.get(key))
+def _is_enabled(key: str, value: object) -> bool:
+    return value not in (None, [], DISABLED_VALUES.get(key))
 
 
 def _float(value: object) -> float:
@@ -242,14 +244,14 @@ def _texts(value: object) -> list[str]:
     return [str(text) for text in texts]
 
 
-def _early(value: object) -> bool | str:
+def _early_stopping(value: object) -> bool | str:
     if not isinstance(value, bool) and value != "never":
         raise TypeError("true, false or never is needed")
     return value if isinstance(value, bool) else "never"
 
 
 CONVERTERS: Mapping[str, Callable[[object], object]] = {
-    "num_beams": _int, "length_penalty": _float, "early_stopping": _early,
+    "num_beams": _int, "length_penalty": _float, "early_stopping": _early_stopping,
     "temperature": _float, "top_h": _float, "top_k": _int, "top_p": _float, "min_p": _float, "typical_p": _float,
     "epsilon_cutoff": _float, "eta_cutoff": _float, "repetition_penalty": _float, "no_repeat_ngram_size": _int,
     "min_length": _int, "min_new_tokens": _int,

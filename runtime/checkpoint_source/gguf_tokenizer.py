@@ -18,7 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..errors import CheckpointError
 from ..store.gguf import GgufHeader
-from .download import one_line
+from .download import as_checkpoint_error
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +27,13 @@ BYTE_LEVEL = "gpt2"  # the kind of vocabulary that is cut by a rule
 
 
 @dataclass(frozen=True)
-class Cuts:
+class SplitRule:
     """Expressions, each of which cuts all pieces of those before it: a match is a piece, and so is the text between two
     matches. `takes_words`: a piece that is in the vocabulary is that token, whether merges lead there or not.
     `adds_bos`: prompts begin with BOS where the file does not say."""
 
     splits: tuple[str, ...]
-    takes_words: bool = False
+    ignores_merges: bool = False
     adds_bos: bool = False
 
 
@@ -80,41 +80,41 @@ YOUTU = _any(
     HAN_KANA,
 )
 JAIS2_SPACES = _any(*(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")), r"\s{1}")
-RULES: Mapping[Cuts, str] = {  # and the names that mean it
-    Cuts((GPT2,)): (
+RULES: Mapping[SplitRule, str] = {  # and the names that mean it
+    SplitRule((GPT2,)): (
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert mpt olmo jais trillion "
         "granite-docling exaone4"
     ),
-    Cuts((DIGIT, GPT2)): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
-    Cuts((r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]")): "falcon",
-    Cuts((LLAMA3,), takes_words=True, adds_bos=True): (
+    SplitRule((DIGIT, GPT2)): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    SplitRule((r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]")): "falcon",
+    SplitRule((LLAMA3,), ignores_merges=True, adds_bos=True): (
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
     ),
-    Cuts((LLAMA3,)): "dbrx smaug-bpe glm4 chatglm-bpe",
-    Cuts((QWEN2,)): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-    Cuts((QWEN35,)): "qwen35",
-    Cuts((_any(*CASED, DIGIT, PATHS, LINES, SPACES),), takes_words=True, adds_bos=True): "tekken",
-    Cuts((GPT4O,)): "gpt-4o llama4 kanana2 talkie minimax-m2",
-    Cuts((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)): "tiny_aya cohere2moe",
-    Cuts(
+    SplitRule((LLAMA3,)): "dbrx smaug-bpe glm4 chatglm-bpe",
+    SplitRule((QWEN2,)): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    SplitRule((QWEN35,)): "qwen35",
+    SplitRule((_any(*CASED, DIGIT, PATHS, LINES, SPACES),), ignores_merges=True, adds_bos=True): "tekken",
+    SplitRule((GPT4O,)): "gpt-4o llama4 kanana2 talkie minimax-m2",
+    SplitRule((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)): "tiny_aya cohere2moe",
+    SplitRule(
         (
             "[\r\n]", rf"\s?[{DEEPSEEK_LETTERS}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
             r"\s+$", HAN_HANGUL, r"\p{N}+",
         )
     ): "deepseek-llm",
-    Cuts(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN_HANGUL, DIGIT)): "deepseek-coder",
-    Cuts((DIGITS, HAN_KANA, DEEPSEEK3)): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
-    Cuts((BLOOM,)): "bloom poro-chat gpt3-finnish",
-    Cuts((BLOOM, DIGIT)): "viking",
-    Cuts((YOUTU, _any(*CASED_SUFFIXED, DIGIT, PATHS, LINES, SPACES)), takes_words=True): "youtu",
-    Cuts((_any(SUFFIX, WORD, DIGITS, SIGNS, LINES, JAIS2_SPACES),)): "jais-2",
-    Cuts((DIGITS, _any(SUFFIX, WORD, r"\p{N}+", SIGNS, LINES, SPACES)), takes_words=True): "minicpm5",
-    Cuts((_any("'(?i:[sdmt]|ll|ve|re)", WORD, DIGIT, SIGNS, r"\s*[\r\n]", SPACES),)): (
+    SplitRule(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN_HANGUL, DIGIT)): "deepseek-coder",
+    SplitRule((DIGITS, HAN_KANA, DEEPSEEK3)): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+    SplitRule((BLOOM,)): "bloom poro-chat gpt3-finnish",
+    SplitRule((BLOOM, DIGIT)): "viking",
+    SplitRule((YOUTU, _any(*CASED_SUFFIXED, DIGIT, PATHS, LINES, SPACES)), ignores_merges=True): "youtu",
+    SplitRule((_any(SUFFIX, WORD, DIGITS, SIGNS, LINES, JAIS2_SPACES),)): "jais-2",
+    SplitRule((DIGITS, _any(SUFFIX, WORD, r"\p{N}+", SIGNS, LINES, SPACES)), ignores_merges=True): "minicpm5",
+    SplitRule((_any("'(?i:[sdmt]|ll|ve|re)", WORD, DIGIT, SIGNS, r"\s*[\r\n]", SPACES),)): (
         "bailingmoe bailingmoe2 llada-moe"
     ),
-    Cuts((_any(SUFFIX, WORD, DIGIT, r" ?[^\s\p{L}\p{N}\r\n]+", LINES, SPACES),)): "seed-coder",
-    Cuts(("[^\n]+|\n+", QWEN2)): "laguna",
-    Cuts(
+    SplitRule((_any(SUFFIX, WORD, DIGIT, r" ?[^\s\p{L}\p{N}\r\n]+", LINES, SPACES),)): "seed-coder",
+    SplitRule(("[^\n]+|\n+", QWEN2)): "laguna",
+    SplitRule(
         (
             _any(
                 SUFFIX, BEGIN + r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", DIGIT, r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
@@ -123,16 +123,16 @@ RULES: Mapping[Cuts, str] = {  # and the names that mean it
         )
     ): "exaone-moe",
 }  # fmt: skip
-BY_NAME: Mapping[str, Cuts] = {name: cuts for cuts, names in RULES.items() for name in names.split()}
+BY_NAME: Mapping[str, SplitRule] = {name: cuts for cuts, names in RULES.items() for name in names.split()}
 
 
 def load_gguf_tokenizer(path: Path, header: GgufHeader, place: str) -> PreTrainedTokenizerBase:
     """The tokenizer that the file at `path` describes, whatever lies beside it. Raises CheckpointError, which begins
     with `place`, where it cannot be made, and where the file names a rule that is not among these: by another one
     prompts would be other tokens."""
-    cuts = _rule(path, header)
+    cuts = _find_split_rule(path, header)
     given = {"add_bos_token": True} if cuts is not None and cuts.adds_bos and BOS in header.metadata else {}
-    with TemporaryDirectory(prefix="weightstream-") as view, one_line(place):
+    with TemporaryDirectory(prefix="weightstream-") as view, as_checkpoint_error(place):
         (Path(view) / path.name).symlink_to(path.absolute())
         tokenizer = AutoTokenizer.from_pretrained(view, gguf_file=path.name, padding_side="left", **given)
         if cuts is not None:
@@ -140,11 +140,11 @@ def load_gguf_tokenizer(path: Path, header: GgufHeader, place: str) -> PreTraine
             pieces = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in cuts.splits]
             spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             backend.pre_tokenizer = pre_tokenizers.Sequence([*pieces, spelled])
-            backend.model.ignore_merges = cuts.takes_words
+            backend.model.ignore_merges = cuts.ignores_merges
     return tokenizer
 
 
-def _rule(path: Path, header: GgufHeader) -> Cuts | None:
+def _find_split_rule(path: Path, header: GgufHeader) -> SplitRule | None:
     """The rule that the file names; None where its vocabulary is of a kind that is not cut first, or it names none."""
     if header.metadata.get(MODEL) != BYTE_LEVEL:
         return None

@@ -12,7 +12,7 @@ FILE_SUFFIXES = (".gguf", ".safetensors", ".bin")
 PARTS = (*FILE_SUFFIXES, ".pt", ".pth", ".json", ".model", ".jinja")  # of files in a model's directory
 
 
-def localize(config: ModelConfig) -> Path | None:
+def find_local_path(config: ModelConfig) -> Path | None:
     """The directory or file that `model.path` names, or None where that is a URL, a hub id or not set. Raises
     CheckpointError for a file that is no model, and for what can only be a path and leads nowhere."""
     if config.path is None or is_url(config.path):

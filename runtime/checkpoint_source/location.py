@@ -41,20 +41,25 @@ from ..store.checkpoint import (
 from ..store.gguf import read_gguf
 from ..store.json_object import read_json_object
 from ..synthesize.checkpoints import random_checkpoint
-from ..synthesize.tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
+from ..synthesize.tokenizer import (
+    UnsupportedSentencePieceError,
+    find_sentencepiece,
+    load_local_tokenizer,
+    tokenizes_like_file,
+)
 from .config_rules import (
     CONFIG,
     MAX_SETTINGS_BYTES,
     TEMPLATES,
     TOKENIZER_CONFIG,
     code_keys,
-    require_sound,
+    remove_code_keys,
+    require_valid_config,
     vetted_directory,
-    without_code,
 )
-from .download import one_line
+from .download import as_checkpoint_error
 from .gguf_tokenizer import load_gguf_tokenizer
-from .localize import localize, missing_weights_error
+from .localize import find_local_path, missing_weights_error
 
 log = logging.getLogger(__name__)
 
@@ -78,29 +83,29 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
         if config.name == RANDOM:
             return random_checkpoint(cache_root(cache_dir) / "tiny")
         raise ConfigError(f"model={config.name} needs model.path: a local directory, a GGUF file or a hub id")
-    if (place := localize(config)) is not None:
+    if (place := find_local_path(config)) is not None:
         return place
     if is_url(config.path):
         # A copy of a GGUF file, or of a directory's settings, tokenizer and the weights that are read.
         url, key = config.path, "model.path"
-        head = _copied(url, key, [CONFIG, f"*{INDEX_SUFFIX}"], cache_dir, should_stop)
+        head = _copy_from_url(url, key, [CONFIG, f"*{INDEX_SUFFIX}"], cache_dir, should_stop)
         if head.is_file():
             return head
         names = ObjectStore(url, key, RetryPolicy(should_stop=should_stop)).listed(is_deep=False)
         entry = find_weights(head, names)
         if entry is None:
             raise unreadable(url, names, is_local=False)
-        return _copied(url, key, [*SETTINGS, *map(escape, shards_of(entry))], cache_dir, should_stop)
+        return _copy_from_url(url, key, [*SETTINGS, *map(escape, shards_of(entry))], cache_dir, should_stop)
     try:
-        return _fetched_model(config.path, config.revision)
+        return _download_model(config.path, config.revision)
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise missing_weights_error(config, f"the hub and its cache gave nothing for it: {reason}") from error
 
 
-def _fetched_model(model: str, revision: str | None) -> Path:
+def _download_model(model: str, revision: str | None) -> Path:
     """What the hub or its cache holds of a model: settings and tokenizer first, then the weights that are read."""
-    place = _fetched_settings(model, revision)
+    place = _download_settings(model, revision)
 
     def fetch(names: Sequence[str]) -> None:
         # config.json is there: the client warns where it finds none of the names
@@ -120,7 +125,7 @@ def _fetched_model(model: str, revision: str | None) -> Path:
     return place
 
 
-def _fetched_settings(model: str, revision: str | None) -> Path:
+def _download_settings(model: str, revision: str | None) -> Path:
     """The snapshot's directory, whose name is the commit: what is fetched later is of the same."""
     place = Path(snapshot_download(model, revision=revision, allow_patterns=SETTINGS, ignore_patterns=IN_FOLDERS))
     if (place / TOKENIZER_CONFIG).is_file():
@@ -129,7 +134,7 @@ def _fetched_settings(model: str, revision: str | None) -> Path:
     return place
 
 
-def _copied(
+def _copy_from_url(
     url: str, key: str, patterns: Sequence[str], cache_dir: str | None, should_stop: Callable[[], bool]
 ) -> Path:
     store = ObjectStore(url, key, RetryPolicy(should_stop=should_stop))
@@ -151,8 +156,8 @@ def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConf
         raise CheckpointError(f"{path}: no usable config.json: there is none") from None
     if named := code_keys(values):
         log.info("%s: %s not followed: only code that is installed runs", file, ", ".join(named))
-    values = without_code(values)
-    require_sound(values, file, num_tensors=num_tensors)
+    values = remove_code_keys(values)
+    require_valid_config(values, file, num_tensors=num_tensors)
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError(f"{file}: model_type must name a model type of transformers, got {model_type!a:.60}")
@@ -162,7 +167,7 @@ def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConf
         raise CheckpointError(f"{file}: transformers {__version__} has no model type {model_type!a:.60}{hint}")
     with TemporaryDirectory(prefix="weightstream-") as home:
         (Path(home) / CONFIG).write_text(json.dumps(values), encoding="utf-8")
-        with one_line(f"{path}: no usable config.json"):
+        with as_checkpoint_error(f"{path}: no usable config.json"):
             config = AutoConfig.from_pretrained(home)
     config.name_or_path = str(path)
     return config
@@ -176,7 +181,7 @@ def _read_gguf_config(path: Path) -> PreTrainedConfig:
             f"model.path={path} is a GGUF file, which transformers {__version__} reads in a way of its own: install "
             "transformers 5.18 or newer, or name a directory of safetensors"
         )
-    with one_line(f"{path}: transformers makes no config of its metadata"):
+    with as_checkpoint_error(f"{path}: transformers makes no config of its metadata"):
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     header = read_gguf(path)
     for key, attribute in GGUF_WIDTHS.items():
@@ -205,36 +210,36 @@ def load_tokenizer(
     place = f"model.tokenizer={wanted or path}: cannot be loaded"
     if wanted is None and gguf is not None:
         return load_gguf_tokenizer(path, gguf, place)
-    directory = path if wanted is None else _tokenizer_place(wanted, cache_dir)
-    if (model := lone_sentencepiece(directory)) is None:
-        return _of_directory(directory, place)
+    directory = path if wanted is None else _find_tokenizer_path(wanted, cache_dir)
+    if (model := find_sentencepiece(directory)) is None:
+        return _load_tokenizer_directory(directory, place)
     try:
-        return tokenizer_from(model, TOKENIZER_KEY)
-    except NotLlamasError:
+        return load_local_tokenizer(model, TOKENIZER_KEY)
+    except UnsupportedSentencePieceError:
         if directory.is_dir():  # nothing else says how texts are cut: transformers may take the wrong class for it
-            tokenizer = _of_directory(directory, place)
-            if spells_alike(tokenizer, model, TOKENIZER_KEY):
+            tokenizer = _load_tokenizer_directory(directory, place)
+            if tokenizes_like_file(tokenizer, model, TOKENIZER_KEY):
                 return tokenizer
         raise
 
 
-def _of_directory(directory: Path, failed: str) -> PreTrainedTokenizerBase:
-    with vetted_directory(directory) as view, one_line(failed):
+def _load_tokenizer_directory(directory: Path, failed: str) -> PreTrainedTokenizerBase:
+    with vetted_directory(directory) as view, as_checkpoint_error(failed):
         tokenizer = AutoTokenizer.from_pretrained(view, padding_side="left")
     tokenizer.name_or_path = str(directory)
     return tokenizer
 
 
-def _tokenizer_place(wanted: str, cache_dir: str | None) -> Path:
+def _find_tokenizer_path(wanted: str, cache_dir: str | None) -> Path:
     """A directory, or a SentencePiece model's file."""
     if is_url(wanted):
-        return _copied(wanted, TOKENIZER_KEY, SETTINGS, cache_dir, never)
+        return _copy_from_url(wanted, TOKENIZER_KEY, SETTINGS, cache_dir, never)
     path = Path(wanted).expanduser()
-    if path.is_dir() or (path.is_file() and lone_sentencepiece(path) is not None):
+    if path.is_dir() or (path.is_file() and find_sentencepiece(path) is not None):
         return path
     if path.is_file():
         raise ConfigError(
             f"model.tokenizer={wanted} is a file: give the directory it lies in, or a SentencePiece model (*.model)"
         )
-    with one_line(f"model.tokenizer={wanted}: neither a directory nor a hub id that can be fetched"):
-        return _fetched_settings(wanted, None)
+    with as_checkpoint_error(f"model.tokenizer={wanted}: neither a directory nor a hub id that can be fetched"):
+        return _download_settings(wanted, None)

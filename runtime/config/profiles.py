@@ -128,14 +128,14 @@ class MeasuredRates:
                 require(value > 0 or is_call, f"machine.rates.{name} must be above 0, got {value}")
                 require(value >= 0, f"machine.rates.{name} must be 0 or more, got {value}")
         rows = self.gemm_rows
-        _require_rising("machine.rates.gemm_rows", rows)
+        _require_ascending("machine.rates.gemm_rows", rows)
         for name, found in self.dtypes.items():
             require(
                 len(found.gemm_gflops) <= len(rows),
                 f"machine.rates.{name}.gemm_gflops has {len(found.gemm_gflops)} rates for {len(rows)} gemm_rows",
             )
 
-    def missing_products(self, dtype: str) -> str | None:
+    def missing_rates_warning(self, dtype: str) -> str | None:
         """A sentence where fewer products than `gemm_rows` have a rate, as an older `jobs.measure` could leave it."""
         found, rows = self.dtypes[dtype].gemm_gflops, self.gemm_rows
         if len(found) == len(rows):
@@ -178,7 +178,7 @@ class BackendTable:
     multipliers: dict[str, list[LinearBackend]]
 
     def __post_init__(self) -> None:
-        _require_rising("rows of products", self.rows)
+        _require_ascending("rows of products", self.rows)
         wrong = [kind for kind, found in self.multipliers.items() if len(found) != len(self.rows)]
         require(not wrong, f"{', '.join(wrong)}: not one multiplier for each of {len(self.rows)} rows of products")
 
@@ -231,12 +231,12 @@ class MeasureConfig:
         require(self.seconds > 0, f"measure.seconds must be above 0 s, got {self.seconds}")
         width = self.matrix_width
         require(width >= 256 and width % 256 == 0, f"measure.matrix_width must be a multiple of 256, got {width}")
-        _require_rising("measure.gemm_rows", self.gemm_rows)
+        _require_ascending("measure.gemm_rows", self.gemm_rows)
 
 
-def _require_rising(key: str, rows: list[int]) -> None:
+def _require_ascending(key: str, rows: list[int]) -> None:
     is_rising = bool(rows) and rows[0] >= 1 and rows == sorted(set(rows))
     require(is_rising, f"{key} must be whole numbers from 1 that rise, got {rows}")
 
 
-BY_RULE = BackendTable(rows=[1], multipliers={})  # knows no product: each goes by the rule
+DEFAULT_BACKENDS = BackendTable(rows=[1], multipliers={})  # knows no product: each goes by the rule

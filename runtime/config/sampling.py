@@ -10,7 +10,7 @@ MAX_BEAMS = 1_000
 # Of the whole completion, or of all behind its reasoning; one of them at most.
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")
 # What transformers' own processors of scores are told as it is: rarely set, and on a command line one setting.
-PASSED_ON = (
+PASSTHROUGH_KEYS = (
     "min_length",
     "top_h",
     "typical_p",
@@ -132,9 +132,9 @@ class SamplingConfig:
             f"sampling.n={self.n} needs sampling.temperature above 0: greedy gives the same text {self.n} times",
         )
 
-    def _require(self, key: str, what: str, is_good: Callable[[float], bool]) -> None:
+    def _require(self, key: str, what: str, is_valid: Callable[[float], bool]) -> None:
         value = getattr(self, key)
-        require(value is None or is_good(value), f"sampling.{key} must be {what}, got {value}")
+        require(value is None or is_valid(value), f"sampling.{key} must be {what}, got {value}")
 
     def _require_one_structure(self) -> None:
         given = [key for key in STRUCTURES if getattr(self, key) is not None]
@@ -180,7 +180,7 @@ class SamplingConfig:
         model's to say."""
         return not self.temperature and not (self.follow_model and self.temperature is None)
 
-    def overridden(self, by: SamplingOverrides) -> "SamplingConfig":
+    def with_overrides(self, by: SamplingOverrides) -> "SamplingConfig":
         """Raises ConfigError when what results cannot go together."""
         given = by.given
         require(
@@ -196,7 +196,7 @@ class SamplingConfig:
         return replace(self, **{**off, **given}) if given else self
 
 
-AS_THE_MODEL_SAYS = SamplingConfig(
+FOLLOW_MODEL = SamplingConfig(
     follow_model=True,
     min_new_tokens=None,
     temperature=None,

@@ -230,13 +230,13 @@ class ModelConfig:
         require_plain_url(self.tokenizer, "model.tokenizer")
 
     @property
-    def packing(self) -> str:
+    def pack_command(self) -> str:
         """How to have once what `quantize` makes at each start."""
         name = self.quantize.value if self.quantize is not None else "int8"
         return f"weightstream pack model.path={self.path or 'DIR'} out=OUT format={name}, then model.path=OUT"
 
     @staticmethod
-    def named(text: str) -> "ModelConfig":
+    def from_name(text: str) -> "ModelConfig":
         """The model that a directory, a GGUF file or a hub id names, or `tiny` or `random`, which need no files."""
         require(bool(text.strip()), "model is empty: name a directory, a GGUF file or a hub id")
         return ModelConfig(name=text) if text in BUILT_IN else ModelConfig(name=PurePath(text).name or text, path=text)
@@ -380,7 +380,7 @@ class RuntimeConfig:
     `kv`, `prefetch` and `policy`. A text for `model` is a directory, a GGUF file, a hub id, `tiny` or `random`.
     """
 
-    model: TextField[ModelConfig] = group_field(ModelConfig(), ModelConfig.named)
+    model: TextField[ModelConfig] = group_field(ModelConfig(), ModelConfig.from_name)
     offload: TextField[OffloadConfig] = group_field(OffloadConfig(), lambda text: OffloadConfig(tier=text))
     kv: TextField[KVConfig] = group_field(KVConfig(), lambda text: KVConfig(tier=text))
     prefetch: TextField[PrefetchConfig] = group_field(PrefetchConfig(), lambda text: PrefetchConfig(kind=text))

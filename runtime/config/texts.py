@@ -43,12 +43,12 @@ def enum_field(default: Enum) -> Any:
     """A field that holds a member of the default's enum. The result is Any, as of the next two functions, because the
     field says its type itself, and a checker takes what stands behind it for the default."""
     kind = type(default)
-    return TextField(default, (kind,), lambda key, text: member_of(kind, key, text))
+    return TextField(default, (kind,), lambda key, text: parse_enum(kind, key, text))
 
 
 def optional_enum_field(kind: type[E]) -> Any:
     """A field that holds a member of `kind`, or None, its default."""
-    return TextField[E | None](None, (kind, type(None)), lambda key, text: member_of(kind, key, text))
+    return TextField[E | None](None, (kind, type(None)), lambda key, text: parse_enum(kind, key, text))
 
 
 def group_field(default: T, read: Callable[[str], T]) -> Any:
@@ -56,7 +56,7 @@ def group_field(default: T, read: Callable[[str], T]) -> Any:
     return TextField(default, (type(default),), lambda _, text: read(text))
 
 
-def member_of(kind: type[E], key: str, text: str) -> E:
+def parse_enum(kind: type[E], key: str, text: str) -> E:
     """The member of that name. Raises ConfigError naming the key, all members and the nearest one."""
     if text not in kind.__members__:
         names, near = ", ".join(kind.__members__), did_you_mean(text, kind.__members__)
@@ -64,7 +64,7 @@ def member_of(kind: type[E], key: str, text: str) -> E:
     return kind[text]
 
 
-def closest(word: str, known: Collection[str]) -> str | None:
+def closest_match(word: str, known: Collection[str]) -> str | None:
     """The one of `known` that `word` is nearly, if there is one, in capitals or not."""
     by_folded = {each.casefold(): each for each in reversed([*known])}
     near = get_close_matches(word.casefold(), by_folded, n=1)
@@ -73,7 +73,7 @@ def closest(word: str, known: Collection[str]) -> str | None:
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
     """What an error says behind a wrong word; empty where nothing is near."""
-    near = closest(word, known)
+    near = closest_match(word, known)
     return f": did you mean {near}?" if near is not None else ""
 
 

@@ -248,7 +248,10 @@ class PipelineRun(SharedRun):
         """The model with this rank's stages alone. Mutates its modules. Raises ConfigError where ranks have other
         weights, or the model cannot be divided among them."""
         model, ranks, way = super().joined(model, offload, device), self.ranks, self.way.value
-        require(not model.padding.apart, NOT_YET.format(way, f"rows apart ({model.padding.apart})", "take devices=one"))
+        require(
+            not model.padding.separate_rows,
+            NOT_YET.format(way, f"rows apart ({model.padding.separate_rows})", "take devices=one"),
+        )
         own = budgets_of(offload, device)
         own = replace(own, host_bytes=own.host_bytes // ranks.num_here)
         met = ranks.exchange({"budgets": vars(own), "weights": model.fingerprint})

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedConfig
 
-from ..checkpoint_source.download import one_line, reason_of
+from ..checkpoint_source.download import as_checkpoint_error, short_reason
 from ..checkpoint_source.location import read_config
 from ..config.settings import (
     DType,
@@ -314,7 +314,7 @@ class _Check:
             raise _Inconclusive(f"its context of {self.model.shape.context_tokens} tokens is too short to see anything")
         opened = self._load_truncated(truncated)
         try:
-            with one_line(f"the class's own generate does not run its first {truncated.num_layers} layers"):
+            with as_checkpoint_error(f"the class's own generate does not run its first {truncated.num_layers} layers"):
                 logits, logprobs = run_generate(opened, truncated, forcing, self.scores)
         except CheckpointError as error:
             raise _Inconclusive(str(error)) from error
@@ -377,7 +377,7 @@ class _Check:
         except Exception as error:  # whatever a class raises at what lanes hand it, since by itself it runs
             raise ConfigError(
                 f"model.self_check: {type(self.model.staged.model).__name__} runs by itself and not in "
-                f"{self._lane_kind} lanes: {reason_of(error)}; {self._remedies()}"
+                f"{self._lane_kind} lanes: {short_reason(error)}; {self._remedies()}"
             ) from error
 
     def _load_truncated(self, truncated: TruncatedModel) -> LoadedModel:

@@ -14,7 +14,7 @@ import torch
 
 from ..checkpoint_source.generation_config import resolve_generation_defaults
 from ..closing import Closing
-from ..config.profiles import BY_RULE
+from ..config.profiles import DEFAULT_BACKENDS
 from ..config.settings import (
     Attention,
     PolicyKind,
@@ -37,7 +37,7 @@ from ..measure.contests import known_backends
 from ..measure.machine_cache import Host, find_products
 from ..model.head import slice_head
 from ..model.loading import LoadedModel, load_model
-from ..out_of_memory import first_line, is_out_of_memory, memory_shortage, out_of_memory
+from ..out_of_memory import first_line, is_out_of_memory, plan_memory_error, run_memory_error
 from ..plan.cost.rates import MachineRates
 from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
@@ -61,12 +61,12 @@ from ..stream.filling import Together
 from ..stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
 from ..trace import Trace
 from ..units import MIB, format_bytes
-from .encoding import CLASSIFYING, Classified, Embedded, Filled, embedding, filling_masks
-from .generation import CompletionStream, GenerationTask, Result, samples
-from .keywords import Settings, changed
+from .encoding import CLASSIFICATION_TASK, Classified, Embedded, Filled, embedding_task, mask_filling_task
+from .generation import CompletionStream, GenerationTask, Result, repeat_samples
+from .keywords import Settings, apply_settings
 from .prompt import PromptLike
 from .scoring import Scored, ScoredDocument, ScoringTask, TargetsLike, score_documents
-from .task import ResultStream, RuntimeTask, require_many
+from .task import ResultStream, RuntimeTask, require_iterable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -104,7 +104,7 @@ class Runtime(Closing):
         encodes: bool = False,
         **settings: Unpack[Settings],
     ):
-        self.config = changed(config, settings)
+        self.config = apply_settings(config, settings)
         self.config = replace(self.config, sampling=resolve_schema(self.config.sampling))
         self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
         self._shared = None if ranks is None else SharedRun.from_ranks(ranks)
@@ -174,7 +174,7 @@ class Runtime(Closing):
     def close(self) -> None:
         """Ends a stream that goes on, and frees weights, threads and files. No call is possible afterwards; closing
         again does nothing."""
-        self._end_latest("the end of its runtime")
+        self._end_latest_stream("the end of its runtime")
         self._is_closed = True
         if self._kernels is not None:
             self._kernels.close()
@@ -192,7 +192,7 @@ class Runtime(Closing):
         if self._is_closed:
             raise ClosedError("this runtime is closed: make another, or call it inside its `with` block")
 
-    def _end_latest(self, by: str) -> None:
+    def _end_latest_stream(self, by: str) -> None:
         stream = self._latest() if self._latest is not None else None
         if stream is not None:
             stream.end(by)
@@ -208,7 +208,7 @@ class Runtime(Closing):
 
     def samples(self, made: Request | Rejected, count: int | None = None) -> list[Request | Rejected]:
         """`count` times the same, each with its `sample_index`; None is `sampling.n` times."""
-        return samples(made, self.config.sampling.n if count is None else count)
+        return repeat_samples(made, self.config.sampling.n if count is None else count)
 
     def tokenize(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
         """Token ids of each text; many at once take half the time. `is_rendered`: they came out of a chat template,
@@ -252,7 +252,7 @@ class Runtime(Closing):
             if self._kept is not None:
                 self._kept.forget_rates()
 
-    def _begins_without_kernels(self, requests: Sequence[Request]) -> bool:
+    def _starts_without_kernels(self, requests: Sequence[Request]) -> bool:
         """Whether the session of these requests computes in plain operators, which is then planned for."""
         if self._kernels is None or self._kernels.are_ready:
             return False
@@ -269,7 +269,7 @@ class Runtime(Closing):
         if self._shape_with_kernels is None:
             self.wait_for_kernels()
         plan = self.planner.plan(self.sizes(requests), **options)
-        if plan.backends is not None and plan.backends != (self.model.backends or BY_RULE):
+        if plan.backends is not None and plan.backends != (self.model.backends or DEFAULT_BACKENDS):
             self.model = replace(self.model, backends=plan.backends)
             self._may_compare = False
         return plan
@@ -361,7 +361,7 @@ class Runtime(Closing):
         that is done sooner. Raises BudgetError where memory does not suffice for the last plan either, and
         MemoryShortage where it runs out later on. Of ranks this is what rank 0 calls; the others `follow`.
         """
-        self._prepare_for(requests)
+        self._prepare_model(requests)
         blocks = options.get("blocks")
         if self._shared is not None:
             told = self._shared.plan(self.planner, requests, blocks, options.get("chunk_tokens"))
@@ -375,7 +375,7 @@ class Runtime(Closing):
                 yield plan, session
                 session.announce_close()
             return
-        if not self._begins_without_kernels(requests):
+        if not self._starts_without_kernels(requests):
             self.wait_for_kernels()
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
@@ -406,7 +406,7 @@ class Runtime(Closing):
                     if not is_out_of_memory(error):
                         raise
                     if num_halvings or not may_back_off:
-                        raise out_of_memory(plan.placement.ledgers, error) from error
+                        raise plan_memory_error(plan.placement.ledgers, error) from error
                     reason = first_line(error)  # a record of the log would keep the error, and all that its frames hold
                     log.warning("policy=%s: %s; once more with blocks of half as many sequences", kind.value, reason)
                     session = None  # so that its memory is free as the stack closes
@@ -416,11 +416,11 @@ class Runtime(Closing):
                     yield plan, session
                 except (MemoryError, OSError, RuntimeError) as error:
                     if is_out_of_memory(error):
-                        raise memory_shortage(plan.placement.ledgers, error) from error
+                        raise run_memory_error(plan.placement.ledgers, error) from error
                     raise
                 return
 
-    def _prepare_for(self, requests: Sequence[Request]) -> None:
+    def _prepare_model(self, requests: Sequence[Request]) -> None:
         """Mutates the model, where they ask for more than the next token. Raises ConfigError where it, or ranks, cannot
         do so."""
         if self._shared is not None:
@@ -438,7 +438,7 @@ class Runtime(Closing):
         ConfigError."""
         shared = self._shared
         assert shared is not None, "there is nobody to follow"
-        self._prepare_for(requests)
+        self._prepare_model(requests)
         while (message := shared.ranks.receive())[KIND] == SESSION:
             plan = shared.plan_from_broadcast(message["plan"], self.planner, requests)
             with self.session(plan, shared.join(message)) as session:
@@ -460,7 +460,7 @@ class Runtime(Closing):
 
     def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
         """`sampling.n` results per prompt, in order of prompts and then of samples. `prompts` as for `stream`."""
-        return self._all(GenerationTask(sampling=self.config.sampling), prompts)
+        return self._collect(GenerationTask(sampling=self.config.sampling), prompts)
 
     def stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> CompletionStream:
         """Completions as they finish, `sampling.n` for each prompt; what cannot be generated from comes first, with its
@@ -494,12 +494,12 @@ class Runtime(Closing):
         from .tables import TableColumns  # pyarrow, which nothing else of the library needs
 
         columns = TableColumns(prompt=prompt, id=id, overrides=overrides or {}, prefix=prefix)
-        return columns.generated(table, self.config.sampling, self.generate)
+        return columns.generate_results(table, self.config.sampling, self.generate)
 
     def score(self, pairs: Iterable[TargetsLike]) -> list[Scored]:
         """The log-probability of each target behind its prompt, in order of pairs and then of targets. `pairs` as for
         `score_stream`."""
-        return self._all(ScoringTask(), pairs)
+        return self._collect(ScoringTask(), pairs)
 
     def score_stream(self, pairs: Iterable[TargetsLike], *, window: int | None = None) -> ResultStream[Scored]:
         """Scores of targets as their prompts are done; what cannot be scored comes first, with its `error`. A pair is
@@ -515,14 +515,14 @@ class Runtime(Closing):
     ) -> list[ScoredDocument]:
         """The rolling log-likelihood of each document, a text or token ids, in windows of `max_tokens`; None: of the
         model's context. Raises what `score` raises."""
-        require_many(documents, None)
+        require_iterable(documents, None)
         return score_documents(self.model, documents, max_tokens, self.score)
 
     def embed(
         self, prompts: Iterable[PromptLike], *, pooling: str | Pooling | None = None, normalize: bool = False
     ) -> list[Embedded]:
         """A vector for each prompt, in their order; `embed_stream` says of what."""
-        return self._all(embedding(pooling, normalize=normalize), prompts)
+        return self._collect(embedding_task(pooling, normalize=normalize), prompts)
 
     def embed_stream(
         self,
@@ -538,36 +538,36 @@ class Runtime(Closing):
 
         `prompts`, `window` and what is raised as for `stream`; texts get the tokenizer's special tokens.
         """
-        return self._stream(embedding(pooling, normalize=normalize), prompts, window)
+        return self._stream(embedding_task(pooling, normalize=normalize), prompts, window)
 
     def classify(self, prompts: Iterable[PromptLike]) -> list[Classified]:
         """What a `*ForSequenceClassification` checkpoint says of each prompt, in their order."""
-        return self._all(CLASSIFYING, prompts)
+        return self._collect(CLASSIFICATION_TASK, prompts)
 
     def classify_stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> ResultStream[Classified]:
         """Classes, or rewards, as their prompts are done; otherwise as `embed_stream`."""
-        return self._stream(CLASSIFYING, prompts, window)
+        return self._stream(CLASSIFICATION_TASK, prompts, window)
 
     def fill_masks(self, prompts: Iterable[PromptLike], *, num_top: int = 5) -> list[Filled]:
         """What fits the masks of each prompt, in their order, of a `*ForMaskedLM` checkpoint."""
-        return self._all(filling_masks(self.model, num_top), prompts)
+        return self._collect(mask_filling_task(self.model, num_top), prompts)
 
     def fill_masks_stream(
         self, prompts: Iterable[PromptLike], *, num_top: int = 5, window: int | None = None
     ) -> ResultStream[Filled]:
         """The `num_top` likeliest tokens in place of each mask, as their prompts are done; otherwise as
         `embed_stream`."""
-        return self._stream(filling_masks(self.model, num_top), prompts, window)
+        return self._stream(mask_filling_task(self.model, num_top), prompts, window)
 
-    def _all(self, task: RuntimeTask[L, V, T], values: Iterable[L]) -> list[T]:
+    def _collect(self, task: RuntimeTask[L, V, T], values: Iterable[L]) -> list[T]:
         with self._stream(task, values, None) as stream:
-            return sorted(stream, key=attrgetter(*task.places))
+            return sorted(stream, key=attrgetter(*task.sort_keys))
 
     def _stream(self, task: RuntimeTask[L, V, T], values: Iterable[L], window: int | None) -> ResultStream[T]:
         self._require_open()
-        require_many(values, window)
-        task.require(self.model)
-        self._end_latest("a later call")
+        require_iterable(values, window)
+        task.require_supported(self.model)
+        self._end_latest_stream("a later call")
         stream = ResultStream(self._results(task, values, window))
         self._latest = weakref.ref(stream)
         return stream

@@ -15,12 +15,12 @@ from ..model.loading import LoadedModel
 from ..requests.encoding import EncodingSpec, make_encoding, require_readable
 from ..requests.prompts import Rejected
 from ..sequences.sequence import Completion, Request, Vector
-from .prompt import Prompt, PromptLike, tokenized
+from .prompt import Prompt, PromptLike, tokenize_prompts
 from .task import Complete, RuntimeTask
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Read:
+class _EncodingResult:
     """Something read off the prompt at `prompt_index` of the input. Where `error` is set nothing was."""
 
     prompt_index: int
@@ -34,14 +34,14 @@ class _Read:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Embedded(_Read):
+class Embedded(_EncodingResult):
     """A prompt's vector, float32; of no numbers where `error` is set."""
 
     vector: Vector
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classified(_Read):
+class Classified(_EncodingResult):
     """What a classifier says of a prompt: `logits` as they leave its head, one for each of `labels`, and
     `probabilities`: by softmax, or by sigmoid where labels do not exclude one another. With a single label the logit is
     a `reward`, as its loss was: regression has no probability, and its sigmoid is what rankers report."""
@@ -61,7 +61,7 @@ class Classified(_Read):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filled(_Read):
+class Filled(_EncodingResult):
     """The likeliest tokens in place of each mask, likeliest first, and their log-probabilities. `text`: the prompt with
     the likeliest in each place, special tokens left out."""
 
@@ -83,14 +83,14 @@ class EncodingTask(RuntimeTask[PromptLike, Prompt, E]):
     wanted: EncodingSpec
     kind: type[E]
 
-    def require(self, model: LoadedModel) -> None:
+    def require_supported(self, model: LoadedModel) -> None:
         require_readable(model, self.wanted)
 
-    def read(self, value: PromptLike, index: int) -> Prompt:
+    def parse(self, value: PromptLike, index: int) -> Prompt:
         return Prompt.from_value(value, index)
 
     def results(self, model: LoadedModel, inputs: Sequence[tuple[int, Prompt]], complete: Complete) -> Generator[E]:
-        every = tokenized(model, [prompt for _, prompt in inputs], model.shape.context_tokens)
+        every = tokenize_prompts(model, [prompt for _, prompt in inputs], model.shape.context_tokens)
         requests, places, rejected = list[Request](), list[int](), list[Rejected]()
         for (index, prompt), ids in zip(inputs, every, strict=True):
             id = prompt.id or str(index)
@@ -101,14 +101,14 @@ class EncodingTask(RuntimeTask[PromptLike, Prompt, E]):
             else:
                 requests.append(made)
                 places.append(index)
-        found = (refused(why, self.wanted.readout) for why in rejected)
-        done = (encoded(model, self.wanted, places[place], completion) for place, completion in complete(requests))
+        found = (error_result(why, self.wanted.readout) for why in rejected)
+        done = (make_result(model, self.wanted, places[place], completion) for place, completion in complete(requests))
         for each in chain(found, done):
             assert isinstance(each, self.kind)
             yield each
 
 
-def embedding(pooling: str | Pooling | None, *, normalize: bool) -> EncodingTask[Embedded]:
+def embedding_task(pooling: str | Pooling | None, *, normalize: bool) -> EncodingTask[Embedded]:
     """A vector of each prompt. Raises ConfigError."""
     names = [way.value for way in Pooling]
     require(isinstance(pooling, Pooling | None) or pooling in names, f"pooling is one of {names}, got {pooling!r}")
@@ -116,30 +116,32 @@ def embedding(pooling: str | Pooling | None, *, normalize: bool) -> EncodingTask
     return EncodingTask(wanted=wanted, kind=Embedded)
 
 
-def filling_masks(model: LoadedModel, num_top: int) -> EncodingTask[Filled]:
+def mask_filling_task(model: LoadedModel, num_top: int) -> EncodingTask[Filled]:
     """The likeliest tokens in place of each mask. Raises ConfigError."""
     most = model.shape.vocab_size
     require(1 <= num_top <= most, f"num_top must be 1 to {most:,} tokens, got {num_top}")
     return EncodingTask(wanted=EncodingSpec(readout=Readout.masks, num_top=num_top), kind=Filled)
 
 
-CLASSIFYING = EncodingTask(wanted=EncodingSpec(readout=Readout.classes), kind=Classified)
+CLASSIFICATION_TASK = EncodingTask(wanted=EncodingSpec(readout=Readout.classes), kind=Classified)
 
 
-def refused(why: Rejected, readout: Readout) -> Encoded:
+def error_result(why: Rejected, readout: Readout) -> Encoded:
     """What stands for a prompt of which nothing was asked, or nothing came."""
-    found = _Read(prompt_index=why.prompt_index, id=why.id, error=why.error, num_prompt_tokens=why.num_prompt_tokens)
+    found = _EncodingResult(
+        prompt_index=why.prompt_index, id=why.id, error=why.error, num_prompt_tokens=why.num_prompt_tokens
+    )
     if readout is Readout.embedding:
         return Embedded(**vars(found), vector=np.zeros(0, np.float32))
     return (Classified if readout is Readout.classes else Filled)(**vars(found))
 
 
-def encoded(model: LoadedModel, wanted: EncodingSpec, index: int, completion: Completion) -> Encoded:
+def make_result(model: LoadedModel, wanted: EncodingSpec, index: int, completion: Completion) -> Encoded:
     """What a request has come to, of the prompt at `index` of the input."""
     if completion.error is not None:
         why = Rejected(id=completion.id, error=completion.error, num_prompt_tokens=completion.num_prompt_tokens)
-        return refused(replace(why, prompt_index=index), wanted.readout)
-    found = _Read(prompt_index=index, id=completion.id, num_prompt_tokens=completion.num_prompt_tokens)
+        return error_result(replace(why, prompt_index=index), wanted.readout)
+    found = _EncodingResult(prompt_index=index, id=completion.id, num_prompt_tokens=completion.num_prompt_tokens)
     if wanted.readout is Readout.masks:
         return Filled(
             **vars(found),
@@ -150,11 +152,11 @@ def encoded(model: LoadedModel, wanted: EncodingSpec, index: int, completion: Co
     assert completion.vector is not None, "its prompt was read"
     if wanted.readout is Readout.embedding:
         return Embedded(**vars(found), vector=completion.vector)
-    logits, names = tuple(completion.vector.tolist()), labels(model)
+    logits, names = tuple(completion.vector.tolist()), label_names(model)
     return Classified(**vars(found), logits=logits, probabilities=probabilities(model, completion.vector), labels=names)
 
 
-def labels(model: LoadedModel) -> tuple[str, ...]:
+def label_names(model: LoadedModel) -> tuple[str, ...]:
     """The names of a classifier's classes, in the order of its logits."""
     config = model.staged.model.config
     names: Mapping[int, str] = config.id2label or {}  # pyright: ignore[reportAssignmentType] - of numbers since 5.0

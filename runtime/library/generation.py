@@ -11,7 +11,7 @@ from ..requests.encoding import require_text
 from ..requests.joining import add_hidden_beams, join_requests
 from ..requests.prompts import Rejected, make_request
 from ..sequences.sequence import Completion, Request
-from .prompt import Prompt, PromptLike, tokenized
+from .prompt import Prompt, PromptLike, tokenize_prompts
 from .task import Complete, ResultStream, RuntimeTask
 
 Result: TypeAlias = Completion | Rejected
@@ -22,22 +22,22 @@ CompletionStream: TypeAlias = ResultStream[Result]
 class GenerationTask(RuntimeTask[PromptLike, Prompt, Result]):
     """`sampling.n` completions of each prompt. `seen`: the ids of prompts, those of earlier windows among them."""
 
-    places: ClassVar[tuple[str, ...]] = ("prompt_index", "sample_index")
+    sort_keys: ClassVar[tuple[str, ...]] = ("prompt_index", "sample_index")
     sampling: SamplingConfig
-    seen: dict[str, int] = field(default_factory=dict)
+    seen_ids: dict[str, int] = field(default_factory=dict)
 
-    def require(self, model: LoadedModel) -> None:
+    def require_supported(self, model: LoadedModel) -> None:
         require_text(model)
 
-    def read(self, value: PromptLike, index: int) -> Prompt:
+    def parse(self, value: PromptLike, index: int) -> Prompt:
         return Prompt.from_value(value, index)
 
     def results(
         self, model: LoadedModel, inputs: Sequence[tuple[int, Prompt]], complete: Complete
     ) -> Generator[Result]:
-        require_unique_ids(inputs, self.seen)
+        require_unique_ids(inputs, self.seen_ids)
         asked = zip(inputs, make_requests(model, self.sampling, inputs), strict=True)
-        made = [(index, item) for (index, _), request in asked for item in samples(request, self.sampling.n)]
+        made = [(index, item) for (index, _), request in asked for item in repeat_samples(request, self.sampling.n)]
         for index, item in made:
             if isinstance(item, Rejected):
                 yield replace(item, prompt_index=index)
@@ -48,15 +48,15 @@ class GenerationTask(RuntimeTask[PromptLike, Prompt, Result]):
                 yield replace(completion, prompt_index=places[member])
 
 
-def samples(made: Request | Rejected, count: int) -> list[Request | Rejected]:
+def repeat_samples(made: Request | Rejected, count: int) -> list[Request | Rejected]:
     """`count` times the same, each with its `sample_index`."""
     return [made, *(replace(made, sample_index=index) for index in range(1, count))]
 
 
-def require_unique_ids(prompts: Sequence[tuple[int, Prompt]], seen: dict[str, int]) -> None:
+def require_unique_ids(prompts: Sequence[tuple[int, Prompt]], seen_ids: dict[str, int]) -> None:
     """Adds the prompts' ids to `seen`, by which those of earlier windows are known. Raises ConfigError."""
     for index, prompt in prompts:
-        first = seen.setdefault(prompt.id or str(index), index)
+        first = seen_ids.setdefault(prompt.id or str(index), index)
         require(
             first == index, f"prompts {first} and {index} have the same id {prompt.id or str(index)!r}: ids are unique"
         )
@@ -69,7 +69,7 @@ def make_requests(
     strings are asked for and the model has no template or tokenizer."""
     limits = {sampling.max_new_tokens, *(prompt.max_new_tokens for _, prompt in prompts)}
     most_tokens = None if 0 in limits else model.shape.context_tokens
-    every = tokenized(model, [prompt for _, prompt in prompts], most_tokens, keeps_empty=True)
+    every = tokenize_prompts(model, [prompt for _, prompt in prompts], most_tokens, keeps_empty=True)
     found: list[Request | Rejected] = []
     for (index, prompt), given in zip(prompts, every, strict=True):
         id = prompt.id or str(index)

@@ -32,7 +32,7 @@ from ..config.settings import (
 from ..config.texts import did_you_mean
 from ..errors import require
 
-OWNERS = {"dtype": "model"}  # of keys that several groups have
+AMBIGUOUS_KEYS = {"dtype": "model"}  # of keys that several groups have
 
 
 class Settings(TypedDict, total=False):
@@ -122,13 +122,13 @@ class Settings(TypedDict, total=False):
     rates: MeasuredRates | None
 
 
-def changed(config: RuntimeConfig | None, settings: Mapping[str, object]) -> RuntimeConfig:
+def apply_settings(config: RuntimeConfig | None, settings: Mapping[str, object]) -> RuntimeConfig:
     """The config, None for the default one, with these settings. Raises ConfigError."""
     is_config = config is None or isinstance(config, RuntimeConfig)
     require(is_config, f"config must be a RuntimeConfig, got {config!r}: a model is given as model={config!r}")
     found = config or RuntimeConfig()
     groups = {field.name for field in fields(RuntimeConfig)}
-    places = key_places()
+    places = setting_groups()
     for name in settings:
         near = did_you_mean(name, [*groups, *places])
         known = near or ": groups, and last parts of their keys, are settings"
@@ -141,10 +141,10 @@ def changed(config: RuntimeConfig | None, settings: Mapping[str, object]) -> Run
     return found
 
 
-def key_places() -> dict[str, str]:
+def setting_groups() -> dict[str, str]:
     """The group of each key that is known by its last part."""
     default = RuntimeConfig()
     keys = {group.name: [key.name for key in fields(getattr(default, group.name))] for group in fields(RuntimeConfig)}
     num_groups = Counter(name for names in keys.values() for name in names)
     found = {name: group for group, names in keys.items() for name in names if num_groups[name] == 1}
-    return {name: group for name, group in (found | OWNERS).items() if name != "device"}
+    return {name: group for name, group in (found | AMBIGUOUS_KEYS).items() if name != "device"}

@@ -63,7 +63,7 @@ class Prompt:
             temperature=self.temperature,
             stop=None if stop is None else list(stop),
             seed=self.seed,
-            json_schema=None if self.json_schema is None else as_json(self.json_schema),
+            json_schema=None if self.json_schema is None else schema_json(self.json_schema),
             regex=self.regex,
             choice=None if self.choice is None else list(self.choice),
             grammar=self.grammar,
@@ -92,12 +92,12 @@ class Prompt:
 PromptLike: TypeAlias = str | Sequence[int] | Messages | Prompt
 
 
-def as_json(schema: str | Mapping[str, object]) -> str:
+def schema_json(schema: str | Mapping[str, object]) -> str:
     """JSON of an object; a text is taken for JSON."""
     return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
-def texts_of(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | Sequence[int] | TemplateRefusal]:
+def render_prompts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | Sequence[int] | TemplateRefusal]:
     """Texts, chats as the template spells them; token ids as they are."""
     with ExitStack() as stack:
         renderer = None
@@ -118,12 +118,12 @@ def texts_of(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | Sequen
     return texts
 
 
-def tokenized(
+def tokenize_prompts(
     model: LoadedModel, prompts: Sequence[Prompt], most_tokens: int | None, *, keeps_empty: bool = False
 ) -> list[Sequence[int] | str]:
     """The ids of each prompt, or why it has none; see `tokenize_each`. `keeps_empty`: empty texts stay such. Raises
     ConfigError where there are chats and no template, CheckpointError where there are texts and no tokenizer."""
-    texts = texts_of(model, prompts)
+    texts = render_prompts(model, prompts)
     found: list[Sequence[int] | str] = [text.as_error if isinstance(text, TemplateRefusal) else text for text in texts]
     for is_chat in (False, True):
         given = {

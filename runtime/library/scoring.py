@@ -13,7 +13,7 @@ from ..requests.joining import JoinedRequest, join_requests, member_scores
 from ..requests.prompts import Rejected
 from ..requests.scoring import TextPair, TextSize, document_windows, encode_pairs, make_scoring
 from ..sequences.sequence import Completion, Request
-from .prompt import Prompt, PromptLike, texts_of
+from .prompt import Prompt, PromptLike, render_prompts
 from .task import Complete, RuntimeTask
 
 Target: TypeAlias = str | Sequence[int]
@@ -120,7 +120,7 @@ class ScoringBatch:
     are targets that cannot be scored."""
 
     members: Sequence[Request]
-    found: Sequence[Scored]
+    unscored: Sequence[Scored]
     joined: Sequence[JoinedRequest]
     rejected: Sequence[Scored]
 
@@ -128,15 +128,15 @@ class ScoringBatch:
     def requests(self) -> list[Request]:
         return [each.request for each in self.joined]
 
-    def scored(self, place: int, completion: Completion) -> Iterator[Scored]:
+    def make_scores(self, place: int, completion: Completion) -> Iterator[Scored]:
         """What the request at `place` has come to, for each of its targets."""
         for i in self.joined[place].members:
             if completion.error is not None:
-                yield replace(self.found[i], error=completion.error)
+                yield replace(self.unscored[i], error=completion.error)
                 continue
-            scores, ids = member_scores(self.members[i], completion), self.found[i].token_ids
+            scores, ids = member_scores(self.members[i], completion), self.unscored[i].token_ids
             yield replace(
-                self.found[i],
+                self.unscored[i],
                 token_logprobs=tuple(score.own for score in scores),
                 is_greedy=all(score.greedy_id == token for score, token in zip(scores, ids, strict=True)),
                 top_token_ids=tuple(score.top_ids for score in scores if score.top_ids),
@@ -148,7 +148,7 @@ def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]])
     """What the targets ask of the model. Raises ConfigError where texts are given and there is no tokenizer, or chats
     and no template."""
     prompts = [Prompt.from_value(pair.prompt, index) for index, pair in pairs]
-    texts = texts_of(model, prompts)
+    texts = render_prompts(model, prompts)
     encoded = encode_pairs(
         model,
         [
@@ -171,18 +171,18 @@ def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]])
             else:
                 members.append(made)
                 found.append(replace(scored, token_ids=tuple(target_ids)))
-    return ScoringBatch(members=members, found=found, joined=join_requests(members), rejected=rejected)
+    return ScoringBatch(members=members, unscored=unscored, joined=join_requests(members), rejected=rejected)
 
 
 class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):
     """A score of each target of each pair."""
 
-    places: ClassVar[tuple[str, ...]] = ("prompt_index", "target_index")
+    sort_keys: ClassVar[tuple[str, ...]] = ("prompt_index", "target_index")
 
-    def require(self, model: LoadedModel) -> None:
+    def require_supported(self, model: LoadedModel) -> None:
         require_text(model)
 
-    def read(self, value: TargetsLike, index: int) -> Targets:
+    def parse(self, value: TargetsLike, index: int) -> Targets:
         return Targets.from_value(value, index)
 
     def results(
@@ -191,7 +191,7 @@ class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):
         batch = make_scoring_batch(model, inputs)
         yield from batch.rejected
         for place, completion in complete(batch.requests):
-            yield from batch.scored(place, completion)
+            yield from batch.make_scores(place, completion)
 
 
 def score_documents(

@@ -15,7 +15,7 @@ from .columns import result_schema, result_values
 from .generation import Result
 from .prompt import Prompt
 
-Asked: TypeAlias = Prompt | Rejected
+PromptOrRejected: TypeAlias = Prompt | Rejected
 MAX_LISTED = 8  # columns, in a message
 
 
@@ -65,15 +65,15 @@ class TableColumns:
             require(key in OVERRIDES, f"overrides has {key!r}, which is none of {', '.join(OVERRIDES)}{near}")
 
     @property
-    def read(self) -> list[str]:
+    def input_columns(self) -> list[str]:
         """The columns that are read, each once."""
         return list(dict.fromkeys([self.prompt, *([self.id] if self.id is not None else []), *self.overrides.values()]))
 
-    def schema(self, given: pa.Schema, sampling: SamplingConfig) -> pa.Schema:
+    def output_schema(self, given: pa.Schema, sampling: SamplingConfig) -> pa.Schema:
         """The columns of a table with results: the given ones, then those of results. Raises ConfigError where a
         column that is read is missing or of another type, where a name is taken, and where a row has several
         results."""
-        for name in self.read:
+        for name in self.input_columns:
             num = given.names.count(name)
             listed = ", ".join(map(repr, given.names[:MAX_LISTED])) or "none"
             near = did_you_mean(name, given.names)
@@ -101,26 +101,26 @@ class TableColumns:
         )
         return pa.schema([*given, *added], metadata=given.metadata)
 
-    def prompts(self, table: pa.Table) -> list[Asked]:
+    def read_prompts(self, table: pa.Table) -> list[PromptOrRejected]:
         """What each row asks, or why it cannot. Its id is its place where it has none of its own."""
-        found = list[Asked]()
-        for place, row in enumerate(table.select(self.read).to_pylist()):
+        found = list[PromptOrRejected]()
+        for place, row in enumerate(table.select(self.input_columns).to_pylist()):
             id = str(place) if self.id is None else str(row[self.id])
             try:
                 if self.id is not None and row[self.id] is None:
                     raise ConfigError(f"its {self.id!r}, which ids come from, is null")
                 own = {key: row[column] for key, column in self.overrides.items() if row[column] is not None}
-                found.append(Prompt(id=id, **_content(row[self.prompt]), **own))
+                found.append(Prompt(id=id, **_prompt_fields(row[self.prompt]), **own))
             except ConfigError as error:
                 found.append(Rejected(id=f"row {place}", error=str(error)))
         return found
 
-    def generated(
+    def generate_results(
         self, table: pa.Table, sampling: SamplingConfig, generate: Callable[[Sequence[Prompt]], Sequence[Result]]
     ) -> pa.Table:
         """`table` with what `generate` makes of its rows' prompts. Raises ConfigError as `schema`."""
-        self.schema(table.schema, sampling)
-        found: list[Prompt | Result] = [*self.prompts(table)]
+        self.output_schema(table.schema, sampling)
+        found: list[Prompt | Result] = [*self.read_prompts(table)]
         places = [place for place, each in enumerate(found) if isinstance(each, Prompt)]
         for result in generate([each for each in found if isinstance(each, Prompt)]):
             found[places[result.prompt_index]] = result
@@ -128,29 +128,29 @@ class TableColumns:
         schema = result_schema(sampling)
         rows = [result_values(result) for result in results]
         values = [{name: row[name] for name in schema.names} for row in rows]
-        return self.answered(table, pa.Table.from_pylist(values, schema=schema), sampling)
+        return self.append_results(table, pa.Table.from_pylist(values, schema=schema), sampling)
 
-    def answered(self, table: pa.Table, results: pa.Table, sampling: SamplingConfig) -> pa.Table:
+    def append_results(self, table: pa.Table, results: pa.Table, sampling: SamplingConfig) -> pa.Table:
         """`table` with the columns of its rows' results, by RESULT_FIELDS, behind its own."""
-        schema = self.schema(table.schema, sampling)
+        schema = self.output_schema(table.schema, sampling)
         added = [results.column(name) for name in result_schema(sampling).names]
         return pa.Table.from_arrays([*table.columns, *added], schema=schema)
 
 
-def _content(value: object) -> dict[str, object]:
+def _prompt_fields(value: object) -> dict[str, object]:
     if value is None:
         raise ConfigError("the prompt is null")
     if isinstance(value, str):
         return {"text": value}
     assert isinstance(value, list), "the column's type was looked at"
     if value and isinstance(value[0], Mapping):
-        return {"messages": [_message(number, message) for number, message in enumerate(value)]}
+        return {"messages": [_parse_message(number, message) for number, message in enumerate(value)]}
     if None in value:
         raise ConfigError(f"token id {value.index(None)} of the prompt is null")
     return {"token_ids": value}
 
 
-def _message(number: int, message: object) -> dict[str, str]:
+def _parse_message(number: int, message: object) -> dict[str, str]:
     """A message, without the keys that it has only because others of the column have them."""
     own = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     for key in ("role", "content"):

@@ -23,14 +23,14 @@ Complete: TypeAlias = Callable[[Sequence[Request]], Generator[tuple[int, Complet
 class RuntimeTask(ABC, Generic[L, V, T]):
     """What is asked of each of many inputs; `places` are what a result's place among the others is by."""
 
-    places: ClassVar[tuple[str, ...]] = ("prompt_index",)
+    sort_keys: ClassVar[tuple[str, ...]] = ("prompt_index",)
 
     @abstractmethod
-    def require(self, model: LoadedModel) -> None:
+    def require_supported(self, model: LoadedModel) -> None:
         """Raises ConfigError where the model can be asked nothing of the kind."""
 
     @abstractmethod
-    def read(self, value: L, index: int) -> V:
+    def parse(self, value: L, index: int) -> V:
         """An input of what stands for it. Raises ConfigError naming its place."""
 
     @abstractmethod
@@ -40,12 +40,12 @@ class RuntimeTask(ABC, Generic[L, V, T]):
 
     def windows(self, values: Iterable[L], size: int | None) -> Iterator[list[tuple[int, V]]]:
         """The inputs with their places, so many at once; None: all of them."""
-        numbered = ((index, self.read(value, index)) for index, value in enumerate(values))
+        numbered = ((index, self.parse(value, index)) for index, value in enumerate(values))
         while window := list(islice(numbered, size)):
             yield window
 
 
-def require_many(values: object, window: int | None) -> None:
+def require_iterable(values: object, window: int | None) -> None:
     """Raises ConfigError for one prompt where many are expected."""
     is_many = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Prompt)
     require(is_many, f"prompts must be an iterable of prompts, got one {type(values).__name__}: put it into a list")

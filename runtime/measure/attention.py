@@ -16,14 +16,14 @@ from ..config.settings import KVDType
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 from .linear import DTYPES
-from .timing import Probe, Timed
+from .timing import Probe, Timer
 
 NUM_POSITIONS = 512  # of a row, and of a prompt, where no run says it
-ANYTHING = 0.5  # what cached positions hold that nobody computed: memory never written would be read too fast
-EVERYTHING = Reach()
+FILL_VALUE = 0.5  # what cached positions hold that nobody computed: memory never written would be read too fast
+FULL_REACH = Reach()
 
 
-class EvenRows:
+class UniformRows:
     """Attention of rows of one length as a run computes it. `pages` of each row; all have `num_positions`, and decode
     the last one. Letters as in paged.py."""
 
@@ -37,8 +37,8 @@ class EvenRows:
         scale = q_BHD.shape[2] ** -0.5
         if self._is_on_accelerator:
             kv = LayerKV(k_NPHD, v_NPHD, self._layout, dtype=q_BHD.dtype)
-            return decode_on_device(q_BHD, kv, self._rows, EVERYTHING, Rule(scale))
-        rows = self._layout.tables_Bn, self._rows.begins(EVERYTHING), self._rows.ends
+            return decode_on_device(q_BHD, kv, self._rows, FULL_REACH, Rule(scale))
+        rows = self._layout.tables_Bn, self._rows.begins(FULL_REACH), self._rows.ends
         return decode_attention(q_BHD, k_NPHD, v_NPHD, *rows, Rule(scale))
 
     def attend_quantized(
@@ -47,8 +47,8 @@ class EvenRows:
         """Attention over quantised pages (N, bytes) of a layer, and the tails (R, P, H, D) of its rows."""
         kv, rule = QuantizedKV(page_format, pages, tails, {}, self._layout), Rule(q_BHD.shape[2] ** -0.5)
         if self._is_on_accelerator:
-            return decode_on_device(q_BHD, kv, self._rows, EVERYTHING, rule)
-        return decode_quantized(q_BHD, kv, self._rows, EVERYTHING, rule)
+            return decode_on_device(q_BHD, kv, self._rows, FULL_REACH, rule)
+        return decode_quantized(q_BHD, kv, self._rows, FULL_REACH, rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +73,18 @@ class AttentionShape:
         return PageFormat(self.kv_dtype, self.num_kv_heads, self.head_dim, self.head_dim)
 
 
-def decoding(
+def decode_timer(
     shape: AttentionShape, device: ComputeDevice, num_rows: int, num_positions: int, *, num_layers: int = 1
-) -> Timed:
+) -> Timer:
     """Bytes of keys and values: rows of a lane over pages of their own, which lie in any order, layer after layer."""
     num_row_pages = num_pages_for(num_positions)
     num_pages = num_rows * num_row_pages
     pages = KVPages(num_pages, device, dtype=shape.kv_dtype)
     q_BHD = torch.ones(num_rows, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device.torch_device)
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0))
-    rows = EvenRows(order.view(num_rows, -1).tolist(), num_positions, device)
+    rows = UniformRows(order.view(num_rows, -1).tolist(), num_positions, device)
 
-    def attending(index: int) -> Callable[[], torch.Tensor]:
+    def make_layer(index: int) -> Callable[[], torch.Tensor]:
         if shape.kv_dtype.is_quantized:
             tail = q_BHD.new_ones(len(q_BHD), PAGE_TOKENS, shape.num_kv_heads, shape.head_dim)
             quantized = pages.quantized_layer(index, shape.page_format)
@@ -94,24 +94,24 @@ def decoding(
         k_NPHD, v_NPHD = pages.layer(index, token, token)
         return lambda: rows.attend(q_BHD, k_NPHD, v_NPHD)
 
-    layers = [attending(index) for index in range(num_layers)]
-    pages.fill(ANYTHING)
+    layers = [make_layer(index) for index in range(num_layers)]
+    pages.fill(FILL_VALUE)
 
     def sweep() -> None:
         for layer in layers:
             layer()
 
-    return Timed(num_layers * num_rows * num_positions * shape.position_bytes, sweep, device.finish)
+    return Timer(num_layers * num_rows * num_positions * shape.position_bytes, sweep, device.finish)
 
 
-def prefilling(shape: AttentionShape, device: ComputeDevice, num_tokens: int) -> Timed:
+def prefill_timer(shape: AttentionShape, device: ComputeDevice, num_tokens: int) -> Timer:
     """FLOPs of the pairs that see each other in one prompt: products with keys, then with values."""
     q, k, v = (
         torch.ones(1, num_heads, num_tokens, shape.head_dim, dtype=shape.dtype, device=device.torch_device)
         for num_heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
     flops = 2.0 * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1)
-    return Timed(flops, lambda: attend_prompt(q, k, v, device), device.finish)
+    return Timer(flops, lambda: attend_prompt(q, k, v, device), device.finish)
 
 
 def attention_name(dtype: str, *, is_on_cpu: bool) -> str:
@@ -132,11 +132,11 @@ def attention_probes(dtype: str, device: ComputeDevice, *, num_bytes: int) -> li
         Probe(
             name=attention_name(dtype, is_on_cpu=not place.is_accelerator),
             unit="GB/s",
-            read=decoding(shape, place, num_rows, NUM_POSITIONS),
+            read=decode_timer(shape, place, num_rows, NUM_POSITIONS),
         )
         for place in places
     ]
-    return [*probes, Probe(name=prefill_name(dtype), unit="GFLOP/s", read=prefilling(shape, device, NUM_POSITIONS))]
+    return [*probes, Probe(name=prefill_name(dtype), unit="GFLOP/s", read=prefill_timer(shape, device, NUM_POSITIONS))]
 
 
 def attend_prompt(
@@ -148,10 +148,10 @@ def attend_prompt(
         place, scale = device.torch_device, q_1HTD.shape[3] ** -0.5
         prompt = Segment(0, 0, num_tokens, 0, 0, place)
         qkv = q_1HTD, k_1HTD, v_1HTD
-        found = prefill_flash(qkv, None, Prompts([prompt], place), EVERYTHING, Rule(scale))
+        found = prefill_flash(qkv, None, Prompts([prompt], place), FULL_REACH, Rule(scale))
         if found is not None:
             return found[0][1]
-        return prefill_fused(q_1HTD[0], k_1HTD[0], v_1HTD[0], prompt, EVERYTHING, scale)
+        return prefill_fused(q_1HTD[0], k_1HTD[0], v_1HTD[0], prompt, FULL_REACH, scale)
     is_grouped = q_1HTD.shape[1] != k_1HTD.shape[1]
     out = F.scaled_dot_product_attention(q_1HTD, k_1HTD, v_1HTD, is_causal=num_tokens > 1, enable_gqa=is_grouped)
     return out[0].transpose(0, 1)

@@ -20,7 +20,7 @@ from ..store.kv_file import free_bytes, open_unnamed
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..units import MIB, format_bytes
-from .timing import Probe, Timed
+from .timing import Probe, Timer
 
 HOST_READ = "host memory, read"
 HOST_COPY, DEVICE_COPY = "host memory, copied", "device memory, copied"
@@ -33,16 +33,16 @@ SUSTAINED, BURST = "disk, sustained", "disk, burst"
 
 def memory_probes(device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
     """Copies count what is read and what is written; both directions of a link at once are counted together."""
-    host = _filled(ComputeDevice("cpu").host_buffer(num_bytes))
+    host = _fill(ComputeDevice("cpu").host_buffer(num_bytes))
     probes = [
-        Probe(name=HOST_READ, unit="GB/s", read=Timed(num_bytes, host.view(torch.float32).sum)),
-        Probe(name=HOST_COPY, unit="GB/s", read=_within(host)),
+        Probe(name=HOST_READ, unit="GB/s", read=Timer(num_bytes, host.view(torch.float32).sum)),
+        Probe(name=HOST_COPY, unit="GB/s", read=_copy_within(host)),
     ]
     if not device.is_accelerator:
         return probes
     num_bytes = len(host)
-    pinned, back = (_filled(device.host_buffer(num_bytes)) for _ in range(2))
-    on_device, arrived = (_filled(device.compute_buffer(num_bytes)) for _ in range(2))
+    pinned, back = (_fill(device.host_buffer(num_bytes)) for _ in range(2))
+    on_device, arrived = (_fill(device.compute_buffer(num_bytes)) for _ in range(2))
     other_stream = device.new_stream()
 
     def both() -> None:
@@ -50,51 +50,53 @@ def memory_probes(device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
         device.copy(on_device, back, on=other_stream, after=device.new_event())
 
     reads = {
-        LINK_IN: copying(device, pinned, arrived),
-        LINK_OUT: copying(device, on_device, back),
-        "both ways at once, pinned": _copies(device, both, 2 * num_bytes, other_stream),
-        "host to device, pageable": Timed(num_bytes, lambda: arrived.copy_(host), device.finish),
-        "device to host, pageable": Timed(num_bytes, lambda: host.copy_(on_device), device.finish),
-        DEVICE_COPY: _within(on_device, device.finish),
+        LINK_IN: copy_timer(device, pinned, arrived),
+        LINK_OUT: copy_timer(device, on_device, back),
+        "both ways at once, pinned": _link_timer(device, both, 2 * num_bytes, other_stream),
+        "host to device, pageable": Timer(num_bytes, lambda: arrived.copy_(host), device.finish),
+        "device to host, pageable": Timer(num_bytes, lambda: host.copy_(on_device), device.finish),
+        DEVICE_COPY: _copy_within(on_device, device.finish),
     }
     return [*probes, *(Probe(name=name, unit="GB/s", read=read) for name, read in reads.items())]
 
 
-def copying(device: ComputeDevice, source: torch.Tensor, target: torch.Tensor) -> Timed:
+def copy_timer(device: ComputeDevice, source: torch.Tensor, target: torch.Tensor) -> Timer:
     """Bytes copied to or from a device, on its copy stream."""
-    return _copies(
+    return _link_timer(
         device, lambda: device.copy(source, target, on=device.copy_stream, after=device.new_event()), len(source)
     )
 
 
-def gating(num_rows: int, num_columns: int, dtype: torch.dtype, device: ComputeDevice) -> Timed:
+def gate_timer(num_rows: int, num_columns: int, dtype: torch.dtype, device: ComputeDevice) -> Timer:
     """Bytes that a gate's activation and its product with what it lets through read and write, of (num_rows,
     num_columns) each, as torch's own operators go over them."""
     gate, up = torch.ones(2, num_rows, num_columns, dtype=dtype, device=device.torch_device)
-    return Timed(INNER_ROUND_TRIPS * gate.nbytes, lambda: F.silu(gate) * up, device.finish)
+    return Timer(INNER_ROUND_TRIPS * gate.nbytes, lambda: F.silu(gate) * up, device.finish)
 
 
-def _within(buffer: torch.Tensor, finish: Callable[[], object] = lambda: None) -> Timed:
+def _copy_within(buffer: torch.Tensor, finish: Callable[[], object] = lambda: None) -> Timer:
     source, target = buffer.chunk(2)
-    return Timed(2 * len(source), lambda: target.copy_(source), finish)
+    return Timer(2 * len(source), lambda: target.copy_(source), finish)
 
 
-def _copies(device: ComputeDevice, act: Callable[[], object], num_bytes: int, *streams: torch.Stream | None) -> Timed:
+def _link_timer(
+    device: ComputeDevice, act: Callable[[], object], num_bytes: int, *streams: torch.Stream | None
+) -> Timer:
     def finish() -> None:
         for stream in (device.copy_stream, *streams):
             if stream is not None:
                 stream.synchronize()
 
-    return Timed(num_bytes, act, finish)
+    return Timer(num_bytes, act, finish)
 
 
-def _filled(buffer: torch.Tensor) -> torch.Tensor:
+def _fill(buffer: torch.Tensor) -> torch.Tensor:
     """`buffer`, with numbers around 1: pages of zeros may be one page, and bits at random may be denormal numbers."""
     buffer.view(torch.float32).fill_(1.0).view(-1)[::3].mul_(1.5)
     return buffer
 
 
-def reading(reader: Reader, batches: Sequence[Sequence[Extent]], target: torch.Tensor) -> Timed:
+def read_timer(reader: Reader, batches: Sequence[Sequence[Extent]], target: torch.Tensor) -> Timer:
     """Bytes of the extents of all batches, which are submitted one behind the other. `target`: page-aligned host
     memory, uint8, that holds each batch by itself."""
     view = target.numpy().data
@@ -103,7 +105,7 @@ def reading(reader: Reader, batches: Sequence[Sequence[Extent]], target: torch.T
         for pending in [reader.submit(extents, view) for extents in batches]:
             pending.wait()
 
-    return Timed(sum(extent.num_bytes for extents in batches for extent in extents), act)
+    return Timer(sum(extent.num_bytes for extents in batches for extent in extents), act)
 
 
 @contextmanager
@@ -131,30 +133,32 @@ def disk_probes(directory: str, device: ComputeDevice, *, file_bytes: int, piece
             return stack.enter_context(Reader(num_threads=num_threads, chunk_bytes=chunk_mib * MIB))
 
         whole = reader(usual.reader_threads, usual.read_chunk_mib)
-        pieces = _pieces(path, file_bytes, piece_bytes)
-        turns = _turns(whole, pieces, target)
+        pieces = _split_file(path, file_bytes, piece_bytes)
+        turns = _piece_timer(whole, pieces, target)
 
         def rested() -> float:
             time.sleep(REST_SECONDS)
             return turns()
 
         probes = [
-            Probe(name=SUSTAINED, unit="GB/s", read=reading(whole, [_pieces(path, file_bytes, file_bytes)], target)),
+            Probe(
+                name=SUSTAINED, unit="GB/s", read=read_timer(whole, [_split_file(path, file_bytes, file_bytes)], target)
+            ),
             Probe(name=BURST, unit="GB/s", read=rested),
         ]
         for depth, block in product(DEPTHS, BLOCK_MIB):
-            read = _turns(reader(depth, block), pieces, target)
+            read = _piece_timer(reader(depth, block), pieces, target)
             probes.append(Probe(name=f"disk, {depth} x {block} MiB", unit="GB/s", read=read))
         yield probes
 
 
-def _turns(reader: Reader, pieces: Sequence[Extent], target: torch.Tensor) -> Timed:
+def _piece_timer(reader: Reader, pieces: Sequence[Extent], target: torch.Tensor) -> Timer:
     """Reads one piece after the other, and then from the first again."""
     view, turns = target.numpy().data, cycle(pieces)
-    return Timed(pieces[0].num_bytes, lambda: reader.submit([next(turns)], view).wait())
+    return Timer(pieces[0].num_bytes, lambda: reader.submit([next(turns)], view).wait())
 
 
-def _pieces(path: str, file_bytes: int, piece_bytes: int) -> list[Extent]:
+def _split_file(path: str, file_bytes: int, piece_bytes: int) -> list[Extent]:
     piece_bytes = min(piece_bytes, file_bytes)
     return [
         Extent(file=path, offset=offset, num_bytes=piece_bytes, used_bytes=piece_bytes, slot_offset=0)

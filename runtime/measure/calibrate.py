@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checkpoint_source.download import class_refused
+from ..checkpoint_source.download import as_config_error
 from ..engine.dequantized_weights import dequantize_all, dequantized_bytes
 from ..events import Weights
 from ..model.loading import LoadedModel
@@ -26,11 +26,11 @@ from ..plan.shape.shapes import Stage
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..units import MIB
-from .attention import AttentionShape, decoding, prefilling
-from .bandwidth import copying, gating, reading
-from .layers import ProfilingPass, expert_rates, on_cpu
-from .linear import multiplying
-from .timing import Timed
+from .attention import AttentionShape, decode_timer, prefill_timer
+from .bandwidth import copy_timer, gate_timer, read_timer
+from .layers import ProfilingPass, cpu_expert_timer, expert_rates
+from .linear import matmul_timer
+from .timing import Timer
 
 NUM_READS = 3  # layers, one behind the other
 CACHED_BYTES = 1 << 30  # that a processor may hold in its caches
@@ -39,7 +39,11 @@ KV_BYTES = 64 * MIB  # that decode attention goes over in turns, or the run's ow
 
 @torch.inference_mode()
 def measure_rates(
-    loaded: LoadedModel, reader: Reader, device: ComputeDevice, usual: TypicalLoad, paged: Collection[int] = ()
+    loaded: LoadedModel,
+    reader: Reader,
+    device: ComputeDevice,
+    typical_load: TypicalLoad,
+    paged_stages: Collection[int] = (),
 ) -> MachineRates:
     """The rates of this machine for a run. Reads a few layers, of those that are `paged` an expert beside the dense
     part, and computes with them.
@@ -47,29 +51,31 @@ def measure_rates(
     Allocates what two slots take, at another time 64 MiB of keys and values, all freed on return. Raises
     CheckpointError where a read fails.
     """
-    run = RunProbes(loaded=loaded, reader=reader, device=device, usual=usual, paged=frozenset(paged))
-    found = run.layer(run.typical)
-    gemm, experts = run.matmuls(found.weights), found.experts()
-    disk, links = run.disk(found.host).rate_once(), run.links(found.host)
-    beside = run.decode_attention(ComputeDevice("cpu")).rate()
+    run = RunProbes(
+        loaded=loaded, reader=reader, device=device, typical_load=typical_load, paged_stages=frozenset(paged_stages)
+    )
+    found = run.load_layer(run.typical_layer)
+    gemm, experts = run.matmul_rates(found.weights), found.expert_rates()
+    disk, links = run.disk_timer(found.host).rate_once(), run.link_rates(found.host)
+    beside = run.decode_attention_timer(ComputeDevice("cpu")).rate()
     rates = MachineRates(
         disk_bytes_per_second=disk,
         link_in_bytes_per_second=links[0],
         link_out_bytes_per_second=links[1],
         gemm_flops_per_second=gemm,
         expert_flops_per_second=experts,
-        memory_bytes_per_second=run.memory().rate(),
-        attention_bytes_per_second=run.decode_attention(device).rate() if device.is_accelerator else beside,
+        memory_bytes_per_second=run.memory_timer().rate(),
+        attention_bytes_per_second=run.decode_attention_timer(device).rate() if device.is_accelerator else beside,
         cpu_attention_bytes_per_second=beside,
-        cpu_flops_per_second=run.cpu_products(),
-        prefill_attention_flops_per_second=run.prompt_attention().rate(),
-        dequantize_bytes_per_second=found.dequantizing(),
+        cpu_flops_per_second=run.cpu_expert_rate(),
+        prefill_attention_flops_per_second=run.prefill_attention_timer().rate(),
+        dequantize_bytes_per_second=found.dequantize_rate(),
     )
-    return run.profiled(rates)
+    return run.with_profile(rates)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerOnHand:
+class LoadedLayer:
     """A layer that was read: `host` holds the bytes as read; `weights` are in compute memory, and in that of an
     accelerator what is `stored` otherwise than it is multiplied has been dequantized."""
 
@@ -80,20 +86,20 @@ class LayerOnHand:
     stored: Weights
     expert: Weights  # of expert 0, where experts are paged
 
-    def dequantizing(self) -> float:
+    def dequantize_rate(self) -> float:
         """Bytes per second that are read and written while a layer's stored weights become numbers."""
         run, device, shape = self.run, self.run.device, self.run.shape
-        size, whole = run.room_for(self.stored), run.whole(self.stage)
+        size, whole = run.room_for(self.stored), run.streamed_part(self.stage)
         if not size:
             return UNLIMITED
         buffer, work = device.compute_buffer(size), StoredWork.from_parameter(whole.parameters, shape.compute_dtype)
         moved = work.num_bytes + work.num_numbers * shape.compute_dtype_bytes
-        return Timed(moved, lambda: dequantize_all(self.stored, buffer), device.finish).rate()
+        return Timer(moved, lambda: dequantize_all(self.stored, buffer), device.finish).rate()
 
-    def experts(self) -> dict[int, float]:
+    def expert_rates(self) -> dict[int, float]:
         """FLOPs per second by rows of one expert, through the function that runs them; empty where the layer's code
         runs its own."""
-        loaded, tokens = self.run.loaded, self.run.usual.product_rows
+        loaded, tokens = self.run.loaded, self.run.typical_load.product_rows
         return expert_rates(loaded, self.run.device, self.stage, self.weights, self.expert, tokens)
 
 
@@ -104,25 +110,25 @@ class RunProbes:
     loaded: LoadedModel
     reader: Reader
     device: ComputeDevice
-    usual: TypicalLoad
-    paged: frozenset[int]
+    typical_load: TypicalLoad
+    paged_stages: frozenset[int]
 
     @property
     def shape(self) -> ModelShape:
         return self.loaded.shape
 
     @property
-    def typical(self) -> Stage:
+    def typical_layer(self) -> Stage:
         """The layer in the middle: the first layers of a mixture may have no experts."""
         layers = self.shape.layers
         return layers[len(layers) // 2]
 
-    def layer(self, stage: Stage) -> LayerOnHand:
-        host, stored = self._read(self.whole(stage))
-        expert = self._read(stage.expert(0))[1] if stage.index in self.paged else {}
+    def load_layer(self, stage: Stage) -> LoadedLayer:
+        host, stored = self._read(self.streamed_part(stage))
+        expert = self._read(stage.expert(0))[1] if stage.index in self.paged_stages else {}
         size = self.room_for(stored)
         weights = {**stored, **dequantize_all(stored, self.device.compute_buffer(size))} if size else stored
-        return LayerOnHand(run=self, stage=stage, host=host, weights=weights, stored=stored, expert=expert)
+        return LoadedLayer(run=self, stage=stage, host=host, weights=weights, stored=stored, expert=expert)
 
     def room_for(self, stored: Weights) -> int:
         """The bytes of a layer's numbers where lanes find it dequantized; 0 where they do not."""
@@ -131,9 +137,9 @@ class RunProbes:
         size = dequantized_bytes(stored)
         return size if size <= self.device.free_bytes() // 2 else 0
 
-    def whole(self, stage: Stage) -> Stage:
+    def streamed_part(self, stage: Stage) -> Stage:
         """The part of a stage that is read at once."""
-        return stage.dense if stage.index in self.paged else stage
+        return stage.dense if stage.index in self.paged_stages else stage
 
     def _read(self, stage: Stage) -> tuple[torch.Tensor, Weights]:
         layout = slot_layout(stage)
@@ -146,49 +152,49 @@ class RunProbes:
             buffer[move.target : move.target + move.num_bytes].copy_(host[move.begin : move.end])
         return host, self.loaded.weights_of(stage, buffer, placed.tensor_offsets, on_device=True)
 
-    def disk(self, buffer: torch.Tensor) -> Timed:
+    def disk_timer(self, buffer: torch.Tensor) -> Timer:
         """Layers one behind the other, as in a run; all into `buffer`, as nobody looks at them. Those that do not fit
         are left out: layers of one size lie differently to the disk's blocks, so that some take a block more than the
         one that `buffer` was made for."""
-        layouts = [slot_layout(self.whole(stage)) for stage in self.shape.layers]
+        layouts = [slot_layout(self.streamed_part(stage)) for stage in self.shape.layers]
         fitting = [layout for layout in layouts if layout.num_bytes <= buffer.numel()]
         layouts = fitting[:: max(1, len(fitting) // NUM_READS)]
-        return reading(self.reader, [layout.extents for layout in layouts], buffer)
+        return read_timer(self.reader, [layout.extents for layout in layouts], buffer)
 
-    def links(self, host: torch.Tensor) -> tuple[float, float]:
+    def link_rates(self, host: torch.Tensor) -> tuple[float, float]:
         """Bytes per second into the device's memory and out of it."""
         if not self.device.is_accelerator:
             return UNLIMITED, UNLIMITED
         there = self.device.compute_buffer(host.numel())
         size = min(host.numel(), there.numel())
         host, there = host[:size], there[:size]
-        return copying(self.device, host, there).rate(), copying(self.device, there, host).rate()
+        return copy_timer(self.device, host, there).rate(), copy_timer(self.device, there, host).rate()
 
-    def matmuls(self, weights: Weights) -> dict[int, float]:
+    def matmul_rates(self, weights: Weights) -> dict[int, float]:
         """FLOPs per second by rows, of the matrices of a layer, one after the other as in a run."""
         matrices = [weight for weight in weights.values() if weight.dim() == 2 and min(weight.shape) > 1]
         place = self.device.torch_device
 
-        def probe(num_rows: int) -> Timed:
+        def probe(num_rows: int) -> Timer:
             inputs = [torch.ones(num_rows, w.shape[1], dtype=w.dtype, device=place) for w in matrices]
-            return multiplying(inputs, [matrices], self.device)
+            return matmul_timer(inputs, [matrices], self.device)
 
-        return {num_rows: probe(num_rows).rate() for num_rows in self.usual.product_rows}
+        return {num_rows: probe(num_rows).rate() for num_rows in self.typical_load.product_rows}
 
-    def cpu_products(self) -> float | None:
+    def cpu_expert_rate(self) -> float | None:
         """FLOPs per second of an expert on the CPU beside an accelerator; None where it multiplies none."""
-        stage = self.typical
+        stage = self.typical_layer
         if not self.device.is_accelerator or not self.shape.has_bare_experts:
             return None
         if self.shape.has_encoder or stage.index not in pageable_stages(self.shape):
             return None
-        return on_cpu(self.loaded, stage, self._read(stage.expert(0))[0]).rate()
+        return cpu_expert_timer(self.loaded, stage, self._read(stage.expert(0))[0]).rate()
 
-    def memory(self) -> Timed:
+    def memory_timer(self) -> Timer:
         """The activation between two products, as it streams through memory."""
-        most = GATED_ROWS if self.shape.has_fused_gates else self.usual.chunk_tokens
-        num_rows = min(most, self.usual.chunk_tokens)
-        return gating(num_rows, self.shape.intermediate_size, self.loaded.compute_dtype, self.device)
+        most = GATED_ROWS if self.shape.has_fused_gates else self.typical_load.chunk_tokens
+        num_rows = min(most, self.typical_load.chunk_tokens)
+        return gate_timer(num_rows, self.shape.intermediate_size, self.loaded.compute_dtype, self.device)
 
     @property
     def _attention(self) -> AttentionShape:
@@ -201,27 +207,27 @@ class RunProbes:
             kv_dtype=shape.kv_dtype,
         )
 
-    def decode_attention(self, device: ComputeDevice) -> Timed:
+    def decode_attention_timer(self, device: ComputeDevice) -> Timer:
         """Rows of a lane over pages of their own, layer after layer, in no more than `KV_BYTES`."""
         position_bytes = self._attention.position_bytes
-        num_positions = min(self.usual.num_positions, max(PAGE_TOKENS, KV_BYTES // position_bytes))
+        num_positions = min(self.typical_load.num_positions, max(PAGE_TOKENS, KV_BYTES // position_bytes))
         row_bytes = -(-num_positions // PAGE_TOKENS) * PAGE_TOKENS * position_bytes
         most_rows = max(1, KV_BYTES // row_bytes)
-        num_rows = min(self.usual.num_rows, most_rows)
+        num_rows = min(self.typical_load.num_rows, most_rows)
         num_layers = max(1, min(most_rows // num_rows, len(self.shape.layers)))
-        return decoding(self._attention, device, num_rows, num_positions, num_layers=num_layers)
+        return decode_timer(self._attention, device, num_rows, num_positions, num_layers=num_layers)
 
-    def prompt_attention(self) -> Timed:
+    def prefill_attention_timer(self) -> Timer:
         """A prompt by itself."""
-        num_tokens = min(self.usual.num_prompt_tokens, self.usual.chunk_tokens)
-        return prefilling(self._attention, self.device, num_tokens)
+        num_tokens = min(self.typical_load.num_prompt_tokens, self.typical_load.chunk_tokens)
+        return prefill_timer(self._attention, self.device, num_tokens)
 
-    def profiled(self, rates: MachineRates) -> MachineRates:
+    def with_profile(self, rates: MachineRates) -> MachineRates:
         """`rates` with what profiling passes through the first layer show. Each time its weights are pushed out of the
         processor's caches, where they would be faster than any model's: by others that are read from memory, since
         cores that have waited for a disk are slow at first."""
         stage = next(stage for stage in self.shape.stages if stage.kind.is_layer)
-        work, layer = stage_works(self.shape, self.paged)[stage.index], self.layer(stage)
+        work, layer = stage_works(self.shape, self.paged_stages)[stage.index], self.load_layer(stage)
         fits_caches = layer.host.nbytes <= CACHED_BYTES and not self.device.is_accelerator
         others = torch.ones_like(layer.host[: layer.host.numel() // 8 * 8]).view(torch.int64) if fits_caches else None
 
@@ -230,12 +236,14 @@ class RunProbes:
                 others.sum()
 
         profiling = ProfilingPass(
-            loaded=self.loaded, device=self.device, stage=stage.index, weights=layer.weights, forget=forget
+            loaded=self.loaded, device=self.device, stage=stage.index, weights=layer.weights, evict_caches=forget
         )
-        with class_refused(type(self.loaded.staged.model).__name__):
-            single = profiling.single()
+        with as_config_error(type(self.loaded.staged.model).__name__):
+            single = profiling.time_single_token()
         rates = with_overheads(rates, work, single)
         if not self.shape.is_packed or len(self.shape.layers) == 1:  # the last layer leaves tokens out
             return rates
-        passes = self.usual.passes(max(1, work.kv_bytes), KV_BYTES)
-        return anchored(rates, self.shape, work, [(packed_work(pieces), profiling.packed(pieces)) for pieces in passes])
+        passes = self.typical_load.passes(max(1, work.kv_bytes), KV_BYTES)
+        return anchored(
+            rates, self.shape, work, [(packed_work(pieces), profiling.time_packed(pieces)) for pieces in passes]
+        )

@@ -23,7 +23,7 @@ from statistics import median
 
 import torch
 
-from ..config.profiles import BY_RULE, FLOAT32, BackendTable, LinearBackend
+from ..config.profiles import DEFAULT_BACKENDS, FLOAT32, BackendTable, LinearBackend
 from ..linear.backends import BACKENDS, DTYPE_NAMES, default_backend, supported_backends
 from ..model.loading import LoadedModel
 from ..plan.cost.calibration import TypicalLoad
@@ -33,9 +33,9 @@ from ..plan.shape.shapes import StageKind
 from ..stream.device import ComputeDevice
 from ..units import MIB
 from ..weights.stage_weights import TORCH_DTYPES
-from .linear import DTYPES, ROWS, WORTHWHILE, MatmulKind, kinds, multiplying
-from .machine_cache import Contest, Host, find_contests, keep_contests
-from .timing import Clock, Timed
+from .linear import DTYPES, MIN_GAIN, ROWS, MatmulKind, matmul_kinds, matmul_timer
+from .machine_cache import BackendComparison, Host, find_comparisons, save_comparisons
+from .timing import Clock, Timer
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ NUM_ROUNDS, FEWEST_ROUNDS = 6, 3  # two in a row may well be held up by the same
 ACT_FLOPS = 0.5e9  # of an act, for each thread: a few milliseconds, with so many outputs that each thread has its share
 LEAST_OUTPUTS = 128  # of an act, for each thread
 WEIGHT_BYTES = 32 * MIB  # that acts go over in turns: with few rows weights come from memory, as in a run
-OUT_OF_IT = 0.5  # of the fastest: who is slower in the first round is not timed again
-UNLIKELY = 2.0  # times as slow as the fastest: the rule is seldom so wrong, and something may have held it up
-SPREAD = 1.3  # of a contender's rounds, the fastest by the slowest
-RUNNING = Path("/proc/loadavg")
+ELIMINATION_SHARE = 0.5  # of the fastest: who is slower in the first round is not timed again
+SUSPICIOUS_RATIO = 2.0  # times as slow as the fastest: the rule is seldom so wrong, and something may have held it up
+MAX_SPREAD = 1.3  # of a contender's rounds, the fastest by the slowest
+LOADAVG = Path("/proc/loadavg")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +64,21 @@ class Product:
 
     @property
     def name(self) -> str:
-        return _name(self.kind, self.num_rows)
+        return _product_name(self.kind, self.num_rows)
 
 
 def running_threads() -> int:
     """Threads of the whole machine that run or could; 0 where nobody says."""
     try:
-        return int(RUNNING.read_text().split()[3].partition("/")[0])
+        return int(LOADAVG.read_text().split()[3].partition("/")[0])
     except (OSError, ValueError, IndexError):
         return 0
 
 
 def known_backends(host: Host) -> BackendTable | None:
     """What earlier runs on this host have found; None where they have found nothing that is faster than the rule."""
-    table = _table_of(find_contests(host, _kernels_digest()))
-    return None if table == BY_RULE else table
+    table = _make_table(find_comparisons(host, _kernels_digest()))
+    return None if table == DEFAULT_BACKENDS else table
 
 
 @torch.inference_mode()
@@ -92,7 +92,7 @@ def compare_backends(
 ) -> BackendTable:
     """The fastest backends as far as they are known, after comparisons of what is not known or doubtful of the products
     of a run of `usual` passes. They take `SECONDS`, or one comparison more, and `WEIGHT_BYTES`, freed on return."""
-    found, begin = find_contests(host, _kernels_digest()), clock()
+    found, begin = find_comparisons(host, _kernels_digest()), clock()
     main = main_products(model.shape, model.compute_dtype, usual)
     wanted = [each for each in main if each.name not in found or found[each.name].doubt is not None]
     wanted.sort(key=lambda each: found[each.name].num_times if each.name in found else 0)
@@ -101,14 +101,14 @@ def compare_backends(
         if left <= 0:
             break
         share = left / (len(wanted) - place)
-        found[each.name] = _compared(each, found.get(each.name), share, clock=clock, num_running=num_running)
+        found[each.name] = _compare(each, found.get(each.name), share, clock=clock, num_running=num_running)
         log.info("linear backends: %s: %s", each.name, found[each.name])
     if wanted:
         try:
-            keep_contests(host, _kernels_digest(), found)
+            save_comparisons(host, _kernels_digest(), found)
         except OSError as error:
             log.info("%s: comparisons of linear backends are not kept: %s", host.path, error.strerror)
-    return _table_of(found)
+    return _make_table(found)
 
 
 def main_products(shape: ModelShape, compute: torch.dtype, usual: TypicalLoad) -> list[Product]:
@@ -152,16 +152,16 @@ def _products(
             yield kind, num_rows, (num_outputs, num_inputs), 2.0 * num_visits * num_outputs * num_inputs
 
 
-def _compared(
-    product: Product, before: Contest | None, seconds: float, *, clock: Clock, num_running: Callable[[], int]
-) -> Contest:
+def _compare(
+    product: Product, before: BackendComparison | None, seconds: float, *, clock: Clock, num_running: Callable[[], int]
+) -> BackendComparison:
     """One more comparison. Of each backend counts the best round of all comparisons."""
     begin, num_cpus = clock(), os.cpu_count() or 1
     probes, usual, shape_NK = _probes(product, clock)
     rounds, running = {way: [probe()] for way, probe in probes.items()}, [num_running()]
     fastest = max(each[0] for each in rounds.values())
-    left = [way for way in probes if way is usual or rounds[way][0] >= OUT_OF_IT * fastest]
-    while len(left) > 1 and len(rounds[usual]) < NUM_ROUNDS and not _is_clear(rounds, usual):
+    left = [way for way in probes if way is usual or rounds[way][0] >= ELIMINATION_SHARE * fastest]
+    while len(left) > 1 and len(rounds[usual]) < NUM_ROUNDS and not _is_decided(rounds, usual):
         if clock() - begin >= seconds:
             break
         for way in left:
@@ -177,9 +177,9 @@ def _compared(
         doubt = f"{busy:.0f} threads wanted {num_cpus} processors"
     elif len(left) > 1 and len(rounds[usual]) < FEWEST_ROUNDS and num_times < FEWEST_ROUNDS:
         doubt = f"there was time for {len(rounds[usual])} of {FEWEST_ROUNDS} rounds"
-    elif spread > SPREAD and not _is_clear(rounds, usual):
+    elif spread > MAX_SPREAD and not _is_decided(rounds, usual):
         doubt = f"rounds of one backend differed by {spread:.2g} times"
-    elif behind > UNLIKELY and num_times < 2:
+    elif behind > SUSPICIOUS_RATIO and num_times < 2:
         doubt = f"{usual.value}, which the rule takes, was {behind:.2g} times as slow as another"
     conditions: dict[str, object] = {
         "weights": list(shape_NK),
@@ -188,10 +188,10 @@ def _compared(
         "running_threads": busy,
         "processors": num_cpus,
     }
-    return Contest(gflops=gflops, num_times=num_times, doubt=doubt, conditions=conditions)
+    return BackendComparison(gflops=gflops, num_times=num_times, doubt=doubt, conditions=conditions)
 
 
-def _is_clear(rounds: Mapping[LinearBackend, list[float]], usual: LinearBackend) -> bool:
+def _is_decided(rounds: Mapping[LinearBackend, list[float]], usual: LinearBackend) -> bool:
     """Whether one of the two in question, the rule's and the best of the others, was faster in all rounds."""
     others = [each for way, each in rounds.items() if way is not usual]
     best = max(others, key=max, default=[0.0])
@@ -200,7 +200,7 @@ def _is_clear(rounds: Mapping[LinearBackend, list[float]], usual: LinearBackend)
     return min(best) > max(rounds[usual]) or min(rounds[usual]) > max(best)
 
 
-def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timed], LinearBackend, tuple[int, int]]:
+def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timer], LinearBackend, tuple[int, int]]:
     """Probes of FLOPs by backend, the one that the rule takes, and the (N, K) of an act. Weights are random: plain
     numbers take equally long whatever they are, and those of the model are not read yet."""
     kind, num_inputs, threads = product.kind, product.num_inputs, torch.get_num_threads()
@@ -221,26 +221,26 @@ def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timed],
     def multiply_by(way: LinearBackend) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         return lambda x_MK, weight_NK: BACKENDS[way](x_MK, [weight_NK])
 
-    probes = {way: multiplying([x_MK], batches, ComputeDevice("cpu"), multiply_by(way), clock=clock) for way in ways}
+    probes = {way: matmul_timer([x_MK], batches, ComputeDevice("cpu"), multiply_by(way), clock=clock) for way in ways}
     return probes, usual, (num_outputs, num_inputs)
 
 
-def _table_of(found: Mapping[str, Contest]) -> BackendTable:
+def _make_table(found: Mapping[str, BackendComparison]) -> BackendTable:
     """The kinds of which a backend that the rule would not take is faster, with some rows; those that nobody compared
     go by the rule."""
     multipliers: dict[str, list[LinearBackend]] = {}
-    for kind in kinds():
-        if not any(_name(kind, rows) in found for rows in ROWS):
+    for kind in matmul_kinds():
+        if not any(_product_name(kind, rows) in found for rows in ROWS):
             continue
-        usual = [kind.usual(rows) for rows in ROWS]
-        each = [(found.get(_name(kind, rows)), way) for rows, way in zip(ROWS, usual, strict=True)]
-        taken = [way if one is None else LinearBackend(one.winner(way.value, WORTHWHILE)) for one, way in each]
+        usual = [kind.default(rows) for rows in ROWS]
+        each = [(found.get(_product_name(kind, rows)), way) for rows, way in zip(ROWS, usual, strict=True)]
+        taken = [way if one is None else LinearBackend(one.winner(way.value, MIN_GAIN)) for one, way in each]
         if taken != usual:
             multipliers[str(kind)] = taken
-    return BackendTable(rows=list(ROWS), multipliers=multipliers) if multipliers else BY_RULE
+    return BackendTable(rows=list(ROWS), multipliers=multipliers) if multipliers else DEFAULT_BACKENDS
 
 
-def _name(kind: MatmulKind, num_rows: int) -> str:
+def _product_name(kind: MatmulKind, num_rows: int) -> str:
     return f"{kind}, M={num_rows}"
 
 

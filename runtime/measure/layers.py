@@ -29,10 +29,10 @@ from ..sequences.sequence import Sequence as Running
 from ..stream.device import ComputeDevice
 from ..stream.experts import ExpertBytes
 from ..stream.kept_weights import StageBytes
-from .attention import ANYTHING
-from .timing import Timed
+from .attention import FILL_VALUE
+from .timing import Timer
 
-NUM_SINGLE = 9
+NUM_SINGLE_PASSES = 9
 MOST_TIMES, ENOUGH_SECONDS = 10, 1.5
 HOST_ROWS = 64  # of an expert on the CPU: its weights are read once for all of them, and reading has a rate of its own
 
@@ -46,9 +46,9 @@ class ProfilingPass:
     device: ComputeDevice
     stage: int
     weights: Weights
-    forget: Callable[[], object]
+    evict_caches: Callable[[], object]
 
-    def packed(self, pieces: Sequence[Piece]) -> LayerSeconds:
+    def time_packed(self, pieces: Sequence[Piece]) -> LayerSeconds:
         """The seconds of a pass of these, all in one lane; positions that are past are taken for cached. The mean, as
         what a run adds up has its slow turns among them.
 
@@ -58,29 +58,29 @@ class ProfilingPass:
         lane = lanes.packed([])
 
         def once() -> LayerSeconds:
-            self.forget()
+            self.evict_caches()
             for index, piece in enumerate(pieces):
                 ids = (0,) * (piece.past + piece.new)
                 lane.enter(Running(request=Request(id=str(index), prompt_ids=ids, max_new_tokens=1)), past=piece.past)
-            return self._once(lane, [piece.new for piece in pieces])
+            return self._time_pass(lane, [piece.new for piece in pieces])
 
         once()
-        lanes.pages.fill(ANYTHING)
+        lanes.pages.fill(FILL_VALUE)
         times = [once()]
         while len(times) < MOST_TIMES and sum(each.inside for each in times) < ENOUGH_SECONDS:
             times.append(once())
         return LayerSeconds.mean(times)
 
-    def single(self) -> LayerSeconds:
+    def time_single_token(self) -> LayerSeconds:
         """The seconds of a first pass of one token, in a lane of the kind that the model's class allows. The median;
         weights may come from the processor's caches."""
         encoding = Encoding(num_read=1) if self.loaded.looks_ahead else None
         request = Request(id="", prompt_ids=(0,), max_new_tokens=1, encoding=encoding)
         lanes = self._lanes(1)
-        times = [self._once(lanes.lane([Running(request=request)])) for _ in range(NUM_SINGLE + 1)][1:]
-        return sorted(times, key=lambda each: each.inside)[NUM_SINGLE // 2]
+        times = [self._time_pass(lanes.lane([Running(request=request)])) for _ in range(NUM_SINGLE_PASSES + 1)][1:]
+        return sorted(times, key=lambda each: each.inside)[NUM_SINGLE_PASSES // 2]
 
-    def _once(self, lane: Lane, new_tokens: Sequence[int] | None = None) -> LayerSeconds:
+    def _time_pass(self, lane: Lane, new_tokens: Sequence[int] | None = None) -> LayerSeconds:
         """The seconds of one pass, behind which the lane's sequences leave it."""
         attention = 0.0
         try:
@@ -135,7 +135,7 @@ def expert_rates(
     """FLOPs per second by the rows of one expert of `stage`, in passes of so many tokens, through the function that
     runs them; empty where no module of the layer hands its experts out. `weights` are in compute memory, or of paged
     experts expert 0 as `expert`; both go by whole names."""
-    streamed, path, module = _experts_of(loaded, stage)
+    streamed, path, module = _find_experts(loaded, stage)
     if module is None:
         return {}
     prefix, work = f"{streamed.name}.{path}.", stage_works(loaded.shape, frozenset())[stage.index]
@@ -145,7 +145,7 @@ def expert_rates(
     def hidden(num_tokens: int) -> torch.Tensor:
         return torch.ones(num_tokens, loaded.shape.hidden_size, dtype=loaded.compute_dtype, device=place)
 
-    def routed(num_tokens: int) -> Timed:
+    def routed(num_tokens: int) -> Timer:
         """Tokens that choose among all experts of the layer at random, and so unevenly."""
         hidden_TD, num_chosen = hidden(num_tokens), stage.num_experts_per_token
         order = torch.rand(num_tokens, stage.num_experts, generator=torch.Generator().manual_seed(num_tokens))
@@ -153,9 +153,9 @@ def expert_rates(
         event = NeedExperts(module, hidden_TD, experts_TK.to(place), weights_TK.to(hidden_TD))
         batched = BatchedExperts(loaded, frozenset(), None, is_together=device.is_accelerator)
         flops = 2.0 * num_tokens * num_chosen * work.expert_weights
-        return Timed(flops, lambda: batched.run(stage.index, [event]), device.finish)
+        return Timer(flops, lambda: batched.run(stage.index, [event]), device.finish)
 
-    def alone(num_rows: int) -> Timed:
+    def alone(num_rows: int) -> Timer:
         """Expert 0, which all tokens visit."""
         hidden_TD = hidden(num_rows)
         visits = Visits(
@@ -168,7 +168,7 @@ def expert_rates(
         def act() -> torch.Tensor:
             return mixed(module, hidden_TD, visits, [(0, bound_matrices(module, 0, paged))])
 
-        return Timed(2.0 * num_rows * work.expert_weights, act, device.finish)
+        return Timer(2.0 * num_rows * work.expert_weights, act, device.finish)
 
     with streamed.binding.bound(weights):
         for num_tokens in pass_tokens:
@@ -177,7 +177,7 @@ def expert_rates(
     return found
 
 
-def _experts_of(loaded: LoadedModel, stage: Stage) -> tuple[StreamedModule, str, torch.nn.Module | None]:
+def _find_experts(loaded: LoadedModel, stage: Stage) -> tuple[StreamedModule, str, torch.nn.Module | None]:
     """A layer, and where in it the module is that hands its experts out, if there is one."""
     streamed = next(module for module in loaded.staged.modules if module.stage == stage.index)
     found = ((path, module) for path, module in streamed.inner.named_modules() if is_experts(module))
@@ -185,13 +185,13 @@ def _experts_of(loaded: LoadedModel, stage: Stage) -> tuple[StreamedModule, str,
     return streamed, path, module
 
 
-def on_cpu(loaded: LoadedModel, stage: Stage, host: torch.Tensor) -> Timed:
+def cpu_expert_timer(loaded: LoadedModel, stage: Stage, host: torch.Tensor) -> Timer:
     """FLOPs of expert 0 of `stage`, whose bytes alone lie in `host`, as the CPU multiplies it beside an accelerator."""
-    streamed, path, module = _experts_of(loaded, stage)
+    streamed, path, module = _find_experts(loaded, stage)
     assert module is not None, "it has bare experts"
     expert = stage.expert(0)
     bare = ExpertBytes(0, expert, StageBytes(host, slot_layout(expert).tensor_offsets, 0))
     matrices = bare.matrices(partial(host_weights, loaded), prefix=f"{streamed.name}.{path}.")
     x_VD = torch.ones(HOST_ROWS, loaded.shape.hidden_size)
     work = stage_works(loaded.shape, frozenset())[stage.index]
-    return Timed(2.0 * HOST_ROWS * work.expert_weights, lambda: multiplied_bare(module, matrices, x_VD))
+    return Timer(2.0 * HOST_ROWS * work.expert_weights, lambda: multiplied_bare(module, matrices, x_VD))

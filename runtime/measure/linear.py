@@ -24,10 +24,10 @@ from ..linear.rows import Rows
 from ..linear.stored import StoredWeight
 from ..store.gguf import BLOCKS
 from ..stream.device import ComputeDevice
-from .timing import Clock, Figure, Probe, Timed
+from .timing import Clock, Figure, Probe, Timer
 
 MOST_ROWS_BESIDE = 256  # of kinds that only a person looks at
-WORTHWHILE = 0.05  # by which another must be faster than the usual one: less is what a minute changes
+MIN_GAIN = 0.05  # by which another must be faster than the usual one: less is what a minute changes
 ROWS = (1, 4, 16, 64, 256, 512)  # behind which ratios change little; beyond MANY_ROWS panels are larger
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,14 +48,14 @@ class ProductKind:
         return f"{self}, M={num_rows}"
 
 
-def usual_kind(dtype: str, device: ComputeDevice) -> ProductKind:
+def typical_kind(dtype: str, device: ComputeDevice) -> ProductKind:
     """What nearly all checkpoints come to in this compute dtype: they hold bfloat16, which float32 on a CPU widens."""
     widens = dtype == "float32" and not device.is_accelerator
     return ProductKind(compute=dtype, stored="bfloat16" if widens else dtype)
 
 
 def product_kinds(device: ComputeDevice) -> list[ProductKind]:
-    usual = [usual_kind(dtype, device) for dtype in DTYPES]
+    usual = [typical_kind(dtype, device) for dtype in DTYPES]
     others = [ProductKind(compute="float32", stored=stored) for stored in ("float32", "float16")]
     flipped = [ProductKind(compute=kind.compute, stored=kind.stored, is_flipped=True) for kind in usual[:1]]
     return [*usual, *([] if device.is_accelerator else others), *flipped]
@@ -67,15 +67,15 @@ class ProbeSeries:
     ones of those that were wanted are missing; None: none is."""
 
     probes: dict[int, Probe]
-    end: str | None
+    end_reason: str | None
 
     def nearest(self, num_rows: int) -> Probe:
         """The probe of so many rows, or where those were too many of the most."""
         return self.probes[min(num_rows, max(self.probes))]
 
 
-def series_of(
-    name: str, rows: Sequence[int], probe: Callable[[int], tuple[Probe, Timed]], *, longest_seconds: float
+def make_series(
+    name: str, rows: Sequence[int], probe: Callable[[int], tuple[Probe, Timer]], *, longest_seconds: float
 ) -> ProbeSeries:
     """`probe` makes the one of M rows, with what it reads. Behind the first product that takes more than
     `longest_seconds`, warm, no larger one is measured: it would be no faster."""
@@ -90,8 +90,8 @@ def series_of(
                 f"{name}: M={num_rows} takes {seconds:.2g} s, more than {longest_seconds:.2g} s, and so M={missing} "
                 f"is not measured and counts as fast as M={num_rows}; raise measure.seconds to measure it"
             )
-            return ProbeSeries(probes=probes, end=end)
-    return ProbeSeries(probes=probes, end=None)
+            return ProbeSeries(probes=probes, end_reason=end)
+    return ProbeSeries(probes=probes, end_reason=None)
 
 
 class Matrices:
@@ -101,7 +101,7 @@ class Matrices:
         self._device, self.width, self._num_bytes = device, width, num_bytes
         self._made: dict[str, list[torch.Tensor]] = {}
 
-    def of(self, dtype: str) -> Sequence[torch.Tensor]:
+    def get(self, dtype: str) -> Sequence[torch.Tensor]:
         if dtype not in self._made:
             one = torch.randn(self.width, self.width, device=self._device.torch_device).to(DTYPES[dtype])
             count = max(1, self._num_bytes // one.nbytes)
@@ -109,14 +109,14 @@ class Matrices:
         return self._made[dtype]
 
 
-def multiplying(
+def matmul_timer(
     inputs: Sequence[torch.Tensor],
     batches: Sequence[Sequence[torch.Tensor]],
     device: ComputeDevice,
     multiply: Multiply = F.linear,
     *,
     clock: Clock = time.perf_counter,
-) -> Timed:
+) -> Timer:
     """FLOPs of products with the matrices of one batch, one after the other, each by the input (M, K) at its place; the
     next act takes the next batch. All batches have matrices of the same shapes."""
     turns = cycle(batches)
@@ -125,7 +125,7 @@ def multiplying(
         return [multiply(x_MK, weight) for x_MK, weight in zip(inputs, next(turns), strict=True)][-1]
 
     flops = sum(2.0 * len(x_MK) * weight.numel() for x_MK, weight in zip(inputs, batches[0], strict=True))
-    return Timed(flops, act, device.finish, clock=clock)
+    return Timer(flops, act, device.finish, clock=clock)
 
 
 def product_probes(
@@ -133,29 +133,29 @@ def product_probes(
 ) -> ProbeSeries:
     """One kind of product by M."""
 
-    def probe(num_rows: int) -> tuple[Probe, Timed]:
+    def probe(num_rows: int) -> tuple[Probe, Timer]:
         x_MK = torch.randn(num_rows, matrices.width, device=device.torch_device).to(DTYPES[kind.compute])
-        timed = product_of(kind, x_MK, matrices, device)
+        timed = product_timer(kind, x_MK, matrices, device)
         return Probe(name=kind.name(num_rows), unit="GFLOP/s", read=timed), timed
 
-    return series_of(str(kind), rows, probe, longest_seconds=longest_seconds)
+    return make_series(str(kind), rows, probe, longest_seconds=longest_seconds)
 
 
-def product_of(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices, device: ComputeDevice) -> Timed:
+def product_timer(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices, device: ComputeDevice) -> Timer:
     """Each act takes the next matrix."""
 
-    def as_model_has_it(matrix: torch.Tensor) -> torch.Tensor:
+    def as_stored(matrix: torch.Tensor) -> torch.Tensor:
         if matrix.dtype == x_MK.dtype and matrix.device.type != "cpu":
             return matrix
         return StoredWeight([[matrix]], matrix.shape, x_MK.dtype, is_stacked=False)
 
-    batches = [[as_model_has_it(matrix)] for matrix in matrices.of(kind.stored)]
+    batches = [[as_stored(matrix)] for matrix in matrices.get(kind.stored)]
     bias_N = x_MK.new_zeros(matrices.width)
 
     def flipped(x_MK: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
         return torch.addmm(bias_N, x_MK, weight_KN)
 
-    return multiplying([x_MK], batches, device, flipped if kind.is_flipped else F.linear)
+    return matmul_timer([x_MK], batches, device, flipped if kind.is_flipped else F.linear)
 
 
 def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
@@ -166,7 +166,7 @@ def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
             for _ in panels([rows], torch.float32):
                 pass
 
-        return Probe(name=f"widening, {name}", unit="G numbers/s", read=Timed(width * width, act, device.finish))
+        return Probe(name=f"widening, {name}", unit="G numbers/s", read=Timer(width * width, act, device.finish))
 
     def raw(num_columns: int) -> torch.Tensor:
         return torch.randint(0, 120, (width, num_columns), dtype=torch.uint8).to(device.torch_device)
@@ -200,7 +200,7 @@ class MatmulKind(NamedTuple):
         x, weight = torch.zeros(1, 512, dtype=DTYPES[self.inputs]), torch.zeros(512, 512, dtype=DTYPES[self.stored])
         return supported_backends(x, [weight])
 
-    def usual(self, num_rows: int) -> LinearBackend:
+    def default(self, num_rows: int) -> LinearBackend:
         """What the rule takes here."""
         return default_backend(self.candidates.__contains__, num_rows, DTYPES[self.inputs])
 
@@ -208,14 +208,14 @@ class MatmulKind(NamedTuple):
         return f"{backend.value}, {self}, M={num_rows}"
 
 
-def kinds() -> Iterator[MatmulKind]:
+def matmul_kinds() -> Iterator[MatmulKind]:
     """Inputs of 16 bits meet weights that are stored in their own dtype."""
     for inputs, stored, is_tall in product(DTYPE_NAMES.values(), DTYPE_NAMES.values(), (False, True)):
         if inputs in (FLOAT32, stored):
             yield MatmulKind(inputs, stored, is_tall)
 
 
-def multiplier_rows(rows: Sequence[int], matrices: Matrices, *, longest_seconds: float) -> list[ProbeSeries]:
+def backend_probes(rows: Sequence[int], matrices: Matrices, *, longest_seconds: float) -> list[ProbeSeries]:
     """Probes of FLOPs, for each way to multiply a kind of weights."""
 
     def series(kind: MatmulKind, backend: LinearBackend) -> ProbeSeries:
@@ -225,37 +225,37 @@ def multiplier_rows(rows: Sequence[int], matrices: Matrices, *, longest_seconds:
         def multiply(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
             return BACKENDS[backend](x_MK, [weight_NK])
 
-        def probe(num_rows: int) -> tuple[Probe, Timed]:
-            batches = [[matrix.view(-1, num_inputs)] for matrix in matrices.of(kind.stored)]
+        def probe(num_rows: int) -> tuple[Probe, Timer]:
+            batches = [[matrix.view(-1, num_inputs)] for matrix in matrices.get(kind.stored)]
             x_MK = torch.randn(num_rows, num_inputs).to(DTYPES[kind.inputs])
-            timed = multiplying([x_MK], batches, ComputeDevice("cpu"), multiply)
+            timed = matmul_timer([x_MK], batches, ComputeDevice("cpu"), multiply)
             return Probe(name=kind.name(backend, num_rows), unit="GFLOP/s", read=timed), timed
 
-        return series_of(f"{backend.value}, {kind}", _rows(rows), probe, longest_seconds=longest_seconds)
+        return make_series(f"{backend.value}, {kind}", _compared_rows(rows), probe, longest_seconds=longest_seconds)
 
-    return [series(kind, backend) for kind in kinds() for backend in kind.candidates]
+    return [series(kind, backend) for kind in matmul_kinds() for backend in kind.candidates]
 
 
-def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> BackendTable:
+def fastest_backends(rows: Sequence[int], figures: Mapping[str, Figure]) -> BackendTable:
     """The usual backend where no other is faster by `WORTHWHILE`, in all rounds. One that was too slow to be
     measured with so many rows is as fast as with the most that it was measured with."""
 
     def fastest(kind: MatmulKind, num_rows: int) -> LinearBackend:
         def figure(backend: LinearBackend) -> Figure:
-            names = [kind.name(backend, each) for each in _rows([num_rows])]
+            names = [kind.name(backend, each) for each in _compared_rows([num_rows])]
             return next(figures[name] for name in reversed(names) if name in figures)
 
-        usual = kind.usual(num_rows)
+        usual = kind.default(num_rows)
         best = max(kind.candidates, key=lambda backend: figure(backend).value)
-        is_worth_it = figure(best).value > (1 + WORTHWHILE) * figure(usual).value
+        is_worth_it = figure(best).value > (1 + MIN_GAIN) * figure(usual).value
         return best if is_worth_it and figure(best).low > figure(usual).high else usual
 
-    found = _rows(rows)
+    found = _compared_rows(rows)
     return BackendTable(
-        rows=found, multipliers={str(kind): [fastest(kind, num_rows) for num_rows in found] for kind in kinds()}
+        rows=found, multipliers={str(kind): [fastest(kind, num_rows) for num_rows in found] for kind in matmul_kinds()}
     )
 
 
-def _rows(rows: Sequence[int]) -> list[int]:
+def _compared_rows(rows: Sequence[int]) -> list[int]:
     """The rows that ways are compared at, as far as products are measured at all."""
     return [number for number in ROWS if number <= max(rows)]

@@ -15,11 +15,11 @@ from .linear import (
     MOST_ROWS_BESIDE,
     Matrices,
     ProbeSeries,
-    multiplier_rows,
+    backend_probes,
     product_kinds,
     product_probes,
+    typical_kind,
     upcast_probes,
-    usual_kind,
 )
 from .timing import Figure, Probe
 
@@ -42,18 +42,18 @@ def machine_probes(
         usual: dict[str, ProbeSeries] = {}
         rows: list[ProbeSeries] = []
         for kind in product_kinds(device):
-            is_usual = kind == usual_kind(kind.compute, device)
+            is_usual = kind == typical_kind(kind.compute, device)
             numbers = [number for number in config.gemm_rows if is_usual or number <= MOST_ROWS_BESIDE]
             rows.append(product_probes(kind, numbers, matrices, device, longest_seconds=longest))
             if is_usual:
                 usual[kind.compute] = rows[-1]
         if not device.is_accelerator:
-            rows += multiplier_rows(config.gemm_rows, matrices, longest_seconds=longest)
+            rows += backend_probes(config.gemm_rows, matrices, longest_seconds=longest)
         probes += [probe for row in rows for probe in row.probes.values()]
         probes += upcast_probes(device, width=config.matrix_width)
         for dtype in DTYPES:
             probes += attention_probes(dtype, device, num_bytes=memory_bytes // WEIGHT_SHARE)
-        yield probes, usual, [row.end for row in rows if row.end is not None]
+        yield probes, usual, [row.end_reason for row in rows if row.end_reason is not None]
 
 
 def dtype_rates(

@@ -35,7 +35,7 @@ class Host:
     numba: str = ""  # its version; none where it is not installed
     isa: str = ""  # the instruction set that the CPU's kernels are made for
 
-    def answers_to(self, device: str) -> bool:
+    def matches_device(self, device: str) -> bool:
         """`machine.device`: auto is any."""
         return device == "auto" or (device == "cpu") == (self.device == "cpu")
 
@@ -51,7 +51,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
+class BackendComparison:
     """The linear backends of one kind of product at so many rows, as a run compared them in passing: the GFLOP/s of
     each in its best round so far. `num_times`: how many runs did; `doubt`: why another is to do so again; None: settled
     until `jobs.measure`. `conditions`: of the last time, for a reader of the file."""
@@ -75,7 +75,7 @@ class Contest:
         return best if self.gflops[best] > (1 + worthwhile) * self.gflops[usual] else usual
 
 
-def this_host(device: str, num_threads: int) -> Host:
+def current_host(device: str, num_threads: int) -> Host:
     try:
         numba = version("numba")
     except PackageNotFoundError:
@@ -104,12 +104,12 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(_cpu_info("flags").split())
 
 
-def keep(host: Host, rates: MeasuredRates, products: BackendTable | None = None) -> None:
+def save_rates(host: Host, rates: MeasuredRates, products: BackendTable | None = None) -> None:
     """Replaces what was kept, contests too. Raises OSError."""
     _write(_HostRecord(host=host, rates=rates, products=products))
 
 
-def keep_contests(host: Host, kernels: str, found: Mapping[str, Contest]) -> None:
+def save_comparisons(host: Host, kernels: str, found: Mapping[str, BackendComparison]) -> None:
     """Puts them, by the names of their products, beside what was kept of the host; `kernels` is the digest of the code
     that they compared. Of two processes that do so at once, one may be forgotten: the next run measures that again.
     Raises OSError."""
@@ -122,7 +122,7 @@ def _write(kept: "_HostRecord") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     products = None if kept.products is None else {**kept.products.to_plain(), "compared": COMPARED}
-    contests = {name: asdict(contest) for name, contest in kept.contests.items()}
+    contests = {name: asdict(contest) for name, contest in kept.comparisons.items()}
     values = {
         "host": asdict(kept.host),
         "rates": kept.rates and asdict(kept.rates),
@@ -133,13 +133,13 @@ def _write(kept: "_HostRecord") -> None:
     temp.replace(path)
 
 
-def find_latest(device: str = "auto") -> MeasuredRates | None:
+def find_latest_rates(device: str = "auto") -> MeasuredRates | None:
     """The rates of this host, with whatever torch and threads it was measured last, and of the kind of device that
     `machine.device` names. What cannot be read is named in a warning and counts as nothing."""
     here = (platform.node(), _cpu_model())
     paths = sorted((cache_root() / "machine").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     found = (kept for path in paths if (kept := _read(path)) is not None)
-    mine = (kept for kept in found if (kept.host.hostname, kept.host.cpu) == here and kept.host.answers_to(device))
+    mine = (kept for kept in found if (kept.host.hostname, kept.host.cpu) == here and kept.host.matches_device(device))
     return next((kept.rates for kept in mine if kept.rates is not None), None)
 
 
@@ -150,10 +150,10 @@ def find_products(host: Host) -> BackendTable | None:
     return kept.products if kept is not None else None
 
 
-def find_contests(host: Host, kernels: str) -> dict[str, Contest]:
+def find_comparisons(host: Host, kernels: str) -> dict[str, BackendComparison]:
     """What runs on exactly this host compared of exactly these kernels, by the names of products."""
     kept = _read(host.path) if host.path.exists() else None
-    return {**kept.contests} if kept is not None and kept.kernels == kernels else {}
+    return {**kept.comparisons} if kept is not None and kept.kernels == kernels else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class _HostRecord:
     rates: MeasuredRates | None = None
     products: BackendTable | None = None
     kernels: str | None = None
-    contests: Mapping[str, Contest] = field(default_factory=dict)
+    comparisons: Mapping[str, BackendComparison] = field(default_factory=dict)
 
 
 def _read(path: Path) -> _HostRecord | None:
@@ -182,7 +182,7 @@ def _read(path: Path) -> _HostRecord | None:
                 raise ConfigError(f"it compares {known}, while there are {', '.join(COMPARED)}")
             found = replace(found, products=BackendTable.from_plain(products))
         if (contests := values.get("contests")) is not None:
-            each = {name: Contest(**contest) for name, contest in contests["found"].items()}
+            each = {name: BackendComparison(**contest) for name, contest in contests["found"].items()}
             for rate in (rate for contest in each.values() for rate in contest.gflops.items()):
                 if rate[0] not in COMPARED or not isinstance(rate[1], float) or rate[1] <= 0:
                     raise ValueError(f"{rate} is no backend with its GFLOP/s")

@@ -38,7 +38,7 @@ class Figure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredFigures:
     """`figures` by name, each from `num_rounds` rounds, of which the last took `round_seconds`."""
 
     figures: dict[str, Figure]
@@ -55,7 +55,7 @@ class Probe:
     read: Callable[[], float]
 
 
-class Timed:
+class Timer:
     """Times `act`, which does `amount` of something, and `finish`, which waits for what `act` has only begun.
 
     Called as a probe, it takes one reading, in units of 1e9 a second, of as many acts as it takes to last
@@ -120,7 +120,7 @@ def measure(
     seconds: float,
     clock: Clock = time.perf_counter,
     advance: Callable[[str], object] = lambda name: None,
-) -> Measured:
+) -> MeasuredFigures:
     """Reads each probe in each round as often as its share of `seconds` allows, once at least; a round's value is the
     median of its readings. Behind the first, no round begins that would end after `seconds` if it took as long as the
     last one. `advance` is told each probe that a round, or the warm-up before them, is done with."""
@@ -139,9 +139,9 @@ def measure(
             rounds[probe.name].append(median(readings))
             advance(probe.name)
         num_done, round_seconds = num_done + 1, clock() - round_begin
-    figures = {probe.name: figure_of(rounds[probe.name], probe.unit) for probe in probes}
-    return Measured(figures=figures, num_rounds=num_done, round_seconds=round_seconds)
+    figures = {probe.name: make_figure(rounds[probe.name], probe.unit) for probe in probes}
+    return MeasuredFigures(figures=figures, num_rounds=num_done, round_seconds=round_seconds)
 
 
-def figure_of(values: Sequence[float], unit: str) -> Figure:
+def make_figure(values: Sequence[float], unit: str) -> Figure:
     return Figure(value=median(values), low=min(values), high=max(values), unit=unit)

@@ -28,11 +28,11 @@ from ..attention.views import DecodeRows, Prompts, Reach, Rule, Segment
 from ..cache.host_lane import HostAttention
 from ..cache.paged import PagedKV
 from ..errors import ConfigError
-from ..events import NeedAttention, lane_run, need_tensor
+from ..events import NeedAttention, current_lane_run, need_tensor
 from ..plan.shape.attention import AttentionMethod
 from ..plan.shape.model import ModelShape
 from ..probing import guards
-from ..probing.guards import chunk_of, layer_of
+from ..probing.guards import chunk_size, layer_index
 from ..probing.layer_lists import decoder_config
 from ..stream.device import ComputeDevice
 
@@ -52,9 +52,9 @@ def ragged_attention(
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H*G, T, D) -> (1, T, H*G, D). Keys and values, the new ones included, are in the lane's cache."""
-    if reason := guards.unknown_wish(kwargs) or guards.foreign_mask(attention_mask):
+    if reason := guards.unsupported_argument(kwargs) or guards.custom_mask(attention_mask):
         raise _refusal(module, reason)
-    cache = lane_run().cache
+    cache = current_lane_run().cache
     assert isinstance(cache, PagedKV), "ragged attention was called in a padded lane"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer, reach, rule = _asked(module, scale, sliding_window, softcap, kwargs.get("is_causal"))
@@ -65,7 +65,7 @@ def ragged_attention(
         s_aux = cache.heads.slice_heads(s_aux, 0)
     if s_aux is not None:
         rule = Rule(rule.scale, softcap, s_aux)
-    if reason := guards.changed_keys(are_given=cache.expands or cache.is_last_update(layer, key, value)):
+    if reason := guards.changed_kv(are_cached=cache.expands or cache.is_last_update(layer, key, value)):
         raise _refusal(module, reason)
 
     num_threads = torch.get_num_threads()  # asked here: a worker has but one
@@ -96,9 +96,9 @@ def _asked(
     words = scale, sliding_window, softcap, is_causal
     known = _ASKED.get(module)
     if known is None or known[0] != words:
-        layer = layer_of(module)
-        reach = Reach(sliding_window, chunk_of(module, layer))
-        if reason := guards.looks_ahead(module, is_causal) or guards.unseen_window(module, layer, reach):
+        layer = layer_index(module)
+        reach = Reach(sliding_window, chunk_size(module, layer))
+        if reason := guards.looks_ahead(module, is_causal) or guards.hidden_window(module, layer, reach):
             raise _refusal(module, reason)
         known = _ASKED[module] = words, _LayerRule(layer, reach, Rule(scale, softcap))
     return known[1]

@@ -16,17 +16,17 @@ from ..errors import ConfigError, require
 from ..plan.shape.attention import DeltaRule
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage, StageKind
-from ..probing.empty_weights import without_values
+from ..probing.empty_weights import copy_on_meta
 from ..probing.guards import NO_DECODER
 from ..probing.layer_lists import (
     config_behind_encoder,
     decoder_config,
     head_size,
-    largest,
     layer_lists,
+    max_over_layers,
     num_attention_heads,
 )
-from ..probing.packed_probe import is_latent, latent_rank, why_not_packed
+from ..probing.packed_probe import is_latent, latent_rank, packed_lanes_refusal
 from ..probing.padded_probe import cache_argument
 from .experts import is_bare, is_experts
 from .fused import FusedGatedMLP
@@ -86,7 +86,7 @@ def choose_lanes(model: PreTrainedModel, wanted: Lanes) -> tuple[bool, str]:
     elif types - PACKED_LAYER_TYPES:
         reason = f"layers of type {min(types - PACKED_LAYER_TYPES)}"
     else:
-        reason = why_not_packed(model)
+        reason = packed_lanes_refusal(model)
     if reason == NO_DECODER:
         raise ConfigError(f"model.path: {type(model).__name__} is no decoder: {reason}")
     if wanted is Lanes.padded:
@@ -145,7 +145,7 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
     if model.config.is_encoder_decoder:
         own = _estimated_cache(config_behind_encoder(model), model.dtype)
         return replace(own, cross_bytes_per_token=own.bytes_per_token)
-    probe = without_values(model)
+    probe = copy_on_meta(model)
     try:
         two, three = (filled_cache(probe, num_tokens) for num_tokens in (2, 3))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
@@ -185,7 +185,7 @@ def without_cache(model: PreTrainedModel) -> CacheShape:
 
 def _estimated_cache(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape:
     config = decoder_config(config)
-    num_heads = largest(config, "num_key_value_heads") or num_attention_heads(config)
+    num_heads = max_over_layers(config, "num_key_value_heads") or num_attention_heads(config)
     per_token = (2 * num_heads * head_size(config) * dtype.itemsize,) * config.num_hidden_layers
     heads = ((num_heads, head_size(config), head_size(config)),) * config.num_hidden_layers
     return CacheShape(layer_bytes_per_token=per_token, bytes_per_sequence=0, is_latent=False, heads=heads)
@@ -194,7 +194,7 @@ def _estimated_cache(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape
 @torch.inference_mode()
 def filled_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
     """What a pass of so many tokens leaves in transformers' own cache, in shapes alone. The model is a copy
-    `without_values`."""
+    `copy_on_meta`."""
     cache = DynamicCache(config=model.config)
     for layer in cache.layers:
         if hasattr(layer, "sliding_window"):  # what a token costs, however few of them a window keeps
@@ -229,7 +229,7 @@ def shape_of(
     dense = [max(p.shape) for p in in_layers if len(p.shape) == 2]
     narrow = [max(p.shape[-2:]) for p in in_layers if len(p.shape) == 3]
     num_heads = num_attention_heads(config)
-    num_kv_heads = largest(config, "num_key_value_heads") or num_heads
+    num_kv_heads = max_over_layers(config, "num_key_value_heads") or num_heads
     # The rows of a table of positions, or what else bounds them. In one with a row for padding, as RoBERTa's, the first
     # token's row is the one behind that.
     num_rows = getattr(config, "max_position_embeddings", None) or NO_LIMIT_TOKENS
@@ -238,7 +238,7 @@ def shape_of(
     has_own_scores = getattr(config, "attn_logit_softcapping", None) or any(
         hasattr(m, "sinks") for m in model.modules()
     )
-    per_token = largest(config, "num_experts_per_tok") or 0
+    per_token = max_over_layers(config, "num_experts_per_tok") or 0
     stages = list[Stage]()
     for index, (group, kind) in enumerate(zip(by_stage, staged.kinds, strict=True)):
         stacks = [p for p in group if p.is_experts] or [p for p in group if ".experts." in p.name]

@@ -12,7 +12,7 @@ from greenlet import getcurrent
 from transformers.utils.generic import ModelOutput
 
 from ..errors import ConfigError
-from ..events import HeadSlices, LaneRun, lane_run
+from ..events import HeadSlices, LaneRun, current_lane_run
 from .stages import StagedModel
 
 
@@ -53,7 +53,7 @@ class BelowHead(torch.nn.Module):
             slices.output = self.inner(*args, **kwargs)
             slices.hidden_1ND = _selected(slices.output, slices.selected_N)
             slices.output = _with_hidden(slices.output, slices.hidden_1ND[:, :0])
-            if slices.is_below:
+            if slices.skips_head:
                 raise _BelowHeadAlone
         return _with_hidden(slices.output, slices.next_hidden(slices.hidden_1ND))
 
@@ -63,10 +63,10 @@ def sliced_logits(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Logits (n, V) of the selected tokens, up to `num_rows` at a time, and where they begin among them. Called inside
     a lane's run. `forward` runs the model; its hidden states are (B, T, D), `selected_N` numbers their B * T tokens."""
-    run = lane_run()
+    run = current_lane_run()
     slices = run.head = HeadSlices(selected_N=selected_N)
     try:
-        for turn in slices.turns(num_rows):
+        for turn in slices.iterate(num_rows):
             logits = forward().logits
             assert slices.hidden_1ND is not None, "a class has reached its layers by another way than all its modules"
             yield turn.start, logits.reshape(-1, logits.shape[-1])
@@ -77,8 +77,8 @@ def sliced_logits(
 def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> HeadSlices:
     """The last hidden states of the selected tokens, as the class's head gets them. Called inside a lane's run.
     `forward` as in `sliced_logits`, or of a model without a head."""
-    run = lane_run()
-    slices = run.head = HeadSlices(selected_N=selected_N, is_below=True)
+    run = current_lane_run()
+    slices = run.head = HeadSlices(selected_N=selected_N, skips_head=True)
     try:
         slices.hidden_1ND = _selected(forward(), selected_N)
     except _BelowHeadAlone:
@@ -91,11 +91,11 @@ def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> He
 def class_logits(model: torch.nn.Module, slices: HeadSlices, ids_N: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Logits (N, C) of a decoder's classes, float32: of each hidden state in `slices`, which is that of the token in
     `ids_N`. To the class each of them is a prompt of one token, whose last one it looks for."""
-    run, parts = lane_run(), list[torch.Tensor]()
-    slices.is_below, slices.as_rows = False, True
+    run, parts = current_lane_run(), list[torch.Tensor]()
+    slices.skips_head, slices.as_rows = False, True
     run.head = slices
     try:
-        for turn in slices.turns(num_rows):
+        for turn in slices.iterate(num_rows):
             out = model(input_ids=ids_N[turn, None], use_cache=False)
             parts.append(out.logits.float())
     finally:

@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..cache.paged import HeadShare
 from ..cache_root import cache_root
-from ..checkpoint_source.download import class_refused, one_line
+from ..checkpoint_source.download import as_checkpoint_error, as_config_error
 from ..checkpoint_source.generation_config import GenerationDefaults, read_generation
 from ..checkpoint_source.location import find_checkpoint, load_tokenizer, read_config
 from ..config.profiles import BackendTable
@@ -29,7 +29,7 @@ from ..plan.shape.dtypes import StoredNumbers, auto_dtype
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage
 from ..probing.guards import NO_DECODER
-from ..probing.heads import Head, head_of, looks_ahead
+from ..probing.heads import Head, looks_ahead, model_head
 from ..probing.meta import build_meta_model, zeroed_rows
 from ..probing.padded_probe import PaddingBehavior, probe_padding
 from ..store.checkpoint import Checkpoint, open_checkpoint
@@ -141,13 +141,13 @@ def load_model(
 
     # The class is run without weights to see what it does in lanes. An encoder's are rectangles without a cache, which
     # pass the model once.
-    is_encoder = head_of(model) is not Head.text and looks_ahead(model)
+    is_encoder = model_head(model) is not Head.text and looks_ahead(model)
     if is_encoder and config.lanes is Lanes.packed:
         raise ConfigError(f"model.lanes=packed: {class_name} cannot: {NO_DECODER}")
     is_packed, reason, padding = False, "", PaddingBehavior()
-    with class_refused(class_name):
+    with as_config_error(class_name):
         if is_encoder:
-            padding = PaddingBehavior(whole="the class is an encoder, which sees all of a prompt at once")
+            padding = PaddingBehavior(whole_prompts="the class is an encoder, which sees all of a prompt at once")
             cache = without_cache(model)
         else:
             is_packed, reason = choose_lanes(model, config.lanes) if truncated is None else (truncated.is_packed, "")
@@ -158,7 +158,7 @@ def load_model(
     if reason:
         log.info("lanes are padded: %s", reason)
     if not is_encoder:
-        for reason in filter(None, (padding.apart, padding.whole)):
+        for reason in filter(None, (padding.separate_rows, padding.whole_prompts)):
             log.info("padded lanes: %s", reason)
 
     rounded = empty.rounded(config)
@@ -182,7 +182,7 @@ def load_model(
         log.debug("%s: %s", class_name, found)
 
     rope_lengths = follow_lengths(model)
-    with class_refused(class_name):
+    with as_config_error(class_name):
         staged = stage_model(model)
         name = class_name if config.name == ANY else config.name
         shape = shape_of(name, staged, parameters, cache, is_packed=is_packed)
@@ -192,12 +192,12 @@ def load_model(
         shape=replace(
             shape if split is None or split.count == 1 else shape.part(split.count),
             has_decode_kernel=is_packed and not cache.is_latent and device.type == "cpu" and can_compile(),
-            has_whole_prompts=bool(padding.whole),
+            has_whole_prompts=bool(padding.whole_prompts),
             restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
         ),
         expands_latents=cache.is_latent,
         padding=padding,
-        head=head_of(model),
+        head=model_head(model),
         looks_ahead=is_encoder,
         stored=StoredNumbers.from_losses(shape, LOSSES, read_relative_error(empty.quantization)),
         rounded=rounded,
@@ -336,9 +336,9 @@ def _open(
     if truncated is not None:
         truncated.shorten(hf_config)
     most_tensors = 16 * len(checkpoint.tensors) + 8192  # several are fused in one of its own, or shared by many layers
-    with one_line(f"{path}: config.json makes no model", described):
+    with as_checkpoint_error(f"{path}: config.json makes no model", described):
         model = build_meta_model(hf_config, dtype, most_tensors=most_tensors, encodes=encodes)
-    with class_refused(type(model).__name__):
+    with as_config_error(type(model).__name__):
         zeroed = zeroed_rows(model)
         drop_unused_modules(model)
         init_computed_parameters(model, checkpoint.tensors.keys())

@@ -154,7 +154,7 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
         quantize is None or not num_read,
         f"model.quantize={quantize and quantize.value} rounds weights as they are read, and offload="
         f"{problem.config.offload.tier.value} would read {num_read} stages every pass. Pack them once: "
-        f"{model.packing}; or offload=auto, which keeps what it has read",
+        f"{model.pack_command}; or offload=auto, which keeps what it has read",
     )
     feedforward = policy.feedforward or FeedForward.device
     return RunPlan(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..batching.prefixes import SharingRule, num_spared
 from ..config.settings import Admission, Attention, FeedForward, KVDType, KVTier, RuntimeConfig, SharePrefixes
-from ..units import counted
+from ..units import format_count
 from .placement.defaults import chunk_tokens
 from .placement.memory import PAGE_TOKENS
 from .planner import RunPlan
@@ -118,7 +118,7 @@ class ResolvedSettings:
     def __str__(self) -> str:
         each = ", each" if self.num_blocks > 1 else ""
         lanes = "1 micro-batch" if self.num_lanes == 1 else f"{self.num_lanes} micro-batches"
-        size = counted(self.lane_size, "sequence")
+        size = format_count(self.lane_size, "sequence")
         streaming = ": all fit in compute memory, and are read once"
         if self.num_resident_stages != self.num_stages:
             in_host = f", {self.num_host_stages} in host memory" if self.num_host_stages else ""
@@ -133,7 +133,7 @@ class ResolvedSettings:
         return "\n".join(
             [
                 "plan:",
-                f"  blocks    {counted(self.num_blocks, 'block')}{each} of up to {lanes} of {size}, "
+                f"  blocks    {format_count(self.num_blocks, 'block')}{each} of up to {lanes} of {size}, "
                 f"admission={self.admission}, {self.dtype}",
                 f"  prompts   up to {self.prefill_chunk_tokens:,} tokens of a micro-batch in one pass",
                 f"  sharing   {self._sharing}",

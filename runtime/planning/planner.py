@@ -11,14 +11,14 @@ import torch
 
 from ..batching.balance import Block
 from ..closing import Closing
-from ..config.profiles import BY_RULE, BackendTable
+from ..config.profiles import DEFAULT_BACKENDS, BackendTable
 from ..config.settings import PolicyKind, RuntimeConfig
 from ..errors import BudgetError
 from ..kernels.compiler import has_compiler
 from ..measure.calibrate import measure_rates
 from ..measure.contests import compare_backends
 from ..measure.machine import device_name
-from ..measure.machine_cache import Host, this_host
+from ..measure.machine_cache import Host, current_host
 from ..model.loading import LoadedModel
 from ..plan.cost.calibration import TypicalLoad
 from ..plan.cost.rates import MachineRates
@@ -124,7 +124,7 @@ class Planner:
     @property
     def host(self) -> Host:
         """The machine that measured rates hold for."""
-        return this_host(device_name(self.device), torch.get_num_threads())
+        return current_host(device_name(self.device), torch.get_num_threads())
 
     @property
     def budgets(self) -> Budgets:
@@ -178,7 +178,7 @@ class Planner:
 
     @property
     def _backends(self) -> BackendTable:
-        return self.model.backends or BY_RULE
+        return self.model.backends or DEFAULT_BACKENDS
 
     def _compared(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> BackendTable | None:
         """Other linear backends than those known here, if a run of some length would be faster with them."""

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from .layer_lists import layer_lists
 
 NUM_LAYERS = 2  # of a copy with values, of whatever kind
-UNKNOWING = (  # what classes raise in a copy that want values, or another cache: then nothing is known of them
+PROBE_ERRORS = (  # what classes raise in a copy that want values, or another cache: then nothing is known of them
     RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ConfigError,
 )  # fmt: skip
 SMALL_NUMEL = 1 << 20  # matrices that code may want to lie in memory as usual
@@ -43,7 +43,7 @@ class _CheapLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class Reached(Exception):
+class ProbeEnded(Exception):
     """The forward has come to a layer that the copy does not have. `hidden` and `named` are what it was handed."""
 
     def __init__(self, hidden: torch.Tensor, named: dict[str, object]):
@@ -51,7 +51,7 @@ class Reached(Exception):
         self.hidden, self.named = hidden, named
 
 
-class _End(nn.Module):
+class _EndLayer(nn.Module):
     """Stands in the place of a layer: what the class reads off it beforehand, it reads off the original."""
 
     def __init__(self, layer: nn.Module):
@@ -65,10 +65,10 @@ class _End(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
-        raise Reached(hidden_states, kwargs)
+        raise ProbeEnded(hidden_states, kwargs)
 
 
-def without_values(model: PreTrainedModel) -> PreTrainedModel:
+def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
     """A copy on the meta device, which computes shapes alone, and without experts: they choose by values."""
     found = copy.deepcopy(model).to("meta")  # pyright: ignore[reportArgumentType] - transformers hides the signature
     _leave_out_experts(found)
@@ -80,7 +80,7 @@ def _leave_out_experts(model: PreTrainedModel) -> None:
         model.set_submodule(name, _NoExperts())
 
 
-def with_values(
+def copy_with_random_values(
     model: PreTrainedModel, *, num_layers: int | None = NUM_LAYERS, with_experts: bool = False
 ) -> PreTrainedModel:
     """A copy on the CPU, of its first layers alone. Element (i, j) of a matrix is number i + j of a vector, so weights
@@ -92,7 +92,7 @@ def with_values(
     if num_layers is not None:
         for part in layer_lists(found):
             if len(part.layers) > num_layers:
-                part.layers[num_layers] = _End(part.layers[num_layers])
+                part.layers[num_layers] = _EndLayer(part.layers[num_layers])
                 del part.layers[num_layers + 1 :]
     if not with_experts:
         _leave_out_experts(found)

@@ -15,20 +15,20 @@ NO_DECODER = "its attention looks at later tokens"
 UNSUPPORTED = frozenset({"position_bias", "indices", "block_indices", "sinks"})
 
 
-def layer_of(module: torch.nn.Module) -> int:
+def layer_index(module: torch.nn.Module) -> int:
     layer = getattr(module, "layer_idx", None)
     assert isinstance(layer, int), f"{type(module).__name__} does not say which layer it is"
     return layer
 
 
-def chunk_of(module: torch.nn.Module, layer: int) -> int | None:
+def chunk_size(module: torch.nn.Module, layer: int) -> int | None:
     """Chunked layers are known by the config alone: transformers tells their mask, never the attention function."""
     config = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     return getattr(config, "attention_chunk_size", None) if types and types[layer] == "chunked_attention" else None
 
 
-def unknown_wish(wishes: Mapping[str, object]) -> str:
+def unsupported_argument(wishes: Mapping[str, object]) -> str:
     """What a class hands to its attention function by name and lanes do not know, in words; `""` if nothing."""
     if UNSUPPORTED.isdisjoint(wishes):
         return ""
@@ -36,7 +36,7 @@ def unknown_wish(wishes: Mapping[str, object]) -> str:
     return f"its attention wants {found[0]}" if found else ""
 
 
-def foreign_mask(attention_mask: torch.Tensor | None) -> str:
+def custom_mask(attention_mask: torch.Tensor | None) -> str:
     """Packed lanes have no mask made, and look at none."""
     return "" if attention_mask is None else "it makes attention masks of its own"
 
@@ -47,12 +47,12 @@ def looks_ahead(module: torch.nn.Module, is_causal: object) -> str:
     return "" if causal else NO_DECODER
 
 
-def changed_keys(*, are_given: bool) -> str:
+def changed_kv(*, are_cached: bool) -> str:
     """`are_given`: attention is handed the very keys and values that the cache gave back for this layer."""
-    return "" if are_given else "it changes keys or values behind its cache"
+    return "" if are_cached else "it changes keys or values behind its cache"
 
 
-def unseen_window(module: torch.nn.Module, layer: int, reach: Reach) -> str:
+def hidden_window(module: torch.nn.Module, layer: int, reach: Reach) -> str:
     """A window that a layer's mask or transformers' own cache has, and its attention function is not told. One that
     no context can outgrow hides nothing."""
     if reach != NO_REACH:

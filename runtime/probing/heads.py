@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from .empty_weights import UNKNOWING, Reached, with_values
+from .empty_weights import PROBE_ERRORS, ProbeEnded, copy_with_random_values
 from .layer_lists import decoder_config, layer_lists
 
 NUM_TOKENS = 4
@@ -57,7 +57,7 @@ def saved_head(config: PreTrainedConfig) -> Head:
     return Head.text
 
 
-def head_of(model: PreTrainedModel) -> Head:
+def model_head(model: PreTrainedModel) -> Head:
     """That of a class as it was built."""
     if model.can_generate():
         return Head.text
@@ -88,14 +88,14 @@ def looks_ahead(model: PreTrainedModel) -> bool:
     ids_1S = torch.arange(5, 5 + NUM_TOKENS)[None]
     others_1S = torch.where(ids_1S == ids_1S.max(), 4, ids_1S)
     try:
-        probe = with_values(model)
-        return bool((_first_token(probe, ids_1S) - _first_token(probe, others_1S)).abs().max() > 0)
-    except UNKNOWING:
+        probe = copy_with_random_values(model)
+        return bool((_first_hidden_state(probe, ids_1S) - _first_hidden_state(probe, others_1S)).abs().max() > 0)
+    except PROBE_ERRORS:
         return False
 
 
 @torch.no_grad()
-def _first_token(probe: PreTrainedModel, ids_1S: torch.Tensor) -> torch.Tensor:
+def _first_hidden_state(probe: PreTrainedModel, ids_1S: torch.Tensor) -> torch.Tensor:
     """Its hidden state behind the last layer that the copy has."""
     found = list[torch.Tensor]()
 
@@ -103,7 +103,7 @@ def _first_token(probe: PreTrainedModel, ids_1S: torch.Tensor) -> torch.Tensor:
         found.append(out[0] if isinstance(out, tuple) else out)
 
     handles = [layer.register_forward_hook(look) for layer in layer_lists(probe)[0].layers]
-    with suppress(Reached):
+    with suppress(ProbeEnded):
         probe(input_ids=ids_1S)
     for handle in handles:
         handle.remove()

@@ -29,7 +29,7 @@ def encoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return nested if isinstance(nested, PreTrainedConfig) else config.get_text_config(encoder=True)
 
 
-def largest(config: PreTrainedConfig, name: str) -> int | None:
+def max_over_layers(config: PreTrainedConfig, name: str) -> int | None:
     """The largest of a size that layers may have different ones of. None where there is none."""
     try:
         value = getattr(config, name, None)
@@ -42,12 +42,12 @@ def largest(config: PreTrainedConfig, name: str) -> int | None:
 
 def head_size(config: PreTrainedConfig) -> int:
     """Numbers in a key, of the layer with the widest."""
-    return largest(config, "head_dim") or config.hidden_size // num_attention_heads(config)
+    return max_over_layers(config, "head_dim") or config.hidden_size // num_attention_heads(config)
 
 
 def num_attention_heads(config: PreTrainedConfig) -> int:
     """The heads of the layer with the most; 1 where a config has no such thing, as those of recurrent models."""
-    return largest(config, "num_attention_heads") or 1
+    return max_over_layers(config, "num_attention_heads") or 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,10 @@ def layer_lists(model: PreTrainedModel) -> list[LayerList]:
     """The decoder's, behind the encoder's where there is one. Raises ConfigError when none is found."""
     if not model.config.is_encoder_decoder:
         decoder = model.get_decoder()
-        whole = model if not _lists(model, decoder) else decoder  # of some classes it is the matrix that decodes
-        return [_find(model, whole, StageKind.layer)]
+        whole = model if not _module_lists(model, decoder) else decoder  # of some classes it is the matrix that decodes
+        return [_find_layers(model, whole, StageKind.layer)]
     parts = ((model.get_encoder(), StageKind.encoder), (model.get_decoder(), StageKind.layer))
-    return [_find(model, part, kind) for part, kind in parts]
+    return [_find_layers(model, part, kind) for part, kind in parts]
 
 
 def stage_kinds(lists: Sequence[LayerList]) -> tuple[StageKind, ...]:
@@ -79,11 +79,11 @@ def stage_kinds(lists: Sequence[LayerList]) -> tuple[StageKind, ...]:
     return (*kinds, StageKind.head)
 
 
-def _find(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind) -> LayerList:
+def _find_layers(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind) -> LayerList:
     """The first list in `part` that holds what transformers does not split; of a class that does not say what that is,
     the one with most of the parameters. Raises ConfigError where there is none, or layers are spread over several."""
     names = set(model._no_split_modules or ())
-    lists = _lists(model, part)
+    lists = _module_lists(model, part)
     for path, layers in lists.items():
         if type(layers[0]).__name__ in names:
             return LayerList(kind=kind, path=path, layers=layers)
@@ -105,7 +105,7 @@ def _find(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind) -> Lay
     return LayerList(kind=kind, path=most, layers=lists[most])
 
 
-def _lists(model: PreTrainedModel, part: torch.nn.Module) -> dict[str, torch.nn.ModuleList]:
+def _module_lists(model: PreTrainedModel, part: torch.nn.Module) -> dict[str, torch.nn.ModuleList]:
     """Lists of modules that are made of others, and own weights, by their paths; outer ones first. Heads and tables are
     none of these, nor what lies in a model with a config of another class, which sees or hears."""
     ours = {type(config) for config in (model.config, decoder_config(model.config), getattr(part, "config", None))}

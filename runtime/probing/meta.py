@@ -155,7 +155,7 @@ def untie_head(model: PreTrainedModel) -> None:
         model.config.tie_word_embeddings = False
 
 
-class _Writes(TorchDispatchMode):
+class _ParameterWrites(TorchDispatchMode):
     """Records operations that write to the parameters of a model, and where."""
 
     def __init__(self, model: PreTrainedModel):
@@ -194,7 +194,7 @@ def zeroed_rows(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     `model` has its parameters on the meta device; mutated as by `initialize_again`. Raises ConfigError where the class
     overwrites loaded weights in any other way.
     """
-    with _Writes(model) as writes:
+    with _ParameterWrites(model) as writes:
         initialize_again(model)
     rows: dict[str, tuple[int, ...]] = {}
     for name, operation, target in writes.found:

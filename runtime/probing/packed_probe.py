@@ -18,15 +18,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from ..attention.views import Reach
 from ..events import LaneRun
 from . import guards
-from .empty_weights import UNKNOWING, Reached, with_values, without_values
+from .empty_weights import PROBE_ERRORS, ProbeEnded, copy_on_meta, copy_with_random_values
 
 log = logging.getLogger(__name__)
 
 NAME = "weightstream_probe"
 NUM_TOKENS = 3
-FAR = 1 << 20  # positions, where a config knows no end
-COPIES = ((without_values, "meta"), (with_values, "cpu"), (partial(with_values, with_experts=True), "cpu"))
-Shows = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
+UNBOUNDED_CONTEXT = 1 << 20  # positions, where a config knows no end
+COPIES = (
+    (copy_on_meta, "meta"),
+    (copy_with_random_values, "cpu"),
+    (partial(copy_with_random_values, with_experts=True), "cpu"),
+)
+MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +39,16 @@ class Mask:
     or chunk."""
 
     tensor: torch.Tensor
-    shows: Shows
+    function: MaskFunction
     size: int | None
 
-    def means(self, reach: Reach, num_positions: int) -> bool:
+    def matches(self, reach: Reach, num_positions: int) -> bool:
         """Whether packed lanes show a layer of that reach the same, as far as a context goes."""
         sizes = [size for size in (reach.window, reach.chunk, self.size) if size is not None]
         edges = {place for size in sizes for place in (size - 1, size, size + 1, 2 * size + 1)}
         places = sorted(place for place in {0, 1, 2, num_positions - 1} | edges if 0 <= place < num_positions)
         places_S = torch.tensor(places)
-        shown_SS = self.shows(0, 0, places_S[:, None], places_S[None, :])
+        shown_SS = self.function(0, 0, places_S[:, None], places_S[None, :])
         if shown_SS.is_meta:  # chunks begin where padding ends, and there is none
             return self.size == reach.chunk
         firsts_S1 = torch.tensor([reach.first(place) for place in places])[:, None]
@@ -53,32 +57,32 @@ class Mask:
 
 
 @dataclass
-class Seen:
+class ProbeRecord:
     """What one run asked of transformers and of the cache, and what speaks against packed lanes."""
 
     rank: int | None  # of latents
     masks: list[Mask] = field(default_factory=list)
-    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    cached: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     attended: set[int] = field(default_factory=set)
     reason: str = ""
 
-    def are_given(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+    def are_cached(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether keys and values are the cache's, or made of its latents by layers in lanes that know it."""
-        given = self.given.get(layer)
+        given = self.cached.get(layer)
         return given is not None and (is_latent(given, self.rank) or (key is given[0] and value is given[1]))
 
 
 class ProbeCache(Cache):
     """Gives layers what a packed lane's cache gives them in a first pass of one sequence."""
 
-    def __init__(self, seen: Seen, device: str) -> None:
+    def __init__(self, seen: ProbeRecord, device: str) -> None:
         super().__init__(layers=[])
         self._seen, self._device = seen, device
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._seen.given[layer_idx] = key_states, value_states
+        self._seen.cached[layer_idx] = key_states, value_states
         return key_states, value_states
 
     def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, as PagedKV's
@@ -102,29 +106,29 @@ def latent_rank(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(), "kv_lora_rank", None)
 
 
-def why_not_packed(model: PreTrainedModel) -> str:
+def packed_lanes_refusal(model: PreTrainedModel) -> str:
     """Empty when the class takes what packed lanes hand it. `model` is as it was. Where a class's code needs values,
     its first layers are run on the CPU, which reads no weights either; where that fails too nothing is known, and
     lanes look for themselves (`attention.py`)."""
     for make, device in COPIES:
         try:
-            return _reason(make(model), device, latent_rank(model))
-        except UNKNOWING as error:
+            return _run_probe(make(model), device, latent_rank(model))
+        except PROBE_ERRORS as error:
             log.debug("%s: no packed pass on %s (%s)", type(model).__name__, device, error)
     return ""
 
 
 @torch.no_grad()
-def _reason(probe: PreTrainedModel, device: str, rank: int | None) -> str:
+def _run_probe(probe: PreTrainedModel, device: str, rank: int | None) -> str:
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask)
     probe.set_attn_implementation(NAME)
     vars(probe.config.get_text_config())["pad_token_id"] = None  # or it is looked for among the ids, whatever it is
-    seen = Seen(rank)
+    seen = ProbeRecord(rank)
     places_1T = torch.arange(NUM_TOKENS, device=device)[None]
 
     def forward() -> None:
-        with contextlib.suppress(Reached):
+        with contextlib.suppress(ProbeEnded):
             probe(
                 input_ids=torch.ones_like(places_1T),
                 position_ids=places_1T,
@@ -133,7 +137,7 @@ def _reason(probe: PreTrainedModel, device: str, rank: int | None) -> str:
             )
 
     LaneRun(forward, seen).switch()
-    unseen = sorted(seen.given.keys() - seen.attended)
+    unseen = sorted(seen.cached.keys() - seen.attended)
     return seen.reason or (f"layer {unseen[0]} attends by code of its own" if unseen else "")
 
 
@@ -141,14 +145,14 @@ def _make_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    mask_function: Shows,
+    mask_function: MaskFunction,
     device: torch.device,
     local_size: int | None = None,
     **kwargs: object,
 ) -> torch.Tensor:
     """A mask function as transformers asks for one."""
     tensor = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
-    _seen().masks.append(Mask(tensor=tensor, shows=mask_function, size=local_size))
+    _current_record().masks.append(Mask(tensor=tensor, function=mask_function, size=local_size))
     return tensor
 
 
@@ -162,25 +166,25 @@ def _attend(
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Stands in the place of `ragged_attention`: looks at what it is handed, and computes nothing."""
-    seen, layer = _seen(), guards.layer_of(module)
-    reach = Reach(sliding_window, guards.chunk_of(module, layer))
+    seen, layer = _current_record(), guards.layer_index(module)
+    reach = Reach(sliding_window, guards.chunk_size(module, layer))
     mask = next((each for each in seen.masks if each.tensor is attention_mask), None)
-    num_positions = getattr(getattr(module, "config", None), "max_position_embeddings", None) or FAR
-    is_known = mask is not None and mask.means(reach, num_positions)
+    num_positions = getattr(getattr(module, "config", None), "max_position_embeddings", None) or UNBOUNDED_CONTEXT
+    is_known = mask is not None and mask.matches(reach, num_positions)
     reasons = (
-        guards.unknown_wish(kwargs),
+        guards.unsupported_argument(kwargs),
         guards.looks_ahead(module, kwargs.get("is_causal")),
-        guards.changed_keys(are_given=seen.are_given(layer, key, value)),
-        guards.unseen_window(module, layer, reach),
-        guards.foreign_mask(None if is_known else attention_mask),
+        guards.changed_kv(are_cached=seen.are_cached(layer, key, value)),
+        guards.hidden_window(module, layer, reach),
+        guards.custom_mask(None if is_known else attention_mask),
     )
     seen.attended.add(layer)
     seen.reason = seen.reason or next(filter(None, reasons), "")
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-def _seen() -> Seen:
+def _current_record() -> ProbeRecord:
     run = getcurrent()
     seen = run.cache if isinstance(run, LaneRun) else None
-    assert isinstance(seen, Seen), "the probe's functions were called outside of it"
+    assert isinstance(seen, ProbeRecord), "the probe's functions were called outside of it"
     return seen

@@ -13,15 +13,15 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..errors import ConfigError
-from .empty_weights import UNKNOWING, with_values
+from .empty_weights import PROBE_ERRORS, copy_with_random_values
 from .meta import build_meta_model
 
 log = logging.getLogger(__name__)
 
 NUM_PROMPT, NUM_DECODED, NUM_PADS, NUM_COLUMNS, WINDOW = 7, 3, 3, 4, 3
-APART = "rows pass one by one, as padding changes what they say"
-WHOLE = "prompts are prefilled whole, as the class cannot go on in the middle of one"
-CLOSE = 1e-3  # of what logits deviate by
+SEPARATE_ROWS = "rows pass one by one, as padding changes what they say"
+WHOLE_PROMPTS = "prompts are prefilled whole, as the class cannot go on in the middle of one"
+MAX_DEVIATION = 1e-3  # of what logits deviate by
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -39,7 +39,7 @@ class PassInputs:
     mask_BS: torch.Tensor
     is_first: bool
 
-    def of(self, model: PreTrainedModel, cache: Cache) -> dict[str, object]:
+    def make_arguments(self, model: PreTrainedModel, cache: Cache) -> dict[str, object]:
         """The arguments as the class itself prepares them: recurrent classes drop the mask once prompts have passed.
         The cache stays the lane's, also where a class would begin another one (Phi-3's LongRoPE). Only the last logits
         are kept."""
@@ -68,8 +68,8 @@ class PassInputs:
 class PaddingBehavior:
     """Why rows of a lane pass each by itself, and why prompts are prefilled whole; empty where they need not be."""
 
-    apart: str = ""
-    whole: str = ""
+    separate_rows: str = ""
+    whole_prompts: str = ""
 
 
 def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
@@ -83,12 +83,12 @@ def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
         text = config.get_text_config(decoder=True)
         if getattr(text, "sliding_window", None):
             text.sliding_window = WINDOW  # which its few tokens outgrow
-        probe = with_values(build_meta_model(config, torch.float32), num_layers=None)
-        alone = _together(probe)
+        probe = copy_with_random_values(build_meta_model(config, torch.float32), num_layers=None)
+        alone = _run_sequence(probe)
         if not bool(alone.isfinite().all()):
             return PaddingBehavior()
-        others = _together(probe, in_turns=True)
-    except UNKNOWING as error:
+        others = _run_sequence(probe, in_turns=True)
+    except PROBE_ERRORS as error:
         log.debug("%s: nothing is known of its padded lanes (%s)", name, error)
         return PaddingBehavior()
     if not _are_close(alone, others):
@@ -96,26 +96,28 @@ def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
             f"model.path: {name} keeps the state of a sequence in its own modules, where lanes overwrite each other's"
         )
     return PaddingBehavior(
-        apart="" if _agrees(probe, alone, num_pads=NUM_PADS) else APART,
-        whole="" if _agrees(probe, alone, columns=NUM_COLUMNS) else WHOLE,
+        separate_rows="" if _matches_unpadded(probe, alone, num_pads=NUM_PADS) else SEPARATE_ROWS,
+        whole_prompts="" if _matches_unpadded(probe, alone, columns=NUM_COLUMNS) else WHOLE_PROMPTS,
     )
 
 
-def _agrees(probe: PreTrainedModel, alone: torch.Tensor, *, num_pads: int = 0, columns: int | None = None) -> bool:
+def _matches_unpadded(
+    probe: PreTrainedModel, alone: torch.Tensor, *, num_pads: int = 0, columns: int | None = None
+) -> bool:
     """Code that fails where it would be right alone does not."""
     try:
-        return _are_close(alone, _together(probe, num_pads=num_pads, columns=columns))
-    except UNKNOWING as error:
+        return _are_close(alone, _run_sequence(probe, num_pads=num_pads, columns=columns))
+    except PROBE_ERRORS as error:
         log.debug("%s: %d pads, chunks of %s columns: %s", type(probe).__name__, num_pads, columns, error)
         return False
 
 
 def _are_close(alone: torch.Tensor, others: torch.Tensor) -> bool:
-    return bool((alone - others).abs().max() <= CLOSE * alone.std())
+    return bool((alone - others).abs().max() <= MAX_DEVIATION * alone.std())
 
 
 @torch.no_grad()
-def _together(
+def _run_sequence(
     probe: PreTrainedModel, *, num_pads: int = 0, columns: int | None = None, in_turns: bool = False
 ) -> torch.Tensor:
     """Logits (passes that ask, V) of one sequence; `in_turns` another one is beside it."""
@@ -149,5 +151,5 @@ def _passes(probe: PreTrainedModel, first: int, num_pads: int, columns: int | No
             mask_BS=mask_1S[:, :end],
             is_first=done < width,
         )
-        yield probe(**inputs.of(probe, cache)).logits[0, -1]
+        yield probe(**inputs.make_arguments(probe, cache)).logits[0, -1]
         done = end

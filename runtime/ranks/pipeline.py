@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_iter
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import ConfigError
-from ..events import Weights, lane_run
+from ..events import Weights, current_lane_run
 from ..model.stages import EMBEDDING, StagedModel, StreamedModule, empty_weights
-from ..probing.empty_weights import with_values, without_values
+from ..probing.empty_weights import copy_on_meta, copy_with_random_values
 from ..probing.layer_lists import layer_lists
 from ..probing.padded_probe import cache_argument
 
@@ -64,9 +64,9 @@ def transferred_tensors(model: PreTrainedModel) -> tuple[TransferredTensors, ...
     if getattr(config, "num_kv_shared_layers", 0):
         raise _refusal(model, "some of its layers attend to keys and values of others (num_kv_shared_layers)")
     try:
-        return _probed(model, without_values(model), "meta")
+        return _probed(model, copy_on_meta(model), "meta")
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, IndexError):
-        return _probed(model, with_values(model, num_layers=None), "cpu")
+        return _probed(model, copy_with_random_values(model, num_layers=None), "cpu")
 
 
 def _probed(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple[TransferredTensors, ...]:
@@ -186,7 +186,7 @@ def run_local_stages(forward: Callable[[], object]) -> None:
 
 def _empty_module(module: StreamedModule, weights: Weights) -> Weights:
     """Raises ConfigError where what is made of them would not be replaced by what the rank before sends."""
-    if lane_run().entering is not None:
+    if current_lane_run().entering is not None:
         raise ConfigError(f"model.path: {module.name} is asked for behind the first layer, and {OTHER_WAYS}")
     return weights
 
@@ -195,11 +195,11 @@ def _entered(
     module: StreamedModule, handed: TransferredTensors, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> object:
     """Runs the layer on memory that is filled before the lane gets the layer's weights."""
-    run = lane_run()
+    run = current_lane_run()
     run.entering = torch.empty_like(handed.taken(args, kwargs), memory_format=torch.contiguous_format)
     return module.computed(*handed.replaced(args, kwargs, run.entering))
 
 
 def _left(handed: TransferredTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    lane_run().leaving = handed.taken(args, kwargs).contiguous()
+    current_lane_run().leaving = handed.taken(args, kwargs).contiguous()
     raise _LeftRank

@@ -27,7 +27,7 @@ from ..model.experts import is_experts, matrix_names
 from ..model.loading import ModelSplit
 from ..plan.shape.rank_shares import RowShare, cut
 from ..plan.shape.shapes import Parameter, distinct_bytes
-from ..probing.empty_weights import UNKNOWING, without_values
+from ..probing.empty_weights import PROBE_ERRORS, copy_on_meta
 from ..probing.layer_lists import layer_lists
 from ..units import format_bytes
 from .collectives import AllGather
@@ -152,12 +152,12 @@ class _Splitting:
             if not self._share.divides(height):
                 return f"{path} has {height:,} rows ({flow.value})"
         try:
-            probe = without_values(self._model)
+            probe = copy_on_meta(self._model)
             probe.set_attn_implementation("eager")
             for path, flow in flows.items():
                 self._split(self._linear(probe, path), flow)
             filled_cache(probe, num_tokens=3)
-        except UNKNOWING as error:
+        except PROBE_ERRORS as error:
             return str(error).partition("\n")[0] or type(error).__name__
         return None
 

@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ..errors import Interrupted, StorageError, WeightstreamError
-from ..units import MIB, counted, format_bytes
+from ..units import MIB, format_bytes, format_count
 from .object_store import ObjectStore, StoredFile
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], refused
     files = store.listed(is_deep=False)
     wanted = files if "" in files else {name: files[name] for name in files if _is_wanted(name, patterns)}
     if not wanted:
-        what = f"{counted(len(files), 'file')} and none of {', '.join(patterns)}" if files else "nothing there"
+        what = f"{format_count(len(files), 'file')} and none of {', '.join(patterns)}" if files else "nothing there"
         raise refused(f"{store.key}={store.url}: there is {what}")
     name = store.url.rstrip("/").rpartition("/")[2]
     listing = [store.url, *([each, file.num_bytes, file.tag] for each, file in sorted(wanted.items()))]
@@ -102,7 +102,7 @@ def _copy(
             f"{store.key}={store.url} takes {format_bytes(all_bytes)} of copies, and {format_bytes(free)} are free in "
             f"{folder}: make room, or set XDG_CACHE_HOME or offload.cache_dir"
         )
-    log.info("copying %s, %s of %s", store.url, counted(len(left), "file"), format_bytes(all_bytes))
+    log.info("copying %s, %s of %s", store.url, format_count(len(left), "file"), format_bytes(all_bytes))
     logged_at = time.monotonic()
     for name, file in left.items():
         partial = _partial(targets[name])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-from ..checkpoint_source.download import PASS_ON, reason_of
+from ..checkpoint_source.download import PASS_ON, short_reason
 from ..config.settings import SamplingConfig, SamplingOverrides, require
 from ..errors import CheckpointError, ConfigError
 from ..model.loading import LoadedModel
@@ -47,7 +47,7 @@ def tokenize_each(
         raise
     except BaseException as error:
         if len(texts) == 1:
-            return [f"the model's tokenizer refuses the prompt: {reason_of(error)}"]
+            return [f"the model's tokenizer refuses the prompt: {short_reason(error)}"]
         return [tokenize_each(model, [text], is_rendered=is_rendered, most_tokens=most_tokens)[0] for text in texts]
     for index, each in zip(short, ids, strict=True):
         found[index] = each
@@ -118,7 +118,7 @@ def make_request(
 ) -> Request | Rejected:
     """The first sample's. Raises ConfigError where the run, rather than the prompt, is at fault."""
     try:
-        own = sampling.overridden(overrides)
+        own = sampling.with_overrides(overrides)
         grammar = make_grammar(own)
     except ConfigError as error:
         shown = str(overrides.given)

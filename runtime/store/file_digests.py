@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, Interrupted
-from ..units import GIB, counted
+from ..units import GIB, format_count
 from .faults import read_fault, with_retries
 from .header import MAX_HEADER_BYTES
 
@@ -88,7 +88,7 @@ def _read_all(
     stamps: Mapping[str, _Stamp], cache: Path, should_stop: Callable[[], bool], asked_by: str
 ) -> dict[str, str]:
     gib = sum(stamp.size for stamp in stamps.values()) / GIB
-    log.info("%s: reading all bytes of %s, %.2f GiB", asked_by, counted(len(stamps), "file"), gib)
+    log.info("%s: reading all bytes of %s, %.2f GiB", asked_by, format_count(len(stamps), "file"), gib)
     started = time.monotonic()
 
     def read(file: str) -> str:

@@ -22,9 +22,9 @@ from ..errors import CheckpointError, ConfigError, OutputError
 from ..foreign import deepseek_moe
 from ..probing.meta import build_meta_model, untie_head
 from ..store.writer import PUBLISHED_ALIGNMENT_BYTES, plan_shards, write_checkpoint, write_outline
-from ..units import GIB, counted, format_bytes, format_seconds
+from ..units import GIB, format_bytes, format_count, format_seconds
 from .random_weights import RandomWeights
-from .tokenizer import byte_level_tokenizer, tokenizer_from
+from .tokenizer import byte_level_tokenizer, load_local_tokenizer
 
 UNFINISHED_FILE = ".unfinished"  # there from the first file on until the last, and locked by who writes
 MARKER_FILE = "synthesis.json"  # written last: the recipe's digest and the size of every file
@@ -53,7 +53,7 @@ class SynthesisReport:
     seconds: float
 
     def __str__(self) -> str:
-        size, shards = format_bytes(self.num_bytes), counted(self.num_shards, "shard")
+        size, shards = format_bytes(self.num_bytes), format_count(self.num_shards, "shard")
         return f"{self.num_parameters:,} parameters, {size} in {shards}, written in {format_seconds(self.seconds)}"
 
 
@@ -79,10 +79,10 @@ def synthesize_checkpoint(
     """
     started = time.monotonic()
     overrides = dict(overrides or {})
-    meta_model, tokenizer = _prepare(model, overrides, dtype, tokenizer_path)
+    meta_model, tokenizer = _build_model(model, overrides, dtype, tokenizer_path)
     weights = RandomWeights(meta_model, seed)
     shards = plan_shards(weights.specs, max_shard_bytes)
-    with _as_output_error(directory), _claimed(directory):
+    with _as_output_error(directory), _claim_directory(directory):
         tokenizer.save_pretrained(directory)
         _save_configs(meta_model, dtype, directory)
         tensors = _draw_all(weights, progress or (lambda done_bytes, total_bytes: None))
@@ -108,16 +108,16 @@ def outline_checkpoint(
 ) -> RandomWeights:
     """Writes a checkpoint whose weight files are headers and holes, for weights that are drawn straight into memory;
     answers with what draws them. Takes next to no disk. Raises as `synthesize_checkpoint`."""
-    meta_model, tokenizer = _prepare(model_type, overrides, dtype, None)
+    meta_model, tokenizer = _build_model(model_type, overrides, dtype, None)
     weights = RandomWeights(meta_model, 0)
-    with _as_output_error(directory), _claimed(directory):
+    with _as_output_error(directory), _claim_directory(directory):
         tokenizer.save_pretrained(directory)
         _save_configs(meta_model, dtype, directory)
         write_outline(directory, plan_shards(weights.specs, 5 * GIB))
     return weights
 
 
-def _prepare(
+def _build_model(
     model: str | PreTrainedConfig, overrides: Mapping[str, object], dtype: torch.dtype, tokenizer_path: Path | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     # Without the token ids that a smaller vocabulary than the published one leaves outside, of which transformers would
@@ -127,10 +127,10 @@ def _prepare(
         key: isinstance(size, int) and isinstance(i := overrides.get(key), int) and i >= size for key in _TOKEN_KEYS
     }
     own = {key: value for key, value in overrides.items() if not is_outside.get(key)}
-    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else config_for(model, own)
+    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else make_config(model, own)
     text = config.get_text_config()
     vocab_size: int = text.vocab_size
-    tokenizer = byte_level_tokenizer(vocab_size) if tokenizer_path is None else tokenizer_from(tokenizer_path)
+    tokenizer = byte_level_tokenizer(vocab_size) if tokenizer_path is None else load_local_tokenizer(tokenizer_path)
     if len(tokenizer) > vocab_size:
         raise ConfigError(
             f"tokenizer={tokenizer_path} has {len(tokenizer)} ids, the model's vocab_size is {vocab_size}: raise it"
@@ -182,7 +182,7 @@ def random_checkpoint(cache: Path, seed: int = 0) -> Path:
     return directory
 
 
-def config_for(model_type: str, overrides: Mapping[str, object]) -> PreTrainedConfig:
+def make_config(model_type: str, overrides: Mapping[str, object]) -> PreTrainedConfig:
     """The default config of a transformers model type with some keys changed; ConfigError names what is wrong."""
     deepseek_moe.register()
     if model_type not in CONFIG_MAPPING:
@@ -203,7 +203,7 @@ def _did_you_mean(word: str, known: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def _claimed(directory: Path) -> Iterator[None]:
+def _claim_directory(directory: Path) -> Iterator[None]:
     """Makes a directory for what is written in the block, or takes one up whose writer was ended or found no room:
     weights that it left go first. Raises ConfigError for one that holds anything else."""
     if directory.exists() and not directory.is_dir():

@@ -73,7 +73,7 @@ class RandomWeights:
         repeats = -(-spec.num_elements // own_values.numel())
         return own_values.flatten().repeat(repeats)[: spec.num_elements].view(spec.shape).to(spec.dtype)
 
-    def deviation(self, spec: TensorSpec) -> float | None:
+    def standard_deviation(self, spec: TensorSpec) -> float | None:
         """The deviation of the normal distribution around zero that values are drawn from; None where they come
         otherwise."""
         if not self._tensors[spec.name].is_meta:

@@ -47,10 +47,10 @@ def byte_level_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return with_special_tokens(tokenizer, _CHAT_TEMPLATE)
+    return wrap_tokenizer(tokenizer, _CHAT_TEMPLATE)
 
 
-def with_special_tokens(tokenizer: Tokenizer, chat_template: str) -> PreTrainedTokenizerFast:
+def wrap_tokenizer(tokenizer: Tokenizer, chat_template: str) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer whose first ids are SPECIAL_TOKENS, as transformers wants one: texts begin with bos, and
     special tokens that are spelled out in a text are plain text. Mutates `tokenizer`."""
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,11 +69,11 @@ def with_special_tokens(tokenizer: Tokenizer, chat_template: str) -> PreTrainedT
     )
 
 
-class NotLlamasError(ConfigError):
+class UnsupportedSentencePieceError(ConfigError):
     """A SentencePiece model of another kind than the one that Llama's tokenizers are made of."""
 
 
-def tokenizer_from(path: Path, key: str = "tokenizer") -> PreTrainedTokenizerBase:
+def load_local_tokenizer(path: Path, key: str = "tokenizer") -> PreTrainedTokenizerBase:
     """The tokenizer in a local directory, or the one of a SentencePiece BPE model file.
 
     Raises ConfigError (naming `key`) when nothing usable lies there or sentencepiece is not installed.
@@ -88,7 +88,7 @@ def tokenizer_from(path: Path, key: str = "tokenizer") -> PreTrainedTokenizerBas
         raise ConfigError(f"{key}={path} holds no tokenizer that transformers can read: {error}") from error
 
 
-def lone_sentencepiece(place: Path) -> Path | None:
+def find_sentencepiece(place: Path) -> Path | None:
     """The SentencePiece model that is all a directory says of its tokenizer, or that `place` is; None where there is
     more, or none."""
     if place.is_file():
@@ -99,12 +99,12 @@ def lone_sentencepiece(place: Path) -> Path | None:
     return models[0] if len(models) == 1 else None
 
 
-def spells_alike(tokenizer: PreTrainedTokenizerBase, path: Path, key: str) -> bool:
+def tokenizes_like_file(tokenizer: PreTrainedTokenizerBase, path: Path, key: str) -> bool:
     """Whether texts become the tokens that the SentencePiece model at `path` itself gives."""
-    return _spells_as(tokenizer, _open_sentencepiece(path, key))
+    return _tokenizes_like(tokenizer, _open_sentencepiece(path, key))
 
 
-def _spells_as(tokenizer: PreTrainedTokenizerBase, model: "SentencePieceProcessor") -> bool:
+def _tokenizes_like(tokenizer: PreTrainedTokenizerBase, model: "SentencePieceProcessor") -> bool:
     """Tried with a text of all sorts, and with the model's own words, of which it may make others."""
     indices = range(0, model.vocab_size(), max(1, model.vocab_size() // _PROBE_PIECES))
     special = (model.is_control, model.is_byte, model.is_unknown, model.is_unused)
@@ -135,7 +135,7 @@ def _from_sentencepiece(path: Path, key: str) -> PreTrainedTokenizerFast:
     model = _open_sentencepiece(path, key)
     vocab = {model.id_to_piece(index): index for index in range(model.vocab_size())}
     if min(model.unk_id(), model.bos_id(), model.eos_id()) < 0:
-        raise _not_llamas(path, key)
+        raise _unsupported_model(path, key)
     merges = [
         (piece[:cut], piece[cut:])
         for piece in sorted(vocab, key=lambda piece: -model.get_score(vocab[piece]))
@@ -164,10 +164,12 @@ def _from_sentencepiece(path: Path, key: str) -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-    if not _spells_as(tokenizer, model):
-        raise _not_llamas(path, key)
+    if not _tokenizes_like(tokenizer, model):
+        raise _unsupported_model(path, key)
     return tokenizer
 
 
-def _not_llamas(path: Path, key: str) -> NotLlamasError:
-    return NotLlamasError(f"{key}={path} is not a BPE model in Llama's manner: give a tokenizer directory instead")
+def _unsupported_model(path: Path, key: str) -> UnsupportedSentencePieceError:
+    return UnsupportedSentencePieceError(
+        f"{key}={path} is not a BPE model in Llama's manner: give a tokenizer directory instead"
+    )

@@ -6,7 +6,7 @@ from itertools import islice
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from runtime.synthesize.tokenizer import SPECIAL_TOKENS, with_special_tokens
+from runtime.synthesize.tokenizer import SPECIAL_TOKENS, wrap_tokenizer
 
 from .corpus import training_examples
 
@@ -32,4 +32,4 @@ def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
     )
     examples = islice(training_examples(seed), NUM_EXAMPLES)
     tokenizer.train_from_iterator((f"{example.prompt}{example.answer}" for example in examples), trainer)
-    return with_special_tokens(tokenizer, CHAT_TEMPLATE)
+    return wrap_tokenizer(tokenizer, CHAT_TEMPLATE)

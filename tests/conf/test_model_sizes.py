@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from jobs.planning.shapes import read_shape
 from runtime.config.settings import DType
 from runtime.probing.meta import build_meta_model, untie_head
-from runtime.synthesize.checkpoints import config_for
+from runtime.synthesize.checkpoints import make_config
 from runtime.units import GIB, MIB
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -54,7 +54,7 @@ def bytes_text(num_bytes: float) -> str:
 def size_text(name: str) -> str:
     values = architecture(name)
     of_weights = ("model_type", "quantization_config")
-    config = config_for(str(values["model_type"]), {k: v for k, v in values.items() if k not in of_weights})
+    config = make_config(str(values["model_type"]), {k: v for k, v in values.items() if k not in of_weights})
     model = build_meta_model(config, torch.bfloat16)
     if not values.get("tie_word_embeddings", True):
         untie_head(model)

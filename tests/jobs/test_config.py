@@ -20,7 +20,7 @@ from jobs.config.settings import (
 )
 from jobs.config.typed import known_keys
 from jobs.datasets.config import DatasetKind
-from runtime.config.sampling import PASSED_ON
+from runtime.config.sampling import PASSTHROUGH_KEYS
 from runtime.config.settings import DType, Prefetch, Tier
 from runtime.errors import ConfigError
 
@@ -124,7 +124,7 @@ def test_every_key_is_either_semantic_or_operational() -> None:
     assert not text.keys() & work.keys()
     unset = {f"sampling.{key}" for key, value in vars(config.sampling).items() if value is None}
     told = set(known_keys(GenerateConfig)) - groups - {"sampling.transformers"} | {
-        f"sampling.{key}" for key in PASSED_ON
+        f"sampling.{key}" for key in PASSTHROUGH_KEYS
     }
     assert text.keys() | work.keys() | unset | {"sampling.follow_model"} == told
 

@@ -14,7 +14,7 @@ from jobs.measuring.config import MeasureJobConfig
 from jobs.measuring.report import Measurement, doubts, format_table, format_value, names, rank_sync
 from runtime.config.profiles import DTypeRates, MeasuredRates
 from runtime.config.settings import MachineConfig
-from runtime.measure.machine_cache import find_latest, this_host
+from runtime.measure.machine_cache import current_host, find_latest_rates
 from runtime.measure.timing import Figure
 
 FIGURES = {
@@ -37,7 +37,7 @@ RATES = MeasuredRates(
     ),
 )
 FOUND = Measurement(
-    host=replace(this_host("cpu", 2), hostname="here", cpu="A CPU"),
+    host=replace(current_host("cpu", 2), hostname="here", cpu="A CPU"),
     rates=RATES,
     figures=FIGURES,
     products=None,
@@ -125,7 +125,7 @@ def test_program_prints_keeps_and_writes(
     assert "disk, sustained" in printed
     assert "figures agree within their spreads" in printed
     written = build(MachineConfig, yaml.safe_load(out.read_text()), "machine.")
-    kept = find_latest("cpu")
+    kept = find_latest_rates("cpu")
     assert written.name == "mine"
     assert written.rates is not None
     assert kept is not None

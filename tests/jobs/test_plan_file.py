@@ -16,9 +16,9 @@ from jobs.record.plan_file import (
     read_chunk_tokens,
     read_plan,
 )
-from runtime.config.profiles import BY_RULE, BackendTable, LinearBackend
+from runtime.config.profiles import DEFAULT_BACKENDS, BackendTable, LinearBackend
 from runtime.errors import DamagedRunError, RunMismatchError, WeightstreamError
-from runtime.measure.machine_cache import this_host
+from runtime.measure.machine_cache import current_host
 from tests.jobs.part_support import PLAN
 
 
@@ -89,10 +89,10 @@ def test_an_edited_plan_is_said_to_be_edited(tmp_path: Path, keeps_metadata: boo
 
 
 @pytest.mark.parametrize(
-    "table", [BY_RULE, BackendTable(rows=[4, 64], multipliers={"float16, tall": [LinearBackend.onednn] * 2})]
+    "table", [DEFAULT_BACKENDS, BackendTable(rows=[4, 64], multipliers={"float16, tall": [LinearBackend.onednn] * 2})]
 )
 def test_a_plan_knows_the_linear_backends_of_the_host_that_it_was_made_on(tmp_path: Path, table: BackendTable) -> None:
-    path, host = tmp_path / "plan.parquet", this_host("cpu", 2)
+    path, host = tmp_path / "plan.parquet", current_host("cpu", 2)
     assert read_backends(path, host) is None
     publish_plan(path, PLAN, chunk_tokens=24, backends=(host, table))
     assert read_backends(path, host) == table

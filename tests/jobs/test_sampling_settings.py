@@ -17,7 +17,7 @@ from jobs.config.typed import known_keys
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
 from jobs.run.tasks.generate import generate
-from runtime.config.sampling import AS_THE_MODEL_SAYS, PASSED_ON
+from runtime.config.sampling import FOLLOW_MODEL, PASSTHROUGH_KEYS
 from runtime.config.settings import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, RunMismatchError
 from tests.generations import read_generations
@@ -32,7 +32,7 @@ def composed(*overrides: str) -> SamplingConfig:
 
 
 def test_the_option_leaves_all_that_a_model_can_say_to_it_and_the_command_line_wins() -> None:
-    assert composed("sampling=model") == AS_THE_MODEL_SAYS
+    assert composed("sampling=model") == FOLLOW_MODEL
     one = composed("sampling=model", "sampling.temperature=0", "sampling.transformers={sequence_bias: [[[5,6],-2]]}")
     assert (one.temperature, one.sequence_bias, one.top_k) == (0.0, [[[5, 6], -2.0]], None)
 
@@ -68,7 +68,7 @@ def test_what_is_passed_on_is_a_group_of_keys(value: str) -> None:
         composed(f"sampling.transformers={value}")
 
 
-@pytest.mark.parametrize("key", PASSED_ON)
+@pytest.mark.parametrize("key", PASSTHROUGH_KEYS)
 def test_what_is_passed_on_is_no_setting_of_its_own_and_the_refusal_says_how_it_is_written(key: str) -> None:
     assert getattr(composed(f"+sampling.transformers.{key}=null"), key) is None
     told = rf"unknown key sampling\.{key}: .* write 'sampling\.transformers=\{{{key}: <value>\}}'"
@@ -123,7 +123,7 @@ def test_a_run_is_bound_to_the_settings_that_the_model_gave(
         config = GenerateConfig(
             model=ModelConfig(name="hf", path=str(model)),
             dataset=DatasetConfig(limit=2),
-            sampling=AS_THE_MODEL_SAYS,
+            sampling=FOLLOW_MODEL,
             run="case",
             output_root=str(tmp_path),
         )

@@ -26,7 +26,7 @@ from jobs.reporting.status import as_text, status_of
 from jobs.run import input as run_input
 from jobs.run.tasks.generate import generate
 from jobs.run.tasks.score import score
-from runtime.config.profiles import BY_RULE, BackendTable, LinearBackend
+from runtime.config.profiles import DEFAULT_BACKENDS, BackendTable, LinearBackend
 from runtime.config.settings import Admission, DevicesConfig, Parallelism, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.engine.engine import Engine
 from runtime.engine.setup import Setup
@@ -39,7 +39,7 @@ from runtime.errors import (
     RunMismatchError,
 )
 from runtime.library import api
-from runtime.measure.machine_cache import keep, this_host
+from runtime.measure.machine_cache import current_host, save_rates
 from tests.dealt import with_slow_others
 from tests.jobs.windowed_input import BAD_ROW, NUM_ROWS, WindowedInput, records
 from tests.runtime.test_machine_cache import RATES
@@ -100,14 +100,14 @@ def test_a_run_that_goes_on_multiplies_as_it_began_whatever_was_measured_meanwhi
     engine_of = api.Engine
 
     def noted(setup: Setup, *rest: Any) -> Engine:
-        seen.append(setup.model.backends or BY_RULE)
+        seen.append(setup.model.backends or DEFAULT_BACKENDS)
         return engine_of(setup, *rest)
 
     monkeypatch.setattr(api, "Engine", noted)
     config = case.config("stopped", window, checkpoint_seconds=0.0)
     with pytest.raises(Interrupted):
         generate(config, stopped_after(20))
-    keep(this_host("cpu", torch.get_num_threads()), RATES, always(LinearBackend.inputs_first))
+    save_rates(current_host("cpu", torch.get_num_threads()), RATES, always(LinearBackend.inputs_first))
     generate(config, lambda: False)
     assert len(seen) == (2 if window is None else NUM_WINDOWS + 1)
     if window is not None:
@@ -118,7 +118,7 @@ def test_a_run_that_goes_on_multiplies_as_it_began_whatever_was_measured_meanwhi
         directory.success.unlink()
         generate(config, lambda: False)
         assert len(seen) == NUM_WINDOWS + 2, "the last window was planned anew"
-    assert seen == [BY_RULE] * len(seen)
+    assert seen == [DEFAULT_BACKENDS] * len(seen)
     case.run("another", window)
     assert seen[-1] == always(LinearBackend.inputs_first), "a new run goes by the measurement"
 

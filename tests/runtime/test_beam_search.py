@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from jobs.record.run_checkpoint import parse_search, serialize_search
 from runtime import PolicyConfig, PrefetchConfig, Runtime, SamplingConfig
-from runtime.checkpoint_source.generation_config import GenerationDefaults, effective_sampling
-from runtime.config.sampling import AS_THE_MODEL_SAYS
+from runtime.checkpoint_source.generation_config import GenerationDefaults, resolve_sampling
+from runtime.config.sampling import FOLLOW_MODEL
 from runtime.config.settings import (
     Admission,
     Attention,
@@ -31,7 +31,7 @@ from runtime.config.settings import (
 from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError
 from runtime.sequences.sequence import FinishReason, SequenceState
-from runtime.synthesize.checkpoints import config_for as tiny_config
+from runtime.synthesize.checkpoints import make_config as tiny_config
 from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice
 from tests.runtime.beam_support import (
@@ -238,16 +238,16 @@ def test_what_a_search_cannot_follow_is_refused_by_name(reference: References) -
 
 def test_a_model_that_asks_for_beams_is_followed(beams: Callable[[str], Searched], reference: References) -> None:
     said = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": False}
-    source = GenerationDefaults(source=Path("generation_config.json"), given=said)
-    asked = replace(AS_THE_MODEL_SAYS, n=4, max_new_tokens=NUM_NEW)
-    found = effective_sampling(asked, source, vocab_size=640)
+    source = GenerationDefaults(source=Path("generation_config.json"), values=said)
+    asked = replace(FOLLOW_MODEL, n=4, max_new_tokens=NUM_NEW)
+    found = resolve_sampling(asked, source, vocab_size=640)
     assert found.sentence is not None
     assert "num_beams=4, length_penalty=2.0; from" in found.sentence
     of = beams("llama")
     runtime = Runtime(replace(config_for(reference("llama"), tier=Tier.none), policy=policy()))
     for each, expected in zip(searched(runtime, of, found.sampling), of.answers[WIDEST], strict=True):
         assert [list(one.token_ids) for one in each] == expected.tokens
-    left_out = effective_sampling(SamplingConfig(), source, vocab_size=640)
+    left_out = resolve_sampling(SamplingConfig(), source, vocab_size=640)
     assert left_out.is_warning
     assert "num_beams=4, length_penalty=2.0: sampling does not follow it" in (left_out.sentence or "")
 
@@ -310,7 +310,7 @@ def test_beams_share_a_rectangle_where_rows_pass_one_by_one(tmp_path: Path) -> N
     of = Searched(prompts=prompts, ends=[], answers=[])
     tiny = Reference(directory=tmp_path, prompts=[], expected=[], sampled=[])
     runtime = Runtime(config_for(tiny, policy=policy(micro_batch_size=9)))
-    assert runtime.model.padding.apart
+    assert runtime.model.padding.separate_rows
     sampling = SamplingConfig(num_beams=3, n=3, max_new_tokens=NUM_NEW)
     for found, expected in zip(searched(runtime, of, sampling), answers, strict=True):
         assert [list(each.token_ids) for each in found] == expected.tokens

@@ -10,7 +10,7 @@ import pytest
 from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig
 from runtime.config.settings import PolicyKind, Tier
 from runtime.errors import BudgetError
-from runtime.out_of_memory import out_of_memory
+from runtime.out_of_memory import plan_memory_error
 from runtime.planning import budgets
 from runtime.sequences.sequence import Request
 from runtime.stream.host_memory import peak_resident_bytes
@@ -92,5 +92,5 @@ def test_memory_that_the_machine_does_not_give_is_not_answered_by_a_larger_budge
     roomy = Runtime(RuntimeConfig(offload=OffloadConfig(tier=Tier.none, host_memory_gib=1.0)))
     ledgers = roomy.plan(requests_of(roomy)).placement.ledgers
     assert "lower offload.host_memory_gib or policy.micro_batch_size" in str(
-        out_of_memory(ledgers, MemoryError("full"))
+        plan_memory_error(ledgers, MemoryError("full"))
     )

@@ -20,7 +20,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.delenv("XDG_CACHE_HOME")
-    caching._users_own.cache_clear()
+    caching._user_cache_folder.cache_clear()
 
 
 def unknown(_: int) -> pwd.struct_passwd:

@@ -12,7 +12,7 @@ from runtime.config.settings import ModelConfig
 from runtime.measure import calibrate
 from runtime.measure.calibrate import RunProbes, measure_rates
 from runtime.measure.layers import HOST_ROWS
-from runtime.measure.timing import Timed
+from runtime.measure.timing import Timer
 from runtime.model.loading import load_model
 from runtime.plan.cost.calibration import TypicalLoad
 from runtime.plan.cost.rates import UNLIMITED
@@ -60,7 +60,9 @@ def test_products_on_the_cpu_are_measured_where_it_may_multiply_experts_beside_a
     loaded = load_model(ModelConfig(name=family, path=str(synthesize(family, tmp_path))), torch.device("cpu"), None)
     with Reader(num_threads=2) as reader:
         beside, alone = (
-            RunProbes(loaded=loaded, reader=reader, device=device, usual=USUAL, paged=frozenset()).cpu_products()
+            RunProbes(
+                loaded=loaded, reader=reader, device=device, typical_load=USUAL, paged_stages=frozenset()
+            ).cpu_expert_rate()
             for device in (FakeDevice(), DEVICE)
         )
     assert alone is None
@@ -74,11 +76,11 @@ def test_products_on_the_cpu_are_two_flops_for_each_row_and_weight_of_an_expert(
     path = str(synthesize("mixtral", tmp_path))
     loaded = load_model(ModelConfig(name="mixtral", path=path), torch.device("cpu"), None)
     taken: list[torch.Tensor] = []
-    monkeypatch.setattr(Timed, "seconds", lambda self: taken.append(self.act()) or 0.5)
+    monkeypatch.setattr(Timer, "seconds", lambda self: taken.append(self.act()) or 0.5)
     with Reader(num_threads=2) as reader:
-        run = RunProbes(loaded=loaded, reader=reader, device=FakeDevice(), usual=USUAL, paged=frozenset())
-        found = run.cpu_products()
-    num_weights = sum(prod(parameter.shape) for parameter in run.typical.expert(0).parameters)
+        run = RunProbes(loaded=loaded, reader=reader, device=FakeDevice(), typical_load=USUAL, paged_stages=frozenset())
+        found = run.cpu_expert_rate()
+    num_weights = sum(prod(parameter.shape) for parameter in run.typical_layer.expert(0).parameters)
     assert found == 2 * HOST_ROWS * num_weights / 0.5
     assert {(each.shape, each.dtype) for each in taken} == {((HOST_ROWS, loaded.shape.hidden_size), torch.float32)}
 

@@ -8,12 +8,12 @@ from runtime.model.capabilities import CacheShape, bounded_layers, layer_types, 
 from runtime.model.families import FAMILIES
 from runtime.probing.meta import build_meta_model
 from runtime.stream.device import ComputeDevice
-from runtime.synthesize.checkpoints import config_for
+from runtime.synthesize.checkpoints import make_config
 
 
 def measured(name: str, **overrides: object) -> tuple[CacheShape, list[str]]:
     family = FAMILIES[name]
-    model = build_meta_model(config_for(family.model_type, {**family.overrides, **overrides}), torch.float32)
+    model = build_meta_model(make_config(family.model_type, {**family.overrides, **overrides}), torch.float32)
     return measure_cache(model), layer_types(model)
 
 
@@ -41,7 +41,7 @@ def test_layers_with_states_alone_cost_nothing_per_position() -> None:
 
 def test_latents_cost_their_rank_and_the_rotated_keys() -> None:
     cache, _ = measured("deepseek-v3")
-    config = config_for("deepseek_v3", FAMILIES["deepseek-v3"].overrides)
+    config = make_config("deepseek_v3", FAMILIES["deepseek-v3"].overrides)
     assert set(cache.layer_bytes_per_token) == {4 * (config.kv_lora_rank + config.qk_rope_head_dim)}
     assert cache.is_latent
 
@@ -49,7 +49,7 @@ def test_latents_cost_their_rank_and_the_rotated_keys() -> None:
 @pytest.mark.parametrize("name", ["gemma-2", "qwen3-next", "llama"])
 def test_padded_lanes_bound_every_layer_that_does_not_attend_to_all_positions(name: str) -> None:
     family = FAMILIES[name]
-    model = build_meta_model(config_for(family.model_type, family.overrides), torch.float32)
+    model = build_meta_model(make_config(family.model_type, family.overrides), torch.float32)
     windows = {index for index, kind in enumerate(layer_types(model)) if kind != "full_attention"}
     assert bounded_layers(model) == windows
     cache = rectangle_cache(model.config, 32, ComputeDevice("cpu"), frozenset(range(len(layer_types(model)))))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.checkpoint_source.download import class_refused
+from runtime.checkpoint_source.download import as_config_error
 from runtime.config.settings import ModelConfig
 from runtime.errors import BudgetError, ConfigError
 from runtime.linear.blocks import dequantize_rows
@@ -26,7 +26,7 @@ def test_what_a_class_raises_is_a_refusal_that_names_it(error: Exception) -> Non
         pytest.raises(
             ConfigError, match=f"Strange cannot be run here: its code raised {type(error).__name__}"
         ) as found,
-        class_refused("Strange"),
+        as_config_error("Strange"),
     ):
         raise error
     assert "\n" not in str(found.value)
@@ -38,7 +38,7 @@ def test_what_a_class_raises_is_a_refusal_that_names_it(error: Exception) -> Non
     [BudgetError("too much"), AssertionError("ours"), MemoryError(), OSError("disk"), RuntimeError("out of memory")],
 )
 def test_our_own_errors_memory_and_disks_pass(error: Exception) -> None:
-    with pytest.raises(type(error)) as found, class_refused("Strange"):
+    with pytest.raises(type(error)) as found, as_config_error("Strange"):
         raise error
     assert found.value is error
 
@@ -54,7 +54,7 @@ def test_what_a_class_asks_of_our_stand_ins_in_vain_is_not_called_its_code() -> 
     block = torch.zeros(2, 2)
     with (
         pytest.raises(ConfigError, match=r"what stands for its weights here \(blocks\.py\) raised IndexError"),
-        class_refused("Strange"),
+        as_config_error("Strange"),
     ):
         dequantize_rows(block, torch.float32, torch.tensor([5]))  # raised by torch, which ours called
 

@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from runtime import Runtime
-from runtime.config.profiles import BY_RULE, BackendTable, LinearBackend
+from runtime.config.profiles import DEFAULT_BACKENDS, BackendTable, LinearBackend
 from runtime.config.settings import Tier
 from runtime.linear.backends import BACKENDS
 from runtime.measure import contests, linear
 from runtime.measure.contests import FEWEST_ROUNDS, SECONDS, compare_backends, known_backends, main_products
 from runtime.measure.machine_cache import (
-    Contest,
-    find_contests,
-    find_latest,
+    BackendComparison,
+    current_host,
+    find_comparisons,
+    find_latest_rates,
     find_products,
-    keep,
-    keep_contests,
-    this_host,
+    save_comparisons,
+    save_rates,
 )
 from runtime.model.loading import LoadedModel
 from runtime.plan.cost.calibration import TypicalLoad
@@ -37,7 +37,7 @@ from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.runtime.test_machine_cache import RATES
 from tests.support import always
 
-HOST = this_host("cpu", 2)
+HOST = current_host("cpu", 2)
 RULE, OTHER, SLOW = LinearBackend.vectors, LinearBackend.onednn, LinearBackend.weights_first
 USUAL = TypicalLoad(chunk_tokens=64, num_rows=64, num_prompt_tokens=8, num_positions=12)
 MOST_ACTS = 2 * 3  # of one comparison that cannot wait: two by each of three backends
@@ -94,7 +94,7 @@ def taken(table: BackendTable, num_rows: int = 64) -> LinearBackend:
 
 
 def doubts() -> list[str | None]:
-    return [each.doubt for each in find_contests(HOST, contests._kernels_digest()).values()]
+    return [each.doubt for each in find_comparisons(HOST, contests._kernels_digest()).values()]
 
 
 def test_the_faster_one_is_taken_and_known_to_later_runs(machine: Machine, model: LoadedModel) -> None:
@@ -109,7 +109,7 @@ def test_the_faster_one_is_taken_and_known_to_later_runs(machine: Machine, model
 @pytest.mark.parametrize("other", [0.0097, 0.010, 0.012], ids=["under 5 %", "as fast", "slower"])
 def test_without_a_clear_gain_it_stays_with_the_rule(other: float, machine: Machine, model: LoadedModel) -> None:
     machine.seconds[OTHER] = other
-    assert machine.compare(model) == BY_RULE
+    assert machine.compare(model) == DEFAULT_BACKENDS
     assert doubts().count(None) == len(doubts())
     assert known_backends(HOST) is None
 
@@ -126,12 +126,12 @@ def test_a_clear_gap_ends_a_comparison_early_and_who_is_out_of_it_is_not_timed_a
 @pytest.mark.parametrize("held_up", [RULE, OTHER])
 def test_of_each_the_best_round_counts(held_up: LinearBackend, machine: Machine, model: LoadedModel) -> None:
     machine.seconds = {RULE: 0.010, OTHER: 0.010, SLOW: 0.05, held_up: [0.010, 0.0145, 0.014, 0.010]}
-    assert machine.compare(model) == BY_RULE
+    assert machine.compare(model) == DEFAULT_BACKENDS
 
 
 def test_rounds_that_differ_much_decide_only_when_a_second_run_agrees(machine: Machine, model: LoadedModel) -> None:
     machine.seconds = {RULE: [0.010, 0.010, 0.015] * 40, OTHER: [0.009, 0.009, 0.013] * 40, SLOW: 0.05}
-    assert machine.compare(model) == BY_RULE
+    assert machine.compare(model) == DEFAULT_BACKENDS
     assert any(doubt is not None and "differed" in doubt for doubt in doubts())
     machine.seconds = {RULE: 0.010, OTHER: 0.009, SLOW: 0.05}
     assert taken(machine.compare(model)) is OTHER
@@ -140,12 +140,12 @@ def test_rounds_that_differ_much_decide_only_when_a_second_run_agrees(machine: M
 
 def test_a_machine_with_other_work_decides_nothing_for_good(machine: Machine, model: LoadedModel) -> None:
     machine.running, machine.seconds[RULE] = 4, 0.013
-    assert machine.compare(model) == BY_RULE
+    assert machine.compare(model) == DEFAULT_BACKENDS
     assert doubts() == ["4 threads wanted 2 processors"] * len(doubts())
     machine.compare(model)
     assert machine.acts, "it is compared again, however often"
     machine.running, machine.seconds = 1, {RULE: 0.007, OTHER: 0.0075, SLOW: 0.05}
-    assert machine.compare(model) == BY_RULE, "what was seen without other work counts"
+    assert machine.compare(model) == DEFAULT_BACKENDS, "what was seen without other work counts"
     assert doubts() == [None] * len(doubts())
 
 
@@ -153,7 +153,7 @@ def test_a_rule_that_is_unlikely_wrong_is_given_up_once_two_runs_have_seen_it(
     machine: Machine, model: LoadedModel
 ) -> None:
     machine.seconds[RULE] = 0.03
-    assert machine.compare(model) == BY_RULE
+    assert machine.compare(model) == DEFAULT_BACKENDS
     assert any(doubt is not None and "which the rule takes" in doubt for doubt in doubts())
     assert taken(machine.compare(model)) is OTHER
     machine.compare(model)
@@ -169,12 +169,12 @@ def test_comparisons_keep_to_their_time_and_leave_the_rest_to_the_next_run(
     machine.seconds = {RULE: 0.12, OTHER: 0.12, SLOW: 0.12}
     machine.compare(model, usual)
     assert machine.now < SECONDS + MOST_ACTS * 0.12
-    known = find_contests(HOST, contests._kernels_digest())
+    known = find_comparisons(HOST, contests._kernels_digest())
     assert 0 < len(known) < len(wanted)
     assert wanted[0] in known, "what has the most FLOPs comes first"
     for _ in wanted:
         machine.compare(model, usual)
-    assert set(find_contests(HOST, contests._kernels_digest())) == set(wanted)
+    assert set(find_comparisons(HOST, contests._kernels_digest())) == set(wanted)
 
 
 def test_where_nothing_can_be_kept_the_run_still_takes_the_faster_one(
@@ -205,9 +205,9 @@ def test_a_damaged_file_is_named_and_written_anew(
 
 def test_processes_that_keep_at_once_leave_a_whole_file(machine: Machine) -> None:
     def kept(number: int) -> set[str]:
-        one = Contest(gflops={"vectors": 1.0}, num_times=1, doubt=None, conditions={})
-        keep_contests(HOST, "", {f"{number} {turn}": one for turn in range(50)})
-        return {name.split()[0] for name in find_contests(HOST, "")}
+        one = BackendComparison(gflops={"vectors": 1.0}, num_times=1, doubt=None, conditions={})
+        save_comparisons(HOST, "", {f"{number} {turn}": one for turn in range(50)})
+        return {name.split()[0] for name in find_comparisons(HOST, "")}
 
     with ThreadPoolExecutor(8) as pool:
         assert all(len(writers) == 1 for writers in pool.map(kept, range(40)))
@@ -220,26 +220,26 @@ def test_other_kernels_threads_and_instruction_sets_are_compared_anew(
     table = machine.compare(model)
     assert known_backends(replace(HOST, num_threads=7)) is None
     monkeypatch.setenv("WEIGHTSTREAM_ISA", "another")
-    assert known_backends(this_host("cpu", 2)) is None
+    assert known_backends(current_host("cpu", 2)) is None
     monkeypatch.undo()
-    assert table != BY_RULE
+    assert table != DEFAULT_BACKENDS
     monkeypatch.setattr(contests, "_kernels_digest", lambda: "another")
     assert known_backends(HOST) is None
 
 
 def test_rates_stay_beside_what_runs_find_and_a_measurement_replaces_it(machine: Machine, model: LoadedModel) -> None:
-    keep(HOST, RATES)
+    save_rates(HOST, RATES)
     machine.compare(model)
-    assert find_latest() == RATES
+    assert find_latest_rates() == RATES
     assert find_products(HOST) is None
-    keep(HOST, RATES, always(LinearBackend.inputs_first))
+    save_rates(HOST, RATES, always(LinearBackend.inputs_first))
     assert known_backends(HOST) is None
     assert find_products(HOST) == always(LinearBackend.inputs_first)
 
 
 def test_what_runs_found_holds_no_rates(machine: Machine, model: LoadedModel) -> None:
     machine.compare(model)
-    assert find_latest() is None
+    assert find_latest_rates() is None
 
 
 @pytest.mark.parametrize(("family", "num_rows", "rows"), [("llama", 70, [64]), ("mixtral", 16, [4, 16])])
@@ -282,7 +282,7 @@ def requests_of(runtime: Runtime, reference: References) -> list[Request]:
 
 def test_a_run_that_is_over_in_seconds_compares_nothing(reference: References, asked: Asked) -> None:
     runtime = Runtime(config_for(reference("llama")))
-    assert runtime.plan(requests_of(runtime, reference)).backends == BY_RULE
+    assert runtime.plan(requests_of(runtime, reference)).backends == DEFAULT_BACKENDS
     assert not asked
 
 
@@ -321,12 +321,12 @@ def test_what_a_run_really_compares_leaves_its_tokens_as_they_are(
     ref = reference(family)
     runtime = Runtime(config_for(ref))
     assert tokens(runtime, ref.prompts) == ref.expected
-    assert find_contests(runtime.host, contests._kernels_digest())
+    assert find_comparisons(runtime.host, contests._kernels_digest())
 
 
 def test_where_a_machine_was_measured_no_run_compares(reference: References, asked: Asked, long_runs: None) -> None:
     config = config_for(reference("llama"))
-    keep(Runtime(config).host, RATES, always(LinearBackend.onednn))
+    save_rates(Runtime(config).host, RATES, always(LinearBackend.onednn))
     runtime = Runtime(config)
     assert runtime.plan(requests_of(runtime, reference)).backends == always(LinearBackend.onednn)
     assert not asked
@@ -338,12 +338,12 @@ def test_in_front_of_an_accelerator_no_run_compares(reference: References, asked
     assert not asked
 
 
-@pytest.mark.parametrize("begun_with", [BY_RULE, always(LinearBackend.onednn)], ids=["the rule", "a table"])
+@pytest.mark.parametrize("begun_with", [DEFAULT_BACKENDS, always(LinearBackend.onednn)], ids=["the rule", "a table"])
 def test_a_run_that_goes_on_keeps_what_it_was_begun_with(
     begun_with: BackendTable, reference: References, asked: Asked, long_runs: None
 ) -> None:
     config = config_for(reference("llama"))
-    keep(Runtime(config).host, RATES, always(LinearBackend.weights_first))
+    save_rates(Runtime(config).host, RATES, always(LinearBackend.weights_first))
     runtime = Runtime(config)
     plan = runtime.plan(requests_of(runtime, reference), backends=begun_with)
     assert plan.backends == begun_with

@@ -17,7 +17,7 @@ from runtime.model.capabilities import ExpertKind, expert_kind
 from runtime.model.families import FAMILIES
 from runtime.probing.meta import build_meta_model
 from runtime.sequences.sequence import Completion
-from runtime.synthesize.checkpoints import config_for, synthesize_checkpoint
+from runtime.synthesize.checkpoints import make_config, synthesize_checkpoint
 from runtime.synthesize.random_weights import RandomWeights
 from tests.processes import alone
 from tests.support import Reference
@@ -182,7 +182,7 @@ def test_importing_the_runtime_registers_nothing() -> None:
 def test_experts_take_our_function_whatever_was_asked_of_a_llama_before(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = "_can_set_experts_implementation_cached_value"  # inherited, where transformers keeps it on the class
     monkeypatch.setattr(deepseek_moe.DeepseekForCausalLM, answer, False, raising=False)
-    model = build_meta_model(config_for(FAMILY.model_type, FAMILY.overrides), torch.float32)
+    model = build_meta_model(make_config(FAMILY.model_type, FAMILY.overrides), torch.float32)
     experts.register()
     model.set_experts_implementation(experts.NAME)
     assert model.config._experts_implementation == experts.NAME

@@ -10,7 +10,7 @@ import torch
 from runtime.attention import device_attention
 from runtime.cache.paged import PagedKV
 from runtime.config.settings import Tier
-from runtime.measure.attention import EvenRows, attend_prompt
+from runtime.measure.attention import UniformRows, attend_prompt
 from runtime.stream.device import ComputeDevice
 from tests.attention_doubles import FlashCall, FlashDouble, install_flash, refuse_groups
 from tests.fake_device import FakeDevice
@@ -202,8 +202,8 @@ def test_what_is_measured_is_what_a_run_computes(way: str) -> None:
     q, k, v = (torch.randn(3, heads, 20, 8) for heads in (4, 2, 2))
     pages = torch.randn(2, 6, 16, 2, 8)
     tables = [[4, 0], [1, 5], [2, 3]]
-    found = EvenRows(tables, 20, FakeDevice()).attend(q[:, :, 0], *pages)
-    assert torch.allclose(found, EvenRows(tables, 20, ComputeDevice("cpu")).attend(q[:, :, 0], *pages), atol=1e-5)
+    found = UniformRows(tables, 20, FakeDevice()).attend(q[:, :, 0], *pages)
+    assert torch.allclose(found, UniformRows(tables, 20, ComputeDevice("cpu")).attend(q[:, :, 0], *pages), atol=1e-5)
     prompt = attend_prompt(q[:1], k[:1], v[:1], FakeDevice())
     assert torch.allclose(prompt[None], PLAIN.plain(q[0], k[0], v[0]), atol=1e-5)
 

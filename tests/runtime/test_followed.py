@@ -14,13 +14,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from runtime import Runtime, SamplingConfig
 from runtime.checkpoint_source.generation_config import (
-    NEUTRAL,
+    UNSUPPORTED_KEYS,
     GenerationDefaults,
-    effective_sampling,
     read_generation,
     resolve_generation_defaults,
+    resolve_sampling,
 )
-from runtime.config.sampling import AS_THE_MODEL_SAYS
+from runtime.config.sampling import FOLLOW_MODEL
 from runtime.errors import CheckpointError, ConfigError
 from runtime.sequences.sequence import Completion, Request
 from tests.runtime.sampling_support import References, complete, request_of, runtime_for
@@ -137,7 +137,7 @@ def test_tokens_are_those_of_generate_with_the_models_own_settings(
     index: int, llama: Reference, model: PreTrainedModel, runtime: Runtime, saying: Make, plain: list[list[int]]
 ) -> None:
     ref = saying(says(llama)[index])
-    got = ours(runtime, ref, replace(AS_THE_MODEL_SAYS, max_new_tokens=NUM_NEW))
+    got = ours(runtime, ref, replace(FOLLOW_MODEL, max_new_tokens=NUM_NEW))
     assert got == theirs(model, ref)
     assert got != plain, "it says nothing that matters here"
 
@@ -151,16 +151,16 @@ def test_a_decoder_behind_an_encoder_counts_from_its_start_token(
     plain = reference("t5")
     start = {"decoder_start_token_id": 0, "eos_token_id": plain.expected[0][1]}
     ref = with_generation(plain, tmp_path, start | said)
-    got = ours(runtime_for(plain, SamplingConfig()), ref, replace(AS_THE_MODEL_SAYS, max_new_tokens=NUM_NEW))
+    got = ours(runtime_for(plain, SamplingConfig()), ref, replace(FOLLOW_MODEL, max_new_tokens=NUM_NEW))
     assert got == theirs(transformers_model(plain.directory), ref)
     assert got[:4] != [tokens[:NUM_NEW] for tokens in plain.expected[:4]]
 
 
 def test_what_is_set_wins_over_the_model(model: PreTrainedModel, runtime: Runtime, saying: Make) -> None:
     ref = saying({"do_sample": True, "temperature": 0.5, "repetition_penalty": 1.7, "forced_eos_token_id": 9})
-    greedy = replace(AS_THE_MODEL_SAYS, max_new_tokens=NUM_NEW, temperature=0.0, repetition_penalty=1.1)
+    greedy = replace(FOLLOW_MODEL, max_new_tokens=NUM_NEW, temperature=0.0, repetition_penalty=1.1)
     assert ours(runtime, ref, greedy) == theirs(model, ref, do_sample=False, repetition_penalty=1.1)
-    warm = replace(AS_THE_MODEL_SAYS, max_new_tokens=NUM_NEW, temperature=1.2, top_k=0, seed=5)
+    warm = replace(FOLLOW_MODEL, max_new_tokens=NUM_NEW, temperature=1.2, top_k=0, seed=5)
     assert ours(runtime, ref, warm) == theirs(model, ref, seed=5, temperature=1.2, top_k=0)
 
 
@@ -170,7 +170,7 @@ def test_rows_of_their_own_length_are_forced_to_end_there(
     """Each row's last token is its own, so all lie in one lane at different steps."""
     said: Says = {"forced_eos_token_id": 9, "exponential_decay_length_penalty": [1, 1.3], "min_new_tokens": 3}
     ref = saying(said | {"eos_token_id": llama.expected[0][2]})
-    follow(runtime, ref, AS_THE_MODEL_SAYS)
+    follow(runtime, ref, FOLLOW_MODEL)
     lengths = [4, 6, 3, 5]
     requests = [request_of(runtime, str(n), ref.prompts[n], max_new_tokens=length) for n, length in enumerate(lengths)]
     model.generation_config = GenerationConfig.from_pretrained(ref.directory)
@@ -190,21 +190,21 @@ ASKS = {
 
 
 def said_by(**given: object) -> GenerationDefaults:
-    return GenerationDefaults(source=Path("generation_config.json"), given=given)
+    return GenerationDefaults(source=Path("generation_config.json"), values=given)
 
 
 def test_every_other_way_to_generate_is_refused_by_name_and_named_where_the_model_is_not_followed() -> None:
-    assert ASKS.keys() == NEUTRAL.keys()
+    assert ASKS.keys() == UNSUPPORTED_KEYS.keys()
     for key, value in ASKS.items():
         with pytest.raises(ConfigError, match=rf"sampling=model: generation_config.json asks for {key}="):
-            effective_sampling(AS_THE_MODEL_SAYS, said_by(**{key: value}), 100)
-        found = effective_sampling(SamplingConfig(), said_by(**{key: value}), 100)
+            resolve_sampling(FOLLOW_MODEL, said_by(**{key: value}), 100)
+        found = resolve_sampling(SamplingConfig(), said_by(**{key: value}), 100)
         assert found.sampling == SamplingConfig()
         assert found.is_warning
         assert found.sentence is not None
         assert f"{key}=" in found.sentence
-        for neutral in NEUTRAL[key]:
-            assert not effective_sampling(SamplingConfig(), said_by(**{key: neutral}), 100).is_warning
+        for neutral in UNSUPPORTED_KEYS[key]:
+            assert not resolve_sampling(SamplingConfig(), said_by(**{key: neutral}), 100).is_warning
 
 
 def test_a_run_that_does_not_follow_the_model_says_what_it_leaves_out(
@@ -218,7 +218,7 @@ def test_a_run_that_does_not_follow_the_model_says_what_it_leaves_out(
     assert "says do_sample=True, temperature=0.6, forced_eos_token_id=2:" in line.message
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        follow(runtime, ref, AS_THE_MODEL_SAYS)
+        follow(runtime, ref, FOLLOW_MODEL)
     (line,) = [record for record in caplog.records if "generation_config.json" in record.message]
     assert line.levelno == logging.INFO
     assert "sampling=model: temperature=0.6, top_k=50, top_p=0.95, forced_eos_token_id=2; from" in line.message
@@ -232,7 +232,7 @@ def test_a_run_that_does_not_follow_the_model_says_what_it_leaves_out(
     ],
 )  # fmt: skip
 def test_settings_without_effect_on_greedy_tokens_are_not_named(said: Says) -> None:
-    assert effective_sampling(SamplingConfig(), said_by(**said), 100).sentence is None
+    assert resolve_sampling(SamplingConfig(), said_by(**said), 100).sentence is None
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_what_generate_would_not_take_is_refused_where_it_is_followed_and_only_n
     said: Says, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        effective_sampling(AS_THE_MODEL_SAYS, said_by(**said), 100)
-    assert effective_sampling(SamplingConfig(), said_by(**said), 100).sampling == SamplingConfig()
+        resolve_sampling(FOLLOW_MODEL, said_by(**said), 100)
+    assert resolve_sampling(SamplingConfig(), said_by(**said), 100).sampling == SamplingConfig()
 
 
 @pytest.mark.parametrize(

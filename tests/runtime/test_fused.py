@@ -27,7 +27,7 @@ from runtime.model.fused_ops import host_ops as ops_of_this_host
 from runtime.model.loading import load_model
 from runtime.model.stages import Binding
 from runtime.probing.meta import build_meta_model
-from runtime.synthesize.checkpoints import config_for
+from runtime.synthesize.checkpoints import make_config
 from tests.support import Reference
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -283,7 +283,7 @@ FUSED = {  # a release of transformers that edits a line of theirs shows here
 
 @pytest.mark.parametrize("family", FUSED)
 def test_it_is_known_what_is_fused_of_a_family_and_names_stay(family: str) -> None:
-    model = build_meta_model(config_for(family, {"num_hidden_layers": 4}), torch.float32)
+    model = build_meta_model(make_config(family, {"num_hidden_layers": 4}), torch.float32)
     names = list(model.state_dict())
     assert fuse(model, ops()) == FUSED[family]
     assert list(model.state_dict()) == names
@@ -317,7 +317,7 @@ def test_code_is_known_by_its_instructions_names_and_constants() -> None:
 
 @pytest.mark.parametrize(("family", "wanted"), [("llama", True), ("qwen2", True), ("mixtral", False), ("gpt2", False)])
 def test_a_layer_has_a_fused_gate_where_its_one_feed_forward_is_ours(family: str, wanted: bool) -> None:
-    model = build_meta_model(config_for(family, {}), torch.float32)
+    model = build_meta_model(make_config(family, {}), torch.float32)
     fuse(model, ops())
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     assert has_fused_gate(layers[0]) == wanted

@@ -73,6 +73,6 @@ def test_a_completion_ends_at_the_first_and_at_the_last_of_several_ends(
 
 @pytest.mark.parametrize("eos", ["abc", 1.5, [5, "x"], {"a": 1}])
 def test_an_end_that_is_no_token_id_is_refused(eos: object) -> None:
-    said = GenerationDefaults(source=Path("generation_config.json"), given={"eos_token_id": eos})
+    said = GenerationDefaults(source=Path("generation_config.json"), values={"eos_token_id": eos})
     with pytest.raises(CheckpointError, match="eos_token_id must be a token id or a list of them"):
         _ = said.eos_token_ids

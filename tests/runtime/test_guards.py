@@ -14,10 +14,10 @@ from runtime.model import capabilities as traits
 from runtime.model.capabilities import choose_lanes
 from runtime.model.families import FAMILIES, Family
 from runtime.probing.meta import build_meta_model
-from runtime.probing.padded_probe import APART as ROWS_APART
-from runtime.probing.padded_probe import WHOLE as PROMPTS_WHOLE
+from runtime.probing.padded_probe import SEPARATE_ROWS as ROWS_APART
+from runtime.probing.padded_probe import WHOLE_PROMPTS as PROMPTS_WHOLE
 from runtime.probing.padded_probe import PaddingBehavior, probe_padding
-from runtime.synthesize.checkpoints import config_for
+from runtime.synthesize.checkpoints import make_config
 from tests.dealt import with_slow_others
 from tests.runtime.guard_support import NOT_PACKED, REFUSED, SIZES, TROCR, WHOLE
 from tests.runtime.test_families import config_for as runtime_config
@@ -38,7 +38,7 @@ def made(shared_home: Path) -> References:
 
 
 def built(family: Family) -> PreTrainedModel:
-    return build_meta_model(config_for(family.model_type, family.overrides), torch.float32)
+    return build_meta_model(make_config(family.model_type, family.overrides), torch.float32)
 
 
 @pytest.mark.parametrize("name", with_slow_others(NOT_PACKED, [*NOT_PACKED][:2]))
@@ -63,7 +63,7 @@ def test_attention_in_a_packed_lane_refuses_what_was_not_seen_at_load(
     name: str, made: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, why = NOT_PACKED[name]
-    monkeypatch.setattr(traits, "why_not_packed", lambda model: "")
+    monkeypatch.setattr(traits, "packed_lanes_refusal", lambda model: "")
     ref = made(family)
     with pytest.raises(ConfigError, match=f"{why}.*model.lanes=padded"):
         Runtime(runtime_config(ref)).generate(ref.prompts)
@@ -103,12 +103,12 @@ def test_prompts_are_not_cut_where_a_class_cannot_go_on(name: str, made: Referen
     ref = made(WHOLE[name])
     runtime = Runtime(runtime_config(ref, prefill_chunk_tokens=6))
     assert tokens(runtime, ref.prompts) == ref.expected
-    assert runtime.model.padding == PaddingBehavior(whole=PROMPTS_WHOLE)
+    assert runtime.model.padding == PaddingBehavior(whole_prompts=PROMPTS_WHOLE)
 
 
 def test_rows_pass_one_by_one_where_padding_would_move_their_positions(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(config_for(TROCR.model_type, TROCR.overrides)).eval()
+    theirs = AutoModelForCausalLM.from_config(make_config(TROCR.model_type, TROCR.overrides)).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(0.0, 0.3 if parameter.ndim > 1 else 0.1)
@@ -118,7 +118,7 @@ def test_rows_pass_one_by_one_where_padding_would_move_their_positions(tmp_path:
     ref = Reference(directory=tmp_path, prompts=[p for p, _ in clear], expected=[t for _, t in clear], sampled=[])
     runtime = Runtime(runtime_config(ref, prefill_chunk_tokens=6))
     assert tokens(runtime, ref.prompts) == ref.expected
-    assert runtime.model.padding == PaddingBehavior(apart=ROWS_APART)
+    assert runtime.model.padding == PaddingBehavior(separate_rows=ROWS_APART)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -131,4 +131,4 @@ def test_a_class_whose_state_no_lane_can_keep_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["bloom", "qwen3-next", "mamba-2", "gpt-neo", "falcon, alibi", "kimi-linear", "lfm-2"])
 def test_what_padding_and_chunks_do_not_change_has_both(name: str) -> None:
     padding = probe_padding(built(FAMILIES[name]))
-    assert (padding.apart, padding.whole) == ("", "")
+    assert (padding.separate_rows, padding.whole_prompts) == ("", "")

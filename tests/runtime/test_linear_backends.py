@@ -23,8 +23,8 @@ from runtime.linear.backends import BACKENDS, DTYPE_NAMES, choose_backend, fused
 from runtime.linear.blocks import dequantize_rows
 from runtime.linear.rows import Rows
 from runtime.linear.stored import StoredWeight
-from runtime.measure.linear import ROWS, product_table
-from runtime.measure.machine_cache import keep
+from runtime.measure.linear import ROWS, fastest_backends
+from runtime.measure.machine_cache import save_rates
 from runtime.measure.timing import Figure
 from runtime.plan.shape.extents import slot_layout
 from tests.packed import packed_rows, rounded_rows, words_of
@@ -242,7 +242,7 @@ def figures(**gflops: tuple[float, float, float]) -> dict[str, Figure]:
 def test_another_is_taken_where_it_is_faster_beyond_doubt(
     vectors: tuple[float, float, float], onednn: tuple[float, float, float], chosen: LinearBackend
 ) -> None:
-    table = product_table([1, 8, 64, 512], figures(vectors=vectors, onednn=onednn))
+    table = fastest_backends([1, 8, 64, 512], figures(vectors=vectors, onednn=onednn))
     assert table.rows == [1, 4, 16, 64, 256, 512]
     assert table.fastest("float16", is_tall=True, num_rows=16) is chosen
 
@@ -250,7 +250,7 @@ def test_another_is_taken_where_it_is_faster_beyond_doubt(
 def test_one_that_was_too_slow_for_many_rows_is_as_fast_as_with_the_most_that_it_was_measured_with() -> None:
     found = figures(vectors=(10, 10, 10), onednn=(20, 20, 20))
     found = {name: each for name, each in found.items() if not (name.startswith("onednn") and "M=512" in name)}
-    table = product_table([1, 512], found)
+    table = fastest_backends([1, 512], found)
     assert table.fastest("float16", is_tall=True, num_rows=512) is LinearBackend.onednn
 
 
@@ -266,9 +266,9 @@ def test_a_run_goes_by_what_was_measured_of_its_host(
     config = config_for(reference("llama"))
     before = Runtime(config)
     assert before.model.backends is None
-    keep(replace(before.host, num_threads=before.host.num_threads + 1), RATES, always(LinearBackend.onednn))
+    save_rates(replace(before.host, num_threads=before.host.num_threads + 1), RATES, always(LinearBackend.onednn))
     assert Runtime(config).model.backends is None
-    keep(before.host, RATES, always(LinearBackend.onednn))
+    save_rates(before.host, RATES, always(LinearBackend.onednn))
     assert Runtime(config).model.backends == always(LinearBackend.onednn)
     assert before.model.backends is None, "another model that is open goes by what it was opened with"
 

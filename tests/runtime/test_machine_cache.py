@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from runtime.config.profiles import BackendTable, DTypeRates, LinearBackend, MeasuredRates
-from runtime.measure.machine_cache import Host, find_latest, find_products, keep, this_host
+from runtime.measure.machine_cache import Host, current_host, find_latest_rates, find_products, save_rates
 
 ROOT = Path(__file__).resolve().parents[2]
-HOST = this_host("cpu", 2)
+HOST = current_host("cpu", 2)
 ONE = DTypeRates(
     gemm_gflops=[5.0, 60.0], attention_gb_per_second=8.0, cpu_attention_gb_per_second=8.0, prefill_attention_gflops=50.0
 )
@@ -35,11 +35,11 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_kept_is_found_and_replaced() -> None:
-    assert find_latest() is None
-    keep(HOST, RATES)
-    assert find_latest() == RATES
-    keep(HOST, replace(RATES, disk_gb_per_second=2.0))
-    assert find_latest() == replace(RATES, disk_gb_per_second=2.0)
+    assert find_latest_rates() is None
+    save_rates(HOST, RATES)
+    assert find_latest_rates() == RATES
+    save_rates(HOST, replace(RATES, disk_gb_per_second=2.0))
+    assert find_latest_rates() == replace(RATES, disk_gb_per_second=2.0)
     assert len(list(HOST.path.parent.iterdir())) == 1
 
 
@@ -47,26 +47,26 @@ def test_the_fastest_multipliers_are_found_by_exactly_this_host() -> None:
     table = BackendTable(
         rows=[1, 64], multipliers={"float16, tall": [LinearBackend.weights_first, LinearBackend.onednn]}
     )
-    keep(HOST, RATES, table)
+    save_rates(HOST, RATES, table)
     assert find_products(HOST) == table
     assert find_products(replace(HOST, num_threads=7)) is None
-    keep(HOST, RATES)
+    save_rates(HOST, RATES)
     assert find_products(HOST) is None
 
 
 def test_rates_that_were_kept_before_there_were_multipliers_are_found() -> None:
-    keep(HOST, RATES)
+    save_rates(HOST, RATES)
     values = json.loads(HOST.path.read_text())
     del values["products"]
     HOST.path.write_text(json.dumps(values))
-    assert (find_latest(), find_products(HOST)) == (RATES, None)
+    assert (find_latest_rates(), find_products(HOST)) == (RATES, None)
 
 
 @pytest.mark.parametrize(
     "products", [3, {}, {"rows": [1], "multipliers": {"float16, tall": ["abacus"]}}, {"rows": [1]}]
 )
 def test_damaged_multipliers_are_named_and_passed_over(products: object, caplog: pytest.LogCaptureFixture) -> None:
-    keep(HOST, RATES)
+    save_rates(HOST, RATES)
     HOST.path.write_text(json.dumps({**json.loads(HOST.path.read_text()), "products": products}))
     with caplog.at_level(logging.WARNING):
         assert find_products(HOST) is None
@@ -74,7 +74,7 @@ def test_damaged_multipliers_are_named_and_passed_over(products: object, caplog:
 
 
 def test_a_table_that_knows_not_all_multipliers_is_out_of_date(caplog: pytest.LogCaptureFixture) -> None:
-    keep(HOST, RATES, BackendTable(rows=[1], multipliers={"float16, tall": [LinearBackend.onednn]}))
+    save_rates(HOST, RATES, BackendTable(rows=[1], multipliers={"float16, tall": [LinearBackend.onednn]}))
     values = json.loads(HOST.path.read_text())
     values["products"]["compared"].remove("vectors")
     HOST.path.write_text(json.dumps(values))
@@ -86,15 +86,15 @@ def test_a_table_that_knows_not_all_multipliers_is_out_of_date(caplog: pytest.Lo
 
 @pytest.mark.parametrize("other", [replace(HOST, hostname="elsewhere"), replace(HOST, cpu="another")])
 def test_another_host_finds_nothing(other: Host) -> None:
-    keep(other, RATES)
-    assert find_latest() is None
+    save_rates(other, RATES)
+    assert find_latest_rates() is None
 
 
 def test_a_kind_of_device_finds_its_own() -> None:
-    keep(HOST, RATES)
-    keep(replace(HOST, device="NVIDIA L4"), replace(RATES, disk_gb_per_second=2.0))
+    save_rates(HOST, RATES)
+    save_rates(replace(HOST, device="NVIDIA L4"), replace(RATES, disk_gb_per_second=2.0))
     os.utime(HOST.path, (1000, 1000))
-    found = {device: find_latest(device) for device in ("auto", "cpu", "cuda", "cuda:1")}
+    found = {device: find_latest_rates(device) for device in ("auto", "cpu", "cuda", "cuda:1")}
     assert {device: rates and rates.disk_gb_per_second for device, rates in found.items()} == {
         "auto": 2.0, "cpu": 0.9, "cuda": 2.0, "cuda:1": 2.0,
     }  # fmt: skip
@@ -103,25 +103,25 @@ def test_a_kind_of_device_finds_its_own() -> None:
 def test_latest_is_of_this_host_whatever_its_threads() -> None:
     first, last, elsewhere = HOST, replace(HOST, num_threads=7), replace(HOST, hostname="elsewhere")
     for age, (host, disk) in enumerate([(elsewhere, 3.0), (last, 2.0), (first, 1.0)]):
-        keep(host, replace(RATES, disk_gb_per_second=disk))
+        save_rates(host, replace(RATES, disk_gb_per_second=disk))
         os.utime(host.path, (1000 - age, 1000 - age))
-    latest = find_latest()
+    latest = find_latest_rates()
     assert latest is not None
     assert latest.disk_gb_per_second == 2.0
 
 
 @pytest.mark.parametrize("rates", [None, 3, {"nothing": 1}, {**vars(RATES), "float32": None, "turn_seconds": -1.0}])
 def test_a_damaged_file_is_named_and_passed_over(rates: object, caplog: pytest.LogCaptureFixture) -> None:
-    keep(HOST, RATES)
+    save_rates(HOST, RATES)
     HOST.path.write_text("{" if rates is None else json.dumps({"host": vars(HOST), "rates": rates}))
     with caplog.at_level(logging.WARNING):
-        assert find_latest() is None
+        assert find_latest_rates() is None
     assert str(HOST.path) in caplog.text
     assert "python -m jobs.measure" in caplog.text
 
 
 def test_what_was_measured_is_read_without_torch(tmp_path: Path) -> None:
-    keep(HOST, RATES)
+    save_rates(HOST, RATES)
     assert set(json.loads(HOST.path.read_text())["host"]) == set(vars(HOST))
     program = (
         "import sys; from runtime.measure.machine_cache import find_latest; found = find_latest(); "

@@ -17,15 +17,15 @@ from runtime.measure.linear import (
     Matrices,
     ProbeSeries,
     ProductKind,
-    multiplying,
+    make_series,
+    matmul_timer,
     product_kinds,
-    product_of,
     product_probes,
-    series_of,
-    usual_kind,
+    product_timer,
+    typical_kind,
 )
 from runtime.measure.machine import dtype_rates, machine_probes
-from runtime.measure.timing import LONG_SECONDS, READING_SECONDS, Figure, Probe, Timed, figure_of, measure
+from runtime.measure.timing import LONG_SECONDS, READING_SECONDS, Figure, Probe, Timer, make_figure, measure
 from runtime.plan.cost.machine import machine_of
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
@@ -59,14 +59,14 @@ def probe_of(clock: HandClock, values: Iterator[float], name: str = "it") -> Pro
 
 def test_a_rate_is_the_amount_by_the_seconds_it_took() -> None:
     clock = HandClock()
-    timed = Timed(3e9, lambda: clock.take(2.0), clock=clock)
+    timed = Timer(3e9, lambda: clock.take(2.0), clock=clock)
     assert timed() == pytest.approx(1.5)
 
 
 def test_a_product_has_two_operations_for_each_weight_and_row() -> None:
     inputs, weights = [torch.zeros(3, 8), torch.zeros(5, 8)], [torch.zeros(16, 8), torch.zeros(4, 8)]
     clock = count(0.0, 2.0)
-    timed = multiplying(inputs, [weights], ComputeDevice("cpu"), clock=lambda: next(clock))
+    timed = matmul_timer(inputs, [weights], ComputeDevice("cpu"), clock=lambda: next(clock))
     assert timed.rate() == (2 * 3 * 16 * 8 + 2 * 5 * 4 * 8) / 2.0
 
 
@@ -78,7 +78,7 @@ def test_short_acts_are_repeated_until_a_reading_is_long_enough_and_the_wait_for
         num_acts += 1
         clock.take(READING_SECONDS / 8)
 
-    timed = Timed(1e9, act, lambda: clock.take(READING_SECONDS / 8), clock=clock)
+    timed = Timer(1e9, act, lambda: clock.take(READING_SECONDS / 8), clock=clock)
     timed()
     num_acts = 0
     assert timed() == pytest.approx(4 / (5 * READING_SECONDS / 8))
@@ -87,23 +87,23 @@ def test_short_acts_are_repeated_until_a_reading_is_long_enough_and_the_wait_for
 
 def test_the_slow_first_act_is_in_no_reading() -> None:
     clock, seconds = HandClock(), chain([100.0], repeat(1.0))
-    timed = Timed(1e9, lambda: clock.take(next(seconds)), clock=clock)
+    timed = Timer(1e9, lambda: clock.take(next(seconds)), clock=clock)
     assert [timed(), timed()] == [1.0, 1.0]
 
 
 def test_a_run_takes_the_median_of_five_acts_behind_the_first() -> None:
     clock, seconds = HandClock(), iter([9.0, 0.01, 0.05, 0.02, 0.03, 0.04])
-    assert Timed(6.0, lambda: clock.take(next(seconds)), clock=clock).rate() == pytest.approx(6 / 0.03)
+    assert Timer(6.0, lambda: clock.take(next(seconds)), clock=clock).rate() == pytest.approx(6 / 0.03)
 
 
 def test_a_run_does_what_takes_long_once_behind_the_first() -> None:
     clock, seconds = HandClock(), iter([9.0, 0.01, LONG_SECONDS * 1.5])
-    assert Timed(6.0, lambda: clock.take(next(seconds)), clock=clock).rate() == pytest.approx(4 / LONG_SECONDS)
+    assert Timer(6.0, lambda: clock.take(next(seconds)), clock=clock).rate() == pytest.approx(4 / LONG_SECONDS)
 
 
 def test_a_run_reads_its_disk_once_and_that_counts() -> None:
     clock, seconds = HandClock(), iter([2.0])
-    assert Timed(6.0, lambda: clock.take(next(seconds)), clock=clock).rate_once() == 3.0
+    assert Timer(6.0, lambda: clock.take(next(seconds)), clock=clock).rate_once() == 3.0
 
 
 def test_a_figure_is_the_median_of_rounds_whose_values_are_medians_of_readings() -> None:
@@ -126,7 +126,7 @@ def test_rounds_end_with_the_time_that_they_were_given_but_there_is_one() -> Non
 def test_a_first_act_that_compiles_says_nothing_of_how_often_the_others_are_repeated() -> None:
     """Otherwise a reading were one act of a microsecond: as long as what starts and stops the clock."""
     clock, seconds = HandClock(), chain([0.5], repeat(READING_SECONDS / 4))
-    timed = Timed(1e9, lambda: clock.take(next(seconds)), clock=clock)
+    timed = Timer(1e9, lambda: clock.take(next(seconds)), clock=clock)
     timed()
     before = clock.now
     timed()
@@ -136,29 +136,29 @@ def test_a_first_act_that_compiles_says_nothing_of_how_often_the_others_are_repe
 def series(clock: HandClock, seconds: dict[int, list[float]]) -> ProbeSeries:
     """Of products whose acts take these seconds, the last for good."""
 
-    def probe(num_rows: int) -> tuple[Probe, Timed]:
+    def probe(num_rows: int) -> tuple[Probe, Timer]:
         each = chain(seconds[num_rows], repeat(seconds[num_rows][-1]))
-        timed = Timed(1.0, lambda: clock.take(next(each)), clock=clock)
+        timed = Timer(1.0, lambda: clock.take(next(each)), clock=clock)
         return Probe(name=f"M={num_rows}", unit="GFLOP/s", read=timed), timed
 
-    return series_of("product", list(seconds), probe, longest_seconds=0.4)
+    return make_series("product", list(seconds), probe, longest_seconds=0.4)
 
 
 def test_a_cold_first_call_ends_no_row() -> None:
     found = series(HandClock(), {1: [3.0, 1e-6], 8: [0.5, 1e-6], 16: [0.3]})
     assert list(found.probes) == [1, 8, 16]
-    assert found.end is None
+    assert found.end_reason is None
 
 
 def test_a_row_ends_behind_the_first_product_that_is_slow_when_warm_and_says_so() -> None:
     found = series(HandClock(), {4: [0.5], 1: [0.1], 16: [0.6], 64: [0.7]})
     assert list(found.probes) == [1, 4]
-    assert found.end == (
+    assert found.end_reason == (
         "product: M=4 takes 0.5 s, more than 0.4 s, and so M=16, 64 is not measured and counts as fast as M=4; "
         "raise measure.seconds to measure it"
     )
     assert [found.nearest(num_rows).name for num_rows in (1, 4, 16, 64)] == ["M=1", "M=4", "M=4", "M=4"]
-    assert series(HandClock(), {1: [0.1], 4: [0.5]}).end is None, "nothing is missing"
+    assert series(HandClock(), {1: [0.1], 4: [0.5]}).end_reason is None, "nothing is missing"
 
 
 def test_rounds_go_over_all_probes_so_that_a_slow_minute_is_in_every_spread() -> None:
@@ -169,8 +169,8 @@ def test_rounds_go_over_all_probes_so_that_a_slow_minute_is_in_every_spread() ->
 
 
 def test_spread_is_the_farthest_round_from_the_median() -> None:
-    assert figure_of([8.0, 10.0, 11.0], "s").spread == pytest.approx(0.2)
-    assert figure_of([0.0, 0.0], "s").spread == 0.0
+    assert make_figure([8.0, 10.0, 11.0], "s").spread == pytest.approx(0.2)
+    assert make_figure([0.0, 0.0], "s").spread == 0.0
 
 
 @pytest.mark.parametrize(
@@ -227,16 +227,16 @@ def test_a_product_is_the_one_that_a_model_would_compute(kind: ProductKind) -> N
     matrices = Matrices(CPU, width=256, num_bytes=1)
     x_MK = torch.randn(2, 256).to(DTYPES[kind.compute])
     with torch.inference_mode():
-        out_MN = product_of(kind, x_MK, matrices, CPU).act()
-    weight = matrices.of(kind.stored)[0].float()
+        out_MN = product_timer(kind, x_MK, matrices, CPU).act()
+    weight = matrices.get(kind.stored)[0].float()
     expected = x_MK.float() @ (weight if kind.is_flipped else weight.T)
     assert out_MN.dtype == DTYPES[kind.compute]
     torch.testing.assert_close(out_MN.float(), expected, rtol=0.02, atol=0.2)
 
 
 def test_float32_on_a_cpu_means_weights_as_checkpoints_have_them() -> None:
-    assert usual_kind("float32", CPU) == ProductKind(compute="float32", stored="bfloat16")
-    assert usual_kind("float16", CPU) == ProductKind(compute="float16", stored="float16")
+    assert typical_kind("float32", CPU) == ProductKind(compute="float32", stored="bfloat16")
+    assert typical_kind("float16", CPU) == ProductKind(compute="float16", stored="float16")
 
 
 def test_every_rate_of_a_plan_has_its_figure(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from jobs.config.typed import field_types
 from runtime import Completion, DType, Prompt, Runtime, RuntimeConfig, SamplingConfig, Settings
 from runtime.config.texts import TextField
 from runtime.errors import ConfigError
-from runtime.library.keywords import changed, key_places
+from runtime.library.keywords import apply_settings, setting_groups
 from runtime.sequences.sequence import Request
 from tests.runtime.sampling_support import References, runtime_for, transformers_answer
 from tests.support import transformers_model
@@ -96,10 +96,10 @@ def test_what_is_no_prompt_is_refused(make: Callable[[], object], said: str) -> 
 def test_settings_are_the_groups_and_every_key_that_one_group_alone_has() -> None:
     """Each with its key's type, and a text where the key takes one."""
     groups, told = field_types(RuntimeConfig), typing.get_type_hints(Settings)
-    assert told.keys() == {*groups, *key_places()}
+    assert told.keys() == {*groups, *setting_groups()}
     assert {"host_memory_gib", "max_new_tokens", "dtype", "num_threads"} < told.keys()
     assert not {"tier", "kind", "name", "device"} & told.keys()
-    for name, group in key_places().items():
+    for name, group in setting_groups().items():
         held, raw = field_types(groups[group])[name], typing.get_type_hints(groups[group])[name]
         takes_text = typing.get_origin(raw) is TextField
         assert told[name] == (held | str if takes_text else held), name  # pyright: ignore
@@ -107,13 +107,13 @@ def test_settings_are_the_groups_and_every_key_that_one_group_alone_has() -> Non
 
 def test_settings_change_the_config_that_is_given_and_nothing_else_of_it() -> None:
     given = RuntimeConfig(offload="cpu", sampling=SamplingConfig(seed=3))
-    found = changed(given, {"host_memory_gib": 2.0, "dtype": "bfloat16", "temperature": 1.0})
+    found = apply_settings(given, {"host_memory_gib": 2.0, "dtype": "bfloat16", "temperature": 1.0})
     assert (found.offload.tier, found.offload.host_memory_gib) == (given.offload.tier, 2.0)
     assert (found.model.dtype, found.sampling) == (DType.bfloat16, SamplingConfig(seed=3, temperature=1.0))
-    assert changed(given, {}) == given
-    both = changed(None, {"offload": "nvme", "resident_layers": 2})
+    assert apply_settings(given, {}) == given
+    both = apply_settings(None, {"offload": "nvme", "resident_layers": 2})
     assert (both.offload.tier.name, both.offload.resident_layers) == ("nvme", 2)
     for name, said in [("host_memory_gb", "did you mean host_memory_gib?"), ("qqq", "Runtime has no setting qqq")]:
         with pytest.raises(ConfigError) as caught:
-            changed(None, {name: 1})
+            apply_settings(None, {name: 1})
         assert said in str(caught.value)

@@ -90,7 +90,7 @@ def test_rows_of_any_temperature_and_cuts_side_by_side_get_what_they_would_get_a
     asked = list(enumerate(zip(ref.prompts, own, strict=True)))
     requests = [request_of(runtime, str(n), prompt, **given) for n, (prompt, given) in asked]
     expected = [
-        alone(model, prompt, str(n), default.overridden(SamplingOverrides(**given))) for n, (prompt, given) in asked
+        alone(model, prompt, str(n), default.with_overrides(SamplingOverrides(**given))) for n, (prompt, given) in asked
     ]
     assert [list(completion.token_ids) for completion in complete(runtime, requests)] == expected
 

@@ -23,7 +23,7 @@ from runtime.probing.meta import auto_class
 from runtime.probing.padded_probe import PaddingBehavior
 from runtime.sequences import reading
 from runtime.stream.device import ComputeDevice
-from runtime.synthesize.checkpoints import config_for
+from runtime.synthesize.checkpoints import make_config
 from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice
 from tests.gguf_files import write_gguf
@@ -84,8 +84,8 @@ WRONG: dict[str, Family] = {
 @pytest.fixture
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing looks at what a class does, and nothing is done about it."""
-    monkeypatch.setattr(traits, "why_not_packed", lambda model: "")
-    for guard in ("unknown_wish", "foreign_mask", "looks_ahead", "changed_keys", "unseen_window"):
+    monkeypatch.setattr(traits, "packed_lanes_refusal", lambda model: "")
+    for guard in ("unsupported_argument", "custom_mask", "looks_ahead", "changed_kv", "hidden_window"):
         monkeypatch.setattr(guards, guard, lambda *args, **kwargs: "")
     monkeypatch.setattr(loading, "follow_lengths", lambda model: None)
     monkeypatch.setattr(loading, "fill_buffers", lambda *args: None)
@@ -101,7 +101,7 @@ def saved(shared_home: Path) -> Callable[[Family], Path]:
 
 
 def _save(family: Family, directory: Path) -> None:
-    config = config_for(family.model_type, family.overrides)
+    config = make_config(family.model_type, family.overrides)
     torch.manual_seed(0)
     model = auto_class(config).from_config(config)
     generator = torch.Generator().manual_seed(1)

@@ -33,7 +33,7 @@ from runtime.sequences.reasoning import SplitText
 from runtime.sequences.sampler import Sampler
 from runtime.sequences.sequence import FinishReason, Request
 from runtime.sequences.sequence import Sequence as Running
-from runtime.synthesize.tokenizer import byte_level_tokenizer, tokenizer_from
+from runtime.synthesize.tokenizer import byte_level_tokenizer, load_local_tokenizer
 from tests.api_schemas import MAX_NEW_TOKENS, SCHEMAS, invalid, prompts
 from tests.dealt import with_slow_others
 from tests.runtime.sampling_support import logits_for, step
@@ -485,7 +485,7 @@ def test_a_sentencepiece_tokenizer_with_merges_and_byte_fallback_is_followed(tmp
     pytest.importorskip("sentencepiece")
     if not MIXTRAL_TOKENIZER.exists():
         pytest.skip("needs Mixtral's tokenizer")
-    tokenizer_from(MIXTRAL_TOKENIZER).save_pretrained(tmp_path)
+    load_local_tokenizer(MIXTRAL_TOKENIZER).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for name in ("weather call", "invoice", "extracted entities"):
         ids = list(walk(tokenizer, 32000, SamplingConfig(json_schema=SCHEMAS[name])))

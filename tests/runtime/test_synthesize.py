@@ -19,7 +19,7 @@ from runtime.probing.meta import build_meta_model
 from runtime.synthesize.checkpoints import (
     MARKER_FILE,
     SynthesisReport,
-    config_for,
+    make_config,
     random_checkpoint,
     synthesize_checkpoint,
 )
@@ -123,7 +123,7 @@ def test_values_depend_on_the_seed_and_the_name_only(tmp_path: Path) -> None:
 )
 def test_matrices_are_scaled_by_their_fan_in(name: str, pattern: str, std: float) -> None:
     family = FAMILIES[name]
-    weights = RandomWeights(build_meta_model(config_for(family.model_type, family.overrides), torch.float32), seed=0)
+    weights = RandomWeights(build_meta_model(make_config(family.model_type, family.overrides), torch.float32), seed=0)
     drawn = torch.cat([weights.draw(spec).flatten() for spec in weights.specs if spec.name.endswith(pattern)])
     assert drawn.std().item() == pytest.approx(std, rel=0.1)
     assert abs(drawn.mean().item()) < 5 * std / drawn.numel() ** 0.5
@@ -131,7 +131,7 @@ def test_matrices_are_scaled_by_their_fan_in(name: str, pattern: str, std: float
 
 def test_norms_scale_by_plus_or_minus_one_whichever_way_the_class_writes_it() -> None:
     family = FAMILIES["qwen3-next"]
-    weights = RandomWeights(build_meta_model(config_for(family.model_type, family.overrides), torch.float32), seed=0)
+    weights = RandomWeights(build_meta_model(make_config(family.model_type, family.overrides), torch.float32), seed=0)
     drawn = {spec.name: weights.draw(spec) for spec in weights.specs}
     assert drawn["model.norm.weight"].unique().tolist() == [-2.0, 0.0]  # computes 1 + weight
     assert drawn["model.layers.3.self_attn.q_norm.weight"].unique().tolist() == [-3.0, 1.0]  # queries twice as loud
@@ -140,7 +140,7 @@ def test_norms_scale_by_plus_or_minus_one_whichever_way_the_class_writes_it() ->
 
 def test_recurrent_parameters_have_the_values_of_their_own_class() -> None:
     family = FAMILIES["qwen3-next"]
-    weights = RandomWeights(build_meta_model(config_for(family.model_type, family.overrides), torch.float32), seed=0)
+    weights = RandomWeights(build_meta_model(make_config(family.model_type, family.overrides), torch.float32), seed=0)
     drawn = {spec.name: weights.draw(spec) for spec in weights.specs}
     assert (drawn["model.layers.0.linear_attn.dt_bias"] == 1).all()
     decay = drawn["model.layers.0.linear_attn.A_log"].exp()

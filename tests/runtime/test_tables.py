@@ -72,7 +72,7 @@ def test_draws_follow_from_the_column_of_ids_wherever_a_row_stands() -> None:
 
 def test_messages_lose_the_keys_that_only_others_have() -> None:
     chats = [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": None}], [{"role": None, "content": "x"}]]
-    [chat, no_content, no_role] = TableColumns().prompts(pa.table({"prompt": pa.array(chats, CHAT)}))
+    [chat, no_content, no_role] = TableColumns().read_prompts(pa.table({"prompt": pa.array(chats, CHAT)}))
     assert chat == Prompt(messages=[{"role": "user", "content": "Hi"}], id="0")
     assert getattr(no_content, "error", None) == "message 0 of the prompt has no text as its content"
     assert getattr(no_role, "error", None) == "message 0 of the prompt has no text as its role"

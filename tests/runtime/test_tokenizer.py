@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from runtime.checkpoint_source.location import load_tokenizer
 from runtime.errors import ConfigError
 from runtime.store.checkpoint import open_checkpoint
-from runtime.synthesize.tokenizer import BOS, MIN_VOCAB_SIZE, byte_level_tokenizer, tokenizer_from
+from runtime.synthesize.tokenizer import BOS, MIN_VOCAB_SIZE, byte_level_tokenizer, load_local_tokenizer
 from tests.support import SHARED_DATA, Reference
 
 MIXTRAL_TOKENIZER = SHARED_DATA / "tokenizer" / "mixtral_tokenizer.model.v1"
@@ -33,7 +33,7 @@ TEXTS = [
 def test_every_text_comes_back_also_after_saving(text: str, tmp_path: Path) -> None:
     made = byte_level_tokenizer(300)
     made.save_pretrained(tmp_path)
-    for tokenizer in (made, AutoTokenizer.from_pretrained(tmp_path), tokenizer_from(tmp_path)):
+    for tokenizer in (made, AutoTokenizer.from_pretrained(tmp_path), load_local_tokenizer(tmp_path)):
         ids = tokenizer.encode(text)
         assert ids[0] == tokenizer.bos_token_id
         assert len(ids) == 1 + len(text.encode())
@@ -81,7 +81,7 @@ def test_what_is_no_tokenizer_is_refused(content: bytes | str | None, message: s
     elif content == "directory":
         path.mkdir()
     with pytest.raises(ConfigError, match=f"tokenizer=.*{message}"):
-        tokenizer_from(path)
+        load_local_tokenizer(path)
 
 
 def test_a_sentencepiece_model_keeps_its_own_encoding_also_after_saving(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_sentencepiece_model_keeps_its_own_encoding_also_after_saving(tmp_path
     if not MIXTRAL_TOKENIZER.exists():
         pytest.skip("the shared data set folder with mixtral_tokenizer.model.v1 is not there")
     model = sentencepiece.SentencePieceProcessor(model_file=str(MIXTRAL_TOKENIZER))
-    made = tokenizer_from(MIXTRAL_TOKENIZER)
+    made = load_local_tokenizer(MIXTRAL_TOKENIZER)
     made.save_pretrained(tmp_path)
     questions = [json.loads(line)["turns"][0] for line in MT_BENCH.read_text().split("\n") if line]
     for tokenizer in (made, AutoTokenizer.from_pretrained(tmp_path)):

@@ -6,12 +6,12 @@ from functools import partial
 
 import pyarrow as pa
 
-from runtime.checkpoint_source.download import PASS_ON, reason_of
+from runtime.checkpoint_source.download import PASS_ON, short_reason
 from runtime.config.settings import Readout
 from runtime.errors import require
 from runtime.library.api import Runtime
 from runtime.library.columns import clean_text
-from runtime.library.encoding import Classified, Embedded, encoded
+from runtime.library.encoding import Classified, Embedded, make_result
 from runtime.model.loading import LoadedModel
 from runtime.requests.encoding import EncodingSpec, make_encoding, require_readable
 from runtime.requests.prompts import Rejected, tokenize_each
@@ -82,7 +82,7 @@ def _pair_ids(model: LoadedModel, first: str, second: str) -> Sequence[int] | st
     except PASS_ON:
         raise
     except BaseException as error:
-        return f"the model's tokenizer refuses the pair: {reason_of(error)}"
+        return f"the model's tokenizer refuses the pair: {short_reason(error)}"
     if any(made.get("token_type_ids", [])):
         return "the model tells the two texts of a pair apart by token types, which are not passed on to it"
     return made["input_ids"]
@@ -163,8 +163,8 @@ def encoding_requests(
 def _read_columns(
     num_top: int, wanted: EncodingSpec, model: LoadedModel, completion: Completion
 ) -> Mapping[str, object]:
-    """The output columns of an encoded prompt."""
-    result = encoded(model, wanted, 0, completion)
+    """The output columns of an make_result prompt."""
+    result = make_result(model, wanted, 0, completion)
     if isinstance(result, Embedded):
         return {"embedding": result.vector.tolist()}
     if isinstance(result, Classified):

@@ -147,7 +147,7 @@ class PaddedLane(RectangleLane):
             mask_BS=self._mask_BS[:, : self._end],
             is_first=self._done < self._width,
         )
-        arguments = inputs.of(self._model, self._cache)
+        arguments = inputs.make_arguments(self._model, self._cache)
         if self._targets is not None and (self._targets.places or isinstance(self._targets, PoolingTargets)):
             every = {**arguments, "logits_to_keep": 0} if "logits_to_keep" in arguments else arguments
             self._read_targets(lambda: self._model(**every))

@@ -155,7 +155,7 @@ def ways_to_fit(ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig,
         lower.append("kv.device_fraction")
     use, model = list[str](), config.model
     if "weights" in terms or ("resident weights" in terms and not walk.streamed):
-        rounded = f" with weights that are rounded once, as model.quantize keeps all it has read ({model.packing})"
+        rounded = f" with weights that are rounded once, as model.quantize keeps all it has read ({model.pack_command})"
         use.append("offload=nvme" + (rounded if model.quantize is not None else ""))
     if "recordings" in terms:
         use.append("model.graphs=false")

@@ -8,7 +8,7 @@ from enum import Enum
 
 from ...config.orders import Order
 from ...config.settings import Attention, FeedForward, KVTier, PolicyKind, RuntimeConfig
-from ...units import counted
+from ...units import format_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Policy:
         chunks = "" if chunk is None else f", prompts by {chunk:,} tokens"
         return (
             f"{self.num_micro_batches} x {self.micro_batch_size} sequences, {self.schedule.value}, "
-            f"attention on {self.attention.value}, {experts}{counted(self.resident_layers, 'resident layer')}, "
+            f"attention on {self.attention.value}, {experts}{format_count(self.resident_layers, 'resident layer')}, "
             f"KV of {self.kv_fraction:.0%} of the layers in compute memory{chunks}"
         )
 
