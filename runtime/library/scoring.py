@@ -171,7 +171,7 @@ def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]])
             else:
                 members.append(made)
                 found.append(replace(scored, token_ids=tuple(target_ids)))
-    return ScoringBatch(members=members, unscored=unscored, joined=join_requests(members), rejected=rejected)
+    return ScoringBatch(members=members, unscored=found, joined=join_requests(members), rejected=rejected)
 
 
 class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):
