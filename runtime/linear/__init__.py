@@ -1,3 +1,3 @@
-"""Products with weights as they are stored: bfloat16 or quantised, multiplied where they lie in a slot. Here belongs
-what replaces a linear layer, without knowing the model around it.
+"""Linear layers on weights as stored, bfloat16 or quantized, multiplied in place in their slot. Code that replaces a
+linear layer without knowledge of the model belongs here.
 """

@@ -1,6 +1,5 @@
-"""Linear backends, the ways to multiply with weights as they are stored, and which is taken: the one that
-`jobs.measure` found fastest on this host, or a rule. All add up in float32, to whose rounding they are exact; last bits
-differ between them.
+"""Linear backends for weights as stored, and the choice between them: the fastest that `jobs.measure` found on this
+host, or a default rule. All accumulate in float32; results of two backends may differ in last bits.
 
 M rows of x, N of w, K inputs.
 """
@@ -30,10 +29,10 @@ from .kernel_products import (
 )
 from .rows import KernelRows
 
-MANY_ROWS = 256  # beyond, to upcast a large panel is little beside its product
-WEIGHTS_PER_THREAD = 8  # from which on it matters little that each has a number of its own
+MANY_ROWS = 256  # above this, upcasting a large panel costs little compared to its product
+WEIGHTS_PER_THREAD = 8  # from here on, an uneven split of whole weights among threads costs little
 NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
-DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # what a table knows
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # as in a table
 
 Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), blocks of rows of w -> (M, N)
 
@@ -41,8 +40,8 @@ Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), bl
 def prepare_products(
     stored: Iterable[torch.dtype], formats: Collection[str] = (), inputs: torch.dtype = torch.float32
 ) -> None:
-    """Loads, and at the first time compiles, what multiplies inputs of a dtype with weights of these dtypes and storage
-    formats, so that no pass takes its time and memory."""
+    """Loads the kernels for inputs of a dtype and weights of these dtypes and storage formats, and compiles them if they
+    are not cached. Otherwise the first forward pass would spend this time and memory."""
     if has_matrix_unit() and inputs == torch.float32:
         prepare_tiles()
     own = stored if inputs == torch.float32 else {inputs} & set(stored)
@@ -50,16 +49,16 @@ def prepare_products(
 
 
 def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
-    """Returns x @ w.T (M, N) of the blocks of w below each other, by the backend that was measured to be the fastest;
-    without a table by the rule."""
+    """Returns x @ w.T (M, N), where w is the row blocks concatenated. Uses the fastest backend in `table`, or the
+    default rule without one."""
     return BACKENDS[choose_backend(x_MK, blocks, table)](x_MK, blocks)
 
 
 def fused_linear(
     x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: BackendTable | None = None
 ) -> list[torch.Tensor]:
-    """Returns that of several weights, each of blocks, at once where a kernel takes each of them: to the bits of
-    `linear`, so that it does not matter who has multiplied them before."""
+    """Returns x @ w.T for each of several weights, in one kernel call if their backend allows it. Results are equal to
+    `linear` bit by bit."""
     backends = {choose_backend(x_MK, blocks, table) for blocks in weights}
     backend = backends.pop() if len(backends) == 1 else None
     if backend is LinearBackend.tiles:
@@ -72,8 +71,8 @@ def fused_linear(
 def grouped_linear(
     x_VK: torch.Tensor, groups: Sequence[tuple[slice, Sequence[Block]]], table: BackendTable | None = None
 ) -> torch.Tensor:
-    """Returns runs of rows of x, each times a weight of its own, (V, N): what `linear` makes of each, to the bit where
-    the same backend takes them. Weights are alike; where no run is long, a thread takes whole ones."""
+    """Multiplies each run of rows of x by its own weight; returns (V, N), bit by bit as `linear` by the same backend.
+    Weights have equal shapes and formats. If all runs are short, each thread multiplies whole weights."""
     rows, blocks = groups[0]
     backend = choose_backend(x_VK[rows], blocks, table)
     is_whole = all(block.shape[0] % PAIR_ROWS == 0 for block in blocks)
@@ -84,30 +83,30 @@ def grouped_linear(
 
 
 def _uses_vector_kernel(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """Whether that of vectors multiplies them by this way, which takes them."""
+    """True if this backend, which supports the blocks, multiplies them in the vector kernel."""
     if backend is LinearBackend.widened:
         return fits_vectors(x_MK, blocks)
     return backend in (LinearBackend.vectors, LinearBackend.pairs)
 
 
 def can_multiply_in_groups(num_rows: int, num_weights: int) -> bool:
-    """Whether threads that take whole weights, of so many, for so many rows together, end at about the same time, and
-    save more than they would wait for each other at the product of each."""
+    """True if `grouped_linear` is likely faster than one product per weight: enough weights that threads finish at about
+    the same time, and few enough rows of x that synchronizing them per product would dominate."""
     return num_weights >= WEIGHTS_PER_THREAD * torch.get_num_threads() and num_rows <= GROUP_ROWS * num_weights
 
 
 def choose_backend(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> LinearBackend:
-    """Returns the table's backend where it takes these blocks, and that of the rule elsewhere."""
+    """Returns the table's backend if it supports these blocks, otherwise the default rule's."""
     fastest = _fastest(table, x_MK, blocks)
     if fastest is not None and supports(fastest, x_MK, blocks):
         return fastest
-    inputs = x_MK.dtype if x_MK.is_cpu else torch.float32  # the rule of 16 bits is one of processors
+    inputs = x_MK.dtype if x_MK.is_cpu else torch.float32  # the rule for 16-bit inputs applies to CPUs only
     is_plain = all(isinstance(block, torch.Tensor) for block in blocks)
     return default_backend(lambda backend: supports(backend, x_MK, blocks), len(x_MK), inputs, is_plain=is_plain)
 
 
 def _fastest(table: BackendTable | None, x_MK: torch.Tensor, blocks: Sequence[Block]) -> LinearBackend | None:
-    """Looks it up; None where the table does not know such products."""
+    """Looks up the fastest measured backend; None if the table does not cover such products."""
     first = blocks[0]
     if table is None or not isinstance(first, torch.Tensor) or first.dtype not in DTYPE_NAMES:
         return None
@@ -118,15 +117,15 @@ def _fastest(table: BackendTable | None, x_MK: torch.Tensor, blocks: Sequence[Bl
 
 
 def supports(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """Tells whether it takes these blocks of rows of w, on this processor."""
+    """True if the backend can multiply these row blocks of w on this processor."""
     match backend:
         case LinearBackend.tiles:
             return has_matrix_unit() and fits_tiles(x_MK, blocks)
         case LinearBackend.vectors:
             return has_compiler() and x_MK.dtype == torch.float32 and fits_vectors(x_MK, blocks)
         case LinearBackend.widened:
-            # Weights of x's own dtype of 16 bits, or such as a kernel decodes; others are rounded to it first, as a
-            # model of that dtype has them.
+            # Exactness: only weights of x's own 16-bit dtype or kernel-decoded rows. Others must be rounded to x's
+            # dtype first, as a model of that dtype would hold them.
             if not has_compiler() or not x_MK.is_cpu or x_MK.dtype not in (torch.bfloat16, torch.float16):
                 return False
             return all(
@@ -152,8 +151,8 @@ def default_backend(
     *,
     is_plain: bool = True,
 ) -> LinearBackend:
-    """The rule: what is compiled, if it is there; otherwise panels. bfloat16 goes through a unit of its own where that
-    is faster than float32's, and `is_plain` weights to the matrix unit by torch."""
+    """The default rule: compiled kernels if available, otherwise panels. bfloat16 inputs use bfloat16 instructions where
+    these are faster than float32's; `is_plain` weights go to the matrix unit through torch."""
     if inputs != torch.float32:
         if is_available(LinearBackend.pairs) and has_fast_pairs():
             return LinearBackend.pairs
@@ -167,7 +166,7 @@ def default_backend(
 
 
 def _widened(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    """Inside of the kernel, or as a whole where that does not take them."""
+    """Widens x inside the kernel, or before the product if the kernel does not support the blocks."""
     if fits_vectors(x_MK, blocks):
         return multiply_in_vectors(x_MK, blocks)
     return linear(x_MK.float(), blocks).to(x_MK.dtype)
@@ -188,8 +187,8 @@ def _inputs_first(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 
 
 def _panel_bytes(x_MK: torch.Tensor) -> int | None:
-    """Where many rows pass by, each panel costs another pass over x: at 512 rows and more, panels of 16 MiB gave 206 to
-    230 GFLOP/s where those of 4 MiB gave 171 to 187 (one Xeon with AVX-512, two threads)."""
+    """Returns a larger panel size for many rows of x, as each panel costs another pass over x. At 512 rows and more,
+    panels of 16 MiB reached 206 to 230 GFLOP/s, of 4 MiB 171 to 187 (one Xeon with AVX-512, two threads)."""
     return MOST_PANEL_BYTES if len(x_MK) > MANY_ROWS else None
 
 

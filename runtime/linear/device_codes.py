@@ -1,21 +1,21 @@
-"""Kernels in Triton on stored matrices in an accelerator's memory, and whether they can be taken.
+"""Launches Triton kernels on stored matrices in an accelerator's memory, and checks whether they work here.
 
-    can_decode(rows, dtype) -> bool             whether `decode` takes such rows to that dtype, tried at its first use
-    try_decode(rows, out) -> bool               both at once: whether it did
-    decode(codes, out)                          all numbers into out (N, K) or (E, n, K), in one launch; window4 two
-    can_multiply(rows, dtype) -> bool           whether `multiply` takes such rows
+    can_decode(rows, dtype) -> bool             True if `decode` supports such rows; checked at the first use
+    try_decode(rows, out) -> bool               decodes if supported; True if it did
+    decode(codes, out)                          dequantizes all rows into out (N, K) or (E, n, K)
+    can_multiply(rows, dtype) -> bool           True if `multiply` supports such rows
     multiply(x_MK, codes) -> (M, N)             x @ w.T
-    can_multiply_groups(rows, dtype) -> bool    whether `multiply_groups` takes experts of such rows
+    can_multiply_groups(rows, dtype) -> bool    True if `multiply_groups` supports experts of such rows
     multiply_groups(x_VK, codes, num_experts, ends_E) -> (V, n)
-    can_group(stack) -> bool                    whether `grouped_mm` takes a stack (E, K, N) of plain numbers
+    can_group(stack) -> bool                    True if `grouped_mm` supports a stack (E, K, N) of plain numbers
     grouped_mm(x_VK, stack, offs=ends_E) -> (V, N)     as torch.nn.functional.grouped_mm, for any device
 
-`codes` is `rows.codes()`, also of joined rows, or `stacked([each.codes() for each in experts])`; launches are cheaper
-for those that are kept. No launch asks the device for anything; only the first `can_...` of a kind does, which tries a
-few rows against torch's operators.
+`codes` is `rows.codes()`, also of joined rows, or `stack_codes` of experts. Keep and reuse it: it caches compiled
+launches. No launch synchronizes with the device; only the first `can_...` of a kind does, which compares a few rows
+with torch's operators.
 
-Numbers are those of `Rows.dequantize`, rounded once. Sums of products are float32's; last bits differ from torch's.
-Where Triton is missing, lacks a C compiler, or fails otherwise, `can_...` is false, with one warning for each kind.
+Numbers equal `Rows.dequantize`, rounded once. Products accumulate in float32; last bits differ from torch's. If Triton
+is missing, lacks a C compiler or fails, `can_...` returns False, with one warning per kind.
 
 M rows of x, V of them sorted by expert, E experts; N rows of a matrix, n of an expert, of K numbers.
 """
@@ -53,12 +53,12 @@ log = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_KINDS = {torch.float8_e8m0fnu: EXPONENTS, torch.float8_e4m3fn: SMALL_FLOATS}
-WORD_ROWS = 8  # of AWQ's
-COLUMN_ENCODINGS = (constants.WORDS4, constants.WORDS8)  # words of neighbouring rows lie side by side
+WORD_ROWS = 8  # rows in a word of AWQ
+COLUMN_ENCODINGS = (constants.WORDS4, constants.WORDS8)  # words of neighboring rows are adjacent in memory
 BLOCKS = tuple(constants.GGUF.values())
 CHECKED_ROWS, CHECKED_INPUTS = 48, 17
-LEAST_EXPERTS = 16  # that a program looks for its own among, in registers
-ALIGNED_BYTES = 16  # that one instruction loads, which Triton's code does where addresses are known to allow it
+LEAST_EXPERTS = 16  # minimum size of the vector in which a program searches for its expert
+ALIGNED_BYTES = 16  # Triton emits 16-byte loads if addresses are known to be aligned
 MOST_SHOWN = 300  # characters of an error
 
 _is_interpreted = False
@@ -66,8 +66,8 @@ _is_interpreted = False
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Lets kernels take tensors of a CPU in its block, for tests. TRITON_INTERPRET=1 must have been set before Triton
-    was imported."""
+    """Lets kernels run on CPU tensors inside the block, for tests. Requires TRITON_INTERPRET=1, set before Triton is
+    imported."""
     global _is_interpreted
     _is_interpreted = True
     try:
@@ -77,12 +77,12 @@ def interpreted() -> Iterator[None]:
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether kernels in Triton may take tensors of the device; loads nothing."""
+    """True if Triton kernels may run on this device. Does not import Triton."""
     return (device.type == "cuda" or _is_interpreted) and _has_triton()
 
 
 def _kernels() -> Any:
-    """The module of kernels: Triton takes 0.2 s to import, and types of its own."""
+    """The module of kernels, imported late: importing Triton takes 0.2 s."""
     from ..kernels import device_matrices
 
     return device_matrices
@@ -94,12 +94,12 @@ def _has_triton() -> bool:
 
 
 def decode(codes: Codes, out: torch.Tensor) -> None:
-    """Writes all numbers of the codes into `out`, (N, K) or (E, n, K) of any strides but the last, whose rows are those
-    of the matrices below each other."""
+    """Dequantizes all rows into `out`: (N, K) or (E, n, K), whose rows are those of the matrices in order. The last
+    stride must be 1."""
     stack = out if out.dim() == 3 else out.unflatten(0, (codes.num_matrices, -1))
     num_experts, num_rows, num_columns = stack.shape
     strides = stack.stride(0), stack.stride(1)
-    assert stack.stride(2) == 1, "a row of numbers lies side by side"
+    assert stack.stride(2) == 1, "rows of out must be contiguous"
     assert (num_experts * num_rows, num_columns) == (codes.num_matrices * codes.shape[0], codes.shape[1])
     if not stack.numel():
         return
@@ -111,14 +111,14 @@ def decode(codes: Codes, out: torch.Tensor) -> None:
     _launch("decode", codes.launches, key, grid, args, _OPTIONS)
     if codes.columns is not None and codes.columns.shape[1]:  # escapes of WINDOW4
         parts = (codes.starts, codes.columns, codes.exponents)
-        of_parts = [_expert_stride(each) for each in parts]
-        sizes = (num_rows, codes.columns.shape[1], *of_parts, *strides, 32)
+        part_strides = [_expert_stride(part) for part in parts]
+        sizes = (num_rows, codes.columns.shape[1], *part_strides, *strides, 32)
         args = (matrix, *parts, codes.escape_offsets, stack, *sizes)
         _launch("add_escapes", codes.launches, key, (num_experts * num_rows, 1, 1), args, {"num_warps": 1})
 
 
 def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
-    """x @ w.T (M, N), of x's dtype, for a single matrix: codes are decoded inside of the product."""
+    """Returns x @ w.T (M, N), of x's dtype, for a single matrix. Codes are decoded inside the product."""
     assert codes.num_matrices == 1
     assert codes.encoding != constants.WINDOW4
     x_MK = x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous()
@@ -135,8 +135,8 @@ def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
 
 
 def multiply_groups(x_VK: torch.Tensor, codes: Codes, num_experts: int, ends_E: torch.Tensor) -> torch.Tensor:
-    """Rows of x, sorted by expert, times their expert's matrix, (V, n): `codes` are a stack of them, or one tall matrix
-    of all their rows. `ends_E`: int32, which row of x each expert's rows end before."""
+    """Multiplies rows of x, sorted by expert, by their expert's matrix; returns (V, n). `codes`: a stack of matrices, or
+    one tall matrix with the rows of all experts. `ends_E`: int32, the end (exclusive) of each expert's rows of x."""
     num_rows = codes.num_matrices * codes.shape[0] // num_experts
     assert codes.num_matrices in (1, num_experts)
     assert codes.encoding != constants.WINDOW4
@@ -152,7 +152,7 @@ def multiply_groups(x_VK: torch.Tensor, codes: Codes, num_experts: int, ends_E: 
 
 
 def grouped_mm(x_VK: torch.Tensor, stack_EKN: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
-    """What F.grouped_mm makes of x (V, K) and a stack of plain numbers of x's dtype, of any strides: (V, N)."""
+    """Same as F.grouped_mm for x (V, K) and a stack of x's dtype, of any strides; returns (V, N)."""
     num_experts, num_columns, num_rows = stack_EKN.shape
     expert, column, row = stack_EKN.stride()
     matrix = Matrix(body=stack_EKN, body_expert=expert, body_row=row, body_column=column, num_columns=num_columns)
@@ -174,7 +174,7 @@ def _launch_groups(
     launches: dict[object, Any],
     key: tuple[object, ...],
 ) -> torch.Tensor:
-    """`described`: experts for tiles of so many columns. `key`: what distinguishes them among `launches`."""
+    """`make_arguments(num_columns)`: kernel arguments for tiles of that width. `key` identifies them in `launches`."""
     x_VK = x_VK if x_VK.stride(-1) == 1 else x_VK.contiguous()
     num_visits, num_experts = x_VK.shape[0], ends_E.shape[0]
     out_VN = x_VK.new_empty(num_visits, num_rows)
@@ -184,7 +184,7 @@ def _launch_groups(
         _next_power_of_two(-(-num_visits // num_experts)), x_VK.dtype, encoding
     )
     matrix, kind, lead = make_arguments(columns)
-    # Each expert's last tile may be full but for one row, and no more tiles can have any than there are visits.
+    # Upper bound without asking the device: each expert adds at most one partial tile, each tile has at least one row.
     num_tiles = min(num_visits, num_visits // height + num_experts)
     grid, row = (num_tiles, -(-(num_rows + lead) // rows), 1), x_VK.stride(0)
     width = max(LEAST_EXPERTS, _next_power_of_two(num_experts))
@@ -203,12 +203,11 @@ def _launch(
     args: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> None:
-    """Launches a kernel on its second argument's device, in torch's current stream there: Triton takes the current
-    device. Where such arguments were seen before, what was compiled for them is launched right away, as Triton's look
-    at each of forty arguments takes the host several launches' time. `key` holds what code may be made for: types,
-    strides, and whether addresses are multiples of 16; sizes that it lacks are not looked at (`do_not_specialize`)."""
+    """Launches a kernel on the current stream of its arguments' device. Reuses the compiled kernel for a known `key`, as
+    Triton's dispatch over forty arguments takes the host as long as several launches. `key` must hold all that code is
+    specialized for: types, strides, address alignment; sizes not in it are marked `do_not_specialize`."""
     device = args[1].device if isinstance(args[1], torch.Tensor) else args[0].device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton uses the current device
         compiled = launches.get((name, key))
         if compiled is None:
             launches[name, key] = getattr(_kernels(), name)[grid](*args, **options)  # None in the interpreter
@@ -221,12 +220,12 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 
 def can_decode(rows: Rows, dtype: torch.dtype) -> bool:
-    """Whether `decode` takes the codes of such rows to the dtype. The first of a kind is tried: some of these rows."""
+    """True if `decode` supports such rows and this dtype. The first call for a kind decodes a few rows and compares."""
     return _usable_codes(rows, dtype, "to decode", _check_decode) is not None
 
 
 def try_decode(rows: Rows, out: torch.Tensor) -> bool:
-    """Decodes rows into `out` as `decode` does, where it takes them, and returns whether it did."""
+    """Decodes rows into `out` if `decode` supports them. Returns True if it did."""
     codes = _usable_codes(rows, out.dtype, "to decode", _check_decode)
     if codes is not None:
         decode(codes, out)
@@ -234,17 +233,17 @@ def try_decode(rows: Rows, out: torch.Tensor) -> bool:
 
 
 def can_multiply(rows: Rows, dtype: torch.dtype) -> bool:
-    """The same of `multiply`, for x of the dtype."""
+    """True if `multiply` supports such rows and x of this dtype."""
     return _usable_codes(rows, dtype, "to multiply with", _check_multiply) is not None
 
 
 def can_multiply_groups(rows: Rows, dtype: torch.dtype) -> bool:
-    """The same of `multiply_groups`, of experts with such rows."""
+    """True if `multiply_groups` supports experts with such rows and x of this dtype."""
     return _usable_codes(rows, dtype, "grouped products of", _check_multiply_groups) is not None
 
 
 def can_group(stack_EKN: torch.Tensor) -> bool:
-    """The same of `grouped_mm`."""
+    """True if `grouped_mm` supports such a stack."""
     if not is_available(stack_EKN.device) or not _has_tensor_cores(stack_EKN.device):
         return False
     if stack_EKN.dtype not in DTYPES or not stack_EKN.numel():
@@ -256,7 +255,7 @@ def can_group(stack_EKN: torch.Tensor) -> bool:
 def _usable_codes(
     rows: Rows, dtype: torch.dtype, purpose: str, matches_torch: Callable[[Codes, torch.Tensor, torch.dtype], bool]
 ) -> Codes | None:
-    """The rows' codes where a kernel takes them and works."""
+    """Returns the rows' codes if the kernel supports them and matches torch here; otherwise None."""
     codes = rows.codes() if is_available(rows.device) and dtype in DTYPES else None
     if codes is None or not prod(codes.shape):
         return None
@@ -266,22 +265,22 @@ def _usable_codes(
         return None
 
     def compare() -> bool:
-        some = codes.first(CHECKED_ROWS)
-        numbers = torch.empty(some.shape, device=rows.device)
+        sample = codes.first(CHECKED_ROWS)
+        numbers = torch.empty(sample.shape, device=rows.device)
         rows.dequantize(slice(0, len(numbers)), numbers)
-        return matches_torch(some, numbers, dtype)
+        return matches_torch(sample, numbers, dtype)
 
     kind = _kind(codes, _decode_tile(codes.encoding)[1])
     return codes if _check_once((purpose, kind, dtype, rows.device), compare) else None
 
 
 def _has_tensor_cores(device: torch.device) -> bool:
-    """Whether Triton's products use them: from compute capability 8.0 on."""
+    """True if Triton's products use tensor cores: compute capability 8.0 and later."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _check_once(key: tuple[object, ...], compare: Callable[[], bool]) -> bool:
-    """Whether what the key names works here: compared once in a process."""
+    """Returns the result of `compare` for this key, run once per process. Logs a warning if it fails."""
     found = _check_results.get(key)
     if found is None:
         why = "its numbers are not those of torch's operators"
@@ -325,13 +324,13 @@ def _check_grouped_mm(stack_EKN: torch.Tensor) -> bool:
 
 
 def _check_inputs(num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows of x to try with: as no random numbers are drawn, those of a run stay the same."""
+    """Rows of x for the checks. Deterministic, so that the run's random state does not change."""
     numbers = torch.arange(CHECKED_INPUTS * num_columns, dtype=torch.float32, device=device)
     return numbers.sin().to(dtype).view(CHECKED_INPUTS, num_columns)
 
 
 def _is_product(found_MN: torch.Tensor, x_MK: torch.Tensor, w_NK: torch.Tensor) -> bool:
-    """Whether these are the products but for rounding, where they are numbers of the dtype."""
+    """True if `found_MN` equals x @ w.T up to rounding, wherever the product is finite in x's dtype."""
     x, w = x_MK.double(), w_NK.double()
     expected, sizes = x @ w.t(), x.abs() @ w.abs().t()
     is_off = (found_MN.double() - expected).abs() > sizes * torch.finfo(torch.float32).eps * len(w[0]) + (
@@ -341,8 +340,8 @@ def _is_product(found_MN: torch.Tensor, x_MK: torch.Tensor, w_NK: torch.Tensor) 
 
 
 def _kernel_arguments(codes: Codes, num_experts: int, tile_columns: int) -> tuple[Matrix, MatrixKind, int]:
-    """The codes as kernels take them, what these are compiled for with tiles of so many columns, and rows of the first
-    word that are before the first row. Kept with the codes."""
+    """Returns the kernel arguments for tiles of `tile_columns`, and the number of rows in the first word that precede
+    the first row. Cached with the codes."""
     key = (num_experts, tile_columns)
     if (found := codes.launches.get(key)) is None:
         lead = codes.first_row % WORD_ROWS if codes.encoding == constants.ROW_WORDS else 0
@@ -351,18 +350,18 @@ def _kernel_arguments(codes: Codes, num_experts: int, tile_columns: int) -> tupl
 
 
 def _matrix(codes: Codes, num_experts: int) -> Matrix:
-    """The codes of a stack of so many experts, or of one tall matrix of all their rows."""
+    """Kernel arguments for a stack of experts, or for one tall matrix with the rows of all of them."""
     is_tall = codes.num_matrices < num_experts
     step = codes.shape[0] // num_experts if is_tall else 0
-    assert step % WORD_ROWS == 0 or codes.encoding != constants.ROW_WORDS, "a word holds rows of one expert"
+    assert step % WORD_ROWS == 0 or codes.encoding != constants.ROW_WORDS, "a word must hold rows of one expert"
     body, scales, zeros, groups, overall = codes.body, codes.scales, codes.zeros, codes.groups, codes.overall
-    extra = next((each for each in (codes.bases, codes.table, codes.order) if each is not None), None)
+    extra = next((tensor for tensor in (codes.bases, codes.table, codes.order) if tensor is not None), None)
     factors = scales if scales is None or scales.dtype not in SCALE_KINDS else scales.view(torch.uint8)
-    by_expert = [_expert_stride(each) for each in (body, scales, zeros, groups, extra, overall)]
-    by_scale, by_zero = (each.stride()[1:] if each is not None else (0, 0) for each in (scales, zeros))
+    expert_strides = [_expert_stride(tensor) for tensor in (body, scales, zeros, groups, extra, overall)]
+    scale_strides, zero_strides = (t.stride()[1:] if t is not None else (0, 0) for t in (scales, zeros))
     return Matrix(
         body, factors, zeros, groups, extra, overall,
-        *by_expert, *body.stride()[1:], *by_scale, *by_zero,
+        *expert_strides, *body.stride()[1:], *scale_strides, *zero_strides,
         overall_row=0 if overall is None else overall.stride(1),
         scale_rows=codes.scale_rows,
         num_columns=codes.shape[1],
@@ -374,12 +373,12 @@ def _matrix(codes: Codes, num_experts: int) -> Matrix:
 
 
 def _expert_stride(tensor: torch.Tensor | None) -> int:
-    """Elements from one matrix of a stack to the next; of a single one 0, also where its rows are those of experts."""
+    """Elements from one matrix of a stack to the next; 0 for a single matrix, even one with the rows of all experts."""
     return 0 if tensor is None or len(tensor) == 1 else tensor.stride(0)
 
 
 def _kind(codes: Codes, tile_columns: int) -> MatrixKind:
-    """What a kernel is compiled for, with tiles of so many columns."""
+    """Compile-time constants of a kernel for tiles of `tile_columns`."""
     num_groups = 1 if codes.scales is None else codes.scales.shape[2]
     width = 0 if num_groups == 1 else codes.width
     if codes.groups is not None and num_groups > 1:
@@ -413,7 +412,7 @@ def _kind_of_zeros(codes: Codes) -> int:
 
 
 def _decode_tile(encoding: int) -> tuple[int, int]:
-    """Rows and columns: a row of a tile is whole sectors of memory, as codes and as numbers."""
+    """Rows and columns of a tile: each row covers whole memory sectors, both as codes and as numbers."""
     if encoding in COLUMN_ENCODINGS:
         return 64, 128
     if encoding == constants.ROW_WORDS:
@@ -423,8 +422,8 @@ def _decode_tile(encoding: int) -> tuple[int, int]:
 
 @cache
 def _product_tile(num_inputs: int, dtype: torch.dtype, encoding: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Rows of x, rows of the matrix and columns, and how a kernel is launched for them, for so many rows of x, a power
-    of two. The fastest on an H100 among those that fit in the shared memory of compute capabilities 8.0 to 12.0."""
+    """Returns the tile (rows of x, rows of the matrix, columns) and launch options for `num_inputs` rows of x, a power
+    of two. The fastest on an H100 among those that fit the shared memory of compute capabilities 8.0 to 12.0."""
     height = min(max(16, num_inputs), 128)
     if dtype == torch.float32:  # not timed
         height = min(height, 16 if encoding in BLOCKS else 32)
@@ -449,7 +448,7 @@ def _product_tile(num_inputs: int, dtype: torch.dtype, encoding: int) -> tuple[t
 
 
 def _next_power_of_two(number: int) -> int:
-    """The first from a number on."""
+    """The smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 

@@ -1,7 +1,7 @@
-"""Weights that meet the same inputs, as those of queries, keys and values do: their products are made at once.
+"""Fuses projections of the same input, such as query, key and value, into one product.
 
-Inputs are then laid out once, threads wait for each other once, and small weights share their threads with large ones.
-Nothing says which weights these are: a module shows it when it first runs, by multiplying the same tensor again.
+Inputs are laid out once, threads synchronize once, and small weights share threads with large ones. Groups are learned
+on a module's first forward pass, by watching which weights multiply the same tensor in a row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,27 +15,27 @@ from .blocks import Block
 
 
 class FusedProjections:
-    """Projections of one module that are made at once. Not thread-safe: lanes share one thread.
+    """Fused projections of one module. Not thread-safe: lanes share one thread.
 
-    Results are those of `linear`, to the bit where the same backend takes one weight and several.
+    Results equal `linear`, bit by bit if the same backend multiplies one weight and several.
     """
 
     def __init__(self) -> None:
         self._is_learning = True
-        self._groups: dict[str, list[str]] = {}  # by their first names, in the order of their products
+        self._groups: dict[str, list[str]] = {}  # by the group's first weight name, in the order of use
         self._x: torch.Tensor | None = None
-        self._run: list[str] = []  # what `_x` has met, while learning
-        self._made: dict[str, torch.Tensor] = {}  # of `_x`, not asked for yet
-        self._making = ""  # the first name of their group
+        self._run: list[str] = []  # while learning: weights that multiplied `_x`
+        self._outputs: dict[str, torch.Tensor] = {}  # products of `_x` not fetched yet
+        self._leader = ""  # first name of the group in `_outputs`
         self._num_inside = 0
         self._blocks: dict[str, Sequence[Block]] = {}
 
     def multiply(
         self, x: torch.Tensor, x_MK: torch.Tensor, name: str, table: BackendTable | None = None
     ) -> torch.Tensor:
-        """Returns x @ w.T (M, N) of the weight of that name; `x_MK` holds the rows of `x`, which says whether it is the
-        same as before. `table`: see `linear`."""
-        if x is self._x and name in self._made:
+        """Returns x @ w.T (M, N) for the weight of that name. `x_MK` is `x` as rows; `x` itself identifies the input.
+        `table`: see `linear`."""
+        if x is self._x and name in self._outputs:
             return self._take(name)
         self._discard()
         if self._is_learning:
@@ -46,14 +46,14 @@ class FusedProjections:
         group = self._groups.get(name)
         if self._is_learning or group is None:
             return linear(x_MK, self._blocks[name], table)
-        outs = fused_linear(x_MK, [self._blocks[other] for other in group], table)
-        self._x, self._making, self._made = x, name, dict(zip(group, outs, strict=True))
+        outs = fused_linear(x_MK, [self._blocks[member] for member in group], table)
+        self._x, self._leader, self._outputs = x, name, dict(zip(group, outs, strict=True))
         return self._take(name)
 
     @contextmanager
     def scope(self, blocks: Mapping[str, Sequence[Block]]) -> Iterator[None]:
-        """While a lane is in the module: by name, of weights that are multiplied as they are. When the first lane has
-        left it is known who they are. Lanes that are inside at the same time bring the same weights."""
+        """Registers a lane's weights by name while it runs the module. Learning ends when the first lane leaves. Lanes
+        inside at the same time must register the same weights."""
         self._blocks |= blocks
         self._num_inside += 1
         try:
@@ -68,19 +68,19 @@ class FusedProjections:
                 self._blocks.clear()
 
     def _take(self, name: str) -> torch.Tensor:
-        out = self._made.pop(name)
-        if not self._made:
+        out = self._outputs.pop(name)
+        if not self._outputs:
             self._x = None
         return out
 
     def _discard(self) -> None:
-        """What was made and not asked for will not be made again."""
-        if self._made:
-            self._groups.pop(self._making, None)
-            self._x, self._made = None, {}
+        """Discards unfetched products and dissolves their group, so that they are not computed in vain again."""
+        if self._outputs:
+            self._groups.pop(self._leader, None)
+            self._x, self._outputs = None, {}
 
     def _close_group(self) -> None:
-        """More than one have met the same inputs: they are a group."""
+        """Ends a run of products of the same input: two or more weights form a group."""
         if len(self._run) > 1:
             self._groups.setdefault(self._run[0], self._run)
         self._x, self._run = None, []

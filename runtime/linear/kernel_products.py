@@ -1,5 +1,5 @@
-"""Products with stored weights by compiled kernels, shared by threads: of inputs in float32, or of bfloat16 by pairs,
-in the processor's vectors, and of float32 with bfloat16 weights in its matrix unit.
+"""Multi-threaded products with stored weights by compiled CPU kernels: vector kernels for float32 inputs or pairs of
+bfloat16, and matrix-unit kernels for float32 inputs with bfloat16 weights.
 
 M rows of x of W words, N of w, K inputs.
 """
@@ -41,10 +41,10 @@ from .work_items import (
     rows_per_item,
 )
 
-KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}  # of x and what comes of it
-STEP_INPUTS = 16  # the lanes of the widest vectors
-PART_BYTES = 6  # of tiles: three bfloat16 for each float32
-GROUP_ROWS = 96  # at most, of x for a weight whose product is one of many; with more, waiting is little beside it
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}  # dtypes of x and of the output
+STEP_INPUTS = 16  # lanes of the widest vectors
+PART_BYTES = 6  # per number of x in tiles: three bfloat16 for each float32
+GROUP_ROWS = 96  # most rows of x per weight in a grouped product; with more, synchronizing per product costs little
 
 
 @cache
@@ -54,21 +54,21 @@ def _workspace_pool(unit: LinearBackend) -> SparePool[Workspace]:
 
 @cache
 def _input_pool() -> SparePool[np.ndarray]:
-    """Threads' own, as kernels have them laid out."""
+    """Per-thread buffers for inputs in the kernel's layout."""
     return SparePool()
 
 
 @cache
 def _kernel() -> ModuleType:
-    """numba takes 0.2 s to import."""
+    """The vector kernels, imported late: importing numba takes 0.2 s."""
     from ..kernels import linear
 
     return linear
 
 
 def fits_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """Whether `multiply_in_vectors` takes these blocks of rows of w, where there is a compiler. x of 16 bits meets
-    plain rows of its own dtype."""
+    """True if `multiply_in_vectors` supports these row blocks of w, given a compiler. 16-bit x requires plain rows of
+    its own dtype."""
     if x_MK.dtype not in KINDS:
         return False
     dtypes = BITS if x_MK.dtype is torch.float32 else {x_MK.dtype}
@@ -76,42 +76,43 @@ def fits_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
 
 
 def fits_pairs(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """That by pairs, where the vectors multiply such: words, which do not begin between two of them."""
+    """True if `multiply_in_vectors` with `pairs` supports these blocks, given the instruction. x must begin at a whole
+    pair."""
     is_paired = x_MK.dtype is torch.bfloat16 and x_MK.storage_offset() % 2 == 0
     return is_paired and fits_kernel(x_MK, blocks, {torch.bfloat16}, 2 * STEP_INPUTS, packed=True)
 
 
 def multiply_in_vectors(x_MK: torch.Tensor, blocks: Sequence[Block], *, pairs: bool = False) -> torch.Tensor:
-    """x @ w.T of the blocks of w below each other: (M, N) of x's dtype. Products and sums are float32, which x of 16
-    bits is widened to; sums are rounded to 16 bits once. x of bfloat16 may be multiplied by `pairs`: then what rows are
-    decoded to is rounded to bfloat16."""
+    """Returns x @ w.T (M, N) of x's dtype, where w is the blocks concatenated. Products and sums are float32; 16-bit
+    results are rounded once. With `pairs`, bfloat16 x is multiplied in pairs, and decoded rows are rounded to
+    bfloat16."""
     return multiply_all_in_vectors(x_MK, [blocks], pairs=pairs)[0]
 
 
 def multiply_all_in_vectors(
     x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], *, pairs: bool = False
 ) -> list[torch.Tensor]:
-    """That of several weights, for which x is laid out once."""
+    """Same as `multiply_in_vectors` for each of several weights; x is laid out once."""
     multiply = partial(_multiply, kind=KINDS[x_MK.dtype], pairs=pairs)
     return multiply_in_batches(x_MK, weights, multiply, words=_word_dtype(x_MK, pairs), number_bytes=2 if pairs else 4)
 
 
 @contextmanager
 def _workspace(pairs: bool) -> Iterator[tuple[np.ndarray, ...]]:
-    """A thread's words, tile and sums, as kernels are given them."""
+    """Provides a thread's words, tile and sums as kernel arguments."""
     kernel = _kernel()
     spares = _workspace_pool(LinearBackend.vectors)
-    own = spares.take(lambda: Workspace.make(kernel.WORK_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
-    yield *kernel.split_workspace(own.panel, pairs=pairs), own.sums
-    spares.give_back(own)
+    workspace = spares.take(lambda: Workspace.make(kernel.WORK_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
+    yield *kernel.split_workspace(workspace.panel, pairs=pairs), workspace.sums
+    spares.give_back(workspace)
 
 
 def multiply_groups_in_vectors(
     x_VK: torch.Tensor, groups: Sequence[tuple[slice, Sequence[Block]]], *, pairs: bool = False
 ) -> torch.Tensor:
-    """Runs of rows of x, each times the blocks of a weight of its own: (V, N), to the bits of `multiply_in_vectors`. A
-    thread takes whole weights, so that it waits for others once. All blocks have a multiple of 32 rows, all weights N;
-    a thread lays out GROUP_ROWS rows of x at most."""
+    """Multiplies each run of rows of x by its own weight; returns (V, N), bit by bit as `multiply_in_vectors`. Each
+    thread multiplies whole weights, so threads synchronize once. All weights have N rows, in blocks of a multiple of 32;
+    a run has at most GROUP_ROWS rows of x."""
     kernel = _kernel()
     x_VW = x_VK.contiguous().view(_word_dtype(x_VK, pairs)).numpy()
     out_VN = x_VK.new_empty(len(x_VK), sum(block.shape[0] for block in groups[0][1]))
@@ -125,10 +126,10 @@ def multiply_groups_in_vectors(
         laid_out = laid_out if len(laid_out) >= num_words else aligned_zeros((num_words,), np.uint32)
         kernel.lay_out_inputs(x_MW, 0, -(-len(x_MW) // kernel.INPUT_ROWS), laid_out.view(np.float32))
         inputs = laid_out if pairs else laid_out.view(np.float32)
-        with _workspace(pairs) as own:
+        with _workspace(pairs) as workspace:
             for block in blocks:
                 for target in product_targets(block, out_MN, column):
-                    _run(target, kernel.CHUNK_ROWS, np.zeros(1, np.int64), inputs, KINDS[x_VK.dtype], own)
+                    _run(target, kernel.CHUNK_ROWS, np.zeros(1, np.int64), inputs, KINDS[x_VK.dtype], workspace)
                 column += block.shape[0]
         _input_pool().give_back(laid_out)
 
@@ -137,38 +138,43 @@ def multiply_groups_in_vectors(
 
 
 def _multiply(x_MW: np.ndarray, targets: Sequence[ProductTarget], *, kind: int, pairs: bool) -> None:
-    """All but the rows of w that `in_runs_of_rows` leaves to torch."""
+    """Multiplies all rows of w except the last partial group of PAIR_ROWS, which `multiply_in_batches` leaves to torch."""
     kernel = _kernel()
     (num_rows, num_words), num_threads, most_rows = x_MW.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
     laid_out = input_buffer(round_up(num_rows, STEP_INPUTS) * num_words)
     inputs = laid_out if pairs else laid_out.view(np.float32)
-    taken_of_each = np.zeros((len(targets), 1), np.int64)
+    counters = np.zeros((len(targets), 1), np.int64)  # per target: the next row, claimed atomically by threads
     steps = [rows_per_item(target.weights.num_rows, num_threads, most_rows) for target in targets]
 
     def lay_out_some(span: tuple[int, int]) -> None:
         kernel.lay_out_inputs(x_MW, *span, laid_out.view(np.float32))
 
-    def multiply_what_is_left(thread: int) -> None:
-        with _workspace(pairs) as own:
-            for target, step, taken in zip(targets, steps, taken_of_each, strict=True):
-                _run(target, step, taken, inputs, kind, own)
+    def multiply_remaining(thread: int) -> None:
+        with _workspace(pairs) as workspace:
+            for target, step, counter in zip(targets, steps, counters, strict=True):
+                _run(target, step, counter, inputs, kind, workspace)
 
-    parallel_for_groups(x_MW, kernel.INPUT_ROWS, lay_out_some)
-    parallel_for(range(num_threads), multiply_what_is_left, num_threads)
+    parallel_for_groups(x_MW, kernel.INPUT_ROWS, lay_out_some)  # returns when all inputs are laid out
+    parallel_for(range(num_threads), multiply_remaining, num_threads)
 
 
 def _word_dtype(x_MK: torch.Tensor, pairs: bool) -> torch.dtype:
-    """The dtype as which a kernel that lays x out is given its numbers: pairs of them look like float32."""
+    """The dtype that x is viewed as for the kernel: a pair of bfloat16 is viewed as one float32."""
     return torch.float32 if pairs else BITS[x_MK.dtype]
 
 
 def _run(
-    target: ProductTarget, step: int, counter: np.ndarray, inputs: np.ndarray, kind: int, own: tuple[np.ndarray, ...]
+    target: ProductTarget,
+    step: int,
+    counter: np.ndarray,
+    inputs: np.ndarray,
+    kind: int,
+    workspace: tuple[np.ndarray, ...],
 ) -> None:
-    (words, out_MN, column), (panel, tile, sums) = target, own
+    (weights, out_MN, column), (panel, tile, sums) = target, workspace
     halves = out_MN.view(np.uint16)
     product = VectorProduct(step, counter, inputs, halves, kind, column, len(out_MN), panel, tile, sums)
-    getattr(_kernel(), words.kernel)(words.stored, product)
+    getattr(_kernel(), weights.kernel)(weights.stored, product)
 
 
 def prepare_vectors(
@@ -178,9 +184,9 @@ def prepare_vectors(
     *,
     pairs: bool = False,
 ) -> None:
-    """Compiles, or loads, what multiplies inputs of that dtype."""
+    """Compiles or loads the vector kernels for inputs of that dtype."""
     weights: list[Block] = [torch.zeros(PAIR_ROWS, GROUP_NUMBERS, dtype=dtype) for dtype in stored if dtype in BITS]
-    if formats:  # one kernel decodes all that it decodes
+    if formats:  # one kernel decodes all formats
         weights.append(zero_rows(PAIR_ROWS))
     for weight in weights if has_compiler() else ():
         multiply_in_vectors(torch.zeros(1, GROUP_NUMBERS, dtype=inputs), [weight], pairs=pairs)
@@ -188,29 +194,29 @@ def prepare_vectors(
 
 @cache
 def linear_tile_config() -> np.ndarray:
-    """That of all eight, as Intel's manual has it under LDTILECFG."""
+    """The configuration of all eight tiles, as in Intel's manual under LDTILECFG."""
     shape = aligned_zeros((64,), np.uint8)
     shape[0], shape[16:32].view(np.uint16)[:], shape[48:56] = 1, 64, TILE_ROWS
     return shape
 
 
 def fits_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """Whether `multiply_in_tiles` takes these blocks of rows of w, where there is a matrix unit."""
+    """True if `multiply_in_tiles` supports these row blocks of w, given a matrix unit."""
     return x_MK.dtype is torch.float32 and fits_kernel(x_MK, blocks, {torch.bfloat16}, TILE_DIMS, packed=False)
 
 
 def multiply_in_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    """x @ w.T of the blocks of w below each other: (M, N), as precise as in float32."""
+    """Returns x @ w.T (M, N), where w is the blocks concatenated, as precise as in float32."""
     return multiply_all_in_tiles(x_MK, [blocks])[0]
 
 
 def multiply_all_in_tiles(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]) -> list[torch.Tensor]:
-    """That of several weights, for which x is laid out once."""
+    """Same as `multiply_in_tiles` for each of several weights; x is laid out once."""
     return multiply_in_batches(x_MK, weights, _multiply_tiles, words=torch.float32, number_bytes=PART_BYTES)
 
 
 def _multiply_tiles(x_MK: np.ndarray, targets: Sequence[ProductTarget]) -> None:
-    """All but the rows of w behind the last pair of tiles. numba takes 0.2 s to import."""
+    """Multiplies all rows of w except the last partial pair of tiles. Imports numba late, which takes 0.2 s."""
     from ..kernels.amx.linear import CHUNK_ROWS, PANEL_NUMBERS, lay_out_inputs, linear, num_sums
 
     num_rows, spares = x_MK.shape[0], _workspace_pool(LinearBackend.tiles)
@@ -221,12 +227,11 @@ def _multiply_tiles(x_MK: np.ndarray, targets: Sequence[ProductTarget]) -> None:
         lay_out_inputs(x_MK, *span, tiles)
 
     def multiply_some(item: tuple[ProductTarget, range]) -> None:
-        (words, out, column), rows = item
-        own = spares.take(lambda: Workspace.make(PANEL_NUMBERS, np.uint16)).with_room(num_sums(num_rows))
-        linear(
-            words.stored, rows.start, rows.stop, tiles, out, column, out.shape[1], num_rows, *own, linear_tile_config()
-        )
-        spares.give_back(own)
+        (weights, out, column), rows = item
+        workspace = spares.take(lambda: Workspace.make(PANEL_NUMBERS, np.uint16)).with_room(num_sums(num_rows))
+        size = (column, out.shape[1], num_rows)
+        linear(weights.stored, rows.start, rows.stop, tiles, out, *size, *workspace, linear_tile_config())
+        spares.give_back(workspace)
 
     items, num_threads = list[tuple[ProductTarget, range]](), torch.get_num_threads()
     for target in targets:

@@ -1,14 +1,12 @@
-"""Rows that the vectors decode inside of a product: `kernels/packed.py` says in which ways.
+"""Rows that the vector kernels decode inside a product (`kernels/packed.py`).
 
-`CodedRows`: codes of eight or four bits times the scale of their row, or of their group of columns, as `weightstream
-pack` rounds weights. int8: a byte each. FP8: E4M3, likewise. int4: CODE_RUN numbers are half as many bytes, the first
-half of them in the low half bytes, with 8 added to each. A scale is a bfloat16, so code times scale is exact in
-float32.
+`CodedRows`: codes of eight or four bits with a scale per row or per group of columns, as `weightstream pack` rounds
+weights. int8 and FP8 (E4M3): one byte per code. int4: each run of CODE_RUN codes takes half as many bytes, its first
+half in the low nibbles, stored with 8 added. Scales are bfloat16, so code times scale is exact in float32.
 
-`GroupedRows`: codes that others have published, in rows, where those of neighbouring columns lie side by side, or in
-columns, in words of 32 bits.
+`GroupedRows`: codes in published formats, row by row (neighboring columns adjacent) or in columns of 32-bit words.
 
-N rows of K numbers, of which R are wanted; G groups of columns.
+N rows of K numbers, R of them selected; G groups of columns.
 """
 
 from abc import ABC, abstractmethod
@@ -35,12 +33,12 @@ from ..kernels.arguments import SCALED_FLOAT8 as SCALED_FLOAT8
 from ..kernels.compiler import has_compiler
 from .rows import Codes, KernelWeights, Rows
 
-ALL_COLUMNS = 31  # a shift by which every column is in the first group
+ALL_COLUMNS = 31  # shift that puts every column in group 0
 
 
 class Layout(NamedTuple):
-    """What `kernels.packed.packing_of` wants to know, in its order. `base` is of window4; `num_groups` of a row, and
-    the shift of a column to its group, of codes; for the rest see `kernels.packed.RowPacking` and
+    """Integer arguments of `kernels.packed.unpack_arguments`, in its order. `base`: for window4. `num_groups` per row
+    and `shift` (group = column >> shift): for codes. For the rest see `kernels.packed.RowPacking` and
     `kernels.grouped.GroupArrays`."""
 
     encoding: int
@@ -55,7 +53,7 @@ class Layout(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """What goes along with the bytes of rows, flat, as `kernels.packed.packing_of` wants it, in its order."""
+    """Flat array arguments of `kernels.packed.unpack_arguments`, in its order."""
 
     starts: np.ndarray = np.zeros(0, np.uint32)
     columns: np.ndarray = np.zeros(0, np.uint16)
@@ -68,7 +66,7 @@ class Arrays(NamedTuple):
 
 
 def group_shift(num_columns: int, num_groups: int) -> int:
-    """Returns that of equal groups whose width is a power of two, or of one group."""
+    """Returns the shift from a column to its group. Groups are equal, of a power-of-two width, or there is only one."""
     return ALL_COLUMNS if num_groups == 1 else (num_columns // num_groups).bit_length() - 1
 
 
@@ -86,8 +84,8 @@ class PackedRows(ABC):
         self.shape = (body_NB.shape[0], num_columns)
 
     def kernel_weights(self, rows: slice) -> KernelWeights:
-        """See `KernelRows`; of all rows."""
-        assert rows == slice(0, self.shape[0]), "nothing is made that would have to be made of some rows at a time"
+        """See `KernelRows`. `rows` must be all rows."""
+        assert rows == slice(0, self.shape[0]), "rows without scratch memory are taken whole"
         return self._kernel_weights
 
     @cached_property
@@ -96,11 +94,11 @@ class PackedRows(ABC):
 
     @abstractmethod
     def _layout(self) -> tuple[Layout, Arrays]:
-        """How the rows lie; the device is a CPU."""
+        """The layout and arrays of all rows, for a kernel. CPU only."""
 
     @abstractmethod
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        """What `dequantize` does, by plain operators, none of which has the host wait for a device."""
+        """Same as `dequantize`, by torch operators that do not synchronize with the device."""
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         """See `Rows`."""
@@ -112,8 +110,8 @@ class PackedRows(ABC):
             self.decode(rows, out_RK)
 
 
-ROUNDED_ENCODINGS = {"int8-rows": INT8, "int4-groups": INT4, "fp8-rows": FLOAT8}  # the ways of storage formats
-FORMAT_NAMES = {way: name for name, way in ROUNDED_ENCODINGS.items()}
+ROUNDED_ENCODINGS = {"int8-rows": INT8, "int4-groups": INT4, "fp8-rows": FLOAT8}  # encodings by storage format
+FORMAT_NAMES = {encoding: name for name, encoding in ROUNDED_ENCODINGS.items()}
 
 
 def code_bytes(encoding: int, num_codes: int) -> int:
@@ -122,7 +120,7 @@ def code_bytes(encoding: int, num_codes: int) -> int:
 
 class CodedRows(PackedRows):
     def __init__(self, codes_NB: torch.Tensor, scales_NG: torch.Tensor, way: int):
-        """`codes_NB`: uint8; `scales_NG`: bfloat16, of equal groups whose width is a power of two, or one."""
+        """`codes_NB`: uint8; `scales_NG`: bfloat16, for equal groups of a power-of-two width, or a single group."""
         super().__init__(codes_NB, codes_NB.shape[1] * GROUP_NUMBERS // code_bytes(way, GROUP_NUMBERS))
         self._scales_NG, self._way = scales_NG, way
 
@@ -151,14 +149,14 @@ class CodedRows(PackedRows):
 
 
 def zero_rows(num_rows: int) -> CodedRows:
-    """Rows of GROUP_NUMBERS zeros, to try a kernel with."""
+    """Rows of GROUP_NUMBERS zeros, to compile a kernel with."""
     codes = torch.zeros(num_rows, GROUP_NUMBERS, dtype=torch.uint8)
     return CodedRows(codes, torch.ones(num_rows, 1, dtype=torch.bfloat16), INT8)
 
 
-LEAST_WIDTH = 16  # columns that share a factor: a vector's
-WIDE = 8  # columns that a step of codes in columns takes at once
-ROWS_OF_WORD = 8  # rows whose codes are in one word of ROW_WORDS
+LEAST_WIDTH = 16  # minimum columns per group: one vector
+WIDE = 8  # columns that a kernel step of ColumnCodes decodes at once
+ROWS_OF_WORD = 8  # rows in one word of ROW_WORDS
 IN_BYTES = (BYTES, SIGNED_BYTES, SCALED_FLOAT8)
 ZerosAndScales = tuple[
     torch.Tensor | None, torch.Tensor
@@ -167,7 +165,7 @@ GetZerosAndScales = Callable[[slice], ZerosAndScales]
 
 
 class GroupedRows:
-    """See `KernelRows`. What the vectors do not take goes by `plain`, whose numbers are the same to the bit."""
+    """Codes in a published format; see `KernelRows`. Outside of vector kernels, `plain` decodes the same numbers."""
 
     def __init__(self, plain: Rows, num_groups: int, get_scales: GetZerosAndScales):
         self.shape, self.device, self.dequantize = plain.shape, plain.device, plain.dequantize
@@ -176,7 +174,7 @@ class GroupedRows:
         self.row_scratch_bytes = 2 * 4 * num_groups
 
     def _expand_scales(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zero points and factors of a run of rows, (R, G) each, however many there are of them."""
+        """Returns zero points and factors of a run of rows, broadcast to (R, G) each."""
         zeros, factors = self._get_scales(rows)
         shape = (rows.stop - rows.start, self._num_groups)
         factors = factors.float().expand(shape)
@@ -193,7 +191,7 @@ class RowCodes(GroupedRows):
         get_scales: GetZerosAndScales,
         table: torch.Tensor | None = None,
     ):
-        """`table`: 16 numbers, of IN_TABLE."""
+        """`table`: the 16 numbers of IN_TABLE codes."""
         super().__init__(plain, num_groups, get_scales)
         self._raw_NB, self._way, self._table = raw_NB, way, table
 
@@ -228,8 +226,8 @@ class ColumnCodes(GroupedRows):
         width: int,
         groups: torch.Tensor | None = None,
     ):
-        """`words_WN`: int32, (W, N) or of ROW_WORDS (K, N / 8), in which these rows begin at `first_row`; `width`: the
-        columns of a group; `groups` (K,): the group of each column, where they do not lie in turn."""
+        """`words_WN`: int32 (W, N), for ROW_WORDS (K, N / 8); these rows begin at its row `first_row`. `width`: columns
+        per group. `groups` (K,): the group of each column, if groups are not consecutive."""
         super().__init__(plain, num_groups, get_scales)
         self._words_WN, self._way, self._first_row, self._width, self._groups = words_WN, way, first_row, width, groups
 
@@ -237,8 +235,8 @@ class ColumnCodes(GroupedRows):
         """See `KernelRows`."""
         zeros, factors = self._expand_scales(rows)
         groups = consecutive_groups(self.shape[1], self._width) if self._groups is None else self._groups.int().numpy()
-        at = self._first_row + rows.start
-        body = self._words_WN.reshape(-1)[at // ROWS_OF_WORD if self._way == ROW_WORDS else at :]
+        start = self._first_row + rows.start
+        body = self._words_WN.reshape(-1)[start // ROWS_OF_WORD if self._encoding == ROW_WORDS else start :]
         layout = Layout(
             self._way,
             rows.stop - rows.start,
@@ -251,21 +249,21 @@ class ColumnCodes(GroupedRows):
 
 
 def supports_row_codes(shape: tuple[int, int], device: torch.device, num_groups: int) -> bool:
-    """Whether RowCodes are for such rows: runs of whole vectors, in groups of a power of two."""
+    """True if RowCodes can hold such rows: on a CPU, whole vectors, groups of a power-of-two width."""
     width, rest = divmod(shape[1], num_groups) if num_groups else (0, 1)
     is_grouped = num_groups == 1 or (not rest and width >= LEAST_WIDTH and width.bit_count() == 1)
     return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and is_grouped
 
 
 def supports_column_codes(shape: tuple[int, int], device: torch.device, encoding: int, first_row: int) -> bool:
-    """Whether ColumnCodes are for such rows."""
+    """True if ColumnCodes can hold such rows: on a CPU, whole vectors, words aligned to rows."""
     is_aligned = encoding != ROW_WORDS or first_row % ROWS_OF_WORD == 0
     return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and is_aligned
 
 
 @lru_cache(maxsize=8)
 def consecutive_groups(num_columns: int, width: int) -> np.ndarray:
-    """The group of each column."""
+    """The group of each column, if groups of `width` columns follow each other."""
     return np.arange(num_columns, dtype=np.int32) // np.int32(width)
 
 

@@ -1,10 +1,10 @@
-"""Rows of a quantised matrix as they are stored, how a run of them becomes numbers, and how they lie in memory, in
-tensors and numbers that a kernel of an accelerator takes: codes, and the zero points and factors that make numbers of
-them. Formats say it of their rows (`Rows.codes`), and know no kernel.
+"""Protocols for rows of a quantized matrix: dequantize a run of them, or describe their memory layout to a kernel.
 
-A number is (code - zero) * factor * `last`, each step rounded to float32, as `Rows.dequantize` has it.
+`Codes` is the layout for accelerator kernels: tensors of codes, zero points and factors. Each storage format returns it
+from `Rows.codes` and knows nothing of the kernels. A number is (code - zero) * factor * `last_factor`, each step rounded
+to float32, as in `Rows.dequantize`.
 
-Shapes: E matrices of N rows and K columns, of which R rows are wanted, at equal distances; G groups of columns.
+Shapes: E matrices of N rows and K columns, at equal distances; R selected rows; G groups of columns.
 """
 
 from collections.abc import Sequence
@@ -17,18 +17,19 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Codes:
-    """E matrices of shape (N, K), or one. All tensors are views into a slot, of any strides: valid as long as its bytes
-    are.
+    """The memory layout of E matrices of shape (N, K). Tensors are views into a slot, of any strides: valid until the
+    slot is reused.
 
-    `way`: of `kernels/arguments.py`. `body`: (E, N, B) uint8; of WORDS4 and WORDS8 (E, N, W) int32, words of neighbour
-    columns; of ROW_WORDS (E, N / 8, K) int32 words of eight rows, the first of them that of row `first_row` rounded
-    down. `scales` (E, N / scale_rows, G), of any float dtype, for groups of `width` columns or of those that `groups`
-    (E, K) says. `zeros` (E, N, G) numbers; with `zero_bits` (E, words, G) int32 words whose fields are those of rows
-    from `first_row` on. `added` is added to zero points, to fields modulo their range; without `zeros` it is the zero
-    point itself. `table` (E, 16): the numbers of IN_TABLE's codes. `overall` (E, N): another factor, by which those of
-    groups are multiplied or, if it `divides`, divided. `order` (E, N) int64: which row of `body` each row is.
-    Escapes of WINDOW4: `bases` (E, 1) and `starts` (E, N + 1) int32, `columns` int16 and `exponents` uint8 (E, n), or
-    (1, n) of all matrices, in which those of each begin at `begins` (E,) int32.
+    `encoding`: a constant of `kernels/arguments.py`.
+    `body`: (E, N, B) uint8; for WORDS4 and WORDS8 (E, N, W) int32, words of neighboring columns; for ROW_WORDS (E, N / 8,
+    K) int32, words of eight rows, the first of which contains row `first_row`.
+    `scales` (E, N / scale_rows, G): any float dtype, for groups of `width` columns, or as `groups` (E, K) assigns them.
+    `zeros` (E, N, G): plain numbers; with `zero_bits` (E, words, G) int32, whose fields are rows from `first_row` on.
+    `zero_offset`: added to zero points (to fields modulo their range); without `zeros`, the zero point itself.
+    `table` (E, 16): the numbers of IN_TABLE codes. `order` (E, N) int64: the row of `body` that each row is.
+    `overall` (E, N): a second factor, which multiplies the group factors, or divides them if `divides`.
+    Escapes of WINDOW4: `bases` (E, 1) and `starts` (E, N + 1) int32; `columns` int16 and `exponents` uint8 (E, n), or
+    (1, n) for all matrices, of which each matrix's begin at `escape_offsets` (E,) int32.
     """
 
     encoding: int
@@ -55,7 +56,7 @@ class Codes:
 
     @cached_property
     def launches(self) -> dict[object, Any]:
-        """What kernels keep from one launch with these codes to the next."""
+        """A cache of compiled launches and kernel arguments for these codes."""
         return {}
 
     @property
@@ -63,14 +64,14 @@ class Codes:
         return len(self.body)
 
     def first(self, num_rows: int) -> "Codes":
-        """The first rows of the first matrix."""
+        """The first `num_rows` rows of the first matrix."""
         tensors = {field.name: getattr(self, field.name) for field in fields(Codes)}
         ones = {name: value[:1] for name, value in tensors.items() if isinstance(value, torch.Tensor)}
         return replace(self, **ones, shape=(min(num_rows, self.shape[0]), self.shape[1]))
 
     @property
     def is_view(self) -> bool:
-        """Whether all of it lies in one item of memory, as a slot does: nothing was made."""
+        """True if all tensors are views of one storage (a slot), with no copies."""
         tensors = (getattr(self, field.name) for field in fields(Codes))
         return len({t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)}) == 1
 
@@ -80,8 +81,8 @@ class Codes:
 
 
 def stack_codes(parts: Sequence[Codes]) -> Codes | None:
-    """The codes of several single matrices as those of one stack, without a copy; None where they are not of one kind
-    and shape, or one of their tensors does not lie at equal distances in one item of memory."""
+    """Returns the codes of several single matrices as one stack, without a copy. Returns None if their kinds or shapes
+    differ, or their tensors do not lie at equal distances in one storage."""
     found = dict[str, torch.Tensor]()
     for field in fields(Codes):
         values = [getattr(part, field.name) for part in parts]
@@ -97,8 +98,8 @@ def stack_codes(parts: Sequence[Codes]) -> Codes | None:
 
 
 def as_strided_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Tensors of one shape, dtype and strides as one with a dimension before theirs, without a copy; None where they
-    are not alike, or do not follow each other at equal distances in one item of memory."""
+    """Returns a view that stacks tensors of one shape, dtype and strides along a new first dimension. Returns None if
+    they differ, or do not lie at equal distances in one storage."""
     first = tensors[0]
     memory, begins = first.untyped_storage().data_ptr(), list[int]()
     for tensor in tensors:
@@ -108,32 +109,32 @@ def as_strided_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         begins.append(int(tensor.storage_offset()))
     distance = begins[1] - begins[0] if len(begins) > 1 else first.numel()
-    if distance < 0 or begins != [begins[0] + turn * distance for turn in range(len(begins))]:
+    if distance < 0 or begins != [begins[0] + index * distance for index in range(len(begins))]:
         return None
     return first.as_strided((len(begins), *first.shape), (distance, *first.stride()), begins[0])
 
 
 class Rows(Protocol):
-    """A matrix of `shape` (N, K) on `device`. Views into a slot: valid as long as its bytes are."""
+    """A quantized matrix of `shape` (N, K) on `device`. A view into a slot: valid until the slot is reused."""
 
     shape: tuple[int, int]
     device: torch.device
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        """Writes the numbers of some rows, or of the rows with these numbers, in that order. `out_RK`: float32,
-        contiguous. Allocates a few bytes for each number of them, freed on return."""
+        """Writes the selected rows (a slice, or row numbers in order) into `out_RK`, float32 and contiguous. Allocates a
+        few bytes per number, freed on return."""
         ...
 
     def codes(self) -> Codes | None:
-        """How they lie, for kernels of an accelerator; None for what these do not take."""
+        """Returns the memory layout for accelerator kernels; None if they do not support these rows."""
         ...
 
 
 class KernelWeights(NamedTuple):
-    """Rows as the kernel for vectors of that name takes them."""
+    """Weights as arguments of the vector kernel of that name."""
 
     kernel: str
-    stored: Any  # (N, K), or StoredRows
+    stored: Any  # array (N, K), or StoredRows
     num_rows: int
 
 

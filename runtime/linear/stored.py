@@ -1,13 +1,11 @@
-"""Weights that stay as they are stored, bf16 or quantised views into a slot, and become numbers of the compute dtype
-inside the product that needs them.
+"""Parameters that stay as stored (bf16 or quantized views into a slot) and are dequantized inside each product.
 
-On a CPU without fast bf16 units, products in fp32 are several times faster than in bf16, yet widening a whole layer
-costs as much memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model and
-multiplies a few of its rows at a time, dequantised into a small buffer that is used again (`backends.py`).
+On a CPU without fast bf16 units, fp32 products are several times faster than bf16, but upcasting a whole layer costs
+its memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model, and multiplies
+a few rows at a time, dequantized into a small reused buffer (`backends.py`).
 
-On a device each operator is a launch that takes the host ten microseconds, and caches hold little: there a matrix, or a
-run of experts, is dequantized whole by a handful of launches, so many numbers at a time that launching them is little
-beside what they move.
+On a device each launch costs the host about ten microseconds and caches are small: there a whole matrix, or a run of
+experts, is dequantized in a few large launches.
 
 Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 """
@@ -28,36 +26,38 @@ from .blocks import Block, dequantize_rows, join_blocks, join_stacks, panels
 from .fused_projections import FusedProjections
 from .rows import Codes, Rows, stack_codes
 
-MOST_KERNEL_ROWS = 1024  # of x
+MOST_KERNEL_ROWS = 1024  # rows of x for which kernels decode inside the product; above, dequantize once
 
 
 def expert_batches(out_EnK: torch.Tensor) -> Iterator[range]:
-    """Yields as many matrices at a time as are dequantized together."""
+    """Yields ranges of experts to dequantize together, DEQUANTIZED_AT_ONCE numbers at most (or one expert)."""
     num_matrices, *size = out_EnK.shape
     step = max(1, DEQUANTIZED_AT_ONCE // max(1, size[0] * size[1]))
     return (range(first, min(first + step, num_matrices)) for first in range(0, num_matrices, step))
 
 
 def dequantize(block: Block, out_EnK: torch.Tensor) -> None:
-    """Writes all rows of a block, those of one matrix or of as many as `experts_at_once` says below each other, rounded
-    once to the dtype of `out_EnK`: by a kernel of the device, or by operators that take up to `DEQUANTIZING_BYTES`
-    beside it."""
+    """Dequantizes all rows of a block into `out_EnK`, rounded once to its dtype. The block holds one matrix, or those of
+    one range of `expert_batches` in order. Uses a device kernel, or torch operators with up to `DEQUANTIZING_BYTES` of
+    scratch memory."""
     if isinstance(block, torch.Tensor):
         out_EnK.copy_(block.view(out_EnK.shape))
         return
     if device_codes.try_decode(block, out_EnK):
         return
     for row, panel in panels([block], torch.float32, on_device=True):
-        target = out_EnK[0, row : row + len(panel)] if len(out_EnK) == 1 else out_EnK  # several come at once
+        target = (
+            out_EnK[0, row : row + len(panel)] if len(out_EnK) == 1 else out_EnK
+        )  # several matrices come as one panel
         target.copy_(panel.view(target.shape))
 
 
 def multiply(x_MK: torch.Tensor, blocks: Sequence[Block], codes: Sequence[Codes] = ()) -> torch.Tensor:
-    """Returns x @ w.T (M, N) of blocks of rows of w, those that are stored otherwise dequantized on the way. `codes`:
-    those of all blocks, where a kernel of the device multiplies them; each run of a hundred rows decodes them anew, so
-    that it takes no more than so many."""
+    """Returns x @ w.T (M, N), where w is the row blocks concatenated, dequantized panel by panel. `codes`: the codes of
+    all blocks, if a device kernel can multiply them; it is used for up to MOST_KERNEL_ROWS rows of x, because it decodes
+    the weights again for every hundred or so."""
     if codes and len(x_MK) <= MOST_KERNEL_ROWS:
-        outs = [device_codes.multiply(x_MK, each) for each in codes]
+        outs = [device_codes.multiply(x_MK, part) for part in codes]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
     out_MN = x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks))
     for row, panel in panels(blocks, x_MK.dtype, on_device=True):
@@ -65,27 +65,25 @@ def multiply(x_MK: torch.Tensor, blocks: Sequence[Block], codes: Sequence[Codes]
     return out_MN
 
 
-Join = Callable[[int, range], Rows | None]  # blocks of that number of some experts, below each other
+Join = Callable[[int, range], Rows | None]  # (block number, experts) -> their blocks concatenated by rows
 
 
 class StoredWeight(torch.Tensor):
-    """A parameter put together from row blocks, plain tensors or quantised rows, computing in `dtype`.
+    """A parameter made of row blocks, plain tensors or quantized rows, that computes in `dtype`.
 
-    `entries[e]` holds the row blocks of expert e; a weight that is not stacked has one entry. Products and look-ups
-    use the blocks as they are. Any other operation gets a dequantised copy, correct but as large as the weight.
+    `entries[e]` holds the row blocks of expert e; a weight that is not stacked has one entry. Products and embedding
+    lookups use the blocks as stored. Any other operation gets a dequantized copy, as large as the whole weight.
     """
 
     entries: Sequence[Sequence[Block]]
     is_stacked: bool
-    is_transposed: bool  # seen transposed: of shape (K, N), while its rows lie as (N, K); of a stack, each expert is
-    is_matrix: (
-        bool  # to ask tensors of a class of one's own for `dim()` or `dtype` costs a call of `__torch_function__`
-    )
+    is_transposed: bool  # shape is (K, N), rows are stored as (N, K); for a stack, per expert
+    is_matrix: bool  # cached: `dim()` and `dtype` of a tensor subclass each cost a call of `__torch_function__`
     compute_dtype: torch.dtype
-    projections: tuple[FusedProjections, str] | None  # and its name among them
-    table: BackendTable | None  # by which its model chooses backends, None: by the rule
-    join: Join | None  # None of what does not lie in an accelerator's memory
-    decoders: dict[torch.dtype, bool]  # to which dtypes kernels of the device decode its codes
+    projections: tuple[FusedProjections, str] | None  # with this weight's name in it
+    table: BackendTable | None  # measured backends; None: default rule
+    join: Join | None  # None if not in an accelerator's memory
+    decoders: dict[torch.dtype, bool]  # by dtype: True if device kernels decode its codes to it
     _stacks: Sequence[torch.Tensor] | None
 
     @staticmethod
@@ -110,19 +108,19 @@ class StoredWeight(torch.Tensor):
         super().__init__()
 
     def dequantized(self) -> torch.Tensor:
-        """A plain tensor of the compute dtype; freshly allocated."""
+        """Returns a new plain tensor of the compute dtype."""
         entries = [torch.cat([dequantize_rows(block, self.dtype) for block in blocks]) for blocks in self.entries]
         whole = torch.stack(entries) if self.is_stacked else entries[0]
         return whole.transpose(-1, -2) if self.is_transposed else whole.view(self.shape)
 
     @property
     def is_plain(self) -> bool:
-        """Products take its blocks as they are."""
+        """True if it is a single matrix stored as (N, K), so that products can use its blocks directly."""
         return self.is_matrix and not (self.is_stacked or self.is_transposed)
 
     @cached_property
     def needs_dequantizing(self) -> bool:
-        """Products on a device want it as other numbers than those that are stored."""
+        """True if some block is not a plain tensor of the compute dtype."""
         return any(
             not isinstance(block, torch.Tensor) or block.dtype != self.compute_dtype
             for blocks in self.entries
@@ -130,31 +128,31 @@ class StoredWeight(torch.Tensor):
         )
 
     def dequantize_into(self, out: torch.Tensor) -> torch.Tensor:
-        """Writes the weight into flat memory of as many numbers, each rounded once to the dtype of `out`, and returns
-        it there as a plain tensor of this shape. Experts that lie alike are dequantized together."""
+        """Dequantizes the weight into `out` (flat, as many numbers), rounded once to its dtype. Returns a view of `out`
+        with this weight's shape. Experts with equal layouts are dequantized together."""
         heights = [block.shape[0] for block in self.entries[0]]
         out_EnK, first = out.view(len(self.entries), sum(heights), -1), 0
-        for turn, height in enumerate(heights):
+        for index, height in enumerate(heights):
             rows_EnK, first = out_EnK[:, first : first + height], first + height
-            if self.is_stacked and _copy_plain([blocks[turn] for blocks in self.entries], rows_EnK):
+            if self.is_stacked and _copy_plain([blocks[index] for blocks in self.entries], rows_EnK):
                 continue
             if self.codes and self._has_decoder(out.dtype):
-                device_codes.decode(self.codes[turn], rows_EnK)
+                device_codes.decode(self.codes[index], rows_EnK)
                 continue
             for experts in expert_batches(rows_EnK):
-                rows = self.join(turn, experts) if self.join is not None and len(experts) > 1 else None
+                rows = self.join(index, experts) if self.join is not None and len(experts) > 1 else None
                 if rows is not None:
                     dequantize(rows, rows_EnK[experts.start : experts.stop])
                 else:
                     for expert in experts:
-                        dequantize(self.entries[expert][turn], rows_EnK[expert : expert + 1])
+                        dequantize(self.entries[expert][index], rows_EnK[expert : expert + 1])
         whole = out_EnK if self.is_stacked else out_EnK[0]
         return whole.transpose(-1, -2) if self.is_transposed else whole.view(self.shape)
 
     @cached_property
     def codes(self) -> Sequence[Codes]:
-        """How each block lies, of a stack that of all experts, for kernels of the device; empty where one is not codes,
-        or experts' lie otherwise than at equal distances. Views, kept as the blocks are."""
+        """The codes of each block (of all experts, for a stack), for device kernels. Empty if some block has no codes, or
+        experts do not lie at equal distances. Views, valid as long as the blocks."""
         if self.join is None or not device_codes.is_available(self.entries[0][0].device):
             return ()
         found = list[Codes]()
@@ -168,24 +166,23 @@ class StoredWeight(torch.Tensor):
         return found
 
     def _has_decoder(self, dtype: torch.dtype) -> bool:
-        """Whether a kernel of the device decodes all of its codes to the dtype."""
+        """True if a device kernel decodes all of its codes to the dtype."""
         if dtype not in self.decoders:
             rows = [cast(Rows, block) for block in self.entries[0]]
-            self.decoders[dtype] = all(device_codes.can_decode(each, dtype) for each in rows)
+            self.decoders[dtype] = all(device_codes.can_decode(block, dtype) for block in rows)
         return self.decoders[dtype]
 
     @cached_property
     def has_kernels(self) -> bool:
-        """Whether kernels of the device multiply numbers of 16 bits with its codes as they lie, row by output; of a
-        stack, with those of all experts at once."""
+        """True if device kernels multiply 16-bit inputs by its codes directly; for a stack, by all experts at once."""
         if not self.codes or self.compute_dtype.itemsize != 2:
             return False
         takes = device_codes.can_multiply_groups if self.is_stacked else device_codes.can_multiply
         return all(takes(cast(Rows, block), self.compute_dtype) for block in self.entries[0])
 
     def stacks(self) -> Sequence[torch.Tensor]:
-        """Views of a stack of plain numbers of the compute dtype, whose experts lie at equal distances: (E, rows, K)
-        views, one below the other for each expert. Otherwise empty. Kept, as the blocks are."""
+        """Returns (E, rows, K) views of a stack of plain numbers, in row order, if experts lie at equal distances and
+        have the compute dtype; otherwise empty. Cached; valid as long as the blocks."""
         if self._stacks is None:
             is_whole = self.is_stacked and not self.is_transposed
             self._stacks = join_stacks(self.entries, self.compute_dtype) if is_whole else ()
@@ -193,8 +190,7 @@ class StoredWeight(torch.Tensor):
 
     @cached_property
     def has_uniform_experts(self) -> bool:
-        """Whether it is a stack whose experts have blocks of the same kinds, shapes, dtypes and layouts, each as
-        nn.Linear has it."""
+        """True if it is a stack whose experts have equal block types, shapes, dtypes and layouts, stored as (N, K)."""
         if not self.is_stacked or self.is_transposed:
             return False
         return len({tuple(map(_block_layout, blocks)) for blocks in self.entries}) == 1
@@ -245,12 +241,12 @@ class StoredWeight(torch.Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Whatever has no handler: correct, and as slow as a dequantised copy is."""
+        """Runs operations without a handler on dequantized copies: correct but slow."""
         return func(*map(_dequantize, args), **{key: _dequantize(value) for key, value in (kwargs or {}).items()})
 
 
 def _copy_plain(blocks: Sequence[Block], out_EnK: torch.Tensor) -> bool:
-    """Writes plain numbers of all experts at once, and returns whether they are plain numbers."""
+    """Copies all experts' blocks at once if they are plain tensors. Returns True if they are."""
     plain = [block for block in blocks if isinstance(block, torch.Tensor)]
     if len(plain) < len(blocks):
         return False
@@ -298,15 +294,14 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def _add_product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:
-    """out + x @ weight for a weight that lies as (K, N): panels are runs of the inner dimension, their products add
-    up."""
+    """Adds x @ weight to `out_MN` in place, for a weight stored as (K, N): panels split the inner dimension."""
     for row, panel in panels(weight.entries[0], weight.dtype, on_device=weight.join is not None):
         out_MN.addmm_(x[:, row : row + panel.shape[0]], panel)
     return out_MN
 
 
 def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """GPT-2's Conv1D keeps (in, out)."""
+    """torch.addmm, as GPT-2's Conv1D calls it with weights stored as (in, out)."""
     if not isinstance(weight, StoredWeight) or isinstance(x, StoredWeight):
         return NotImplemented
     if weight.is_transposed:
@@ -330,8 +325,8 @@ def _transpose(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
-    """A stack of experts, of a matrix that holds them one below the other, as DBRX has it. A size of -1 is torch's
-    matter: a class that leaves one open sees no experts there (DeepSeek-V4's grouped output projection)."""
+    """Views a matrix of vertically concatenated experts as a stack, as DBRX does. A size of -1 is left to torch: it does
+    not mean experts (DeepSeek-V4's grouped output projection)."""
     shape = [size for part in sizes for size in (part if isinstance(part, Sequence) else [part])]
     if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.is_transposed or len(shape) != 3:
         return NotImplemented
@@ -355,7 +350,7 @@ def _embedding(ids: torch.Tensor, weight: torch.Tensor, *args: object, **kwargs:
 
 
 def _getitem(weight: torch.Tensor, index: object) -> object:
-    """An expert of a stack; a row of a matrix, such as an expert's bias."""
+    """Returns an expert of a stack, or a row of a matrix, such as an expert's bias."""
     if isinstance(index, torch.Tensor) and index.dim() == 0:
         index = int(index)
     if not isinstance(weight, StoredWeight) or type(index) is not int:

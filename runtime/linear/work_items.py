@@ -1,4 +1,4 @@
-"""A product cut up for compiled kernels: runs of rows of x that memory is set aside for, rows of w for threads.
+"""Splits products for compiled kernels: rows of x into batches that fit a buffer, rows of w into work for threads.
 
 M rows of x of W words, N of w, K inputs.
 """
@@ -18,16 +18,15 @@ from ..units import round_down, round_up
 from .blocks import Block, float_rows
 from .rows import KernelRows, KernelWeights
 
-ITEMS_PER_THREAD = 4  # so that nobody waits long for the last item
-INPUT_BYTES = LAID_OUT_BYTES  # of x laid out, at most, as the ledger has it: for more rows weights pass by once more
-LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
-SCRATCH_BYTES = 4 << 20  # of zero points and factors at a time, as floats
-SHARED_INPUTS = 1 << 18  # take 0.1 ms to lay out: below it, to wake a thread takes longer
+ITEMS_PER_THREAD = 4  # keeps the wait for the last item short
+INPUT_BYTES = LAID_OUT_BYTES  # limit of the input buffer, as planned; each further batch of x reads the weights again
+LEAST_WEIGHTS = 1 << 16  # below, kernel calls take longer than products
+SCRATCH_BYTES = 4 << 20  # limit of expanded zero points and factors at a time
+SHARED_INPUTS = 1 << 18  # numbers laid out in 0.1 ms: below, waking a thread takes longer
 
 
 class ProductTarget(NamedTuple):
-    """A block of rows of w as kernels know it, and where its products belong: in columns of `out_MN` from `column`
-    on."""
+    """A block of rows of w as kernel arguments, and its output: columns of `out_MN` from `column` on."""
 
     weights: KernelWeights
     out_MN: np.ndarray
@@ -38,7 +37,7 @@ Multiply = Callable[[np.ndarray, Sequence[ProductTarget]], None]  # x (M, W)
 
 
 class Workspace(NamedTuple):
-    """A thread's own: rows of w laid out or upcast, and sums of products."""
+    """One thread's scratch memory: laid-out or upcast rows of w, and sums of products."""
 
     panel: np.ndarray
     sums: np.ndarray
@@ -51,11 +50,11 @@ class Workspace(NamedTuple):
         return self if len(self.sums) >= num_sums else Workspace(self.panel, aligned_zeros((num_sums,), np.float32))
 
 
-_laid_out = [np.zeros(0, np.uint32)]  # x as a kernel has it laid out; owned by the engine's one thread
+_laid_out = [np.zeros(0, np.uint32)]  # x in the kernel's layout; only the engine's thread may use it
 
 
 def input_buffer(num_words: int) -> np.ndarray:
-    """Returns uint32 that hold anything, valid until the next call: memory that is used again."""
+    """Returns an uninitialized uint32 buffer, reused: valid until the next call."""
     if len(_laid_out[0]) < num_words:
         _laid_out[0] = aligned_zeros((num_words,), np.uint32)
     return _laid_out[0]
@@ -64,8 +63,8 @@ def input_buffer(num_words: int) -> np.ndarray:
 def fits_kernel(
     x_MK: torch.Tensor, blocks: Sequence[Block], dtypes: Collection[torch.dtype], step_inputs: int, *, packed: bool
 ) -> bool:
-    """Tells whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step.
-    `packed`: rows that a kernel decodes are welcome beside them."""
+    """True if a kernel supports this product: on a CPU, contiguous plain blocks of one of `dtypes`, enough weights, and
+    K a multiple of `step_inputs`. `packed`: KernelRows are supported too."""
     num_rows, num_inputs = x_MK.shape
     if not x_MK.is_cpu or num_inputs % step_inputs or not num_rows:
         return False
@@ -84,7 +83,7 @@ def fits_kernel(
 
 
 class _Part(NamedTuple):
-    """A run of rows of a block, and the column of `out_MN` at which its products begin."""
+    """A run of rows of a block, whose products begin at `column` of `out_MN`."""
 
     block: Block
     rows: slice
@@ -105,7 +104,7 @@ class _Part(NamedTuple):
 
 
 def _parts(block: Block, out_MN: np.ndarray, column: int) -> Iterator[_Part]:
-    """A block, in so few rows that what is made for them keeps to MADE_BYTES."""
+    """Splits a block into runs of rows that need at most SCRATCH_BYTES each."""
     num_rows = block.shape[0]
     row_bytes = 0 if isinstance(block, torch.Tensor) else cast(KernelRows, block).row_scratch_bytes
     step = max(PAIR_ROWS, round_down(SCRATCH_BYTES // row_bytes, PAIR_ROWS)) if row_bytes else max(num_rows, 1)
@@ -114,7 +113,7 @@ def _parts(block: Block, out_MN: np.ndarray, column: int) -> Iterator[_Part]:
 
 
 def product_targets(block: Block, out_MN: np.ndarray, column: int) -> Iterator[ProductTarget]:
-    """A block, part by part, as a kernel takes it."""
+    """Yields the parts of a block as kernel targets."""
     return (part.target() for part in _parts(block, out_MN, column))
 
 
@@ -138,9 +137,9 @@ def multiply_in_batches(
     words: torch.dtype,
     number_bytes: int,
 ) -> list[torch.Tensor]:
-    """Returns the products (M, N), of x's dtype, of each of these weights, whose blocks lie below each other. As many
-    rows of x at a time, viewed as `words`, as `INPUT_BYTES` hold laid out, with so many bytes for each number; the rows
-    of w behind the last 32 go by torch."""
+    """Returns x @ w.T (M, N), of x's dtype, for each weight. `multiply` gets batches of rows of x, viewed as `words`,
+    that fit in INPUT_BYTES at `number_bytes` per number. The last rows of w that do not fill PAIR_ROWS go through
+    torch."""
     x_MK = x_MK.contiguous()
     num_rows, num_inputs = x_MK.shape
     outs, parts, has_rests = list[torch.Tensor](), list[_Part](), False
@@ -153,14 +152,14 @@ def multiply_in_batches(
             column += block.shape[0]
             has_rests = has_rests or block.shape[0] % PAIR_ROWS > 0
     x = x_MK.view(words).numpy()
-    most = max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
+    max_rows = max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
     for batch in _batches(parts):
         targets = [part.target() for part in batch]
-        if num_rows <= most:
+        if num_rows <= max_rows:
             multiply(x, targets)
         else:
-            for first in range(0, num_rows, most):
-                rows = slice(first, first + most)
+            for first in range(0, num_rows, max_rows):
+                rows = slice(first, first + max_rows)
                 multiply(x[rows], [target._replace(out_MN=target.out_MN[rows]) for target in targets])
     for blocks, out_MN in zip(weights, outs, strict=True) if has_rests else ():
         column = 0
@@ -174,12 +173,12 @@ def multiply_in_batches(
 
 @cache
 def rows_per_item(height: int, num_threads: int, most_rows: int) -> int:
-    """Says how many rows of w a thread takes at a time, of so many."""
+    """Returns how many of `height` rows of w a thread takes at a time."""
     return min(most_rows, round_up(max(1, height // (ITEMS_PER_THREAD * num_threads)), PAIR_ROWS))
 
 
 def parallel_for_groups(x: np.ndarray, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
-    """All threads act on [first, last) groups of so many rows of x, one alone where that is quicker."""
+    """Calls `act` on all groups (first, last) of `group_rows` rows of x, in parallel if that is faster."""
     num_groups = -(-x.shape[0] // group_rows)
     num_threads = torch.get_num_threads() if x.size >= SHARED_INPUTS else 1
     if num_threads == 1:

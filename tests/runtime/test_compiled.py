@@ -24,10 +24,10 @@ def part(x):
     return x + {added}
 """
 KERNEL = """
-from .compiled import kept
+from .compiled import cached_kernel
 from .folder.part import part
 
-@kept
+@cached_kernel
 def kernel(x):
     return 10 * part(x)
 """
@@ -148,7 +148,9 @@ def test_of_processes_that_begin_together_one_compiles_and_the_others_take_it(pa
 def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "LOCK_TIMEOUT_SECONDS", 0.0)
     path = tmp_path / "kernel.lock"
-    program = f"from runtime.kernels import compiled as c; print(c._locked(c.Path({str(path)!r})), flush=True); input()"
+    program = (
+        f"from runtime.kernels import compiled as c; print(c._acquire_lock(c.Path({str(path)!r})), flush=True); input()"
+    )
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True) as holder:
         assert holder.stdout is not None
@@ -189,10 +191,10 @@ def test_only_what_is_kept_is_loaded_where_nothing_else_is_asked_for(package: Pa
     for is_kept in (False, True):
         module = loaded_anew(package)
         parts = sys.modules[f"{package.parent.name}.kernels.compiled"]
-        with parts.only_kept():
+        with parts.cached_kernels_only():
             if is_kept:
                 assert module.kernel(4) == 50
             else:
-                with pytest.raises(parts.NotKept, match="kernel"):
+                with pytest.raises(parts.KernelNotCached, match="kernel"):
                     module.kernel(4)
         assert result(module) == (50, not is_kept)

@@ -85,7 +85,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     found = Recorder()
     monkeypatch.setattr(device_codes, "_kernels", lambda: found)
     monkeypatch.setattr(device_codes, "_has_triton", lambda: True)
-    monkeypatch.setattr(device_codes, "_found", {})
+    monkeypatch.setattr(device_codes, "_check_results", {})
     with device_codes.interpreted():
         yield found
 

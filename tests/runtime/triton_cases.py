@@ -223,7 +223,7 @@ def test_a_damaged_table_of_escapes_reaches_nothing_outside_of_its_rows() -> Non
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "mxfp4-pack-quantized", "int4-groups of 64", "window4"])
 def test_what_works_is_taken_and_tried_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_codes, "_found", {})
+    monkeypatch.setattr(device_codes, "_check_results", {})
     rows = MAKERS[name]((64, 128), tmp_path, CPU)
     assert device_codes.can_decode(rows, torch.bfloat16)
     assert device_codes.can_multiply(rows, torch.bfloat16) == (name != "window4")
