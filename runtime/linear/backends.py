@@ -40,8 +40,8 @@ Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), bl
 def prepare_products(
     stored: Iterable[torch.dtype], formats: Collection[str] = (), inputs: torch.dtype = torch.float32
 ) -> None:
-    """Loads the kernels for inputs of a dtype and weights of these dtypes and storage formats, and compiles them if they
-    are not cached. Otherwise the first forward pass would spend this time and memory."""
+    """Loads the kernels for inputs of a dtype and weights of these dtypes and storage formats, and compiles them if
+    they are not cached. Otherwise the first forward pass would spend this time and memory."""
     if has_matrix_unit() and inputs == torch.float32:
         prepare_tiles()
     own = stored if inputs == torch.float32 else {inputs} & set(stored)
@@ -90,8 +90,8 @@ def _uses_vector_kernel(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequ
 
 
 def can_multiply_in_groups(num_rows: int, num_weights: int) -> bool:
-    """True if `grouped_linear` is likely faster than one product per weight: enough weights that threads finish at about
-    the same time, and few enough rows of x that synchronizing them per product would dominate."""
+    """True if `grouped_linear` is likely faster than one product per weight: enough weights that threads finish at
+    about the same time, and few enough rows of x that synchronizing them per product would dominate."""
     return num_weights >= WEIGHTS_PER_THREAD * torch.get_num_threads() and num_rows <= GROUP_ROWS * num_weights
 
 
@@ -151,8 +151,8 @@ def default_backend(
     *,
     is_plain: bool = True,
 ) -> LinearBackend:
-    """The default rule: compiled kernels if available, otherwise panels. bfloat16 inputs use bfloat16 instructions where
-    these are faster than float32's; `is_plain` weights go to the matrix unit through torch."""
+    """The default rule: compiled kernels if available, otherwise panels. bfloat16 inputs use bfloat16 instructions
+    where these are faster than float32's; `is_plain` weights go to the matrix unit through torch."""
     if inputs != torch.float32:
         if is_available(LinearBackend.pairs) and has_fast_pairs():
             return LinearBackend.pairs

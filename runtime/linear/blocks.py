@@ -42,9 +42,9 @@ _buffers = _Buffers()
 def panels(
     blocks: Sequence[Block], dtype: torch.dtype, num_bytes: int | None = None, *, on_device: bool = False
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (first row, rows) in `dtype`; each panel is valid until the next one. Plain blocks of that dtype are yielded
-    whole, without a copy; others in panels of at most PANEL_BYTES, or `num_bytes` for plain blocks. `on_device`: for an
-    accelerator, in panels of DEQUANTIZED_AT_ONCE numbers."""
+    """Yields (first row, rows) in `dtype`; each panel is valid until the next one. Plain blocks of that dtype are
+    yielded whole, without a copy; others in panels of at most PANEL_BYTES, or `num_bytes` for plain blocks.
+    `on_device`: for an accelerator, in panels of DEQUANTIZED_AT_ONCE numbers."""
     row = 0
     for block in blocks:
         if isinstance(block, torch.Tensor) and block.dtype == dtype:
@@ -102,8 +102,8 @@ def join_blocks(blocks: Sequence[Block], dtype: torch.dtype) -> torch.Tensor | N
 
 
 def join_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Returns views (E, rows, K), each of neighboring blocks of all experts. `entries` holds each expert's blocks. Empty
-    if the experts do not lie at equal distances in memory, or blocks are not plain tensors of `dtype`."""
+    """Returns views (E, rows, K), each of neighboring blocks of all experts. `entries` holds each expert's blocks.
+    Empty if the experts do not lie at equal distances in memory, or blocks are not plain tensors of `dtype`."""
     stacks = list[torch.Tensor]()
     for part in zip(*entries, strict=True):
         plain = [b for b in part if isinstance(b, torch.Tensor) and b.dtype == dtype and b.is_contiguous()]

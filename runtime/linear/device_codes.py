@@ -135,8 +135,8 @@ def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
 
 
 def multiply_groups(x_VK: torch.Tensor, codes: Codes, num_experts: int, ends_E: torch.Tensor) -> torch.Tensor:
-    """Multiplies rows of x, sorted by expert, by their expert's matrix; returns (V, n). `codes`: a stack of matrices, or
-    one tall matrix with the rows of all experts. `ends_E`: int32, the end (exclusive) of each expert's rows of x."""
+    """Multiplies rows of x, sorted by expert, by their expert's matrix; returns (V, n). `codes`: a stack of matrices,
+    or one tall matrix with the rows of all experts. `ends_E`: int32, the end (exclusive) of each expert's rows of x."""
     num_rows = codes.num_matrices * codes.shape[0] // num_experts
     assert codes.num_matrices in (1, num_experts)
     assert codes.encoding != constants.WINDOW4
@@ -203,9 +203,9 @@ def _launch(
     args: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> None:
-    """Launches a kernel on the current stream of its arguments' device. Reuses the compiled kernel for a known `key`, as
-    Triton's dispatch over forty arguments takes the host as long as several launches. `key` must hold all that code is
-    specialized for: types, strides, address alignment; sizes not in it are marked `do_not_specialize`."""
+    """Launches a kernel on the current stream of its arguments' device. Reuses the compiled kernel for a known `key`,
+    as Triton's dispatch over forty arguments takes the host as long as several launches. `key` must hold all that code
+    is specialized for: types, strides, address alignment; sizes not in it are marked `do_not_specialize`."""
     device = args[1].device if isinstance(args[1], torch.Tensor) else args[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton uses the current device
         compiled = launches.get((name, key))

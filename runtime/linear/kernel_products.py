@@ -111,8 +111,8 @@ def multiply_groups_in_vectors(
     x_VK: torch.Tensor, groups: Sequence[tuple[slice, Sequence[Block]]], *, pairs: bool = False
 ) -> torch.Tensor:
     """Multiplies each run of rows of x by its own weight; returns (V, N), bit by bit as `multiply_in_vectors`. Each
-    thread multiplies whole weights, so threads synchronize once. All weights have N rows, in blocks of a multiple of 32;
-    a run has at most GROUP_ROWS rows of x."""
+    thread multiplies whole weights, so threads synchronize once. All weights have N rows, in blocks of a multiple of
+    32; a run has at most GROUP_ROWS rows of x."""
     kernel = _kernel()
     x_VW = x_VK.contiguous().view(_word_dtype(x_VK, pairs)).numpy()
     out_VN = x_VK.new_empty(len(x_VK), sum(block.shape[0] for block in groups[0][1]))
@@ -138,7 +138,8 @@ def multiply_groups_in_vectors(
 
 
 def _multiply(x_MW: np.ndarray, targets: Sequence[ProductTarget], *, kind: int, pairs: bool) -> None:
-    """Multiplies all rows of w except the last partial group of PAIR_ROWS, which `multiply_in_batches` leaves to torch."""
+    """Multiplies all rows of w except the last partial group of PAIR_ROWS, which `multiply_in_batches` leaves to
+    torch."""
     kernel = _kernel()
     (num_rows, num_words), num_threads, most_rows = x_MW.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
     laid_out = input_buffer(round_up(num_rows, STEP_INPUTS) * num_words)

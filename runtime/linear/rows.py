@@ -1,8 +1,8 @@
 """Protocols for rows of a quantized matrix: dequantize a run of them, or describe their memory layout to a kernel.
 
 `Codes` is the layout for accelerator kernels: tensors of codes, zero points and factors. Each storage format returns it
-from `Rows.codes` and knows nothing of the kernels. A number is (code - zero) * factor * `last_factor`, each step rounded
-to float32, as in `Rows.dequantize`.
+from `Rows.codes` and knows nothing of the kernels. A number is (code - zero) * factor * `last_factor`, each step
+rounded to float32, as in `Rows.dequantize`.
 
 Shapes: E matrices of N rows and K columns, at equal distances; R selected rows; G groups of columns.
 """
@@ -21,8 +21,8 @@ class Codes:
     slot is reused.
 
     `encoding`: a constant of `kernels/arguments.py`.
-    `body`: (E, N, B) uint8; for WORDS4 and WORDS8 (E, N, W) int32, words of neighboring columns; for ROW_WORDS (E, N / 8,
-    K) int32, words of eight rows, the first of which contains row `first_row`.
+    `body`: (E, N, B) uint8; for WORDS4 and WORDS8 (E, N, W) int32, words of neighboring columns; for ROW_WORDS (E, N /
+    8, K) int32, words of eight rows, the first of which contains row `first_row`.
     `scales` (E, N / scale_rows, G): any float dtype, for groups of `width` columns, or as `groups` (E, K) assigns them.
     `zeros` (E, N, G): plain numbers; with `zero_bits` (E, words, G) int32, whose fields are rows from `first_row` on.
     `zero_offset`: added to zero points (to fields modulo their range); without `zeros`, the zero point itself.
@@ -121,8 +121,8 @@ class Rows(Protocol):
     device: torch.device
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        """Writes the selected rows (a slice, or row numbers in order) into `out_RK`, float32 and contiguous. Allocates a
-        few bytes per number, freed on return."""
+        """Writes the selected rows (a slice, or row numbers in order) into `out_RK`, float32 and contiguous. Allocates
+        a few bytes per number, freed on return."""
         ...
 
     def codes(self) -> Codes | None:

@@ -37,9 +37,9 @@ def expert_batches(out_EnK: torch.Tensor) -> Iterator[range]:
 
 
 def dequantize(block: Block, out_EnK: torch.Tensor) -> None:
-    """Dequantizes all rows of a block into `out_EnK`, rounded once to its dtype. The block holds one matrix, or those of
-    one range of `expert_batches` in order. Uses a device kernel, or torch operators with up to `DEQUANTIZING_BYTES` of
-    scratch memory."""
+    """Dequantizes all rows of a block into `out_EnK`, rounded once to its dtype. The block holds one matrix, or those
+    of one range of `expert_batches` in order. Uses a device kernel, or torch operators with up to `DEQUANTIZING_BYTES`
+    of scratch memory."""
     if isinstance(block, torch.Tensor):
         out_EnK.copy_(block.view(out_EnK.shape))
         return
@@ -54,8 +54,8 @@ def dequantize(block: Block, out_EnK: torch.Tensor) -> None:
 
 def multiply(x_MK: torch.Tensor, blocks: Sequence[Block], codes: Sequence[Codes] = ()) -> torch.Tensor:
     """Returns x @ w.T (M, N), where w is the row blocks concatenated, dequantized panel by panel. `codes`: the codes of
-    all blocks, if a device kernel can multiply them; it is used for up to MOST_KERNEL_ROWS rows of x, because it decodes
-    the weights again for every hundred or so."""
+    all blocks, if a device kernel can multiply them; it is used for up to MOST_KERNEL_ROWS rows of x, because it
+    decodes the weights again for every hundred or so."""
     if codes and len(x_MK) <= MOST_KERNEL_ROWS:
         outs = [device_codes.multiply(x_MK, part) for part in codes]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
@@ -151,8 +151,8 @@ class StoredWeight(torch.Tensor):
 
     @cached_property
     def codes(self) -> Sequence[Codes]:
-        """The codes of each block (of all experts, for a stack), for device kernels. Empty if some block has no codes, or
-        experts do not lie at equal distances. Views, valid as long as the blocks."""
+        """The codes of each block (of all experts, for a stack), for device kernels. Empty if some block has no codes,
+        or experts do not lie at equal distances. Views, valid as long as the blocks."""
         if self.join is None or not device_codes.is_available(self.entries[0][0].device):
             return ()
         found = list[Codes]()
@@ -325,8 +325,8 @@ def _transpose(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
-    """Views a matrix of vertically concatenated experts as a stack, as DBRX does. A size of -1 is left to torch: it does
-    not mean experts (DeepSeek-V4's grouped output projection)."""
+    """Views a matrix of vertically concatenated experts as a stack, as DBRX does. A size of -1 is left to torch: it
+    does not mean experts (DeepSeek-V4's grouped output projection)."""
     shape = [size for part in sizes for size in (part if isinstance(part, Sequence) else [part])]
     if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.is_transposed or len(shape) != 3:
         return NotImplemented

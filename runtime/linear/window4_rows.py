@@ -27,8 +27,8 @@ class Window4Rows(PackedRows):
     dtype = torch.bfloat16  # of the decoded numbers, like a tensor's
 
     def __init__(self, body_NB: torch.Tensor, escapes: Sequence[torch.Tensor], num_starts: int, first_row: int = 0):
-        """`escapes`: the int32 companion of a matrix of `num_starts` - 1 rows, in which these rows begin at `first_row`;
-        or one companion for each of several concatenated matrices, of which these are all rows."""
+        """`escapes`: the int32 companion of a matrix of `num_starts` - 1 rows, in which these rows begin at
+        `first_row`; or one companion for each of several concatenated matrices, of which these are all rows."""
         super().__init__(body_NB, body_NB.shape[1] // GROUP_BYTES * GROUP_NUMBERS)
         self._escapes, self._num_starts, self._first_row = escapes, num_starts, first_row
 
