@@ -1,3 +1,3 @@
-"""How the numbers of a stored matrix lie in bytes, and become numbers again: a module in `kinds/` for each storage
-format, found by lying there. It is a room of its own because reading, products and packing ask the same noun.
+"""Storage formats of weights: how numbers are encoded in bytes and decoded again. Each module in `kinds/` is discovered
+and registered. Reading, products and packing all use these formats.
 """

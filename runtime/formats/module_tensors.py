@@ -1,6 +1,6 @@
-"""How tensors of a checkpoint become weights: those that stand for the weight of one module in what others have
-quantised, and `X_FORMAT` beside its companion in a store that `weightstream pack` wrote. What a config says of
-quantisation that is not done here is refused or named, never silently left out."""
+"""Combines checkpoint tensors into weights: the tensors of one module in published quantized checkpoints, and
+`X_FORMAT` with its companion in a store that `weightstream pack` wrote. Quantization settings that are not supported
+raise an error or log a warning; none is ignored silently."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,53 +14,52 @@ from .scaled_rows import SCALES
 
 log = logging.getLogger(__name__)
 
-MOST_SHOWN = 400  # characters of what a config says
-UNQUANTISED = "the unquantised checkpoint; most models have one"
-ZEROS, GROUPS = "zeros", "groups"  # roles: zero points, and the group of each column
+MOST_SHOWN = 400  # characters of a config value in messages
+UNQUANTIZED = "the unquantized checkpoint; most models have one"
+ZEROS, GROUPS = "zeros", "groups"  # companion roles: zero points; the group of each column
 FLOATS = ("F16", "BF16", "F32")
 METHOD = "weightstream"  # `quant_method` in the store's config.json
-RELATIVE_ERROR = "relative_rms_error"  # beside it: of all weights that were rounded
+RELATIVE_ERROR = "relative_rms_error"  # next to it: over all rounded weights
 MakeWeight = Callable[[TensorSlice, TensorSlice], TensorSlice]  # bytes and companion -> the weight
 
 
 def unsupported_error(what: str, readable: str) -> CheckpointError:
-    """Returns the error for a variant that cannot be read, with what can be in its place."""
+    """Returns the error for an unsupported variant; it lists the supported ones (`readable`)."""
     what = what if len(what) <= MOST_SHOWN else f"{what[:MOST_SHOWN]}..."
-    return CheckpointError(f"model.path: {what}, which cannot be read. Can be: {readable}, and {UNQUANTISED}")
+    return CheckpointError(f"model.path: {what}, which cannot be read. Can be: {readable}, and {UNQUANTIZED}")
 
 
-def warn_activations(how: str) -> None:
-    """Logs that inputs of products are not rounded as the config has it."""
+def warn_activations(scheme: str) -> None:
+    """Logs a warning that activations are not quantized although the config says so."""
     log.warning(
-        "model.path: its config has activations quantised (%s); here they are not: the output is that of its "
-        "dequantised weights",
-        how,
+        "model.path: its config quantizes activations (%s); here they are not quantized, only its weights are",
+        scheme,
     )
 
 
 def warn_kv_cache() -> None:
-    log.warning("model.path: its config has keys and values quantised; here they are kept in the compute dtype")
+    log.warning("model.path: its config quantizes keys and values; here they are kept in the compute dtype")
 
 
 def get_mapping(values: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """Returns the object under a key of the config, {} for anything else."""
+    """Returns the mapping under a key of the config; {} if it is missing or not a mapping."""
     found = values.get(key)
     return found if isinstance(found, Mapping) else {}
 
 
 def get_integer(values: Mapping[str, object], key: str, default: int) -> int:
-    """Raises CheckpointError for a value that is none."""
+    """Returns the integer under a key, or `default` if it is missing. Raises CheckpointError for another type."""
     found = values.get(key)
     if found is None:
         return default
     if type(found) is not int:
-        raise CheckpointError(f"config.json: quantization_config.{key} is {found!r:.40}; a whole number is wanted")
+        raise CheckpointError(f"config.json: quantization_config.{key} is {found!r:.40}; must be an integer")
     return found
 
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """A module's tensors by their own names behind its `path`, which ends in a dot."""
+    """A module's tensors, by name relative to its `path`, which ends in a dot."""
 
     path: str
     tensors: Mapping[str, TensorSlice]  # the whole checkpoint's
@@ -69,18 +68,18 @@ class ModuleTensors:
         return self.tensors.get(self.path + leaf)
 
     def require(self, leaf: str, *dtypes: str) -> TensorSlice:
-        """Raises CheckpointError where it is missing, or none of these dtypes."""
+        """Returns a tensor. Raises CheckpointError if it is missing or its dtype is not one of `dtypes`."""
         found = self.find(leaf)
         if found is not None and found.dtype not in dtypes:
-            raise CheckpointError(f"{found.file}: {found.name!r} is {found.dtype}; {' or '.join(dtypes)} is wanted")
+            raise CheckpointError(f"{found.file}: {found.name!r} is {found.dtype}; must be {' or '.join(dtypes)}")
         if found is None:
             file = next(tensor.file for name, tensor in self.tensors.items() if name.startswith(self.path))
-            raise CheckpointError(f"{file}: {self.path + leaf!r} is missing, without which its module cannot be read")
+            raise CheckpointError(f"{file}: {self.path + leaf!r} is missing; its module cannot be read without it")
         return found
 
 
 def modules_with(tensors: Mapping[str, TensorSlice], leaf: str) -> Iterator[ModuleTensors]:
-    """Yields the modules that have a tensor of this name."""
+    """Yields the modules that have a tensor named `leaf`."""
     for name in tensors:
         path = name.removesuffix(leaf)
         if path != name and (not path or path.endswith(".")):
@@ -90,8 +89,7 @@ def modules_with(tensors: Mapping[str, TensorSlice], leaf: str) -> Iterator[Modu
 def replace_tensors(
     tensors: Mapping[str, TensorSlice], weights: Mapping[str, TensorSlice], leaves: Collection[str]
 ) -> Mapping[str, TensorSlice]:
-    """Returns the tensors with a `weight` in each of these modules, by path, in the place of its tensors of these
-    names."""
+    """Returns the tensors, with the `leaves` of each module in `weights` (by path) replaced by its `weight`."""
     result = dict(tensors)
     for path, weight in weights.items():
         for leaf in leaves:
@@ -101,49 +99,48 @@ def replace_tensors(
 
 
 def require_matrix(tensor: TensorSlice) -> tuple[int, int]:
-    """Returns its shape. Raises CheckpointError for any other than a matrix."""
+    """Returns the shape of a matrix. Raises CheckpointError for any other tensor."""
     if len(tensor.shape) != 2:
         raise CheckpointError(
-            f"{tensor.file}: {tensor.name!r} has shape {tensor.shape}; of quantised weights in this format only "
-            "matrices can be read"
+            f"{tensor.file}: {tensor.name!r} has shape {tensor.shape}; quantized weights in this format must "
+            "be matrices"
         )
     return tensor.shape[0], tensor.shape[1]
 
 
 def require_shape(tensor: TensorSlice, expected: tuple[int, ...], why: str) -> TensorSlice:
-    """Returns the tensor. Raises CheckpointError for another shape."""
+    """Returns the tensor. Raises CheckpointError if its shape is not `expected`."""
     if tensor.shape != expected:
         raise CheckpointError(f"{tensor.file}: {tensor.name!r} has shape {tensor.shape}; {why} needs {expected}")
     return tensor
 
 
 def column_groups(groups: TensorSlice, num_columns: int, num_groups: int) -> Companion:
-    """Reads which group each column is in. Raises CheckpointError for groups that are not there."""
+    """Returns the companion with the group of each column. Raises CheckpointError for group numbers out of range."""
     require_shape(groups, (num_columns,), "its module")
     found = read_integers(groups)
     if min(found, default=0) < 0 or max(found, default=0) >= num_groups:
         raise CheckpointError(
-            f"{groups.file}: {groups.name!r} names groups {min(found)} to {max(found)}; there are {num_groups}"
+            f"{groups.file}: {groups.name!r} has groups {min(found)} to {max(found)}; must be 0 to {num_groups - 1}"
         )
     return Companion(role=GROUPS, tensor=groups)
 
 
 def row_factors(factors: TensorSlice, num_rows: int, role: str = SCALES) -> Companion:
-    """Returns factors of each row, one or several, or of all rows, as a matrix. Raises CheckpointError for factors of
+    """Returns a companion of factors as a matrix: one or more per row, or one for all rows. Raises CheckpointError for
     another number of rows."""
     shape = (1, 1) if prod(factors.shape) == 1 else factors.shape
     shape = (*shape, 1) if len(shape) == 1 else shape
     if len(shape) != 2 or shape[0] not in (1, num_rows):
         raise CheckpointError(
-            f"{factors.file}: {factors.name!r} has shape {factors.shape}; a weight of {num_rows} rows needs one for "
-            "all, or one or more for each row"
+            f"{factors.file}: {factors.name!r} has shape {factors.shape}; a weight of {num_rows} rows needs one factor "
+            "in all, or one or more per row"
         )
     return Companion(role=role, tensor=replace(factors, shape=shape), block_rows=1)
 
 
 def group_width(num_columns: int, factors: TensorSlice, num_groups: int) -> int:
-    """Returns how many columns share a factor, of so many equal groups. Raises CheckpointError where these do not
-    divide the columns."""
+    """Returns the number of columns per group. Raises CheckpointError if `num_groups` does not divide the columns."""
     if not num_groups or num_columns % num_groups:
         raise CheckpointError(
             f"{factors.file}: {factors.name!r} has {num_groups} groups, which do not divide {num_columns} columns"
@@ -152,7 +149,7 @@ def group_width(num_columns: int, factors: TensorSlice, num_groups: int) -> int:
 
 
 def read_relative_error(quantization: Mapping[str, object]) -> float | None:
-    """What a store's config says of how far its weights are off; None where it says nothing, or what cannot be."""
+    """Returns the relative RMS error in a store's config; None if it is missing or invalid."""
     found = quantization.get(RELATIVE_ERROR)
     return float(found) if isinstance(found, int | float) and 0 <= found < inf else None
 
@@ -168,28 +165,29 @@ def pair_parts(
     companion: str,
     fit: MakeWeight,
 ) -> Mapping[str, TensorSlice]:
-    """Returns the tensors, each weight that lies in `part` and `companion` under its own name. Raises CheckpointError
-    for one that lacks its companion, and where the config does not say that this is a store of ours: nothing would be
-    compared with its sums."""
+    """Returns the tensors, with each pair of `X_part` and `X_companion` combined into weight X by `fit`.
+
+    Raises CheckpointError if a companion is missing, or if the config does not name our method: without it the store's
+    checksums would not be verified."""
     result, suffix = dict(tensors), part_name("", part)
     for name, tensor in tensors.items():
         weight = name.removesuffix(suffix)
         if weight == name or tensor.dtype not in ("U8", "I8"):
             continue
-        beside = result.pop(part_name(weight, companion), None)
-        if beside is None:
-            raise CheckpointError(f"{tensor.file}: {name!r} lacks {part_name(weight, companion)!r} beside it")
+        partner = result.pop(part_name(weight, companion), None)
+        if partner is None:
+            raise CheckpointError(f"{tensor.file}: {name!r} lacks its companion {part_name(weight, companion)!r}")
         if quantization.get("quant_method") != METHOD:
             raise CheckpointError(
-                f"{tensor.file}: {name!r} is of a store that `weightstream pack` wrote, but config.json lacks its "
-                "quantization_config: take the config.json that was written beside it"
+                f"{tensor.file}: {name!r} was written by `weightstream pack`, but config.json lacks its "
+                "quantization_config: use the config.json that pack wrote"
             )
-        result[weight] = fit(result.pop(name), beside)
+        result[weight] = fit(result.pop(name), partner)
     return result
 
 
-def mismatch_error(body: TensorSlice, beside: TensorSlice) -> CheckpointError:
+def mismatch_error(body: TensorSlice, companion: TensorSlice) -> CheckpointError:
     return CheckpointError(
-        f"{body.file}: {beside.name!r}, {beside.dtype} of shape {beside.shape}, does not fit {body.name!r} of shape "
-        f"{body.shape}: pack the model anew"
+        f"{body.file}: {companion.name!r} ({companion.dtype}, shape {companion.shape}) does not fit {body.name!r} "
+        f"(shape {body.shape}): pack the model again"
     )

@@ -1,4 +1,4 @@
-"""Every storage format by its name, and every method that configs name, as the modules in `kinds/` have them."""
+"""The registry of storage formats by name and of quantization methods by their name in configs, from `kinds/`."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -15,7 +15,7 @@ FORMATS: Mapping[str, StorageFormat] = {each.name: each for module in MODULES fo
 LOSSES: Mapping[str, Loss] = {name: each.loss for name, each in FORMATS.items()}
 
 
-# Formats of one checkpoint may share a method's name: each takes the tensors that it knows.
+# Several formats may share a method's name: each pairs the tensors that it knows.
 METHODS: dict[str, list[Method]] = {}
 for _module in MODULES:
     for _name, _method in getattr(_module, "METHODS", {}).items():
@@ -25,9 +25,9 @@ for _module in MODULES:
 def pair_companions(
     tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
 ) -> Mapping[str, TensorSlice]:
-    """Returns the checkpoint as if its weights were plain: under their own names, in their own shapes, with formats and
-    companions. A config that names no method leaves it to the names of tensors. Raises CheckpointError for companions
-    that do not fit their weight."""
+    """Combines tensors into weights under the weights' own names and shapes, with formats and companions. If the config
+    names no method, all methods are tried on the tensors' names. Raises CheckpointError for companions that do not fit
+    their weight."""
     named = str(quantization.get("quant_method") or "")
     for method in METHODS[named] if named else chain.from_iterable(METHODS.values()):
         tensors = method(tensors, quantization)
@@ -39,10 +39,10 @@ def is_output_major(tensor: TensorSlice) -> bool:
 
 
 def require_readable(method: str) -> None:
-    """Raises CheckpointError for a method that no format has."""
+    """Raises CheckpointError for an unsupported quantization method."""
     if method not in METHODS:
         raise CheckpointError(
-            f"model.path: its weights are quantised by {method!r:.80}, which cannot be read. Can be: "
-            f"{', '.join(sorted(METHODS))}, GGUF (model.path=FILE.gguf) and the unquantised checkpoint; most models "
+            f"model.path: its weights are quantized by {method!r:.80}, which cannot be read. Can be: "
+            f"{', '.join(sorted(METHODS))}, GGUF (model.path=FILE.gguf) and the unquantized checkpoint; most models "
             "have one"
         )

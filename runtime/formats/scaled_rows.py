@@ -1,7 +1,7 @@
-"""Rows of small numbers that share factors: integers whose groups of columns have a zero point and a scale in common,
-and how they lie in words of 32 bits; small floats whose blocks have a factor, and how a weight is paired with its own.
+"""Rows of low-precision numbers with shared factors: integers with a zero point and scale per group of columns, also in
+32-bit words; FP8 and FP4 with a factor per block.
 
-Shapes: N rows of K numbers, of which R are wanted; G groups of columns; W words.
+Shapes: N rows of K numbers, R of them selected; G groups of columns; W words.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from ..plan.shape.shapes import Companion, TensorSlice
 WORD_BITS = 32
 SCALES = "scales"
 FACTORS = ("F32", "F16", "BF16", "F64", "F8_E8M0", "F8_E4M3", "U8")
-ENCODINGS = {None: FLOAT4, torch.float8_e4m3fn: SCALED_FLOAT8}  # of dtypes, None for FP4
+ENCODINGS = {None: FLOAT4, torch.float8_e4m3fn: SCALED_FLOAT8}  # by dtype, None for FP4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4's magnitudes; the highest of its four bits is the sign
-RowSelection = slice | torch.Tensor  # some rows, or the rows with these numbers in that order
-Write = Callable[[RowSelection, torch.Tensor], None]  # the codes of the wanted rows into (R, K) float32
-Factors = Callable[[RowSelection], torch.Tensor]  # of the wanted rows: (R, G) float32, or (1, 1) for all alike
+RowSelection = slice | torch.Tensor  # a run of rows, or row numbers in order
+Write = Callable[[RowSelection, torch.Tensor], None]  # writes the codes of selected rows into (R, K) float32
+Factors = Callable[[RowSelection], torch.Tensor]  # returns (R, G) float32 for selected rows, or (1, 1) for all
 Apply = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 class IntegerRows:
-    """Rows of `(code - zero) * scale` (see `rows.Rows`). Codes and zero points have at most nine bits: float32 holds
-    their difference exactly, and its product with a scale of 16 bits too."""
+    """Rows of `(code - zero) * scale`; see `rows.Rows`. Exact in float32: codes and zero points have at most nine bits,
+    scales 16."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class IntegerRows:
         *,
         codes: Callable[[], Codes],
     ):
-        """`width`: the columns of a group; `groups` (K,): the group of each column, where they do not lie in turn; or
-        (E, K), of each of E equal runs of rows. `codes`: see `Rows`."""
+        """`width`: columns per group. `groups`: the group of each column, if groups are not consecutive: (K,), or (E,
+        K) for E equal runs of rows. `codes`: see `Rows`."""
         self.shape, self.device = shape, device
         self._write, self._zeros, self._scales, self._width, self._groups = write, zeros, scales, width, groups
         self.codes = codes
 
     def zeros_and_scales(self, rows: RowSelection) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns zero points and scales of the wanted rows: (R, G) float32 each, or (1, 1) for all alike."""
+        """Returns zero points and scales of the selected rows: (R, G) float32 each, or (1, 1) for all."""
         return self._zeros(rows), self._scales(rows)
 
     def dequantize(self, rows: RowSelection, out_RK: torch.Tensor) -> None:
@@ -59,8 +59,8 @@ class IntegerRows:
             if self._groups is None or self._groups.dim() == 1:
                 apply_by_group(out_RK, factors(rows), self._width, apply, self._groups)
             else:
-                # Columns of each matrix are in groups of their own.
-                assert isinstance(rows, slice), "rows of several matrices are looked at in runs"
+                # Each matrix assigns its columns to groups in its own way.
+                assert isinstance(rows, slice), "rows of several matrices are selected by slices"
                 factors_RG, height = factors(rows), self.shape[0] // len(self._groups)
                 first, stop, _ = rows.indices(self.shape[0])
                 for matrix in range(first // height, -(-stop // height)):
@@ -71,13 +71,13 @@ class IntegerRows:
 def apply_by_group(
     out_RK: torch.Tensor, factors_RG: torch.Tensor, width: int, apply: Apply, groups: torch.Tensor | None = None
 ) -> None:
-    """Applies to each run of `width` columns, or to each column of `groups`, its factor; the last run may be
-    shorter."""
+    """Applies a factor per group in place: groups are runs of `width` columns (the last may be shorter), or as `groups`
+    assigns columns."""
     num_whole = out_RK.shape[1] // width
     if factors_RG.shape[1] == 1:
         apply(out_RK, factors_RG)
     elif groups is not None:
-        apply(out_RK, factors_RG.index_select(1, groups))  # six times as fast as an index of its own
+        apply(out_RK, factors_RG.index_select(1, groups))  # six times as fast as plain indexing
     else:
         apply(out_RK[:, : num_whole * width].unflatten(1, (num_whole, width)), factors_RG[:, :num_whole, None])
         if num_whole < factors_RG.shape[1]:
@@ -85,8 +85,7 @@ def apply_by_group(
 
 
 def write_words(words_RW: torch.Tensor, num_bits: int, out_RK: torch.Tensor) -> None:
-    """Writes codes of 4 or 8 bits that lie in words (contiguous), the first in the lowest bits; those behind the last
-    column are padding."""
+    """Writes 4- or 8-bit codes from contiguous words, lowest bits first. Codes past the last column are padding."""
     bytes_RB = words_RW.view(torch.uint8)
     if num_bits == 4:
         write_pairs(nibble_pairs(bytes_RB.device), bytes_RB, out_RK)
@@ -95,7 +94,7 @@ def write_words(words_RW: torch.Tensor, num_bits: int, out_RK: torch.Tensor) -> 
 
 
 def write_pairs(pairs: torch.Tensor, bytes_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
-    """Writes the two numbers of each byte, of which `pairs` (256,) has each as one element of 64 bits."""
+    """Writes the two numbers of each byte, looked up in `pairs` (256,), whose 64-bit elements are two floats."""
     numbers = bytes_RB.flatten().int()
     if out_RK.shape[1] == 2 * bytes_RB.shape[1]:
         torch.index_select(pairs, 0, numbers, out=out_RK.view(pairs.dtype).flatten())
@@ -105,32 +104,31 @@ def write_pairs(pairs: torch.Tensor, bytes_RB: torch.Tensor, out_RK: torch.Tenso
 
 @lru_cache
 def byte_halves(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(256,) each: the low half of each byte, and the high one. Kept, as to bring it to a device would have the host
-    wait."""
+    """(256,) each: the low and the high nibble of each byte. Cached: copying it to a device would synchronize."""
     byte = torch.arange(256)
     return (byte & 15).to(device), (byte >> 4).to(device)
 
 
 @lru_cache
 def nibble_pairs(device: torch.device) -> torch.Tensor:
-    """(256,): the halves of each byte, the low one first."""
+    """(256,): both nibbles of each byte as floats, low first, as one 64-bit element."""
     return pack_pairs(*byte_halves(device))
 
 
 def pack_pairs(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Two numbers for each byte as one element of 64 bits."""
+    """Packs two tensors of numbers into float pairs, as 64-bit elements."""
     return torch.stack([first, second], dim=1).float().view(torch.int64).flatten()
 
 
 def extract_fields(words_RW: torch.Tensor, positions: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The codes at these positions of each row of words, of which the first lies in the lowest bits: (R, positions)."""
+    """Returns the codes at these positions of each row of words, lowest bits first: (R, positions)."""
     per_word = WORD_BITS // num_bits
     shifts = (positions % per_word * num_bits).to(words_RW.dtype)
     return words_RW[:, positions // per_word] >> shifts & ((1 << num_bits) - 1)
 
 
 def row_numbers(rows: RowSelection, num_rows: int, first_row: int, device: torch.device) -> torch.Tensor:
-    """The numbers of the wanted rows of `num_rows`, which begin at `first_row` of what companions count."""
+    """Returns the selected rows' numbers in the whole weight, where these `num_rows` rows begin at `first_row`."""
     if isinstance(rows, slice):
         start, stop, _ = rows.indices(num_rows)
         return torch.arange(first_row + start, first_row + stop, device=device)
@@ -138,7 +136,7 @@ def row_numbers(rows: RowSelection, num_rows: int, first_row: int, device: torch
 
 
 def select_columns(matrix: torch.Tensor, rows: RowSelection, num_rows: int, first_row: int) -> torch.Tensor:
-    """The columns of a matrix that lie as the wanted rows; a view of a run of them."""
+    """Returns the columns of a transposed matrix for the selected rows; a view if they are a slice."""
     if isinstance(rows, slice):
         start, stop, _ = rows.indices(num_rows)
         return matrix[:, first_row + start : first_row + stop]
@@ -146,7 +144,7 @@ def select_columns(matrix: torch.Tensor, rows: RowSelection, num_rows: int, firs
 
 
 class ScaledRows:
-    """FP8 numbers, or FP4 ones two in a byte with the even column in its low half, times the factor of their block.
+    """FP8 numbers, or FP4 numbers (two per byte, the even column in the low nibble), times a factor per block.
 
     Source of FP4 and its exponents: OCP Microscaling Formats 1.0.
     """
@@ -154,7 +152,7 @@ class ScaledRows:
     def __init__(
         self, raw_NB: torch.Tensor, dtype: torch.dtype | None, scales: torch.Tensor, block_rows: int, block_columns: int
     ):
-        """`raw_NB`: bytes; `dtype`: what they hold, None for FP4; `scales` (N / block_rows, K / block_columns)."""
+        """`raw_NB`: bytes of `dtype`, None for FP4; `scales`: (N / block_rows, K / block_columns)."""
         self._raw_NB, self._dtype, self._scales = raw_NB, dtype, scales
         self._block_rows, self._block_columns = block_rows, block_columns
         self.shape = (raw_NB.shape[0], raw_NB.shape[1] * (2 if dtype is None else 1))
@@ -178,7 +176,7 @@ class ScaledRows:
         )
 
     def zeros_and_scales(self, rows: RowSelection) -> tuple[None, torch.Tensor]:
-        """Returns no zero points, and the factors of the wanted rows, (R, K / block_columns) float32."""
+        """Returns None (no zero points) and the factors of the selected rows, (R, K / block_columns) float32."""
         return None, self._factors(rows)
 
     def _factors(self, rows: RowSelection) -> torch.Tensor:
@@ -189,7 +187,7 @@ class ScaledRows:
 def scaled_rows(
     raw_NB: torch.Tensor, dtype: torch.dtype | None, scales: torch.Tensor, block_rows: int, block_columns: int
 ) -> Rows:
-    """Returns ScaledRows of these, which vectors decode inside of a product where they can."""
+    """Returns ScaledRows, wrapped in RowCodes if the vector kernels can decode them inside a product."""
     rows = ScaledRows(raw_NB, dtype, scales, block_rows, block_columns)
     num_groups = scales.shape[1]
     is_even = num_groups == 1 or num_groups * block_columns == rows.shape[1]
@@ -200,8 +198,8 @@ def scaled_rows(
 
 @lru_cache
 def byte_values(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-    """(256,): what each byte holds, a float32 or, of FP4, two of them as one element of 64 bits. Five times as fast as
-    torch's own conversion of FP8 on a CPU."""
+    """(256,): a table from a byte to its float32, or for FP4 to two of them as one 64-bit element. Five times as fast
+    as torch's conversion of FP8 on a CPU."""
     if dtype is not None:
         return torch.arange(256, dtype=torch.uint8).view(dtype).float().to(device)
     numbers = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)], device=device)
@@ -210,12 +208,11 @@ def byte_values(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor
 
 
 def attach_factors(tensor: TensorSlice, factors: TensorSlice, rows: int, columns: int) -> TensorSlice:
-    """Returns the weight with its factors, of blocks of so many rows and columns. Raises CheckpointError for factors
-    that do not fit it."""
+    """Returns the weight with a factor per block of `rows` x `columns`. Raises CheckpointError if they do not fit."""
     if len(tensor.shape) < 2 or factors.dtype not in FACTORS:
         raise CheckpointError(
-            f"{factors.file}: {factors.name!r} is {factors.dtype}, {tensor.name!r} has shape {tensor.shape}: no matrix "
-            f"with factors, which are {', '.join(FACTORS)}"
+            f"{factors.file}: {factors.name!r} is {factors.dtype}, {tensor.name!r} has shape {tensor.shape}: need a "
+            f"matrix and factors in {', '.join(FACTORS)}"
         )
     *stack, height, width = tensor.shape
     expected = (*stack, -(-height // rows), -(-width // columns))
@@ -224,6 +221,6 @@ def attach_factors(tensor: TensorSlice, factors: TensorSlice, rows: int, columns
             f"{factors.file}: {factors.name!r} has shape {factors.shape}; blocks of {rows} x {columns} "
             f"(weight_block_size in config.json) of {tensor.name!r}, {tensor.shape}, need {expected}"
         )
-    dtype = "F8_E8M0" if factors.dtype == "U8" else factors.dtype  # exponents, saved as bytes by some
+    dtype = "F8_E8M0" if factors.dtype == "U8" else factors.dtype  # some checkpoints store exponents as bytes
     companion = Companion(role=SCALES, tensor=replace(factors, dtype=dtype), block_rows=rows, block_columns=columns)
     return replace(tensor, companions=(companion,))

@@ -1,4 +1,4 @@
-"""The storage format: a way that numbers of a matrix lie in bytes.
+"""The interface of a storage format: an encoding of a matrix in bytes.
 
 Shapes: N rows of K numbers, of B bytes each.
 """
@@ -14,15 +14,14 @@ from ..linear.rows import Rows
 from ..plan.shape.dtypes import Loss as Loss
 from ..plan.shape.shapes import Companion, TensorSlice
 
-ROWS_OF_WORD = 8  # rows whose zero points are in one word, at most
+ROWS_OF_WORD = 8  # most rows whose zero points share a word
 
 
 class StoredMatrix(NamedTuple):
-    """A matrix as it lies in memory: its bytes, and its companions by role. Views into a slot: valid as long as its
-    bytes are."""
+    """A matrix in memory: its bytes, and its companions by role. Views into a slot: valid until the slot is reused."""
 
     piece: TensorSlice
-    raw: torch.Tensor  # uint8, one behind the other
+    raw: torch.Tensor  # uint8, flat
     companions: Mapping[str, torch.Tensor]  # in their own dtypes and shapes
 
     @property
@@ -31,18 +30,17 @@ class StoredMatrix(NamedTuple):
 
 
 def join_by_rows(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
-    """Returns matrices of one shape, such as those of experts, below each other as one of E x N rows; views where they
-    lie so, copies otherwise. None where they differ in more than their numbers, or where a companion is neither of rows
-    nor of whole matrices."""
+    """Concatenates matrices of one shape, such as experts, into one of E x N rows: a view if contiguous, otherwise a
+    copy. Returns None if their layouts differ, or a companion belongs neither to rows nor to whole matrices."""
     first, num_rows = matrices[0].piece, matrices[0].piece.shape[0]
     if not have_same_layout(matrices) or first.row_order:
         return None
     companions, tensors = list[Companion](), dict[str, torch.Tensor]()
-    for each in first.companions:
-        parts, block = [stored.companions[each.role] for stored in matrices], each.block_rows
+    for companion in first.companions:
+        parts, block = [stored.companions[companion.role] for stored in matrices], companion.block_rows
         if parts[0].dim() != 2 or (parts[0].dtype == torch.int32 and len(parts[0]) * block != num_rows):
-            return None  # words whose fields are those of rows are full
-        if len(parts[0]) == 1:  # for all rows of its matrix
+            return None  # fields of the last word would belong to no row
+        if len(parts[0]) == 1:  # one for all rows of its matrix
             parts, block = [part.expand(num_rows, -1) for part in parts], 1
         elif len(parts[0]) * block != num_rows:
             if -(-num_rows // block) != len(parts[0]):
@@ -52,16 +50,16 @@ def join_by_rows(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
                 [part.view(CONCAT_DTYPES.get(part.dtype, part.dtype))[rows].view(part.dtype) for part in parts],
                 1,
             )
-        tensors[each.role] = concat_rows(parts)
-        companions.append(replace(each, block_rows=block))
+        tensors[companion.role] = concat_rows(parts)
+        companions.append(replace(companion, block_rows=block))
     shape = (len(matrices) * num_rows, *first.shape[1:])
     joined = replace(first, shape=shape, companions=tuple(companions))
     return StoredMatrix(joined, concat_rows([stored.raw for stored in matrices]), tensors)
 
 
 def join_by_columns(matrices: Sequence[StoredMatrix], num_words: int) -> StoredMatrix | None:
-    """The same of matrices in `num_words` rows of words of 32 bits, whose own rows lie as columns, as those of their
-    companions do. What has one dimension, as the group of each column, becomes a row for each matrix."""
+    """Same as `join_by_rows` for transposed matrices: `num_words` rows of 32-bit words, whose columns are the matrix's
+    rows, as in their companions. One-dimensional companions are stacked, one row per matrix."""
     first, num_rows = matrices[0].piece, matrices[0].piece.shape[0]
     if not have_same_layout(matrices) or first.first_row or num_rows % ROWS_OF_WORD:
         return None
@@ -75,22 +73,23 @@ def join_by_columns(matrices: Sequence[StoredMatrix], num_words: int) -> StoredM
 
 
 def have_same_layout(matrices: Sequence[StoredMatrix]) -> bool:
-    """Whether they lie in the same way, and have companions of the same shapes."""
+    """True if shapes, formats, dtypes and companions' shapes are equal."""
 
-    def looks(stored: StoredMatrix) -> tuple[object, ...]:
+    def layout_key(stored: StoredMatrix) -> tuple[object, ...]:
         piece, sizes = stored.piece, {role: tensor.shape for role, tensor in stored.companions.items()}
         return piece.shape, piece.format, piece.dtype, piece.first_row, piece.constants[:2], stored.raw.shape, sizes
 
-    return all(looks(each) == looks(matrices[0]) for each in matrices)
+    return all(layout_key(matrix) == layout_key(matrices[0]) for matrix in matrices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageFormat:
-    """`name` is what a tensor slice calls it. `rows` makes rows of a stored matrix that dequantize themselves on
-    whichever device they lie; `row_bytes` says what a row of so many numbers takes, with its share of the companions,
-    whose roles are `companions`. A format `of_linear` layers has a row for each output, also where a class keeps its
-    weight as columns, as GPT-2's does. `join` makes one matrix of several, or its rows, so that a device decodes all
-    experts of a layer at once."""
+    """A storage format, by the `name` in a tensor slice.
+
+    `row_bytes(num_columns)`: bytes per row, with its share of the companions. `rows`: makes dequantizable rows of a
+    stored matrix, on any device. `companions`: their roles. `is_output_major`: rows are outputs even if the model class
+    stores its weight transposed, as GPT-2 does. `join`: concatenates matrices, so that a device decodes all experts of
+    a layer at once."""
 
     name: str
     loss: Loss
@@ -101,12 +100,12 @@ class StorageFormat:
     join: Callable[[Sequence[StoredMatrix]], StoredMatrix | Rows | None] = join_by_rows
 
     def join_matrices(self, matrices: Sequence[StoredMatrix]) -> Rows | None:
-        """Returns rows of matrices of one shape below each other; None where they cannot be one matrix."""
+        """Concatenates matrices of one shape by rows; None if they cannot form one matrix."""
         found = self.join(matrices)
         return self.rows(found) if isinstance(found, StoredMatrix) else found
 
 
-# A method that a config names, with what the config says of it: the checkpoint's tensors as if they were not stored so,
-# weights under their own names and in their own shapes, with format and companions. Raises CheckpointError for tensors
-# that do not fit each other, and for a variant that cannot be read.
+# A quantization method: (tensors, quantization config) -> tensors, with its weights under their own names and shapes,
+# with format and companions. Raises CheckpointError for tensors that do not fit each other and for unsupported
+# variants.
 Method = Callable[[Mapping[str, TensorSlice], Mapping[str, object]], Mapping[str, TensorSlice]]

@@ -106,7 +106,7 @@ def test_neither_weights_nor_inputs_are_kept(asked: Asked) -> None:
         run(projections, *names)
         held = [value for value in vars(projections).values() if isinstance(value, torch.Tensor)]
         assert not held
-        assert not projections._made
+        assert not projections._outputs
         assert not projections._blocks
 
 

@@ -107,8 +107,8 @@ def test_what_is_not_done_is_named(
     changed = write_checkpoint(quantised, tmp_path / "a", tensors_in(quantised), quantization_config=config)
     with caplog.at_level(logging.WARNING):
         shape_of(changed, tmp_path)
-    assert "activations quantised (int8, dynamic)" in caplog.text
-    assert ("keys and values quantised" in caplog.text) == bool(change)
+    assert "quantizes activations (int8, dynamic)" in caplog.text
+    assert ("quantizes keys and values" in caplog.text) == bool(change)
 
 
 def test_weights_without_a_config_are_refused(reference: References, tmp_path: Path) -> None:

@@ -157,14 +157,14 @@ def test_companions_that_do_not_fit_are_refused_with_their_shape(name: str, tmp_
 
 
 CHANGES: dict[str, tuple[str, str, torch.Tensor, str]] = {
-    "a group that is not there": ("gptq, desc_act, 8 bits", "g_idx", torch.full((K,), 3).int(), "3 to 3; there are 3"),
-    "a group that is not there, unordered": ("gptq", "g_idx", torch.full((K,), 10**6).int(), "1000000; there are 3"),
+    "a group that is not there": ("gptq, desc_act, 8 bits", "g_idx", torch.full((K,), 3).int(), "3 to 3; must be 0 to 2"),
+    "a group that is not there, unordered": ("gptq", "g_idx", torch.full((K,), 10**6).int(), "1000000; must be 0 to 2"),
     "a column too few": ("gptq", "g_idx", (torch.arange(K - 1) // 32).int(), "has shape \\(95,\\)"),
     "a negative group": ("pack-quantized, ordered", "weight_g_idx", torch.full((K,), -1).int(), "groups -1 to -1"),
-    "words of floats": ("awq", "qweight", torch.zeros(K, N // 8), "is F32; I32 is wanted"),
-    "factors of integers": ("pack-quantized", "weight_scale", torch.zeros(N, 3).int(), "is I32; F16 or BF16 or F32"),
-    "factors in U16": ("fbgemm_fp8", "weight_scale", torch.ones(N, 1).to(torch.uint16), "is U16, .* no matrix"),
-    "two factors for all": ("nvfp4-pack-quantized", "weight_global_scale", torch.ones(2), "one number is wanted"),
+    "words of floats": ("awq", "qweight", torch.zeros(K, N // 8), "is F32; must be I32"),
+    "factors of integers": ("pack-quantized", "weight_scale", torch.zeros(N, 3).int(), "is I32; must be F16 or BF16 or F32"),
+    "factors in U16": ("fbgemm_fp8", "weight_scale", torch.ones(N, 1).to(torch.uint16), "is U16, .* need a matrix"),
+    "two factors for all": ("nvfp4-pack-quantized", "weight_global_scale", torch.ones(2), "must be one number"),
     "another shape": ("pack-quantized", "weight_shape", torch.tensor([N, 8 * K]), "no packing of 4 or 8 bits"),
     "no shape": ("pack-quantized", "weight_shape", torch.tensor([], dtype=torch.int64), "no packing of 4 or 8 bits"),
     "no state": (
@@ -179,7 +179,7 @@ CHANGES: dict[str, tuple[str, str, torch.Tensor, str]] = {
         "bitsandbytes nf4", "weight.quant_state.bitsandbytes__nf4", torch.tensor([*b"[" * 10**5], dtype=torch.uint8),
         "does not describe a matrix",
     ),
-    "nothing nested": ("bitsandbytes nf4", "weight.absmax", torch.zeros(72), "is F32; U8 is wanted"),
+    "nothing nested": ("bitsandbytes nf4", "weight.absmax", torch.zeros(72), "is F32; must be U8"),
     "laid out for a kernel": ("bitsandbytes int8", "weight_format", torch.ones((), dtype=torch.uint8), "for a kernel"),
     "FP8 of one dimension": ("fbgemm_fp8", "weight", torch.zeros(N).to(torch.float8_e4m3fn), "has shape \\(48,\\)"),
 }  # fmt: skip
@@ -199,7 +199,7 @@ def test_a_tensor_that_cannot_be_right_is_named(what: str, tmp_path: Path) -> No
 def test_blocks_of_experts_that_are_no_bytes_are_refused(tmp_path: Path) -> None:
     tensors = {"w_blocks": torch.zeros(2, N, 3, 16), "w_scales": torch.zeros(2, N, 3, dtype=torch.uint8)}
     save_file(tensors, tmp_path / "a.safetensors")
-    with pytest.raises(CheckpointError, match=r"a\.safetensors: 'w_blocks' is F32; U8 is wanted"):
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: 'w_blocks' is F32; must be U8"):
         pair_companions(read_header(tmp_path / "a.safetensors"), {"quant_method": "mxfp4"})
 
 

@@ -1,3 +1,3 @@
-"""The storage formats: each module here has `FORMATS`, and `METHODS` where configs name it and its tensors have other
-names than the weight; it is found by lying here. Here belongs what knows one format; the noun lies beside this folder.
+"""The storage formats. Each module here is discovered; it defines `FORMATS`, and `METHODS` if configs name it or its
+tensors are named differently from the weight. Code for one format belongs here, shared code one folder up.
 """

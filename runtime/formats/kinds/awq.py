@@ -1,7 +1,7 @@
 """AWQ in its `gemm` version: `qweight` (K, N / 8), `qzeros` (G, N / 8) and `scales` (G, N).
 
-A word holds the codes of eight neighbouring rows in one column. From its lowest bits on they are those of the rows 0,
-2, 4, 6, 1, 3, 5 and 7; zero points lie alike. The number is (code - zero) * scale.
+A word holds the codes of eight neighboring rows in one column: from the lowest bits, rows 0, 2, 4, 6, 1, 3, 5, 7. Zero
+points are packed the same way. The number is (code - zero) * scale.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from ..scaled_rows import IntegerRows, RowSelection, row_numbers, select_columns
 from ..storage_format import Loss, StorageFormat, StoredMatrix, join_by_columns
 
 NAME, NUM_BITS, PER_WORD, USUAL_WIDTH = "awq-int4", 4, 8, 128
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight rows of a word: which four bits are whose
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each of its eight rows
 LEAVES = ("qweight", "qzeros", "scales")
 READABLE = "AWQ of 4 bits in version gemm"
 
@@ -40,16 +40,16 @@ def _rows(stored: StoredMatrix) -> Rows:
     piece = stored.piece
     num_rows, num_columns = piece.shape
     words_KW = stored.raw.view(torch.int32).view(num_columns, -1)
-    at = (num_rows, piece.first_row)
+    position = (num_rows, piece.first_row)
 
     def write(rows: RowSelection, out_RK: torch.Tensor) -> None:
-        out_RK.copy_(_codes(words_KW, rows, *at))
+        out_RK.copy_(_codes(words_KW, rows, *position))
 
     def zeros(rows: RowSelection) -> torch.Tensor:
-        return _codes(stored.companions[ZEROS], rows, *at).float()
+        return _codes(stored.companions[ZEROS], rows, *position).float()
 
     def scales(rows: RowSelection) -> torch.Tensor:
-        return select_columns(stored.companions[SCALES], rows, *at).t().float()
+        return select_columns(stored.companions[SCALES], rows, *position).t().float()
 
     width = next(each.block_columns for each in piece.companions if each.role == SCALES)
     shape, device = (num_rows, num_columns), stored.raw.device
@@ -75,7 +75,7 @@ def _rows(stored: StoredMatrix) -> Rows:
 
 
 def _codes(words_KW: torch.Tensor, rows: RowSelection, num_rows: int, first_row: int) -> torch.Tensor:
-    """The codes of the wanted rows: (R, K). Of a run of them, each word is taken once."""
+    """Returns the codes of the selected rows: (R, K). For a slice, each word is read once."""
     numbers = row_numbers(rows, num_rows, first_row, words_KW.device)
     shifts = _shifts(words_KW.device)
     if isinstance(rows, torch.Tensor) or not len(numbers):
@@ -84,13 +84,13 @@ def _codes(words_KW: torch.Tensor, rows: RowSelection, num_rows: int, first_row:
     first, last = (first_row + start) // PER_WORD, -(-(first_row + stop) // PER_WORD)
     words_WK = words_KW[:, first:last].t().contiguous()
     codes_RK = (words_WK[:, None] >> shifts[:, None]).bitwise_and_(15).flatten(0, 1)
-    before = first_row + start - first * PER_WORD
-    return codes_RK[before : before + stop - start]
+    offset = first_row + start - first * PER_WORD
+    return codes_RK[offset : offset + stop - start]
 
 
 @lru_cache
 def _shifts(device: torch.device) -> torch.Tensor:
-    """(8,): to the code of each row of a word. Kept, as to bring it to a device would have the host wait."""
+    """(8,): the shift to each row's code in a word. Cached: copying it to a device would synchronize."""
     return (NUM_BITS * torch.tensor(PLACES, dtype=torch.int32)).to(device)
 
 

@@ -1,9 +1,9 @@
-"""bitsandbytes: `weight` of 4 bits beside `weight.absmax`, `weight.quant_map` and `weight.quant_state.bitsandbytes__*`,
-or in int8 beside `SCB`, a factor for each row times 127.
+"""bitsandbytes: 4-bit `weight` with `weight.absmax`, `weight.quant_map` and `weight.quant_state.bitsandbytes__*`; or
+int8 `weight` with `SCB`, a factor per row times 127.
 
-Two codes lie in a byte, the first in its high half, rows without a seam. The number is that of the code in `quant_map`
-times the factor of its block. Factors may be quantised too: then `weight.absmax` holds bytes, whose numbers
-`weight.nested_quant_map` has, times the factor of their own block (`weight.nested_absmax`) plus one offset for all.
+4 bits: two codes per byte, the first in the high nibble, with no padding between rows. The number is `quant_map[code]`
+times the factor of its block. Nested quantization: `weight.absmax` then holds byte codes; a factor is
+`weight.nested_quant_map[code]` times the factor of its own block (`weight.nested_absmax`), plus one common offset.
 """
 
 import json
@@ -42,15 +42,15 @@ LEAVES = (
     "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "SCB", "weight_format",
     *(STATE + name for name in FOUR_BITS),
 )  # fmt: skip
-STORAGE = ("U8", *FLOATS)  # `bnb_4bit_quant_storage`: the same bytes under another name
+STORAGE = ("U8", *FLOATS)  # `bnb_4bit_quant_storage`: the same bytes as another dtype
 INVERSE_OF_127 = 7.874015718698502e-3  # as bitsandbytes has it
 USUAL_BLOCK, USUAL_NESTED_BLOCK = 64, 256
 
 
 class FourBitRows:
-    """Rows of codes of 4 bits times the factor of their block; see `rows.Rows`. Blocks run on from row to row.
+    """Rows of 4-bit codes times the factor of their block; see `rows.Rows`. Blocks may cross rows.
 
-    `CODES` may be a row for each of E matrices below each other.
+    The `CODES` companion may have one row for each of E concatenated matrices.
     """
 
     def __init__(self, stored: StoredMatrix):
@@ -75,8 +75,8 @@ class FourBitRows:
             apply_by_group(out_RK, self.zeros_and_scales(rows)[1], width, torch.Tensor.mul_)
 
     def codes(self) -> Codes | None:
-        """See `Rows`; of whole blocks. Factors that are quantised themselves become float32 here, 1/16 of a byte for
-        each number where blocks have 64."""
+        """See `Rows`; None if blocks cross rows. Nested factors are dequantized to float32 here, 1/16 byte per number
+        for blocks of 64."""
         width = int(self._piece.constants[0])
         if self.shape[1] % width:
             return None
@@ -92,7 +92,8 @@ class FourBitRows:
         )
 
     def zeros_and_scales(self, rows: RowSelection) -> tuple[None, torch.Tensor]:
-        """Returns no zero points, and the factors of the wanted rows, (R, blocks in a row) float32, of whole blocks."""
+        """Returns None (no zero points) and the factors of the selected rows, (R, blocks per row) float32. Blocks must
+        not cross rows."""
         num_blocks = self.shape[1] // int(self._piece.constants[0])
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(self.shape[0])
@@ -102,7 +103,7 @@ class FourBitRows:
         return None, self._factors(first[:, None] + torch.arange(num_blocks, device=self.device))
 
     def _factors(self, blocks: RowSelection) -> torch.Tensor:
-        """The factors of the blocks with these numbers, or of a run of them."""
+        """Returns the factors of the blocks with these numbers, or of a slice of blocks."""
         factors = self._companions[SCALES][blocks]
         if NESTED_SCALES not in self._companions:
             return factors.float()
@@ -114,7 +115,7 @@ class FourBitRows:
 
 
 def _join(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
-    """Matrices of 4 bits below each other, whose blocks do not go on in the next one; with factors as numbers."""
+    """Concatenates 4-bit matrices, with factors dequantized; None if a block would cross matrices."""
     first, piece = matrices[0].companions, matrices[0].piece
     width = int(piece.constants[0])
     if not have_same_layout(matrices) or piece.first_row or (piece.shape[0] * piece.shape[1]) % width:
@@ -146,7 +147,7 @@ def _four_bit_rows(stored: StoredMatrix) -> Rows:
 
 
 class Int8Rows:
-    """Rows of bytes times a factor of 127; see `rows.Rows`."""
+    """Rows of int8 times a factor per row, divided by 127; see `rows.Rows`."""
 
     def __init__(self, stored: StoredMatrix):
         self._codes_NK, self._scales = stored.raw_NB.view(torch.int8), stored.companions[SCALES]
@@ -170,7 +171,7 @@ class Int8Rows:
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
-    """See `Method`. Configs of old name no method, but how it was loaded."""
+    """See `Method`. Old configs have only load options and no `quant_method`."""
     if (quantization.get("quant_method") or "bitsandbytes") != "bitsandbytes" or not quantization:
         return tensors
     weights = {
@@ -197,7 +198,7 @@ def _four_bit_weight(module: ModuleTensors, name: str) -> TensorSlice:
     try:
         values = json.loads(read_bytes(state))
         height, width, block = *map(int, values["shape"]), int(values["blocksize"])
-        nested = int(values.get("nested_blocksize", 0))  # factors in a block of factors; 0: these are not quantised
+        nested = int(values.get("nested_blocksize", 0))  # factors per block of factors; 0: not nested
         offset = float(values.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{state.file}: {state.name!r} does not describe a matrix of 4 bits") from error
@@ -207,7 +208,7 @@ def _four_bit_weight(module: ModuleTensors, name: str) -> TensorSlice:
         raise unsupported_error(
             f"{words.name!r} has {words.num_bytes} bytes for {height} rows of {width} numbers", READABLE
         )
-    block = min(block, height * width)  # a larger one holds no more, and may be larger than any integer of torch's
+    block = min(block, height * width)  # a larger block holds no more, and could overflow torch's integers
     num_blocks = -(-height * width // block)
     nested = min(nested, num_blocks)
     pairs = [(CODES, "weight.quant_map", "F32", 16), (SCALES, "weight.absmax", "U8" if nested else "F32", num_blocks)]

@@ -1,11 +1,11 @@
-"""compressed-tensors (llm-compressor): which of its formats a module's tensors are, by their names and dtypes.
+"""compressed-tensors (llm-compressor). A module's format is recognized by its tensors' names and dtypes:
 
     weight_packed in I32, weight_shape    pack-quantized: integers of 4 or 8 bits in words
     weight_packed in U8                   nvfp4-pack-quantized with weight_global_scale, mxfp4-pack-quantized without
     weight in I8                          int-quantized, naive-quantized
     weight in F8                          float-quantized, mxfp8-quantized
 
-Modules of its `ignore` list have a plain `weight`, which stays one.
+Modules in its `ignore` list have a plain `weight`, which is kept.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -108,7 +108,7 @@ def _word_weight(module: ModuleTensors, words: TensorSlice, schemes: Iterable[Ma
     num_bits = next((bits for scheme in candidates for bits in WORDS if scheme["num_bits"] == bits), None)
     if len(shape) != 2 or shape[0] != num_rows or num_bits is None:
         what = f"{words.name!r} has {num_words} words in each of {num_rows} rows for weight_shape {[*shape]}"
-        raise unsupported_error(f"{what}, which is no packing of 4 or 8 bits that its config_groups name", READABLE)
+        raise unsupported_error(f"{what}, which matches no packing of 4 or 8 bits in its config_groups", READABLE)
     groups = module.find(
         "weight_g_idx"
     )  # it is there where columns are ordered, whatever the config says of `actorder`
@@ -119,7 +119,7 @@ def _word_weight(module: ModuleTensors, words: TensorSlice, schemes: Iterable[Ma
 
 
 def _num_words(shape: Sequence[int], scheme: Mapping[str, object]) -> int | None:
-    """How many words a row takes; None for a scheme that is none of integers."""
+    """Returns the number of words per row; None if the scheme has no integer weights."""
     num_bits = scheme.get("num_bits")
     if not shape or type(num_bits) is not int or scheme.get("type", "int") != "int" or not 0 < num_bits <= WORD_BITS:
         return None

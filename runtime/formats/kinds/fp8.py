@@ -1,4 +1,4 @@
-"""FP8 whose blocks share a factor (DeepSeek-V3, MiniMax-M2), or tensors or rows (FBGEMM, vLLM): `X` in F8 beside
+"""FP8 with a factor per block (DeepSeek-V3, MiniMax-M2), per tensor or per row (FBGEMM, vLLM): `X` in F8 with
 `X_scale_inv` or `X_scale`."""
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ def _rows(stored: StoredMatrix) -> Rows:
 
 
 def fp8_weight(tensor: TensorSlice, factors: TensorSlice, block: tuple[int, int]) -> TensorSlice:
-    """Returns the weight with its factors: one for all of it, one for each block, row or column, or equal groups of a
-    row's columns. Raises CheckpointError for others."""
+    """Returns the weight with its factors: one in all, or one per block, row, column, or equal group of a row's
+    columns. Raises CheckpointError for other shapes."""
     if len(tensor.shape) < 2:
-        raise CheckpointError(f"{tensor.file}: {tensor.name!r} has shape {tensor.shape}, and factors as a matrix has")
+        raise CheckpointError(f"{tensor.file}: {tensor.name!r} has shape {tensor.shape}; FP8 weights must be matrices")
     *stack, height, width = tensor.shape
     (rows, columns), shape = block, factors.shape
     if prod(shape) == 1:
@@ -45,7 +45,7 @@ def fp8_weight(tensor: TensorSlice, factors: TensorSlice, block: tuple[int, int]
 
 
 def block_shape(value: object) -> tuple[int, int]:
-    """The rows and columns of a block, by what a config says."""
+    """Returns the rows and columns of a block from a config value; DEFAULT_BLOCK if it is missing or invalid."""
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
         return value[0], value[1]
     return DEFAULT_BLOCK

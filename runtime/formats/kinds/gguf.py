@@ -1,9 +1,9 @@
-"""The block formats of GGUF, by the names of their types: a block is a run of columns whose numbers share scales, which
-lie inside of it. A type of plain numbers is one where its rows lie in another order.
+"""GGUF's block formats, by type name. A block is a run of columns with their scales stored inside. Plain types are used
+here only for rows stored in another order.
 
-All formats spelled out here are `scale * q + offset` for small integers q whose bits lie in one or two places of the
-block; each decoder says where. What has no decoder goes through the numpy code of the package `gguf`, several times
-slower. Source of the layouts: ggml's block structures (ggml-common.h), as llama.cpp writes them.
+Numbers are `scale * q + offset` for small integers q, whose bits lie in one or two places of the block; each decoder
+shows where. Types without a decoder use the numpy code of the package `gguf`, several times slower. Source of the
+layouts: ggml's block structures (ggml-common.h), as llama.cpp writes them.
 
 Shapes: n blocks of B bytes, each of G groups of W numbers with one scale.
 """
@@ -30,7 +30,7 @@ class BlockNumbers(NamedTuple):
 
 
 class GgufRows:
-    """Rows of a GGUF tensor (see `rows.Rows`); `order` says, where it is not None, which stored row is which."""
+    """Rows of a GGUF tensor; see `rows.Rows`. `order`: the stored row of each row; None if rows are in order."""
 
     def __init__(self, raw_NB: torch.Tensor, dtype: str, num_columns: int, order: torch.Tensor | None):
         self._raw_NB, self._dtype, self._order = raw_NB, dtype, order
@@ -49,12 +49,12 @@ class GgufRows:
 
 
 def decode(dtype: str, raw_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
-    """Bytes of whole rows to numbers. `out_RK`: float32, contiguous."""
+    """Decodes whole rows of bytes into `out_RK`, float32 and contiguous."""
     decoder = DECODERS.get(dtype)
     if dtype in PLAIN:
         out_RK.copy_(raw_RB.view(PLAIN[dtype]))
     elif decoder is None:
-        import gguf  # an optional extra, there because the file was opened with it
+        import gguf  # an optional extra, installed if a GGUF file was opened
 
         out_RK.copy_(torch.from_numpy(gguf.dequantize(raw_RB.cpu().numpy(), gguf.GGMLQuantizationType[dtype])))
     else:
@@ -67,39 +67,39 @@ def decode(dtype: str, raw_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
 
 
 def _load_half(blocks_nB: torch.Tensor, at: int) -> torch.Tensor:
-    """The float16 number at a byte of each block: (n, 1)."""
+    """Returns the float16 at byte `at` of each block, as float32: (n, 1)."""
     return blocks_nB[:, at : at + 2].view(torch.float16).float()
 
 
 def _extract_fields(bytes_nB: torch.Tensor, num_bits: int, run: int) -> torch.Tensor:
-    """Numbers of `num_bits` from the bytes: first the lowest bits of `run` bytes, then their next ones, and so on;
-    then those of the next `run` bytes. (n, B * 8 / num_bits)."""
-    bytes_ncr = bytes_nB.contiguous().unflatten(1, (-1, run))  # side by side they are shifted ten times as fast
+    """Splits bytes into fields of `num_bits`: first the lowest bits of `run` bytes, then their next bits, and so on;
+    then the next `run` bytes. Returns (n, B * 8 / num_bits)."""
+    bytes_ncr = bytes_nB.contiguous().unflatten(1, (-1, run))  # contiguous bytes shift ten times as fast
     fields = [bytes_ncr >> shift & ((1 << num_bits) - 1) for shift in range(0, 8, num_bits)]
     return torch.stack(fields, dim=2).flatten(1)
 
 
 def _fifth_bits(bytes_nB: torch.Tensor) -> torch.Tensor:
-    """16 for each bit that is set, 0 for others, from the lowest bit of the first byte on: (n, 8 * B)."""
+    """Returns 16 for each set bit and 0 for others, from the lowest bit of the first byte: (n, 8 * B)."""
     table = _spread_bits(bytes_nB.device)
     return table[bytes_nB.int()].view(torch.uint8)
 
 
 @lru_cache
 def _spread_bits(device: torch.device) -> torch.Tensor:
-    """(256,): of each byte its bits as the bytes 0 and 16, eight bytes as one element."""
+    """(256,): a table from a byte to its eight bits as bytes 0 or 16, packed into one 64-bit element."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return (bits << 4).to(torch.uint8).view(torch.int64).flatten().to(device)
 
 
 def _subtract_zero(q: torch.Tensor, zero: int, width: int) -> torch.Tensor:
-    """q - zero, in groups of `width`."""
+    """Returns q - zero as int8, in groups of `width`. Mutates q."""
     return q.view(torch.int8).sub_(zero).unflatten(1, (-1, width))
 
 
 def _scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of Q4_K and Q5_K, (n, 8) each: six bits, of which the second four have their two highest above the first
-    four."""
+    """Returns the scales and minima of Q4_K and Q5_K, (n, 8) each: six bits; the second four keep their two highest
+    bits above the first four."""
     low, high, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scale = torch.cat([low & 63, rest & 15 | low >> 6 << 4], dim=1)
     minimum = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], dim=1)

@@ -1,9 +1,9 @@
-"""GPTQ, as AutoGPTQ and GPTQModel write it: `qweight` (K / codes in a word, N), `qzeros` (G, N / codes in a word),
+"""GPTQ, as AutoGPTQ and GPTQModel write it: `qweight` (K / codes per word, N), `qzeros` (G, N / codes per word),
 `scales` (G, N), and `g_idx` (K,), the group of each column.
 
-A word of `qweight` holds codes of neighbouring columns of one row, the first in the lowest bits; one of `qzeros` zero
-points of neighbouring rows. The number is (code - zero) * scale. The first version of the format stores zero points
-less one, modulo the number of codes; the second as they are.
+A word of `qweight` holds codes of neighboring columns of one row, lowest bits first; a word of `qzeros` holds zero
+points of neighboring rows. The number is (code - zero) * scale. Format version 1 stores zero points minus one, modulo
+the number of codes; version 2 stores them unchanged.
 """
 
 from collections.abc import Mapping
@@ -48,27 +48,27 @@ def _rows(num_bits: int, stored: StoredMatrix) -> Rows:
     piece, companions = stored.piece, stored.companions
     num_rows, num_columns = piece.shape
     words_WN = stored.raw.view(torch.int32).view(num_columns * num_bits // WORD_BITS, -1)
-    at = (num_rows, piece.first_row)
-    added = int(piece.constants[0])
+    position = (num_rows, piece.first_row)
+    zero_offset = int(piece.constants[0])
 
     def write(rows: RowSelection, out_RK: torch.Tensor) -> None:
-        words_RW = select_columns(words_WN, rows, *at).t().clone(memory_format=torch.contiguous_format)
+        words_RW = select_columns(words_WN, rows, *position).t().clone(memory_format=torch.contiguous_format)
         write_words(words_RW, num_bits, out_RK)
 
     def zeros(rows: RowSelection) -> torch.Tensor:
-        """A table of bytes has them: those of the words that hold a run of rows, or of all."""
+        """Decodes zero points by a table of bytes: for a slice, only the words that hold its rows."""
         words_GW, first_word, per_word = companions[ZEROS], 0, WORD_BITS // num_bits
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(num_rows)
             first_word, last_word = (piece.first_row + start) // per_word, -(-(piece.first_row + stop) // per_word)
             words_GW = words_GW[:, first_word:last_word]
-        codes = _byte_zeros(num_bits, added, stored.raw.device)
+        codes = _byte_zeros(num_bits, zero_offset, stored.raw.device)
         found_GN = codes.index_select(0, words_GW.contiguous().view(torch.uint8).flatten().int())
         found_GN = found_GN.view(torch.float32).view(len(words_GW), -1)
         return select_columns(found_GN, rows, num_rows, piece.first_row - first_word * per_word).t()
 
     def scales(rows: RowSelection) -> torch.Tensor:
-        return select_columns(companions[SCALES], rows, *at).t().float()
+        return select_columns(companions[SCALES], rows, *position).t().float()
 
     width = next(each.block_columns for each in piece.companions if each.role == SCALES)
     shape, device, groups = (num_rows, num_columns), stored.raw.device, companions.get(GROUPS)
@@ -87,7 +87,7 @@ def _rows(num_bits: int, stored: StoredMatrix) -> Rows:
             groups=groups_EK,
             zeros=companions[ZEROS].t().unflatten(0, in_matrices),
             zero_bits=num_bits,
-            zero_offset=added,
+            zero_offset=zero_offset,
             first_row=piece.first_row,
         )
 
@@ -100,22 +100,22 @@ def _rows(num_bits: int, stored: StoredMatrix) -> Rows:
 
 
 @lru_cache
-def _byte_zeros(num_bits: int, added: int, device: torch.device) -> torch.Tensor:
-    """(256,): the zero points in each byte, with what was taken from them before, modulo the number of codes: a
-    float32, or two of them as one element of 64 bits."""
+def _byte_zeros(num_bits: int, zero_offset: int, device: torch.device) -> torch.Tensor:
+    """(256,): a table from a byte to its zero points plus `zero_offset`, modulo the number of codes: a float32, or two
+    as one 64-bit element."""
     if num_bits == 8:
-        return (torch.arange(256) + added & 255).float().to(device)
+        return (torch.arange(256) + zero_offset & 255).float().to(device)
     low, high = byte_halves(device)
-    return pack_pairs(low + added & 15, high + added & 15)
+    return pack_pairs(low + zero_offset & 15, high + zero_offset & 15)
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
-    """See `Method`. AWQ's tensors have the same names: without a config nobody knows which these are."""
+    """See `Method`. AWQ uses the same tensor names: raises CheckpointError without a config that names the method."""
     words = next(modules_with(tensors, "qweight"), None)
     if words is not None and not quantization:
         raise CheckpointError(
             f"{tensors[words.path + 'qweight'].file}: {words.path + 'qweight'!r} is GPTQ's or AWQ's, but config.json "
-            "lacks a quantization_config that says which, and how: copy there what quantize_config.json has"
+            "has no quantization_config: copy the contents of quantize_config.json there"
         )
     if quantization.get("quant_method") != "gptq":
         return tensors
@@ -136,7 +136,7 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
     words, scales, groups = module.require("qweight", "I32"), module.require("scales", *FLOATS), module.find("g_idx")
     (height, num_rows), (num_groups, _) = require_matrix(words), require_matrix(scales)
     num_bits = get_integer(quantization, "bits", 4)
-    if groups is not None and prod(groups.shape):  # GPTQModel's `dynamic` gives some modules other bits
+    if groups is not None and prod(groups.shape):  # GPTQModel's `dynamic` sets other bits for some modules
         num_bits = WORD_BITS * height // prod(groups.shape)
     if num_bits not in BITS:
         raise unsupported_error(f"{words.name!r} has {num_bits} bits", READABLE)
@@ -148,7 +148,7 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
     require_shape(scales, (num_groups, num_rows), f"{words.name!r}, {words.shape},")
     zeros = require_shape(module.require("qzeros", "I32"), (num_groups, num_rows * num_bits // WORD_BITS), "its module")
     width = get_integer(quantization, "group_size", -1)
-    if width <= 0 or -(-num_columns // width) != num_groups:  # not as many as there are: then equal ones
+    if width <= 0 or -(-num_columns // width) != num_groups:  # group_size does not match: assume equal groups
         if not num_groups or num_columns % num_groups:
             raise CheckpointError(
                 f"{scales.file}: {scales.name!r} has {num_groups} groups; {num_columns} columns in groups of "
@@ -169,7 +169,7 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
 
 
 def _has_consecutive_groups(module: ModuleTensors, weight: TensorSlice) -> bool:
-    """Reads whether a module's columns are in the groups that their places say, as they are without `desc_act`."""
+    """True if column k of the module is in group k // width, as without `desc_act`. Reads `g_idx`."""
     groups = module.find("g_idx")
     if groups is None or not prod(groups.shape):
         return True

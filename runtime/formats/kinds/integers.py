@@ -1,8 +1,8 @@
-"""Integers of compressed-tensors: `weight_packed` (N, words) beside `weight_scale`, or `weight` in int8.
+"""Integers of compressed-tensors: `weight_packed` (N, words) with `weight_scale`, or `weight` in int8.
 
-Codes of a word are those of neighbouring columns, the first in the lowest bits, each with half their range added to it;
-zero points (`weight_zero_point`) of neighbouring rows lie alike. The number is (code - zero) * scale, the scale that of
-the whole tensor, a row, or a group of columns; `weight_g_idx` says, where columns are ordered, which are which group's.
+A word holds codes of neighboring columns, lowest bits first, each offset by half its range; `weight_zero_point` packs
+neighboring rows the same way. The number is (code - zero) * scale, with a scale per tensor, row, or group of columns.
+With activation ordering, `weight_g_idx` holds the group of each column.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ ENCODINGS = {4: HALVES, 8: BYTES}
 
 
 def plain_integers(weight: TensorSlice, scales: TensorSlice, zeros: TensorSlice | None) -> TensorSlice:
-    """Returns a weight of one byte for each number with its factors and zero points of rows or groups."""
+    """Returns an int8 weight with its scales and zero points per row or group."""
     num_rows, num_columns = weight.shape
     companions = [_scales(scales, num_rows, num_columns)]
     if zeros is not None:
@@ -40,7 +40,7 @@ def integers_in_words(
     zeros: TensorSlice | None,
     groups: TensorSlice | None,
 ) -> TensorSlice:
-    """Returns a weight of that shape whose codes of so many bits lie in words."""
+    """Returns a weight of that shape with codes of `num_bits` packed in words."""
     num_rows, num_columns = shape
     companions = [_scales(scales, num_rows, num_columns)]
     num_groups = companions[0].tensor.shape[1]
@@ -88,7 +88,7 @@ def _word_rows(num_bits: int, stored: StoredMatrix) -> Rows:
 def _integer_rows(
     stored: StoredMatrix, write: Write, zeros: Factors, encoding: int, zero_offset: int, *, zero_bits: int = 0
 ) -> Rows:
-    """`added`: to zero points; `zero_bits`: those of one, where they lie in words."""
+    """`zero_offset` is added to zero points; `zero_bits`: bits of a zero point if they are packed in words."""
     scales, shape = stored.companions[SCALES], (stored.piece.shape[0], stored.piece.shape[1])
     width = stored.piece.companions[0].block_columns
     groups, num_groups = stored.companions.get(GROUPS), scales.shape[1]
@@ -117,7 +117,7 @@ def _integer_rows(
 
 
 def _plain_zeros(stored: StoredMatrix, zero_offset: int) -> Factors:
-    """Zero points that lie as scales do, to which `added` is to be added; without any, that alone."""
+    """Zero points stored like scales, plus `zero_offset`; if there are none, `zero_offset` alone."""
     zeros = stored.companions.get(ZEROS)
     if zeros is None:
         zeros = torch.zeros(1, 1, device=stored.raw.device)
@@ -140,7 +140,7 @@ FORMATS = (
         StorageFormat(
             name=name,
             loss=Loss.exact,
-            # What is usual: with 8 bits a scale for a row, with 4 one for each group of its columns.
+            # Typical: one scale per row for 8 bits, one per group of columns for 4 bits.
             row_bytes=lambda num_columns, num_bits=num_bits: (
                 num_columns * num_bits / 8 + 2 * (num_columns / USUAL_WIDTH if num_bits == 4 else 1)
             ),

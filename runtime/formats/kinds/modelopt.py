@@ -1,4 +1,4 @@
-"""NVIDIA's ModelOpt: FP8 with a factor for each tensor (`weight_scale`), and NVFP4 with two (`weight_scale_2`)."""
+"""NVIDIA ModelOpt: FP8 with a factor per tensor (`weight_scale`), and NVFP4 with a second one (`weight_scale_2`)."""
 
 from collections.abc import Mapping
 
@@ -26,7 +26,7 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     if str(quantization.get("quant_method")) not in METHODS:
         return tensors
     weights = {module.path: _weight(module) for module in modules_with(tensors, "weight_scale")}
-    if any(each.find("input_scale") is not None for each in modules_with(tensors, "weight_scale")):
+    if any(module.find("input_scale") is not None for module in modules_with(tensors, "weight_scale")):
         warn_activations(str(quantization.get("quant_algo") or "input_scale"))
     if quantization.get("kv_cache_scheme") or get_mapping(quantization, "quantization").get("kv_cache_quant_algo"):
         warn_kv_cache()

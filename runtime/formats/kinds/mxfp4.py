@@ -1,7 +1,7 @@
-"""MXFP4 (gpt-oss): `X_blocks` beside `X_scales`, both U8, rows of the transposed parameter.
+"""MXFP4 (gpt-oss): `X_blocks` with `X_scales`, both U8, as rows of the transposed parameter.
 
-Two numbers lie in each byte, and 16 bytes side by side share an exponent; compressed-tensors has the same numbers
-under other names.
+Each byte holds two numbers, and each 16 bytes share an exponent. compressed-tensors stores the same encoding under
+other names.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
             blocks, scales = result.pop(name), result.pop(base + SCALES_SUFFIX)
             if blocks.dtype != "U8":
                 raise CheckpointError(
-                    f"{blocks.file}: {blocks.name!r} is {blocks.dtype}; U8 is wanted, two numbers in a byte"
+                    f"{blocks.file}: {blocks.name!r} is {blocks.dtype}; must be U8, two numbers per byte"
                 )
             shape = (*blocks.shape[:-2], prod(blocks.shape[-2:]) * 2)
             numbers = replace(blocks, dtype="F4", format=NAME, shape=shape, is_transposed=True)

@@ -1,6 +1,6 @@
-"""NVFP4: two FP4 numbers in a byte, the even column in its low half, an FP8 factor for 16 columns, and one for all.
+"""NVFP4: two FP4 numbers per byte (even column in the low nibble), an FP8 factor per 16 columns, and one global factor.
 
-compressed-tensors divides by the last (`weight_global_scale`), ModelOpt multiplies with it (`weight_scale_2`).
+compressed-tensors divides by the global factor (`weight_global_scale`), ModelOpt multiplies by it (`weight_scale_2`).
 """
 
 from dataclasses import replace
@@ -19,11 +19,11 @@ from ..scaled_rows import RowSelection, apply_by_group, byte_values, write_pairs
 from ..storage_format import Loss, StorageFormat, StoredMatrix
 
 DIVIDED, MULTIPLIED, WIDTH = "nvfp4", "nvfp4-modelopt", 16
-OVERALL = "overall"  # the factor for all
+OVERALL = "overall"  # companion role: the global factor
 
 
 class Nvfp4Rows:
-    """Rows of FP4 numbers times the factor of their group, which is made of two; see `rows.Rows`."""
+    """Rows of FP4 numbers times a group factor and a global factor; see `rows.Rows`."""
 
     def __init__(self, raw_NB: torch.Tensor, scales: torch.Tensor, overall: torch.Tensor, *, divides: bool):
         self._raw_NB, self._scales, self._overall, self._divides = raw_NB, scales, overall, divides
@@ -46,17 +46,17 @@ class Nvfp4Rows:
         )
 
     def zeros_and_scales(self, rows: RowSelection) -> tuple[None, torch.Tensor]:
-        """Returns no zero points, and the factors of the wanted rows, (R, K / WIDTH) float32."""
+        """Returns None (no zero points) and the combined factors of the selected rows, (R, K / WIDTH) float32."""
         scales, overall = self._scales[rows].float(), self._overall
         overall = overall if len(overall) == 1 else overall[rows]
         return None, scales / overall if self._divides else scales * overall
 
 
 def nvfp4_weight(numbers: TensorSlice, scales: TensorSlice, overall: TensorSlice, *, divides: bool) -> TensorSlice:
-    """Returns the weight with its factors. Raises CheckpointError where they do not fit."""
+    """Returns the weight with its factors. Raises CheckpointError if they do not fit."""
     height, width = require_matrix(numbers)
     if prod(overall.shape) != 1:
-        raise CheckpointError(f"{overall.file}: {overall.name!r} has shape {overall.shape}; one number is wanted")
+        raise CheckpointError(f"{overall.file}: {overall.name!r} has shape {overall.shape}; must be one number")
     require_shape(scales, (height, 2 * width // WIDTH), f"{numbers.name!r} in groups of {WIDTH} columns")
     companions = (
         Companion(role=SCALES, tensor=scales, block_rows=1, block_columns=WIDTH),

@@ -1,7 +1,7 @@
-"""Weights rounded by `weightstream pack format=int8|int4|fp8`: codes beside scales of rows or of groups of columns.
+"""Weights rounded by `weightstream pack format=int8|int4|fp8`: codes with a scale per row or per group of columns.
 
-`X_int8-rows`, `X_int4-groups` and `X_fp8-rows`, uint8, beside `X_scales`, bfloat16 (N, G); `linear/packed_rows.py` says
-how codes lie. Those of layers and experts are rounded, some rows at a time, in a few times their memory.
+`X_int8-rows`, `X_int4-groups` or `X_fp8-rows` (uint8) with `X_scales`, bfloat16 (N, G); `linear/packed_rows.py` has the
+layout of codes. Weights of layers and experts are rounded a few rows at a time, in a few times their memory.
 
 N rows of K numbers, R of them; G groups of W columns.
 """
@@ -22,10 +22,10 @@ from ..module_tensors import METHOD, mismatch_error, pair_parts
 from ..scaled_rows import SCALES
 from ..storage_format import Loss, StorageFormat
 
-ENCODINGS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # as a user calls them
+ENCODINGS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # by the name in model.quantize and pack's format
 MOST_INT8, MOST_FLOAT8 = 127, 448
-CLIPS = (1.0, 0.93, 0.86, 0.79)  # shares of the largest number to which a group may be cut
-NUMBERS_AT_ONCE = 1 << 17  # stay in a cache while every cut is tried
+CLIPS = (1.0, 0.93, 0.86, 0.79)  # clipping ratios tried for a group, of its largest number
+NUMBERS_AT_ONCE = 1 << 17  # fits a cache while all clipping ratios are tried
 USUAL_GROUP = 64  # columns
 FLOATS = ("BF16", "F16", "F32")
 LAYER_TENSOR = re.compile(r"\.\d+\.")
@@ -33,7 +33,7 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}  # modules that choose expert
 
 
 class RoundedRows(NamedTuple):
-    """Rows of codes and their scales, the sum of the squares of what they are off by, and that of their own."""
+    """Rows of codes and their scales; `error`: sum of squared rounding errors, `size`: sum of squared numbers."""
 
     codes_RB: torch.Tensor
     scales_RG: torch.Tensor
@@ -41,19 +41,19 @@ class RoundedRows(NamedTuple):
     size: float
 
 
-Squares = tuple[float, float]  # of what rounding is off by, and of the numbers themselves, summed
+Squares = tuple[float, float]  # sums of squared rounding errors and of squared numbers
 
 
 def relative_rms_error(squares: Iterable[Squares]) -> float | None:
-    """The root of the squares of what weights are off by, as a share of that of their own; None where all are 0."""
-    found = list(squares)
-    size = sum(own for _, own in found)
-    return sqrt(sum(error for error, _ in found) / size) if size else None
+    """Returns the RMS rounding error relative to the RMS of the weights; None if all weights are 0."""
+    sums = list(squares)
+    total = sum(size for _, size in sums)
+    return sqrt(sum(error for error, _ in sums) / total) if total else None
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """A way of `WAYS`; `group_size` is int4's: so many columns share a scale."""
+    """A rounding by its name in `ENCODINGS`. `group_size`: columns per scale, for int4."""
 
     name: str
     group_size: int = 64
@@ -64,14 +64,14 @@ class Rounding:
 
     @property
     def format(self) -> str:
-        """The storage format."""
+        """The storage format's name."""
         return FORMAT_NAMES[self.encoding]
 
     def __str__(self) -> str:
         return f"{self.name}, groups of {self.group_size}" if self.encoding == INT4 else self.name
 
     def skip_reason(self, name: str, dtype: str, shape: tuple[int, ...]) -> str | None:
-        """Says why a tensor is not rounded; None if it is."""
+        """Returns the reason why a tensor is not rounded; None if it is rounded."""
         if dtype not in FLOATS or len(shape) not in (2, 3) or 0 in shape:
             return f"{dtype}, no matrix of floats"
         if LAYER_TENSOR.search(name) is None:
@@ -86,11 +86,11 @@ class Rounding:
         return num_columns // self.group_size if self.encoding == INT4 else 1
 
     def packed_columns(self, num_columns: int) -> int:
-        """The bytes of a row of codes."""
+        """Bytes per row of codes."""
         return code_bytes(self.encoding, num_columns)
 
     def round_rows(self, stored_NK: torch.Tensor) -> Iterator[RoundedRows | None]:
-        """Yields a run of rows at a time; None for one that holds a number that is not finite."""
+        """Rounds a run of rows at a time; yields None for a run with infinities or NaN."""
         for stored_RK in stored_NK.split(max(1, NUMBERS_AT_ONCE // stored_NK.shape[1])):
             numbers_RK = stored_RK.float()
             if not numbers_RK.isfinite().all():
@@ -109,15 +109,15 @@ class Rounding:
         return out_RK
 
     def choose_scales(self, numbers_RK: torch.Tensor) -> torch.Tensor:
-        """(R, G) bfloat16, of finite float32: for int4 those of `CLIPS` that leave the smallest square error, each
-        group's largest number being its code of -8; otherwise the largest number is the largest code."""
+        """Returns scales (R, G) bfloat16 for finite float32 numbers. int8 and fp8: the largest number gets the largest
+        code. int4: the largest number gets code -8, clipped by the ratio of `CLIPS` with the smallest squared error."""
         groups_RGW = numbers_RK.unflatten(1, (self.num_groups(numbers_RK.shape[1]), -1))
         if self.encoding != INT4:
             largest_RG = groups_RGW.abs().amax(2)
             exact = largest_RG / (MOST_INT8 if self.encoding == INT8 else MOST_FLOAT8)
             found = exact.to(torch.bfloat16)
             above = torch.nextafter(found, torch.full_like(found, torch.inf))
-            return torch.where(found.float() < exact, above, found)  # not below: no code is beyond the largest
+            return torch.where(found.float() < exact, above, found)  # round scales up: no code may exceed the largest
         largest_RG = groups_RGW.gather(2, groups_RGW.abs().argmax(2, keepdim=True))[..., 0]
         best_RG = torch.full_like(largest_RG, torch.inf)
         scales_RG = torch.zeros_like(largest_RG, dtype=torch.bfloat16)
@@ -132,7 +132,7 @@ class Rounding:
         return scales_RG
 
     def encode(self, numbers_RK: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:
-        """(R, bytes) uint8 of float32 numbers: the nearest codes, ties to even."""
+        """Returns the nearest codes of float32 numbers, ties to even: (R, bytes) uint8."""
         groups_RGW = numbers_RK.unflatten(1, (scales_RG.shape[1], -1))
         rounded = torch.empty_like(groups_RGW)
         if self.encoding == FLOAT8:
@@ -151,7 +151,7 @@ def _round_to(groups_RGW: torch.Tensor, scales_RG: torch.Tensor, least: int, mos
 
 
 def _divisors(scales_RG: torch.Tensor) -> torch.Tensor:
-    """Scales; 1 for one of 0, that of a group of zeros, whose codes are all that of 0."""
+    """Returns the scales with 0 replaced by 1: a group of zeros gets codes of 0."""
     scales = scales_RG.float()
     return torch.where(scales == 0, 1, scales)[..., None]
 
@@ -171,7 +171,7 @@ def _weight(name: str, codes: TensorSlice, scales: TensorSlice) -> TensorSlice:
         num_bytes * GROUP_NUMBERS // code_bytes(ROUNDED_ENCODINGS[name], GROUP_NUMBERS),
         scales.shape[-1],
     )
-    # Groups are one, or equal ones whose width is a power of two from 32 to 256.
+    # One group per row, or equal groups of a power-of-two width from 32 to 256.
     width, rest = divmod(num_columns, max(1, num_groups))
     if num_columns % GROUP_NUMBERS or num_groups < 1 or (num_groups > 1 and (rest or width not in (32, 64, 128, 256))):
         raise mismatch_error(codes, scales)
@@ -184,12 +184,12 @@ FORMATS = tuple(
     StorageFormat(
         name=name,
         loss=Loss.lossy,
-        row_bytes=lambda num_columns, way=way: (
-            code_bytes(way, num_columns) + 2 * (num_columns / USUAL_GROUP if way == INT4 else 1)
+        row_bytes=lambda num_columns, encoding=encoding: (
+            code_bytes(encoding, num_columns) + 2 * (num_columns / USUAL_GROUP if encoding == INT4 else 1)
         ),
-        rows=lambda stored, way=way: CodedRows(stored.raw_NB, stored.companions[SCALES], way),
+        rows=lambda stored, encoding=encoding: CodedRows(stored.raw_NB, stored.companions[SCALES], encoding),
         companions=(SCALES,),
     )
-    for name, way in ROUNDED_ENCODINGS.items()
+    for name, encoding in ROUNDED_ENCODINGS.items()
 )
 METHODS = {METHOD: _pair}

@@ -1,9 +1,9 @@
-"""bfloat16 in 12 bits without loss, as `weightstream pack` writes it: `X_window4` beside `X_escapes`.
+"""Lossless bfloat16 in 12 bits, as `weightstream pack` writes it: `X_window4` with `X_escapes`.
 
-Weights of a layer have few exponents: most lie in a window of 15, which with that of zero are codes of 4 bits. A number
-is a byte of sign and mantissa and half a byte of its exponent's code; exponents without a code, escapes, lie beside it.
-The entropy of published weights is 2.6 bits an exponent (DFloat11, arXiv 2504.11651): codes of variable length would
-save a few per cent more. A matrix is packed some rows at a time, in a few times their memory.
+The weights of a layer use few exponents. A window of 15 consecutive exponents plus zero gets 4-bit codes. A number is a
+byte of sign and mantissa plus the code of its exponent; exponents outside the window (escapes) are stored separately.
+Published weights have an entropy of 2.6 bits per exponent (DFloat11, arXiv 2504.11651), so variable-length codes would
+save a few percent more. A matrix is packed a few rows at a time, in a few times their memory.
 
 N rows of K numbers, of which n escape; K is a multiple of GROUP_NUMBERS.
 """
@@ -23,18 +23,18 @@ from ..module_tensors import METHOD, mismatch_error, pair_parts
 from ..storage_format import Loss, StorageFormat, StoredMatrix
 
 ESCAPES = "escapes"  # the companion
-WINDOW = 15  # codes above 0: as many exponents side by side
-MOST_COLUMNS = 1 << 16  # an escape's column is kept in 16 bits
-MOST_ESCAPES = 0.003  # of numbers: a product pays some 40 ns for each (EPYC Zen 5)
+WINDOW = 15  # codes 1 to 15: consecutive exponents
+MOST_COLUMNS = 1 << 16  # an escape's column is stored in 16 bits
+MOST_ESCAPES = 0.003  # share of numbers; a product spends some 40 ns on each escape (EPYC Zen 5)
 ROWS_AT_ONCE_NUMBERS = 1 << 20
 SAMPLE_NUMBERS = 1 << 20
-TYPICAL_ESCAPES = 0.0005  # of published weights, as others measured them: 0.0003 to 0.0005
-ESCAPES_AT_ONCE = 4  # so that exponents fill whole words
+TYPICAL_ESCAPES = 0.0005  # share of numbers in published weights, as others measured: 0.0003 to 0.0005
+ESCAPES_AT_ONCE = 4  # pads exponents to whole 32-bit words
 
 
 class Window4(NamedTuple):
-    """Packed rows: `body` (N, K * 1.5) uint8; of numbers whose exponent has no code, `starts` (N + 1) uint32 for each
-    row, `columns` (n) uint16 and `exponents` (n) uint8."""
+    """Packed rows: `body` (N, K * 1.5) uint8. Escapes of row i are [starts[i], starts[i + 1]) of `columns` (n) uint16
+    and `exponents` (n) uint8; `starts` (N + 1) uint32."""
 
     body: np.ndarray
     base: int
@@ -51,7 +51,7 @@ class Window4(NamedTuple):
 
 
 def num_words(num_rows: int, num_escapes: int) -> int:
-    """The words of 32 bits of the companion that holds escapes."""
+    """Number of 32-bit words of the companion that holds the escapes."""
     return 2 + num_rows + _padded_count(num_escapes) // 4 * 3
 
 
@@ -60,12 +60,12 @@ def _padded_count(num_escapes: int) -> int:
 
 
 def pack_window4(words_NK: np.ndarray) -> Window4:
-    """Packs bits of bfloat16 (uint16)."""
+    """Packs a matrix of bfloat16 bits (uint16)."""
     return concat_pieces(list(pack_pieces(words_NK)))
 
 
 def pack_pieces(words_NK: np.ndarray) -> Iterator[Window4]:
-    """Yields a run of rows at a time, all with the base of the whole."""
+    """Packs a run of rows at a time, all with the same base."""
     base, step = choose_base(words_NK), max(1, ROWS_AT_ONCE_NUMBERS // words_NK.shape[1])
     for first in range(0, len(words_NK), step):
         words_RK = words_NK[first : first + step]
@@ -79,7 +79,7 @@ def pack_pieces(words_NK: np.ndarray) -> Iterator[Window4]:
 
 
 def concat_pieces(pieces: Sequence[Window4]) -> Window4:
-    """Runs of rows below each other."""
+    """Concatenates runs of rows."""
     counts = np.concatenate([np.diff(piece.starts) for piece in pieces])
     starts = np.concatenate([[0], counts.cumsum(dtype=np.int64)]).astype(np.uint32)
     body, columns, exponents = (
@@ -89,15 +89,15 @@ def concat_pieces(pieces: Sequence[Window4]) -> Window4:
 
 
 def choose_base(words_NK: np.ndarray) -> int:
-    """What an exponent is more than its code, for the fewest escapes among about a million numbers."""
-    every = max(1, words_NK.size // SAMPLE_NUMBERS)
-    counts = np.bincount((words_NK.ravel()[::every] >> 7) & 255, minlength=256)
+    """Returns the base (exponent = code + base) with the fewest escapes in a sample of about a million numbers."""
+    step = max(1, words_NK.size // SAMPLE_NUMBERS)
+    counts = np.bincount((words_NK.ravel()[::step] >> 7) & 255, minlength=256)
     return int(np.argmax(np.convolve(counts[1:], np.ones(WINDOW, np.int64), "valid")))
 
 
 def _pack_groups(words_RK: np.ndarray, codes_RK: np.ndarray) -> np.ndarray:
-    """Rows as bytes. Number 32 h + 16 t + 4 q + j of a group lies at 16 q + 8 h + 2 j + t: vectors bring bytes together
-    within 16, and words of 32 bits hold pairs. Codes of what lies in the second half are the high nibbles."""
+    """Packs rows into bytes. Number 32 h + 16 t + 4 q + j of a group is stored at 16 q + 8 h + 2 j + t, because vector
+    shuffles work within 16 bytes and 32-bit words hold pairs. Codes of the second half are the high nibbles."""
     R, K = words_RK.shape
     rest, codes = (
         part.reshape(R, K // GROUP_NUMBERS, 2, 2, 4, 4)
@@ -110,8 +110,8 @@ def _pack_groups(words_RK: np.ndarray, codes_RK: np.ndarray) -> np.ndarray:
 
 
 def escape_words(packed: Window4, most_escapes: int) -> np.ndarray:
-    """The companion that holds the base, the starts, columns and exponents of escapes, with room for `most_escapes`:
-    int32. What fills it up belongs to no row."""
+    """Returns the int32 companion: base, starts, columns and exponents of the escapes, zero-padded to `most_escapes`.
+    Padding belongs to no row."""
     missing = _padded_count(most_escapes) - len(packed.columns)
     parts = (
         np.array([packed.base], np.uint32),
@@ -123,7 +123,7 @@ def escape_words(packed: Window4, most_escapes: int) -> np.ndarray:
 
 
 def skip_reason(dtype: str, shape: tuple[int, ...]) -> str | None:
-    """Says why a tensor is not packed; None if it may be."""
+    """Returns the reason why a tensor cannot be packed; None if it can."""
     if dtype != "BF16":
         return f"{dtype}, not BF16"
     if len(shape) not in (2, 3) or 0 in shape:
@@ -134,24 +134,24 @@ def skip_reason(dtype: str, shape: tuple[int, ...]) -> str | None:
 
 
 def packed_columns(num_columns: int) -> int:
-    """The bytes of a packed row."""
+    """Bytes per packed row."""
     return num_columns // GROUP_NUMBERS * GROUP_BYTES
 
 
 def stack_escapes(matrices: Sequence[Sequence[Window4]]) -> np.ndarray:
-    """Each expert's escapes have as much room as those of the one with the most."""
+    """Returns the companions of all experts as one array, padded to the expert with the most escapes."""
     wholes = [concat_pieces(pieces) for pieces in matrices]
     most = max(len(whole.columns) for whole in wholes)
     return np.stack([escape_words(whole, most) for whole in wholes])
 
 
 def _rows(stored: StoredMatrix) -> Rows:
-    (num_rows,) = stored.piece.constants  # of the whole that escapes are those of
+    (num_rows,) = stored.piece.constants  # rows of the whole matrix, which the escapes cover
     return Window4Rows(stored.raw_NB, [stored.companions[ESCAPES]], int(num_rows) + 1, stored.piece.first_row)
 
 
 def _join(matrices: Sequence[StoredMatrix]) -> Rows | None:
-    """Each with as many escapes as it has."""
+    """Concatenates whole matrices, each with its own number of escapes; None for parts of matrices."""
     piece = matrices[0].piece
     is_whole = piece.first_row == 0 and piece.constants == (piece.shape[0],)
     if not is_whole or any(stored.piece.shape != piece.shape for stored in matrices):
