@@ -54,7 +54,7 @@ def _workspace_pool(unit: LinearBackend) -> SparePool[Workspace]:
 
 @cache
 def _input_pool() -> SparePool[np.ndarray]:
-    """Per-thread buffers for inputs in the kernel's layout."""
+    """A pool of buffers, one per thread, for inputs in the kernel's layout."""
     return SparePool()
 
 
