@@ -1,13 +1,13 @@
-"""Continuous admission, decided anew before each pass: who enters, who gives way, and what each lane computes. Pure.
+"""Continuous batching: decides before each pass which sequences enter, which are preempted, and how many tokens each
+computes. Pure.
 
-The seated are always ahead of the waiting in the order of the plan: requests enter in it, none overtakes, and the one
-that gives way is the last that entered. So the first seat never gives way, and every request comes to its end.
+Requests enter in the order of the plan, none overtakes, and the last one that entered is preempted first. So the first
+request always progresses, and every request finishes.
 
-Sources: sequences that enter and leave between passes are Orca's (Yu et al. 2022); pieces of prompts beside tokens
-that are decoded, under one budget, Sarathi's (Agrawal et al. 2023); giving way and computing again vLLM's (Kwon et
-al. 2023).
+Sources: iteration-level scheduling from Orca (Yu et al. 2022); chunked prefill under one token budget with decode from
+Sarathi (Agrawal et al. 2023); preemption with recomputation from vLLM (Kwon et al. 2023).
 
-What several begin with is computed by a row of its own, which takes no seat, and its pages are held (`held.py`).
+A shared prefix is computed by a sequence of its own, which takes no slot. Its pages are retained (`prefixes.py`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +18,8 @@ from .prefixes import WITHIN_LANES, CachedPrefix, PrefixKey, RetainedPrefixes, S
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A request without a seat. `num_known`: tokens of its prompt and those generated before it last gave way;
-    `num_most`: the positions that it caches if it runs to its limit, see `most_cached`; `prefix`: what it goes on from.
-    """
+    """A request without a slot. `num_known`: prompt tokens and those generated before its last preemption;
+    `max_cached`: see `max_cached_tokens`; `prefix`: its shared prefix."""
 
     request: int
     num_known: int
@@ -30,8 +29,8 @@ class Waiting:
 
 @dataclass(slots=True, kw_only=True)
 class SlotState:
-    """A request in a lane, between two passes; who plays many of them moves it on from one to the next. `num_cached`:
-    of its known tokens, those whose KV is stored, and those that it goes on from, stored or not."""
+    """A request in a lane, between two passes. `num_cached`: known tokens with stored KV, including its shared prefix
+    whether that is stored yet or not. Mutable, for simulations."""
 
     request: int
     lane: int
@@ -42,15 +41,15 @@ class SlotState:
 
     @property
     def num_missing(self) -> int:
-        """Known tokens that are not cached yet: one for a sequence that decodes."""
+        """Known tokens that are not cached yet; 1 for a sequence that decodes."""
         return self.num_known - self.num_cached
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionLimits:
-    """`lane_size`: sequences of a lane; `lane_tokens`: those that a lane computes in a pass, decoded ones included;
-    `page_tokens`: positions of a KV page; `rule`: how far prefixes are shared, of which whole pages are;
-    `others_pages`: of those that are free, what others may take."""
+    """`lane_size`: sequences per lane; `lane_tokens`: tokens per lane and pass, decode included; `page_tokens`:
+    positions per KV page; `rule`: how prefixes are shared, in whole pages; `reserved_pages`: free pages that belong to
+    others."""
 
     num_lanes: int
     lane_size: int
@@ -69,9 +68,8 @@ class AdmissionLimits:
         page_tokens: int,
         reserved_pages: int = 0,
     ) -> "AdmissionLimits":
-        """The limits of lanes that prefill so many tokens a pass, and decode one of each sequence in any case. `rule`:
-        of blocks that nobody joins. Here a page is shared whole or not at all, so that sharing never takes more pages
-        than not to, however few there are at the moment."""
+        """Limits of lanes that prefill `chunk_tokens` per pass and can always decode all sequences. `rule`: that of
+        blocks. Here only whole pages are shared, so sharing never takes more pages than not sharing."""
         return AdmissionLimits(
             num_lanes=num_lanes,
             lane_size=lane_size,
@@ -89,11 +87,10 @@ class AdmissionLimits:
 class PassPlan:
     """What to do before the next pass, in this order, and what the pass computes.
 
-    `preempted` give their pages back and go to the head of the waiting line, where they are listed in its order;
-    prefixes that are `dropped` give theirs back; `admitted` are (request, lane), oldest first, each behind what it goes
-    on from, which begins to be held where it is not. `new_tokens` says how many of its known tokens a request brings
-    into the pass, `filled` the same of prefixes. A seated request that is not in it waits for its lane's budget, or for
-    what it goes on from.
+    `preempted`: requests that free their pages and return to the head of the queue, in its order. `dropped`: prefixes
+    that free theirs. `admitted`: (request, lane), oldest first; prefixes that are not cached yet start with them.
+    `new_tokens`: known tokens per request in the pass; `prefix_tokens`: the same for prefixes. A running request
+    without tokens waits for its lane's budget or its prefix.
     """
 
     preempted: tuple[int, ...]
@@ -104,8 +101,8 @@ class PassPlan:
 
 
 def max_cached_tokens(num_prompt_tokens: int, max_new_tokens: int) -> int:
-    """KV positions of a sequence that runs to its limit: its last token is never computed on. What takes more pages
-    than there are can never be admitted: refuse it with the plan."""
+    """KV positions of a sequence at its length limit. The last token is never fed back. Plans must refuse requests that
+    need more pages than there are."""
     return num_prompt_tokens + max(0, max_new_tokens - 1)
 
 
@@ -116,13 +113,12 @@ def plan_pass(
     limits: AdmissionLimits,
     held: Iterable[CachedPrefix] = (),
 ) -> PassPlan:
-    """`waiting` in the order of the line, as far as they may soon enter, `running` in the order of admission, `held` in
-    that in which they were opened.
+    """Plans the next pass. `waiting`: head of the queue, in order; `running`: in order of admission; `held`: cached
+    prefixes, oldest first.
 
-    A request enters when every seated one, itself included, could get from what is free the pages of its known tokens
-    and one more (none beyond its limit): so those that grow rarely have to give way. Where the pages of a pass are not
-    free all the same, prefixes that nobody seated needs and then the youngest give way until they are, and nobody
-    enters.
+    A request enters if the free pages suffice for the known tokens of every running request plus one more page each (up
+    to its limit), so preemption is rare. If a pass still lacks pages, unused prefixes are dropped first, then the
+    youngest requests are preempted, and none enters.
     """
     kept, staying, preempted = RetainedPrefixes(held, limits.rule, limits.page_tokens), list(running), list[SlotState]()
     free = free_pages + (kept.drop_unwanted(_assigned_prefixes(staying), _waiting_prefixes(waiting)) if kept else 0)
@@ -135,7 +131,7 @@ def plan_pass(
         else:
             assert len(staying) > 1, f"request {staying[0].request} alone needs {needed} KV pages, {free} are free"
             youngest = staying.pop()
-            # Pages that it holds alone.
+            # Only pages that it does not share become free.
             free += limits.pages(youngest.num_cached) - limits.pages(limits.rule.num_shared(youngest.prefix))
             preempted.insert(0, youngest)
         shares = _assign_tokens(staying, kept, limits)
@@ -166,7 +162,7 @@ def _needed_pages(
     new_tokens: Mapping[int, int],
     filled: Mapping[PrefixKey, int],
 ) -> int:
-    """That a pass of so many tokens takes from the free ones."""
+    """New pages that the pass needs."""
     page = limits.page_tokens
     cached_of = {place: kept[place].num_cached for place in filled}
     needed = sum(limits.pages(cached_of[place] + new) - limits.pages(cached_of[place]) for place, new in filled.items())
@@ -179,8 +175,8 @@ def _needed_pages(
 def _assign_tokens(
     running: Iterable[SlotState], kept: RetainedPrefixes, limits: AdmissionLimits
 ) -> tuple[dict[int, int], dict[PrefixKey, int]]:
-    """Shares out each lane's tokens: what is decoded comes first, then what others wait for, lane by lane, as a lane
-    goes on from those before it; then pieces of prompts, the oldest first."""
+    """Distributes each lane's token budget: decode first, then prefixes lane by lane, as a lane may use those of lanes
+    before it, then prompt chunks, oldest first."""
     left, rule = [limits.lane_tokens] * limits.num_lanes, limits.rule
     new_tokens, filled = dict[int, int](), dict[PrefixKey, int]()
 
@@ -196,7 +192,7 @@ def _assign_tokens(
     prompts = list[SlotState]()
     for slot in running:
         missing, prefix = slot.num_known - slot.num_cached, slot.prefix
-        # Most decode, behind what they went on from: that is seen without a call.
+        # Fast path for decode, past the prefix: no call.
         if missing > 1 or (prefix is not None and slot.num_cached <= prefix.num_tokens and not may_begin(slot)):
             prompts.append(slot)
         elif missing and left[slot.lane]:
@@ -220,7 +216,8 @@ def _admit(
     free_pages: int,
     limits: AdmissionLimits,
 ) -> list[SlotState]:
-    """Each into the lane with the fewest tokens that has a free seat, counting what it has computed for it there."""
+    """Admits waiting requests, each into the lane with a free slot and the fewest tokens, counting uncached prefix
+    tokens."""
     if not waiting or len(running) == limits.num_lanes * limits.lane_size:
         return []
     num_assigned, num_tokens = [0] * limits.num_lanes, [0] * limits.num_lanes
@@ -229,7 +226,7 @@ def _admit(
         num_tokens[slot.lane] += slot.num_known
     room = free_pages - kept.pending_pages
     page = limits.page_tokens
-    for slot in running:  # what they want beyond what they have
+    for slot in running:  # reserve one page beyond the known tokens of each
         most = slot.num_known + page
         room -= -(-(most if most < slot.max_cached else slot.max_cached) // page) - -(-slot.num_cached // page)
     entered: list[SlotState] = []

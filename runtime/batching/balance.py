@@ -1,7 +1,7 @@
-"""Requests -> blocks -> micro-batches of even length: a pure, deterministic function of lengths, sizes and prefixes.
+"""Divides requests into blocks and micro-batches of even length. Pure and deterministic.
 
-BatchLLM (Zheng et al. 2024) schedules groups that share a prefix together. Here a group that is larger than a lane is
-cut into lanes that are alike, and one that is smaller shares a lane with others.
+BatchLLM (Zheng et al. 2024) schedules groups that share a prefix together. Here a group larger than a lane is split
+into similar lanes, and a smaller one shares a lane with others.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from .prefixes import SharedPrefix
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Sequences decoded together. `micro_batches` hold positions into the list of requests that was planned."""
+    """Sequences decoded together. `micro_batches`: positions in the planned list of requests."""
 
     index: int
     micro_batches: tuple[tuple[int, ...], ...]
@@ -26,8 +26,7 @@ class Block:
 
 @dataclass(kw_only=True)
 class Group:
-    """Sequences of one lane. `num_tokens`: KV positions that they hold together, without those of the prefix that the
-    whole group is behind."""
+    """Sequences of one lane. `num_tokens`: their KV positions, without the prefix that the whole group shares."""
 
     members: list[int] = field(default_factory=list)
     num_tokens: int = 0
@@ -37,7 +36,7 @@ class Group:
         self.num_tokens += other.num_tokens
 
     def split(self, num_members: int) -> tuple["Group", "Group"]:
-        """The first of its members and the others, each with its share of the tokens."""
+        """The first `num_members` members and the rest, with proportional shares of the tokens."""
         taken = self.num_tokens * num_members // len(self.members)
         return (
             Group(members=self.members[:num_members], num_tokens=taken),
@@ -55,13 +54,13 @@ def plan_blocks(
     is_continuous: bool = False,
     num_beams: int = 1,
 ) -> tuple[Block, ...]:
-    """Every request in exactly one block. Longest first, ties by position, so that the plan depends on nothing else.
+    """Assigns every request to exactly one block. Longest first, ties by position, so the result is deterministic.
 
-    Packed lanes carry no padding, so blocks are made *alike*: the sorted requests are dealt out in a snake, and every
-    block needs about the same KV. Padded lanes pay for their longest sequence, so there neighbours in length stay
-    together. Where packed ones share `prefixes`, those that do stay together, and lanes of them are dealt out; or, for
-    sequences that enter `in_line` as others end, those that begin alike are one behind the other in all blocks. With
-    `num_beams` so many neighbours are the beams of one search, and share a micro-batch, even a smaller one.
+    Packed lanes have no padding, so blocks get about equal KV: sorted requests are distributed in serpentine order.
+    Padded lanes are as long as their longest sequence, so requests of similar length stay together. Requests that share
+    a prefix stay together, and whole lanes are distributed; with `is_continuous`, lanes of one prefix are consecutive
+    across blocks. With `num_beams`, each run of that many requests is one beam search and stays in one micro-batch,
+    even a smaller one.
     """
     if num_beams > 1:
         return _plan_beam_blocks(num_tokens, prefixes, micro_batch_size, num_micro_batches, is_packed, num_beams)
@@ -69,7 +68,7 @@ def plan_blocks(
         return _plan_prefix_blocks(
             num_tokens, prefixes, micro_batch_size, num_micro_batches, is_continuous=is_continuous
         )
-    order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__, reverse=True)  # stable: ties stay in order
+    order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__, reverse=True)  # stable sort keeps ties in order
     block_size = micro_batch_size * num_micro_batches
     num_blocks = -(-len(order) // block_size)
     dealt: list[list[int]] = [[] for _ in range(num_blocks)]
@@ -94,7 +93,7 @@ def _plan_beam_blocks(
     is_packed: bool,
     num_beams: int,
 ) -> tuple[Block, ...]:
-    """The blocks of whole searches, each as long as its beams together."""
+    """Blocks of whole beam searches, each as long as its beams together."""
     searches = [range(i, min(i + num_beams, len(num_tokens))) for i in range(0, len(num_tokens), num_beams)]
     blocks = plan_blocks(
         [sum(num_tokens[i] for i in beams) for beams in searches],
@@ -125,7 +124,7 @@ def _plan_prefix_blocks(
     lanes = group_by_prefix(num_tokens, prefixes, num_lanes=num_lanes, lane_size=micro_batch_size)
     lanes = [lane for lane in sorted(lanes, key=lambda lane: lane.num_tokens, reverse=True) if lane.members]
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(num_blocks)]
-    if is_continuous:  # those that begin alike follow the first of them
+    if is_continuous:  # lanes with the same first prefix are consecutive
         alike = defaultdict[SharedPrefix | None, list[Group]](list)
         for lane in lanes:
             first = prefixes[lane.members[0]]
@@ -143,12 +142,12 @@ def _snake_index(turn: int, width: int) -> int:
 
 
 def balance(members: Sequence[int], num_tokens: Sequence[int], micro_batch_size: int) -> list[list[int]]:
-    """MoE-Lightning's Algorithm 2: longest first, each into the micro-batch with the fewest tokens that has room.
+    """MoE-Lightning's Algorithm 2: longest first, each into the micro-batch with room and the fewest tokens.
 
-    `members` are sorted longest first. As few micro-batches as the size allows.
+    `members` must be sorted longest first. Uses as few micro-batches as the size allows.
     """
     groups: list[list[int]] = [[] for _ in range(-(-len(members) // micro_batch_size))]
-    with_room = [(0, group) for group in range(len(groups))]  # a heap: tokens, then the group's number
+    with_room = [(0, group) for group in range(len(groups))]  # heap of (tokens, group)
     for member in members:
         total, target = with_room[0]
         groups[target].append(member)
@@ -162,19 +161,19 @@ def balance(members: Sequence[int], num_tokens: Sequence[int], micro_batch_size:
 def group_by_prefix(
     num_tokens: Sequence[int], prefixes: Sequence[SharedPrefix | None], *, num_lanes: int, lane_size: int
 ) -> list[Group]:
-    """Every sequence in one of `num_lanes` lanes of up to `lane_size`, some of which may stay empty. `num_tokens`: of
-    each sequence, its prefix included. A group that fits a lane stays whole; a larger one is cut into lanes that are no
-    fuller than all would be if sequences were spread evenly."""
+    """Assigns every sequence to one of `num_lanes` lanes of up to `lane_size`; some may stay empty. `num_tokens`: per
+    sequence, prefix included. A prefix group that fits a lane stays whole; a larger one is split into lanes no fuller
+    than an even distribution."""
     width = -(-len(num_tokens) // num_lanes)
     rows, below = defaultdict[SharedPrefix | None, list[int]](list), defaultdict[SharedPrefix | None, list[Group]](list)
     for i, prefix in enumerate(prefixes):
         rows[prefix].append(i)
-    chains = dict[SharedPrefix, None]()  # all prefixes and those that they begin with
+    chains = dict[SharedPrefix, None]()  # all prefixes and their ancestors
     for prefix in [*rows]:
         while prefix is not None and prefix not in chains:
             chains[prefix] = None
             prefix = prefix.parent
-    for prefix in sorted(chains, key=lambda prefix: prefix.num_tokens, reverse=True):  # each in front of its parent
+    for prefix in sorted(chains, key=lambda prefix: prefix.num_tokens, reverse=True):  # children before parents
         own, groups = rows.pop(prefix, []), below.pop(prefix, [])
         count = len(own) + sum(len(group.members) for group in groups)
         if count <= lane_size:
@@ -196,9 +195,8 @@ def _singletons(rows: Iterable[int], num_tokens: Sequence[int], num_shared: int)
 
 
 def _pack_groups(parts: Sequence[Group], num_groups: int, most: int) -> list[Group]:
-    """The parts in so many groups of up to `most` sequences: those of most sequences first, each into the group with
-    the fewest tokens that has room, as in MoE-Lightning's Algorithm 2. A part for which none has room is taken apart.
-    """
+    """Packs parts into groups of up to `most` sequences: largest parts first, each into the group with room and the
+    fewest tokens, as in MoE-Lightning's Algorithm 2. A part that fits nowhere is split."""
     groups = [Group() for _ in range(num_groups)]
     waiting = defaultdict[int, list[Group]](list)
     for part in parts:

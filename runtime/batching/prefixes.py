@@ -1,11 +1,10 @@
-"""Which tokens several prompts begin with, so that they are computed once: pure functions of the prompts. And which of
-these prefixes are held as sequences come and go.
+"""Shared prompt prefixes, which are computed once: how they are found, and how long they stay cached. Pure.
 
-The prompts of a run are a trie, as BatchLLM takes them (Zheng et al. 2024), and those of its inner nodes count that
-spare enough. Every choice follows from the prompts alone, so a run that is stopped and goes on cuts them where it did.
+The prompts of a run form a trie, as in BatchLLM (Zheng et al. 2024); inner nodes that save enough become prefixes. The
+result depends on prompts only, so a resumed run shares the same prefixes.
 
-A prefix is opened with the first that goes on from it. It is kept as long as somebody seated does, or somebody in line
-who may soon enter; where pages run short, those go first that nobody seated needs, the one wanted last before others.
+A prefix is opened by its first user. It is retained while running requests use it, or waiting ones that may soon enter.
+If pages run short, prefixes without running users are dropped first, the one needed last before others.
 """
 
 from array import array
@@ -13,22 +12,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# A prefix goes on from its parent for so many tokens at least. A page holds no more, and so sharing takes no more pages
-# than not to: what a prefix needs beside those that it spares is the one page that it leaves half full.
+# Minimum length of a prefix beyond its parent: one page. So sharing never takes more pages than not sharing: the only
+# extra page of a prefix is its last, partial one.
 MIN_PREFIX_TOKENS = 16
 TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedPrefix:
-    """The first `num_tokens` of several prompts; `parent` is the longest of those that it begins with itself."""
+    """The first `num_tokens` of several prompts. `parent`: the longest shared prefix of this prefix."""
 
     num_tokens: int
     parent: "SharedPrefix | None" = None
 
     @property
     def chain(self) -> "Iterator[SharedPrefix]":
-        """Itself, and those that it begins with, the longest first."""
+        """This prefix and its ancestors, longest first."""
         found: SharedPrefix | None = self
         while found is not None:
             yield found
@@ -37,8 +36,9 @@ class SharedPrefix:
 
 @dataclass(frozen=True, kw_only=True)
 class SharingRule:
-    """How far prefixes may be shared. `among_lanes`: not only in each. `in_pass`: those who go on from one may begin in
-    the pass that computes it. `page_tokens`: of a page that cannot be copied, so that only whole ones are shared."""
+    """How prefixes may be shared. `among_lanes`: between lanes, not only within one. `in_pass`: users may start in the
+    pass that computes the prefix. `page_tokens`: page size if partial pages cannot be copied, so only whole pages are
+    shared."""
 
     among_lanes: bool
     in_pass: bool = True
@@ -49,7 +49,7 @@ class SharingRule:
         return prefix.num_tokens // self.page_tokens * self.page_tokens if prefix is not None else 0
 
     def sharing_groups(self, groups: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
-        """The lanes of a block, those together that share among themselves."""
+        """The lanes of a block, grouped by those that share prefixes."""
         return [groups] if self.among_lanes else [[group] for group in groups]
 
 
@@ -58,22 +58,22 @@ WITHIN_LANES = SharingRule(among_lanes=False)
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixSharing:
-    """What some of the prompts share among themselves: of each the longest prefix that another of them has as well, and
-    the parent of each prefix among those, parents first."""
+    """Prefixes shared within a subset of prompts. `prefixes`: per prompt, the longest one that another prompt has too;
+    `parents`: of each prefix, parents first."""
 
     prefixes: Sequence[SharedPrefix | None]
     parents: Mapping[SharedPrefix, SharedPrefix | None]
 
     @staticmethod
     def from_prefixes(prefixes: Sequence[SharedPrefix | None]) -> "PrefixSharing":
-        """`prefixes` are those of the whole run, of some of its prompts. Those that nobody or one alone has here are
-        left out, and those at which none parts from the others."""
+        """`prefixes`: those of the whole run, for this subset of prompts. Prefixes with a single user here are left
+        out, and those at which no prompts diverge."""
         ends, counts = Counter(prefixes), Counter[SharedPrefix]()
         ends.pop(None, None)
         for prefix, count in ends.items():
             for each in prefix.chain if prefix is not None else ():
                 counts[each] += count
-        parting = Counter(ends)  # that end there, or go on alone
+        parting = Counter(ends)  # prompts that end there or continue alone
         for prefix, count in counts.items():
             if prefix.parent is not None:
                 parting[prefix.parent] = max(parting[prefix.parent], 1 if count < counts[prefix.parent] else 0)
@@ -87,7 +87,7 @@ class PrefixSharing:
         )
 
     def num_spared(self, rule: SharingRule = WITHIN_LANES) -> int:
-        """Tokens of prompts that need not be computed."""
+        """Prompt tokens that sharing saves."""
         kept = (rule.num_shared(prefix) - rule.num_shared(parent) for prefix, parent in self.parents.items())
         return sum(map(rule.num_shared, self.prefixes)) - sum(kept)
 
@@ -95,7 +95,7 @@ class PrefixSharing:
 def num_spared(
     blocks: Iterable[Sequence[Sequence[int]]], prefixes: Sequence[SharedPrefix | None], rule: SharingRule
 ) -> int:
-    """Tokens of prompts that a run in blocks of such lanes of requests need not compute."""
+    """Prompt tokens that sharing saves in a run of these blocks."""
     if not prefixes:
         return 0
     parts = (part for groups in blocks for part in rule.sharing_groups(groups))
@@ -110,7 +110,7 @@ def _nearest_in(prefix: SharedPrefix | None, kept: Mapping[SharedPrefix, None]) 
 
 @dataclass(kw_only=True)
 class _Node:
-    """Prompts [begin, end) of the sorted ones have `depth` tokens in common."""
+    """Sorted prompts [begin, end) share `depth` tokens."""
 
     depth: int
     begin: int
@@ -119,8 +119,8 @@ class _Node:
 
 
 def shared_prefixes(prompts: Sequence[Sequence[int]], most: Sequence[int]) -> list[SharedPrefix | None]:
-    """The longest prefix of each of `prompts` that others have as well, of its first `most` tokens. Takes the time to
-    sort the prompts, and a comparison of neighbours."""
+    """For each prompt, the longest prefix of its first `most` tokens that other prompts share. Costs a sort of the
+    prompts and a comparison of neighbors."""
     heads = [array("i", prompt[:limit]).tobytes() for prompt, limit in zip(prompts, most, strict=True)]
     order = sorted(range(len(heads)), key=heads.__getitem__)
     found = list[SharedPrefix | None]([None] * len(heads))
@@ -136,7 +136,7 @@ def shared_prefixes(prompts: Sequence[Sequence[int]], most: Sequence[int]) -> li
 
 
 def _trie(heads: Sequence[bytes]) -> _Node:
-    """The inner nodes of the trie of sorted prompts, by how much neighbours have in common."""
+    """The inner nodes of the trie of sorted prompts, from the common lengths of neighbors."""
     root = _Node(depth=0, begin=0)
     path = [root]
     for place in range(1, len(heads)):
@@ -158,7 +158,7 @@ def _trie(heads: Sequence[bytes]) -> _Node:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """How many first tokens are the same, by halving; 0 for fewer than are ever shared."""
+    """Length of the common prefix in tokens, by bisection; 0 if shorter than `MIN_PREFIX_TOKENS`."""
     least = MIN_PREFIX_TOKENS * TOKEN_BYTES
     if one[:least] != other[:least]:
         return 0
@@ -173,15 +173,15 @@ def _num_common(one: bytes, other: bytes) -> int:
 
 
 ALL_LANES = -1
-PrefixKey = tuple[SharedPrefix, int]  # a prefix, and the lane that shares it: ALL_LANES where all do
-Assigned = Iterable[tuple[SharedPrefix | None, int]]  # what each goes on from, and its lane
-Line = Iterable[SharedPrefix | None]  # what those go on from that may soon enter
-NOT_IN_LINE = 1 << 62  # nobody in line
+PrefixKey = tuple[SharedPrefix, int]  # prefix, and the lane that shares it or ALL_LANES
+Assigned = Iterable[tuple[SharedPrefix | None, int]]  # prefix and lane of each running request
+Line = Iterable[SharedPrefix | None]  # prefixes of the waiting requests, in order
+NOT_IN_LINE = 1 << 62  # no waiting request uses it
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedPrefix:
-    """`lane` computes it; `num_cached` of its tokens are stored, those of its parent among them."""
+    """A prefix computed by `lane`. `num_cached`: stored tokens, including its parent's."""
 
     prefix: SharedPrefix
     lane: int
@@ -189,13 +189,13 @@ class CachedPrefix:
 
 
 def prefix_keys(prefix: SharedPrefix | None, lane: int, rule: SharingRule) -> list[PrefixKey]:
-    """Where a sequence of the lane finds what it goes on from, the shortest first."""
+    """Keys of the prefix and its ancestors for a sequence of the lane, shortest first."""
     where = ALL_LANES if rule.among_lanes else lane
     return [(each, where) for each in prefix.chain][::-1] if prefix is not None else []
 
 
 def all_prefix_keys(assigned: Assigned, rule: SharingRule) -> set[PrefixKey]:
-    """Where any of them does."""
+    """Keys of all assigned prefixes and their ancestors."""
     found = set[PrefixKey]()
     for prefix, lane in assigned:
         where = ALL_LANES if rule.among_lanes else lane
@@ -206,7 +206,7 @@ def all_prefix_keys(assigned: Assigned, rule: SharingRule) -> set[PrefixKey]:
 
 
 class RetainedPrefixes:
-    """The prefixes that are held, those opened last behind the others. `dropped` are those that no longer are."""
+    """The cached prefixes, oldest first. `dropped` collects those that are no longer retained."""
 
     def __init__(self, held: Iterable[CachedPrefix], rule: SharingRule, page_tokens: int):
         self._rule, self._page_tokens = rule, page_tokens
@@ -223,7 +223,7 @@ class RetainedPrefixes:
         return self._held[place]
 
     def open(self, prefix: SharedPrefix | None, lane: int) -> None:
-        """Has the lane compute what a sequence of it goes on from, as far as nobody does."""
+        """Starts computing the prefix and its ancestors in this lane, except those that are cached."""
         for place in self._missing(prefix, lane):
             found = place[0]
             self._held[place] = CachedPrefix(prefix=found, lane=lane, num_cached=self._rule.num_shared(found.parent))
@@ -239,11 +239,11 @@ class RetainedPrefixes:
 
     @property
     def pending_pages(self) -> int:
-        """That those on their way still take."""
+        """Pages that prefixes in progress still need."""
         return sum(self._num_pages(place) - self._stored_pages(place) for place in self._held)
 
     def may_begin(self, prefix: SharedPrefix | None, lane: int, filled: Mapping[PrefixKey, int]) -> bool:
-        """Whether a sequence of the lane may go on from the prefix in a pass that adds `filled` to those held."""
+        """True if a sequence of the lane may start after the prefix in a pass that adds `filled` tokens to prefixes."""
         if prefix is None:
             return True
         place = prefix, ALL_LANES if self._rule.among_lanes else lane
@@ -252,20 +252,20 @@ class RetainedPrefixes:
         return held.num_cached + in_pass == num_tokens
 
     def drop_unwanted(self, assigned: Assigned, line: Line) -> int:
-        """Drops those that neither anybody seated nor anybody in line goes on from; returns the pages that are free."""
+        """Drops prefixes that neither running nor waiting requests use. Returns the number of freed pages."""
         idle = self._unneeded(assigned)
-        wanted = _first_uses(line) if idle else {}  # mostly nobody is idle, and the line is long
+        wanted = _first_uses(line) if idle else {}  # rarely any is idle, and the queue is long
         return sum(self._drop(place) for place in self._eviction_order(idle, wanted) if place[0] not in wanted)
 
     def drop_least_urgent(self, assigned: Assigned, line: Line) -> int | None:
-        """Drops the one that is wanted last of those that nobody seated goes on from; returns the pages that are free,
-        None where there is none."""
+        """Drops the prefix without running users that is needed last. Returns the freed pages, or None if there is no
+        such prefix."""
         idle = self._eviction_order(self._unneeded(assigned), _first_uses(line))
         return self._drop(idle[0]) if idle else None
 
     def make_room(self, num_pages: int, assigned: Assigned, line: Line) -> int | None:
-        """Drops as many, in the same order, as have `num_pages`, stored or promised, together; returns the pages
-        that they come to, None where all of them come to too few, and none is dropped."""
+        """Drops prefixes until `num_pages` pages, stored or pending, are released. Returns their number, or None if all
+        unused prefixes together have fewer; then none is dropped."""
         idle, found = self._eviction_order(self._unneeded(assigned), _first_uses(line)), 0
         if sum(map(self._num_pages, idle)) < num_pages:
             return None
@@ -277,13 +277,13 @@ class RetainedPrefixes:
         return found
 
     def _unneeded(self, assigned: Assigned) -> list[PrefixKey]:
-        """Those that nobody seated needs."""
+        """Keys without running users."""
         needed = all_prefix_keys(assigned, self._rule) if self._held else ()
         return [place for place in self._held if place not in needed]
 
     @staticmethod
     def _eviction_order(idle: Iterable[PrefixKey], turns: Mapping[SharedPrefix, int]) -> list[PrefixKey]:
-        """The one that is wanted last first; a prefix before its parent."""
+        """Needed last first; a prefix before its parent."""
         return sorted(idle, key=lambda place: (turns.get(place[0], NOT_IN_LINE), place[0].num_tokens), reverse=True)
 
     def _drop(self, place: PrefixKey) -> int:
@@ -304,7 +304,7 @@ class RetainedPrefixes:
 
 
 def _first_uses(line: Line) -> dict[SharedPrefix, int]:
-    """When somebody in line goes on from it first."""
+    """Queue position of the first request that uses each prefix."""
     found = dict[SharedPrefix, int]()
     for turn, prefix in enumerate(line):
         for each in prefix.chain if prefix is not None and prefix not in found else ():

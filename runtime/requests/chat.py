@@ -1,8 +1,7 @@
-"""Chats as the model's own template spells them, its special tokens included.
+"""Renders chats with the model's own template, including its special tokens.
 
-A template is a program that came with the model. It runs in a process of its own, in jinja's sandbox, and gets so much
-processor time and memory for each chat; what it does beyond that, or whatever else it fails with, costs that chat
-alone.
+A template is untrusted code from the model. It runs in a subprocess, in jinja's sandbox, with limits on CPU time and
+memory per chat. Exceeding them, or any other failure, fails only that chat.
 """
 
 import json
@@ -18,25 +17,25 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from ..closing import Closing
 from ..errors import ConfigError
 
-CPU_SECONDS = 5  # of processor time for a chat
-WALL_SECONDS = 180  # for a chat, and for the process to begin: on a machine that is not idle
-MEMORY_BYTES = 512 * 2**20  # beyond what the process takes to begin with
-TEXT_CHARS = 16 * 2**20  # of a rendered chat
-MAX_CRASHES = 3  # of the process before it has rendered anything
+CPU_SECONDS = 5  # CPU time per chat
+WALL_SECONDS = 180  # per chat and for startup, on a busy machine
+MEMORY_BYTES = 512 * 2**20  # in addition to the process at startup
+TEXT_CHARS = 16 * 2**20  # limit of a rendered chat
+MAX_CRASHES = 3  # before anything was rendered
 
 
 class TemplateRefusal(ValueError):
-    """Why the template makes no text of these messages, in its own words."""
+    """The template cannot render these messages; carries its own error message."""
 
     @property
     def as_error(self) -> str:
-        """What is wrong with a prompt."""
+        """Error message for the row."""
         return f"the model's chat template refuses the messages: {self}"
 
 
 class ChatRenderer(Closing):
-    """Starts its process with the first chat, and another where a chat has cost it. `cpu_seconds`: for each chat.
-    `asked_by` and `otherwise`: who wants chats, and what to do without, for errors that are about all of them."""
+    """Renders chats in a subprocess, started on first use and restarted after a crash. `cpu_seconds`: limit per chat.
+    `purpose` and `alternative`: used in error messages that concern all chats."""
 
     def __init__(
         self,
@@ -65,17 +64,16 @@ class ChatRenderer(Closing):
             self._process = None
 
     def render(self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object] | None = None) -> str:
-        """The messages and the opening of the answer. `given`: what the template gets beside them, such as `tools` or
-        `enable_thinking`; all of it JSON. Raises TemplateRefusal; ConfigError where the template ends every process
-        that it is given."""
+        """Renders messages followed by the generation prompt. `variables`: extra template variables such as `tools` or
+        `enable_thinking`; must be JSON. Raises TemplateRefusal; ConfigError if the template crashes every process."""
         if not messages:
             raise TemplateRefusal("there are no messages")
         if self._process is None:
             self._start()
-        assert self._process is not None, "it has just been started"
+        assert self._process is not None, "it was just started"
         asked = {"messages": [dict(message) for message in messages], "variables": dict(variables or {})}
         answer = _exchange(self._process, asked)
-        if answer is None:  # it has ended over the question, or was ended
+        if answer is None:  # it crashed, or hit a limit
             raise self._crash_error()
         if "text" not in answer:
             raise TemplateRefusal(answer.get("error", "its process gave no answer"))
@@ -95,7 +93,7 @@ class ChatRenderer(Closing):
             )
 
     def _crash_error(self) -> Exception:
-        assert self._process is not None, "it has just died"
+        assert self._process is not None, "it has just crashed"
         code = self._process.poll()
         self.close()
         self._num_crashes += 1
@@ -118,7 +116,7 @@ def _exchange(process: "subprocess.Popen[bytes]", value: object) -> dict[str, st
     try:
         asked = json.dumps(value).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise TemplateRefusal(f"they are no JSON: {error}") from error
+        raise TemplateRefusal(f"they are not valid JSON: {error}") from error
     try:
         process.stdin.write(asked)
         process.stdin.flush()

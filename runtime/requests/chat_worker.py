@@ -1,5 +1,6 @@
-"""Renders chats with transformers' own renderer, in a process that `chat.py` starts: a template is a stranger's
-program, and what it takes of time and memory must not be the run's. Run as a file; knows nothing of the project."""
+"""Renders chats with transformers' renderer, in a subprocess of `chat.py`: templates are untrusted, and must not use
+the run's time and memory. Run as a file; imports nothing of the project.
+"""
 
 import json
 import math
@@ -11,13 +12,13 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-ERROR_CHARS = 500  # of why there is no text
+ERROR_CHARS = 500  # of an error message
 
 
 def main() -> None:
-    """A line of JSON in for each chat, a line of JSON out: `text` or `error`. The first line in has the settings."""
+    """Reads a line of JSON per chat and writes one: `text` or `error`. The first line holds the settings."""
     settings = json.loads(sys.stdin.readline())
-    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])  # of addresses that it has now
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])  # current address space
     _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + settings["memory_bytes"])
     _limit(resource.RLIMIT_CORE, 0)
     _write_line({"ready": True})
@@ -36,12 +37,12 @@ def _render(told: dict, line: str) -> dict[str, str]:
             **told["tokens"],
             **asked["variables"],
         }
-        random.seed(0)  # the same text of the same messages, whenever a run goes on
+        random.seed(0)  # templates may use random: a resumed run must render the same text
         made = render_jinja_template([asked["messages"]], **given)
         text = made[0][0]
     except TemplateError as error:
         return {"error": _in_one_line(str(error)) or type(error).__name__}
-    except Exception as error:  # whatever a stranger's program may come to
+    except Exception as error:  # an untrusted template may raise anything
         return {"error": _in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")}
     if len(text) > told["text_chars"]:
         return {"error": f"it makes {len(text):,} characters of them, {told['text_chars']:,} are allowed"}
@@ -49,7 +50,7 @@ def _render(told: dict, line: str) -> dict[str, str]:
 
 
 def _in_one_line(reason: str) -> str:
-    """So much of it that it is an error of a row, in characters that UTF-8 has and a terminal shows."""
+    """The message on one line, shortened, with unprintable characters escaped."""
     words = " ".join(reason[: 2 * ERROR_CHARS].split())
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)[:ERROR_CHARS]
 

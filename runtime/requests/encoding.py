@@ -1,4 +1,4 @@
-"""Requests that read something off their prompts, and what a model must have for that."""
+"""Requests that read a vector, classes or mask predictions from a prompt, and checks that the model supports them."""
 
 import json
 import logging
@@ -14,14 +14,14 @@ from .prompts import Rejected, vocabulary_error
 
 log = logging.getLogger(__name__)
 
-POOLING_FILE = "1_Pooling/config.json"  # where sentence-transformers keeps how a checkpoint's embeddings were trained
-DENSE_FOLDER = "2_Dense"  # a product behind the pooling, of some
+POOLING_FILE = "1_Pooling/config.json"  # sentence-transformers' pooling config
+DENSE_FOLDER = "2_Dense"  # dense layer after pooling, in some checkpoints
 POOLING_KEYS = {
     "pooling_mode_cls_token": Pooling.cls,
     "pooling_mode_mean_tokens": Pooling.mean,
     "pooling_mode_lasttoken": Pooling.last,
 }
-CALLS = {  # by what a checkpoint has: what it can be asked
+CALLS = {  # supported calls by head
     Head.classes: "Runtime.classify or Runtime.embed",
     Head.masks: "Runtime.fill_masks or Runtime.embed",
     Head.none: "Runtime.embed",
@@ -35,8 +35,8 @@ OUTPUTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingSpec:
-    """What is read off each prompt of a run. `pooling` None: as the checkpoint says, else the mean of an encoder's
-    tokens and the last of a decoder's. `num_top`: tokens in place of each mask."""
+    """What to read from each prompt. `pooling` None: the checkpoint's own, else mean for encoders and last token for
+    decoders. `num_top`: tokens per mask."""
 
     readout: Readout = Readout.embedding
     pooling: Pooling | None = None
@@ -45,7 +45,7 @@ class EncodingSpec:
 
 
 def require_text(model: LoadedModel) -> None:
-    """Raises ConfigError where the checkpoint is of a class that generates none."""
+    """Raises ConfigError if the checkpoint's class does not generate text."""
     if model.head is Head.text:
         return
     name = type(model.staged.model).__name__
@@ -57,7 +57,7 @@ def require_text(model: LoadedModel) -> None:
 
 
 def require_readable(model: LoadedModel, spec: EncodingSpec) -> None:
-    """Raises ConfigError where the checkpoint's class, or its tokenizer, has not what `wanted` is about."""
+    """Raises ConfigError if the class or tokenizer does not support `spec`."""
     name = type(model.staged.model).__name__
     encoder = encoder_class(model.staged.model.config)
     way = (
@@ -85,7 +85,7 @@ def mask_id(model: LoadedModel) -> int | None:
 
 
 def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], spec: EncodingSpec) -> Request | Rejected:
-    """The request for what is `wanted` of a prompt."""
+    """The request for one prompt, or why it is rejected."""
     ids = tuple(prompt_ids)
     context = model.shape.context_tokens
     if not ids:
@@ -104,7 +104,7 @@ def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], spec: Enco
     elif spec.readout is Readout.classes:
         encoding = Encoding(num_read=1, has_classes=True)
         pad_id = getattr(model.staged.model.config, "pad_token_id", None)
-        # transformers takes the last token that is none of padding, which sees none behind it.
+        # transformers pools the last token that is not padding; causal attention does not see what follows.
         while not model.looks_ahead and len(ids) > 1 and ids[-1] == pad_id:
             ids = ids[:-1]
     else:
@@ -115,8 +115,8 @@ def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], spec: Enco
 
 
 def checkpoint_pooling(model: LoadedModel) -> Pooling:
-    """The checkpoint's own way, where it was made with sentence-transformers. Raises ConfigError for one that is none
-    of ours."""
+    """The pooling in the checkpoint's sentence-transformers config, or the default. Raises ConfigError if it is not
+    supported."""
     path = model.checkpoint.path / POOLING_FILE
     if not path.is_file():
         return Pooling.mean if model.looks_ahead else Pooling.last

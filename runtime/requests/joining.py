@@ -1,6 +1,4 @@
-"""Requests that are computed together: those that ask for scores behind the same tokens become one, and those that are
-searched stand beside the beams of theirs that nobody asked for.
-"""
+"""Merges requests that are computed together: scoring requests with the same context, and the beams of a search."""
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
@@ -11,16 +9,16 @@ from ..sequences.sequence import Completion, Request, TokenScore
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedRequest:
-    """A request that brings the scores of several: those at `members` of the list that was joined."""
+    """A request that computes the scores of several: those at `members` in the original list."""
 
     request: Request
     members: Rows[int]
 
 
 def join_requests(requests: Rows[Request], slots: Rows[object] | None = None) -> list[JoinedRequest]:
-    """Requests that ask for scores behind the same tokens become one, under the first one's name: what they compute is
-    the same, and their last tokens are read off the same logits. One that generates stays by itself. `slots`: one of
-    each, where only those with the same may become one."""
+    """Merges scoring requests with equal context into one with the first one's id: they compute the same positions, and
+    their last tokens are scored from the same logits. Other requests stay alone. `slots`: only requests with equal
+    slots merge."""
     groups: dict[object, list[int]] = {}
     for i, (request, slot) in enumerate(zip(requests, slots or [None] * len(requests), strict=True)):
         scoring = request.scoring
@@ -40,7 +38,7 @@ def join_requests(requests: Rows[Request], slots: Rows[object] | None = None) ->
 
 
 def member_scores(member: Request, completion: Completion) -> tuple[TokenScore, ...]:
-    """The scores of one of the requests whose joined request has come to `completion`: none where it failed."""
+    """Scores of one member of a merged request; empty if it failed."""
     own, whole = member.scoring, completion.request.scoring
     assert own is not None, "its tokens are scored"
     assert whole is not None, "it was joined of scored ones"
@@ -48,8 +46,8 @@ def member_scores(member: Request, completion: Completion) -> tuple[TokenScore, 
 
 
 def add_hidden_beams(joined: Iterable[JoinedRequest]) -> Iterator[JoinedRequest]:
-    """All of them, and behind the last sample of each prompt the beams that nobody asked for, which serve no member.
-    The samples of a prompt are neighbours."""
+    """Yields all requests and, after the last sample of each prompt, the beams that are not returned. Samples of a
+    prompt must be adjacent."""
     last: JoinedRequest | None = None
     for each in joined:
         if last is not None and last.request.id != each.request.id:
@@ -61,20 +59,20 @@ def add_hidden_beams(joined: Iterable[JoinedRequest]) -> Iterator[JoinedRequest]
 
 
 def _hidden_beams(last: Request) -> Iterator[JoinedRequest]:
-    """The beams behind the last sample."""
+    """The beams after the last returned sample."""
     for index in range(last.sample_index + 1, last.num_beams):
         yield JoinedRequest(request=replace(last, sample_index=index, is_returned=False), members=())
 
 
 def drop_orphaned_beams(left: Iterable[int], requests: Rows[Request]) -> list[int]:
-    """Those of `left` that are to be computed: beams that nobody asked for only beside those that somebody did."""
+    """Removes hidden beams from `left` if no returned beam of their search is in it."""
     known = list(left)
     asked = {requests[i].id for i in known if requests[i].is_returned}
     return [i for i in known if requests[i].id in asked]
 
 
 def with_hidden_beams(places: Iterable[int], requests: Rows[Request]) -> dict[int, None]:
-    """`places` in their order, each followed by the beams that nobody asked for behind it."""
+    """`places` in order, each followed by its hidden beams."""
     found = dict[int, None]()
     for place in places:
         found[place] = None

@@ -1,4 +1,4 @@
-"""Makes requests of prompts, or says why there is none; tokenises texts, in memory that no single text decides."""
+"""Tokenizes prompts and makes requests, or rejects them with a reason."""
 
 from collections.abc import Sequence
 from collections.abc import Sequence as Rows
@@ -11,13 +11,13 @@ from ..model.loading import LoadedModel
 from ..sequences.grammar import llguidance_tokenizer, make_grammar
 from ..sequences.sequence import FinishReason, Request, TokenLogprobs
 
-SEGMENT_CHARACTERS = 1 << 18  # tokenised on their own, to see whether a long text can fit at all
-CUT_TOKENS = 256  # by how many a cut between two segments may change the count: a word's tokens, with room
+SEGMENT_CHARACTERS = 1 << 18  # per segment of a long text, tokenized alone to estimate its length
+CUT_TOKENS = 256  # upper bound of the error at a cut between segments
 
 
 def tokenize(model: LoadedModel, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
-    """Token ids of each text, with the tokenizer's own special tokens, which a text out of a chat template has already
-    (`is_rendered`). Equal ids are one object, in all of these texts."""
+    """Token ids of each text. Special tokens are added unless `is_rendered` (a chat template has added them). Equal ids
+    share one int object, to save memory."""
     if not texts:
         return []
     if model.tokenizer is None:
@@ -34,10 +34,10 @@ def tokenize(model: LoadedModel, texts: Sequence[str], *, is_rendered: bool = Fa
 def tokenize_each(
     model: LoadedModel, texts: Sequence[str], *, is_rendered: bool, most_tokens: int | None
 ) -> list[tuple[int, ...] | str]:
-    """The ids of each text, or why it has none: it is certain to have more than `most_tokens`, or the tokenizer raises.
+    """Token ids of each text, or the reason why it has none: certainly more than `most_tokens`, or a tokenizer error.
 
-    Everything that a tokenizer raises is caught, also what is no Exception (a panic of the tokenizers library): it is
-    about one text, and others can go on.
+    Catches everything that a tokenizer raises, even BaseException (panics of the tokenizers library), so one text does
+    not fail the others.
     """
     try:
         found: list[tuple[int, ...] | str] = [_length_error(model, text, most_tokens) or "" for text in texts]
@@ -55,7 +55,8 @@ def tokenize_each(
 
 
 def _length_error(model: LoadedModel, text: str, most_tokens: int | None) -> str:
-    """Counts a long text segment by segment until it is certain; what has one segment is left to the whole count."""
+    """Error for a text that is certainly too long, counted in segments; empty otherwise. A single segment is not
+    counted."""
     if most_tokens is None or len(text) <= SEGMENT_CHARACTERS:
         return ""
     num_tokens = 0
@@ -70,13 +71,13 @@ def _length_error(model: LoadedModel, text: str, most_tokens: int | None) -> str
     return ""
 
 
-MAX_SHOWN = 200  # characters of what a request asks, in a message
+MAX_SHOWN = 200  # characters of a row's overrides in a message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A prompt that cannot be generated from, and why. It reads like a completion that ended by an error before its
-    first token."""
+    """A prompt that cannot be used, with the reason. Has the attributes of a completion that failed before its first
+    token."""
 
     id: str
     error: str
@@ -116,7 +117,8 @@ class Rejected:
 def make_request(
     model: LoadedModel, sampling: SamplingConfig, id: str, prompt: str | Rows[int], overrides: SamplingOverrides
 ) -> Request | Rejected:
-    """The first sample's. Raises ConfigError where the run, rather than the prompt, is at fault."""
+    """The request for the first sample of a prompt. Raises ConfigError if the run's settings are at fault, not the
+    prompt."""
     try:
         own = sampling.with_overrides(overrides)
         grammar = make_grammar(own)
@@ -158,7 +160,7 @@ def make_request(
 
 
 def vocabulary_error(model: LoadedModel, ids: tuple[int, ...]) -> str | None:
-    """What is wrong with token ids that the model does not have."""
+    """Error if a token id is outside the vocabulary, else None."""
     vocab_size = model.shape.vocab_size
     if min(ids) >= 0 and max(ids) < vocab_size:
         return None

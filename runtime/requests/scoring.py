@@ -1,5 +1,5 @@
-"""Requests for scores of given tokens. Where a prompt ends and its target begins in tokens, and how long documents are
-cut into windows, is as lm-eval defines both, so that numbers made here and there are comparable.
+"""Requests that score given tokens. The boundary between prompt and target tokens, and the windows of long documents,
+are as in lm-eval, so results are comparable.
 """
 
 import re
@@ -18,8 +18,8 @@ from .prompts import Rejected, tokenize_each, vocabulary_error
 def make_scoring(
     model: LoadedModel, id: str, prompt_ids: Rows[int], target_ids: Rows[int], *, index: int = 0
 ) -> Request | Rejected:
-    """The request for scores of `target_ids` behind the prompt, whose sample index is `index`. Only what the target's
-    last token follows on is computed, which must find room in the model's context."""
+    """The request that scores `target_ids` after the prompt. All but the last target token must fit the model's
+    context. `index`: the sample index."""
     num_prompt, (*known, last) = len(prompt_ids), target_ids or (-1,)
     has_encoder = model.start_token_id is not None
     ids = tuple(prompt_ids) if has_encoder else (*prompt_ids, *known)
@@ -54,7 +54,7 @@ Target: TypeAlias = str | Rows[int]
 
 
 class TokenizerInput(NamedTuple):
-    """`is_rendered`: its special tokens are in it already, or it shall have none."""
+    """A text to tokenize. `is_rendered`: do not add special tokens."""
 
     text: str
     is_rendered: bool
@@ -62,20 +62,20 @@ class TokenizerInput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TextPair:
-    """A prompt and its targets. `is_rendered`: the prompt came out of a chat template, which has put the special tokens
-    in already."""
+    """A prompt and its targets. `is_rendered`: the prompt comes from a chat template and contains its special
+    tokens."""
 
     prompt: str | Rows[int] | TemplateRefusal
     targets: Rows[Target]
     is_rendered: bool = False
 
 
-PairIds: TypeAlias = tuple[Rows[int], Rows[int]]  # of a prompt, and of a target behind it
+PairIds: TypeAlias = tuple[Rows[int], Rows[int]]  # of a prompt, and of its target
 
 
 class _PairTexts(NamedTuple):
-    """What a target's ids are made of. `whole`: prompt and target in one text, whose ids are parted where the prompt's
-    end; nothing: the target's own."""
+    """Inputs for the ids of a target. `whole`: prompt and target as one text, whose ids are split at the prompt's
+    length; empty if the target is tokenized alone."""
 
     prompt: TokenizerInput | Rows[int]
     target: TokenizerInput | Rows[int] = ()
@@ -83,11 +83,11 @@ class _PairTexts(NamedTuple):
 
 
 def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds | str]]:
-    """The ids of each pair's targets and of the prompt in front of each, or what is wrong.
+    """The ids of each target with its prompt, or an error.
 
-    Trailing white space of a prompt belongs to the target. The two are tokenised as one text, and what lies behind as
-    many tokens as the prompt has alone is the target; behind an encoder, and with ids on one side, each is tokenised by
-    itself. An empty prompt is the token that texts begin with. Raises CheckpointError where there is no tokenizer.
+    Trailing whitespace of a prompt moves to the target. Both are tokenized as one text and split after as many tokens
+    as the prompt has alone. With an encoder, or token ids on either side, each is tokenized alone. An empty prompt
+    becomes the BOS token. Raises CheckpointError without a tokenizer.
     """
     wanted = [[_pair_texts(model, pair, target) for target in pair.targets] for pair in pairs]
     parts = (part for each in wanted for one in each if not isinstance(one, str) for part in one)
@@ -126,7 +126,7 @@ def _resolve_ids(wanted: _PairTexts, found: Mapping[TokenizerInput, tuple[int, .
 
 
 def _tokenize_texts(model: LoadedModel, texts: Rows[TokenizerInput]) -> dict[TokenizerInput, tuple[int, ...] | str]:
-    """The ids of each text once, or what is wrong with it."""
+    """The ids of each distinct text, or its error."""
     found: dict[TokenizerInput, tuple[int, ...] | str] = {}
     for is_rendered in (False, True):
         each = [text for text, how in dict.fromkeys(texts) if how == is_rendered]
@@ -136,7 +136,7 @@ def _tokenize_texts(model: LoadedModel, texts: Rows[TokenizerInput]) -> dict[Tok
 
 
 def text_start(model: LoadedModel) -> int | None:
-    """The token that texts begin with, or where there is none that which they end with."""
+    """The BOS token, or EOS if there is none."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return None
@@ -146,21 +146,21 @@ def text_start(model: LoadedModel) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSize:
-    """What perplexities are by, as lm-eval counts: pieces between white space, of which one is empty where the text
-    begins or ends with some, and bytes of UTF-8. Both are 0 of no text."""
+    """Units of perplexity as in lm-eval: pieces between whitespace, including empty ones at the ends, and UTF-8
+    bytes."""
 
     num_words: int
     num_bytes: int
 
     @staticmethod
     def from_text(text: str) -> "TextSize":
-        """The size of a text."""
+        """The size of a text; 0 for an empty one."""
         num_words = len(re.split(r"\s+", text)) if text else 0
         return TextSize(num_words=num_words, num_bytes=len(text.encode("utf-8", "surrogatepass")))
 
     @staticmethod
     def total(sizes: Iterable["TextSize"]) -> "TextSize":
-        """The size of several together."""
+        """The sum of several sizes."""
         every = list(sizes)
         return TextSize(num_words=sum(each.num_words for each in every), num_bytes=sum(e.num_bytes for e in every))
 
@@ -168,9 +168,8 @@ class TextSize:
 def document_windows(
     model: LoadedModel, documents: Rows[str | Rows[int]], most_tokens: int | None
 ) -> list[list[PairIds] | str]:
-    """The windows of each document, whose text gets no special tokens, or what is wrong with it. `most_tokens`: see
-    `rolling_windows`; None, or more than that: as many as the model's context has room for. Raises ConfigError where
-    nothing says what a document begins behind."""
+    """The windows of each document, or its error. No special tokens are added. `most_tokens`: see `rolling_windows`;
+    limited by the model's context. Raises ConfigError if the tokenizer has neither BOS nor EOS."""
     require(model.start_token_id is None, "an encoder-decoder reads a source: documents have none, score pairs instead")
     start = text_start(model)
     require(start is not None, "documents need a tokenizer with a token that texts begin or end with")
@@ -187,13 +186,12 @@ def document_windows(
 
 
 def rolling_windows(tokens: Rows[int], start: int, most_tokens: int) -> list[PairIds]:
-    """Windows in which each token of a document is scored once, behind as many of those before it as fit: up to
-    `most_tokens` are computed of a window, the first of which begins with `start`. They are what lm-eval's
-    `get_rolling_token_windows` with a context of 1 and `make_disjoint_window` give."""
+    """Windows that score each token of a document once, with as much context before it as fits `most_tokens`. The first
+    window begins with `start`. Equals lm-eval's `get_rolling_token_windows` (context 1) with `make_disjoint_window`."""
     require(most_tokens >= 1, f"a window must have room for 1 token or more, got {most_tokens}")
     known, windows = [start, *tokens], list[PairIds]()
     for begin in range(0, len(tokens), most_tokens):
         end = min(begin + most_tokens, len(tokens))
-        first = max(0, end - most_tokens)  # in `known`, of which each token has moved up by one
+        first = max(0, end - most_tokens)  # index in `known`, which is shifted by one
         windows.append((known[first : begin + 1], tokens[begin:end]))
     return windows

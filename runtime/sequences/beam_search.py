@@ -1,7 +1,7 @@
-"""Beams of requests in a lane: their candidates, drawn where the logits are, and what the searches come to with them.
+"""Beam search in lanes: selects candidates on the logits' device and advances the searches.
 
-The beams of one request are neighbours in its lane, the best first, and take part in the same passes. The state of
-their search is with the first of them.
+The beams of one request are neighbors in its lane, best first, and take part in the same passes. The first beam holds
+the state of the search.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +14,14 @@ from ..attention.upload import upload
 from .beams import BeamRules, BeamState, advance_beams
 from .sequence import BeamTrace, FinishReason, Sequence, TokenLogprobs
 
-# Whether tokens that a beam may come to are a whole completion: why, and where a stop string begins in its text.
+# Finish reason and text length if a beam with these tokens is complete, else None.
 Ends = Callable[[Sequence, Rows[int]], tuple[FinishReason, int | None] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The best continuations of a search: of each the beam, the token, and the log-probability of the whole way.
-    `own` and `top`: log-probabilities of its token, and those of the likeliest in its place, where they are asked
-    for."""
+    """The best continuations of a search: beam, token and cumulative log-probability of each. `own` and `top`:
+    log-probabilities of the token and of the top tokens, if requested."""
 
     beams: Rows[int]
     tokens: Rows[int]
@@ -38,8 +37,9 @@ class Candidates:
 
 
 class BeamSearch:
-    """The searches of a run. `draw` and `tell` as the sampler's. `scores`: what processors make of log-probabilities;
-    `num_top`: how many of the likeliest tokens are wanted beside each; `bans`: the settings that may forbid a token."""
+    """All beam searches of a run. `sample` and `accept` as in `Sampler`. `scores`: applies processors to
+    log-probabilities; `num_top`: top log-probabilities per token; `bans`: settings that may forbid tokens, for
+    messages."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class BeamSearch:
         self._vocab_size, self._num_top, self._bans = vocab_size, num_top, bans
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, slice_bytes: int) -> torch.Tensor:
-        """Whether each row's logits are finite, and the candidates of its search, int32 (B, numbers)."""
+        """Returns a finite flag for each row, and the candidates of its search: int32 (B, numbers)."""
         size = self._rules.num_beams
         num_rows = size * max(1, slice_bytes // (4 * logits_BV.shape[-1] * size))
         slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
         parts = list[torch.Tensor]()
-        for rows in slices:  # processors see log-probabilities here, which are then summed up, as in transformers
+        for rows in slices:  # as in transformers, processors get log-probabilities here
             slice_BV = logits_BV[rows].float()
             logprobs_BV = slice_BV.log_softmax(-1)
             scores_BV, searches = self._scores(sequences[rows], logprobs_BV), list(split_searches(sequences[rows]))
@@ -70,7 +70,7 @@ class BeamSearch:
         return torch.cat(parts)
 
     def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
-        """Takes each search a token further, or ends it by an error. Mutates the sequences."""
+        """Advances each search by a token, or fails it. Mutates the sequences."""
         begin = 0
         for beams in split_searches(sequences):
             numbers, begin = drawn[begin : begin + len(beams)], begin + len(beams)
@@ -92,7 +92,7 @@ def _fail_beams(beams: Rows[Sequence], error: str, is_finite: Rows[int]) -> None
 
 
 def split_searches(sequences: Rows[Sequence]) -> Iterator[Rows[Sequence]]:
-    """The beams of each search."""
+    """Groups the beams by search."""
     begin = 0
     while begin < len(sequences):
         end = begin + sequences[begin].request.num_beams
@@ -104,8 +104,8 @@ def split_searches(sequences: Rows[Sequence]) -> Iterator[Rows[Sequence]]:
 def best_candidates(
     searches: Rows[Rows[Sequence]], scores_BV: torch.Tensor, logprobs_BV: torch.Tensor, rules: BeamRules, num_top: int
 ) -> torch.Tensor:
-    """What `read_candidates` reads, int32 (B, numbers). `scores_BV`: log-probabilities behind the processors;
-    `logprobs_BV`: before them."""
+    """Packs the best candidates into int32 (B, numbers), for `read_candidates`. `scores_BV`: processed
+    log-probabilities, `logprobs_BV`: unprocessed."""
     num_beams, size = rules.num_beams, scores_BV.shape[-1]
     states = [search_state(beams) for beams in searches]
     past_B = upload([score for state in states for score in state.scores], scores_BV.device, torch.float32)
@@ -121,7 +121,7 @@ def best_candidates(
 
 
 def read_candidates(numbers: torch.Tensor, rules: BeamRules, vocab_size: int, num_top: int) -> Candidates:
-    """Those of one search, whose rows `numbers` are, in host memory."""
+    """Unpacks the candidates of one search from its rows, in host memory."""
     width = rules.candidates_per_beam
     floats = numbers.contiguous().view(torch.float32)
     indices = numbers[:, width : 2 * width].flatten().tolist()
@@ -137,9 +137,8 @@ def read_candidates(numbers: torch.Tensor, rules: BeamRules, vocab_size: int, nu
 
 
 def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends: Ends) -> None:
-    """Takes one search a token further. Mutates its beams: each has the tokens of the way that it goes on as, and
-    `source` says whose keys and values go with them; where the search is over, each that is returned has its
-    completion."""
+    """Advances one search by a token. Mutates its beams: they get the tokens of the candidates that continue, and
+    `source` names the beam whose KV cache to take over. If the search is over, returned beams get its completions."""
     found = [(beams[beam], token) for beam, token in zip(candidates.beams, candidates.tokens, strict=True)]
     ways = list[BeamTrace | None]()
     for rank, (beam, token) in enumerate(found):
@@ -175,5 +174,5 @@ def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRul
 
 
 def search_state(beams: Rows[Sequence]) -> BeamState[BeamTrace]:
-    """The state of the search whose beams these are."""
+    """The state of the search of these beams."""
     return beams[0].search or BeamState.first(len(beams))

@@ -1,5 +1,5 @@
-"""Beam search as transformers' `_beam_search` does it, of one prompt: which ways go on, which have ended, and whether
-any could still become better. Pure, in tensors of a few numbers, so that float32 and ties come out as they do there.
+"""The beam search of one prompt, as in transformers' `_beam_search`. Pure. Uses small tensors, so that float32 rounding
+and ties match transformers.
 """
 
 from collections.abc import Sequence as Rows
@@ -8,15 +8,15 @@ from typing import Generic, TypeVar
 
 import torch
 
-NO_SCORE = -1e9  # a score that no way has: of beams that have not begun, and of hypotheses that are not there
+NO_SCORE = -1e9  # marks beams that have not begun and free hypothesis slots
 EarlyStopping = bool | str
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeamRules:
-    """`early_stopping`: True ends a search once `num_beams` ways have ended, False once none is likely to become
-    better than they, "never" once none can. `num_ends`: tokens that end a completion."""
+    """Settings of a beam search. `early_stopping`: True ends once `num_beams` hypotheses exist, False once no beam is
+    likely to beat them, "never" once none can. `num_ends`: number of EOS tokens."""
 
     num_beams: int
     length_penalty: float = 1.0
@@ -25,7 +25,7 @@ class BeamRules:
 
     @property
     def num_candidates(self) -> int:
-        """Continuations that are looked at: so many that `num_beams` go on even if all others end."""
+        """Candidates per step: enough that `num_beams` continue even if all others end."""
         return self.candidates_per_beam * self.num_beams
 
     @property
@@ -33,17 +33,17 @@ class BeamRules:
         return max(2, 1 + self.num_ends)
 
     def normalized(self, scores: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Sums of log-probabilities of so many tokens, as ways of unequal length are compared."""
+        """Cumulative log-probabilities normalized by length, to compare beams of unequal length."""
         return scores / num_tokens**self.length_penalty
 
     def best_length(self, num_new: int, max_new: int) -> int:
-        """The length at which a way that goes on is taken to end."""
+        """The length at which to estimate the final score of a running beam."""
         return max_new if self.early_stopping == "never" and self.length_penalty > 0.0 else num_new
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis(Generic[T]):
-    """A way that has ended: its score, by length, and what the caller knows it by. None: its place is still free."""
+    """A finished beam with its normalized score. `way`: the caller's result; None if the slot is free."""
 
     score: float = NO_SCORE
     way: T | None = None
@@ -51,14 +51,16 @@ class Hypothesis(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class BeamState(Generic[T]):
-    """A search between two passes: the log-probability of each beam, the best first, and the best hypotheses."""
+    """State of a search between two passes: cumulative log-probabilities of the beams, best first, and the best
+    hypotheses."""
 
     scores: tuple[float, ...]
     hypotheses: tuple[Hypothesis[T], ...]
 
     @staticmethod
     def first(num_beams: int) -> "BeamState[T]":
-        """All beams have the prompt, and only the first counts: otherwise all would go the same way."""
+        """The initial state: all beams hold the prompt, and only the first counts, or all would continue
+        identically."""
         return BeamState(scores=(0.0, *(NO_SCORE,) * (num_beams - 1)), hypotheses=(Hypothesis(),) * num_beams)
 
 
@@ -71,16 +73,16 @@ def advance_beams(
     num_new: int,
     max_new: int,
 ) -> tuple[BeamState[T], tuple[int, ...]]:
-    """The search behind its `num_new`-th token, of at most `max_new`, and of each beam, which of the candidates it goes
-    on as; none where the search is over. `scores` are those of its candidates, the best first, each the log-probability
-    of all of its tokens; `ended`: those that are a whole completion, by what they are known by. Of the candidates only
-    the first `num_beams` may become hypotheses."""
+    """Advances a search to `num_new` of at most `max_new` tokens. Returns the new state and, for each beam, the index
+    of the candidate that it continues; empty if the search is over. `scores`: cumulative log-probabilities of the
+    candidates, best first. `completed`: the result of each candidate that is a whole completion. Only the first
+    `num_beams` candidates may become hypotheses."""
     scores_K = torch.tensor(scores, dtype=torch.float32)
     hits_K = torch.tensor([way is not None for way in completed])
     going_K = scores_K + hits_K.float() * NO_SCORE
     kept_B = going_K.topk(rules.num_beams).indices
     hypotheses = _merge_hypotheses(rules, state.hypotheses, scores_K, completed, num_new)
-    # The best beam, if it lost nothing more, may be better than the worst hypothesis, or than a place that is free.
+    # The search goes on while the best beam could still beat the worst hypothesis or fill a free slot.
     worst = torch.tensor([each.score for each in hypotheses], dtype=torch.float32).min()
     bars = torch.where(torch.tensor([each.way is not None for each in hypotheses]), worst, NO_SCORE)
     best = rules.normalized(going_K[kept_B][:1], rules.best_length(num_new, max_new))

@@ -1,5 +1,5 @@
-"""Grammars of structured output: what `sampling.json_schema`, `regex`, `choice` and `grammar` come to in llguidance's
-form, checked by llguidance itself. The library is an extra.
+"""Grammars of structured output: `sampling.json_schema`, `regex`, `choice` and `grammar` in llguidance's form,
+validated by llguidance. The library is an extra.
 """
 
 # pyright: reportMissingImports=false
@@ -28,18 +28,18 @@ from .sequence import Sequence
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of a document; endless, a weak model would never end
-SPECIAL = b"\xff"  # before the name of a token without a text, by llguidance's convention: it is in no UTF-8
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # bounded, or a weak model might emit whitespace forever
+SPECIAL = b"\xff"  # llguidance's prefix of token names without text; invalid in UTF-8
 SPELLED_DECODERS = (
     "Metaspace",
     "WordPiece",
-)  # that llguidance does not know; each token adds the same anywhere in a text
-NUM_KEPT = 1024  # grammars whose compiled form is kept
+)  # unknown to llguidance; a token's text does not depend on context
+NUM_KEPT = 1024  # compiled grammars in the cache
 
 
 def resolve_schema(sampling: SamplingConfig) -> SamplingConfig:
-    """The settings with the schema as JSON, read where it is a file's, and checked by llguidance with all else that a
-    completion must follow. Raises ConfigError naming the key."""
+    """Returns the settings with `json_schema` as JSON text, read from its file if it names one. Validates it and the
+    other grammar settings. Raises ConfigError with the key."""
     schema = sampling.json_schema
     if isinstance(schema, str) and not schema.lstrip().startswith("{"):
         try:
@@ -54,19 +54,19 @@ def resolve_schema(sampling: SamplingConfig) -> SamplingConfig:
 
 
 def schema_text(schema: str | Mapping[str, object]) -> str:
-    """The JSON of a schema, in the order of its keys, which is that of a completion's. Raises ConfigError."""
+    """A schema as compact JSON. Keeps the order of keys, which completions follow. Raises ConfigError."""
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"sampling.json_schema is no JSON: {error}") from error
+        raise ConfigError(f"sampling.json_schema is not valid JSON: {error}") from error
     require(isinstance(value, Mapping), f"sampling.json_schema must be an object, got {text[:80]}")
     return text
 
 
 def make_grammar(sampling: SamplingConfig) -> str | None:
-    """What a completion must be in llguidance's form; None where it may be anything. A schema is none of a file here.
-    Raises ConfigError."""
+    """The grammar of a completion in llguidance's form; None if unconstrained. File names of schemas must be resolved
+    before. Raises ConfigError."""
     for key in STRUCTURES:
         value = getattr(sampling, key)
         if value is not None:
@@ -84,7 +84,7 @@ def _validated_grammar(key: str, value: str | tuple[str, ...]) -> str:
     try:
         made = _to_llguidance(LLMatcher, key, value)
         problem = LLMatcher.validate_grammar(made)
-    except (ValueError, RecursionError) as error:  # a schema nested too deep for its parser, or text that is no UTF-8
+    except (ValueError, RecursionError) as error:  # schema nested too deep, or text that is not UTF-8
         raise ConfigError(f"sampling.{key} is refused by llguidance: {summarize_error(str(error))}") from error
     if problem:
         raise ConfigError(f"sampling.{key} is refused by llguidance: {summarize_error(problem)}")
@@ -93,16 +93,16 @@ def _validated_grammar(key: str, value: str | tuple[str, ...]) -> str:
 
 def _to_llguidance(compiler: "type[LLMatcher]", key: str, value: str | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
-        # One terminal, an automaton: as rules, each text is a symbol, of which 65,000 are the most.
+        # One terminal: as rules, each choice would be a symbol, and llguidance allows 65,000.
         return compiler.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, value))}")
-    if key == "json_schema":  # whose `x-guidance`, if any, says how far the parts of a document may stand apart
+    if key == "json_schema":  # `x-guidance` may set its own whitespace pattern
         has_own = "x-guidance" in json.loads(value)
         return compiler.grammar_from_json_schema(value, {} if has_own else {"whitespace_pattern": WHITESPACE})
     return compiler.grammar_from_regex(value) if key == "regex" else compiler.grammar_from_lark(value)
 
 
 def summarize_error(problem: str) -> str:
-    """The first line of what llguidance says, and those that name an error."""
+    """The first line of an llguidance message, and later lines that begin with "error"."""
     lines = [line.strip() for line in problem.splitlines() if line.strip()]
     return "; ".join([lines[0], *(line for line in lines[1:] if line.startswith("error"))])[:400]
 
@@ -110,10 +110,10 @@ def summarize_error(problem: str) -> str:
 def llguidance_tokenizer(
     tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> "LLTokenizer":
-    """The vocabulary as llguidance walks it; for a large one that takes a second, once. Raises ConfigError where the
-    tokenizer or the model cannot have structured output."""
-    require(tokenizer is not None, "structured output is of text, and needs a tokenizer: set model.tokenizer")
-    require(bool(eos_token_ids), "structured output ends by a token that the model ends by, and its config names none")
+    """The vocabulary for llguidance. Takes about a second for a large one; cached. Raises ConfigError if the tokenizer
+    or model does not support structured output."""
+    require(tokenizer is not None, "structured output needs a tokenizer: set model.tokenizer")
+    require(bool(eos_token_ids), "structured output needs an EOS token, and the model's config names none")
     assert tokenizer is not None, "just seen"
     return _make_llguidance_tokenizer(tokenizer, vocab_size, tuple(sorted(eos_token_ids)))
 
@@ -127,19 +127,19 @@ def _make_llguidance_tokenizer(
 
     num_tokens, ends = max(vocab_size, len(tokenizer)), list(eos_token_ids)
     try:
-        fast = cast(PreTrainedTokenizerFast, tokenizer)  # others are refused
+        fast = cast(PreTrainedTokenizerFast, tokenizer)  # from_tokenizer refuses slow ones
         return from_tokenizer(fast, n_vocab=num_tokens, eos_token=ends)
     except ValueError as error:
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         if type(decoder).__name__ not in SPELLED_DECODERS:
             name, reason = type(tokenizer).__name__, summarize_error(str(error))
-            raise ConfigError(f"structured output cannot follow this model's tokenizer, a {name}: {reason}") from error
+            raise ConfigError(f"structured output does not support this model's tokenizer {name}: {reason}") from error
     spelled = TokenizerWrapper(_SpelledVocabulary(Detokenizer(tokenizer), num_tokens, ends[0]))
     return LLTokenizer(spelled, n_vocab=num_tokens, eos_token=ends)
 
 
 class _SpelledVocabulary:
-    """A vocabulary as `TokenizerWrapper` wants it. Called it cuts bytes into tokens, the longest first."""
+    """A vocabulary in the form that `TokenizerWrapper` expects. Calling it splits bytes into tokens, longest first."""
 
     bos_token_id = None
 
@@ -165,10 +165,11 @@ class _SpelledVocabulary:
 
 
 class Grammars:
-    """Guides through the grammars of a run's sequences. What needs the tokenizer is made with the first.
+    """Manages the grammar guides of a run's sequences. The tokenizer is prepared on first use.
 
-    With `reasoning` a sequence that thinks has no guide until its end tag, behind which the grammar begins. One that
-    has not begun to may begin with the tag or with what the grammar says."""
+    With `reasoning`, a thinking sequence has no guide until its end tag, after which the grammar applies. A new
+    sequence may start with the tag or with the structure.
+    """
 
     def __init__(
         self,
@@ -181,8 +182,8 @@ class Grammars:
         self._compiled = lru_cache(NUM_KEPT)(self._compile)
 
     def masks(self, sequences: Rows[Sequence]) -> torch.Tensor | None:
-        """Which tokens may come next, a bit for each, int32 (B, words) in host memory; None where any may, for all
-        rows. Mutates the sequences' guides. What comes where a guide has an error means nothing."""
+        """Masks of allowed next tokens, int32 (B, words) in host memory; None if no row is constrained. Mutates the
+        sequences' guides. Rows of guides with errors are undefined."""
         guides = [self._update_guide(sequence) for sequence in sequences]
         if all(guide is None for guide in guides):
             return None
@@ -195,8 +196,8 @@ class Grammars:
         return masks_BW
 
     def begin(self, sequences: Rows[Sequence]) -> None:
-        """Begins the masks that come next, on a thread beside what the caller does then: reading weights and computing
-        logits. llguidance computes without the interpreter's lock."""
+        """Starts computing the next masks on a thread, to overlap with weight reads and compute. llguidance releases
+        the GIL."""
         found = (self._update_guide(sequence) for sequence in sequences)
         guides = [guide for guide in found if guide is not None and guide.error is None]
         if guides:

@@ -1,5 +1,5 @@
-"""Where a sequence is in the grammar of its completion, and the tokens that may come next: a matter of its tokens
-alone, so that whoever goes on with them finds the way from the beginning again.
+"""Position of a sequence in the grammar of its completion, and the tokens that may come next. Depends on tokens only,
+so it can be rebuilt when a sequence resumes.
 """
 
 # pyright: reportMissingImports=false
@@ -15,15 +15,14 @@ import torch
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-BITS = 32  # tokens of a word of a mask
+BITS = 32  # tokens per mask word
 
 
 @dataclass(kw_only=True)
 class Guide:
-    """Mutable; owned by its sequence. `num_reported`: tokens of the completion that `matcher` has seen, or that stand
-    before its structure. `opening`: of the tag that reasoning begins with, while that may still come in the structure's
-    place. `ahead`: its row of masks that are being computed for them, on a thread that both matchers belong to until
-    they are done."""
+    """Mutable; owned by its sequence. `num_reported`: tokens that `matcher` has consumed or that precede the structure.
+    `opening`: matcher of a reasoning tag that may come instead of the structure. `pending_mask`: a future of masks with
+    this guide's row. Its thread owns both matchers until it is done."""
 
     matcher: "LLMatcher"
     opening: "LLMatcher | None" = None
@@ -31,11 +30,11 @@ class Guide:
     pending_mask: tuple[Future[torch.Tensor], int] | None = None
 
     def accept(self, generated: Rows[int]) -> None:
-        """Follows the tokens of the completion that it has not seen yet."""
+        """Consumes the tokens that it has not seen yet."""
         if self.num_reported < len(generated):
             self.mask()
             tokens = list(generated[self.num_reported :])
-            if self.opening is not None:  # in the structure, in the tag, or in both as long as the tokens are of both
+            if self.opening is not None:  # structure, tag, or both while the tokens fit both
                 if self.opening.validate_tokens(tokens) < len(tokens):
                     self.opening = None
                 elif self.matcher.validate_tokens(tokens) < len(tokens):
@@ -46,7 +45,7 @@ class Guide:
             self.num_reported, self.pending_mask = len(generated), None
 
     def mask(self) -> torch.Tensor | None:
-        """The mask behind the tokens that it was told, int32 (words), waited for; None where none was begun."""
+        """Waits for the pending mask, int32 (words). None if none is pending."""
         if self.pending_mask is None:
             return None
         masks, row = self.pending_mask
@@ -54,13 +53,14 @@ class Guide:
 
     @property
     def error(self) -> str | None:
-        """Why it cannot tell what comes next: a limit of llguidance, or a token that is not of the grammar."""
+        """The error of the matcher: a limit of llguidance, or a token outside the grammar. None if it has none."""
         self.mask()
         return self.matcher.get_error() if self.matcher.is_error() else None
 
 
 def fill_masks(executor: "LLExecutor", guides: Rows[Guide | None], vocab_size: int) -> torch.Tensor:
-    """A bit for each token that may come next, int32 (guides, words); all of them where there is no guide."""
+    """Computes masks of allowed next tokens, int32 (guides, words), one bit per token. Rows without a guide allow
+    all."""
     num_words = -(-vocab_size // BITS)
     masks_BW = torch.full((len(guides), num_words), -1, dtype=torch.int32)
     asked = [(guide.matcher, row) for row, guide in enumerate(guides) if guide is not None]
@@ -75,7 +75,7 @@ def fill_masks(executor: "LLExecutor", guides: Rows[Guide | None], vocab_size: i
 
 
 def apply_masks(scores_BV: torch.Tensor, masks_BW: torch.Tensor) -> torch.Tensor:
-    """The scores, minus infinity where the bit is 0; `scores_BV` is left as it is."""
+    """Returns scores with minus infinity where the bit is 0. Does not modify `scores_BV`."""
     places = torch.arange(8, dtype=torch.uint8, device=masks_BW.device)
     bits_BV = ((masks_BW.view(torch.uint8)[..., None] >> places) & 1).view(len(masks_BW), -1)
     return torch.where(bits_BV[:, : scores_BV.shape[-1]].bool(), scores_BV, -torch.inf)

@@ -1,6 +1,5 @@
-"""transformers' own logits processors, in the order of `GenerationMixin._get_logits_processor`, over rows of unequal
-history.
-"""
+"""transformers' logits processors, in the order of `GenerationMixin._get_logits_processor`, for rows of unequal
+length."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
@@ -40,13 +39,13 @@ from ..config.sampling import MAX_NEW_TOKENS
 from ..config.settings import SamplingConfig
 from .sequence import Request, Sequence
 
-NUM_PENALTIES = 256  # whose processors are kept
+NUM_PENALTIES = 256  # distinct penalties with cached processors
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthStep:
-    """A processor that looks at nothing of a row's history but its length. `length`: the one to show it for a row, None
-    where it would leave the row as it is."""
+    """A processor that depends on nothing but a row's length. `length`: the length to pass for a row; None skips the
+    row."""
 
     processor: LogitsProcessor
     length: Callable[[Sequence], int | None]
@@ -66,10 +65,9 @@ class LengthStep:
 
 
 class Processors:
-    """What transformers applies with and without sampling: penalties, bans, forced tokens. The run's, the same for
-    every row.
+    """Penalties, bans and forced tokens, which apply with and without sampling. Settings of the run, for every row.
 
-    `bad_words` are lists of token ids, of the strings in `config.bad_words`; all ids are within the vocabulary.
+    `bad_words`: token ids of `config.bad_words`. All ids must be within the vocabulary.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class Processors:
         start_token_id: int | None,
         device: torch.device,
     ):
-        """`device`: of the logits; what a processor looks up lies there before the first pass."""
+        """`device`: of the logits. Lookup tensors are created there, before the first pass."""
         self._start_token_id = start_token_id
         self._device: Any = device  # torch takes it where transformers asks for a str
         eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
@@ -89,8 +87,8 @@ class Processors:
         self._by_length = [*self._length_steps(config, eos)]
 
     def __call__(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """Scores, a tensor of their own where anything is applied: `logits_BV` is left as it is."""
-        rows_of: dict[float | None, list[int]] = {}  # those of one repetition penalty together
+        """Returns processed scores. Never modifies `logits_BV`."""
+        rows_of: dict[float | None, list[int]] = {}  # rows by repetition penalty
         for row, sequence in enumerate(sequences):
             own = sequence.request.repetition_penalty
             rows_of.setdefault(self._run_penalty if own is None else own, []).append(row)
@@ -114,8 +112,7 @@ class Processors:
         steps = self._history_steps(penalty)
         if not steps:
             return logits_BV
-        # What each row's decoder has seen and generated, padded on the left with what no row contains. Behind an
-        # encoder the prompt is not among it.
+        # Token ids of each row, left-padded with an id that no row contains. With an encoder, without the prompt.
         start, pad = self._start_token_id, logits_BV.shape[-1]
         seen = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
         width = max(map(len, seen))
@@ -130,7 +127,7 @@ class Processors:
                 length=lambda row: self._length(row) if self._length(row) < least and _can_end(row) else None,
             )
         if eos is not None:
-            yield LengthStep(  # which bans the end wherever it is shown a length
+            yield LengthStep(  # bans EOS for every row that it gets
                 processor=MinNewTokensLengthLogitsProcessor(0, MAX_NEW_TOKENS, eos),
                 length=lambda row: (
                     _num_new(row) if _num_new(row) < _min_new_tokens(row, fewest) and _can_end(row) else None
@@ -148,7 +145,7 @@ class Processors:
                 length=lambda row: 0 if _num_new(row) == row.request.max_new_tokens - 1 else None,
             )
         if eos is not None and config.exponential_decay_length_penalty is not None:
-            # The end's score is raised by more with each new token.
+            # The bonus of EOS grows with each new token.
             begin, factor = int(config.exponential_decay_length_penalty[0]), config.exponential_decay_length_penalty[1]
             yield LengthStep(
                 processor=ExponentialDecayLengthPenalty((begin, factor), eos, 0),
@@ -165,11 +162,11 @@ class Processors:
             )
 
     def _num_before_begin(self, row: Sequence, is_forced: bool) -> int:
-        """New tokens in front of the one that counts as the first: that which `forced_bos_token_id` forces, if any."""
+        """1 if `forced_bos_token_id` adds a token before the first one that counts, else 0."""
         return int(is_forced and self._length(row) - _num_new(row) == 1)
 
     def _length(self, row: Sequence) -> int:
-        """What generate calls the length: the prompt's tokens, or a decoder's one start token, and new ones."""
+        """The length that `generate` sees: prompt plus new tokens, or the decoder's start token plus new tokens."""
         return row.num_known if self._start_token_id is None else 1 + _num_new(row)
 
 
@@ -202,8 +199,7 @@ def _history_steps(
 
 
 def warpers(config: SamplingConfig, request: Request) -> LogitsProcessorList:
-    """What transformers applies last; to greedy rows nothing but the normalization. None of them looks at the
-    history."""
+    """The warpers that transformers applies last, independent of history. Greedy rows only get the normalization."""
     processors = LogitsProcessorList()
     if request.temperature != 0:
         processors.extend(_sampling_warpers(config, request))
@@ -235,15 +231,15 @@ def _sampling_warpers(config: SamplingConfig, request: Request) -> Iterator[Logi
 
 
 def empty_history(scores_BV: torch.Tensor) -> torch.Tensor:
-    """A history for processors that do not look at it."""
+    """Dummy token ids for processors that ignore history."""
     return dummy_history(len(scores_BV), 0)
 
 
 def dummy_history(num_rows: int, length: int) -> torch.Tensor:
-    """A history for processors that look at nothing but its shape: a history of `length` tokens, whichever."""
+    """Dummy token ids of a given length, for processors that only use the shape."""
     return torch.zeros(1, 1, dtype=torch.long).expand(num_rows, length) if length else torch.zeros(num_rows, 0).long()
 
 
 def apply_processors(processors: LogitsProcessorList, ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
-    """transformers names the legacy types torch.LongTensor and FloatTensor, which no tensor's static type is."""
+    """Calls the processors. Isolates a typing issue: transformers annotates legacy types (LongTensor, FloatTensor)."""
     return processors(ids_BT, scores_BV)  # pyright: ignore[reportArgumentType]

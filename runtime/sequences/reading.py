@@ -1,5 +1,5 @@
-"""What is read off prompts: scores of tokens that are given, log-softmax in float32 of the logits as they leave the
-head; and vectors, hidden states pooled to embeddings or logits of classes.
+"""Readout of prompts without generation: scores of target tokens (float32 log-softmax of raw logits), and vectors
+(pooled hidden states or class logits).
 """
 
 from collections.abc import Callable, Iterable
@@ -14,14 +14,14 @@ from ..config.settings import Pooling
 from ..model.head import class_logits, hidden_states
 from .sequence import Encoding, FinishReason, Sequence, TokenScore, packed_width, unpack_logprobs
 
-SLICE_BYTES = 4 * 2**20  # of float32 logits that become log-probabilities at a time
-STATUS_WIDTH = 2  # the likeliest token, whether the logits are finite
+SLICE_BYTES = 4 * 2**20  # of float32 logits per slice
+STATUS_WIDTH = 2  # greedy token id, finite flag
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringTargets:
-    """The tokens that a pass scores. `places` are those of the tokens before them, among all of a hidden state;
-    `rows`, `tokens` and `sequences` are of each score: which of `places` it is behind, what is scored, and for whom."""
+    """The tokens that a pass scores. `places`: positions whose logits are needed, within the hidden state. Per score:
+    `rows` (index into `places`), `tokens` (the target) and `sequences`."""
 
     places: Rows[int]
     rows: Rows[int]
@@ -30,13 +30,12 @@ class ScoringTargets:
 
     @property
     def owners(self) -> Rows[Sequence]:
-        """Whose each of `rows` is."""
+        """The sequence of each of `rows`."""
         return self.sequences
 
     @staticmethod
     def from_sequences(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "ScoringTargets":
-        """What `parts` say of each sequence of a pass: itself, its first place, and what is scored behind each of its
-        places."""
+        """`parts`: each sequence with its first position and the target tokens of each position from there."""
         places = list[int]()
         scores = list[tuple[int, int, Sequence]]()
         for sequence, first, each in parts:
@@ -48,8 +47,7 @@ class ScoringTargets:
 
 
 class TokenScorer:
-    """Adds up what slices of logits say of the given tokens. `num_top`: how many of the likeliest tokens are wanted in
-    place of each."""
+    """Scores target tokens from slices of logits. `num_top`: number of top log-probabilities per target."""
 
     def __init__(self, targets: ScoringTargets, num_top: int, device: torch.device):
         self._targets, self._num_top, self._device = targets, num_top, device
@@ -57,7 +55,7 @@ class TokenScorer:
         self._num_done = 0
 
     def add(self, begin: int, logits_NV: torch.Tensor) -> None:
-        """`logits_NV` are of the places from `begin` on; slices come in order."""
+        """Adds the logits of positions from `begin` on. Slices must come in order."""
         num_rows = max(1, SLICE_BYTES // (4 * logits_NV.shape[-1]))
         for start in range(0, len(logits_NV), num_rows):
             part = logits_NV[start : start + num_rows].float()
@@ -70,7 +68,7 @@ class TokenScorer:
 
     @property
     def numbers(self) -> torch.Tensor:
-        """What `tell` wants to know, int32 (scores, numbers), where the logits were."""
+        """Packed scores for `record_scores`, int32 (scores, numbers), on the logits' device."""
         width = STATUS_WIDTH + packed_width(self._num_top)
         empty = torch.empty(0, width, dtype=torch.int32, device=self._device)
         return torch.cat([empty, *self._parts])
@@ -85,8 +83,8 @@ class TokenScorer:
 
 
 def record_scores(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
-    """Appends a score to each of `sequences`, one for each row of `numbers`, and marks those that have all of theirs.
-    Mutates them; returns how many scores are good. A row without finite logits becomes an error row."""
+    """Appends a score to the sequence of each row of `numbers`, and finishes sequences with all of their scores.
+    Mutates them. Returns the number of valid scores. A row with non-finite logits becomes an error row."""
     num_good = 0
     logprobs = unpack_logprobs(numbers[:, STATUS_WIDTH:])
     each = zip(sequences, numbers[:, :STATUS_WIDTH].tolist(), logprobs, strict=True)
@@ -104,13 +102,13 @@ def record_scores(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -
     return num_good
 
 
-SMALLEST_NORM = 1e-12  # that a vector is divided by, as in torch's own `normalize`
+SMALLEST_NORM = 1e-12  # lower bound of the divisor, as in `torch.nn.functional.normalize`
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingTargets:
-    """The hidden states that a pass reads: `places` among all of them, `owners` whose each is. `counts`: how many of
-    each of `sequences`, whose are side by side."""
+    """The hidden states that a pass pools. `places`: positions within the hidden state, with their `owners`. `counts`:
+    number of contiguous positions of each of `sequences`."""
 
     places: Rows[int]
     owners: Rows[Sequence]
@@ -123,7 +121,7 @@ class PoolingTargets:
 
     @staticmethod
     def from_sequences(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "PoolingTargets":
-        """`parts` as in `Given.of`."""
+        """`parts`: as in `ScoringTargets.from_sequences`."""
         known = [(sequence, first, len(each)) for sequence, first, each in parts if each]
         return PoolingTargets(
             places=[first + place for _, first, count in known for place in range(count)],
@@ -133,14 +131,13 @@ class PoolingTargets:
         )
 
     def pooled(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """What each sequence's states add to its vector, float32 (sequences, D)."""
+        """The contribution of these states to each sequence's vector, float32 (sequences, D)."""
         parts = hidden_ND.split(list(self.counts))
         return torch.stack([_partial_vector(s, part) for s, part in zip(self.sequences, parts, strict=True)])
 
 
 def _partial_vector(sequence: Sequence, hidden_ND: torch.Tensor) -> torch.Tensor:
-    """The part of a prompt's vector that is made of these states, which come in order: of all of them, or of the
-    prompt's first or last, if that is among them."""
+    """The contribution of a chunk of hidden states to its prompt's vector. Chunks come in order."""
     encoding = _encoding(sequence)
     if encoding.pooling is Pooling.mean:
         return hidden_ND.float().sum(0) / encoding.num_read
@@ -162,10 +159,10 @@ def read_vectors(
     device: torch.device,
     class_rows: int,
 ) -> torch.Tensor:
-    """Runs the model; what `tell` wants to know, int32 (sequences, numbers). `class_rows`: prompts whose classes are
-    asked for at a time."""
+    """Runs the model and pools. Returns packed vectors for `record_vectors`, int32 (sequences, numbers). `class_rows`:
+    prompts per call of a classification head."""
     slices = hidden_states(forward, upload(targets.places, device))
-    assert slices.hidden_1ND is not None, "a class has reached its layers by another way than all its modules"
+    assert slices.hidden_1ND is not None, "the class did not run its decoder through its own modules"
     if not targets.sequences:
         return torch.empty(0, 1, dtype=torch.int32, device=device)
     if not _encoding(targets.sequences[0]).has_classes:
@@ -175,8 +172,8 @@ def read_vectors(
 
 
 def record_vectors(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
-    """Adds to the vector of each of `sequences`, one for each row of `numbers`, and finishes those whose prompts have
-    been read. Mutates them; returns how many are good. A row that is not finite becomes an error row."""
+    """Adds each row of `numbers` to its sequence's vector, and finishes sequences with complete prompts. Mutates them.
+    Returns the number of valid rows. A non-finite row becomes an error row."""
     num_good = 0
     for sequence, row in zip(sequences, numbers.contiguous().view(torch.float32).cpu().numpy(), strict=True):
         if sequence.finish is FinishReason.error:

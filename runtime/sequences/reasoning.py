@@ -1,5 +1,5 @@
-"""Reasoning apart from the answer behind it: models that think aloud do so between two tags, `<think>` and `</think>`,
-of which the first may be the end of the prompt, where a chat template has put it.
+"""Splits reasoning from the answer: models write it between two tags such as `<think>` and `</think>`. The chat
+template may already put the first tag at the end of the prompt.
 """
 
 import json
@@ -20,36 +20,35 @@ KNOWN_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
-)  # that `auto` looks for among a tokenizer's added tokens, and in its chat template
+)  # searched by `auto` in added tokens and chat template
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitText:
-    """A completion's text, and what it thought before; None where it did not think."""
+    """Text and reasoning of a completion. `reasoning` is None if there is none."""
 
     reasoning: str | None
     text: str
 
 
 class Reasoning:
-    """Looks for the end of the reasoning among a completion's tokens: a token that is the tag, which a special one is
-    in no text, or its text. `start_token_id` as the detokenizer's."""
+    """Finds the end of reasoning in a completion, by the tag's token id or its text. A special token appears in no
+    text. `start_token_id`: see `Detokenizer`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, end: str, start_token_id: int | None = None):
         self._texts, self._begin, self._end = Detokenizer(tokenizer, start_token_id), begin, end
         self._begin_id, self._end_id = (added_token_ids(tokenizer).get(tag) for tag in (begin, end))
 
     def find_answer(self, sequence: Sequence) -> Answer | None:
-        """Where the answer begins; None where no reasoning has ended, and where a grammar holds from the first token
-        on, as nothing is thought: its texts may have the end tag in them. To be asked after each token, or after all of
-        them. Mutates the sequence."""
+        """Where the answer begins; None if no reasoning has ended, or if a grammar applies from the first token on, as
+        structured text may contain the end tag. Call it after each token or after all of them. Mutates the sequence."""
         num_new, sequence.num_scanned = len(sequence.generated) - sequence.num_scanned, len(sequence.generated)
         if sequence.answer is None and num_new > 0 and (sequence.request.grammar is None or self.is_thinking(sequence)):
             sequence.answer = self._find_end(sequence.generated, num_new)
         return sequence.answer
 
     def is_thinking(self, sequence: Sequence) -> bool | None:
-        """Whether a completion without an answer began to think; None where its first characters are too few to say."""
+        """True if a completion without an answer began with reasoning; None if it is too short to tell."""
         if sequence.is_thinking:
             return True
         num_tokens = CONTEXT_TOKENS + len(self._begin.encode())
@@ -61,7 +60,7 @@ class Reasoning:
         return None if self._begin.startswith(text) else False
 
     def split(self, sequence: Sequence) -> SplitText:
-        """Both parts of a completion that has ended, without the white space between them."""
+        """Splits a finished completion. Strips the whitespace between the parts."""
         answer, ids = self.find_answer(sequence), sequence.generated
         if answer is None:
             text = self._texts.completion_text(sequence.request, ids)[: sequence.text_end]
@@ -69,7 +68,9 @@ class Reasoning:
                 return SplitText(reasoning=None, text=text)
             return SplitText(reasoning=self._without_tags(text), text="")
         thought = self._texts.decode(ids[: answer.num_tokens])
-        is_structure = sequence.request.grammar is not None and not answer.rest  # which says itself what it begins with
+        is_structure = (
+            sequence.request.grammar is not None and not answer.rest
+        )  # the grammar defines how the text begins
         text = answer.rest + self._texts.completion_text(sequence.request, ids, answer.num_tokens)[: sequence.text_end]
         return SplitText(reasoning=self._without_tags(thought), text=text if is_structure else text.lstrip())
 
@@ -84,14 +85,14 @@ class Reasoning:
         return thought.partition(self._end)[0].strip().removeprefix(self._begin).strip()
 
     def _find_end(self, ids: Rows[int], num_new: int) -> Answer | None:
-        """`num_new`: of the last tokens, which nobody has looked at."""
+        """Looks for the end tag in the last `num_new` tokens, which have not been scanned yet."""
         new = list(ids[len(ids) - num_new :])
         if self._end_id in new:
             return Answer(num_tokens=len(ids) - num_new + new.index(self._end_id) + 1)
         window = CONTEXT_TOKENS + len(self._end.encode()) + num_new
         if self._end not in self._texts.decode(ids[-window:]):
             return None
-        least, most = 0, len(ids)  # the end is not among so many tokens, and is among so many
+        least, most = 0, len(ids)  # bisect: the tag is complete within `most` tokens, not within `least`
         if self._end not in self._texts.decode(ids):
             return None
         while most - least > 1:
@@ -104,17 +105,17 @@ class Reasoning:
 
 
 def added_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The ids of tokens that stand for themselves in a text."""
+    """Ids of the tokenizer's added tokens, by content."""
     return {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
 
 
 def make_reasoning(
     config: SamplingConfig, tokenizer: PreTrainedTokenizerBase | None, start_token_id: int | None = None
 ) -> Reasoning | None:
-    """What tells reasoning apart; None where nothing is to be. Raises ConfigError without a tokenizer."""
+    """The reasoning splitter; None if disabled or no known tags are found. Raises ConfigError without a tokenizer."""
     if config.reasoning is None:
         return None
-    require(tokenizer is not None, "sampling.reasoning needs a tokenizer to see tags; set model.tokenizer")
+    require(tokenizer is not None, "sampling.reasoning needs a tokenizer to find tags; set model.tokenizer")
     assert tokenizer is not None, "just seen"
     if not isinstance(config.reasoning, str):
         begin, end = config.reasoning

@@ -1,7 +1,7 @@
-"""Chooses the next token of each sequence by its logits, with transformers' own processors and its own order of them.
+"""Samples the next token of each sequence, with transformers' logits processors in transformers' order.
 
-Every sequence draws from a generator of its own, seeded by its request: the same tokens as
-`generate(do_sample=True)` gives for that prompt alone under `torch.manual_seed` of the same seed.
+Every sequence has its own seeded generator: it gets the tokens of `generate(do_sample=True)` for this prompt alone
+after `torch.manual_seed` with the same seed.
 """
 
 from collections.abc import Sequence as Rows
@@ -25,7 +25,7 @@ from .sequence import FinishReason, Sequence, pack_logprobs, packed_width, unpac
 
 
 def require_known_tokens(config: SamplingConfig, vocab_size: int) -> None:
-    """Raises ConfigError where a setting names a token that the model does not have."""
+    """Raises ConfigError if a setting names a token id outside the vocabulary."""
     ends = config.forced_eos_token_id
     lists: dict[str, Rows[int]] = {
         "suppress_tokens": config.suppress_tokens or [],
@@ -46,9 +46,8 @@ def require_known_tokens(config: SamplingConfig, vocab_size: int) -> None:
 def bad_word_ids(
     words: Rows[str], tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int], vocab_size: int
 ) -> list[list[int]]:
-    """Each word as the tokenizer spells it at the beginning of a text and after a space, special tokens left out:
-    transformers' own advice for `bad_words_ids`. Another spelling of the same text in tokens is not banned.
-    """
+    """Token ids of each word at the start of a text and after a space, without special tokens, as transformers
+    recommends for `bad_words_ids`. Other tokenizations of the same text are not banned."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, f" {word}"):
@@ -65,16 +64,16 @@ BAN_SETTINGS = (
     "bad_words", "bad_words_ids", "no_repeat_ngram_size", "sequence_bias", "min_length", "min_new_tokens",
     "suppress_tokens", "begin_suppress_tokens",
 )  # fmt: skip
-STATUS_WIDTH = 3  # its number, whether the logits are finite, whether a token was left
-SLICE_BYTES = 4 * MIB  # of float32 logits processed at once: sorting and its like take several times as much
+STATUS_WIDTH = 3  # token id, finite flag, open flag
+SLICE_BYTES = 4 * MIB  # of float32 logits per slice: sorting takes several times as much
 
 
 class Sampler:
-    """One per run. Once per lane and pass `draw` is called with one row of logits per sequence, and `tell` with what it
-    gave, brought to the host: nothing here waits for a device.
+    """Samples for all lanes of a run. `sample` is called once per lane and pass, `accept` with its result on the host;
+    neither waits for a device.
 
-    `start_token_id`: what a decoder behind an encoder begins with, None without one.
-    Raises ConfigError where the settings ask for what this vocabulary or tokenizer cannot give.
+    `start_token_id`: decoder start token of an encoder-decoder, else None. Raises ConfigError if the vocabulary or
+    tokenizer does not support the settings.
     """
 
     def __init__(
@@ -119,8 +118,8 @@ class Sampler:
         )
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """Chooses a token for each sequence; what `tell` wants to know of it, int32 (B, numbers), where `logits_BV`
-        is. Advances the sequences' generators."""
+        """Samples a token for each row of logits. Returns int32 (B, row_width) on the logits' device, for `accept`.
+        Advances the sequences' generators."""
         if _is_beam_search(sequences):
             return self._beam_search.sample(sequences, logits_BV, SLICE_BYTES)
         num_rows = max(1, SLICE_BYTES // (4 * logits_BV.shape[-1]))
@@ -137,14 +136,14 @@ class Sampler:
         return torch.cat(parts) if parts else logits_BV.new_empty(0, self.row_width, dtype=torch.int32)
 
     def expect(self, sequences: Rows[Sequence]) -> None:
-        """What `draw` does beside choosing tokens, where another process chooses them: guides of grammars begin."""
+        """Prepares grammar guides as `sample` does, if another rank samples."""
         self._grammars.masks(sequences)
 
     def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
-        """Appends a token to each sequence and marks those that are finished. Mutates the sequences. `drawn`, in host
-        memory: what `draw` gave for them.
+        """Appends the sampled tokens and marks finished sequences. Mutates the sequences. `drawn`: result of `sample`,
+        in host memory.
 
-        A row that nothing can be chosen for becomes an error row: argmax would hide it.
+        A row with non-finite logits or without an allowed token becomes an error row: argmax would hide it.
         """
         if _is_beam_search(sequences):
             self._beam_search.accept(sequences, drawn, step)
@@ -188,27 +187,26 @@ class Sampler:
 
     @property
     def num_top(self) -> int:
-        """How many of the likeliest tokens are wanted beside each."""
+        """Number of top log-probabilities per token."""
         return self._config.logprobs
 
     @property
     def row_width(self) -> int:
-        """What `draw` gives of a row, as many."""
+        """Number of int32 values that `sample` returns per row."""
         num_top = self._config.logprobs
         return STATUS_WIDTH + (packed_width(num_top) if num_top else 0)
 
     def _sample_rows(
         self, sequences: Rows[Sequence], logits_BV: torch.Tensor, masks_BW: torch.Tensor | None
     ) -> torch.Tensor:
-        """The token of each row, whether its logits are finite, whether a token was left, and log-probabilities.
-        `masks_BW`: bits of the tokens that may come; None: any may. As in transformers, where a caller's own processor
-        comes behind the others and before the warpers."""
+        """Token, finite flag, open flag and log-probabilities of each row. `masks_BW`: bits of allowed tokens; None:
+        all. They are applied between processors and warpers, where transformers applies a caller's own processors."""
         scores_BV = self._processors(sequences, logits_BV)
         if masks_BW is not None:
             scores_BV = apply_masks(scores_BV, masks_BW)
-        is_finite_B = logits_BV.abs().amax(-1) < torch.inf  # NaN is below nothing; five times as fast as isfinite
+        is_finite_B = logits_BV.abs().amax(-1) < torch.inf  # False for NaN; 5x as fast as isfinite
         is_open_B = is_finite_B if scores_BV is logits_BV else scores_BV.amax(-1) > -torch.inf
-        # Rows of one temperature and the same cuts together; each row gets what it would get alone.
+        # Rows with equal temperature and cut-offs are batched; each gets the token that it would get alone.
         rows_of: dict[tuple[float | None, ...], list[int]] = {}
         for row, sequence in enumerate(sequences):
             rows_of.setdefault(sequence.request.sampling_key, []).append(row)
@@ -225,22 +223,22 @@ class Sampler:
         return torch.cat([numbers_B3, pack_logprobs(logits_BV, tokens_B, self._config.logprobs)], 1)
 
     def _choose_tokens(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
-        """The tokens of rows that are alike in their temperature and cuts."""
+        """The tokens of rows with equal temperature and cut-offs."""
         asked = sequences[0].request
         if last := warpers(self._config, asked):
             if self._config.top_h is not None or self._config.eta_cutoff:
-                # Zeros in place of a row that has no largest score: it is an error row, and these warpers refuse all
-                # for one. They wait for a device anyway.
+                # One non-finite row makes these warpers raise for all: zero it, it becomes an error row. They wait for
+                # the device anyway.
                 scores_BV = torch.where(scores_BV.amax(-1, keepdim=True).isfinite(), scores_BV, 0.0)
             scores_BV = apply_processors(last, empty_history(scores_BV), scores_BV)
         if asked.temperature == 0:
             return scores_BV.argmax(-1)
-        probabilities_BV = torch.softmax(scores_BV, -1).nan_to_num_(1.0)  # error rows get any draw; it is discarded
-        # Each token's probability is divided by noise, so that the largest quotient is a draw: what torch.multinomial
-        # does, bit by bit, once it has waited for the device to see whether the row is one of probabilities.
+        probabilities_BV = torch.softmax(scores_BV, -1).nan_to_num_(1.0)  # error rows: the token is discarded
+        # Exponential race: the argmax of probability / noise is a sample. Bitwise equal to torch.multinomial, which
+        # would wait for the device to validate the row.
         noise_BV = torch.empty_like(probabilities_BV)
         for sequence, row in zip(sequences, noise_BV, strict=True):
-            if sequence.generator is None:  # kept by it, so that a request that is started afresh draws afresh
+            if sequence.generator is None:  # per sequence: a restarted request must repeat its draws
                 sequence.generator = torch.Generator(row.device).manual_seed(sequence.request.seed(self._config.seed))
             row.exponential_(1, generator=sequence.generator)
         return probabilities_BV.div_(noise_BV).argmax(-1)

@@ -1,6 +1,7 @@
-"""A request and what has become of it so far, its tokens and their log-probabilities: log-softmax in float32 of the
-logits as they leave the head, before any processor, temperature or cut. transformers calls these `output_logits`. Those
-that an earlier process has begun are taken up where it left them.
+"""Requests, running sequences, completions and resumable state.
+
+Log-probabilities are log-softmax in float32 of the head's raw logits, before any processor, temperature or cut-off;
+transformers calls these logits `output_logits`.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ Vector: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """One generated token's own log-probability, and the likeliest tokens in its place, likeliest first."""
+    """Log-probability of one generated token, and the most likely tokens at its position in descending order."""
 
     own: float
     top_ids: tuple[int, ...]
@@ -34,8 +35,8 @@ class TokenLogprobs:
 
 
 def pack_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Log-probabilities of each row's chosen token and of the likeliest ones, as `read_logprobs` reads them: int32 (B,
-    num_written(num_top)), so that one transfer brings them to the host. `logits_BV` is float32."""
+    """Packs the log-probabilities of each row's token and of the top tokens into int32 (B, packed_width(num_top)), so
+    one transfer brings them to the host. `logits_BV` is float32. Inverse: `unpack_logprobs`."""
     logprobs_BV = torch.log_softmax(logits_BV, -1)
     own_B1 = logprobs_BV.gather(-1, tokens_B[:, None])
     top = logprobs_BV.topk(num_top, -1)
@@ -43,12 +44,12 @@ def pack_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int)
 
 
 def packed_width(num_top: int) -> int:
-    """Numbers of a row."""
+    """Columns that `pack_logprobs` returns."""
     return 1 + 2 * num_top
 
 
 def unpack_logprobs(numbers: torch.Tensor) -> list[TokenLogprobs]:
-    """One for each row."""
+    """Unpacks one `TokenLogprobs` per row."""
     num_top = numbers.shape[1] // 2
     values = numbers.contiguous().view(torch.float32)
     own, top_ids, top = values[:, 0], numbers[:, 1 : 1 + num_top], values[:, 1 + num_top :]
@@ -60,17 +61,17 @@ def unpack_logprobs(numbers: torch.Tensor) -> list[TokenLogprobs]:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScore(TokenLogprobs):
-    """A given token's own log-probability behind those before it, the likeliest tokens in its place where they are
-    asked for, and the likeliest of all."""
+    """Log-probability of a given target token, the top tokens at its position if requested, and the most likely
+    token."""
 
     greedy_id: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Which tokens of a request are given to be scored: those that follow on the last `num_positions` of its prompt,
-    which are the prompt's own, and behind the last one each of `last_ids` in its place. Behind an encoder those of the
-    decoder are all scored: `decoder_ids` follow on its start token."""
+    """The target tokens of a scoring request: those after each of the last `num_positions` prompt positions. After the
+    very last position, each of `last_ids` is scored. In an encoder-decoder all of `decoder_ids` are scored after the
+    start token."""
 
     num_positions: int
     last_ids: tuple[int, ...]
@@ -81,7 +82,7 @@ class Scoring:
         return self.num_positions - 1 + len(self.last_ids)
 
     def positions_of(self, part: "Scoring") -> list[int]:
-        """Where among its scores those of `part` are, which it was joined of."""
+        """Indices of the scores of `part`, which was merged into this scoring."""
         num_before = self.num_positions - 1
         lasts = [num_before + self.last_ids.index(token) for token in part.last_ids]
         return [*range(self.num_positions - part.num_positions, num_before), *lasts]
@@ -89,9 +90,8 @@ class Scoring:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """What is read off a request's prompt, of which nothing is generated: a vector, by `pooling` of the hidden states,
-    or the logits of classes; or, with `masked`, the likeliest tokens at these places, `num_top` of them. `num_read`: of
-    how many hidden states, the last of the prompt, that is made."""
+    """Readout of a prompt without generation: a vector pooled from hidden states, class logits, or, with `masked`, the
+    `num_top` most likely tokens at these positions. `num_read`: number of hidden states used, counted from the end."""
 
     num_read: int
     pooling: Pooling = Pooling.last
@@ -110,7 +110,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class BeamTrace:
-    """A completion that a beam search has come to."""
+    """A finished beam of a beam search."""
 
     token_ids: tuple[int, ...]
     finish: FinishReason
@@ -120,14 +120,14 @@ class BeamTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """`prompt_ids` must not be empty. `id` and `sample_index` together, the `key`, are unique in a run.
+    """A prompt with its sampling options. `prompt_ids` must not be empty. `key` (`id`, `sample_index`) is unique in a
+    run.
 
-    `temperature` 0 is greedy. Where `top_p` and what follows on it are None they are the run's. With `scoring` nothing
-    is generated: `max_new_tokens` is 1, as the scores come with the prompt's last pass, where a first token would. So
-    it is with an `encoding`. `grammar`: what the completion must be, in llguidance's form; None: anything. With
-    `num_beams` so many requests of one id are the beams of one search, of which those that are not `is_returned` come
-    to no completion. `stops_begin_in_prompt`: a stop string counts that begins in the prompt and ends behind it, as in
-    transformers' `generate`.
+    `temperature` 0 is greedy. `top_p` and the options after it default to the run's if None. A request with `scoring`
+    or `encoding` generates nothing and has `max_new_tokens` 1, as its result comes with the last prefill pass.
+    `grammar`: in llguidance's form. With `num_beams`, that many requests with one id are the beams of one search; those
+    that are not `is_returned` produce no completion. `stops_begin_in_prompt`: a stop string may begin in the prompt and
+    end in the completion, as in transformers' `generate`.
     """
 
     id: str
@@ -152,7 +152,7 @@ class Request:
 
     @property
     def sampling_key(self) -> tuple[float | None, ...]:
-        """What its draws go by beside the run's settings."""
+        """Options by which rows are grouped for sampling."""
         return self.temperature, self.top_p, self.top_k, self.min_p
 
     @property
@@ -161,17 +161,17 @@ class Request:
 
     @property
     def size(self) -> SequenceSize:
-        """What a plan asks of it."""
+        """Token counts for planning."""
         return SequenceSize.shared(len(self.prompt_ids), self.max_new_tokens, self.num_scored, num_beams=self.num_beams)
 
     @property
     def decoder_ids(self) -> tuple[int, ...]:
-        """What a decoder behind an encoder is given behind its start token."""
+        """Decoder input after the start token, for scoring with an encoder-decoder."""
         return (self.scoring.decoder_ids or ()) if self.scoring is not None else ()
 
     @property
     def target_ids(self) -> tuple[int, ...]:
-        """What is scored, of a request that was not joined with others."""
+        """The scored tokens of a request that was not merged with others."""
         if self.scoring is None:
             return ()
         known = self.prompt_ids if self.scoring.decoder_ids is None else self.scoring.decoder_ids
@@ -179,14 +179,14 @@ class Request:
 
     @property
     def num_scored(self) -> int:
-        """Positions whose next tokens are scored, or whose hidden states are read."""
+        """Number of positions that are scored or pooled."""
         if self.encoding is not None:
             return self.encoding.num_read
         return self.scoring.num_positions if self.scoring is not None else 0
 
     @property
     def num_scores(self) -> int:
-        """Tokens that get a score."""
+        """Number of scores that the request gets."""
         if self.encoding is not None:
             return len(self.encoding.masked)
         return self.scoring.num_scores if self.scoring is not None else 0
@@ -196,8 +196,8 @@ class Request:
         return self.scoring is None and self.encoding is None
 
     def seed(self, run_seed: int) -> int:
-        """The same for a row wherever it lands in a batch, whichever worker runs it and however often it is
-        restarted. A seed of its own is its first sample's as it is."""
+        """Seed of this sample. Does not depend on batching, worker or restarts. A seed of the row itself is used
+        unchanged for its first sample."""
         if self.own_seed is not None:
             return self.own_seed if not self.sample_index else _digest(f"{self.own_seed}\0{self.sample_index}")
         return _digest(f"{run_seed}\0{self.id}\0{self.sample_index}")
@@ -209,8 +209,8 @@ def _digest(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What comes behind a completion's reasoning: all but its first `num_tokens`, the end tag's among them, behind
-    `rest`, what the last of those has of it."""
+    """Start of the answer after reasoning: `num_tokens` tokens, up to and including the end tag, precede it. `rest`:
+    text of the last of them after the tag."""
 
     num_tokens: int
     rest: str = ""
@@ -218,29 +218,30 @@ class Answer:
 
 @dataclass(kw_only=True)
 class Sequence:
-    """Mutable; owned by one lane. `num_cached` counts known tokens, prompt and generated, whose KV is stored."""
+    """A running request. Mutable, owned by one lane. `num_cached` counts known tokens, prompt and generated, with
+    stored KV."""
 
     request: Request
     generated: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per generated token, where they are asked for
-    scores: list[TokenScore] = field(default_factory=list)  # one per given token, in their order
-    vector: Vector | None = None  # what was read off the prompt, so far
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per generated token, if requested
+    scores: list[TokenScore] = field(default_factory=list)  # one per target token, in order
+    vector: Vector | None = None  # accumulated over prefill chunks
     num_cached: int = 0
     finish: FinishReason | None = None
     error: str | None = None
-    text_end: int | None = None  # where a stop string begins in the decoded text, or the answer's
-    answer: Answer | None = None  # where reasoning is told apart and has ended
-    num_scanned: int = 0  # tokens that were looked at for its end
-    is_thinking: bool = False  # it was seen to begin with reasoning, or its prompt to end with the tag of it
-    num_unchecked: int = 0  # tokens in which no stop string was looked for, as they may have been reasoning
-    generator: torch.Generator | None = None  # of its own draws; made at the first one
-    guide: Guide | None = None  # through its request's grammar; made where that begins
+    text_end: int | None = None  # offset of the stop string in the text, or in the answer
+    answer: Answer | None = None  # set once reasoning has ended
+    num_scanned: int = 0  # tokens scanned for the end of reasoning
+    is_thinking: bool = False  # the completion began with reasoning, or the prompt ended with its tag
+    num_unchecked: int = 0  # tokens not yet searched for stop strings: they may be reasoning
+    generator: torch.Generator | None = None  # created at the first draw
+    guide: Guide | None = None  # created where the grammar begins
     is_broken: bool = False  # its logits were not finite
-    fills_prefix: SharedPages | None = None  # its prompt is what others begin with, and nothing is generated
-    parent_prefix: SharedPages | None = None  # what it goes on from
-    search: BeamState[BeamTrace] | None = None  # of the beams that it is one of, once they have begun
-    source: "Sequence | None" = None  # the beam whose keys and values it goes on from, until the lane has moved them
-    beam_score: float | None = None  # of a completion of a beam search
+    fills_prefix: SharedPages | None = None  # set if it computes a shared prefix and generates nothing
+    parent_prefix: SharedPages | None = None  # pages of its shared prefix
+    search: BeamState[BeamTrace] | None = None  # on the first beam, once the search has begun
+    source: "Sequence | None" = None  # beam to take keys and values from; cleared by the lane
+    beam_score: float | None = None  # of a finished beam
 
     @property
     def num_known(self) -> int:
@@ -248,7 +249,7 @@ class Sequence:
 
     @property
     def known_size(self) -> SequenceSize:
-        """The size of a request whose prompt is all that is known."""
+        """Size of an equivalent request with all known tokens as its prompt."""
         num_left = self.request.max_new_tokens - len(self.generated)
         return SequenceSize.shared(self.num_known, num_left, self.request.num_scored, num_beams=self.request.num_beams)
 
@@ -258,17 +259,17 @@ class Sequence:
 
     @property
     def is_prefilled(self) -> bool:
-        """All but the token that was sampled last is cached."""
+        """True if all known tokens but the last sampled one are cached."""
         return bool(self.generated) and self.num_cached == self.num_known - 1
 
     @property
     def is_filled(self) -> bool:
-        """Whether it has computed what others go on from, which is all that it is there for."""
+        """True if this sequence computes a shared prefix and has finished it."""
         return self.fills_prefix is not None and self.num_cached == self.num_known
 
     def num_selected(self, new: int) -> int:
-        """How many of the next `new` tokens want logits, which are the last of them: the one that ends what is known,
-        or those that scored tokens follow on. `SequenceSize.num_selected` says the same to a plan."""
+        """Number of the next `new` tokens that need logits: the last known token, or the scored positions. Must agree
+        with `SequenceSize.num_selected`, which plans use."""
         if self.fills_prefix is not None:
             return 0
         if self.request.generates:
@@ -276,14 +277,14 @@ class Sequence:
         return len(self.target_tokens(self.num_cached, new))
 
     def target_tokens(self, past: int, new: int) -> list[tuple[int, ...]]:
-        """What is scored behind each of `new` tokens behind `past` others that a scored token follows on: one token, or
-        several in one place; nothing where only hidden states are read."""
+        """Target tokens of each scored or pooled position among `new` tokens after `past` ones: one token, several for
+        the last position, or none if hidden states are pooled."""
         if self.fills_prefix is not None:
             return []
         scoring, encoding = self.request.scoring, self.request.encoding
         if encoding is not None:
             return [()] * max(0, past + new - max(past, len(self.request.prompt_ids) - encoding.num_read))
-        assert scoring is not None, "asked of a sequence that is generated"
+        assert scoring is not None, "the request generates"
         ids, end = self.request.prompt_ids, past + new
         if scoring.decoder_ids is not None:
             ids = (0, *scoring.decoder_ids)
@@ -305,14 +306,12 @@ class Sequence:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What a request came to. `error` is set exactly when `finish` is error.
+    """The result of a request. `error` is set if and only if `finish` is error.
 
-    `text` ends before a stop string or EOS; `token_ids` are all that were generated, `logprobs` theirs, or empty. Where
-    `sampling.reasoning` tells them apart, `reasoning` is what was thought, and `text` what follows.
-    `scores` are those of tokens that were given, if the request has a `scoring`, or of those in masks' places, and
-    `vector` what was read off the prompt, float32, if it has an `encoding`.
-    `beam_score`: of a beam search, the sum of its tokens' log-probabilities behind the processors, by its length.
-    `prompt_index`: the place of its prompt in the input of `Runtime.generate` or `Runtime.stream`.
+    `text` ends before a stop string or EOS; `token_ids` and `logprobs` cover everything generated. With
+    `sampling.reasoning`, `reasoning` and `text` are separate. `scores`: of target tokens or masked positions. `vector`:
+    float32, if the request has an `encoding`. `beam_score`: sum of processed log-probabilities, normalized by length.
+    `prompt_index`: position of the prompt in the input of `Runtime.generate` or `Runtime.stream`.
     """
 
     request: Request
@@ -346,11 +345,8 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceState:
-    """What a sequence has come to so far: enough to go on with it in another process.
-
-    `generator_state` is torch's, None where nothing has been drawn yet; `logprobs` as in `Completion`. `search`: the
-    beam search's that the sequence is a beam of.
-    """
+    """Saved state of an unfinished sequence, sufficient to resume it in another process. `generator_state` is torch's;
+    None if nothing has been sampled. `search`: state of the beam search that the sequence belongs to."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -359,7 +355,7 @@ class SequenceState:
 
 
 def start_sequence(request: Request) -> Sequence:
-    """A sequence that begins with its prompt."""
+    """A new sequence; finished at once if it may not generate any tokens."""
     sequence = Sequence(request=request)
     if not request.max_new_tokens:
         sequence.finish = FinishReason.length
@@ -367,8 +363,8 @@ def start_sequence(request: Request) -> Sequence:
 
 
 def resume_sequence(request: Request, unfinished: SequenceState | None, device: torch.device) -> Sequence:
-    """A sequence that goes on from the tokens that it has; from its prompt where there are none, or where its generator
-    is of another kind of device, whose draws cannot go on here."""
+    """Resumes a sequence from its state. Restarts from the prompt if there is none, or if its generator state is of
+    another device type."""
     if unfinished is None or (request.num_beams > 1 and unfinished.search is None):
         return start_sequence(request)
     generator = None
@@ -394,9 +390,8 @@ def resume_sequence(request: Request, unfinished: SequenceState | None, device: 
 def resume_lane(
     requests: Rows[Request], unfinished: Rows[SequenceState | None], device: torch.device, *, is_packed: bool
 ) -> list[Sequence]:
-    """The sequences of one micro-batch. In a rectangle all rows have generated equally much at any time; where they
-    have not, because they come out of packed lanes, such a rectangle would be wider than planned, and all of them begin
-    again."""
+    """Resumes the sequences of one micro-batch. In padded lanes all rows must have generated equally many tokens, or
+    the rectangle would be wider than planned: then all restart."""
     pairs = zip(requests, unfinished, strict=True)
     sequences = [resume_sequence(request, state, device) for request, state in pairs]
     if is_packed or len({len(s.generated) for s in sequences if s.finish is None}) <= 1:

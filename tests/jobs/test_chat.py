@@ -162,7 +162,7 @@ def test_a_chat_is_the_same_text_whenever_it_is_rendered() -> None:
 def test_messages_that_are_no_json_are_refused() -> None:
     odd = [{"role": "user", "content": {"a set"}}]
     answer, good = render(tokenizer_with(NO_SYSTEM), odd, [USER])  # pyright: ignore[reportArgumentType]
-    assert answer == "refused: they are no JSON: Object of type set is not JSON serializable"
+    assert answer == "refused: they are not valid JSON: Object of type set is not JSON serializable"
     assert good == "<|bos|><user>Hi<assistant>"
 
 

@@ -366,7 +366,7 @@ def stop_behind(num_passes: int) -> Callable[[object], None]:
         ({"regex": "("}, "sampling.regex is refused by llguidance: .*unclosed group"),
         ({"regex": "a(?=b)"}, "sampling.regex is refused by llguidance: .*look-around"),
         ({"json_schema": {"type": "foo"}}, "sampling.json_schema is refused by llguidance: Invalid type: foo"),
-        ({"json_schema": '{"type":'}, "sampling.json_schema is no JSON"),
+        ({"json_schema": '{"type":'}, "sampling.json_schema is not valid JSON"),
         ({"json_schema": "nowhere.json"}, "sampling.json_schema=nowhere.json cannot be read: No such file"),
         ({"grammar": "start: what"}, "sampling.grammar is refused by llguidance"),
         ({"choice": []}, "sampling.choice is empty"),
@@ -406,7 +406,7 @@ def test_what_one_row_asks_costs_that_row_alone(tmp_path: Path) -> None:
     bad = [Prompt("a", regex="("), Prompt("b", json_schema=str(tmp_path / "schema.json")), Prompt("c", choice=[])]
     *refused, good = runtime_of().generate([*bad, Prompt("d", choice=["fine"])])
     assert all(isinstance(result, Rejected) for result in refused)
-    assert [("refused by llguidance" in (r.error or ""), "is no JSON" in (r.error or "")) for r in refused] == [
+    assert [("refused by llguidance" in (r.error or ""), "is not valid JSON" in (r.error or "")) for r in refused] == [
         (True, False), (False, True), (False, False),
     ]  # fmt: skip
     assert good.text == "fine"
@@ -546,7 +546,7 @@ def test_text_comes_out_as_it_was_asked_with_every_kind_of_tokenizer(kind: str, 
 
 
 def test_a_tokenizer_that_cannot_be_followed_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="cannot follow this model's tokenizer, a str: Only fast tokenizers"):
+    with pytest.raises(ConfigError, match="does not support this model's tokenizer str: Only fast tokenizers"):
         llguidance_tokenizer("slow", 300, frozenset([2]))  # pyright: ignore[reportArgumentType]
     ends = tokenizers.Tokenizer(tokenizers.models.BPE({"a</w>": 0, "a": 1, "b": 2}, []))
     ends.decoder = tokenizers.decoders.BPEDecoder()  # where a space stands depends on what follows
