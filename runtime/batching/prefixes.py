@@ -119,8 +119,8 @@ class _Node:
 
 
 def shared_prefixes(prompts: Sequence[Sequence[int]], most: Sequence[int]) -> list[SharedPrefix | None]:
-    """Longest shared prefix of each prompt, within its first `most` tokens. Costs a sort of the prompts and a comparison
-    of neighbors."""
+    """Longest shared prefix of each prompt, within its first `most` tokens. Costs a sort of the prompts and comparing
+    neighbors."""
     heads = [array("i", prompt[:limit]).tobytes() for prompt, limit in zip(prompts, most, strict=True)]
     order = sorted(range(len(heads)), key=heads.__getitem__)
     found = list[SharedPrefix | None]([None] * len(heads))
