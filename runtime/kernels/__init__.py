@@ -1,10 +1,9 @@
-"""Code that numba compiles for a CPU, or Triton for an accelerator, at its first use, for what torch has no fast
-operator for: linear layers on weights as they are stored, decode attention, and the steps between products. Here may
-enter what a compiler must see whole to be fast; it takes arrays and numbers, and knows no tensor, no model and no plan.
+"""Kernels compiled at first use, by numba for a CPU or Triton for an accelerator, where torch has no fast operator:
+linear layers on stored weights, decode attention, and row-wise steps between products. Kernels take arrays and numbers;
+they know no tensors, models or plans.
 
-The seam, which `linear`, `attention` and `model` may import: `linear.lay_out_inputs` and `linear.linear`,
-`attention.attend`, and `rowwise.gate_rows`, `norm_rows` and `rotate_rows`; `amx.linear` and `amx.attention` offer the
-same in the processor's matrix unit; `device_matrices` are in Triton, for weights as they are stored, on an accelerator.
-`compiler` says which of them can run here, and `arguments` holds what they are given; these two load no compiler.
-`compiled.only_kept` finds out which are on disk.
+Public to `linear`, `attention` and `model`: `linear.lay_out_inputs`, `linear.linear`, `attention.attend`, and
+`rowwise.gate_rows`, `norm_rows` and `rotate_rows`; `amx.linear` and `amx.attention` for the CPU's matrix unit;
+`device_matrices` in Triton. `compiler` tells which can run here and `arguments` defines their arguments; importing
+these two loads no compiler. `compiled.cached_kernels_only` tells which are on disk.
 """

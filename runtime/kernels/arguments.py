@@ -1,5 +1,5 @@
-"""What kernels are given: arrays that begin where loads want them to, rows of weights as they are stored, what goes
-along with queries, and of a stored matrix on an accelerator. To import it loads neither numba nor Triton.
+"""Arguments of kernels: aligned arrays, stored rows of weights, attention inputs and scratch memory, and stored
+matrices on an accelerator. Importing it loads neither numba nor Triton.
 
 W work items, B rows, n pages of a row, P positions of a page, H KV heads, G query heads of each, D of a head, S
 positions of a chunk.
@@ -11,27 +11,27 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-ISA = "WEIGHTSTREAM_ISA"  # the environment variable that asks for less than the processor has, see compiled.py
-PAIR_ROWS = 32  # of weights, which products take at once; what is left behind the last ones they leave to others
-GROUP_NUMBERS, GROUP_BYTES = 64, 96  # of packed weights: a sign and seven bits of each number, then a nibble of each
-WINDOW4, INT8, INT4, FLOAT8 = range(4)  # ways of packing: so, and codes with scales
-# Codes with zero points and factors of groups. In rows: of a byte, with a sign, as FP8, of half a byte, as FP4, or of a
-# table. In columns: of four or eight bits in words of neighbouring columns, of four in words of neighbouring rows.
+ISA = "WEIGHTSTREAM_ISA"  # environment variable that limits the instruction set, see compiled.py
+PAIR_ROWS = 32  # rows of weights in a step of a product; kernels do not multiply a last, partial step
+GROUP_NUMBERS, GROUP_BYTES = 64, 96  # window4: sign and mantissa bytes, then nibbles
+WINDOW4, INT8, INT4, FLOAT8 = range(4)  # encodings of stores that `weightstream pack` writes
+# Encodings with zero points and factors per group. By rows: unsigned and signed bytes, FP8, nibbles, FP4, nibbles that
+# index a table. By columns: words of neighboring columns with 4- or 8-bit codes, words of neighboring rows with 4 bits.
 BYTES, SIGNED_BYTES, SCALED_FLOAT8, HALVES, FLOAT4, IN_TABLE = range(4, 10)
 WORDS4, WORDS8, ROW_WORDS = range(10, 13)
-# On an accelerator alone: FP8 with five bits of exponent, numbers as they are, and GGUF's blocks.
+# Encodings for accelerators only: FP8 E5M2, plain numbers, and GGUF's blocks.
 FLOAT8_E5M2, PLAIN, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K = range(13, 20)
 GGUF = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K}
-INT4_MIDDLE = 8  # what is added to codes of four bits, so that they are not negative
-FLOAT32, BFLOAT16, FLOAT16 = range(3)  # what numbers of an output are
-CODE_RUN = 32  # codes side by side: those of four bits lie in as many half bytes, the first half of them in low ones
-CHUNK_TOKENS = 64  # with its queries and sums a chunk's scores stay in 48 KiB of L1, at 32 heads of 128
-Span: TypeAlias = tuple[int, int]  # from the first number up to the second
+INT4_MIDDLE = 8  # added to INT4 codes to make them unsigned
+FLOAT32, BFLOAT16, FLOAT16 = range(3)  # output dtypes
+CODE_RUN = 32  # codes in a run; INT4: its first half in the low nibbles, its second half in the high ones
+CHUNK_TOKENS = 64  # positions; a chunk's scores, queries and sums fit 48 KiB of L1, at 32 heads of 128
+Span: TypeAlias = tuple[int, int]  # begin, end (exclusive)
 
 
 class StoredRows(NamedTuple):
-    """Rows of packed weights as bytes, one behind the other, and what goes along with them, flat. `layout`: see
-    `linear/packed_rows.py`; for the rest `packed.RowPacking` and `grouped.GroupArrays`."""
+    """Packed rows of weights: contiguous bytes, and their other arrays, flattened. `layout`: see
+    `linear/packed_rows.py`; for the others see `packed.RowPacking` and `grouped.GroupArrays`."""
 
     body: np.ndarray
     layout: np.ndarray
@@ -46,10 +46,10 @@ class StoredRows(NamedTuple):
 
 
 class VectorProduct(NamedTuple):
-    """A product in vectors, whatever its weights are: of the `num_rows` rows of x in `inputs`, into columns from
-    `begin` on of an output of a `kind`, all of whose rows the `halves` are, see `linear_parts.OutputRows`. Threads that
-    share one `counter`, of which the first number was 0, share the rows of w, `step` at a time, a multiple of PAIR_ROWS
-    up to CHUNK_ROWS; each has `words`, a `tile` and `sums` of its own, used anew again and again, see `split`."""
+    """Arguments of a product in the vector kernels: `num_rows` rows of x in `inputs`, into columns from `begin` on of
+    an output of dtype `kind` (`halves`: all its rows as 16-bit halves, see `linear_parts.OutputRows`). Threads claim
+    `step` rows of w at a time, a multiple of PAIR_ROWS up to CHUNK_ROWS, from a shared `counter` that begins at 0.
+    `words`, `tile` and `sums` are one thread's scratch memory, see `split_workspace`."""
 
     step: int
     counter: np.ndarray
@@ -64,7 +64,7 @@ class VectorProduct(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Keys and values as flat runs of numbers; page i begins at i times the stride and holds (P, H, D)."""
+    """KV pages as flat arrays; page i begins at i * stride and holds (P, H, D)."""
 
     keys: np.ndarray
     values: np.ndarray
@@ -75,9 +75,9 @@ class Pages(NamedTuple):
 
 
 class QuantizedPages(NamedTuple):
-    """Pages of codes as flat runs of numbers, each beginning with the first page's: int8 of (P, H, D), or uint8, two
-    `codes_in_byte`, of (P, H, D/2); scales, the bits of bfloat16, of (H, Dk) and (H, P); zeros such as these, int8, or
-    empty uint8 where there are none. A page is `stride_bytes` behind the one before it in each of them."""
+    """Quantized KV pages as flat arrays, with `stride_bytes` from one page to the next in each. Codes: int8 (P, H, D),
+    or uint8 (P, H, D/2) with two `codes_in_byte`. Scales: bfloat16 bits, (H, Dk) for keys and (H, P) for values. Zeros:
+    int8 of the same shapes, or empty uint8 if there are none."""
 
     key_codes: np.ndarray
     value_codes: np.ndarray
@@ -92,15 +92,15 @@ class QuantizedPages(NamedTuple):
 
 
 class TailPages(NamedTuple):
-    """Rows' own pages, the last ones, as computed: that of row b is `slots_B1[b]` of them."""
+    """The last, unquantized page of each row; row b's is page `slots_B1[b]`."""
 
     pages: Pages
     slots_B1: np.ndarray
 
 
 class RowTables(NamedTuple):
-    """Row b sees positions [begins[b], ends[b]) of the pages that `tables[b]` names, in order. The first `shared[b]`,
-    whole chunks of them, are in the same pages as those of a row next to it."""
+    """Page tables: row b attends to positions [begins[b], ends[b]) of the pages in `tables[b]`, in order. Its first
+    `shared[b]` positions, whole chunks, are in the same pages as those of a neighboring row."""
 
     tables_Bn: np.ndarray
     begins_B: np.ndarray
@@ -109,30 +109,30 @@ class RowTables(NamedTuple):
 
 
 class AttentionItem(NamedTuple):
-    """A run of rows, and of their KV heads."""
+    """A work item: a run of rows and a run of their KV heads."""
 
     rows: Span
     heads: Span
 
 
 class WorkItems(NamedTuple):
-    """The work items of threads that share them: of each its first row and that behind the last, its first KV head and
-    that behind the last. `counter`: one number, how many items have been begun."""
+    """Work items shared by threads. `spans_W4`: first row, end row, first KV head, end head. `counter`: one number, the
+    next item; claimed atomically."""
 
     spans_W4: np.ndarray
     counter: np.ndarray
 
 
 class SoftmaxState(NamedTuple):
-    """The maxima and the sums of weights of rows, from one chunk that they share with others to the next."""
+    """Softmax maxima and sums of weights per row, saved between chunks that rows share."""
 
     maxima_BHG: np.ndarray
     totals_BHG: np.ndarray
 
 
 class Softmax(NamedTuple):
-    """Scores are capped to +-softcap, 0 is not at all. Maxima begin at `maxima_HG`, the sinks' scores if there are any,
-    whose weight there is `total`."""
+    """Softmax parameters. `softcap`: scores are capped to +-softcap; 0 disables. `maxima_HG` and `total`: initial
+    maxima and sums of weights; with attention sinks, the sinks' scores and their weight."""
 
     softcap: np.float32
     maxima_HG: np.ndarray
@@ -140,7 +140,7 @@ class Softmax(NamedTuple):
 
 
 class ScoreScratch(Protocol):
-    """What a softmax turns into weights."""
+    """Scratch memory that the softmax uses."""
 
     @property
     def scores_HGS(self) -> np.ndarray: ...
@@ -151,7 +151,7 @@ class ScoreScratch(Protocol):
 
 
 class QuantizedScratch(NamedTuple):
-    """A thread's own, beside that of `Scratch`: queries by a page's scales, and what zeros add to scores or sums."""
+    """A thread's scratch memory: as `Scratch`, plus queries times a page's scales, and contributions of zeros."""
 
     scores_HGS: np.ndarray
     maxima_HG: np.ndarray
@@ -166,7 +166,8 @@ class QuantizedScratch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's own: scores, then weights, of a chunk; the maxima so far; the sums of weights as seen from there."""
+    """A thread's scratch memory: scores of a chunk, overwritten by weights; running maxima; sums of weights relative to
+    them."""
 
     scores_HGS: np.ndarray
     maxima_HG: np.ndarray
@@ -179,20 +180,20 @@ class Scratch(NamedTuple):
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Begins at a multiple of 64 bytes: a load of a tile whose rows do not takes six times as long."""
+    """Returns zeros aligned to 64 bytes: loads of unaligned tile rows take six times as long."""
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.zeros(num_bytes + 63, np.uint8)
     return np.ndarray(shape, dtype, room, -room.__array_interface__["data"][0] % 64)
 
 
-TILE_ROWS, TILE_DIMS, TILE_QUERIES = 16, 32, 4  # TILE_DIMS bfloat16 are the 64 bytes of a row
-PAIRED = 2 * TILE_QUERIES  # what stands side by side: high and low parts, or sums of even and of odd dims
+TILE_ROWS, TILE_DIMS, TILE_QUERIES = 16, 32, 4  # TILE_DIMS bfloat16 fill a 64-byte tile row
+PAIRED = 2 * TILE_QUERIES  # columns: high and low parts, or sums of even and of odd dims
 
 
 class TileScratch(NamedTuple):
-    """`queries`: rows of pairs of dims, in each the high parts of four queries and then the low ones. `products`: of
-    each position with the same eight. `weights`: high, then low; of each query with a zero behind it, which meets the
-    odd dims of values, and before it. `sums`: of each query the even dims, then the odd ones."""
+    """A thread's scratch memory for attention in tiles. `queries`: rows of dim pairs, each with the high parts of four
+    queries, then their low parts. `products`: of each position with these eight. `weights`: high, then low parts; each
+    twice, with a zero after it (for even dims of values) and before it (for odd dims). `sums`: even dims, then odd."""
 
     queries_HJTRC: np.ndarray
     products_SC: np.ndarray
@@ -220,10 +221,10 @@ class TileScratch(NamedTuple):
 
 @cache
 def attention_tile_configs() -> np.ndarray:
-    """(2, 16, 64) bytes: how scores, and how values, of 1 to 16 positions of a page have the eight tiles: their numbers
-    in `unit.py`, the form in Intel's manual under LDTILECFG."""
+    """Returns tile configurations, (2, 16, 64) bytes: for scores and for values, of 1 to 16 positions of a page. Tile
+    numbers are in `unit.py`; the format is in Intel's manual under LDTILECFG."""
     shapes = aligned_zeros((2, TILE_ROWS, 64), np.uint8)
-    shapes[..., 0] = 1  # the form
+    shapes[..., 0] = 1  # palette
     for n in range(1, TILE_ROWS + 1):
         row_bytes_of = shapes[:, n - 1, 16:32].view(np.uint16)
         rows_of = shapes[:, n - 1, 48:56]
@@ -232,18 +233,18 @@ def attention_tile_configs() -> np.ndarray:
     return shapes
 
 
-FLOATS, EXPONENTS, SMALL_FLOATS = range(3)  # dtypes of factors: any plain float, E8M0, E4M3
-# Kinds of zero points: none, one for all, plain numbers, fields of words of 4 and of 8 bits, AWQ's fields.
+FLOATS, EXPONENTS, SMALL_FLOATS = range(3)  # dtypes of factors: plain float, E8M0, E4M3
+# Kinds of zero points: none, one constant, plain numbers, 4-bit and 8-bit fields of words, AWQ's fields.
 NO_ZEROS, SAME_ZERO, PLAIN_ZEROS, FIELDS4, FIELDS8, AWQ_FIELDS = range(6)
-NO_OVERALL, MULTIPLIED, DIVIDED = range(3)  # what overall factors do to those of groups
+NO_OVERALL, MULTIPLIED, DIVIDED = range(3)  # how group factors are combined with overall factors
 
 
 class Matrix(NamedTuple):
-    """Pointers to the first of E matrices (tensors, None where there are none), strides in elements, and sizes.
+    """A stack of E matrices for Triton: pointers to the first (tensors or None), strides in elements, and sizes.
 
-    `extra`: the table of IN_TABLE, the bases of WINDOW4, or which stored row each row of blocks is. `row_step`:
-    rows from one expert to the next where they lie in one tall matrix, 0 where `..._expert` strides lead there.
-    `first_row`: the row of the first field of words.
+    `extra`: the table of IN_TABLE, the bases of WINDOW4, or the stored row of each row (GGUF). `row_step`: rows from
+    one expert to the next in one tall matrix; 0 if `..._expert` strides are used. `first_row`: row of the first field
+    of words.
     """
 
     body: Any = None
@@ -274,8 +275,8 @@ class Matrix(NamedTuple):
 
 
 class MatrixKind(NamedTuple):
-    """What a kernel is compiled for. `width`: columns of a group, 0 for one group in a row. `group_tile`: groups in a
-    tile; as many as columns where each column's is looked up, in `groups` if it `has_groups`."""
+    """Compile-time constants of a Triton kernel. `width`: columns per group; 0 for one group per row. `group_tile`:
+    groups per tile; equal to its columns if each column's group is looked up (in `groups` if `has_groups`)."""
 
     encoding: int
     scales: int

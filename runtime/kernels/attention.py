@@ -1,10 +1,10 @@
-"""The compiled decode attention: one new token per row over KV pages, each read once and in the order of its bytes.
+"""Compiled decode attention: one new token per row over KV pages, each page read once, in memory order.
 
-Softmax goes along with it (Milakov and Gimelshein 2018): scores of CHUNK_TOKENS positions, their maximum, their values.
-Nothing here promises that numbers are finite: NaN and infinities end as they do in torch.
+Online softmax (Milakov and Gimelshein 2018), CHUNK_TOKENS positions at a time. Numbers need not be finite: NaN and
+infinities give the same results as in torch.
 
-The annotations are for the reader; the compiler takes the types of what it is given. What multiplies is written in
-explicit vectors (`attention_blocks.py`), or in tiles (`amx/attention.py`).
+Annotations are for readers; numba infers types from arguments. Products use explicit vectors (`attention_blocks.py`) or
+tiles (`amx/attention.py`).
 
 B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
 """
@@ -38,7 +38,7 @@ TANH_MAX = np.float32(10)  # tanh is 1 from 9.1 on
 def _cap(scores_HGS: np.ndarray, h: int, g: int, num: int, softcap: np.float32) -> None:
     for i in range(num):
         x = np.float32(scores_HGS[h, g, i] / softcap)
-        x = x if not x > TANH_MAX else TANH_MAX  # so that NaN stays
+        x = x if not x > TANH_MAX else TANH_MAX  # `not >` instead of `<=`: keeps NaN
         x = x if not x < -TANH_MAX else -TANH_MAX
         e = exp(np.float32(x + x), ZERO)
         scores_HGS[h, g, i] = softcap * np.float32(e / np.float32(e + np.float32(2)))
@@ -58,7 +58,7 @@ def _rescale_sums(
 
 @njit(fastmath=REORDERED)
 def _update_maxima(num: int, heads: Span, scratch: ScoreScratch, sums_HGD: np.ndarray) -> None:
-    """Raises each query's maximum to that of its scores; its total and sums are then seen from there."""
+    """Updates each query's running maximum with its scores, and rescales its total and sums to it."""
     _, Gs, S = scratch.scores_HGS.shape
     for h in range(heads[0], heads[1]):
         for g in range(scratch.maxima_HG.shape[1]):
@@ -69,7 +69,7 @@ def _update_maxima(num: int, heads: Span, scratch: ScoreScratch, sums_HGD: np.nd
 
 @njit(fastmath=REORDERED)
 def _exponentiate(scores_HGS: np.ndarray, h: int, g: int, num: int, top: np.float32) -> np.float32:
-    """Returns their sum. One loop, as a second one would wait for the stores of the first."""
+    """Replaces scores by exp(score - top). Returns their sum, in the same loop: a second one would wait for stores."""
     total = ZERO
     for i in range(num):
         x = np.float32(scores_HGS[h, g, i] - top)
@@ -80,26 +80,27 @@ def _exponentiate(scores_HGS: np.ndarray, h: int, g: int, num: int, top: np.floa
 
 @njit(fastmath=REORDERED)
 def apply_softmax(num: int, heads: Span, softcap: np.float32, scratch: ScoreScratch, sums_HGD: np.ndarray) -> None:
-    """Turns `num` scores of each query into weights, as seen from the maximum so far."""
+    """Turns `num` scores of each query into softmax weights, relative to the running maximum."""
     G = scratch.maxima_HG.shape[1]
     if softcap > ZERO:
         for h in range(heads[0], heads[1]):
             for g in range(G):
                 _cap(scratch.scores_HGS, h, g, num, softcap)
     _update_maxima(num, heads, scratch, sums_HGD)
-    for h in range(heads[0], heads[1]):  # apart, or each query would wait for its maximum: 1.8 us instead of 0.9
+    for h in range(heads[0], heads[1]):  # a second loop, or each query would wait for its maximum: 1.8 us, not 0.9
         for g in range(G):
             scratch.totals_HG[h, g] += _exponentiate(scratch.scores_HGS, h, g, num, scratch.maxima_HG[h, g])
 
 
-LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
+LOWEST = np.float32(np.finfo(np.float32).min)  # initial maximum; not -inf, as -inf - -inf is NaN
 
 
 @njit(fastmath=REORDERED)
 def locate_in_page(
     pages: Pages | QuantizedPages, table_n: np.ndarray, position: int, last: int
 ) -> tuple[int, int, int]:
-    """The page where `position` lies, the offset in it and how many positions up to `last` it holds."""
+    """Returns the page of `position`, the offset in it, and the number of its positions before `last`. Raises
+    IndexError if the table names a page that does not exist."""
     page, offset = table_n[position // pages.page_tokens], position % pages.page_tokens
     if page < 0 or page >= pages.num_pages:
         raise IndexError("a page table names a KV page that does not exist")
@@ -107,7 +108,7 @@ def locate_in_page(
 
 
 class AttentionRow(NamedTuple):
-    """A row's queries, the pages that it sees, and the sums of its values."""
+    """A row's queries, page table, and sums of values."""
 
     q_HGD: np.ndarray
     table_n: np.ndarray
@@ -118,7 +119,7 @@ class AttentionRow(NamedTuple):
 def attend_chunk(
     row: AttentionRow, pages: Pages, span: Span, end: int, heads: Span, softcap: np.float32, scratch: ScoreScratch
 ) -> None:
-    """Takes up positions of a span, a chunk at most, of one row that ends at `end`."""
+    """Attends to the positions of a span, a chunk at most, of a row that ends at `end`. Prefetches the next chunk."""
     (q_HGD, table_n, sums_HGD), (first, last) = row, span
     H, Dk = q_HGD.shape[0], q_HGD.shape[2]
     Dv, position = sums_HGD.shape[2], first
@@ -142,7 +143,7 @@ def attend_chunk(
 
 @njit(fastmath=REORDERED)
 def reset_softmax(softmax: Softmax, heads: Span, scratch: ScoreScratch) -> None:
-    """Sets a row's maxima and sums of weights to where they start."""
+    """Resets a row's maxima and sums of weights to their initial values."""
     for h in range(heads[0], heads[1]):
         for g in range(scratch.maxima_HG.shape[1]):
             scratch.maxima_HG[h, g], scratch.totals_HG[h, g] = softmax.maxima_HG[h, g], softmax.total
@@ -179,8 +180,8 @@ def _attend_shared(
     scratch: Scratch,
     paused: SoftmaxState,
 ) -> None:
-    """What rows share, chunk by chunk, one row after the other: what the first has read is in a cache for the next.
-    Each row adds up in the order in which it would by itself."""
+    """Attends to the chunks that rows share, row after row for each chunk, so that later rows find it in a cache. Each
+    row adds up in the same order as alone, so results are equal bit by bit."""
     (own_rows, heads), most = item, 0
     for row in range(own_rows[0], own_rows[1]):
         if rows.shared_B[row]:
@@ -242,7 +243,7 @@ def _attend_item(
 
 @njit(fastmath=REORDERED)
 def get_item(items: WorkItems, i: int) -> AttentionItem:
-    """The i-th of them."""
+    """Returns the i-th work item."""
     row, last_row, head, last_head = items.spans_W4[i]
     return AttentionItem((row, last_row), (head, last_head))
 
@@ -258,8 +259,8 @@ def attend(
     scratch: Scratch,
     paused: SoftmaxState,
 ) -> None:
-    """Adds to `out`, which holds zeros, the work items that no other thread begins. Scaled queries and `out` are
-    float32. A row that sees nothing stays zero."""
+    """Computes attention for the work items that this thread claims. `out` must hold zeros; it and the scaled queries
+    are float32. A row without positions stays zero."""
     i = claim_items(items.counter, 1)
     while i < items.spans_W4.shape[0]:
         _attend_item(q_BHGD, pages, rows, softmax, out_BHGD, get_item(items, i), scratch, paused)

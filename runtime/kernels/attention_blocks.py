@@ -1,12 +1,11 @@
-"""What the compiled decode attention does with a few positions of a page: scores of keys, sums of values.
+"""Vector kernels of decode attention for a few positions of a page: scores of keys, weighted sums of values.
 
-While a page's keys are read its values are asked for, and while values are added the next chunk's keys: pages lie
-anywhere, so no processor guesses them. From memory that gave 15 GB/s of float32 instead of 13.6 and 10 of bfloat16
-instead of 9, of two threads. Pairs of bfloat16 multiplied in one instruction (AVX512-BF16) were no faster: it takes as
-long as the two that it replaces.
+Values are prefetched while a page's keys are read, and the next chunk's keys while values are added, because hardware
+cannot predict the next page. From memory this gave 15 GB/s of float32 instead of 13.6, and 10 of bfloat16 instead of 9,
+on two threads. Multiplying pairs of bfloat16 in one instruction (AVX512-BF16) was no faster than the two it replaces.
 
-Codes of a quantised page know no scales here: those of keys are multiplied into queries, those of values into weights,
-once for a page, and what zeros add is one number.
+Quantized pages: key scales are multiplied into queries and value scales into weights, once per page, and zeros add one
+number per sum, so codes are used here without scales.
 
 H KV heads, G query heads of each, D of a head, S positions of a chunk.
 """
@@ -44,8 +43,8 @@ from .primitives import (
     sum_lanes,
 )
 
-SCORE_BLOCK = 4 if LANES == 16 else 2  # positions: times 4 queries, sums that fit in 32 registers, or in 16
-ADD_BLOCK = 2 * SCORE_BLOCK  # sums are in memory, the longer the block the seldomer they are loaded
+SCORE_BLOCK = 4 if LANES == 16 else 2  # positions; times 4 queries, their sums fit in 32 registers, or in 16
+ADD_BLOCK = 2 * SCORE_BLOCK  # sums are in memory: longer blocks load them less often
 LINE_BYTES = 64
 
 LoadElements = Callable[
@@ -59,31 +58,31 @@ def _load_numbers(builder: Builder, dtype: Any, address: Value, mask: Value | No
 
 
 def _load_codes(builder: Builder, dtype: Any, address: Value, mask: Value | None) -> list[Value]:
-    """Codes of a byte; or, as uint8, two in each: those of the first half of a head in the low halves."""
+    """Loads byte codes; for uint8, two per byte, the first half of a head in the low nibbles."""
     return [*load_pairs(builder, address, mask)] if dtype == types.uint8 else [load(builder, dtype, address, mask)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockEmitter:
-    """`rows` are where the keys or values of positions begin, all of one KV head and `width` elements wide, and
-    `columns` where what belongs to its queries does: (D,) each. `scores` are the first query's; those of the next lie
-    CHUNK_TOKENS further."""
+    """Emits LLVM code for a block of positions and queries of one KV head. Pointers: `rows` to the keys or values of
+    positions (`width` elements each), `columns` to the queries or sums of queries (D,), `scores` to the first query's
+    scores; each next query's are CHUNK_TOKENS further."""
 
     builder: Builder
     take: LoadElements
     dtype: Any  # of keys and values
     width: Value
     rows: list[Value]
-    ahead: list[Value]  # what is asked for beside each row
+    ahead: list[Value]  # pointers to prefetch along with each row
     columns: list[Value]
     scores: Value
 
     def score(self, query: int, position: int = 0) -> Value:
-        """Where it lies."""
+        """Returns the pointer to a score."""
         return self.builder.gep(self.scores, [self.width.type(query * CHUNK_TOKENS + position)])
 
     def read(self, d: Value, mask: Value | None) -> list[LoadedPart]:
-        """Reads as many elements as lanes of each row."""
+        """Loads LANES elements of each row from element `d` on, and prefetches `ahead`."""
         for row in self.ahead:
             prefetch(self.builder, row, d)
         taken = [self.take(self.builder, self.dtype, self.builder.gep(row, [d]), mask) for row in self.rows]
@@ -94,7 +93,7 @@ class _BlockEmitter:
 def _make_block(
     act: Callable[[_BlockEmitter], None], take: LoadElements, num_positions: int, num_queries: int
 ) -> Callable[..., None]:
-    """A function that does what `act` writes, of queries side by side and of positions."""
+    """Returns a compiled function with the code that `act` emits, for so many positions and adjacent queries."""
 
     @intrinsic
     def block(typing: Any, x: Any, rows: Any, width: Any, scores: Any, ahead: Any, ahead_by: Any) -> Any:
@@ -128,7 +127,7 @@ def _make_block(
 
 
 def _emit_scores(block: _BlockEmitter) -> None:
-    """Scores of keys: each key and query is loaded once, their sums stay in registers."""
+    """Emits scores of keys: each key and query is loaded once, and sums stay in registers."""
     builder = block.builder
     partial = [[cgutils.alloca_once(builder, FLOATS) for _ in block.rows] for _ in block.columns]
     for address in chain(*partial):
@@ -148,7 +147,7 @@ def _emit_scores(block: _BlockEmitter) -> None:
 
 
 def _emit_additions(block: _BlockEmitter) -> None:
-    """Adds values by their weights to the sums of queries."""
+    """Emits additions of weighted values to the sums of queries."""
     builder = block.builder
     weights = [
         [splat(builder, builder.load(block.score(g, i))) for i in range(len(block.rows))]
@@ -168,7 +167,7 @@ def _emit_additions(block: _BlockEmitter) -> None:
 
 
 def _make_head_loop(act: Callable[[_BlockEmitter], None], take: LoadElements, num: int) -> Callable[..., None]:
-    """Acts on `num` positions of a page from number p on: all heads, four queries at a time and then one by one."""
+    """Returns a loop over heads and queries, four queries at a time and then one, for `num` positions from p on."""
     four, one = _make_block(act, take, num, 4), _make_block(act, take, num, 1)
 
     @njit
@@ -192,8 +191,8 @@ def _make_head_loop(act: Callable[[_BlockEmitter], None], take: LoadElements, nu
 
 
 def _make_position_loop(act: Callable[[_BlockEmitter], None], take: LoadElements, most: int) -> Callable[..., None]:
-    """Acts on `num` positions of a page, `most` at a time and then one by one. `numbers` begin with the first one's,
-    `width` elements of each head, and `scores` with its score. What lies alike from `ahead` on is asked for."""
+    """Returns a loop over positions of a page, `most` at a time and then one by one. Its `numbers` begin with the first
+    position (`width` elements per head) and `scores` with its score; the same layout from `ahead` on is prefetched."""
     many, one = _make_head_loop(act, take, most), _make_head_loop(act, take, 1)
 
     @njit
@@ -245,8 +244,7 @@ def _scale_numbers(typing: Any, x: Any, num: Any, scales: Any, zeros: Any, out: 
     return types.float32(x, types.intp, scales, zeros, out), build
 
 
-# Of `num` numbers, each times its scale, into `out`; returns the sum of these times their zeros, 0 where there are
-# none.
+# Writes `num` numbers times their scales into `out`. Returns the sum of these times their zeros; 0 without zeros.
 scale_numbers: Callable[[ArrayAt, int, ArrayAt, ArrayAt, ArrayAt], np.float32] = cast(Any, _scale_numbers)
 
 

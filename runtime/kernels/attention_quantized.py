@@ -1,7 +1,7 @@
-"""The compiled decode attention over quantised pages: codes are read as they lie and become numbers in registers. A
-row's own page, the last one, is its tail, which `attention.py` takes up as computed.
+"""Compiled decode attention over quantized pages: codes are decoded in registers. A row's last page, its tail, is not
+quantized and goes through `attention.py`.
 
-What rows share is read by each of them: a page of codes is small, and mostly in a cache for the next row.
+Shared pages are read by each row: a page of codes is small, and usually still in a cache for the next row.
 
 B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
 """
@@ -36,7 +36,8 @@ from .primitives import ZERO, ArrayAt, claim_items
 
 @njit(fastmath=REORDERED)
 def _scale_queries(q_HGD: np.ndarray, pages: QuantizedPages, page: int, heads: Span, scratch: QuantizedScratch) -> None:
-    """Multiplies queries by the scales of a page's channels; what zeros add is the same for all its scores."""
+    """Multiplies queries by a page's key scales. Also computes what key zeros add, the same for all scores of a
+    page."""
     _, G, D = q_HGD.shape
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
@@ -54,7 +55,7 @@ def _scale_queries(q_HGD: np.ndarray, pages: QuantizedPages, page: int, heads: S
 def _score_page(
     pages: QuantizedPages, page: int, offset: int, num: int, heads: Span, scratch: QuantizedScratch, at: int
 ) -> None:
-    """Makes scores of `num` positions of a page, and asks for their values meanwhile."""
+    """Computes scores of `num` positions of a page, and prefetches their values."""
     H, G, D = scratch.scaled_HGD.shape
     width = D // pages.codes_in_byte
     step, base = H * width, page * pages.stride_bytes + offset * H * width
@@ -73,7 +74,7 @@ def _score_page(
 def _scale_weights(
     pages: QuantizedPages, page: int, offset: int, num: int, heads: Span, scratch: QuantizedScratch, at: int
 ) -> None:
-    """Multiplies weights by the scales of values, in place, and adds up what their zeros add to each sum."""
+    """Multiplies weights by value scales, in place, and accumulates what value zeros add to each sum."""
     _, G, S = scratch.scores_HGS.shape
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
@@ -96,7 +97,7 @@ def _attend_chunk(
     softcap: np.float32,
     scratch: QuantizedScratch,
 ) -> None:
-    """Takes up positions of a span, a chunk at most."""
+    """Attends to the positions of a span, a chunk at most."""
     (q_HGD, table_n, sums_HGD), (first, last) = row, span
     H, G, Dv = sums_HGD.shape
     width, position = Dv // pages.codes_in_byte, first
@@ -162,7 +163,7 @@ def attend(
     items: WorkItems,
     scratch: QuantizedScratch,
 ) -> None:
-    """What attention in vectors does, over quantised pages and rows' tails."""
+    """Same as `attention.attend`, over quantized pages and unquantized tails."""
     i = claim_items(items.counter, 1)
     while i < items.spans_W4.shape[0]:
         _attend_item(q_BHGD, pages, tails, rows, softmax, out_BHGD, get_item(items, i), scratch)

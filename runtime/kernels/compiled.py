@@ -1,9 +1,9 @@
-"""How kernels are compiled, and kept on disk: at their first call, for the types of their arguments, and for all that
-the processor has, or less where WEIGHTSTREAM_ISA asks for it, as on a host that has no more. Results may differ in last
-bits between instruction sets, as between processors; numba's cache keeps each apart.
+"""Compiles kernels with numba at their first call and caches them on disk, for this processor's instruction set or the
+smaller one that WEIGHTSTREAM_ISA names. Results may differ in last bits between instruction sets; numba caches each
+separately.
 
-numba takes what it has kept while it is of the same version and the file that a kernel stands in is as it was. A kernel
-is made of functions of other files too, so what is kept of ours is fresh only while all files of this package are.
+numba's cache depends on its version and on the kernel's own file. Kernels are made of functions from several files, so
+here the cache is valid only while all files of this package are unchanged.
 """
 
 import glob
@@ -29,14 +29,15 @@ from ..cache_root import cache_root, is_private
 from ..errors import ConfigError
 from .arguments import ISA
 
-# What a set lacks, by the beginning of LLVM's names. The last one lacks nothing.
+# Features that each instruction set excludes, by prefixes of LLVM's names.
 MISSING = {"avx2": ("avx512", "avx10", "evex512", "amx"), "avx512": ("amx",), "amx": ()}
 NEEDED = {"avx2": "avx2", "avx512": "avx512f", "amx": "amx-bf16"}
 
 
 @cache
 def features() -> dict[str, bool]:
-    """What kernels may use, by LLVM's names. Raises ConfigError where WEIGHTSTREAM_ISA names nothing that is here."""
+    """CPU features that kernels may use, by LLVM's names. Raises ConfigError if WEIGHTSTREAM_ISA is unknown or this
+    processor lacks it."""
     found = cast(dict[str, bool], dict(binding.get_host_cpu_features()))
     wanted = os.environ.get(ISA)
     if wanted is None:
@@ -49,7 +50,7 @@ def features() -> dict[str, bool]:
 
 
 def has_fma_without_avx512() -> bool:
-    """Whether the processor has AVX2's FMA, and none of AVX-512's registers."""
+    """True if kernels may use FMA with AVX2 but not AVX-512."""
     return bool(features().get("avx2") and features().get("fma") and not features().get("avx512f"))
 
 
@@ -68,20 +69,20 @@ _limit_to_isa()
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
 
-REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
-FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `exp`
+REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf: inputs may be NaN
+FUSED = {"contract"}  # no reordering, even inlined into REORDERED code: it would undo the exact steps of `exp`
 LOCK_TIMEOUT_SECONDS, LOCK_POLL_SECONDS = 120.0, 0.05  # for another process that compiles the same kernel
 _LOCK, _PLACES = Lock(), "CACHE_LOCATOR_CLASSES"
 _thread_state = local()
 
 
 class KernelNotCached(Exception):
-    """A kernel is not on disk, and nothing else was asked for."""
+    """Raised inside `cached_kernels_only` for a kernel that is not on disk."""
 
 
 @contextmanager
 def cached_kernels_only() -> Iterator[None]:
-    """Has a call of a kernel that would be compiled raise NotKept, in its block and this thread."""
+    """Makes calls of kernels that are not on disk raise KernelNotCached, inside the block and in this thread."""
     _thread_state.cached_only = True
     try:
         yield
@@ -90,13 +91,13 @@ def cached_kernels_only() -> Iterator[None]:
 
 
 class _CompilationNotice(event.Listener):
-    """Says that kernels are being compiled, as it begins and once."""
+    """Logs once per process that kernels are being compiled, when the first compilation begins."""
 
     def __init__(self) -> None:
         self._was_logged, self.are_kept = False, True
 
     def on_start(self, event: event.Event) -> None:
-        """Begins to compile a kernel, or a function that it is made of."""
+        """Called before a kernel, or a function that it calls, is compiled."""
         if getattr(_thread_state, "cached_only", False):
             raise KernelNotCached((event.data or {})["dispatcher"].py_func.__name__)
         self.log_once()
@@ -108,7 +109,7 @@ class _CompilationNotice(event.Listener):
             log.info("compiling kernels for this processor, which takes some 15 s; later starts %s", later)
 
     def on_end(self, event: event.Event) -> None:
-        """The end of a compilation is seen by what comes next."""
+        """Does nothing; required by the listener interface."""
 
 
 COMPILATION = _CompilationNotice()
@@ -116,8 +117,8 @@ event.register("numba:compile", COMPILATION)
 
 
 def cached_kernel(function: Function) -> Function:
-    """Compiled at its first call, in 2 to 4 s, and kept on disk, beside the source or in the user's cache. It lets go
-    of the interpreter while it runs."""
+    """Decorates a kernel: compiled at its first call, in 2 to 4 s, and cached on disk. Releases the GIL while it
+    runs."""
     options = {"nogil": True, "fastmath": REORDERED, "error_model": "numpy"}
     compiled: Any = njit(**options)(function)
     try:
@@ -130,31 +131,30 @@ def cached_kernel(function: Function) -> Function:
 
 
 class _LockedCache(FunctionCache):
-    """What is kept of a kernel. Processes that begin together wait for the first of them to compile it, and take that
-    from the disk. A lock goes with its process, however that ends; where the file system has none, or the first is
-    slow, each compiles for itself."""
+    """A kernel's disk cache with a file lock, so that of several processes one compiles and the others load the result.
+    The lock ends with its process. Without locks on the file system, or after a timeout, each process compiles."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)
         self._held: int | None = None  # the lock's descriptor
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Returns what is kept for a signature; where that is nothing, this process is to compile it."""
+        """Returns the cached code for a signature. If there is none, returns None with the lock held: compile it."""
         try:
             found = super().load_overload(sig, target_context)
-        except (AttributeError, ImportError):  # an index of other sources: it names a class of arguments that is gone
+        except (AttributeError, ImportError):  # an index of older sources, with a removed argument class
             self._cache_file.flush()
             found = None
         if found is None and self._held is None and not getattr(_thread_state, "cached_only", False):
             self._held = _acquire_lock(Path(self.cache_path) / f"{self._impl.filename_base}.lock")
-            found = super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)  # another process may have written it meanwhile
             if found is not None:
                 self._unlock()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """numba writes the index before the code that it names: code of other sources, under the same name, would be
-        taken for this where a process ends in between."""
+        """Saves compiled code, and releases the lock. Deletes code of older sources first: numba writes the index
+        before the code, so after a crash in between, the index would refer to old code of the same name."""
         try:
             if not self._cache_file._load_index():
                 for old in Path(self.cache_path).glob(f"{glob.escape(self._impl.filename_base)}.*.nbc"):
@@ -170,7 +170,7 @@ class _LockedCache(FunctionCache):
 
 
 def _acquire_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock of that name; None where it cannot be had."""
+    """Returns a file descriptor that holds the lock; None if locks are unsupported or the timeout has passed."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, stat.S_IRUSR | stat.S_IWUSR)
     except OSError:
@@ -184,7 +184,7 @@ def _acquire_lock(path: Path) -> int | None:
             if time.monotonic() >= end:
                 break
             time.sleep(LOCK_POLL_SECONDS)
-        except OSError:  # there are none on this file system
+        except OSError:  # no locks on this file system
             break
     os.close(descriptor)
     return None
@@ -192,7 +192,7 @@ def _acquire_lock(path: Path) -> int | None:
 
 @cache
 def package_digest() -> bytes:
-    """SHA-256 of all files of this package."""
+    """SHA-256 of all source files of this package."""
     digest, folder = hashlib.sha256(), Path(__file__).parent
     for file in sorted(folder.rglob("*.py")):
         digest.update(f"\0{file.relative_to(folder)}\0".encode() + file.read_bytes())
@@ -201,20 +201,20 @@ def package_digest() -> bytes:
 
 class _PackageStamp:
     def get_source_stamp(self) -> bytes:
-        """What is kept under another one is compiled anew."""
+        """The stamp of cached code; code with another stamp is compiled again."""
         return package_digest()
 
 
 class NumbaCacheDirLocator(_PackageStamp, UserProvidedCacheLocator):
-    """The place that NUMBA_CACHE_DIR names."""
+    """The cache directory named by NUMBA_CACHE_DIR."""
 
 
 class SourceDirLocator(_PackageStamp, InTreeCacheLocator):
-    """The place beside the source, `__pycache__`, where that can be written."""
+    """The source's `__pycache__` directory, if it is writable."""
 
 
 class UserCacheLocator(_PackageStamp, UserWideCacheLocator):
-    """A folder of the user's cache. What is kept is code: a folder into which others can write is passed over."""
+    """A directory in the user's cache. It must not be writable by others, as cached code is executed."""
 
     def __init__(self, py_func: Callable[..., object], py_file: str) -> None:
         super().__init__(py_func, py_file)
@@ -222,18 +222,18 @@ class UserCacheLocator(_PackageStamp, UserWideCacheLocator):
         self._cache_path = str(self._folder / self.get_suitable_cache_subpath(py_file))
 
     def ensure_cache_path(self) -> None:
-        """Raises OSError where it cannot be used."""
+        """Creates the directory. Raises OSError if it cannot be used."""
         with suppress(FileExistsError):
             self._folder.mkdir(mode=stat.S_IRWXU, parents=True)
         if not is_private(self._folder):
-            raise PermissionError(f"{self._folder} is not of this user alone: chmod 700")
+            raise PermissionError(f"{self._folder} is accessible to other users: run chmod 700 on it")
         super().ensure_cache_path()
 
 
 @contextmanager
 def _cache_locators() -> Iterator[None]:
-    """Lets numba know our places in their order; it knows its classes of places by name. A function is given one as it
-    is decorated."""
+    """Makes numba use these cache locators, in order, for functions decorated inside the block. numba looks the classes
+    up by name in a global setting: hold the lock."""
     with _LOCK:
         before = getattr(config, _PLACES)
         places = (NumbaCacheDirLocator, SourceDirLocator, UserCacheLocator)

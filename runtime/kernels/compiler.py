@@ -1,5 +1,5 @@
-"""Whether the kernels of this package can be compiled here, and for what. To import it loads neither numba, which takes
-0.2 s, nor torch."""
+"""Tells whether kernels can be compiled here, and for which CPU features. Importing it loads neither numba (0.2 s) nor
+torch."""
 
 import logging
 from collections.abc import Iterator
@@ -15,27 +15,27 @@ _disabled, _enabled_for_good = Event(), Event()
 
 
 def has_compiler() -> bool:
-    """Whether compiled kernels compute in this process now: there is a compiler, and they are not held back."""
+    """True if this process uses compiled kernels now: a compiler is installed, and kernels are not disabled."""
     return not _disabled.is_set() and can_compile()
 
 
 def disable_kernels() -> bool:
-    """Lets plain operators compute until `take_up`; returns whether they do. Once kernels were taken up they stay so:
-    sessions that go on beside each other are planned with them."""
+    """Disables kernels until `enable_kernels`, so that torch operators compute. Returns True if they are disabled. Has
+    no effect once kernels were enabled, because concurrent sessions are planned with them."""
     if not _enabled_for_good.is_set():
         _disabled.set()
     return _disabled.is_set()
 
 
 def enable_kernels() -> None:
-    """Lets compiled kernels compute from now on. Between two passes, as last bits are others."""
+    """Enables kernels for good. Call it between two passes only, as results differ in last bits."""
     _enabled_for_good.set()
     _disabled.clear()
 
 
 @contextmanager
 def kernels_enabled() -> Iterator[None]:
-    """Lets kernels be called in its block, to find out whether they are there."""
+    """Enables kernels inside the block, to find out whether they can run."""
     was_held = _disabled.is_set()
     _disabled.clear()
     try:
@@ -47,7 +47,7 @@ def kernels_enabled() -> Iterator[None]:
 
 @cache
 def can_compile() -> bool:
-    """Says once what it means if not."""
+    """True if numba is installed. Otherwise logs a warning, once."""
     if find_spec("numba") is not None:
         return True
     log.warning(
@@ -57,7 +57,7 @@ def can_compile() -> bool:
 
 
 def has_matrix_unit() -> bool:
-    """Whether there is one, and a compiler for it, which this loads."""
+    """True if kernels can use the CPU's matrix unit (AMX). Loads the compiler."""
     return has_compiler() and _may_use_tiles()
 
 
@@ -69,7 +69,7 @@ def _may_use_tiles() -> bool:
 
 
 def has_pairs() -> bool:
-    """Whether vectors multiply bfloat16 by pairs, and a compiler for it, which this loads."""
+    """True if kernels can multiply pairs of bfloat16 (AVX512-BF16). Loads the compiler."""
     return has_compiler() and _has_pair_products()
 
 
@@ -81,8 +81,8 @@ def _has_pair_products() -> bool:
 
 
 def has_fast_pairs() -> bool:
-    """Whether they do that at the rate of float32's products, as AMD's do; Intel's took twice as long for each, see
-    docs/kernels.md."""
+    """True if products of bfloat16 pairs run at the rate of float32 products, as on AMD; on Intel each took twice as
+    long, see docs/kernels.md."""
     return has_pairs() and _is_amd()
 
 
@@ -95,7 +95,7 @@ def _is_amd() -> bool:
 
 @cache
 def has_tables() -> bool:
-    """Whether vectors look numbers up in a vector, and a compiler for it, which this loads."""
+    """True if kernels can look numbers up in a vector (AVX2). Loads the compiler."""
     if not can_compile():
         return False
     from .grouped import HAS_TABLES

@@ -1,10 +1,9 @@
-"""Codes as others publish them, whose groups of columns share a zero point and a factor, decoded in vectors while they
-are widened. `linear/grouped_rows.py` says how they lie. Each number goes the way that its format defines, operation by
-operation, so that it is the same to the bit.
+"""Vector code that decodes published formats, in which groups of columns share a zero point and a factor, to float32.
+`linear/packed_rows.py` has their layouts. Each number is computed operation by operation as its format defines, so
+results are equal bit by bit.
 
-Where codes of neighbouring columns lie side by side, lanes are columns, as they are when widened. Where those of
-neighbouring rows do, half of the lanes are rows in one column and half the same rows eight columns on; eight such
-vectors change rows and columns when all are there.
+Codes stored by rows: lanes are columns. Codes stored in columns of words: half of the lanes are rows in one column,
+half are the same rows eight columns further; eight such vectors are then transposed.
 """
 
 from collections.abc import Callable
@@ -39,15 +38,15 @@ from .primitives import (
 )
 from .squares import transpose_vectors
 
-UNIT_ROWS = LANES // 2  # rows of lanes, of which half are other columns
-WORD_COLUMNS = 8  # from the columns of one half of the lanes to those of the other
-HAS_TABLES = bool(features().get("avx2"))  # a lane takes any number of a vector
-ROW_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of the eight rows of one of AWQ's words, in bits
+UNIT_ROWS = LANES // 2  # rows per vector; the other half of the lanes holds other columns
+WORD_COLUMNS = 8  # columns from one half of the lanes to the other
+HAS_TABLES = bool(features().get("avx2"))  # lookups in a vector by lane
+ROW_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bit shifts of the eight rows in an AWQ word
 
 
 class GroupArrays(NamedTuple):
-    """Codes in rows have zero points and factors (N, G), of column k those of number k >> shift, and a table of 16
-    numbers; codes in columns (G, N), of column k those of row `columns[k]`; `is_wide`: eight columns share theirs."""
+    """Zero points and factors. Codes by rows: (N, G), group k >> shift for column k, and a table of 16 numbers. Codes
+    by columns: (G, N), group `columns[k]` for column k; `is_wide`: each eight columns are in one group."""
 
     zeros: np.ndarray
     factors: np.ndarray
@@ -56,9 +55,9 @@ class GroupArrays(NamedTuple):
     is_wide: bool
 
 
-# What `number_of` makes a vector of: codes, their zero point and factor in all lanes, and where the table is.
+# Emits float32 numbers from codes, their zero point and factor (in all lanes), and a pointer to the table.
 Dequantize = Callable[[Builder, Value, Value, Value, Value], Value]
-LoadCodes = Callable[[Builder, Value, Value], tuple[Value, Value]]  # of a row from column k on, of 2 * LANES columns
+LoadCodes = Callable[[Builder, Value, Value], tuple[Value, Value]]  # loads 2 * LANES columns of a row from column k on
 
 
 def _byte_loader(kind: Any) -> LoadCodes:
@@ -76,7 +75,7 @@ def _nibble_loader(*, is_low_first: bool) -> LoadCodes:
         both = _load_vector(builder, builder.gep(row, [builder.lshr(k, k.type(1))]), LANES)
         low, high = builder.and_(both, both.type([15] * LANES)), builder.lshr(both, both.type([4] * LANES))
         pair = (low, high) if is_low_first else (high, low)
-        turns = [at for lane in range(LANES) for at in (lane, LANES + lane)]  # while they are bytes, so half as many
+        turns = [at for lane in range(LANES) for at in (lane, LANES + lane)]  # shuffled as bytes: half the work
         first, second = (shuffle(builder, *pair, half) for half in (turns[:LANES], turns[LANES:]))
         return builder.zext(first, INTS), builder.zext(second, INTS)
 
@@ -121,7 +120,7 @@ def _scale_float4(builder: Builder, codes: Value, zero: Value, factor: Value, ta
 
 
 def _look_up(builder: Builder, numbers: Value, lanes: Value) -> Value:
-    """Lanes of a vector, as the low bits of each lane name them."""
+    """Looks numbers up in a vector by the low bits of each lane."""
     name = "avx512.permvar.sf.512" if LANES == 16 else "avx2.permps"
     return call(builder, f"llvm.x86.{name}", FLOATS, [numbers, lanes])
 
@@ -135,7 +134,7 @@ def _scale_from_table(builder: Builder, codes: Value, zero: Value, factor: Value
 
 
 def _make_row_widener(codes_of: LoadCodes, number_of: Dequantize) -> Any:
-    """The step that makes numbers of rows of codes."""
+    """Returns a compiled function that decodes rows of codes to float32."""
 
     @intrinsic
     def widen(
@@ -174,15 +173,16 @@ def _make_row_widener(codes_of: LoadCodes, number_of: Dequantize) -> Any:
 
 
 class _Unit(NamedTuple):
-    """Rows of one vector, at column k: where words begin and how many bytes there are from one to that below it, and
-    by how many bits they are to be shifted first."""
+    """The rows of one vector at column k: pointer to their words, bytes from a word to the next columns' word, and the
+    bit shift to apply first."""
 
     words: Value
     stride: Value
     shift: Value
 
     def halves(self, builder: Builder, first: int, second: int, *, are_rows: bool) -> Value:
-        """Words `first` and `second` below: of each row its own, or one for all, in half of the lanes each."""
+        """Loads word rows `first` and `second` into one half of the lanes each: one word per row, or one for all
+        rows."""
         n, word = self.stride.type, ir.IntType(32)
         parts = list[Value]()
         for below in (first, second):
@@ -195,11 +195,12 @@ class _Unit(NamedTuple):
         return builder.lshr(words, splat(builder, self.shift))
 
 
-LoadColumn = Callable[[Builder, _Unit, int], Value]  # codes of column j in one half of the lanes, of 8 + j in the other
+# Loads codes of column j in one half of the lanes, of column 8 + j in the other.
+LoadColumn = Callable[[Builder, _Unit, int], Value]
 
 
 def _column_word_loader(num_bits: int) -> LoadColumn:
-    """Words that hold codes of neighbouring columns of one row."""
+    """Returns a loader for words that hold codes of neighboring columns of one row."""
     per_word, mask = 32 // num_bits, (1 << num_bits) - 1
 
     def codes_of(builder: Builder, unit: _Unit, j: int) -> Value:
@@ -211,14 +212,13 @@ def _column_word_loader(num_bits: int) -> LoadColumn:
 
 
 def _load_row_word_codes(builder: Builder, unit: _Unit, j: int) -> Value:
-    """Words that hold codes of eight neighbouring rows in one column."""
+    """Loads codes from words that hold eight neighboring rows in one column."""
     words = unit.halves(builder, j, j + WORD_COLUMNS, are_rows=False)
     return builder.and_(builder.lshr(words, INTS([*ROW_SHIFTS[:UNIT_ROWS]] * 2)), ints(15))
 
 
 class _GroupScales(NamedTuple):
-    """Zero points and factors of the rows of a unit, as many numbers apart as there are rows, and the group of each
-    column."""
+    """Zero points and factors of the rows of a unit (`stride` numbers from group to group), and each column's group."""
 
     zeros: Value
     factors: Value
@@ -226,7 +226,7 @@ class _GroupScales(NamedTuple):
     columns: Value
 
     def load_columns(self, builder: Builder, k: Value, j: int) -> tuple[Value, Value]:
-        """Those of column k + j in one half of the lanes, of k + 8 + j in the other."""
+        """Loads zero points and factors of column k + j in one half of the lanes, k + 8 + j in the other."""
         n, starts = self.stride.type, list[Value]()
         for at in (j, j + WORD_COLUMNS):
             group = builder.sext(builder.load(builder.gep(self.columns, [builder.add(k, n(at))])), n)
@@ -235,7 +235,7 @@ class _GroupScales(NamedTuple):
 
 
 def _load_halves(builder: Builder, numbers: Value, starts: list[Value]) -> Value:
-    """Half of the lanes are numbers from one of these places on, half from the other."""
+    """Loads half of the lanes from each of the two start indices."""
     low, high = (_load_vector(builder, builder.gep(numbers, [start]), UNIT_ROWS) for start in starts)
     return shuffle(builder, low, high, [*range(LANES)])
 
@@ -250,7 +250,7 @@ def _store_unit(builder: Builder, vectors: list[Value], out: Value, stride: Valu
 
 
 def _make_unit_widener(codes_of: LoadColumn, word_shift: int, *, are_rows_in_words: bool = False) -> Any:
-    """The step that makes numbers of rows, UNIT_ROWS at a time; column k is in word k >> word_shift of its row."""
+    """Returns a compiled function that decodes UNIT_ROWS rows at a time; column k is in word k >> word_shift."""
 
     @intrinsic
     def widen(
@@ -311,20 +311,19 @@ def _make_unit_widener(codes_of: LoadColumn, word_shift: int, *, are_rows_in_wor
 WidenRow = Callable[[RowsAt, int, int, RowsAt, RowsAt, int, ArrayAt, RowsAt], None]
 WidenUnit = Callable[[RowsAt, int, int, int, RowsAt, RowsAt, ArrayAt, bool, RowsAt], None]
 
-# Of so many rows of codes as many numbers, a multiple of 2 * LANES, with the zero points and factors of a row's groups
-# from that of the first on, of number k those k >> shift behind it, and the table.
+# Arguments: rows of codes, number of rows, numbers per row (a multiple of 2 * LANES), zero points and factors (from the
+# group of the first number on; number k is in group k >> shift), shift, table, output rows.
 widen_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.uint8), _subtract_zero_and_scale))
 widen_signed_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.int8), _subtract_zero_and_scale))
 widen_halves: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _subtract_zero_and_scale))
 widen_scaled_float8: WidenRow = cast(Any, _make_row_widener(_load_float8, _scale))
 widen_float4: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _scale_float4))
-# Nobody asks for a table where HAS_TABLES is false; what stands in for it there need only compile.
+# Never called if HAS_TABLES is false: the substitute only has to compile.
 widen_in_table: WidenRow = cast(
     Any, _make_row_widener(_nibble_loader(is_low_first=False), _scale_from_table if HAS_TABLES else _scale_float4)
 )
-# Of rows, a multiple of UNIT_ROWS of them, as many numbers, a multiple of 16: where the words of row 0 are; the first
-# of the rows and how many there are; zero points and factors from that row on, a row of them for each group; the group
-# of each column; whether eight columns share theirs.
+# Arguments: words of row 0, first row, number of rows (a multiple of UNIT_ROWS), numbers per row (a multiple of 16),
+# zero points and factors from the first row on (one row per group), each column's group, `is_wide`, output rows.
 widen_words4: WidenUnit = cast(Any, _make_unit_widener(_column_word_loader(4), 3))
 widen_words8: WidenUnit = cast(Any, _make_unit_widener(_column_word_loader(8), 2))
 widen_row_words: WidenUnit = cast(Any, _make_unit_widener(_load_row_word_codes, 0, are_rows_in_words=True))

@@ -1,6 +1,5 @@
-"""Products of float32, or of pairs of bfloat16 in words, with weights as they are stored, in the processor's vectors,
-where they fit no matrix unit: the functions that Python calls. Where there are 32 registers of 16 lanes, lanes are rows
-of x; elsewhere they are rows of w.
+"""Entry points of the vector kernels: products of float32, or of bfloat16 pairs, with weights as stored. With AVX-512
+(`linear_wide.py`) lanes are rows of x; otherwise (`linear_narrow.py`) lanes are rows of w.
 """
 
 import numpy as np
@@ -48,19 +47,19 @@ __all__ = [
 
 @cached_kernel
 def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
-    """Groups [first, last) of INPUT_ROWS rows of x, K words each, as `multiply` takes them. A word is float32, widened
-    where x is of 16 bits, or a pair of bfloat16, given as such."""
+    """Writes groups [first, last) of INPUT_ROWS rows of x into `inputs`, in the layout of `multiply`. K words per row:
+    a word is a float32 (converted from 16 bits if needed) or a pair of bfloat16."""
     lay_out(x_MK, first, last, inputs)
 
 
 @cached_kernel
 def linear(w_NK: np.ndarray, product: VectorProduct) -> None:
-    """All rows of w but those behind the last `PAIR_ROWS`, times the rows of x."""
+    """Multiplies rows of x by the rows of w, except the last ones that do not fill `PAIR_ROWS`."""
     multiply(w_NK, w_NK.shape[0], w_NK.shape[1], None, product)
 
 
 @cached_kernel
 def linear_packed(stored: StoredRows, product: VectorProduct) -> None:
-    """See `linear`, bit by bit the same, of packed rows."""
+    """Same as `linear`, bit by bit, for packed rows."""
     packed = unpack_arguments(stored)
     multiply(stored.body, packed.num_rows, stored.layout[2], packed, product)

@@ -1,8 +1,8 @@
-"""What stands between products, row by row: a gate's SiLU times what it lets through, RMS norms, rotary embeddings.
-Each number is read once and written once; as torch operators they take two to nine passes over memory.
+"""Fused row-wise kernels between products: SiLU gates, RMS norms, rotary embeddings. Each number is read once and
+written once; as torch operators they take two to nine passes over memory.
 
-Numbers are float32, or bits of bfloat16, which are computed in float32 and rounded wherever torch's operators, one
-after the other, would round them.
+Numbers are float32, or bits of bfloat16. bfloat16 is computed in float32 and rounded wherever the sequence of torch
+operators would round.
 
 T rows (tokens), H numbers of each, h heads of D.
 """
@@ -15,12 +15,12 @@ from numba import njit
 from .compiled import FUSED, cached_kernel
 from .primitives import EXP_MIN, ONE, exp, round_like, to_float32
 
-RUN = 1024  # numbers at a time, which stay in the first cache
+RUN = 1024  # numbers at a time, which fit the L1 cache
 
 
 @njit(fastmath=FUSED)
 def _silu(x: np.float32) -> np.float32:
-    """Exact to 4e-7 of itself, down to where it vanishes; NaN stays."""
+    """SiLU with a relative error of at most 4e-7, until it underflows. Propagates NaN."""
     y = np.float32(-x)
     y = y if not y < EXP_MIN else EXP_MIN
     y = y if not y > -EXP_MIN else np.float32(-EXP_MIN)
@@ -37,8 +37,8 @@ def gate_rows(
     last: int,
     own: np.ndarray,
 ) -> None:
-    """Rows [first, last) of silu(gate) * up: the first H numbers of one, and those from `up_begin` on of the other.
-    `own`: RUN numbers, in which results wait to be written, as the output may lie over the gates."""
+    """Computes rows [first, last) of silu(gate) * up, from the first H numbers of `gate_TN` and the numbers of `up_TN`
+    from `up_begin` on. `own`: scratch of RUN numbers, because the output may alias the gates."""
     H = out_TH.shape[1]
     for t in range(first, last):
         for begin in range(0, H, RUN):
@@ -55,7 +55,7 @@ def gate_rows(
 def norm_rows(
     x_TH: np.ndarray, weight_H: np.ndarray, eps: np.float32, out_TH: np.ndarray, first: int, last: int
 ) -> None:
-    """Rows [first, last) of x over the root of their mean square, times the weight."""
+    """Computes the RMS norm of rows [first, last) of x, times the weight."""
     H = x_TH.shape[1]
     for t in range(first, last):
         total = np.float32(0)
@@ -71,7 +71,7 @@ def norm_rows(
 def rotate_rows(
     x_ThD: np.ndarray, cos_TD: np.ndarray, sin_TD: np.ndarray, out_ThD: np.ndarray, first: int, last: int
 ) -> None:
-    """Rows [first, last): the halves of each head as pairs, turned by the angles of their token."""
+    """Applies rotary embeddings to rows [first, last), pairing the two halves of each head."""
     _, h, D = x_ThD.shape
     half = D // 2
     for t in range(first, last):

@@ -1,3 +1,1 @@
-"""The processor's matrix unit (Intel AMX): linear layers and decode attention in tiles. What names a tile, or knows how
-one is laid out, belongs here.
-"""
+"""Linear layers and decode attention on the CPU's matrix unit (Intel AMX). Code that uses tiles belongs here."""
