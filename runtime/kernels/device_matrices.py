@@ -1,16 +1,14 @@
 # type: ignore - what Triton compiles has types of Triton's own
-"""Kernels on stored matrices: `decode` writes all numbers of a stack of them, `add_escapes` those of bfloat16 in 12
-bits that have no code; `multiply` and `multiply_groups` multiply rows of x and decode inside. None asks the device for
-anything: where sizes are known to it alone, the grid is that of the worst case, and programs without work end at once.
+"""Triton kernels on stored matrices. `decode` dequantizes a stack of them, `add_escapes` adds the escapes of WINDOW4;
+`multiply` and `multiply_groups` multiply rows of x and decode inside. None synchronizes with the device: if sizes are
+known only there, the grid covers the worst case, and programs without work exit at once.
 
-Sums are float32's; weights are rounded to x's dtype first, as a decoded matrix would be. `decode_tile` loads codes,
-zero points and factors of a tile and computes what `Rows.dequantize` computes, operation by operation, so numbers are
-equal to the bit. Launch kernels that use it with `enable_fp_fusion=False`. Importing this module imports Triton, so
-callers import it where they launch it; `linear/device_codes.py` does, and says which way can be taken.
+Sums are float32; weights are rounded to x's dtype first, like a decoded matrix. `decode_tile` computes the same
+operations as `Rows.dequantize`, so numbers are equal bit by bit: launch kernels with `enable_fp_fusion=False`, as fused
+multiply-adds would round differently. Importing this module imports Triton; `linear/device_codes.py` launches it.
 
-Each byte of codes is loaded once: halves of bytes and fields of words are spread in registers. FP8 and FP4 go through
-float16, whose exponent's field is as wide or wider, and a power of two; both steps are exact, and no compute
-capability is asked for instructions of FP8.
+Each byte of codes is loaded once; nibbles and fields of words are extracted in registers. FP8 and FP4 are converted
+exactly, through float16 and a power of two, without FP8 instructions.
 
 Source: Triton (Tillet et al. 2019); FP4 and exponents: OCP Microscaling Formats 1.0; FP8: arXiv 2209.05433.
 
@@ -56,8 +54,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by TRITON_INTERPRE
 
 @triton.jit
 def rounded(numbers, dtype: tl.constexpr):
-    """float32 to a dtype, to nearest, ties to even. Triton's interpreter cuts bits off for bfloat16, so there it is
-    spelled out."""
+    """Rounds float32 to a dtype, to nearest, ties to even. Explicit for bfloat16 in Triton's interpreter, which
+    truncates."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = numbers.to(tl.uint32, bitcast=True)
         high = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
@@ -69,7 +67,7 @@ def rounded(numbers, dtype: tl.constexpr):
 
 @triton.jit
 def float_of_e4m3(bits):
-    """uint8 to float32."""
+    """E4M3 bits (uint8) to float32."""
     wide = bits.to(tl.uint16)
     half = ((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True)
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
@@ -82,7 +80,7 @@ def float_of_e5m2(bits):
 
 @triton.jit
 def float_of_e2m1(codes):
-    """uint8 of four bits, the highest the sign."""
+    """E2M1 bits (uint8, the sign in bit 3) to float32."""
     wide = codes.to(tl.uint16)
     half = ((wide & 8) << 12 | (wide & 7) << 9).to(tl.float16, bitcast=True)
     return half.to(tl.float32) * 16384.0
@@ -90,7 +88,7 @@ def float_of_e2m1(codes):
 
 @triton.jit
 def float_of_e8m0(bits):
-    """Powers of two from 2^-127 on, whose float32 is subnormal; 255 is NaN."""
+    """E8M0 exponents to float32 powers of two. 2^-127 is a subnormal float32; 255 is NaN."""
     wide = bits.to(tl.uint32)
     found = tl.where(wide == 0, 0x00400000, wide << 23)
     return tl.where(wide == 255, 0x7FC00000, found).to(tl.uint32).to(tl.float32, bitcast=True)
@@ -98,7 +96,7 @@ def float_of_e8m0(bits):
 
 @triton.jit
 def spread(factors_BG, BN: tl.constexpr, BK: tl.constexpr, GT: tl.constexpr):
-    """(BN, GT) to (BN, BK): each for its run of columns; (BN, 1) stays, as it is broadcast."""
+    """Repeats factors per group (BN, GT) over their columns (BN, BK); (BN, 1) is returned as is, to broadcast."""
     found = factors_BG
     if GT > 1 and GT < BK:
         found = tl.reshape(tl.broadcast_to(factors_BG[:, :, None], [BN, GT, BK // GT]), [BN, BK])
@@ -107,7 +105,7 @@ def spread(factors_BG, BN: tl.constexpr, BK: tl.constexpr, GT: tl.constexpr):
 
 @triton.jit
 def _row_bytes(body, body_row, rows, has_row, begin, end, NUM: tl.constexpr):
-    """uint8 (BN, NUM): of each row NUM bytes from `begin` on, those before `end`."""
+    """Loads NUM bytes of each row from `begin` on, masked at `end`: uint8 (BN, NUM)."""
     indices = begin + tl.arange(0, NUM)
     has = has_row[:, None] & (indices < end)[None, :]
     return tl.load(body + rows[:, None] * body_row + indices[None, :], mask=has, other=0)
@@ -115,7 +113,7 @@ def _row_bytes(body, body_row, rows, has_row, begin, end, NUM: tl.constexpr):
 
 @triton.jit
 def _codes(matrix, expert, row, rows, has_row, column, kind: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """float32 (BN, BK): what codes mean before zero points and factors."""
+    """Decodes a tile of codes, before zero points and factors: float32 (BN, BK)."""
     end, body = matrix.num_columns, matrix.body + expert * matrix.body_expert
     if kind.encoding == INT8 or kind.encoding == SIGNED_BYTES:
         found = _row_bytes(body, matrix.body_row, rows, has_row, column, end, BK)
@@ -166,14 +164,13 @@ def _codes(matrix, expert, row, rows, has_row, column, kind: tl.constexpr, BN: t
 
 @triton.jit
 def _awq_place(row):
-    """Which four bits of a word are those of each of its eight rows."""
+    """Returns the nibble of a word that holds each of its eight rows."""
     return row >> 1 | (row & 1) << 2
 
 
 @triton.jit
 def _window4(matrix, expert, rows, has_row, column, BN: tl.constexpr, BK: tl.constexpr):
-    """bfloat16 of 12 bits; of escapes sign and mantissa. `kinds/window4.py` says in which order a group's numbers
-    lie."""
+    """Decodes 12-bit bfloat16; escapes get exponent 0. `kinds/window4.py` defines the order of numbers in a group."""
     NUM: tl.constexpr = BK // GROUP_NUMBERS
     groups = column // GROUP_NUMBERS + tl.arange(0, NUM)
     has = (has_row[:, None] & (groups < matrix.num_columns // GROUP_NUMBERS)[None, :])[:, :, None]
@@ -234,7 +231,7 @@ def _factors(matrix, expert, rows, has_row, groups, has, kind: tl.constexpr):
 
 @triton.jit
 def _half(pointers, has):
-    """float32 of the float16 at an address of bytes, which need not be even."""
+    """Loads float16 numbers from possibly unaligned byte pointers, as float32."""
     low = tl.load(pointers, mask=has, other=0).to(tl.uint16)
     return (
         (low | tl.load(pointers + 1, mask=has, other=0).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
@@ -243,7 +240,7 @@ def _half(pointers, has):
 
 @triton.jit
 def _block32(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """float32 (BN, BK) of GGUF's blocks of 32 numbers: a scale, then bytes, or halves of bytes as in runs of INT4."""
+    """Decodes GGUF's blocks of 32 numbers: a scale, then bytes, or nibbles in the order of INT4. float32 (BN, BK)."""
     NUM: tl.constexpr = BK // 32
     WIDTH: tl.constexpr = 32 if ENCODING == Q8_0 else 16
     blocks = column // 32 + tl.arange(0, NUM)
@@ -261,14 +258,13 @@ def _block32(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, BN
 
 @triton.jit
 def _bytes_at(body_rows, has, begin, NUM: tl.constexpr):
-    """uint8 (BN, NUM) from a byte of each row on."""
+    """Loads NUM bytes of each row from byte `begin` on: uint8 (BN, NUM)."""
     return tl.load(body_rows[:, None] + (begin + tl.arange(0, NUM))[None, :], mask=has[:, None], other=0)
 
 
 @triton.jit
 def _block256(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """float32 (BN, BK) of half a block of 256 numbers of GGUF, BK being 128: `formats/kinds/gguf.py` says where bits
-    lie."""
+    """Decodes half of a GGUF block of 256 numbers, for BK = 128; see `formats/kinds/gguf.py`. float32 (BN, BK)."""
     tl.static_assert(BK == 128, "a tile is half a block")
     half, has = column // 128 % 2, has_row & (column < num_columns)
     if ENCODING == Q6_K:
@@ -300,9 +296,9 @@ def _block256(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, B
 
 @triton.jit
 def decode_tile(matrix, expert, row, has_row, column, kind: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """float32 (BN, BK), plain numbers in their own dtype: rows of an expert from `row` on, of which `has_row` (BN) are
-    there, and columns from `column` on, a multiple of BK. What is not there is finite. `expert` and `row` are int64, as
-    a stack may have more than 2^31 numbers; for AWQ `row` and `first_row` together are a multiple of 8."""
+    """Decodes a tile (BN, BK) to float32, plain numbers to their own dtype: rows of an expert from `row` on, masked by
+    `has_row` (BN), and columns from `column` on, a multiple of BK. Masked numbers are finite. `expert` and `row` must
+    be int64, as a stack may exceed 2^31 numbers; for AWQ, `row` + `first_row` must be a multiple of 8."""
     columns = column + tl.arange(0, BK)
     if kind.encoding == PLAIN:
         has = has_row[:, None] & (columns < matrix.num_columns)[None, :]
@@ -346,8 +342,8 @@ def decode_tile(matrix, expert, row, has_row, column, kind: tl.constexpr, BN: tl
 
 @triton.jit
 def decode(matrix, out, num_rows, out_expert, out_row, lead, kind: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Grid: tiles of rows of all experts, tiles of columns. Writes `out` in its own dtype, rounded once. `lead`: rows
-    by which the first tile begins before the first row."""
+    """Dequantizes a stack into `out`, rounded once to its dtype. Grid: tiles of rows of all experts, tiles of columns.
+    `lead`: rows of the first tile before the first row."""
     num_tiles = tl.cdiv(num_rows + lead, BN)
     expert = (tl.program_id(0) // num_tiles).to(tl.int64)
     row = (tl.program_id(0) % num_tiles).to(tl.int64) * BN - lead
@@ -365,9 +361,8 @@ def add_escapes(
     matrix, starts, columns, exponents, begins, out, num_rows, num_escapes,
     starts_expert, columns_expert, exponents_expert, out_expert, out_row, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows of all experts. Writes the numbers of escapes of each, from `starts` [row] to the next, behind those
-    `begins` [expert] of the matrices before: sign and mantissa lie in the body. Whatever the companion says, nothing
-    outside of the row is written."""
+    """Writes the escapes of each row: [starts[row], starts[row + 1]), offset by `begins[expert]`. Sign and mantissa
+    come from the body. Grid: rows of all experts. Memory-safe for damaged companions: writes only inside the row."""
     expert = (tl.program_id(0) // num_rows).to(tl.int64)
     row = (tl.program_id(0) % num_rows).to(tl.int64)
     own_row = row + expert * matrix.row_step
@@ -395,7 +390,7 @@ def _product(
     x_rows, has_x, matrix, expert, row, has_row, kind: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """float32 (BM, BN): rows of x at these pointers (BM), by rows of an expert from `row` on."""
+    """Multiplies rows of x at pointers `x_rows` (BM) by rows of an expert from `row` on: float32 (BM, BN)."""
     sums = tl.zeros([BM, BN], tl.float32)
     for column in range(0, matrix.num_columns, BK):
         columns = column + tl.arange(0, BK)
@@ -416,8 +411,8 @@ def multiply(
     x, matrix, out, num_x, num_rows, x_row, out_row, lead, kind: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of rows of x, which follow each other first, so that a tile of codes is read from memory once, and
-    tiles of rows of the matrix."""
+    """Computes x @ w.T. Grid: tiles of rows of x (fastest, so that a tile of codes is read from memory once), tiles of
+    rows of the matrix."""
     first, row = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64) * BN - lead
     own, rows = first.to(tl.int64) + tl.arange(0, BM), row + tl.arange(0, BN)
     has_x, has_row = own < num_x, (rows >= 0) & (rows < num_rows)
@@ -431,8 +426,9 @@ def multiply_groups(
     x, matrix, out, ends, num_experts, num_rows, x_row, out_row, lead, kind: tl.constexpr,
     EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: as many tiles of rows of x as there can be, tiles of rows of an expert. Rows of x before ends[e] are those
-    of experts up to e. `EXPERTS`: a power of two from `num_experts` on."""
+    """Multiplies rows of x, sorted by expert, by their expert's matrix; ends[e] is the end (exclusive) of expert e's
+    rows. Grid: the most possible tiles of rows of x, tiles of rows of an expert. `EXPERTS`: a power of two, at least
+    `num_experts`."""
     tile, each = tl.program_id(0), tl.arange(0, EXPERTS)
     ends_E = tl.load(ends + each, mask=each < num_experts, other=0)
     begins_E = tl.load(ends + each - 1, mask=(each < num_experts) & (each > 0), other=0)

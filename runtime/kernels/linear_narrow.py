@@ -1,10 +1,9 @@
-"""Products in vectors of eight lanes and sixteen registers (AVX2): the lanes are rows of w, and each number of x meets
-two vectors of them.
+"""Products in vectors of eight lanes and sixteen registers (AVX2): lanes are rows of w, and each number of x is
+multiplied by two vectors of them.
 
-So few rows of w are widened and laid out at a time, as a panel, and so few inputs of them, that they stay in the first
-cache; a block of rows of x, which stays in the second, passes by them, while the next rows of w are on their way.
-Nothing that is widened is ever in memory. An output adds up its inputs in the same order whatever rows stand beside its
-own.
+A panel of a few rows and inputs of w is converted to float32 in the L1 cache and multiplied by a block of rows of x in
+the L2 cache, while the next rows of w are prefetched. Converted weights never reach memory. The order of summation of
+an output does not depend on other rows.
 
 Blocks for each level of caches, panels, and sums in registers, after Goto and van de Geijn, "Anatomy of
 High-Performance Matrix Multiplication" (2008), and Van Zee and van de Geijn, "BLIS" (2015).
@@ -61,27 +60,27 @@ from .squares import load_columns
 
 binding.initialize_native_asmparser()  # numba leaves it out
 
-CHAIN_INPUTS = 256  # that are added up in registers, at most
+CHAIN_INPUTS = 256  # most inputs that are added up in registers
 PANEL_ROWS = 2 * LANES
 PANEL_NUMBERS = PANEL_ROWS * CHAIN_INPUTS
-MOST_ROWS, FEW_ROWS = 6, 3  # of x that meet a panel at once, or two panels
+MOST_ROWS, FEW_ROWS = 6, 3  # rows of x multiplied at once by one panel, or by two
 SHAPES = [(2, rows) for rows in range(1, MOST_ROWS + 1)] + [(4, rows) for rows in range(1, FEW_ROWS + 1)]
-STEP_INPUTS = 16  # after which lines of memory are asked for
+STEP_INPUTS = 16  # inputs between prefetches
 GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
-_COLUMNS = 8  # words of 32 bits of each row that are turned at a time
-_UNROLLED = 4  # inputs of a turn of the innermost loop
+_COLUMNS = 8  # 32-bit words of each row transposed at a time
+_UNROLLED = 4  # inputs per iteration of the innermost loop
 _NUMBER_BYTES, _VECTOR_BYTES = 4, 4 * LANES
 _PLACE, _COUNT = ir.IntType(8).as_pointer(), ir.IntType(64)
 
 
 class Shape(NamedTuple):
-    """Vectors of rows of w, and rows of x that they meet."""
+    """The shape of a register block: vectors of rows of w, and rows of x."""
 
     vectors: int
     rows: int
 
     def vector_at(self, vector: int, k: int) -> int:
-        """The byte of panels at which a vector of input k begins."""
+        """The byte offset in the panels of a vector of input k."""
         return vector // 2 * PANEL_NUMBERS * _NUMBER_BYTES + (2 * k + vector % 2) * _VECTOR_BYTES
 
 
@@ -119,7 +118,7 @@ def _transpose_weights(typing: Any, rows: Any, num_inputs: Any, panel: Any) -> A
 
 
 def _word_numbers(builder: Builder, stored: Any, words: Value) -> list[Value]:
-    """float32 of what words hold: one number, or two of 16 bits."""
+    """Converts words to float32: one number per word, or two of 16 bits."""
     if stored == types.float32:
         return [words]
     if stored == types.uint16:
@@ -131,7 +130,7 @@ def _word_numbers(builder: Builder, stored: Any, words: Value) -> list[Value]:
 
 
 class _NarrowArguments(NamedTuple):
-    """What `add_products` is given, in its order: the compiler's types of arguments, or their values."""
+    """The arguments of `add_products` in order: numba types, or LLVM values."""
 
     panels: Any
     num_vectors: Any
@@ -169,7 +168,7 @@ def _add_products(
         n, add_inputs = given.num_inputs.type, _emit_assembly if has_fma_without_avx512() else _emit_ir
 
         def ask_ahead(k: Value) -> None:
-            # Up to the last of a step's inputs: rows of published files begin inside a cache line and end inside one.
+            # The last input of a step, not the first: rows in published files are not aligned to cache lines.
             behind = builder.mul(builder.add(k, n(STEP_INPUTS)), given.group_stride)
             last = builder.sub(builder.lshr(behind, n(GROUP_SHIFT)), n(1))
             with cgutils.for_range(builder, given.num_ahead, intp=n) as loop:
@@ -196,8 +195,8 @@ def _add_products(
 
 
 def _emit_assembly(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: list[Value]) -> list[Value]:
-    """The sums with the products of STEP_INPUTS inputs. Operands: the sums, the fewer of vectors and rows, which stay
-    in registers of their own, and one register that the others pass through; then both places and the count."""
+    """Returns the sums plus the products of STEP_INPUTS inputs, in inline assembly. Operands: the sums; the fewer of
+    vectors and rows, held in registers; one register for the others in turn; both pointers; the count."""
     vectors, rows = shape
     hold_vectors, num_held = vectors <= rows, min(vectors, rows)
     num_registers = len(sums) + num_held + 1
@@ -246,55 +245,54 @@ def _emit_ir(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums:
     return [builder.load(address) for address in addresses]
 
 
-# So many numbers of a row of x, a multiple of LANES, as float32, `stride` numbers apart.
+# Writes numbers of a row of x (a multiple of LANES) as float32, `stride` numbers apart.
 lay_out_row: Callable[[ArrayAt, int, ArrayAt, int], None] = cast(Any, _lay_out_row)
-# So many stored numbers, a multiple of 16, of LANES rows of w, as float32 in one of both vectors of a panel (numbers,
+# Writes stored numbers (a multiple of 16) of LANES rows of w as float32, into one of two vectors of a panel (numbers,
 # 2, LANES).
 transpose_weights: Callable[[RowsAt, int, ArrayAt], None] = cast(Any, _transpose_weights)
-# Panels of `num_vectors` vectors times `num_rows` rows of inputs (num_inputs, num_rows), into (num_rows, num_vectors,
-# LANES) of sums, which begin with it where it `is_first`. Meanwhile the same inputs of `num_ahead` rows of stored
-# weights are asked into the second cache: neither waits for the other. GROUP_NUMBERS inputs of these lie `group_stride`
-# elements apart.
+# Multiplies panels of `num_vectors` vectors by `num_rows` rows of inputs (num_inputs, num_rows) and adds the products
+# to sums (num_rows, num_vectors, LANES), or overwrites them if `is_first`. Prefetches the same inputs of `num_ahead`
+# rows of stored weights to L2; their groups of GROUP_NUMBERS inputs are `group_stride` elements apart.
 add_products: Callable[[ArrayAt, int, ArrayAt, int, int, ArrayAt, bool, RowsAt, int, int], None] = cast(
     Any, _add_products
 )
 
 
-CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
-INPUT_ROWS = 1  # of x that are laid out without regard to others
-BLOCK_GROUPS = 240 // MOST_ROWS  # of rows of x in a block, about: 240 KiB at CHAIN_INPUTS
+CHUNK_ROWS = 256  # most rows of w for which a block of x is read once
+INPUT_ROWS = 1  # rows of x that can be laid out independently
+BLOCK_GROUPS = 240 // MOST_ROWS  # usual groups of rows of x in a block: 240 KiB at CHAIN_INPUTS
 MOST_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
-CACHED_NUMBERS = 1 << 15  # of x, 128 KiB: they stay in the second cache as a whole
-TILE_NUMBERS = LANES * CHAIN_INPUTS  # of rows of w that are decoded before they are laid out
+CACHED_NUMBERS = 1 << 15  # numbers of x, 128 KiB, that fit the L2 cache
+TILE_NUMBERS = LANES * CHAIN_INPUTS  # decoded numbers of w, before they are laid out
 SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * MOST_ROWS
 WORK_NUMBERS = 2 * PANEL_NUMBERS + TILE_NUMBERS
 
 
 def split_workspace(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
-    """A thread's panels and tile."""
+    """Splits a thread's workspace into panels and tile."""
     assert not pairs, "vectors of eight lanes multiply no pairs"
     return work[TILE_NUMBERS:], work[:TILE_NUMBERS]
 
 
 @njit(fastmath=REORDERED)
 def _most_rows(num_rows: int) -> int:
-    """How many rows of x are in a group: few, with two panels, where a group of more would have too few sums to keep
-    the units busy."""
+    """Returns the most rows of x in a group: FEW_ROWS with two panels where larger groups with one panel would have too
+    few sums to keep the FMA units busy."""
     return FEW_ROWS if num_rows <= FEW_ROWS or MOST_ROWS < num_rows <= 3 * FEW_ROWS else MOST_ROWS
 
 
 @njit(fastmath=REORDERED)
 def _groups(num_rows: int) -> tuple[int, int, int]:
-    """How many groups of rows of x there are, how many rows each has at least, and how many groups have one more: the
-    first ones."""
+    """Splits rows of x into groups. Returns the number of groups, the least rows per group, and the number of first
+    groups with one more."""
     num_groups = -(-num_rows // _most_rows(num_rows))
     return num_groups, num_rows // num_groups, num_rows % num_groups
 
 
 @njit(fastmath=REORDERED)
 def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
-    """Rows [first, last) of x: each beside the others of its group, number by number; groups lie one after the other,
-    (K, rows) each."""
+    """Writes rows [first, last) of x, interleaved with the other rows of their group: consecutive groups of (K,
+    rows)."""
     M, K = x_MK.shape
     num_groups, least, num_larger = _groups(M)
     for g in range(num_groups):
@@ -305,7 +303,8 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
 
 @njit(fastmath=REORDERED)
 def _write_output(sums: np.ndarray, width: int, height: int, rows: Span, out: OutputRows, begin: int) -> None:
-    """Sums of `width` rows of w, `height` at a time, with a run of rows of x, as columns of out from `begin` on."""
+    """Writes the sums of `width` rows of w (`height` at a time) and a run of rows of x to columns of out from
+    `begin`."""
     num_rows = rows[1] - rows[0]
     for row in range(num_rows):
         own = RowsAt(sums, row * height, num_rows * height)
@@ -325,13 +324,13 @@ def _multiply_panels(
     w: np.ndarray,
     ahead: PrefetchRows,
 ) -> None:
-    """The rows of a panel, or of two, a span of their chunk, times the inputs of a chain of a block. Rows ahead are
-    asked for beside it."""
+    """Multiplies one or two panels, a span of rows of their chunk, by the inputs of a chain of a block. Prefetches the
+    rows `ahead`."""
     k, height = chain[0], rows[1] - rows[0]
     top = group_start(block.first, block.least, block.num_larger)
     block_rows = group_start(block.last, block.least, block.num_larger) - top
     next_at, num_left, begin = ahead.at, ahead.num_rows, top
-    share = -(-num_left // (block.last - block.first))  # with each of the groups
+    share = -(-num_left // (block.last - block.first))  # prefetched per group
     for g in range(block.first, block.last):
         count, now = block.least + (g < block.num_larger), min(share, num_left)
         own = ArrayAt(sums, rows[0] * block_rows + (begin - top) * height)
@@ -354,8 +353,8 @@ def _lay_out_weights(
     bits: np.ndarray,
     panels: np.ndarray,
 ) -> None:
-    """Inputs of a chain of rows of w as panels. Packed ones become float32 in `tile` before, whose `bits` these are;
-    their next escapes are in `cursors` from number `own` on."""
+    """Writes a chain of inputs of rows of w as panels. Packed rows are first decoded into `tile` (`bits` is its view as
+    integers); their next escapes are in `cursors` from index `own` on."""
     (first, last), (k, end) = rows, chain
     for top in range(first, last, LANES):
         vector = (top - first) // LANES
@@ -374,7 +373,7 @@ def _lay_out_weights(
 
 @njit(fastmath=REORDERED)
 def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None, product: VectorProduct) -> None:
-    """See `linear`. `num_weights` rows of w are numbers, or packed so."""
+    """See `linear`. w has `num_weights` rows, plain or `packed`."""
     step, counter, inputs, begin, num_rows = (
         product.step,
         product.counter,
@@ -385,10 +384,10 @@ def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None,
     out, panels, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums
     num_groups, least, num_larger = _groups(num_rows)
     in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
-    bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
+    bits = tile.view(np.uint32)  # once: a view's reference counting costs as much as a row
     stride, group_stride = row_stride(w, num_weights, packed), group_elements(packed)
     height = 2 * PANEL_ROWS if _most_rows(num_rows) == FEW_ROWS else PANEL_ROWS
-    chunk = height if num_rows * K <= CACHED_NUMBERS else step  # rows of w that x is read once for, unless it stays
+    chunk = height if num_rows * K <= CACHED_NUMBERS else step  # rows of w per pass over x: one panel if x is cached
     whole = num_weights // PAIR_ROWS * PAIR_ROWS
     item = claim_items(counter, step)
     while item < whole:

@@ -1,5 +1,4 @@
-"""What both ways in which the vectors multiply have in common: blocks of rows of x, and where rows of w lie, stored as
-they are or packed."""
+"""Code shared by both vector kernels: blocks of rows of x, addresses of plain or packed rows of w, and output."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -30,11 +29,11 @@ from .primitives import (
 )
 
 _SHORT = ir.VectorType(ir.IntType(16), LANES)
-_EXPONENT = 23  # where a float32's begins; that of float16 begins 13 bits before it, and is 112 less
+_EXPONENT = 23  # bit position in float32; in float16 it is 13 bits lower and the bias 112 less
 
 
 class OutputRows(NamedTuple):
-    """Rows of numbers of a kind, of as many `halves` of 16 bits each as one takes; rows lie `stride` halves apart."""
+    """Output rows of dtype `kind`, as 16-bit `halves` (`per_number` each), with `stride` halves from row to row."""
 
     halves: np.ndarray
     stride: int
@@ -44,13 +43,13 @@ class OutputRows(NamedTuple):
 
 @njit(fastmath=REORDERED, forceinline=True)
 def as_output(halves: np.ndarray, kind: int) -> OutputRows:
-    """Rows of all of them, of FLOAT32, BFLOAT16 or FLOAT16."""
+    """Views all halves as output rows of FLOAT32, BFLOAT16 or FLOAT16."""
     return OutputRows(halves, halves.shape[1], 2 if kind == FLOAT32 else 1, kind)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def output_at(out: OutputRows, row: int, column: int) -> RowsAt:
-    """Its rows from a number of one of them on."""
+    """Returns the output rows from a row and column on."""
     return RowsAt(out.halves, row * out.stride + column * out.per_number, out.stride)
 
 
@@ -82,8 +81,8 @@ def _to_bfloat16(builder: Builder, numbers: Value) -> Value:
 
 
 def _to_float16(builder: Builder, numbers: Value) -> Value:
-    """Numbers are of three ranges: 2^16 and more, infinite or NaN; normal ones, whose last bit may carry up to
-    infinity; and subnormal ones, which a sum with 1/2 moves to its last bits."""
+    """Rounds to float16, ties to even. Three ranges: 2^16 and more become infinite, or NaN; rounding of normal numbers
+    may carry up to infinity; subnormal ones are rounded by adding 1/2, which moves them to its last bits."""
     bits = builder.bitcast(numbers, INTS)
     size = builder.and_(bits, ints(0x7FFFFFFF))
     is_none = builder.icmp_unsigned(">", size, ints(0x7F800000))
@@ -103,12 +102,13 @@ def _to_float16(builder: Builder, numbers: Value) -> Value:
 
 _ROUND_TO = {FLOAT32: _unchanged, BFLOAT16: _to_bfloat16, FLOAT16: _to_float16}
 
-# The first `width` numbers, a multiple of LANES, of `num_rows` rows of float32, as those of a kind, in rows of halves.
+# Rounds the first `width` numbers (a multiple of LANES) of `num_rows` float32 rows to a dtype, and writes output rows.
 write_rows: Callable[[RowsAt, int, int, RowsAt, int], None] = cast(Any, _write_rows)
 
 
 class RowBlock(NamedTuple):
-    """Groups [first, last) of rows of x, of a `least` height each; those before `num_larger` have one more."""
+    """A block of groups [first, last) of rows of x: `least` rows each, and one more in the first `num_larger`
+    groups."""
 
     first: int
     last: int
@@ -127,7 +127,7 @@ class PrefetchRows(NamedTuple):
 
 
 def add_sums(builder: Builder, totals: list[Value], results: Value, is_first: Value) -> None:
-    """One behind the other, added to what is there unless they are the first."""
+    """Stores vectors of sums contiguously, added to the previous values unless `is_first`."""
     for i, total in enumerate(totals):
         address = cgutils.gep_inbounds(builder, results, i * LANES)
         before = builder.select(is_first, FLOATS(None), load(builder, types.float32, address, None))
@@ -136,33 +136,33 @@ def add_sums(builder: Builder, totals: list[Value], results: Value, is_first: Va
 
 @njit(fastmath=REORDERED, forceinline=True)
 def group_start(group: int, least: int, num_larger: int) -> int:
-    """The height of the groups before it."""
+    """Returns the total rows (or vectors) of all groups before this one."""
     return group * least + min(group, num_larger)
 
 
 @njit(fastmath=REORDERED)
 def num_blocks(num_groups: int, usual: int) -> int:
-    """Weights are widened once for each: a few larger ones, up to one and a half times the usual number of groups,
-    rather than one more of what is left."""
+    """Returns the number of blocks. Weights are decoded once per block, so blocks may be up to 1.5 times the usual size
+    to avoid a small last one."""
     return max(1, (num_groups + usual // 2) // usual)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def input_index(K: int, packed: RowPacking | None, row: int, k: int) -> int:
-    """Where input `k` of a row of w lies, in its stored numbers or, if it is packed, bytes."""
+    """Returns the index of input `k` of a row of w: in numbers, or in bytes if it is packed."""
     return row * K + k if packed is None else packed_offset(K, packed.group_bytes, row, k)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def group_elements(packed: RowPacking | None) -> int:
-    """How many of those GROUP_NUMBERS inputs of a row take."""
+    """Returns the elements (numbers, or bytes if packed) of GROUP_NUMBERS inputs of a row."""
     return GROUP_NUMBERS if packed is None else packed.group_bytes
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def row_stride(w: np.ndarray, num_weights: int, packed: RowPacking | None) -> int:
-    """How many elements of w there are from one row to the next; 0 where it lies in columns, of which none are asked
-    for ahead: a line of them serves many rows."""
+    """Returns the elements of w from row to row; 0 if it is stored in columns, which are not prefetched, as a cache
+    line of them serves many rows."""
     if packed is None:
         return w.size // num_weights
     return 0 if packed.word_stride else w.size // num_weights
@@ -170,13 +170,13 @@ def row_stride(w: np.ndarray, num_weights: int, packed: RowPacking | None) -> in
 
 @njit(fastmath=REORDERED, forceinline=True)
 def make_cursors(packed: RowPacking | None, num_rows: int) -> np.ndarray:
-    """Room for those of as many rows."""
+    """Allocates escape cursors for `num_rows` rows; none for plain rows."""
     return np.empty(0 if packed is None else num_rows, np.int64)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def set_cursors(packed: RowPacking | None, cursors: np.ndarray, first: int, count: int) -> None:
-    """Each block of x meets the rows from their first inputs on."""
+    """Resets the cursors of rows to their first escapes, for the next block of x."""
     if packed is None:
         return
     if packed.encoding == WINDOW4:

@@ -1,12 +1,12 @@
-"""Products in vectors of 16 lanes and 32 registers (AVX-512): the lanes are rows of x, of float32 or of pairs of
-bfloat16 in words, and each number of w meets up to three vectors of them.
+"""Products in vectors of 16 lanes and 32 registers (AVX-512): lanes are rows of x (float32, or pairs of bfloat16 in
+words), and each number of w is multiplied by up to three vectors of them.
 
-So few rows of w are widened at a time, and so few inputs of them, that they stay in the first cache; a block of rows of
-x, which stays in the second, passes by them, while the next rows of w are on their way. Nothing that is widened is ever
-in memory. An output adds up its inputs in the same order whatever rows stand beside its own.
+A few rows and inputs of w are converted at a time in the L1 cache and multiplied by a block of rows of x in the L2
+cache, while the next rows of w are prefetched. Converted weights never reach memory. The order of summation of an
+output does not depend on other rows.
 
-Blocks for each level of caches, and sums in registers, after Goto and van de Geijn, "Anatomy of High-Performance Matrix
-Multiplication" (2008). Here the inputs are what is laid out anew, as they are fewer than the weights.
+Blocking for caches and registers after Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
+(2008). Here x is laid out instead of w, as it is smaller.
 """
 
 from collections.abc import Callable
@@ -62,11 +62,11 @@ from .primitives import (
 )
 from .squares import SIDES, deinterleave_sums, interleave, transpose
 
-MOST_VECTORS = 3  # of rows of x side by side
-WEIGHT_ROWS = 24  # widened at once: as many as there are sums
-CHAIN_INPUTS = 256  # words that are added up in registers, at most; widened rows lie as many apart
+MOST_VECTORS = 3  # vectors of rows of x multiplied at once
+WEIGHT_ROWS = 24  # rows of w converted at once: the number of sums in registers
+CHAIN_INPUTS = 256  # most words added up in registers; also the stride of converted rows
 GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
-_AHEAD = 4  # inputs ahead of which those of x are asked into the first cache: 3 % of a product of 480 rows
+_AHEAD = 4  # distance in inputs of prefetches of x to L1: saves 3 % of a product of 480 rows
 
 
 @intrinsic
@@ -92,7 +92,7 @@ def _copy_side_by_side(typing: Any, rows: Any, num_rows: Any, num_words: Any, si
 
 
 def _load_words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -> Value:
-    """Loads as many words as lanes, as those of `out` are, from word `k` of a stored row on."""
+    """Loads LANES words, of the kind of `out`, from word `k` of a stored row on."""
     dtype, words = row.types[0].dtype, out.types[0].dtype
     if dtype == words or not _is_paired(out.types[0]):
         return load(builder, dtype, builder.gep(stored, [k]), None)
@@ -142,7 +142,7 @@ def _is_paired(words: Any) -> bool:
 
 
 class _WideArguments(NamedTuple):
-    """What `add_products` is given, in its order: the compiler's types of arguments, or their values."""
+    """The arguments of `add_products` in order: numba types, or LLVM values."""
 
     weights: Any
     num_rows: Any
@@ -181,7 +181,7 @@ def _add_products(
         next_rows, stride = pointer_of(context, builder, ahead, given.ahead), stride_of(builder, given.ahead)
 
         def ask_ahead(k: Value) -> None:
-            # Up to the last of a step's inputs: rows of published files begin inside a cache line and end inside one.
+            # The last input of a step, not the first: rows in published files are not aligned to cache lines.
             behind = builder.mul(builder.add(k, k.type(LANES)), given.group_stride)
             last = builder.sub(builder.lshr(behind, k.type(GROUP_SHIFT)), k.type(1))
             with cgutils.for_range(builder, given.num_ahead, intp=k.type) as loop:
@@ -203,8 +203,8 @@ def _add_products(
 
 
 def _heights(vectors: int) -> list[int]:
-    """How many rows of w meet so many vectors at once: of WEIGHT_ROWS, and of what is left of any number of
-    PAIR_ROWS."""
+    """Returns the row counts of w to compile for so many vectors: the most for WEIGHT_ROWS sums, and all remainders of
+    a multiple of PAIR_ROWS."""
     most = WEIGHT_ROWS // vectors
     counts = {PAIR_ROWS * i % WEIGHT_ROWS or WEIGHT_ROWS for i in range(1, WEIGHT_ROWS + 1)}
     return sorted({min(most, count - row) for count in counts for row in range(0, count, most)})
@@ -218,8 +218,8 @@ def _emit_sums(
     num_inputs: Value,
     each_step: Callable[[Value], None],
 ) -> list[Value]:
-    """The sums of the first row of w, or of the first ones side by side, with each vector of x, then those of the next.
-    `shape`: such rows, vectors, sides. `each_step` is built once for each LANES inputs."""
+    """Emits a product of a register block. Returns the sums of each row of w (or each `sides` adjacent rows) with each
+    vector of x, row by row. `shape`: rows, vectors, sides. `each_step` emits code for each LANES inputs."""
     rows, vectors, sides = shape
     n, add = num_inputs.type, multiply_add if inputs.type.pointee == FLOATS.element else add_pairs
     sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
@@ -242,33 +242,33 @@ def _emit_sums(
 
 
 def _load_repeated(builder: Builder, address: Value, count: int) -> Value:
-    """So many words from a place on, again and again."""
+    """Loads `count` words and repeats them over all lanes."""
     if count == 1:
         return splat(builder, builder.load(address))
     words = builder.load(builder.bitcast(address, ir.VectorType(address.type.pointee, count).as_pointer()), align=4)
     return shuffle(builder, words, words, [lane % count for lane in range(LANES)])
 
 
-# So many words, a multiple of LANES, of `num_rows` stored rows as `take` takes them, each with its next ones by turns.
+# Copies words (a multiple of LANES) of `num_rows` stored rows like `copy_words`, with each `sides` rows interleaved.
 copy_side_by_side: Callable[[RowsAt, int, int, int, ArrayAt], None] = cast(Any, _copy_side_by_side)
-# So many words, a multiple of LANES, of a stored row: float32, or uint32 for pairs of bfloat16, which stay as they are.
+# Copies words (a multiple of LANES) of a stored row: converted to float32, or uint32 pairs of bfloat16 unchanged.
 copy_words: Callable[[ArrayAt, int, ArrayAt], None] = cast(Any, _copy_words)
-# So many words, a multiple of LANES, of float32, twice as many, that are rounded; nothing where words are float32.
+# Rounds float32 numbers to pairs of bfloat16: `num_words` words (a multiple of LANES). No-op if words are float32.
 round_to_pairs: Callable[[ArrayAt, int, ArrayAt], None] = cast(Any, _round_to_pairs)
-# A constant: 1 of float32, 2 of uint32.
+# A compile-time constant: 1 for float32 words, 2 for uint32.
 numbers_per_word: Callable[[np.ndarray], int] = cast(Any, _numbers_per_word)
-# `num_rows` rows of words of weights times `num_vectors` vectors, (num_inputs, num_vectors, LANES) of inputs, into
-# (num_rows, num_vectors, LANES) of sums, which begin with it where it `is_first`. Meanwhile the same inputs of
-# `num_ahead` rows of stored weights are asked into the second cache: neither waits for the other. GROUP_NUMBERS of
-# these lie `group_stride` elements apart. Of rows of weights with several `sides`, such have one vector of sums.
+# Multiplies `num_rows` rows of weights by inputs (num_inputs, num_vectors, LANES) and adds the products to sums
+# (num_rows, num_vectors, LANES), or overwrites them if `is_first`. Prefetches the same inputs of `num_ahead` rows of
+# stored weights to L2; their groups of GROUP_NUMBERS inputs are `group_stride` elements apart. With `sides` > 1, each
+# `sides` interleaved rows share a vector of sums.
 add_products: Callable[[ArrayAt, int, ArrayAt, int, int, ArrayAt, bool, RowsAt, int, int, int], None] = cast(
     Any, _add_products
 )
 
 
-CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
-INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
-BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block, about: 240 KiB at CHAIN_INPUTS
+CHUNK_ROWS = 256  # most rows of w for which a block of x is read once
+INPUT_ROWS = MOST_VECTORS * LANES  # most rows of x in a group, whose vectors are adjacent
+BLOCK_GROUPS = 240 // INPUT_ROWS  # usual groups of rows of x in a block: 240 KiB at CHAIN_INPUTS
 MOST_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
 TILE_NUMBERS = WEIGHT_ROWS * CHAIN_INPUTS
 SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * INPUT_ROWS
@@ -276,16 +276,16 @@ WORK_NUMBERS = 3 * TILE_NUMBERS
 
 
 def split_workspace(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
-    """A thread's words and tile. Words are twice as many as the tile's: where x is float32 the tile and those behind
-    it, otherwise uint32, pairs of bfloat16."""
+    """Splits a thread's workspace into words and tile. There are twice as many words as tile numbers: for float32 x
+    they include the tile; for pairs of bfloat16 they are separate, as uint32."""
     words = work[TILE_NUMBERS:].view(np.uint32) if pairs else work[: 2 * TILE_NUMBERS]
     return words, work[:TILE_NUMBERS]
 
 
 @njit(fastmath=REORDERED)
 def _groups(num_rows: int) -> tuple[int, int, int]:
-    """How many groups of vectors of rows of x there are, how many vectors each has at least, and how many groups have
-    one more: the first ones."""
+    """Splits vectors of rows of x into groups. Returns the number of groups, the least vectors per group, and the
+    number of first groups with one more."""
     num_vectors = -(-num_rows // LANES)
     num_groups = -(-num_vectors // MOST_VECTORS)
     return num_groups, num_vectors // num_groups, num_vectors % num_groups
@@ -293,7 +293,7 @@ def _groups(num_rows: int) -> tuple[int, int, int]:
 
 @njit(fastmath=REORDERED)
 def _sides(num_rows: int) -> int:
-    """How many rows of w meet so few rows of x side by side."""
+    """Returns how many rows of w share a vector with few rows of x: 4, 2 or 1."""
     for sides in SIDES:
         if num_rows * sides <= LANES:
             return sides
@@ -302,8 +302,8 @@ def _sides(num_rows: int) -> int:
 
 @njit(fastmath=REORDERED)
 def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
-    """Groups [first, last) of rows of x, K words each, one after the other, each (K, vectors, LANES); zeros behind the
-    last row. A word is float32, widened where x is of 16 bits, or a pair of bfloat16, given as such."""
+    """Writes groups [first, last) of rows of x, each as (K, vectors, LANES), zero-padded after the last row. K words
+    per row: a word is a float32 (converted from 16 bits if needed) or a pair of bfloat16."""
     M, K = x_MK.shape
     (_, least, num_larger), shift = _groups(M), _sides(M) // 2
     for g in range(first, last):
@@ -319,7 +319,8 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
 def _write_output(
     sums: np.ndarray, width: int, num_rows: int, block: RowBlock, out: OutputRows, begin: int, own: RowsAt
 ) -> None:
-    """Sums of `width` rows of w with a block, as columns of out from `begin` on. `own`: room for a square."""
+    """Writes the sums of `width` rows of w and a block to columns of out from `begin` on. `own`: scratch for a
+    square."""
     row, at = group_start(block.first, block.least, block.num_larger) * LANES, 0
     for g in range(block.first, block.last):
         stride = (block.least + (g < block.num_larger)) * LANES
@@ -334,7 +335,7 @@ def _write_output(
 def _write_side_output(
     sums: np.ndarray, width: int, num_rows: int, sides: int, out: OutputRows, begin: int, own: RowsAt
 ) -> None:
-    """`_take_out` of sums of rows of w side by side."""
+    """Same as `_write_output` for interleaved rows of w."""
     for n in range(0, width, LANES * sides):
         num_sums = min(LANES, (width - n) // sides)
         deinterleave_sums(ArrayAt(sums, n // sides * LANES), num_sums, sides, ArrayAt(own.numbers, own.at))
@@ -355,12 +356,12 @@ def _multiply_tile(
     ahead: PrefetchRows,
     sides: int,
 ) -> None:
-    """Rows of words of w, those of a span of their chunk, times the inputs of a chain of a block. Those side by side
-    lie behind the tile. Rows ahead are asked for beside it."""
+    """Multiplies a span of rows of w (as words) by the inputs of a chain of a block. Interleaved rows are after the
+    tile. Prefetches the rows `ahead`."""
     k, vector, n, count = chain[0], 0, span[0], span[1] - span[0]
     num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
     next_at, num_left, stride, group_stride = ahead.at, ahead.num_rows, ahead.stride, ahead.group_stride
-    share = -(-num_left // num_products)  # with each of the products
+    share = -(-num_left // num_products)  # prefetched per product
     begin = group_start(block.first, block.least, block.num_larger)
     tile_at = TILE_NUMBERS if sides > 1 else 0
     for g in range(block.first, block.last):
@@ -390,8 +391,9 @@ def _widen_rows(
     bits: np.ndarray,
     sides: int,
 ) -> None:
-    """Rows of w as words, of a chain of them, or side by side behind these; packed ones become float32 in `tile`
-    before, whose `bits` these are. Their next escapes are in `cursors` from number `own` on."""
+    """Writes a chain of inputs of rows of w as words; interleaved rows are written after the tile. Packed rows are
+    first decoded into `tile` (`bits` is its view as integers); their next escapes are in `cursors` from index `own`
+    on."""
     first, per_word, num_words = rows[0], numbers_per_word(words), chain[1] - chain[0]
     k, last = chain[0] * per_word, chain[1] * per_word
     if packed is None:
@@ -402,7 +404,7 @@ def _widen_rows(
         for row in range(first, rows[1]):
             copy_words(ArrayAt(w, row * K + k), num_words, ArrayAt(words, (row - first) * CHAIN_INPUTS))
         return
-    step = UNIT_ROWS if sides > 1 else rows[1] - first  # so few that they stay in the first cache until they lie there
+    step = UNIT_ROWS if sides > 1 else rows[1] - first  # few enough to stay in L1 until interleaved
     for top in range(first, rows[1], step):
         for begin in range(k, last, CHAIN_INPUTS):
             end = min(last, begin + CHAIN_INPUTS)
@@ -422,7 +424,7 @@ def _widen_rows(
 
 @njit(fastmath=REORDERED)
 def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None, product: VectorProduct) -> None:
-    """See `linear`. `num_weights` rows of w are numbers, or packed so."""
+    """See `linear`. w has `num_weights` rows, plain or `packed`."""
     step, counter, inputs, begin, num_rows = (
         product.step,
         product.counter,
@@ -433,7 +435,7 @@ def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None,
     out, words, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums
     num_groups, least, num_larger = _groups(num_rows)
     in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
-    bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
+    bits = tile.view(np.uint32)  # once: a view's reference counting costs as much as a row
     stride, per_word = row_stride(w, num_weights, packed), numbers_per_word(words)
     num_words, group_stride, sides = K // per_word, group_elements(packed) * per_word, _sides(num_rows)
     whole, square = num_weights // PAIR_ROWS * PAIR_ROWS, RowsAt(tile, 0, LANES)

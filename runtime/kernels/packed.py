@@ -1,5 +1,4 @@
-"""Rows of packed weights, whichever way they are packed, as float32: what the product and the decoding of whole rows
-have in common.
+"""Decodes packed rows of weights of any encoding to float32, inside a product or for whole rows.
 
 N rows of K numbers; R of them.
 """
@@ -62,15 +61,15 @@ from .primitives import (
     store,
 )
 
-HALF, LANE = GROUP_NUMBERS // 2, 16  # two bytes of numbers are brought together within so many bytes
+HALF, LANE = GROUP_NUMBERS // 2, 16  # shuffles combine the two bytes of a number within LANE bytes
 _BYTE, _WORD, _INT = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _BYTES, _WORDS = ir.VectorType(_BYTE, GROUP_NUMBERS), ir.VectorType(_WORD, HALF)
 _NIBBLES, _PAIRS = ir.VectorType(_BYTE, HALF), ir.VectorType(_INT, HALF // 2)
 
 
 class Escapes(NamedTuple):
-    """Numbers whose exponents have no code: those of row n are [starts[n], starts[n + 1]), in ascending columns.
-    `base`: what a code above 0 is an exponent less."""
+    """Numbers whose exponents have no code. Those of row n are [starts[n], starts[n + 1]), in ascending columns. For
+    codes above 0, the exponent is code + `base`."""
 
     base: int
     starts: np.ndarray
@@ -104,8 +103,8 @@ def _widen_window4(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, base:
 
 
 def _load_pairs(builder: Builder, group: Value, added: Value) -> list[Value]:
-    """Pairs of bfloat16 of both halves of a group: number i of a half in the low bits, 16 + i above it. All is done to
-    a group's bytes at once, until each number's two are brought together."""
+    """Decodes both halves of a group to pairs of bfloat16: number i of a half in the low bits, 16 + i in the high ones.
+    Works on all bytes of a group at once, and combines the two bytes of each number at the end."""
     exponents = _exponents(builder, _load_vector(builder, group, GROUP_NUMBERS, _NIBBLES), added)
     words, rest = builder.bitcast(exponents, _WORDS), _load_vector(builder, group, 0, _BYTES)
     last_bits = builder.bitcast(builder.shl(words, _constant(7, _WORDS)), _BYTES)
@@ -121,7 +120,7 @@ def _load_pairs(builder: Builder, group: Value, added: Value) -> list[Value]:
 
 
 def _exponents(builder: Builder, nibbles: Value, added: Value) -> Value:
-    """A byte for each number, from codes of which those of the second half are the high nibbles."""
+    """Decodes nibble codes to a byte exponent per number; codes of the second half are the high nibbles."""
     twice = builder.shuffle_vector(nibbles, nibbles, _lane_order([*range(HALF)] * 2))
     shifts = _WORDS([0] * (HALF // 2) + [4] * (HALF // 2))
     shifted = builder.bitcast(builder.lshr(builder.bitcast(twice, _WORDS), shifts), _BYTES)
@@ -131,7 +130,7 @@ def _exponents(builder: Builder, nibbles: Value, added: Value) -> Value:
 
 
 def _merge_bits(builder: Builder, mask: int, one: Value, other: Value) -> Value:
-    """The bits of `mask` of one, the rest of the other."""
+    """Combines the bits in `mask` of one with the other bits of the other."""
     return builder.or_(builder.and_(one, _constant(mask, _BYTES)), builder.and_(other, _constant(0xFF ^ mask, _BYTES)))
 
 
@@ -156,16 +155,16 @@ def _store_bits(builder: Builder, bits: Value, address: Value, at: int) -> None:
     builder.store(bits, builder.bitcast(builder.gep(address, [_INT(at)]), bits.type.as_pointer()), align=4)
 
 
-# Of so many packed rows as many numbers, a multiple of GROUP_NUMBERS, as bits of float32, escapes with an exponent of
-# 0. The base is that of the rows' codes.
+# Decodes packed rows to bits of float32: `num_inputs` numbers (a multiple of GROUP_NUMBERS) per row; escapes get an
+# exponent of 0.
 widen_window4: Callable[[RowsAt, int, int, int, RowsAt], None] = cast(Any, _widen_window4)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def write_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bits: np.ndarray, begin: int) -> int:
-    """Puts in the exponents of a row's numbers in columns [first, last), from escape `at` on; number `first` is
-    bits[begin], of float32. Returns the first escape behind them. The table may be a stranger's or damaged: what it
-    says of escapes that there are not, or of columns elsewhere, reads and writes nothing."""
+    """Writes the exponents of a row's escapes in columns [first, last), from escape `at` on. `bits[begin]` is the
+    float32 of column `first`. Returns the next escape. Memory-safe for damaged tables: missing escapes and columns out
+    of range are ignored."""
     end = min(np.int64(escapes.starts[np.uint64(row + 1)]), escapes.columns.size)
     while at < end and escapes.columns[np.uint64(at)] < last:
         column = np.int64(escapes.columns[np.uint64(at)])
@@ -176,18 +175,18 @@ def write_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bi
     return at
 
 
-# Makes numbers of one run: where it begins as stored and widened, its first input, and its scale in all lanes.
+# Emits code that decodes one run, from pointers to stored and decoded rows, its first input, and its scale (in lanes).
 WidenRun = Callable[[Builder, Value, Value, Value, Value], None]
 
 
 def _load_scale(builder: Builder, scales: Value, k: Value, shift: Value) -> Value:
-    """The scale of input k in all lanes."""
+    """Loads the scale of input k into all lanes."""
     bits = builder.load(builder.gep(scales, [builder.lshr(k, shift)]))
     return splat(builder, builder.bitcast(builder.shl(builder.zext(bits, INT), INT(16)), ir.FloatType()))
 
 
 def _make_widener(run: WidenRun) -> Any:
-    """The step that makes numbers of rows, a run at a time."""
+    """Returns a compiled function that decodes rows, a run at a time."""
 
     @intrinsic
     def widen(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, scales: Any, shift: Any, out: Any) -> Any:
@@ -213,7 +212,7 @@ def _make_widener(run: WidenRun) -> Any:
 
 
 def _byte_run(kind: Any) -> WidenRun:
-    """Codes of that type of a byte."""
+    """Returns code that decodes runs of byte codes of a type."""
 
     def run(builder: Builder, stored: Value, widened: Value, k: Value, scale: Value) -> None:
         for at in range(0, CODE_RUN, LANES):
@@ -225,7 +224,7 @@ def _byte_run(kind: Any) -> WidenRun:
 
 
 def _nibble_run(builder: Builder, stored: Value, widened: Value, k: Value, scale: Value) -> None:
-    """Codes of four bits: the first half of a run in the low halves of bytes."""
+    """Decodes a run of 4-bit codes: the first half in the low nibbles."""
     n = k.type
     less = builder.fmul(scale, FLOATS([-float(INT4_MIDDLE)] * LANES))
     for at in range(0, CODE_RUN // 2, LANES):
@@ -235,15 +234,15 @@ def _nibble_run(builder: Builder, stored: Value, widened: Value, k: Value, scale
             store(builder, multiply_add(builder, codes, scale, less), builder.gep(widened, [to]))
 
 
-# Of so many rows of codes as many numbers, a multiple of CODE_RUN, as float32. The scale of number k is k >> shift
-# behind the first of its row's `scales`, bits of bfloat16.
+# Decodes rows of codes to float32, a multiple of CODE_RUN numbers each. Scales are bfloat16 bits; number k of a row has
+# scale k >> shift.
 widen_int8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_byte_run(types.int8)))
 widen_float8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_byte_run(types.uint8)))
 widen_int4: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_nibble_run))
 
 
 class Scales(NamedTuple):
-    """Bits of bfloat16, `num_groups` of each row; that of number k is number k >> shift of its row's."""
+    """Scales as bfloat16 bits, `num_groups` per row; number k of a row has scale k >> shift."""
 
     bits: np.ndarray
     num_groups: int
@@ -251,9 +250,9 @@ class Scales(NamedTuple):
 
 
 class RowPacking(NamedTuple):
-    """How `num_rows` of numbers lie in bytes: `way` is one of those in `arguments.py`. In rows: GROUP_NUMBERS take
-    `group_bytes`. In columns: `stride` bytes lie between a word and that of the next columns. `escapes` are of WINDOW4,
-    `scales` of codes that we have rounded, `groups` of the others."""
+    """The layout of `num_rows` packed rows. `encoding`: a constant of `arguments.py`. By rows: `group_bytes` per
+    GROUP_NUMBERS numbers. By columns: `word_stride` bytes from a word to the next columns' word. `escapes` belong to
+    WINDOW4, `scales` to our rounded formats, `groups` to published formats."""
 
     encoding: int
     num_rows: int
@@ -266,7 +265,7 @@ class RowPacking(NamedTuple):
 
 @njit(fastmath=REORDERED)
 def unpack_arguments(stored: StoredRows) -> RowPacking:
-    """How rows are packed, of what Python hands over flat."""
+    """Builds the layout from the flat arguments that Python passes."""
     layout = stored.layout
     way, num_rows, group_bytes, stride = layout[0], layout[1], layout[3], layout[4]
     escapes = Escapes(layout[5], stored.starts, stored.columns, stored.exponents)
@@ -277,13 +276,13 @@ def unpack_arguments(stored: StoredRows) -> RowPacking:
 
 @njit(fastmath=REORDERED, forceinline=True)
 def packed_offset(K: int, group_bytes: int, row: int, k: int) -> int:
-    """The byte at which input `k` of a row lies."""
+    """Returns the byte offset of input `k` of a row."""
     return (row * K + k) // GROUP_NUMBERS * group_bytes
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def _widen_grouped(packed: RowPacking, stored: RowsAt, num_rows: int, num_inputs: int, at: int, to: RowsAt) -> None:
-    """`widen_packed` of codes that others have published, whose zero points and factors begin at number `at`."""
+    """Same as `widen_packed` for published formats by rows. Zero points and factors begin at index `at`."""
     way, num_groups, shift = packed.encoding, packed.scales.num_groups, packed.scales.shift
     zeros, factors = RowsAt(packed.groups.zeros, at, num_groups), RowsAt(packed.groups.factors, at, num_groups)
     table = ArrayAt(packed.groups.table, 0)
@@ -303,7 +302,7 @@ def _widen_grouped(packed: RowPacking, stored: RowsAt, num_rows: int, num_inputs
 
 @njit(fastmath=REORDERED, forceinline=True)
 def _widen_columns(packed: RowPacking, body: np.ndarray, rows: Span, k: int, num_inputs: int, to: RowsAt) -> None:
-    """`widen_packed` of codes in columns, of which `rows` are a multiple of UNIT_ROWS."""
+    """Same as `widen_packed` for codes by columns. `rows` must be a multiple of UNIT_ROWS."""
     first, num_rows, way, stride = rows[0], rows[1] - rows[0], packed.encoding, packed.word_stride
     zeros = RowsAt(packed.groups.zeros, first, packed.num_rows)
     factors = RowsAt(packed.groups.factors, first, packed.num_rows)
@@ -323,8 +322,8 @@ def _widen_columns(packed: RowPacking, body: np.ndarray, rows: Span, k: int, num
 def widen_packed(
     packed: RowPacking, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, stride: int
 ) -> None:
-    """Rows' inputs of a chain as float32, `stride` numbers apart; escapes with an exponent of 0. Steps are given all
-    rows: to count references to arrays takes as long as one."""
+    """Decodes a chain of inputs of rows to float32, `stride` numbers apart; escapes get an exponent of 0. Each step
+    takes all rows, as reference counting per call costs as much as a row."""
     (first, last), k, num_inputs = rows, chain[0], chain[1] - chain[0]
     num_rows, way, group_bytes, scales = last - first, packed.encoding, packed.group_bytes, packed.scales
     shift, at = scales.shift, first * scales.num_groups + (k >> scales.shift)
@@ -346,7 +345,7 @@ def widen_packed(
 
 @cached_kernel
 def unpack_rows(stored: StoredRows, first: int, out_RK: np.ndarray) -> None:
-    """Rows from `first` on as float32, as many as `out_RK` (contiguous) holds; of codes in rows alone."""
+    """Decodes rows from `first` on to float32 until `out_RK` (contiguous) is full. Encodings by rows only."""
     packed, (R, K) = unpack_arguments(stored), out_RK.shape
     numbers = out_RK.reshape(R * K)
     widen_packed(packed, stored.body, K, (first, first + R), (0, K), numbers, K)

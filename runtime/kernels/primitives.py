@@ -1,11 +1,10 @@
-"""What kernels are made of. In LLVM's own terms: vectors of floats, with loads that widen, stores and sums, and the
-counter by which threads share work. In numba's: e to the power of x in code that becomes vectors.
+"""Building blocks of kernels. LLVM code: float vectors with converting loads, stores and sums, and the counter by which
+threads share work. numba code: a vectorizable exp.
 
-Written for vectors of any machine. Of plain loops the compiler made half of this speed at most, at 32/8 heads of 128 of
-one AVX-512 thread with data in its cache: 10 GB/s of bfloat16 instead of 18.
+The code is portable over vector sizes. Plain loops compiled to at most half the speed: 10 GB/s of bfloat16 instead of
+18, at 32/8 heads of 128 on one AVX-512 thread with data in its cache.
 
-numba knows no shorter floats, so uint16 stands for the bits of bfloat16, int16 for those of float16 and uint8 for those
-of float8.
+numba has no 16- or 8-bit floats: uint16 means bits of bfloat16, int16 bits of float16, and uint8 bits of float8.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from numba.np.arrayobj import make_array
 
 from .compiled import FUSED, features
 
-Builder: TypeAlias = Any  # llvmlite says too little of its types
+Builder: TypeAlias = Any  # llvmlite is mostly untyped
 Value: TypeAlias = Any
 LANES = 16 if features().get("avx512f") else 8
 INT = ir.IntType(32)
@@ -28,13 +27,13 @@ INTS, FLOATS = ir.VectorType(INT, LANES), ir.VectorType(ir.FloatType(), LANES)
 HAS_PAIRS = LANES == 16 and bool(features().get("avx512bf16"))  # see `add_pairs`
 ONE, ZERO = np.float32(1), np.float32(0)
 LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
-ROUND = np.float32(1.5 * 2**23)  # added to a small number it leaves the nearest integer in the low bits
+ROUND = np.float32(1.5 * 2**23)  # adding it leaves the nearest integer in the low bits
 T2, T3, T4, T5, T6, T7 = (np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
-EXP_MIN = np.float32(-87)  # exp stays a normal number
+EXP_MIN = np.float32(-87)  # below, exp would be subnormal
 
 
 class _BFloat16(ir.Type):
-    """llvmlite has none. Only vectors of it, which are other numbers' bits."""
+    """The LLVM type bfloat, which llvmlite lacks. Used only in vectors that are bitcasts of other types."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -47,19 +46,19 @@ class _BFloat16(ir.Type):
 
 
 def pointer_at(context: Any, builder: Builder, array: Any, value: Value, index: Value) -> Value:
-    """Where the number lies that is `index` numbers after the first."""
+    """Returns the pointer to element `index` of an array."""
     return builder.gep(make_array(array)(context, builder, value).data, [index])
 
 
 class ArrayAt(NamedTuple):
-    """The numbers of an array from one of them on."""
+    """The elements of an array from index `at` on."""
 
     numbers: np.ndarray
     at: int
 
 
 class RowsAt(NamedTuple):
-    """Rows of an array from one of its numbers on; they begin `stride` numbers apart."""
+    """Rows of an array: the first begins at index `at`, each next one `stride` elements further."""
 
     numbers: np.ndarray
     at: int
@@ -67,7 +66,7 @@ class RowsAt(NamedTuple):
 
 
 def pointer_of(context: Any, builder: Builder, kind: Any, value: Value) -> Value:
-    """Where a `Place` begins, or `RowsAt`, of which these are the compiler's type and value."""
+    """Returns the pointer to the start of an `ArrayAt` or `RowsAt`, given its numba type and LLVM value."""
     return pointer_at(context, builder, kind.types[0], *(builder.extract_value(value, i) for i in range(2)))
 
 
@@ -78,14 +77,14 @@ def stride_of(builder: Builder, rows: Value) -> Value:
 def for_rows(
     builder: Builder, num_rows: Value, runs: "list[tuple[Value, Value]]", act: Callable[[list[Value]], None]
 ) -> None:
-    """A loop over rows, of which `act` is given where each begins in each of the runs: first places, and how many
-    numbers rows are apart. Inside of compiled code: to hand a row's arrays to a function takes as long as a row."""
+    """Emits a loop over rows; `act` gets a row's pointers in each of `runs` (first pointer, stride). Inline, because
+    passing a row's arrays to a function costs as much as a row."""
     with cgutils.for_range(builder, num_rows, intp=num_rows.type) as loop:
         act([builder.gep(first, [builder.mul(loop.index, stride)]) for first, stride in runs])
 
 
 def pointer_and_stride(context: Any, builder: Builder, kind: Any, value: Value) -> tuple[Value, Value]:
-    """Where `RowsAt` begin, and how many numbers they are apart."""
+    """Returns the start pointer and the stride of `RowsAt`."""
     return pointer_of(context, builder, kind, value), stride_of(builder, value)
 
 
@@ -95,7 +94,7 @@ def call(builder: Builder, name: str, result: ir.Type, arguments: list[Value]) -
 
 
 def load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> Value:
-    """float32 of as many stored numbers as lanes; nothing is read where the mask is off, which gives 0."""
+    """Loads LANES stored numbers as float32. Masked-off lanes are not read and give 0."""
     stored = ir.VectorType(pointer.type.pointee, LANES)
     address, num_bytes = builder.bitcast(pointer, stored.as_pointer()), dtype.bitwidth // 8
     if mask is None:
@@ -107,7 +106,7 @@ def load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> Va
 
 
 def widen(builder: Builder, dtype: Any, vector: Value) -> Value:
-    """float32 of stored numbers, as many as lanes."""
+    """Converts LANES stored numbers to float32."""
     if dtype == types.uint16:
         return builder.bitcast(builder.shl(builder.zext(vector, INTS), ints(16)), FLOATS)
     if dtype == types.int16:
@@ -120,7 +119,7 @@ def widen(builder: Builder, dtype: Any, vector: Value) -> Value:
 
 
 def load_pairs(builder: Builder, pointer: Value, mask: Value | None) -> tuple[Value, Value]:
-    """float32 of the low and of the high halves of as many bytes as lanes, from 0 to 15."""
+    """Loads LANES bytes and returns their low and high nibbles (0 to 15) as float32."""
     stored = ir.VectorType(ir.IntType(8), LANES)
     address = builder.bitcast(pointer, stored.as_pointer())
     if mask is None:
@@ -133,7 +132,7 @@ def load_pairs(builder: Builder, pointer: Value, mask: Value | None) -> tuple[Va
 
 
 def _from_float8(builder: Builder, signed: Value) -> Value:
-    """E4M3, which knows no infinity: all bits set are NaN. Of bytes with their signs repeated above them."""
+    """Converts sign-extended E4M3 bytes to float32. E4M3 has no infinity: all bits set mean NaN."""
     moved = builder.shl(signed, ints(20))
     scaled = builder.fmul(builder.bitcast(builder.and_(moved, ints(0x87F00000)), FLOATS), FLOATS([2.0**120] * LANES))
     is_none = builder.icmp_unsigned("==", builder.and_(moved, ints(0x07F00000)), ints(0x07F00000))
@@ -142,8 +141,8 @@ def _from_float8(builder: Builder, signed: Value) -> Value:
 
 
 def from_float16(builder: Builder, bits: Value) -> Value:
-    """The product moves the exponent: exact, and right for subnormal numbers. LLVM's own conversion calls, on machines
-    without such an instruction, a function that does not exist."""
+    """Converts float16 bits to float32. A product adjusts the exponent: exact, also for subnormals. LLVM's conversion
+    would call a missing library function on CPUs without the instruction."""
     shifted = builder.shl(builder.and_(bits, ints(0x7FFF)), ints(13))
     moved = builder.fmul(builder.bitcast(shifted, FLOATS), FLOATS([2.0**112] * LANES))
     is_special = builder.icmp_unsigned(">=", shifted, ints(0x0F800000))
@@ -165,33 +164,34 @@ def store(builder: Builder, vector: Value, pointer: Value, mask: Value | None = 
 
 
 def prefetch(builder: Builder, pointer: Value, index: Value, level: int = 2) -> None:
-    """Asks for a line of memory in the first or the second cache. A hint, not a read: it may lie beyond the end."""
+    """Prefetches a cache line to L1 or L2 (`level`). A hint, not a read: the address may be out of bounds."""
     address = builder.bitcast(builder.gep(pointer, [index]), ir.IntType(8).as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, INT(0), INT(4 - level), INT(1)])
 
 
 def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """One instruction where there is one."""
+    """a * b + c, fused if the CPU has the instruction."""
     return call(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, [a, b, c])
 
 
 def add_pairs(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """c, float32, with the products of both bfloat16 in each word of a with those of b: the second behind the first,
-    each rounded like a float32 multiply-add. `vdpbf16ps` of AVX512-BF16."""
+    """Adds to c (float32) the products of both bfloat16 pairs in each word of a and b, one after the other, each
+    rounded like a float32 multiply-add. `vdpbf16ps` of AVX512-BF16."""
     numbers = ir.VectorType(_BFloat16(), 2 * LANES)
     pairs = [builder.bitcast(words, numbers) for words in (a, b)]
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [c, *pairs])
 
 
 def round_to_words(builder: Builder, low: Value, high: Value) -> Value:
-    """The bfloat16 nearest to as many float32 as twice the lanes, two in each word: those of `low`, then of `high`."""
+    """Rounds two vectors of float32 to bfloat16, two per word: first the numbers of `low`, then of `high`."""
     order = [*range(2 * LANES)]
     rounded = builder.fptrunc(shuffle(builder, low, high, order), ir.VectorType(_BFloat16(), 2 * LANES))
     return builder.bitcast(rounded, INTS)
 
 
 def nearest_bfloat16(builder: Builder, numbers: Value) -> Value:
-    """The bits of the bfloat16 nearest to a float32, or to each of a vector, in the low half of a word."""
+    """Rounds a float32, or a vector of them, to bfloat16 bits in the low half of a word; ties to even, NaN stays
+    NaN."""
     is_vector = numbers.type == FLOATS
     bits = builder.bitcast(numbers, INTS if is_vector else INT)
 
@@ -214,7 +214,7 @@ def splat(builder: Builder, number: Value) -> Value:
 
 
 def for_vectors(builder: Builder, dim: Value, step: Callable[[Value, ir.Value | None], None]) -> None:
-    """A loop of what `step` makes for the place and the mask, and that once more for the last ones, if any are left."""
+    """Emits a loop over whole vectors of `dim` numbers with `step(index, None)`, then a masked step for the rest."""
     whole = builder.and_(dim, dim.type(-LANES))
     with cgutils.for_range_slice(builder, dim.type(0), whole, dim.type(LANES), dim.type) as (d, _):
         step(d, None)
@@ -228,8 +228,8 @@ def shuffle(builder: Builder, a: Value, b: Value, lanes: list[int]) -> Value:
 
 
 def sum_lanes(builder: Builder, vectors: list[Value]) -> Value:
-    """The sum of each vector in a lane of its own. Two become one whose lanes are, in turns, half as many partial sums
-    of either, until one vector is left; its neighbouring lanes are then added."""
+    """Returns a vector with the sum of each input vector in its own lane. Vectors are merged in pairs, halving the
+    partial sums of each, until one is left; then its neighboring lanes are added."""
     lanes = width = vectors[0].type.count
     while len(vectors) > 1:
         width //= 2
@@ -272,8 +272,8 @@ def _highest(typing: Any, scores: Any, at: Any, num: Any, least: Any) -> Any:
     return types.float32(scores, types.intp, types.intp, types.float32), build
 
 
-# Of `num` scores from place `at` on and `least`, not -inf; NaN is passed over. In plain code each waits for the one
-# before it.
+# Returns the maximum of `least` (not -inf) and `num` scores from index `at` on, ignoring NaN. A plain loop would be one
+# chain of dependent steps.
 highest_of: Callable[[np.ndarray, int, int, np.float32], np.float32] = cast(Any, _highest)
 
 
@@ -297,9 +297,9 @@ def _round_like(typing: Any, number: Any, stored: Any) -> Any:
     return stored(number, stored), build
 
 
-# float32 of a stored number: float32, or the bits of bfloat16.
+# Converts a stored number (float32 or bfloat16 bits) to float32.
 to_float32: Callable[[Any], np.float32] = cast(Any, _to_float32)
-# The nearest to a float32 of what the second number is.
+# Rounds a float32 to the type of the second argument.
 round_like: Callable[[Any, Any], Any] = cast(Any, _round_like)
 
 
@@ -312,14 +312,14 @@ def _claim_items(typing: Any, counter: Any, count: Any) -> Any:
     return types.intp(counter, types.intp), build
 
 
-# Adds to the first number of `counter`, int64, and returns what it was: no two threads get the same. So they need the
-# interpreter once for all the work that they share, and not for every item.
+# Atomically adds to the first number of `counter` (int64) and returns its old value, so no two threads claim the same
+# item. Threads thus share work without taking the GIL per item.
 claim_items: Callable[[np.ndarray, int], int] = cast(Any, _claim_items)
 
 
 @njit(fastmath=FUSED)
 def exp(x: np.float32, shift: np.float32) -> np.float32:
-    """e^x - 1 + shift for x in [-87, 88], shift 0 or 1, each exact to 2e-7: 2^n times a Taylor series around 0."""
+    """e^x - 1 + shift for x in [-87, 88] and shift 0 or 1, with an error of at most 2e-7: 2^n times a Taylor series."""
     rounded = np.float32(x * LOG2_E + ROUND)
     n = np.float32(rounded - ROUND)
     r = np.float32(np.float32(x - n * LN_2_HIGH) - n * LN_2_LOW)

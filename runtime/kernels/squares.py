@@ -1,7 +1,4 @@
-"""Squares of as many vectors as lanes, whose rows become columns: so inputs are laid out, and so sums are taken out.
-
-LANES rows of a square, of which some may be all that there are.
-"""
+"""Transposes squares of LANES vectors, to lay out inputs and to write sums. Missing rows of a square are zeros."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -27,8 +24,8 @@ from .primitives import (
     stride_of,
 )
 
-QUAD = 4  # words of 128 bits, within which shuffles are cheap
-SIDES = (4, 2)  # rows of weights that may lie side by side, the most first
+QUAD = 4  # words in 128 bits, within which shuffles are cheap
+SIDES = (4, 2)  # numbers of weight rows that may be interleaved, descending
 
 
 @intrinsic
@@ -65,7 +62,7 @@ def _deinterleave_sums(typing: Any, sums: Any, num_sums: Any, sides: Any, out: A
 
 
 def interleave(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Lays out as many vectors: the first lane of each, then the second of each."""
+    """Interleaves vectors: the first lane of each, then the second of each, and so on."""
     if len(vectors) == 1:
         return vectors
     even, odd = interleave(builder, vectors[::2]), interleave(builder, vectors[1::2])
@@ -77,8 +74,8 @@ def interleave(builder: Builder, vectors: list[Value]) -> list[Value]:
 def _load_transposed(
     builder: Builder, dtype: Any, first: Value, stride: Value, num_rows: Value, shift: Value
 ) -> list[Value]:
-    """The columns, as float32, of LANES rows, of which the first `num_rows` are read, each 2^shift times; others are
-    0."""
+    """Loads LANES rows as float32 and returns their columns. Reads the first `num_rows` rows, each repeated 2^shift
+    times; others are 0."""
     read = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
     for i, own in enumerate(read):
         builder.store(FLOATS(None), own)
@@ -90,8 +87,8 @@ def _load_transposed(
 
 
 def transpose_vectors(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Vector i has lane i of each of the vectors, in each run of as many lanes as there are vectors. The square is cut
-    in four, of which two change places; then each of these."""
+    """Transposes vectors, within each run of as many lanes as there are vectors: result i has lane i of each vector.
+    Recursively swaps two quarters of the square."""
     vectors, width = list(vectors), len(vectors)
     while width > 1:
         width //= 2
@@ -105,11 +102,11 @@ def transpose_vectors(builder: Builder, vectors: list[Value]) -> list[Value]:
 
 
 def load_columns(builder: Builder, rows: list[Value], num_columns: int) -> list[Value]:
-    """The first columns, a multiple of QUAD, of LANES rows of words of 32 bits, given by the places of their first
-    words: vector i has word i of each row.
+    """Loads the first columns (a multiple of QUAD) of LANES rows of 32-bit words, given pointers to the rows: vector i
+    has word i of each row.
 
-    Quads of the rows r, r + 4, r + 8.. are loaded side by side, so that what remains is to turn squares of four within
-    128 bits, in two shuffles a vector: loads are cheaper than shuffles across lanes."""
+    Quads of rows r, r + 4, r + 8, ... are loaded into one vector, so that only squares of four within 128 bits remain
+    to transpose, with two shuffles per vector: loads are cheaper than shuffles across 128-bit lanes."""
     found = list[Value]()
     for first in range(0, num_columns, QUAD):
         vectors = [_load_side_by_side(builder, rows[r::QUAD], first) for r in range(QUAD)]
@@ -123,12 +120,12 @@ def load_columns(builder: Builder, rows: list[Value], num_columns: int) -> list[
 
 
 def _interleave_words(builder: Builder, a: Value, b: Value, words: tuple[int, int]) -> Value:
-    """Words of a and b by turns: in each 128 bits the first of these of both, then the second."""
+    """Interleaves two words of a and b within each 128 bits: the first word of both, then the second."""
     return shuffle(builder, a, b, [q + word + of for q in range(0, LANES, QUAD) for word in words for of in (0, LANES)])
 
 
 def _load_side_by_side(builder: Builder, rows: list[Value], first: int) -> Value:
-    """Four words of each row."""
+    """Loads four words of each row into one vector."""
     kind = ir.VectorType(INT, QUAD)
     addresses = [builder.gep(builder.bitcast(row, INT.as_pointer()), [INT(first)]) for row in rows]
     parts = [builder.load(builder.bitcast(address, kind.as_pointer()), align=1) for address in addresses]
@@ -142,9 +139,9 @@ def _row_address(builder: Builder, first: Value, i: int, stride: Value) -> Value
     return builder.gep(first, [builder.mul(stride, stride.type(i))])
 
 
-# `num_rows` of rows of stored numbers as columns of a square, float32, each 2^shift times. Columns that have no row
+# Transposes `num_rows` rows of stored numbers into a float32 square, each row repeated 2^shift times; other columns
 # are 0.
 transpose: Callable[[RowsAt, int, int, RowsAt], None] = cast(Any, _transpose)
-# `num_sums` vectors, up to LANES, of rows of w with their sides in lanes beside each other, as LANES / sides rows of
-# `out`, LANES x sides apart: in each of them the sums of all these rows of w, then anything.
+# Writes `num_sums` vectors (LANES at most) of sums of interleaved rows of w as LANES / sides rows of `out`, LANES x
+# sides apart. Each row holds the sums of all these rows of w; its remaining numbers are undefined.
 deinterleave_sums: Callable[[ArrayAt, int, int, ArrayAt], None] = cast(Any, _deinterleave_sums)

@@ -1,9 +1,9 @@
-"""The compiled decode attention over bfloat16 pages where the processor has a matrix unit; elsewhere and over other
-pages: `attention.py` one folder up.
+"""Compiled decode attention on the CPU's matrix unit, over bfloat16 pages. Other pages and processors use
+`attention.py` one folder up.
 
-Positions of a page are rows of a tile, so keys and values are loaded as they lie. Loads of tiles do not wait for each
-other and run ahead, so nothing is asked for beforehand: from memory, two threads got 16.0 GB/s so, and between 15.8 and
-16.8 with prefetches of several kinds. In a cache a position of 32/8 heads of 128 takes 0.16 us, in vectors 0.28.
+Positions of a page are rows of a tile, so keys and values are loaded as stored. Nothing is prefetched, as tile loads
+run ahead: from memory, two threads reached 16.0 GB/s, and 15.8 to 16.8 with prefetches of several kinds. From a cache,
+a position of 32/8 heads of 128 takes 0.16 us, in vectors 0.28.
 
 H KV heads, G query heads of each, J tiles of its queries, T tiles of D of a head, S positions of a chunk, n pages of a
 row.
@@ -59,7 +59,7 @@ IN_TURNS = [address for pair in zip(range(LANES), range(LANES, 2 * LANES), stric
 
 
 def round_to_bfloat16(builder: Builder, x: Value) -> Value:
-    """bfloat16 in the upper half of each 32 bits; of those that lie as near the even one, as torch does."""
+    """Rounds to bfloat16 in the upper half of each 32 bits, ties to even, as torch does."""
     bits = builder.bitcast(x, INTS)
     is_odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
     rounded = builder.and_(builder.add(bits, builder.add(is_odd, ints(0x7FFF))), ints(0xFFFF0000))
@@ -67,7 +67,7 @@ def round_to_bfloat16(builder: Builder, x: Value) -> Value:
 
 
 def _split_number(builder: Builder, x: Value) -> list[Value]:
-    """High and low."""
+    """Splits float32 into high and low parts of bfloat16."""
     high = round_to_bfloat16(builder, x)
     return [high, round_to_bfloat16(builder, builder.fsub(x, builder.bitcast(high, FLOATS)))]
 
@@ -115,7 +115,7 @@ def _write_sum(typing: Any, sums: Any, even_at: Any, odd_at: Any, share: Any, ou
 
 @njit
 def split_queries(q_BHGD: np.ndarray, row: int, scale: np.float32, heads: Span, queries_HJTRC: np.ndarray) -> None:
-    """Those of one row, times the scale."""
+    """Writes the queries of one row, times the scale, as high and low parts of bfloat16."""
     H, G, D = q_BHGD.shape[1:]
     J, T = queries_HJTRC.shape[1:3]
     for h in range(heads[0], heads[1]):
@@ -127,18 +127,18 @@ def split_queries(q_BHGD: np.ndarray, row: int, scale: np.float32, heads: Span, 
 
 @njit
 def write_sums(sums_HGD: np.ndarray, totals_HG: np.ndarray, heads: Span, out_BHGD: np.ndarray, row: int) -> None:
-    """Divided by their query's total, even and odd dims in turns."""
+    """Writes sums divided by their query's total, with even and odd dims interleaved."""
     H, G, D = out_BHGD.shape[1:]
     for h in range(heads[0], heads[1]):
         for g in range(G):
-            share = ONE / totals_HG[h, g] if totals_HG[h, g] != ZERO else ZERO  # which a row is that sees nothing
+            share = ONE / totals_HG[h, g] if totals_HG[h, g] != ZERO else ZERO  # a row without positions
             for d in range(0, D // 2, LANES):
                 even = (h * sums_HGD.shape[1] + g) * D + d
                 write_sum(sums_HGD, even, even + D // 2, share, out_BHGD, ((row * H + h) * G + g) * D + 2 * d)
 
 
 def _transpose_queries(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Turns four positions of four queries in each of four vectors into 16 positions in the vector of each query."""
+    """Transposes four vectors, each with four positions of four queries, into one vector of 16 positions per query."""
     eight = [[4 * p + g for p in range(8)] for g in range(4)]  # positions of two vectors
     upper, lower = (
         [shuffle(builder, a, b, eight[0] + eight[1]), shuffle(builder, a, b, eight[2] + eight[3])]
@@ -191,18 +191,18 @@ def _split_weights(typing: Any, scores: Any, score_at: Any, num: Any, weights: A
     return types.void(scores, n, n, weights, n), build
 
 
-# Of one query, TILE_DIMS numbers from q[at] on, float32 or the bits of bfloat16, and so into `out`.
+# Reads or writes TILE_DIMS numbers of one query from q[at] on, float32 or bits of bfloat16.
 split_query: Callable[[np.ndarray, int, np.float32, np.ndarray, int], None] = cast(Any, _split_query)
 write_sum: Callable[[np.ndarray, int, int, np.float32, np.ndarray, int], None] = cast(Any, _write_sum)
-# Of up to 16 positions: from `products` to the rows of four queries.
+# Adds high and low `products` of up to 16 positions, and writes them to the score rows of four queries.
 write_scores: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _write_scores)
-# Of one query, as many vectors as hold `num`: those of the chunk hold whole ones.
+# Splits `num` weights of one query, in whole vectors: a chunk has room for them.
 split_weights: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _split_weights)
 
 
 @njit(fastmath=REORDERED)
 def _position_range(position: int, last: int, page_tokens: int) -> Span:
-    """How many positions of each page are taken from `position` on, and up to where: of whole pages, or of a part."""
+    """Returns the number of positions per page and the end of a run from `position` on: whole pages, or part of one."""
     num = min(page_tokens - position % page_tokens, last - position)
     return num, position + (last - position) // num * num if num == page_tokens else position + num
 
@@ -248,7 +248,7 @@ def _add_span(
 
 @njit(fastmath=REORDERED)
 def _score_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: Span, scratch: TileScratch) -> None:
-    """Scores of positions [first, last), a chunk at most."""
+    """Computes scores of positions [first, last), a chunk at most."""
     position = first
     while position < last:
         num, stop = _position_range(position, last, pages.page_tokens)
@@ -259,7 +259,7 @@ def _score_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads
 
 @njit(fastmath=REORDERED)
 def _add_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: Span, scratch: TileScratch) -> None:
-    """Adds their values by the weights that the scores have become."""
+    """Adds the values of positions [first, last), multiplied by their weights in `scores_HGS`."""
     J = scratch.weights_HJPCS.shape[1]
     for h in range(heads[0], heads[1]):
         for g in range(scratch.maxima_HG.shape[1]):
@@ -323,9 +323,9 @@ def attend(
     items: WorkItems,
     scratch: TileScratch,
 ) -> None:
-    """What attention in vectors does, of pages of bfloat16 of up to TILE_ROWS positions and heads of multiples of
-    TILE_DIMS, where `may_use_tiles`. Queries and `out` are both float32 or the bits of bfloat16; what `out` held does
-    not matter. Infinite keys and values may end as NaN, and what is smaller than float32's normal numbers is zero."""
+    """Same as attention in vectors, for bfloat16 pages of up to TILE_ROWS positions and heads of a multiple of
+    TILE_DIMS. Requires `may_use_tiles`. Queries and `out` are both float32 or bits of bfloat16; `out` is overwritten.
+    Infinite keys and values may give NaN, and subnormal numbers count as zero."""
     i = claim_items(items.counter, 1)
     while i < items.spans_W4.shape[0]:
         _attend_item(q_BHGD, scale, pages, rows, softmax, out_BHGD, get_item(items, i), scratch)

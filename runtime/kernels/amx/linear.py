@@ -1,9 +1,9 @@
-"""Products of float32 with bfloat16 weights, as precise as in float32 and at the speed of the processor's matrix unit.
+"""Products of float32 with bfloat16 weights on the CPU's matrix unit, as precise as in float32.
 
-A float32 is the sum of three bfloat16, so x @ w.T is the sum of three products of bfloat16, which the unit adds up in
-float32: numbers of w meet all 24 bits of those of x, and each product is exact. Weights are read once, from where they
-were stored, and never widened; x alone, which is small, is split and laid out. An output adds up its inputs in the same
-order whatever rows stand beside its own. Infinite inputs end as NaN, and parts below 2^-126 count as zero.
+A float32 is the sum of three bfloat16, so x @ w.T is the sum of three bfloat16 products, accumulated in float32: all 24
+bits of x are used, and each product is exact. Weights are read once, as stored, without conversion; only x, which is
+small, is split and laid out. The order of summation of an output does not depend on other rows. Infinite inputs give
+NaN, and parts below 2^-126 count as zero.
 
 Splitting in three for AMX: Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
 Higher-Precision Computations" (2019).
@@ -24,9 +24,9 @@ from .unit import BYTE, WORD, configure, release, tile_op
 
 PARTS = 3  # bfloat16 that add up to a float32: 8 bits of its 24 each
 TILE_WORDS = TILE_ROWS * TILE_ROWS  # of 32 bits
-STEP_WORDS = PARTS * TILE_WORDS  # of the inputs of 16 rows at one depth: the tile of each part
+STEP_WORDS = PARTS * TILE_WORDS  # inputs of 16 rows at one depth: one tile per part
 PAIR_NUMBERS = PAIR_ROWS * TILE_DIMS
-SUM_NUMBERS = 2 * TILE_ROWS  # of a row of sums
+SUM_NUMBERS = 2 * TILE_ROWS  # numbers in a row of sums
 
 
 def _move(builder: Builder, name: str, tile: int, first: Value, at: Value, row_bytes: Value) -> None:
@@ -35,7 +35,8 @@ def _move(builder: Builder, name: str, tile: int, first: Value, at: Value, row_b
 
 
 def _make_adder(across: int) -> Any:
-    """Adds, for one or two tiles across, the products with 32 rows of w from w[at] on, at one depth of all parts."""
+    """Returns a compiled function that adds the products of `across` tiles of x with 32 rows of w from w[at] on, for
+    all parts at one depth."""
 
     @intrinsic
     def add(typing: Any, w: Any, w_at: Any, row_numbers: Any, x: Any, x_at: Any, x_numbers: Any) -> Any:
@@ -102,7 +103,7 @@ def _make_store(across: int) -> Any:
 
 
 def _transpose(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """16 vectors of 16 lanes: blocks of 1, 2, 4 and 8 lanes change places with those across the diagonal."""
+    """Transposes 16 vectors of 16 lanes by swapping blocks of 1, 2, 4 and 8 lanes across the diagonal."""
     width = 1
     while width < LANES:
         is_first = [not lane & width for lane in range(LANES)]
@@ -117,7 +118,7 @@ def _transpose(builder: Builder, vectors: list[Value]) -> list[Value]:
 
 
 def _split(builder: Builder, x: Value) -> list[Value]:
-    """Bits of bfloat16, in the upper halves, that add up to x: what is left after each has 8 bits less."""
+    """Splits float32 into PARTS bfloat16 (in the upper halves) that add up to x. Exact: each takes 8 of its bits."""
     found = []
     for _ in range(PARTS):
         found.append(round_to_bfloat16(builder, x))
@@ -164,33 +165,33 @@ def _write_products(typing: Any, sums: Any, at: Any, num_rows: Any, out: Any, ou
     return types.void(sums, n, n, out, n, n), build
 
 
-# Of one or two tiles across.
+# For one or two tiles across.
 add_products1, add_products2 = _make_adder(1), _make_adder(2)
 zero1, zero2 = _make_zero(1), _make_zero(2)
 store1, store2 = _make_store(1), _make_store(2)
-# 32 inputs of a row, from anywhere to a line of the cache.
+# Copies 32 inputs of a row, from any address to an aligned cache line.
 copy_inputs: Callable[[np.ndarray, int, np.ndarray, int], None] = cast(Any, _copy_inputs)
-# `num_rows` rows of 32 inputs, zeros below them, as one step of tiles.
+# Writes `num_rows` rows of 32 inputs, padded with zeros, as one step of tiles.
 split_inputs: Callable[[np.ndarray, int, int, int, np.ndarray, int], None] = cast(Any, _split_inputs)
-# 16 x 16 of the sums as `num_rows` rows of the result.
+# Writes 16 x 16 sums as `num_rows` rows of the result.
 write_products: Callable[[np.ndarray, int, int, np.ndarray, int, int], None] = cast(Any, _write_products)
 
 
-CHUNK_ROWS = 256  # of w: what one call multiplies at most
-CHAIN_STEPS = 32  # 1024 inputs: what they add up to is added up in turn, as long sums are less precise
-CACHED_STEPS = 340  # of x, 1 MiB: where all of it stays in the second cache, rows of w pass by once
+CHUNK_ROWS = 256  # most rows of w per call
+CHAIN_STEPS = 32  # 1024 inputs: their partial sums are added up separately, as long sums are less precise
+CACHED_STEPS = 340  # of x, 1 MiB: if all of x fits the L2 cache, rows of w are read once without copying
 BLOCK_NUMBERS = PAIR_ROWS * SUM_NUMBERS
-PANEL_NUMBERS = CHUNK_ROWS * CHAIN_STEPS * TILE_DIMS  # of a chain of a call's rows of w
+PANEL_NUMBERS = CHUNK_ROWS * CHAIN_STEPS * TILE_DIMS  # one chain of a call's rows of w
 
 
 def num_sums(num_rows: int) -> int:
-    """How many sums a call with so many rows of x holds; a chain of it holds as many."""
+    """Returns the number of sums for a call with `num_rows` rows of x, including one block for a chain."""
     return (1 + CHUNK_ROWS // PAIR_ROWS * -(-num_rows // SUM_NUMBERS)) * BLOCK_NUMBERS
 
 
 @cached_kernel
 def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, tiles: np.ndarray) -> None:
-    """Tiles [first, last) of 16 rows of a contiguous x, all depths of each behind one another."""
+    """Writes tiles [first, last) of 16 rows of a contiguous x, with all depths of a tile in order."""
     M, K = x_MK.shape
     depth = K // TILE_DIMS
     for t in range(first, last):
@@ -201,8 +202,8 @@ def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, tiles: np.ndarray) -
 
 @njit(fastmath=REORDERED)
 def _copy_weights(w_NK: np.ndarray, at: int, num_steps: int, panel: np.ndarray, address: int) -> None:
-    """32 rows of w, from one of their inputs on, as pairs of tiles one after the other. Where they lie a multiple of
-    4 KiB apart, as most do, one set of the first cache would have to hold all lines of a tile."""
+    """Copies 32 rows of w as consecutive pairs of tiles. Avoids L1 cache conflicts: rows a multiple of 4 KiB apart, as
+    usual, would put all lines of a tile into one cache set."""
     K = w_NK.shape[1]
     for row in range(PAIR_ROWS):
         for k in range(num_steps):
@@ -221,7 +222,7 @@ def _add_chain(
     num_steps: int,
     is_pair: bool,
 ) -> None:
-    """A pair of tiles of w, `step` numbers further at each step, times one of x or a pair of them, into the sums."""
+    """Multiplies a pair of tiles of w by one or two tiles of x, over `num_steps` steps of w (`step` numbers each)."""
     if is_pair:
         zero2()
         for k in range(num_steps):
@@ -234,7 +235,7 @@ def _add_chain(
 
 @njit(fastmath=REORDERED)
 def _write_block(sums: np.ndarray, at: int, num_rows: int, out_MN: np.ndarray, to: int, out_numbers: int) -> None:
-    """What a pair of tiles of w came to, for the first `num_rows` rows of a pair of tiles of x."""
+    """Writes the products of a pair of tiles of w with the first `num_rows` rows of a pair of tiles of x."""
     for j in range(2 if num_rows > TILE_ROWS else 1):
         top = j * TILE_ROWS
         for i in range(2):
@@ -242,8 +243,7 @@ def _write_block(sums: np.ndarray, at: int, num_rows: int, out_MN: np.ndarray, t
             write_products(sums, own, num_rows - top, out_MN, address, out_numbers)
 
 
-# Not in named tuples: from Python these take a microsecond to unpack at each call, and as arguments of a chain they
-# took more instructions of its loop.
+# Not named tuples: numba takes a microsecond per call to unpack them, and they made the loop of a chain slower.
 @cached_kernel
 def linear(
     w_NK: np.ndarray,
@@ -258,8 +258,8 @@ def linear(
     sums: np.ndarray,
     shape: np.ndarray,
 ) -> None:
-    """Rows [first, last) of w, a multiple of 32 and up to CHUNK_ROWS, times the `num_rows` rows of x in `tiles`, into
-    `out_MN` from `begin` on, whose rows lie `out_numbers` apart. `w_NK` holds bits of bfloat16."""
+    """Multiplies rows [first, last) of w (a multiple of 32, CHUNK_ROWS at most) by the `num_rows` rows of x in `tiles`.
+    Writes to `out_MN` from column `begin` on, with `out_numbers` from row to row. `w_NK` holds bits of bfloat16."""
     K = w_NK.shape[1]
     depth = K // TILE_DIMS
     num_tiles, row_words = -(-num_rows // TILE_ROWS), depth * STEP_WORDS

@@ -1,13 +1,13 @@
-"""The processor's matrix unit (Intel AMX) in LLVM's own terms, and what decode attention does with it.
+"""LLVM instructions for the CPU's matrix unit (Intel AMX), and the steps of decode attention built from them.
 
-A tile is a register of up to 16 rows of 64 bytes, and there are eight. A product adds to each float32 of one tile a row
-of pairs of bfloat16 times a column of such pairs. `scratch.tile_shapes` says what each tile holds:
+There are eight tiles: registers of up to 16 rows of 64 bytes. A product adds to each float32 of one tile the dot
+product of a row and a column of bfloat16 pairs. `arguments.attention_tile_configs` configures the tiles:
 
     in scores:  0-3 queries   4 scores                       6, 7 keys
     in values:  0-3 sums      4, 5 weights, high and low     6, 7 values
 
-so that four tiles serve 128 numbers of a head, and longer heads take turns. An instruction names its tiles as
-constants. Rows of tiles want to begin at multiples of 64 bytes: otherwise a load takes six times as long.
+Four tiles hold 128 numbers of a head; longer heads are processed in turns. Instructions name tiles as constants. Tile
+rows should be aligned to 64 bytes: otherwise a load takes six times as long.
 """
 
 import ctypes
@@ -28,23 +28,23 @@ from ..primitives import LANES, Builder, Value, call, pointer_at
 
 log = logging.getLogger(__name__)
 
-NUM_TILES = 4  # of queries, keys or values side by side
+NUM_TILES = 4  # tiles of queries or sums, for adjacent numbers of a head
 SCORES, HIGH_WEIGHTS, LOW_WEIGHTS = 4, 4, 5
-READ_TILES = (6, 7)  # keys or values, in turns
+READ_TILES = (6, 7)  # keys or values, alternating
 BYTE, WORD = ir.IntType(8), ir.IntType(64)
-ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64, where alone there are tiles
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64, the only system with tiles
 
 
 @cache
 def may_use_tiles() -> bool:
-    """Whether the processor has the unit and the kernel lets this process use it, which is asked for once. Without its
-    leave the first instruction would end the process."""
+    """True if the CPU has the matrix unit and Linux grants this process its use, requested once. Without the permission
+    the first tile instruction would kill the process."""
     is_native = all(getattr(config, name) is None for name in ("CPU_NAME", "CPU_FEATURES"))  # what numba compiles for
     if not is_native or LANES != 16 or not features().get("amx-bf16"):
         return False
     if ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0:
         return True
-    log.info("the kernel refuses the processor's matrix unit: products with bfloat16 take up to three times as long")
+    log.info("Linux denies the use of the CPU's matrix unit (AMX): bfloat16 products take up to three times as long")
     return False
 
 
@@ -60,7 +60,7 @@ def _for_tiles(builder: Builder, num: Value, act: Callable[[int], None]) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class _TileRows:
-    """Tiles' rows in memory: the `i`-th tile begins `tile_numbers` further than the one before it."""
+    """Rows of tiles in memory; each tile begins `tile_numbers` after the previous one."""
 
     builder: Builder
     first: Value
@@ -175,7 +175,7 @@ def _add(typing: Any, values: Any, at: Any, row_bytes: Any, num: Any, weights: A
     return types.void(values, n, n, n, weights, n), build
 
 
-# Into the `num` first tiles: of queries from queries[at] on, of sums.
+# `load_queries`, `load_sums`: load the first `num` tiles, from element `at` on.
 configure: Callable[[np.ndarray, int], None] = cast(Any, _configure)
 release: Callable[[], None] = cast(Any, _release)
 load_queries: Callable[[np.ndarray, int, int], None] = cast(Any, _load_queries)
