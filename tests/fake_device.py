@@ -61,7 +61,7 @@ class FakeDevice(ComputeDevice):
     def compute_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(max(num_bytes, 1), dtype=torch.uint8).fill_(POISON)
 
-    def within(self, stream: FakeStream) -> Within:
+    def on_stream(self, stream: FakeStream) -> Within:
         return Within(stream)
 
     def compute_stream(self) -> FakeStream:
@@ -79,7 +79,7 @@ class FakeDevice(ComputeDevice):
     def can_record(self) -> bool:
         return True
 
-    def recorded(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    def record_graph(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         tape = Tape()
         with tape:
             made = work()
@@ -92,7 +92,7 @@ class FakeDevice(ComputeDevice):
             while any(stream.run_if_it_likes() for stream in self._streams):
                 pass
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         for stream in self._streams:
             stream.synchronize()
         self.clock.resolve()
@@ -100,10 +100,10 @@ class FakeDevice(ComputeDevice):
     def memory(self) -> DeviceMemory:
         return DeviceMemory(unreserved=GIB, reserved=0, allocated=0)
 
-    def give_back(self) -> None:
+    def empty_caches(self) -> None:
         pass
 
-    def limit(self, num_bytes: int | None) -> None:
+    def set_memory_limit(self, num_bytes: int | None) -> None:
         pass
 
     def peak_reserved_bytes(self) -> int:

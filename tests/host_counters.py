@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from runtime.linear import blocks as panels
-from runtime.stream.device import Part
+from runtime.stream.device import CopyPart
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 from tests.fake_recording import tensors_among
 from tests.host_counts import HostCounts, LinkCopy
@@ -62,7 +62,7 @@ class HostCounter(TorchDispatchMode):
         if threading.get_ident() == self._thread:
             self._counts.timed[_place() or "?"] += 1
 
-    def batch(self, parts: Sequence[Part]) -> None:
+    def batch(self, parts: Sequence[CopyPart]) -> None:
         where = _place() or "?"
         copies = tuple(LinkCopy(part.source.nbytes, on_device(part.source), where) for part in parts)
         self._counts.copies += copies
@@ -265,7 +265,7 @@ class CountedDevice(FakeDevice):
     def zeros(self, num_bytes: int) -> torch.Tensor:
         return mark(super().zeros(num_bytes))
 
-    def copy_all(self, parts: Sequence[Part], **order: Any) -> None:
+    def copy_all(self, parts: Sequence[CopyPart], **order: Any) -> None:
         if self.counter is not None:
             self.counter.batch(parts)
         super().copy_all(parts, **order)

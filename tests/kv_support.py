@@ -85,5 +85,5 @@ def play(
         pages = fetched[turn]
         changed = [place for place in range(len(pages)) if (turn + place) % 3] if turn % 4 else []
         model.compute(layer, lane, pages, changed, 1 + turn % 200)
-    device.finish()
+    device.wait_for_compute()
     return model.problems

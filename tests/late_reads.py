@@ -17,7 +17,7 @@ from unittest import mock
 
 from runtime.closing import Closing
 from runtime.store import kv_file, reader
-from runtime.store.transfer import Answer, Chunk, PendingTransfer
+from runtime.store.transfer import Chunk, ChunkResult, PendingTransfer
 from runtime.stream import kv, slots
 
 
@@ -25,7 +25,7 @@ class LateTransfer(PendingTransfer):
     """Any thread may wait for it."""
 
     def __init__(self, chunks: Sequence[Chunk]):
-        super().__init__(len(chunks), SimpleQueue[Answer]())
+        super().__init__(len(chunks), SimpleQueue[ChunkResult]())
         self._chunks, self._lock = deque(chunks), RLock()
 
     def run(self) -> None:
@@ -38,7 +38,7 @@ class LateTransfer(PendingTransfer):
         super().wait()
 
 
-def _answer(chunk: Chunk) -> Answer:
+def _answer(chunk: Chunk) -> ChunkResult:
     try:
         return chunk()
     except BaseException as error:

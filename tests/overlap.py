@@ -223,9 +223,9 @@ def _played(
                 for lane in range(NUM_LANES)
             ]
             player.play(schedule, placement.decode_walk, [cast(Lane, lane) for lane in lanes])
-            device.finish()
+            device.wait_for_compute()
             ends.append(clock.now)
-        device.settle()
+        device.synchronize()
     return ends
 
 

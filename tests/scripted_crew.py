@@ -47,7 +47,7 @@ class ScriptedLane:
     def _compute(self, seconds: float) -> None:
         self._device.compute(seconds)
         if self._is_in_step:
-            self._device.finish()
+            self._device.wait_for_compute()
 
 
 class ScriptedExperts:
@@ -59,7 +59,7 @@ class ScriptedExperts:
     def run(self, stage: int, asked: Sequence[NeedExperts]) -> list[torch.Tensor]:
         self._device.compute(self._durations.experts(stage))
         if self._is_in_step:
-            self._device.finish()
+            self._device.wait_for_compute()
         return [torch.empty(0)] * len(asked)
 
 

@@ -11,7 +11,7 @@ import torch
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming
 from runtime.stream.clock import DeviceClock, Then
-from runtime.stream.device import ComputeDevice, Part
+from runtime.stream.device import ComputeDevice, CopyPart
 from runtime.units import GIB
 from tests.virtual_time import Gate, Resource, VirtualQueue, VirtualTime
 
@@ -84,10 +84,12 @@ class TimedDevice(ComputeDevice):
         self._its_own.add(buffer.untyped_storage().data_ptr())
         return buffer
 
-    def copy_all(self, parts: Sequence[Part], *, on: TimedStream, after: TimedEvent, then: Then | None = None) -> None:
+    def copy_all(
+        self, parts: Sequence[CopyPart], *, on: TimedStream, after: TimedEvent, then: Then | None = None
+    ) -> None:
         begun = list[float]()
 
-        def copied(part: Part) -> None:
+        def copied(part: CopyPart) -> None:
             link = self.link_in if part.target.untyped_storage().data_ptr() in self._its_own else self.link_out
             link.use(part.source.nbytes * self._seconds_per_byte)
 
@@ -104,7 +106,7 @@ class TimedDevice(ComputeDevice):
     def compute(self, seconds: float) -> None:
         self._compute_stream.enqueue(lambda: self.computing.use(seconds))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._compute_stream.synchronize()
         self.copy_stream.synchronize()
 

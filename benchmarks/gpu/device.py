@@ -28,7 +28,7 @@ def described(link: Mapping[str, float]) -> str:
 def limit(device: ComputeDevice, num_bytes: int) -> None:
     """Limits what torch's allocator may take in this process from now on. Nothing on a CPU."""
     if device.torch_device.type == "cuda":
-        device.limit(num_bytes)
+        device.set_memory_limit(num_bytes)
 
 
 def start_anew(device: ComputeDevice) -> None:

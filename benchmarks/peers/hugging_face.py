@@ -150,14 +150,14 @@ class DeviceModel:
 
     def measure(self, prompts: Sequence[list[int]], num_new_tokens: int) -> Result:
         """Host seconds, between which the device is waited for."""
-        clock = _FirstToken(self._device.finish)
+        clock = _FirstToken(self._device.wait_for_compute)
 
         def generate_all() -> dict[int, list[int]]:
             rows = generate_batch(self._model, prompts, num_new_tokens, self._device.torch_device, clock)
-            self._device.finish()
+            self._device.wait_for_compute()
             return dict(enumerate(rows))
 
-        self._device.finish()
+        self._device.wait_for_compute()
         begin = time.monotonic()
         self.num_forwards = 0
         result = timed(generate_all, baseline_bytes=resident_bytes(), batch_size=len(prompts))

@@ -33,7 +33,7 @@ def setup_plain_logging(level: LogLevel) -> None:
 def log_start(log: logging.Logger, config: RunSettings) -> None:
     """Sets up logging and logs warnings about the settings, the model and the output directory. Of several ranks only
     rank 0 logs information. Raises ConfigError if the device is missing."""
-    launch = Launch.found(os.environ) if config.devices.way is not Parallelism.one else None
+    launch = Launch.from_environment(os.environ) if config.devices.way is not Parallelism.one else None
     if launch is not None and launch.rank:
         setup_logging(LogLevel.warning)
         return

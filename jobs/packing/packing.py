@@ -12,10 +12,10 @@ from runtime.formats.kinds.rounded import Rounding, relative_rms_error
 from runtime.formats.module_tensors import RELATIVE_ERROR
 from runtime.out_of_memory import first_line, is_out_of_memory
 from runtime.store.checkpoint import INDEX, SINGLE
-from runtime.store.faults import read_fault, with_retries
+from runtime.store.faults import read_error, with_retries
 from runtime.store.file_digests import read_packing_record
 from runtime.store.header import read_header
-from runtime.store.writer import published, sync_directory
+from runtime.store.writer import atomic_write, sync_directory
 from runtime.units import format_bytes
 
 from ..files.locks import RunLock
@@ -194,7 +194,7 @@ class _Packer:
 
 
 def _publish(path: Path, data: bytes) -> None:
-    with published(path, len(data)) as file:
+    with atomic_write(path, len(data)) as file:
         file.write(data)
 
 
@@ -206,8 +206,8 @@ def _copy(source: Path, target: Path) -> None:
     try:
         file, size = source.open("rb", buffering=0), source.stat().st_size
     except OSError as error:
-        raise read_fault(source, "opening it", error) from error
-    with file, published(target, size) as out:
+        raise read_error(source, "opening it", error) from error
+    with file, atomic_write(target, size) as out:
         while count := with_retries(lambda: file.readinto(buffer), str(source), "copying it", time.sleep):
             out.write(buffer[:count])
 

@@ -29,9 +29,9 @@ from runtime.formats.storage_format import StoredMatrix
 from runtime.linear.packed_rows import ROUNDED_ENCODINGS
 from runtime.linear.window4_rows import WINDOW4
 from runtime.plan.shape.shapes import TensorSlice
-from runtime.store.file_digests import METADATA, PIECE_BYTES, read_packing_record, sums_of
+from runtime.store.file_digests import METADATA, PIECE_BYTES, crc32_sums, read_packing_record
 from runtime.store.header import read_header
-from runtime.store.writer import published
+from runtime.store.writer import atomic_write
 from runtime.units import round_up
 from runtime.weights.stage_weights import TORCH_DTYPES
 
@@ -154,7 +154,7 @@ class _Shard:
     def finish(self, stamp: str) -> None:
         """Writes the header, which fills its room."""
         self._file.flush()
-        record = {"source": stamp, "crc32": sums_of(Path(self._file.name), self._begin), "tensors": self.record}
+        record = {"source": stamp, "crc32": crc32_sums(Path(self._file.name), self._begin), "tensors": self.record}
         metadata = {"format": "pt", METADATA: json.dumps(record, separators=(",", ":"))}
         text = json.dumps({"__metadata__": metadata, **self.entries}, separators=(",", ":")).encode()
         assert len(text) <= self._begin - 8, f"a header of {len(text)} bytes in room for {self._begin}"
@@ -188,7 +188,7 @@ def pack_shard(
 
     names = sum(6 * len(json.dumps(name)) + MOST_ENTRY_BYTES + 40 * len(t.shape) for name, t in tensors.items())
     most_header_bytes = round_up(4096 + names + 12 * (size // PIECE_BYTES + 2), PAGE_BYTES)
-    with published(target, size) as file:
+    with atomic_write(target, size) as file:
         shard = _Shard(file, most_header_bytes, rounding, progress)
         found = [shard.add(tensor) for tensor in sorted(tensors.values(), key=turn)]
         shard.finish(stamp)

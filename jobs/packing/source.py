@@ -18,12 +18,12 @@ from runtime.store.checkpoint import (
     find_weights,
     is_gguf,
     is_index,
-    listed_in,
-    names_below,
+    list_names,
+    no_weights_error,
     read_index,
-    shards_of,
-    unreadable,
-    warn_of_index,
+    shard_names,
+    shard_tensors,
+    warn_of_unused_index,
 )
 from runtime.store.header import read_header
 from runtime.store.json_object import read_json_object
@@ -52,7 +52,7 @@ class PackSource:
     def tensors(self, shard: str) -> Mapping[str, TensorSlice]:
         """Those of a shard that a run reads there. Raises CheckpointError."""
         path = self.directory / shard
-        return listed_in(path, read_header(path), self.weight_map)
+        return shard_tensors(path, read_header(path), self.weight_map)
 
     @property
     def others(self) -> list[Path]:
@@ -111,14 +111,14 @@ def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping
     if entry is None and (out / SINGLE).exists():
         return [SINGLE], {}
     if entry is None:
-        raise unreadable(str(path), names_below(path))
+        raise no_weights_error(str(path), list_names(path))
     weight_map = read_index(entry) if is_index(entry) else {}
-    names = shards_of(entry)
+    names = shard_names(entry)
     if not names:
         raise CheckpointError(f"{entry}: not a safetensors index: weight_map must be an object of tensors and files")
     if not is_index(entry):
-        warn_of_index(entry)
-    if replace and names == [SINGLE] and (path / INDEX).exists() and shards_of(path / INDEX) != names:
+        warn_of_unused_index(entry)
+    if replace and names == [SINGLE] and (path / INDEX).exists() and shard_names(path / INDEX) != names:
         raise ConfigError(
             f"replace=true: {path} holds {SINGLE}, which is packed, and {INDEX}, whose shards would be read in its "
             f"place once it is deleted: move {INDEX} away first"

@@ -59,7 +59,7 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
         raise ConfigError(f"{key}={url} names no bucket")
     base, pattern = f"{scheme}://{'/'.join(steps[:num_plain])}", "/".join(steps[num_plain:])
     store = ObjectStore(base, key, RetryPolicy(seconds=RETRY_SECONDS))
-    files = store.listed(is_deep=True)
+    files = store.list_files(is_deep=True)
     names = [name.removesuffix(RUN).rstrip("/") for name in files if name == RUN or name.endswith(f"/{RUN}")]
 
     def order(name: str) -> tuple[str, int]:

@@ -82,7 +82,7 @@ class StoredRun(RunCopy):
     def __init__(self, store: ObjectStore, directory: RunDirectory):
         self._store, self._directory = store, directory
         self._hasty = ObjectStore(store.url, store.key, RetryPolicy(seconds=0))
-        self._files: dict[str, StoredFile] = {**store.listed(is_deep=True)}
+        self._files: dict[str, StoredFile] = {**store.list_files(is_deep=True)}
         self._begun = self._read_json(RUN) if RUN in self._files else None
 
     @property
@@ -96,7 +96,7 @@ class StoredRun(RunCopy):
             log.info("%s: taken over from %s, process %s", self._store.url, writer.get("host"), writer.get("pid"))
         record = {"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}
         self._store.write(WRITER, canonical_json(record).encode(), is_first=True)
-        self._files = {**self._store.listed(is_deep=True)}
+        self._files = {**self._store.list_files(is_deep=True)}
         names = [name for name in self._files if RUN_FILE.fullmatch(name) and name not in (RUN, WRITER)]
         try:
             with ThreadPoolExecutor(NUM_FETCHES) as pool:
@@ -110,7 +110,7 @@ class StoredRun(RunCopy):
     def upload_missing(self, *paths: Path) -> None:
         new = self._missing_files(paths)
         if len(new) > 1:  # other workers may have taken them there
-            self._files |= self._store.listed(is_deep=True)
+            self._files |= self._store.list_files(is_deep=True)
             self._drop_size_mismatches(new)
             new = self._missing_files(new)
         if new:

@@ -231,7 +231,7 @@ def _digest_files(paths: Sequence[Path], cache_dir: str | None, should_stop: Cal
     names = [path.name for path in paths]
     keys = names if len(set(names)) == len(names) else [str(path) for path in paths]
     try:
-        digests = digest_files([*map(str, paths)], cache_root(cache_dir), should_stop, asked_by="dataset.path")
+        digests = digest_files([*map(str, paths)], cache_root(cache_dir), should_stop, setting="dataset.path")
     except CheckpointError as error:
         raise DatasetError(str(error)) from error
     return {key: digests[str(path)] for key, path in zip(keys, paths, strict=True)}

@@ -29,7 +29,7 @@ SEVERAL_PROCESSES = (
 def join_ranks(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterator[Ranks | None]:
     """Joins the ranks started by a launcher; None with `devices=one`. Raises ConfigError if settings and launcher
     disagree."""
-    launch = Launch.found(os.environ)
+    launch = Launch.from_environment(os.environ)
     if devices.way is Parallelism.one:
         is_of_several = launch is not None and launch.size > 1 and launch.url == "env://"
         require(not is_of_several, SEVERAL_PROCESSES)

@@ -12,7 +12,7 @@ import torch
 from ..attention.host_attention import decode_attention
 from ..attention.layout import LayerKV, PassLayout, Places, copy_places
 from ..attention.views import DecodeRows, Reach, Rule, Segment, TokenRanges
-from ..stream.device import Part
+from ..stream.device import CopyPart
 from ..stream.exchange import HostExchange, RoundTrip
 from .pages import KVPages
 
@@ -31,13 +31,13 @@ class HostLayerKV(LayerKV):
     def gather_row(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         sources = (self.k_NPHD, self.key), (self.v_NPHD, self.value)
         rows_SHD = [
-            self.exchange.new((segment.end, pages.shape[2], pages.shape[3]), pages.dtype) for pages, _ in sources
+            self.exchange.new_tensor((segment.end, pages.shape[2], pages.shape[3]), pages.dtype) for pages, _ in sources
         ]
-        copies = list[Part]()
+        copies = list[CopyPart]()
         for (pages, _), row in zip(sources, rows_SHD, strict=True):
             flat = pages.flatten(0, 1)
             for place, at, num in self.layout.runs(segment.row, 0, segment.past):
-                copies.append(Part(flat[place : place + num], row[at : at + num]))
+                copies.append(CopyPart(flat[place : place + num], row[at : at + num]))
         self.exchange.load(self.index, copies)
         for (_, new), row in zip(sources, rows_SHD, strict=True):
             row[segment.past :] = new[0, :, segment.start : segment.start + segment.new].transpose(0, 1)
@@ -47,16 +47,16 @@ class HostLayerKV(LayerKV):
         """All that is cached comes up at once."""
         sources = (self.k_NPHD, self.key[0]), (self.v_NPHD, self.value[0])
         packed_SHD = [
-            self.exchange.new((ranges.num_positions, pages.shape[2], pages.shape[3]), pages.dtype)
+            self.exchange.new_tensor((ranges.num_positions, pages.shape[2], pages.shape[3]), pages.dtype)
             for pages, _ in sources
         ]
-        copies, begin = list[Part](), 0
+        copies, begin = list[CopyPart](), 0
         for part in ranges.parts:
             middle, end = begin + part.past - part.first, begin + part.num_positions
             for (pages, new_HTD), packed in zip(sources, packed_SHD, strict=True):
                 flat = pages.flatten(0, 1)
                 for place, at, num in self.layout.runs(part.row, part.first, part.past):
-                    copies.append(Part(flat[place : place + num], packed[begin + at : begin + at + num]))
+                    copies.append(CopyPart(flat[place : place + num], packed[begin + at : begin + at + num]))
                 packed[middle:end] = new_HTD[:, part.start : part.start + part.new].transpose(0, 1)
             begin = end
         self.exchange.load(self.index, copies)
@@ -80,7 +80,7 @@ class HostAttention:
     def attend(self, reach: Reach, *, scale: float, softcap: float | None, num_threads: int) -> torch.Tensor:
         """Waits for this trip alone, on any thread, stores the new keys and values, and begins to send up what it
         returns: (B, H, D) in compute memory, which `receive` waits for."""
-        q_BHD, k_BHD, v_BHD, *sinks = self._round_trip.arrived()
+        q_BHD, k_BHD, v_BHD, *sinks = self._round_trip.wait_for_inputs()
         layout, rows = self._kv.layout, self._rows
         layout.new_T.scatter(self._kv.k_NPHD, k_BHD)
         layout.new_T.scatter(self._kv.v_NPHD, v_BHD)
@@ -96,7 +96,7 @@ class HostAttention:
             Rule(scale, softcap, sinks[0] if sinks else None),
             num_threads,
         )
-        self._round_trip.answer(answer)
+        self._round_trip.send_answer(answer)
         return self._round_trip.out
 
     def receive(self, out_THD: torch.Tensor) -> torch.Tensor:
@@ -139,14 +139,14 @@ class HostLane:
         if copies:
             self._exchange.store(index, copies)
 
-    def _new_token_copies(self, pages_NPHD: torch.Tensor, new_1HTD: torch.Tensor) -> Iterator[Part]:
+    def _new_token_copies(self, pages_NPHD: torch.Tensor, new_1HTD: torch.Tensor) -> Iterator[CopyPart]:
         if not self._segments:
             return
         flat, new_THD = pages_NPHD.flatten(0, 1), new_1HTD[0].transpose(0, 1).contiguous()
         for segment in self._segments:
             tokens = new_THD[segment.start : segment.start + segment.new]
             for place, at, num in self._layout.runs(segment.row, segment.past, segment.end):
-                yield Part(tokens[at : at + num], flat[place : place + num])
+                yield CopyPart(tokens[at : at + num], flat[place : place + num])
 
     def begin_attention(
         self,
@@ -158,7 +158,7 @@ class HostLane:
         """Begins to bring down queries, keys and values (1, H, T, D) of the tokens that decode."""
         assert self._rows is not None, "no row decodes"
         sent = [t[0, :, tokens_B].transpose(0, 1).contiguous() for t in qkv]
-        out = self._exchange.new((*sent[0].shape[:2], sent[2].shape[2]), sent[2].dtype)
+        out = self._exchange.new_tensor((*sent[0].shape[:2], sent[2].shape[2]), sent[2].dtype)
         sinks = [] if sinks_H is None else [sinks_H.float().contiguous()]
         round_trip = self._exchange.send(index, [*sent, *sinks], out)
         return HostAttention(round_trip, self.layer(index, *qkv[1:]), self._rows, tokens_B, self._copies)

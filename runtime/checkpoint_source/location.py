@@ -33,10 +33,10 @@ from ..store.checkpoint import (
     find_weights,
     is_gguf,
     is_index,
-    names_below,
+    list_names,
+    no_weights_error,
     open_checkpoint,
-    shards_of,
-    unreadable,
+    shard_names,
 )
 from ..store.gguf import read_gguf
 from ..store.json_object import read_json_object
@@ -91,11 +91,11 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
         head = _copy_from_url(url, key, [CONFIG, f"*{INDEX_SUFFIX}"], cache_dir, should_stop)
         if head.is_file():
             return head
-        names = ObjectStore(url, key, RetryPolicy(should_stop=should_stop)).listed(is_deep=False)
+        names = ObjectStore(url, key, RetryPolicy(should_stop=should_stop)).list_files(is_deep=False)
         entry = find_weights(head, names)
         if entry is None:
-            raise unreadable(url, names, is_local=False)
-        return _copy_from_url(url, key, [*SETTINGS, *map(escape, shards_of(entry))], cache_dir, should_stop)
+            raise no_weights_error(url, names, is_local=False)
+        return _copy_from_url(url, key, [*SETTINGS, *map(escape, shard_names(entry))], cache_dir, should_stop)
     try:
         return _download_model(config.path, config.revision)
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
@@ -118,10 +118,10 @@ def _download_model(model: str, revision: str | None) -> Path:
         try:
             names = HfApi().list_repo_files(model, revision=place.name)
         except Exception:  # of whichever library the client takes: there is an error to tell of already
-            names = names_below(place)  # those that are here
-        raise unreadable(model, names, is_local=False)
+            names = list_names(place)  # those that are here
+        raise no_weights_error(model, names, is_local=False)
     if is_index(entry) and entry.is_file():
-        fetch(shards_of(entry))
+        fetch(shard_names(entry))
     return place
 
 

@@ -39,31 +39,31 @@ Finished: TypeAlias = Sequence[tuple[int, Completion]]
 KIND, LANES, STATES, ENDED, STOPPING = "kind", "lanes", "states", "ended", "stopping"
 
 
-def written_states(states: Mapping[int, SequenceState]) -> list[Values]:
+def encode_states(states: Mapping[int, SequenceState]) -> list[Values]:
     """`read_states` reads them; beams are not among them."""
     return [
         {
             "place": place,
             "tokens": state.token_ids,
-            "logprobs": _written_logprobs(state.logprobs),
+            "logprobs": _encode_logprobs(state.logprobs),
             "generator": None if state.generator_state is None else base64.b64encode(state.generator_state).decode(),
         }
         for place, state in states.items()
     ]
 
 
-def read_states(values: Sequence[Values]) -> dict[int, SequenceState]:
+def decode_states(values: Sequence[Values]) -> dict[int, SequenceState]:
     return {
         each["place"]: SequenceState(
             token_ids=tuple(each["tokens"]),
-            logprobs=_read_logprobs(each["logprobs"]),
+            logprobs=_decode_logprobs(each["logprobs"]),
             generator_state=None if each["generator"] is None else base64.b64decode(each["generator"]),
         )
         for each in values
     }
 
 
-def written_completions(completions: Finished) -> list[Values]:
+def encode_completions(completions: Finished) -> list[Values]:
     """`read_completions` reads them; beams are not among them."""
     return [
         {
@@ -72,7 +72,7 @@ def written_completions(completions: Finished) -> list[Values]:
             "text": each.text,
             "finish": each.finish.value,
             "error": each.error,
-            "logprobs": _written_logprobs(each.logprobs),
+            "logprobs": _encode_logprobs(each.logprobs),
             "reasoning": each.reasoning,
             "scores": [[score.own, score.top_ids, score.top, score.greedy_id] for score in each.scores],
             "vector": None if each.vector is None else base64.b64encode(each.vector.tobytes()).decode(),
@@ -81,7 +81,7 @@ def written_completions(completions: Finished) -> list[Values]:
     ]
 
 
-def read_completions(values: Sequence[Values], requests: Sequence[Request]) -> list[tuple[int, Completion]]:
+def decode_completions(values: Sequence[Values], requests: Sequence[Request]) -> list[tuple[int, Completion]]:
     return [
         (
             each["place"],
@@ -91,7 +91,7 @@ def read_completions(values: Sequence[Values], requests: Sequence[Request]) -> l
                 text=each["text"],
                 finish=FinishReason(each["finish"]),
                 error=each["error"],
-                logprobs=_read_logprobs(each["logprobs"]),
+                logprobs=_decode_logprobs(each["logprobs"]),
                 reasoning=each["reasoning"],
                 scores=tuple(
                     TokenScore(own=own, top_ids=tuple(ids), top=tuple(top), greedy_id=greedy)
@@ -104,11 +104,11 @@ def read_completions(values: Sequence[Values], requests: Sequence[Request]) -> l
     ]
 
 
-def _written_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[list[object]]:
+def _encode_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[list[object]]:
     return [[each.own, each.top_ids, each.top] for each in logprobs]
 
 
-def _read_logprobs(values: Sequence[Sequence[Any]]) -> tuple[TokenLogprobs, ...]:
+def _decode_logprobs(values: Sequence[Sequence[Any]]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in values)
 
 
@@ -116,22 +116,22 @@ def plan_to_broadcast(plan: RunPlan, requests: Sequence[Request], weights: str) 
     """The choices that a plan follows from, and of which requests and weights it is."""
     return {
         "blocks": [[block.index, block.micro_batches] for block in plan.blocks],
-        "policy": _plain(plan.policy),
-        "kv": _plain(plan.kv),
-        "prefetch": _plain(plan.prefetch),
+        "policy": _to_plain(plan.policy),
+        "kv": _to_plain(plan.kv),
+        "prefetch": _to_plain(plan.prefetch),
         "budgets": vars(plan.budgets),
-        "requests": digest_of(requests),
+        "requests": requests_digest(requests),
         "weights": weights,
     }
 
 
-def _plain(config: PolicyConfig | KVConfig | PrefetchConfig) -> Values:
+def _to_plain(config: PolicyConfig | KVConfig | PrefetchConfig) -> Values:
     """The config's keys; one that holds an enum reads its name back."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
 
 
-def digest_of(requests: Sequence[Request]) -> str:
+def requests_digest(requests: Sequence[Request]) -> str:
     """The same for the same requests in the same order."""
     digest = hashlib.sha256()
     for each in requests:
@@ -144,7 +144,7 @@ SESSION, OVER = "session", "over"
 NOT_YET = "devices={} does not go with {} as yet: {}"
 
 
-def for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.sharded) -> RuntimeConfig:
+def config_for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.sharded) -> RuntimeConfig:
     """The config with what only one process can do left out, where the settings leave that open. Raises ConfigError
     where they ask for it."""
     paging, num_beams, is_divided = (
@@ -167,7 +167,7 @@ def for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.sharded) -> 
 def plan_from_broadcast(message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
     """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests or
     weights, and BudgetError."""
-    if message["requests"] != digest_of(requests):
+    if message["requests"] != requests_digest(requests):
         raise ConfigError(
             "devices: this rank has read other rows than rank 0: all ranks need the same data set, "
             "tokenizer and settings"
@@ -187,7 +187,7 @@ def plan_from_broadcast(message: Values, planner: Planner, requests: Sequence[Re
     )
     plan = plan_policy(problem, blocks=blocks)
     if policy.admission is Admission.continuous:
-        num_pages, most = plan.placement.kv.num_pages, _most_pages(requests)
+        num_pages, most = plan.placement.kv.num_pages, _max_request_pages(requests)
         if num_pages and most > num_pages:
             raise BudgetError(
                 f"policy.admission=continuous: keys and values of the longest request take {most} pages of "
@@ -196,16 +196,16 @@ def plan_from_broadcast(message: Values, planner: Planner, requests: Sequence[Re
     return plan
 
 
-def num_admitting(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -> int:
+def num_admitting_ranks(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -> int:
     """How many ranks admit rows by themselves, each into an equal share of the pages of keys and values: so many that a
     share has room for the longest request, for which a plan that was told has room."""
     num_pages = plan.placement.kv.num_pages
     if not num_pages:
         return num_ranks
-    return min(num_ranks, num_pages // max(1, _most_pages(requests)))
+    return min(num_ranks, num_pages // max(1, _max_request_pages(requests)))
 
 
-def _most_pages(requests: Sequence[Request]) -> int:
+def _max_request_pages(requests: Sequence[Request]) -> int:
     """The pages of the longest of them."""
     tokens = max((max_cached_tokens(len(each.prompt_ids), each.max_new_tokens) for each in requests), default=0)
     return -(-tokens // PAGE_TOKENS)

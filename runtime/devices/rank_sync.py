@@ -25,10 +25,10 @@ from .messages import (
     STATES,
     STOPPING,
     Finished,
-    read_completions,
-    read_states,
-    written_completions,
-    written_states,
+    decode_completions,
+    decode_states,
+    encode_completions,
+    encode_states,
 )
 
 LEAST = "least"
@@ -40,40 +40,40 @@ class RankSync:
     not finished, and `states` what those of them have come to that are begun."""
 
     def __init__(self, ranks: Ranks, should_stop: Callable[[], bool]):
-        self.ranks, self._asked_to_stop = ranks, should_stop
+        self.ranks, self._local_should_stop = ranks, should_stop
         self.rows: Callable[[], Mapping[int, Running]] = dict
         self.states: Callable[[], Mapping[int, SequenceState]] = dict
-        self._known: dict[int, SequenceState] = {}  # of other ranks, when they were last asked
+        self._peer_states: dict[int, SequenceState] = {}  # of other ranks, when they were last asked
         self._has_stopped = False
 
     def should_stop(self) -> bool:
         """Whether this rank, or any other, was asked to stop."""
-        return self.ranks.is_stopping or self._asked_to_stop()
+        return self.ranks.is_stopping or self._local_should_stop()
 
-    def lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
+    def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
         """The most lanes that any rank has in the next pass, and the phase of all that have any. Raises Interrupted."""
         while True:
             if self.should_stop():
                 raise Interrupted(STOPPED)
-            met = self._exchange({KIND: LANES, "lanes": num_lanes, "phase": phase.value})
-            if met[0][KIND] == LANES:
+            replies = self._exchange({KIND: LANES, "lanes": num_lanes, "phase": phase.value})
+            if replies[0][KIND] == LANES:
                 break
             self._exchange(self._own_states())
-        phases = {each["phase"] for each in met if each["lanes"]}
+        phases = {each["phase"] for each in replies if each["lanes"]}
         agreed = Phase(*phases) if len(phases) == 1 else Phase.mixed
-        return max(each["lanes"] for each in met), agreed
+        return max(each["lanes"] for each in replies), agreed
 
-    def ended(
+    def exchange_results(
         self, counts: PassCounts | None, finished: Finished, requests: Sequence[Request]
     ) -> tuple[PassCounts, Finished]:
         """What a pass came to on all ranks, given this one's: its counts, and what has finished in it, by rank."""
         values = asdict(counts) if counts is not None else None
-        message = {KIND: ENDED, "counts": values, "finished": written_completions(finished)}
-        met = [each for each in self.ranks.exchange(message) if each[KIND] == ENDED]
-        found = [pair for each in met for pair in read_completions(each["finished"], requests)]
+        message = {KIND: ENDED, "counts": values, "finished": encode_completions(finished)}
+        replies = [each for each in self.ranks.exchange(message) if each[KIND] == ENDED]
+        found = [pair for each in replies for pair in decode_completions(each["finished"], requests)]
         for place, _ in found:
-            self._known.pop(place, None)
-        return PassCounts.total(PassCounts(**each["counts"]) for each in met if each["counts"]), found
+            self._peer_states.pop(place, None)
+        return PassCounts.total(PassCounts(**each["counts"]) for each in replies if each["counts"]), found
 
     def all_states(self) -> dict[int, SequenceState]:
         """What rows of all ranks have come to; of rank 0 alone, between two passes or behind the last one. Where others
@@ -81,41 +81,41 @@ class RankSync:
         try:
             if not self._has_stopped and not self.ranks.is_stopping:
                 self._exchange({KIND: STATES})
-                self._keep(self.ranks.exchange(self._own_states()))
+                self._store_states(self.ranks.exchange(self._own_states()))
         except Interrupted:
             self.stop()
-        return {**self._known, **self.states()}
+        return {**self._peer_states, **self.states()}
 
     def stop(self) -> None:
         """Has all ranks stop, and waits until they have, as far as they are there."""
         self.ranks.stop()
         while not self._has_stopped:
             try:
-                met = self.ranks.exchange({**self._own_states(), KIND: STOPPING})
+                replies = self.ranks.exchange({**self._own_states(), KIND: STOPPING})
             except Interrupted:  # one of them has ended
                 self._has_stopped = True
                 return
-            self._has_stopped = all(each.get(KIND) == STOPPING for each in met)
-            self._keep([each for each in met if each.get(KIND) == STOPPING])
+            self._has_stopped = all(each.get(KIND) == STOPPING for each in replies)
+            self._store_states([each for each in replies if each.get(KIND) == STOPPING])
 
-    def lose_pass(self) -> None:
+    def abort_pass(self) -> None:
         """This rank cannot go on in the middle of a pass, in which others wait for it."""
         self.stop()
 
     def _exchange(self, message: Message) -> list[Message]:
         """Raises Interrupted where another rank is stopping, and PeerEnded."""
-        met = self.ranks.exchange(message)
-        if any(each.get(KIND) == STOPPING for each in met):
+        replies = self.ranks.exchange(message)
+        if any(each.get(KIND) == STOPPING for each in replies):
             raise Interrupted(STOPPED)
-        return met
+        return replies
 
     def _own_states(self) -> Message:
-        return {KIND: STATES, "states": written_states(self.states())}
+        return {KIND: STATES, "states": encode_states(self.states())}
 
-    def _keep(self, met: list[Message]) -> None:
-        for rank, each in enumerate(met):
+    def _store_states(self, replies: list[Message]) -> None:
+        for rank, each in enumerate(replies):
             if rank != self.ranks.rank:
-                self._known.update(read_states(each["states"]))
+                self._peer_states.update(decode_states(each["states"]))
 
 
 class SyncBetweenPasses(RankSync):
@@ -124,31 +124,33 @@ class SyncBetweenPasses(RankSync):
     def should_stop(self) -> bool:
         return False
 
-    def lose_pass(self) -> None:
+    def abort_pass(self) -> None:
         """Others wait within the pass and can be told nothing, but see the end of this rank."""
         self._has_stopped = True
 
-    def least(self, counts: Sequence[int | None]) -> list[int | None]:
+    def min_over_ranks(self, counts: Sequence[int | None]) -> list[int | None]:
         """What all ranks have of each of these, given what this one has; None: as the policy says."""
-        met = [each[LEAST] for each in self.ranks.exchange({KIND: LEAST, LEAST: counts})]
-        return [min(each) if None not in each else None for each in zip(*met, strict=True)]
+        replies = [each[LEAST] for each in self.ranks.exchange({KIND: LEAST, LEAST: counts})]
+        return [min(each) if None not in each else None for each in zip(*replies, strict=True)]
 
 
 class PassSync(SyncBetweenPasses):
     """That the next pass is the same one, and that none of them is to stop."""
 
-    def lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
+    def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
         """What was asked for. Raises Interrupted where a rank was asked to stop, PeerEnded where one has ended, and
         ConfigError where one has drawn other tokens."""
         # A sum over the tokens of rows that go on.
         last = [(i, len(each.generated), each.generated[-1]) for i, each in self.rows().items() if each.generated]
         drawn = zlib.crc32(repr(last).encode())
         own = {KIND: LANES, "lanes": num_lanes, "phase": phase.value, "drawn": drawn}
-        met = self.ranks.exchange({**own, STOPPING: self._asked_to_stop()})
-        if any(each[STOPPING] for each in met):
+        replies = self.ranks.exchange({**own, STOPPING: self._local_should_stop()})
+        if any(each[STOPPING] for each in replies):
             self._has_stopped = True
             raise Interrupted(STOPPED)
-        odd = [rank for rank, each in enumerate(met) if {**each, STOPPING: False} != {**met[0], STOPPING: False}]
+        odd = [
+            rank for rank, each in enumerate(replies) if {**each, STOPPING: False} != {**replies[0], STOPPING: False}
+        ]
         if odd:
             self._has_stopped = True
             raise ConfigError(
@@ -172,16 +174,16 @@ class PipelineSync(SyncBetweenPasses):
     """Whether one of them is to stop. How far rows have come the last rank says, which has the generators that draw
     their tokens."""
 
-    def __init__(self, line: PipelineLink, asked_to_stop: Callable[[], bool]):
-        super().__init__(line.ranks, asked_to_stop)
+    def __init__(self, line: PipelineLink, local_should_stop: Callable[[], bool]):
+        super().__init__(line.ranks, local_should_stop)
         self._line = line
 
-    def lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
+    def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
         """What was asked for. Raises Interrupted where a rank was asked to stop, and PeerEnded."""
         if self._has_stopped:
             raise Interrupted(STOPPED)
-        while self._met({KIND: LANES, STOPPING: self._asked_to_stop()})[0][KIND] == STATES:
-            self._keep(self.ranks.exchange(self._own_states()))
+        while self._exchange_or_stop({KIND: LANES, STOPPING: self._local_should_stop()})[0][KIND] == STATES:
+            self._store_states(self.ranks.exchange(self._own_states()))
         return num_lanes, phase
 
     def all_states(self) -> dict[int, SequenceState]:
@@ -189,31 +191,31 @@ class PipelineSync(SyncBetweenPasses):
         any more, what it said last counts."""
         try:
             if not self._has_stopped:
-                self._met({KIND: STATES})
-                self._keep(self.ranks.exchange(self._own_states()))
+                self._exchange_or_stop({KIND: STATES})
+                self._store_states(self.ranks.exchange(self._own_states()))
         except Interrupted:
             self._has_stopped = True
-        return {place: self._known[place] for place in self.states() if place in self._known}
+        return {place: self._peer_states[place] for place in self.states() if place in self._peer_states}
 
     def stop(self) -> None:
         """Has the others stop before their next pass, unless all are about to."""
         try:
             if not self._has_stopped:
-                self._met({KIND: LANES, STOPPING: True})
+                self._exchange_or_stop({KIND: LANES, STOPPING: True})
         except Interrupted:
             self._has_stopped = True
 
-    def _met(self, message: Message) -> list[Message]:
+    def _exchange_or_stop(self, message: Message) -> list[Message]:
         """Raises Interrupted where a rank stops, and has then heard the last one; and PeerEnded."""
-        met = self.ranks.exchange(message)
-        if any(each.get(STOPPING) for each in met):
+        replies = self.ranks.exchange(message)
+        if any(each.get(STOPPING) for each in replies):
             self._has_stopped = True
-            self._keep(self.ranks.exchange(self._own_states()))
+            self._store_states(self.ranks.exchange(self._own_states()))
             raise Interrupted(STOPPED)
-        return met
+        return replies
 
     def _own_states(self) -> Message:
         return super()._own_states() if self._line.is_last else {KIND: STATES}
 
-    def _keep(self, met: list[Message]) -> None:
-        self._known = read_states(met[-1]["states"])
+    def _store_states(self, replies: list[Message]) -> None:
+        self._peer_states = decode_states(replies[-1]["states"])

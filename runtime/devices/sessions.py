@@ -17,7 +17,7 @@ from ..plan.planner import RunPlan
 from ..sequences.reasoning import Reasoning
 from ..sequences.sequence import Completion, Request, SequenceState
 from ..sequences.sequence import Sequence as Running
-from .messages import KIND, Finished, num_admitting, read_states, written_states
+from .messages import KIND, Finished, decode_states, encode_states, num_admitting_ranks
 from .rank_sync import RankSync, SyncBetweenPasses
 
 WAVE, STREAM, CLOSED = "wave", "stream", "closed"
@@ -50,9 +50,9 @@ class RankSession(Session):
         unfinished: Mapping[int, SequenceState],
         on_pass: OnPass = ignore_pass,
     ) -> Generator[tuple[int, Completion]]:
-        states = written_states({i: unfinished[i] for i in remaining if i in unfinished})
+        states = encode_states({i: unfinished[i] for i in remaining if i in unfinished})
         self._ranks.broadcast({KIND: WAVE, "block": block.index, "left": list(remaining), "states": states})
-        return self._part(block, remaining, requests, unfinished, on_pass)
+        return self._run_block(block, remaining, requests, unfinished, on_pass)
 
     def stream(
         self,
@@ -61,19 +61,19 @@ class RankSession(Session):
         unfinished: Mapping[int, SequenceState],
         on_pass: OnPass = ignore_pass,
     ) -> Generator[tuple[int, Completion]]:
-        states = written_states({i: unfinished[i] for i in order if i in unfinished})
+        states = encode_states({i: unfinished[i] for i in order if i in unfinished})
         self._ranks.broadcast({KIND: STREAM, "order": list(order), "states": states})
-        return self._part_of_stream(order, requests, unfinished, on_pass)
+        return self._run_stream(order, requests, unfinished, on_pass)
 
     def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
         """Takes part in what rank 0 begins, until it closes its session; gives what all ranks come to."""
         blocks = {block.index: block for block in self._plan.blocks}
         while (message := self._ranks.receive())[KIND] != CLOSED:
-            unfinished = read_states(message["states"])
+            unfinished = decode_states(message["states"])
             if message[KIND] == WAVE:
-                yield from self._part(blocks[message["block"]], message["left"], requests, unfinished, ignore_pass)
+                yield from self._run_block(blocks[message["block"]], message["left"], requests, unfinished, ignore_pass)
             else:
-                yield from self._part_of_stream(message["order"], requests, unfinished, ignore_pass)
+                yield from self._run_stream(message["order"], requests, unfinished, ignore_pass)
 
     def announce_close(self) -> None:
         """Has those that follow close theirs, too."""
@@ -82,7 +82,7 @@ class RankSession(Session):
     def snapshot(self) -> dict[int, SequenceState]:
         return self._rank_sync.all_states()
 
-    def _part(
+    def _run_block(
         self,
         block: Block,
         left: Sequence[int],
@@ -91,9 +91,9 @@ class RankSession(Session):
         on_pass: OnPass,
     ) -> Generator[tuple[int, Completion]]:
         self._requests = requests
-        return super().wave(*self._own(block, left), requests, unfinished, on_pass)
+        return super().wave(*self._own_rows(block, left), requests, unfinished, on_pass)
 
-    def _part_of_stream(
+    def _run_stream(
         self,
         order: Sequence[int],
         requests: Sequence[Request],
@@ -101,9 +101,9 @@ class RankSession(Session):
         on_pass: OnPass,
     ) -> Generator[tuple[int, Completion]]:
         self._requests = requests
-        return super().stream(self._own_line(order), requests, unfinished, on_pass)
+        return super().stream(self._own_requests(order), requests, unfinished, on_pass)
 
-    def _own(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
+    def _own_rows(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
         """This rank's part of a block, and of what is left of it: every so many-th row of each micro-batch."""
         is_left = frozenset(left)
         groups = [[i for i in group if i in is_left] for group in block.micro_batches]
@@ -111,21 +111,21 @@ class RankSession(Session):
         own = Block(index=block.index, micro_batches=tuple(part for part in parts if part))
         return own, own.members
 
-    def _own_line(self, order: Sequence[int]) -> Sequence[int]:
+    def _own_requests(self, order: Sequence[int]) -> Sequence[int]:
         """This rank's part of all that is left: every so many-th row, which it admits by itself, or none."""
         rank, count = self._ranks.rank, self._num_admitting
         return order[rank::count] if rank < count else ()
 
-    def _slots(self) -> LaneSlots:
+    def _lane_slots(self) -> LaneSlots:
         return super()._lane_slots().share(self._num_admitting, self._plan.placement.kv.num_pages)
 
     @property
     def _num_admitting(self) -> int:
-        return num_admitting(self._plan, self._requests, self._ranks.size)
+        return num_admitting_ranks(self._plan, self._requests, self._ranks.size)
 
     def _generate(self, batcher: Batcher, on_pass: OnPass) -> Generator[tuple[int, Completion]]:
         try:
-            yield from self._ended(None)[1]
+            yield from self._exchange_results(None)[1]
             with batcher:
                 while True:
                     try:
@@ -133,11 +133,11 @@ class RankSession(Session):
                     except Interrupted:
                         raise
                     except Exception:
-                        self._rank_sync.lose_pass()
+                        self._rank_sync.abort_pass()
                         raise
                     if record is None:
                         break
-                    counts, finished = self._ended(record.counts)
+                    counts, finished = self._exchange_results(record.counts)
                     yield from finished
                     on_pass(replace(record, counts=counts))
         except PeerEnded:
@@ -146,8 +146,8 @@ class RankSession(Session):
             self._rank_sync.stop()
             raise
 
-    def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
-        return self._rank_sync.ended(counts, self._pop_finished(), self._requests)
+    def _exchange_results(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
+        return self._rank_sync.exchange_results(counts, self._pop_finished(), self._requests)
 
 
 class SameRowsSession(RankSession):
@@ -155,25 +155,25 @@ class SameRowsSession(RankSession):
     know the same tokens, they admit the same rows. Records have the times and bytes of this rank."""
 
     @property
-    def _between(self) -> SyncBetweenPasses:
+    def _sync(self) -> SyncBetweenPasses:
         assert isinstance(self._rank_sync, SyncBetweenPasses), "ranks have the same rows"
         return self._rank_sync
 
-    def _own(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
+    def _own_rows(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
         return block, left
 
-    def _own_line(self, order: Sequence[int]) -> Sequence[int]:
+    def _own_requests(self, order: Sequence[int]) -> Sequence[int]:
         return order
 
-    def _chunks(
+    def _chunk_sizes(
         self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
     ) -> Sequence[int | None]:
-        return self._between.least(super()._chunk_sizes(block, requests, lanes))
+        return self._sync.min_over_ranks(super()._chunk_sizes(block, requests, lanes))
 
-    def _slots(self) -> LaneSlots:
+    def _lane_slots(self) -> LaneSlots:
         num_pages = self._plan.placement.kv.num_pages
-        [least] = self._between.least([num_pages])
+        [least] = self._sync.min_over_ranks([num_pages])
         return Session._lane_slots(self)._replace(others_pages=num_pages - (least or 0))
 
-    def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
+    def _exchange_results(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
         return counts or PassCounts.total([]), self._pop_finished()

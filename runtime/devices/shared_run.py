@@ -22,19 +22,19 @@ from ..planning.budgets import budgets_of
 from ..planning.planner import Planner
 from ..probing.meta import build_meta_model
 from ..ranks.collectives import AllGather, Collectives, PipelineLink
-from ..ranks.pipeline import keep_part, transferred_tensors
+from ..ranks.pipeline import keep_stages, transferred_tensors
 from ..ranks.ranks import Message, Ranks
 from ..ranks.shared_memory import SharedMemory
 from ..ranks.tensor import TensorSplit
 from ..sequences.sequence import Request
 from ..stream.device import ComputeDevice, choose_device
-from ..stream.filling import Together
+from ..stream.filling import SessionResources
 from .messages import (
     KIND,
     NOT_YET,
     SESSION,
     Values,
-    for_ranks,
+    config_for_ranks,
     plan_from_broadcast,
     plan_to_broadcast,
 )
@@ -46,7 +46,7 @@ MOST_ROWS = 64  # of a lane, where the policy leaves that open
 CROWDED = 0.5  # of the smallest budget, which weights take at most that are divided by time instead of memory
 
 
-def device_of(ranks: Ranks | None, name: str) -> ComputeDevice:
+def choose_rank_device(ranks: Ranks | None, name: str) -> ComputeDevice:
     """The device that this process computes on. Each of several ranks takes another one of its machine's accelerators,
     or where a launcher lets it see but one, that. Raises ConfigError."""
     if ranks is None:
@@ -55,10 +55,10 @@ def device_of(ranks: Ranks | None, name: str) -> ComputeDevice:
     count = 0 if found.type == "cpu" else torch.accelerator.device_count()
     if count < 2 or ":" in name:
         return ComputeDevice(name)
-    return ComputeDevice(str(torch.device(found.type, place_of(ranks.num_before_here, ranks.num_here, count))))
+    return ComputeDevice(str(torch.device(found.type, accelerator_index(ranks.num_before_here, ranks.num_here, count))))
 
 
-def place_of(place: int, num_here: int, count: int) -> int:
+def accelerator_index(place: int, num_here: int, count: int) -> int:
     """The number of the accelerator, of `count`, that rank `place` of the `num_here` on a machine takes. Raises
     ConfigError."""
     require(
@@ -69,25 +69,25 @@ def place_of(place: int, num_here: int, count: int) -> int:
     return place
 
 
-def require_alike(ranks: Ranks, model: LoadedModel, device: ComputeDevice) -> None:
+def require_same_devices(ranks: Ranks, model: LoadedModel, device: ComputeDevice) -> None:
     """All ranks ask at once. Raises ConfigError where two have one accelerator between them, or they would come to
     other numbers."""
     torch_device, kind = device.torch_device, "accelerator" if device.is_accelerator else "processor"
-    name, identity = "a processor", ""  # processors of one kind are not told apart here
+    name, identity = "a processor", ""  # processors of one kind cannot be told apart here
     if torch_device.type != "cpu":
         name = str(torch.get_device_module(torch_device).get_device_name(torch_device))
     if torch_device.type == "cuda":  # the name of an accelerator by which all processes know it
         identity = str(torch.cuda.get_device_properties(torch_device).uuid)
     dtype = str(model.compute_dtype).removeprefix("torch.")
-    met = ranks.exchange({"kind": kind, "dtype": dtype, "device": identity, "name": name})
-    known = Counter((ranks.machines[rank], each["device"]) for rank, each in enumerate(met) if each["device"])
+    replies = ranks.exchange({"kind": kind, "dtype": dtype, "device": identity, "name": name})
+    known = Counter((ranks.machines[rank], each["device"]) for rank, each in enumerate(replies) if each["device"])
     shared = [device for (_, device), times in known.items() if times > 1]
     require(
         not shared,
         f"devices: several ranks of a machine have the same accelerator ({', '.join(shared)}): leave its number out of "
         "machine.device, and start as many ranks as there are accelerators",
     )
-    for rank, each in enumerate(met):
+    for rank, each in enumerate(replies):
         _require_same(rank, each["kind"], kind, "on", "set machine=cpu, or machine.device")
         _require_same(rank, each["dtype"], dtype, "in", "set model.dtype")
         if ranks.devices.way is Parallelism.tensor:
@@ -119,15 +119,15 @@ class SharedRun(ABC):
             ranks
         )
 
-    def config(self, config: RuntimeConfig) -> RuntimeConfig:
+    def rank_config(self, config: RuntimeConfig) -> RuntimeConfig:
         """`config` without what one process alone can do. Raises ConfigError."""
-        return for_ranks(config, self.way)
+        return config_for_ranks(config, self.way)
 
-    def joined(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
+    def divide_model(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
         """What this rank computes of the model, which it may change. Raises ConfigError where they cannot share it."""
         encoder = NOT_YET.format(self.way.value, "an encoder in front of a decoder", "take devices=one")
         require(not model.shape.has_encoder, encoder)
-        require_alike(self.ranks, model, device)
+        require_same_devices(self.ranks, model, device)
         return model
 
     def share_memory(self, offload: OffloadConfig, device: ComputeDevice) -> None:
@@ -136,9 +136,11 @@ class SharedRun(ABC):
         given equally many rows; or that once, where each plans for its part of the model. Of devices the same. All
         ranks ask at once."""
         own, ranks = budgets_of(offload, device), self.ranks
-        met = ranks.exchange({"host_bytes": own.host_bytes, "device_bytes": own.device_bytes})
-        least = min(each["host_bytes"] // ranks.machines.count(ranks.machines[rank]) for rank, each in enumerate(met))
-        device_bytes = None if own.device_bytes is None else min(each["device_bytes"] for each in met)
+        replies = ranks.exchange({"host_bytes": own.host_bytes, "device_bytes": own.device_bytes})
+        least = min(
+            each["host_bytes"] // ranks.machines.count(ranks.machines[rank]) for rank, each in enumerate(replies)
+        )
+        device_bytes = None if own.device_bytes is None else min(each["device_bytes"] for each in replies)
         if self.way is Parallelism.tensor:
             self.budgets = replace(own, host_bytes=least, device_bytes=device_bytes)
             return
@@ -148,11 +150,11 @@ class SharedRun(ABC):
             own = replace(own, host_bytes=ranks.size * least, num_copies=ranks.size)
         self.budgets = own
 
-    def products(self, found: BackendTable | None) -> BackendTable | None:
+    def agree_on_backends(self, found: BackendTable | None) -> BackendTable | None:
         """How this rank makes products, given what is best for it."""
         return found
 
-    def whole(self, shape: ModelShape) -> ModelShape | None:
+    def full_shape(self, shape: ModelShape) -> ModelShape | None:
         """The model that the class computes by itself, given this rank's part; None: no class does that."""
         return shape
 
@@ -164,16 +166,16 @@ class SharedRun(ABC):
         chosen = planner.plan(sizes, blocks=blocks, chunk_tokens=chunk_tokens)
         return plan_to_broadcast(chosen, requests, planner.model.fingerprint)
 
-    def plan_from_broadcast(self, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+    def plan_from_broadcast(self, message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
         """The plan that rank 0 tells of, as this rank makes it. Raises ConfigError, BudgetError."""
-        return plan_from_broadcast(told, planner, requests)
+        return plan_from_broadcast(message, planner, requests)
 
-    def begin(self, told: Values) -> Together | None:
+    def begin(self, message: Values) -> SessionResources | None:
         """Begins a session as rank 0, and has the others join it. Raises ConfigError."""
-        self._broadcast(told)
+        self._broadcast(message)
         return self.all_gather
 
-    def join(self, message: Message) -> Together | None:
+    def join(self, message: Message) -> SessionResources | None:
         """Joins the session that rank 0's message is of. Raises ConfigError."""
         return self.all_gather
 
@@ -188,8 +190,8 @@ class SharedRun(ABC):
         others = "take devices=sharded, tensor or one"
         require(is_all, NOT_YET.format(self.way.value, "scores and embeddings", others))
 
-    def _broadcast(self, told: Values, **more: object) -> None:
-        self.ranks.broadcast({KIND: SESSION, "plan": told, **more})
+    def _broadcast(self, message: Values, **more: object) -> None:
+        self.ranks.broadcast({KIND: SESSION, "plan": message, **more})
 
 
 class ShardedRun(SharedRun):
@@ -197,16 +199,16 @@ class ShardedRun(SharedRun):
 
     session_kind = RankSession
 
-    def begin(self, told: Values) -> Together:
-        memory = SharedMemory.made(self.ranks) if self.ranks.sees_memory else None
-        self._broadcast(told, memory=None if memory is None else memory.place)
-        return self._begun(memory)
+    def begin(self, message: Values) -> SessionResources:
+        memory = SharedMemory.create(self.ranks) if self.ranks.sees_memory else None
+        self._broadcast(message, memory=None if memory is None else memory.address)
+        return self._begin_session(memory)
 
-    def join(self, message: Message) -> Together:
+    def join(self, message: Message) -> SessionResources:
         place = message["memory"]
-        return self._begun(None if place is None else SharedMemory.opened(self.ranks, place))
+        return self._begin_session(None if place is None else SharedMemory.open(self.ranks, place))
 
-    def _begun(self, memory: SharedMemory | None) -> Together:
+    def _begin_session(self, memory: SharedMemory | None) -> SessionResources:
         self.ranks.begin_session()
         return Collectives(self.ranks) if memory is None else memory
 
@@ -222,12 +224,12 @@ class TensorRun(SharedRun):
         self.all_gather = AllGather(ranks)
         self.split = TensorSplit(self.all_gather)
 
-    def products(self, found: BackendTable | None) -> BackendTable | None:
+    def agree_on_backends(self, found: BackendTable | None) -> BackendTable | None:
         """Rank 0's, so that all ranks make the same products in the same way."""
-        told = self.ranks.exchange({"table": None if found is None else found.to_plain()})[0]["table"]
-        return None if told is None else BackendTable.from_plain(told)
+        table = self.ranks.exchange({"table": None if found is None else found.to_plain()})[0]["table"]
+        return None if table is None else BackendTable.from_plain(table)
 
-    def whole(self, shape: ModelShape) -> None:
+    def full_shape(self, shape: ModelShape) -> None:
         return None
 
     def rank_sync(self, should_stop: Callable[[], bool]) -> PassSync:
@@ -244,20 +246,20 @@ class PipelineRun(SharedRun):
         self._shapes: tuple[ModelShape, ...] = ()  # the model as each rank sees it
         self._budgets: tuple[Budgets, ...] = ()
 
-    def joined(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
+    def divide_model(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
         """The model with this rank's stages alone. Mutates its modules. Raises ConfigError where ranks have other
         weights, or the model cannot be divided among them."""
-        model, ranks, way = super().joined(model, offload, device), self.ranks, self.way.value
+        model, ranks, way = super().divide_model(model, offload, device), self.ranks, self.way.value
         require(
             not model.padding.separate_rows,
             NOT_YET.format(way, f"rows apart ({model.padding.separate_rows})", "take devices=one"),
         )
         own = budgets_of(offload, device)
         own = replace(own, host_bytes=own.host_bytes // ranks.num_here)
-        met = ranks.exchange({"budgets": vars(own), "weights": model.fingerprint})
-        is_same = all(each["weights"] == met[0]["weights"] for each in met)
+        replies = ranks.exchange({"budgets": vars(own), "weights": model.fingerprint})
+        is_same = all(each["weights"] == replies[0]["weights"] for each in replies)
         require(is_same, f"devices={way}: ranks have other weights than rank 0 at model.path")
-        self._whole, self._budgets = model.shape, tuple(Budgets(**each["budgets"]) for each in met)
+        self._whole, self._budgets = model.shape, tuple(Budgets(**each["budgets"]) for each in replies)
         # No rank takes longer than it must, or where weights may not fit that way, none holds more than it must.
         parts = divided(model.shape.stages, ranks.size)
         heaviest = max(part_of(model.shape, part).weight_bytes for part in parts)
@@ -269,13 +271,13 @@ class PipelineRun(SharedRun):
         for each in (config, config.get_text_config(decoder=True)):
             each._attn_implementation = "eager"
         layers = transferred_tensors(build_meta_model(config, model.compute_dtype))
-        keep_part(model.staged, parts[ranks.rank], layers, device.torch_device)
+        keep_stages(model.staged, parts[ranks.rank], layers, device.torch_device)
         return replace(model, shape=self._shapes[ranks.rank])
 
     def share_memory(self, offload: OffloadConfig, device: ComputeDevice) -> None:
         pass
 
-    def whole(self, shape: ModelShape) -> ModelShape | None:
+    def full_shape(self, shape: ModelShape) -> ModelShape | None:
         return self._whole
 
     def plan(
@@ -290,21 +292,21 @@ class PipelineRun(SharedRun):
         planner = replace(planner, config=replace(config, policy=policy))
         sizes, plans = [request.size for request in requests], list[RunPlan]()
         for rank in range(self.ranks.size):
-            with _naming(rank):
+            with _name_rank_in_errors(rank):
                 plans.append(self._planner(rank, planner).plan(sizes, blocks=blocks, chunk_tokens=chunk_tokens))
         smallest = min(plans, key=lambda plan: (plan.block_size, plan.policy.prefill_chunk_tokens or 0))
-        told = plan_to_broadcast(smallest, requests, planner.model.fingerprint)
+        message = plan_to_broadcast(smallest, requests, planner.model.fingerprint)
         for rank in range(self.ranks.size):
-            self._plan_of_rank(rank, told, planner, requests)
-        return told
+            self._plan_of_rank(rank, message, planner, requests)
+        return message
 
-    def plan_from_broadcast(self, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
-        return self._plan_of_rank(self.ranks.rank, told, planner, requests)
+    def plan_from_broadcast(self, message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+        return self._plan_of_rank(self.ranks.rank, message, planner, requests)
 
-    def _plan_of_rank(self, rank: int, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
-        with _naming(rank):
+    def _plan_of_rank(self, rank: int, message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+        with _name_rank_in_errors(rank):
             return plan_from_broadcast(
-                {**told, "budgets": vars(self._budgets[rank])}, self._planner(rank, planner), requests
+                {**message, "budgets": vars(self._budgets[rank])}, self._planner(rank, planner), requests
             )
 
     def _planner(self, rank: int, planner: Planner) -> Planner:
@@ -317,7 +319,7 @@ class PipelineRun(SharedRun):
 
 
 @contextmanager
-def _naming(rank: int) -> Generator[None]:
+def _name_rank_in_errors(rank: int) -> Generator[None]:
     """A budget that is too small is that of one rank."""
     try:
         yield

@@ -151,7 +151,7 @@ class Engine:
         if self._peers is not None:
             drawn = self._peers.draw_tokens(batch.lanes)
         else:
-            drawn = self._device.brought([lane.sample() for lane in batch.lanes])
+            drawn = self._device.to_host([lane.sample() for lane in batch.lanes])
         counts = PassCounts.total([lane.end_pass(part) for lane, part in zip(batch.lanes, drawn, strict=True)])
         times = self._monitor.take_times(self._streams.counters)
         return PassRecord(

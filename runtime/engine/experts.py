@@ -86,7 +86,7 @@ class CpuExperts:
             return None
         experts = sorted(taken)
         x_VD = hidden_TD[torch.cat([visits.tokens_V[visits.of(expert)] for expert in experts])]
-        out_VD = self.exchange.new(x_VD.shape, x_VD.dtype)
+        out_VD = self.exchange.new_tensor(x_VD.shape, x_VD.dtype)
         return CpuExpertTask(
             stage=stage,
             module=module,
@@ -99,8 +99,8 @@ class CpuExperts:
     def outputs(self, errand: CpuExpertTask) -> Iterator[tuple[int, torch.Tensor]]:
         """Each expert with its output (V, D) in compute memory, valid for compute that is queued from now on.
         Multiplies on this thread and its helpers."""
-        [x_VD] = errand.round_trip.arrived()
-        errand.round_trip.answer(self.monitor.run_traced(errand.name, lambda: self._multiply(errand, x_VD)))
+        [x_VD] = errand.round_trip.wait_for_inputs()
+        errand.round_trip.send_answer(self.monitor.run_traced(errand.name, lambda: self._multiply(errand, x_VD)))
         yield from errand.receive()
 
     def _multiply(self, errand: CpuExpertTask, x_VD: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class CpuExperts:
         device's dtype."""
         out_VD, weights_of = torch.empty_like(x_VD), partial(host_weights, self.loaded)
         for expert, rows in errand.expert_rows:
-            matrices = self.stream.in_host(errand.stage, expert).matrices(weights_of, prefix=f"{errand.path}.")
+            matrices = self.stream.host_expert(errand.stage, expert).matrices(weights_of, prefix=f"{errand.path}.")
             out_VD[rows] = multiplied_bare(errand.module, matrices, x_VD[rows].float())
         return out_VD
 
@@ -148,7 +148,7 @@ class BatchedExperts:
     def expect(self, stage: int) -> None:
         """Announces the stage of the next `run`, to start its reads. Call it as early as the stage is known."""
         if self._stream is not None and stage in self._paged:
-            self._stream.expect(stage)
+            self._stream.prefetch(stage)
 
     def run(self, stage: int, events: Sequence[NeedExperts]) -> list[torch.Tensor]:
         """Runs one experts module for several parked lanes. Returns their outputs (T, D) in the order of `events`:

@@ -56,19 +56,19 @@ class PipelinePeers:
         """Starts sending the lane's hidden states to the next rank."""
         leaving = self._lanes[lane].leaving
         assert leaving is not None, f"lane {lane} has not left this rank's layers"
-        self._line.send(lane, *self._device.brought([leaving]))
+        self._line.send(lane, *self._device.to_host([leaving]))
 
     def draw_tokens(self, lanes: Sequence[Lane]) -> Sequence[torch.Tensor]:
         """Samples on the last rank, receives its tokens on the others. Returns one host tensor per lane."""
         self._lanes = ()
         if self._line.is_last:
-            drawn = self._device.brought([lane.sample() for lane in lanes])
+            drawn = self._device.to_host([lane.sample() for lane in lanes])
             self._line.broadcast(torch.cat([each.reshape(-1) for each in drawn]))
             return drawn
         counts = [lane.expect_tokens() for lane in lanes]
         whole = torch.empty(sum(counts) * self._num_numbers, dtype=torch.int32)
         self._line.receive_broadcast(whole)
-        self._device.finish()  # receive buffers are free to reuse once their copies have ended
+        self._device.wait_for_compute()  # receive buffers are free to reuse once their copies have ended
         self._incoming = ()
         return whole.view(-1, self._num_numbers).split(counts)
 

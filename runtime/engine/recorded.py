@@ -119,7 +119,7 @@ class RecordedPasses:
         if len(self._recordings) == NUM_RECORDINGS:
             del self._recordings[next(iter(self._recordings))]
         try:
-            logits_BV, replay = self._device.recorded(lambda: self._compute(lane))
+            logits_BV, replay = self._device.record_graph(lambda: self._compute(lane))
         except RuntimeError as error:  # torch's, out of memory among them
             log.warning("decode passes of %d rows run without a recording: %s", num_rows, error)
             self._failed.add(num_rows)

@@ -22,7 +22,7 @@ from ..stream.clock import StreamCounters
 from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
 from ..stream.experts import ExpertStream
-from ..stream.filling import Together
+from ..stream.filling import SessionResources
 from ..stream.kept_weights import KeptWeights
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
@@ -43,7 +43,7 @@ class Setup:
     device: ComputeDevice
     trace: Trace | None
     kept: KeptWeights | None = None
-    together: Together | None = None
+    resources: SessionResources | None = None
 
 
 def prepare_attention(model: LoadedModel) -> None:
@@ -164,13 +164,13 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
     if placement.host_layers:
         prepare_attention(setup.model)  # a policy search may have chosen host attention
     with ExitStack() as stack:
-        stack.callback(device.settle)  # runs last: pending device work may still use the streams' memory
+        stack.callback(device.synchronize)  # runs last: pending device work may still use the streams' memory
         experts = None
         if placement.paged:
             slots = placement.num_expert_slots
             paging = placement.paging
             experts = ExpertStream(
-                shape, placement, device, reader, paging=paging, num_slots=slots, trace=trace, held=kept.experts
+                shape, placement, device, reader, paging=paging, num_slots=slots, trace=trace, loaded=kept.experts
             )
         exchange = None
         if placement.host_layers:
@@ -181,7 +181,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
             prepare_kernels(product_kernels(stacks, setup.model.compute_dtype))
             size = round_trip_size(shape, placement.cpu_share)
             round_trips = stack.enter_context(
-                HostExchange(size, device, first_stage=first, trace=trace, what="tokens of experts")
+                HostExchange(size, device, first_stage=first, trace=trace, label="tokens of experts")
             )
         layout, pages = placement.kv, None
         if layout.page_bytes and not placement.host_layers:
@@ -197,7 +197,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
                 )
                 stack.enter_context(file)
             pages = stack.enter_context(KVStream(layout, device, file, first_stage=first, trace=trace))
-        weights = WeightStream(shape, placement, device, reader, trace, held=kept.stages, together=setup.together)
+        weights = WeightStream(shape, placement, device, reader, trace, loaded=kept.stages, resources=setup.resources)
         yield Streams(
             weights=stack.enter_context(weights),
             experts=None if experts is None else stack.enter_context(experts),

@@ -25,7 +25,7 @@ from ..config.settings import (
 )
 from ..devices.messages import KIND, SESSION, end_sessions
 from ..devices.sessions import RankSession
-from ..devices.shared_run import SharedRun, device_of
+from ..devices.shared_run import SharedRun, choose_rank_device
 from ..engine.batcher import sequence_sizes
 from ..engine.compiling import COMPILING_SECONDS, MIN_TOKENS, CompiledKernels, estimate_plain_seconds
 from ..engine.engine import Engine, agree_alone
@@ -57,7 +57,7 @@ from ..sequences.sampler import Sampler, make_sampler
 from ..sequences.sequence import Completion, Request
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
-from ..stream.filling import Together
+from ..stream.filling import SessionResources
 from ..stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
 from ..trace import Trace
 from ..units import MIB, format_bytes
@@ -109,7 +109,7 @@ class Runtime(Closing):
         self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
         self._shared = None if ranks is None else SharedRun.from_ranks(ranks)
         if self._shared is not None:
-            self.config = self._shared.config(self.config)
+            self.config = self._shared.rank_config(self.config)
         self._kept: RuntimeCache | None = None
         self._kernels: CompiledKernels | None = None
         self._shape_with_kernels: ModelShape | None = None  # while a run computes without
@@ -117,7 +117,7 @@ class Runtime(Closing):
         self._is_closed = False
         self._latest: weakref.ref[ResultStream[Any]] | None = None
         name = device if isinstance(device, str) else self.config.machine.device
-        self.device = device if isinstance(device, ComputeDevice) else device_of(ranks, name)
+        self.device = device if isinstance(device, ComputeDevice) else choose_rank_device(ranks, name)
         if self.config.machine.num_threads is not None:
             torch.set_num_threads(self.config.machine.num_threads)
         if not self.device.is_accelerator:
@@ -138,14 +138,14 @@ class Runtime(Closing):
         kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
         self._sampler()
         if self._shared is not None:
-            self.model = self._shared.joined(self.model, self.config.offload, self.device)
+            self.model = self._shared.divide_model(self.model, self.config.offload, self.device)
         self._advised: set[str] = set()
         self._may_compare = False  # linear backends
         self._checked = set[bool]()  # runs without scores, and with
         if not self.device.is_accelerator:
             found = find_products(self.host)
             if self._shared is not None:
-                found = self._shared.products(found)
+                found = self._shared.agree_on_backends(found)
             elif found is None:
                 found, self._may_compare = known_backends(self.host), True
             self.model = replace(self.model, backends=found)
@@ -186,7 +186,7 @@ class Runtime(Closing):
     def _reclaim(self) -> None:
         """Frees what ended sessions held: an engine refers to itself."""
         gc.collect()
-        self.device.give_back()
+        self.device.empty_caches()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -293,13 +293,13 @@ class Runtime(Closing):
         require_within(plan.placement, self.baseline_bytes, self.device.num_sharers)
 
     @contextmanager
-    def session(self, plan: RunPlan, together: Together | None = None) -> Iterator[Session]:
+    def session(self, plan: RunPlan, resources: SessionResources | None = None) -> Iterator[Session]:
         """Holds the weights, the slots and the reader threads; an open runtime keeps the first and the last.
         `together`: what ranks have in common that read weights together, which keep nothing."""
         self._require_open()
         if self._shape_with_kernels is None:
             self.wait_for_kernels()
-        kept = self._kept.weights if self._kept is not None and together is None else None
+        kept = self._kept.weights if self._kept is not None and resources is None else None
         setup = Setup(
             model=self.model,
             config=replace(self.config, policy=plan.policy),
@@ -307,14 +307,14 @@ class Runtime(Closing):
             device=self.device,
             trace=self.trace,
             kept=kept,
-            together=together,
+            resources=resources,
         )
         limit = device_limited(self.config.offload, self.device, kept)
         num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)
         where = ", where they are not there already" if kept is not None and kept.compute_bytes else ""
         log.info("opening files, and reading %s of weights that stay in memory%s", format_bytes(num_bytes), where)
         begin = time.monotonic()
-        common = nullcontext() if together is None else together
+        common = nullcontext() if resources is None else resources
         with limit, self._session_reader() as reader, common, open_streams(setup, reader) as streams:
             sampler, shared = self._sampler(), self._shared
             rank_sync = None if shared is None else shared.rank_sync(self._should_stop)
@@ -323,7 +323,7 @@ class Runtime(Closing):
                 streams,
                 sampler,
                 self._should_stop if rank_sync is None else rank_sync.should_stop,
-                agree_alone if rank_sync is None else rank_sync.lanes,
+                agree_alone if rank_sync is None else rank_sync.agree_on_lanes,
                 None if shared is None else shared.line,
             )
             seconds, reasoning = time.monotonic() - begin, sampler.reasoning
@@ -449,7 +449,7 @@ class Runtime(Closing):
         """Compares lanes with the class itself where that is due: once, and once more at the first scores, while no
         weights are held. Of a part of every matrix there is no other way to compute it."""
         seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
-        whole = self.model.shape if self._shared is None else self._shared.whole(self.model.shape)
+        whole = self.model.shape if self._shared is None else self._shared.full_shape(self.model.shape)
         scores = any(request.scoring is not None for request in requests)
         is_first = whole is not None and scores not in self._checked
         if is_first and plan.blocks and is_check_due(self.model, self.config.model.self_check, seconds):
@@ -604,5 +604,5 @@ class Runtime(Closing):
             num_threads=offload.reader_threads,
             chunk_bytes=offload.read_chunk_mib * MIB,
             direct=offload.direct_io,
-            made=self.model.made,
+            virtual_files=self.model.made,
         )

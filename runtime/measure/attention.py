@@ -101,7 +101,7 @@ def decode_timer(
         for layer in layers:
             layer()
 
-    return Timer(num_layers * num_rows * num_positions * shape.position_bytes, sweep, device.finish)
+    return Timer(num_layers * num_rows * num_positions * shape.position_bytes, sweep, device.wait_for_compute)
 
 
 def prefill_timer(shape: AttentionShape, device: ComputeDevice, num_tokens: int) -> Timer:
@@ -111,7 +111,7 @@ def prefill_timer(shape: AttentionShape, device: ComputeDevice, num_tokens: int)
         for num_heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
     flops = 2.0 * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1)
-    return Timer(flops, lambda: attend_prompt(q, k, v, device), device.finish)
+    return Timer(flops, lambda: attend_prompt(q, k, v, device), device.wait_for_compute)
 
 
 def attention_name(dtype: str, *, is_on_cpu: bool) -> str:

@@ -53,9 +53,9 @@ def memory_probes(device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
         LINK_IN: copy_timer(device, pinned, arrived),
         LINK_OUT: copy_timer(device, on_device, back),
         "both ways at once, pinned": _link_timer(device, both, 2 * num_bytes, other_stream),
-        "host to device, pageable": Timer(num_bytes, lambda: arrived.copy_(host), device.finish),
-        "device to host, pageable": Timer(num_bytes, lambda: host.copy_(on_device), device.finish),
-        DEVICE_COPY: _copy_within(on_device, device.finish),
+        "host to device, pageable": Timer(num_bytes, lambda: arrived.copy_(host), device.wait_for_compute),
+        "device to host, pageable": Timer(num_bytes, lambda: host.copy_(on_device), device.wait_for_compute),
+        DEVICE_COPY: _copy_within(on_device, device.wait_for_compute),
     }
     return [*probes, *(Probe(name=name, unit="GB/s", read=read) for name, read in reads.items())]
 
@@ -71,7 +71,7 @@ def gate_timer(num_rows: int, num_columns: int, dtype: torch.dtype, device: Comp
     """Bytes that a gate's activation and its product with what it lets through read and write, of (num_rows,
     num_columns) each, as torch's own operators go over them."""
     gate, up = torch.ones(2, num_rows, num_columns, dtype=dtype, device=device.torch_device)
-    return Timer(INNER_ROUND_TRIPS * gate.nbytes, lambda: F.silu(gate) * up, device.finish)
+    return Timer(INNER_ROUND_TRIPS * gate.nbytes, lambda: F.silu(gate) * up, device.wait_for_compute)
 
 
 def _copy_within(buffer: torch.Tensor, finish: Callable[[], object] = lambda: None) -> Timer:

@@ -94,7 +94,7 @@ class LoadedLayer:
             return UNLIMITED
         buffer, work = device.compute_buffer(size), StoredWork.from_parameter(whole.parameters, shape.compute_dtype)
         moved = work.num_bytes + work.num_numbers * shape.compute_dtype_bytes
-        return Timer(moved, lambda: dequantize_all(self.stored, buffer), device.finish).rate()
+        return Timer(moved, lambda: dequantize_all(self.stored, buffer), device.wait_for_compute).rate()
 
     def expert_rates(self) -> dict[int, float]:
         """FLOPs per second by rows of one expert, through the function that runs them; empty where the layer's code

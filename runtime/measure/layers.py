@@ -88,7 +88,7 @@ class ProfilingPass:
             event: Event | None = lane.begin_pass(new_tokens)
             while isinstance(event, NeedStage) and event.stage != self.stage:
                 event = lane.advance(empty_weights(self.loaded.staged, event.stage, self.device.torch_device))
-            self.device.finish()
+            self.device.wait_for_compute()
             begin = time.perf_counter()
             while event is not None and not (isinstance(event, NeedStage) and event.stage != self.stage):
                 if isinstance(event, NeedStage):
@@ -97,13 +97,13 @@ class ProfilingPass:
                     event = lane.advance(torch.zeros_like(event.hidden_TD))
                 else:
                     assert isinstance(event, NeedAttention), f"a lane asked for {event!r}"
-                    self.device.finish()
+                    self.device.wait_for_compute()
                     asked = time.perf_counter()
                     answer = event.compute()
-                    self.device.finish()
+                    self.device.wait_for_compute()
                     attention += time.perf_counter() - asked
                     event = lane.advance(answer)
-            self.device.finish()
+            self.device.wait_for_compute()
             inside = time.perf_counter() - begin - attention
             return LayerSeconds(before=begin - start, inside=inside, attention=attention)
         finally:
@@ -153,7 +153,7 @@ def expert_rates(
         event = NeedExperts(module, hidden_TD, experts_TK.to(place), weights_TK.to(hidden_TD))
         batched = BatchedExperts(loaded, frozenset(), None, is_together=device.is_accelerator)
         flops = 2.0 * num_tokens * num_chosen * work.expert_weights
-        return Timer(flops, lambda: batched.run(stage.index, [event]), device.finish)
+        return Timer(flops, lambda: batched.run(stage.index, [event]), device.wait_for_compute)
 
     def alone(num_rows: int) -> Timer:
         """Expert 0, which all tokens visit."""
@@ -168,7 +168,7 @@ def expert_rates(
         def act() -> torch.Tensor:
             return mixed(module, hidden_TD, visits, [(0, bound_matrices(module, 0, paged))])
 
-        return Timer(2.0 * num_rows * work.expert_weights, act, device.finish)
+        return Timer(2.0 * num_rows * work.expert_weights, act, device.wait_for_compute)
 
     with streamed.binding.bound(weights):
         for num_tokens in pass_tokens:

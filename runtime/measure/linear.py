@@ -125,7 +125,7 @@ def matmul_timer(
         return [multiply(x_MK, weight) for x_MK, weight in zip(inputs, next(turns), strict=True)][-1]
 
     flops = sum(2.0 * len(x_MK) * weight.numel() for x_MK, weight in zip(inputs, batches[0], strict=True))
-    return Timer(flops, act, device.finish, clock=clock)
+    return Timer(flops, act, device.wait_for_compute, clock=clock)
 
 
 def product_probes(
@@ -166,7 +166,7 @@ def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
             for _ in panels([rows], torch.float32):
                 pass
 
-        return Probe(name=f"widening, {name}", unit="G numbers/s", read=Timer(width * width, act, device.finish))
+        return Probe(name=f"widening, {name}", unit="G numbers/s", read=Timer(width * width, act, device.wait_for_compute))
 
     def raw(num_columns: int) -> torch.Tensor:
         return torch.randint(0, 120, (width, num_columns), dtype=torch.uint8).to(device.torch_device)

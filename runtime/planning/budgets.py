@@ -24,7 +24,7 @@ def reclaim(device: ComputeDevice) -> None:
     taken nothing is looked for, which takes a tenth of a second."""
     if device.is_accelerator and device.memory().reserved:
         gc.collect()  # an engine refers to itself
-        device.give_back()
+        device.empty_caches()
 
 
 def usable_host_bytes(num_kept_bytes: int = 0, *, is_pinned: bool) -> int:
@@ -64,12 +64,12 @@ def device_limited(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeig
     own, past = offload.device_memory_gib, min(KERNELS_BYTES, device.library_bytes)
     if own is not None:
         kept_bytes = kept.compute_bytes if kept is not None else 0
-        device.limit(gib_to_bytes(own) - past + device.memory().allocated - kept_bytes)
+        device.set_memory_limit(gib_to_bytes(own) - past + device.memory().allocated - kept_bytes)
     try:
         yield
     finally:
         if own is not None:
-            device.limit(None)
+            device.set_memory_limit(None)
         used, held = format_bytes(device.peak_bytes()), format_bytes(device.peak_reserved_bytes())
         log.info("device memory: at most %s in tensors, and %s held by torch's allocator for them", used, held)
 

@@ -21,14 +21,14 @@ from ..plan.shape.extents import Extent, even_shares_of
 from ..store.reader import Reader
 from ..store.transfer import ChunkTiming, PendingTransfer
 from ..stream.device import ComputeDevice
-from ..stream.filling import Filling, OwnFilling, Together, Transfer
+from ..stream.filling import LocalReader, SessionResources, Transfer, WeightReader
 from .ranks import STOPPED, Ranks
 
 POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks whether a piece is there; looks between two at the others
 LOOK_SECONDS = 0.02  # between two looks for a stop, or for one that has ended
 
 
-class Collectives(Closing, Together):
+class Collectives(Closing, SessionResources):
     """The gathering of pieces of weights in one session, of one thread at a time but for `abandon`. It has a process
     group of its own, so that its order is none of the messages'. All ranks come to each piece in one order, that of
     the schedule."""
@@ -48,8 +48,8 @@ class Collectives(Closing, Together):
         else:
             dist.destroy_process_group(self._group)
 
-    def filling(self, device: ComputeDevice, reader: Reader, *, count: int) -> "GatheredFilling":
-        return GatheredFilling(self, device, reader)
+    def weight_reader(self, device: ComputeDevice, reader: Reader, *, count: int) -> "GatheredReader":
+        return GatheredReader(self, device, reader)
 
     def abandon(self) -> None:
         """Nobody waits any more for what has begun, and nothing else can be gathered: ranks that go on would take one
@@ -71,11 +71,11 @@ class Collectives(Closing, Together):
                     raise Interrupted(STOPPED)
                 num_looks += 1
                 if num_looks % NUM_POLLS == 0:
-                    self.ranks.require_going()
+                    self.ranks.require_running()
                 time.sleep(POLL_SECONDS)
             work.wait()
         except RuntimeError as error:
-            self._why = Interrupted(STOPPED) if self.ranks.is_stopping else self.ranks.ending(error)
+            self._why = Interrupted(STOPPED) if self.ranks.is_stopping else self.ranks.explain_failure(error)
             self.abandon()
             raise self._why from error
         except Interrupted as error:
@@ -84,7 +84,7 @@ class Collectives(Closing, Together):
             raise
 
 
-class GatheredFilling(Filling):
+class GatheredReader(WeightReader):
     """Reads of all ranks, wherever they are, each its share of every page, into memory of this process.
 
     Shares are of one size, in whole blocks; the few blocks that do not divide by the ranks each of them reads itself. A
@@ -111,8 +111,8 @@ class GatheredFilling(Filling):
         reading = self._reader.submit(own, buffer.numpy().data)
         return GatheredTransfer(self._collectives, self._thread.submit(self._gather, reading, buffer[begin:end]))
 
-    def gathered(self, read: Transfer) -> ChunkTiming | None:
-        return read.gathered if isinstance(read, GatheredTransfer) else None
+    def gather_timing(self, read: Transfer) -> ChunkTiming | None:
+        return read.gather_timing if isinstance(read, GatheredTransfer) else None
 
     def _gather(self, reading: PendingTransfer, pieces: torch.Tensor) -> tuple[ChunkTiming, ChunkTiming]:
         try:
@@ -139,7 +139,7 @@ class GatheredTransfer:
     def wait(self) -> None:
         """Returns when all shares are there; raises what this rank's read raised, PeerEnded, and Interrupted."""
         while not wait_for([self._timings], LOOK_SECONDS).done:
-            self._ranks.require_going()
+            self._ranks.require_running()
         self._timings.result()
 
     @property
@@ -147,12 +147,12 @@ class GatheredTransfer:
         return self._timings.result()[0]
 
     @property
-    def gathered(self) -> ChunkTiming:
+    def gather_timing(self) -> ChunkTiming:
         """When the page was gathered, once it was waited for."""
         return self._timings.result()[1]
 
 
-class AllGather(Together):
+class AllGather(SessionResources):
     """All ranks make the same calls in the same order, of equal shapes. Outside of its `with` block each is alone, and
     takes its own part for that of all others: shapes are right then, and numbers are not. What an accelerator has
     goes by way of host memory. `received_bytes`: from all others, so far. Raises PeerEnded where one has ended."""
@@ -160,7 +160,7 @@ class AllGather(Together):
     def __init__(self, ranks: Ranks):
         self.ranks, self.received_bytes = ranks, 0
         self.index, self.count = ranks.rank, ranks.size
-        self._is_going = False
+        self._is_active = False
 
     def __deepcopy__(self, memo: object) -> "AllGather":
         """Copies of a model ask the same ranks."""
@@ -168,19 +168,19 @@ class AllGather(Together):
 
     def __enter__(self) -> Self:
         """The others make the same calls from now on."""
-        self._is_going = True
+        self._is_active = True
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._is_going = False
+        self._is_active = False
 
-    def filling(self, device: ComputeDevice, reader: Reader, *, count: int) -> OwnFilling:
+    def weight_reader(self, device: ComputeDevice, reader: Reader, *, count: int) -> LocalReader:
         """This rank alone reads its part of the model."""
-        return OwnFilling(device, reader)
+        return LocalReader(device, reader)
 
-    def whole(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    def gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The parts of all ranks behind one another along `dim`."""
-        if not self._is_going or part.is_meta:
+        if not self._is_active or part.is_meta:
             return torch.cat([part] * self.count, dim)
         device, part = part.device, part.contiguous().cpu()
         found = torch.empty(self.count, *part.shape, dtype=part.dtype)
@@ -190,10 +190,10 @@ class AllGather(Together):
         at = dim % part.ndim
         return found.movedim(0, at).flatten(at, at + 1).to(device)
 
-    def exchanged(self, rows: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
         """Hands the first `given[0]` rows (n, D) to rank 0, the next ones to rank 1 and so on, and gives what each rank
         hands to this one, of which all know how many rows these are: `taken[0]` of rank 0 first."""
-        if not self._is_going or rows.is_meta:
+        if not self._is_active or rows.is_meta:
             return rows.new_zeros(sum(taken), rows.shape[1])
         device, rows = rows.device, rows.contiguous().cpu()
         found = torch.empty(sum(taken), rows.shape[1], dtype=rows.dtype)
@@ -205,7 +205,7 @@ class AllGather(Together):
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, of which each number is zero in all but one: in any order it is that number."""
-        if not self._is_going or part.is_meta:
+        if not self._is_active or part.is_meta:
             return part
         device, part = part.device, part.contiguous().cpu()
         self.ranks.run(lambda: dist.all_reduce(part, group=self.ranks.group, async_op=True))
@@ -222,9 +222,9 @@ class PipelineLink:
         """All ranks make theirs at the same time."""
         self.ranks = ranks
         self._group = ranks.new_group()
-        self._waiter = Waiter()
-        self._coming: list[dist.Work] = []
-        self._going: list[tuple[dist.Work, torch.Tensor]] = []
+        self._waiter = TransferWaiter()
+        self._receiving: list[dist.Work] = []
+        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         self._num_items = 0
 
     @property
@@ -234,11 +234,11 @@ class PipelineLink:
     def begin(self, targets: Sequence[torch.Tensor | None]) -> None:
         """A pass of as many items. Each of `targets` is filled by the rank before, unless there is none."""
         self._num_items, before = len(targets), self.ranks.rank - 1
-        self._coming = [self._expect(before, item, each) for item, each in enumerate(targets) if each is not None]
+        self._receiving = [self._expect(before, item, each) for item, each in enumerate(targets) if each is not None]
 
     def receive(self, item: int) -> None:
         """Returns when the item's target is filled."""
-        self._wait(self._coming[item])
+        self._wait(self._receiving[item])
 
     def send(self, item: int, tensor: torch.Tensor) -> None:
         """Begins to send; the tensor must stay as it is until the pass is over."""
@@ -257,15 +257,15 @@ class PipelineLink:
 
     def _finish(self) -> None:
         """Waits until others have what was sent to them."""
-        for work, _ in self._going:
+        for work, _ in self._sending:
             self._wait(work)
-        self._going, self._coming = [], []
+        self._sending, self._receiving = [], []
 
     def _expect(self, source: int, item: int, target: torch.Tensor) -> dist.Work:
         try:
             work = dist.irecv(target, group_src=source, group=self._group, tag=item)
         except RuntimeError as error:
-            raise self.ranks.ending(error) from error
+            raise self.ranks.explain_failure(error) from error
         assert work is not None, "every rank is of the group"
         return work
 
@@ -273,35 +273,35 @@ class PipelineLink:
         try:
             work = dist.isend(tensor, group_dst=target, group=self._group, tag=item)
         except RuntimeError as error:
-            raise self.ranks.ending(error) from error
+            raise self.ranks.explain_failure(error) from error
         assert work is not None, "every rank is of the group"
-        self._going.append((work, tensor))
+        self._sending.append((work, tensor))
 
     def _wait(self, work: dist.Work) -> None:
         self._waiter.begin(work)
         try:
             self.ranks.wait(self._waiter.is_done)
         except RuntimeError as error:
-            raise self.ranks.ending(error) from error
+            raise self.ranks.explain_failure(error) from error
 
 
-class Waiter:
+class TransferWaiter:
     """Waits for one transfer at a time on a thread of its own, which ends with the process at the latest. Gloo's own
     wait for a transfer has no end while its connection holds, and one of limited time breaks that."""
 
     def __init__(self) -> None:
-        self._asked = SimpleQueue[dist.Work | None]()
-        self._ended = SimpleQueue[RuntimeError | None]()
-        Thread(target=_serve, args=(self._asked, self._ended), name="ranks-line", daemon=True).start()
-        weakref.finalize(self, self._asked.put, None)
+        self._pending = SimpleQueue[dist.Work | None]()
+        self._results = SimpleQueue[RuntimeError | None]()
+        Thread(target=_serve, args=(self._pending, self._results), name="ranks-line", daemon=True).start()
+        weakref.finalize(self, self._pending.put, None)
 
     def begin(self, work: dist.Work) -> None:
-        self._asked.put(work)
+        self._pending.put(work)
 
     def is_done(self, seconds: timedelta) -> bool:
         """Whether the transfer has ended in that time. Raises RuntimeError where it has failed."""
         try:
-            error = self._ended.get(timeout=seconds.total_seconds())
+            error = self._results.get(timeout=seconds.total_seconds())
         except Empty:
             return False
         if error is not None:
@@ -309,12 +309,12 @@ class Waiter:
         return True
 
 
-def _serve(asked: "SimpleQueue[dist.Work | None]", ended: "SimpleQueue[RuntimeError | None]") -> None:
-    while (work := asked.get()) is not None:
+def _serve(pending: "SimpleQueue[dist.Work | None]", results: "SimpleQueue[RuntimeError | None]") -> None:
+    while (work := pending.get()) is not None:
         failed = None
         try:
             work.wait()
         except RuntimeError as error:
             failed = error.with_traceback(None)
         del work  # let go of at the end of the process, which wakes this thread, it would abort it
-        ended.put(failed)
+        results.put(failed)

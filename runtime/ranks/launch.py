@@ -27,7 +27,7 @@ class Launch:
         return urlsplit(self.url).hostname or "localhost"
 
     @staticmethod
-    def found(environment: Mapping[str, str]) -> "Launch | None":
+    def from_environment(environment: Mapping[str, str]) -> "Launch | None":
         """What `torchrun` or `srun` has said; None where one process was started by itself. Raises ConfigError."""
         try:
             if "RANK" in environment and "WORLD_SIZE" in environment:

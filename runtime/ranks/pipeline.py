@@ -28,7 +28,7 @@ from ..probing.padded_probe import cache_argument
 
 NUM_TOKENS = 2
 WEIGHTS = -1  # where a number comes from: a weight outside of all layers, or the layer of that index
-OTHER_WAYS = "only the first rank of devices=pipeline has it: take devices=sharded, or devices=one"
+ALTERNATIVES = "only the first rank of devices=pipeline has it: take devices=sharded, or devices=one"
 _ONLY_SHAPES = ("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full", "rand", "randn")
 
 
@@ -37,24 +37,24 @@ class TransferredTensors:
     """How a layer is called and what it returns: `place` of the hidden states among its arguments, a number or a name,
     and how many things it gives, the hidden states first; 0: them alone, in no tuple."""
 
-    place: int | str
-    num_given: int
+    argument: int | str
+    num_outputs: int
 
-    def taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def hidden_states(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """The hidden states among the arguments of a call."""
-        return args[self.place] if isinstance(self.place, int) else kwargs[self.place]
+        return args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
 
-    def replaced(
+    def with_hidden_states(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: torch.Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other hidden states."""
-        if isinstance(self.place, int):
-            return (*args[: self.place], hidden, *args[self.place + 1 :]), dict(kwargs)
-        return tuple(args), {**kwargs, self.place: hidden}
+        if isinstance(self.argument, int):
+            return (*args[: self.argument], hidden, *args[self.argument + 1 :]), dict(kwargs)
+        return tuple(args), {**kwargs, self.argument: hidden}
 
-    def given(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+    def make_outputs(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """What a layer returns that leaves its hidden states as they are."""
-        return (hidden, *[None] * (self.num_given - 1)) if self.num_given else hidden
+        return (hidden, *[None] * (self.num_outputs - 1)) if self.num_outputs else hidden
 
 
 def transferred_tensors(model: PreTrainedModel) -> tuple[TransferredTensors, ...]:
@@ -64,12 +64,12 @@ def transferred_tensors(model: PreTrainedModel) -> tuple[TransferredTensors, ...
     if getattr(config, "num_kv_shared_layers", 0):
         raise _refusal(model, "some of its layers attend to keys and values of others (num_kv_shared_layers)")
     try:
-        return _probed(model, copy_on_meta(model), "meta")
+        return _probe(model, copy_on_meta(model), "meta")
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, IndexError):
-        return _probed(model, copy_with_random_values(model, num_layers=None), "cpu")
+        return _probe(model, copy_with_random_values(model, num_layers=None), "cpu")
 
 
-def _probed(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple[TransferredTensors, ...]:
+def _probe(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple[TransferredTensors, ...]:
     origins = _Origins(copy.parameters())
     [found] = layer_lists(copy)
     calls = [_Call(origins, index) for index in range(len(found.layers))]
@@ -86,7 +86,7 @@ def _probed(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple
         if list(call.entered.values()) != [frozenset({before})] or not call.is_tensor:
             what = ", ".join(f"{place} of {sorted(origins)}" for place, origins in call.entered.items())
             raise _refusal(model, f"layer {call.index} is handed more than the hidden states of the one before: {what}")
-        handed.append(TransferredTensors(place=next(iter(call.entered)), num_given=call.num_given))
+        handed.append(TransferredTensors(argument=next(iter(call.entered)), num_outputs=call.num_given))
     return tuple(handed)
 
 
@@ -160,7 +160,7 @@ class _LeftRank(Exception):
     """The next layer is another rank's, which is handed what is in the run's `leaving`."""
 
 
-def keep_part(staged: StagedModel, part: range, layers: Sequence[TransferredTensors], device: torch.device) -> None:
+def keep_stages(staged: StagedModel, part: range, layers: Sequence[TransferredTensors], device: torch.device) -> None:
     """Mutates the model: of its stages only those of `part` ask for weights from now on, and a run of
     `until_it_leaves` ends behind them. `layers` as `handed_on` gives them, of decoder layers from stage 1 on;
     on `device`."""
@@ -171,11 +171,11 @@ def keep_part(staged: StagedModel, part: range, layers: Sequence[TransferredTens
         elif handed is None:
             continue
         elif module.stage < part.start:
-            module.instead = lambda args, kwargs, handed=handed: handed.given(handed.taken(args, kwargs))
+            module.instead = lambda args, kwargs, handed=handed: handed.make_outputs(handed.hidden_states(args, kwargs))
         elif module.stage == part.start > EMBEDDING:
-            module.instead = partial(_entered, module, handed)
+            module.instead = partial(_run_first_layer, module, handed)
         elif module.stage == part.stop:
-            module.instead = partial(_left, handed)
+            module.instead = partial(_leave_rank, handed)
 
 
 def run_local_stages(forward: Callable[[], object]) -> None:
@@ -187,19 +187,19 @@ def run_local_stages(forward: Callable[[], object]) -> None:
 def _empty_module(module: StreamedModule, weights: Weights) -> Weights:
     """Raises ConfigError where what is made of them would not be replaced by what the rank before sends."""
     if current_lane_run().entering is not None:
-        raise ConfigError(f"model.path: {module.name} is asked for behind the first layer, and {OTHER_WAYS}")
+        raise ConfigError(f"model.path: {module.name} is asked for behind the first layer, and {ALTERNATIVES}")
     return weights
 
 
-def _entered(
+def _run_first_layer(
     module: StreamedModule, handed: TransferredTensors, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> object:
     """Runs the layer on memory that is filled before the lane gets the layer's weights."""
     run = current_lane_run()
-    run.entering = torch.empty_like(handed.taken(args, kwargs), memory_format=torch.contiguous_format)
-    return module.computed(*handed.replaced(args, kwargs, run.entering))
+    run.entering = torch.empty_like(handed.hidden_states(args, kwargs), memory_format=torch.contiguous_format)
+    return module.computed(*handed.with_hidden_states(args, kwargs, run.entering))
 
 
-def _left(handed: TransferredTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    current_lane_run().leaving = handed.taken(args, kwargs).contiguous()
+def _leave_rank(handed: TransferredTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    current_lane_run().leaving = handed.hidden_states(args, kwargs).contiguous()
     raise _LeftRank

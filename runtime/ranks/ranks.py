@@ -69,7 +69,7 @@ class Heartbeat(Closing):
                     connections[other].sendall(GREETING.pack(word, rank))
                 while len(connections) < size - 1:
                     connection, _ = listening.accept()
-                    if (other := _greeted(connection, word)) is None:
+                    if (other := _read_greeting(connection, word)) is None:
                         connection.close()
                     else:
                         connections[other] = connection
@@ -85,18 +85,18 @@ class Heartbeat(Closing):
         for each in self._connections.values():
             each.close()
 
-    def ended(self) -> list[int]:
+    def ended_ranks(self) -> list[int]:
         """The ranks whose connections have ended, as they do with the process."""
-        self._look()
+        self._poll()
         return sorted(self._ended)
 
-    def begin(self, session: int) -> None:
+    def forget_old_stops(self, session: int) -> None:
         """What was said of sessions long ago holds no more."""
         self._stopping.discard((session + NUM_SESSIONS // 2) % NUM_SESSIONS)
 
     def is_stopping(self, session: int) -> bool:
         """Whether a rank has said that this session is to stop."""
-        self._look()
+        self._poll()
         return session % NUM_SESSIONS in self._stopping
 
     def stop(self, session: int) -> None:
@@ -108,7 +108,7 @@ class Heartbeat(Closing):
             except OSError:
                 self._ended.add(rank)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for rank, each in self._connections.items():
             if rank in self._ended:
                 continue
@@ -131,7 +131,7 @@ def own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def _greeted(connection: socket.socket, word: bytes) -> int | None:
+def _read_greeting(connection: socket.socket, word: bytes) -> int | None:
     """The rank that has connected; None where somebody else has."""
     connection.settimeout(RETRY_SECONDS)
     try:
@@ -214,9 +214,9 @@ class Ranks(Closing):
     def exchange(self, message: Message) -> list[Message]:
         """The messages of all ranks, by rank; waits for each of them."""
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        sizes = self._gathered(torch.tensor([len(data)]))
+        sizes = self._all_gather(torch.tensor([len(data)]))
         most = max(int(size) for size in sizes)
-        found = self._gathered(torch.nn.functional.pad(data, (0, most - len(data))))
+        found = self._all_gather(torch.nn.functional.pad(data, (0, most - len(data))))
         return [json.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(found, sizes, strict=True)]
 
     def broadcast(self, message: Message) -> None:
@@ -227,20 +227,20 @@ class Ranks(Closing):
         """What rank 0 tells."""
         return self.exchange({})[0]
 
-    def ended(self) -> list[int]:
+    def ended_ranks(self) -> list[int]:
         """The ranks whose processes have ended."""
-        return [] if self._watch is None else self._watch.ended()
+        return [] if self._watch is None else self._watch.ended_ranks()
 
     def require_all(self) -> None:
         """Raises PeerEnded where one has ended."""
-        if ended := self.ended():
-            raise self._receive(ended)
+        if ended := self.ended_ranks():
+            raise self._peer_ended(ended)
 
     def begin_session(self) -> None:
         """Stops from now on are those of another session."""
         self._session += 1
         if self._watch is not None:
-            self._watch.begin(self._session)
+            self._watch.forget_old_stops(self._session)
 
     @property
     def is_stopping(self) -> bool:
@@ -252,7 +252,7 @@ class Ranks(Closing):
         if self._watch is not None:
             self._watch.stop(self._session)
 
-    def require_going(self) -> None:
+    def require_running(self) -> None:
         """Raises PeerEnded or Interrupted where what is waited for may never come."""
         self.require_all()
         if self.is_stopping:
@@ -262,10 +262,10 @@ class Ranks(Closing):
         """Returns once `is_done`, which waits so long at most, says so. Raises PeerEnded, and what that raises."""
         until = None
         while not is_done(LOOK):
-            if until is None and self.ended():
+            if until is None and self.ended_ranks():
                 until = time.monotonic() + ENDING_SECONDS  # one that has said all there was to say may have ended
             if until is not None and time.monotonic() > until:
-                raise self._receive(self.ended())
+                raise self._peer_ended(self.ended_ranks())
 
     def run(self, begin: Callable[[], dist.Work | None]) -> None:
         """Begins a collective, and waits for its end."""
@@ -274,21 +274,21 @@ class Ranks(Closing):
             assert work is not None, "this rank is of the group"
             self.wait(partial(_is_done, work))
         except RuntimeError as error:
-            raise self.ending(error) from error
+            raise self.explain_failure(error) from error
 
-    def _gathered(self, part: torch.Tensor) -> list[torch.Tensor]:
+    def _all_gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(part) for _ in range(self.size)]
         self.run(lambda: dist.all_gather(found, part, group=self.group, async_op=True))
         return found
 
-    def ending(self, error: RuntimeError) -> Interrupted:
+    def explain_failure(self, error: RuntimeError) -> Interrupted:
         """What a failed exchange means: not all connections of a process end at once."""
         until = time.monotonic() + ENDING_SECONDS
-        while not (ended := self.ended()) and time.monotonic() < until:
+        while not (ended := self.ended_ranks()) and time.monotonic() < until:
             time.sleep(0.01)
-        return self._receive(ended) if ended else PeerEnded(f"the ranks have lost one another: {error}", ())
+        return self._peer_ended(ended) if ended else PeerEnded(f"the ranks have lost one another: {error}", ())
 
-    def _receive(self, ended: list[int]) -> PeerEnded:
+    def _peer_ended(self, ended: list[int]) -> PeerEnded:
         names, is_one = ", ".join(map(str, ended)), len(ended) == 1
         which = f"rank {names} of {self.size} has" if is_one else f"ranks {names} of {self.size} have"
         return PeerEnded(

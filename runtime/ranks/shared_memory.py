@@ -27,7 +27,7 @@ from ..plan.shape.extents import Extent, share_of
 from ..store.reader import Reader
 from ..store.transfer import ChunkTiming, PendingTransfer
 from ..stream.device import ComputeDevice
-from ..stream.filling import Filling, Together
+from ..stream.filling import SessionResources, WeightReader
 from ..stream.pinned import Pinnable, pin
 from ..units import GIB, round_up
 from .ranks import Ranks
@@ -38,7 +38,7 @@ PAGE_BYTES = 4096
 POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks at the cells; looks between two at the other processes
 
 
-class SharedMemory(Closing, Together):
+class SharedMemory(Closing, SessionResources):
     """Buffers of one session, which outlive it. Not thread-safe."""
 
     def __init__(self, ranks: Ranks, descriptor: int):
@@ -49,7 +49,7 @@ class SharedMemory(Closing, Together):
         os.close(self._descriptor)
 
     @staticmethod
-    def made(ranks: Ranks) -> "SharedMemory":
+    def create(ranks: Ranks) -> "SharedMemory":
         """Raises ConfigError where a rank cannot see it."""
         require(
             ranks.is_on_one_machine,
@@ -61,7 +61,7 @@ class SharedMemory(Closing, Together):
         return SharedMemory(ranks, descriptor)
 
     @staticmethod
-    def opened(ranks: Ranks, place: tuple[int, int]) -> "SharedMemory":
+    def open(ranks: Ranks, place: tuple[int, int]) -> "SharedMemory":
         """What another rank's `place` says. Raises ConfigError."""
         path = "/proc/{}/fd/{}".format(*place)
         try:
@@ -72,11 +72,11 @@ class SharedMemory(Closing, Together):
             ) from error
 
     @property
-    def place(self) -> tuple[int, int]:
+    def address(self) -> tuple[int, int]:
         """The process and the descriptor by which others open it."""
         return os.getpid(), self._descriptor
 
-    def mapped(self, num_bytes: int, kind: type[Mapped] = mmap.mmap) -> Mapped:
+    def map(self, num_bytes: int, kind: type[Mapped] = mmap.mmap) -> Mapped:
         """Whole pages, zero until somebody writes. Every rank takes the same ones in the same order."""
         size = round_up(max(num_bytes, 1), PAGE_BYTES)
         memory = kind(self._descriptor, size, mmap.MAP_SHARED, offset=self._taken_bytes)
@@ -86,15 +86,15 @@ class SharedMemory(Closing, Together):
         self._taken_bytes += size
         return memory
 
-    def filling(self, device: ComputeDevice, reader: Reader, *, count: int) -> "SharedFilling":
-        return SharedFilling(self, device, reader, count=count)
+    def weight_reader(self, device: ComputeDevice, reader: Reader, *, count: int) -> "SharedReader":
+        return SharedReader(self, device, reader, count=count)
 
     def cells(self, count: int) -> torch.Tensor:
         """int64; each is written by one rank alone, which only ever raises it."""
-        return torch.frombuffer(self.mapped(8 * count), dtype=torch.int64)[:count]
+        return torch.frombuffer(self.map(8 * count), dtype=torch.int64)[:count]
 
 
-class SharedFilling(Filling):
+class SharedReader(WeightReader):
     """Reads of all ranks of a machine. Two threads wait, so that the engine's goes on: one until a slot is free
     everywhere, the other until this rank's share is there, to say so."""
 
@@ -107,18 +107,18 @@ class SharedFilling(Filling):
         self._freed, self._arrived = cells[0], cells[1]
         self._num_begun, self._num_freed = [0] * count, [0] * count  # fills and frees, as this rank orders them
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="share-read")
-        self._representative = ThreadPoolExecutor(1, thread_name_prefix="share-there")
+        self._announcing = ThreadPoolExecutor(1, thread_name_prefix="share-there")
         self._is_abandoned = threading.Event()
 
     def close(self) -> None:
         self._reading.shutdown(wait=True)
-        self._representative.shutdown(wait=True)
+        self._announcing.shutdown(wait=True)
 
     def abandon(self) -> None:
         self._is_abandoned.set()
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        memory = self._memory.mapped(num_bytes, Pinnable)
+        memory = self._memory.map(num_bytes, Pinnable)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if self._device.is_accelerator:
             pin(memory, buffer)
@@ -133,23 +133,23 @@ class SharedFilling(Filling):
             self._wait(self._freed, number, num_freed)
             return self._reader.submit(share, buffer.numpy().data)
 
-        def tell(begun: Future[PendingTransfer]) -> PendingTransfer:
+        def mark_arrived(begun: Future[PendingTransfer]) -> PendingTransfer:
             transfer = begun.result()
             transfer.wait()
             self._arrived[self._rank, number] = count
             return transfer
 
-        return SharedTransfer(self, self._representative.submit(tell, self._reading.submit(read)), number, count)
+        return SharedTransfer(self, self._announcing.submit(mark_arrived, self._reading.submit(read)), number, count)
 
     def free(self, number: int) -> None:
         self._num_freed[number] += 1
         self._freed[self._rank, number] = self._num_freed[number]
 
-    def is_whole(self, number: int, count: int) -> bool:
+    def is_complete(self, number: int, count: int) -> bool:
         """Whether all shares of the first `count` fills have arrived."""
         return bool((self._arrived[:, number] >= count).all())
 
-    def wait_whole(self, number: int, count: int) -> None:
+    def wait_complete(self, number: int, count: int) -> None:
         """Raises PeerEnded, or Interrupted, where they may never arrive."""
         self._wait(self._arrived, number, count)
 
@@ -159,7 +159,7 @@ class SharedFilling(Filling):
             if self._is_abandoned.is_set():
                 raise Interrupted("start the same command again to go on")
             if num_looks % NUM_POLLS == 0:
-                self._memory.ranks.require_going()
+                self._memory.ranks.require_running()
             num_looks += 1
             time.sleep(POLL_SECONDS)
 
@@ -167,17 +167,17 @@ class SharedFilling(Filling):
 class SharedTransfer:
     """A page on its way, of which each rank reads a share; `timing` is of this one's."""
 
-    def __init__(self, filling: SharedFilling, told: Future[PendingTransfer], number: int, count: int):
-        self._filling, self._begun, self._number, self._count = filling, told, number, count
+    def __init__(self, filling: SharedReader, begun: Future[PendingTransfer], number: int, count: int):
+        self._filling, self._begun, self._number, self._count = filling, begun, number, count
 
     @property
     def is_done(self) -> bool:
-        return self._begun.done() and self._filling.is_whole(self._number, self._count)
+        return self._begun.done() and self._filling.is_complete(self._number, self._count)
 
     def wait(self) -> None:
         """Returns when all shares are there; raises what this rank's read raised, and what `wait_whole` raises."""
         self._begun.result()
-        self._filling.wait_whole(self._number, self._count)
+        self._filling.wait_complete(self._number, self._count)
 
     @property
     def timing(self) -> ChunkTiming:

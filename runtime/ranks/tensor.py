@@ -40,15 +40,14 @@ WHOLE = re.compile("replicate|mla|all_reduce")  # styles of transformers' plans 
 
 
 class Flow(Enum):
-    """What a matrix takes and gives: `opens` gives this rank's part of its numbers, `closes` makes such parts whole
-    and gives all, `apart` takes and gives all."""
+    """Input and output of a split linear layer: all features, or only this rank's part of them."""
 
-    opens = "opens"
-    closes = "closes"
-    apart = "apart"
+    full_to_part = "full to part"
+    part_to_full = "part to full"
+    full_to_full = "full to full"
 
 
-STYLES = {"colwise": Flow.opens, "rowwise": Flow.closes}
+STYLES = {"colwise": Flow.full_to_part, "rowwise": Flow.part_to_full}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ class SplitHeads:
         return states.narrow(dim, share.start, len(share))
 
     def gather_heads(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        return self.all_gather.whole(part, dim)
+        return self.all_gather.gather(part, dim)
 
 
 class TensorSplit(ModelSplit):
@@ -96,11 +95,11 @@ class TensorSplit(ModelSplit):
 
     def split_model(self, model: PreTrainedModel, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
         splitting = _Splitting(model, parameters, self._all_gather)
-        splitting.take_linears()
-        splitting.take_experts()
-        splitting.take_tables()
+        splitting.split_linears()
+        splitting.split_experts()
+        splitting.split_tables()
         splitting.log_split()
-        return {**parameters, **splitting.taken}
+        return {**parameters, **splitting.cut_parameters}
 
 
 class _Splitting:
@@ -113,39 +112,42 @@ class _Splitting:
         self._names = defaultdict[int, list[str]](list)
         for name, tensor in model.named_parameters(remove_duplicate=False):
             self._names[id(tensor)].append(name)
-        self.taken: dict[str, Parameter] = {}
-        self.whole: dict[str, Parameter] = {}
+        self.cut_parameters: dict[str, Parameter] = {}
+        self.whole_experts: dict[str, Parameter] = {}
         ranks = all_gather.ranks
-        self._asked = DividedExperts(ranks.exchange({"experts": ranks.devices.experts.value})[0]["experts"])
+        self._expert_division = DividedExperts(ranks.exchange({"experts": ranks.devices.experts.value})[0]["experts"])
 
-    def take_linears(self) -> None:
+    def split_linears(self) -> None:
         """The matrices of layers, by the plan of the class or, where it does not run by that, each by itself."""
         name = type(self._model).__name__
         reason: str | None = None
-        for flows in (self._wanted(self._model.tp_plan), dict.fromkeys(self._wanted({}), Flow.apart)):
-            if (reason := self._why_not(flows)) is None:
+        for flows in (
+            self._linear_flows(self._model.tp_plan),
+            dict.fromkeys(self._linear_flows({}), Flow.full_to_full),
+        ):
+            if (reason := self._find_failure(flows)) is None:
                 for path, flow in flows.items():
                     module = self._linear(self._model, path)
-                    self._take(module)
+                    self._cut_parameters(module)
                     self._split(module, flow)
                 return
             log.debug("%s by %s: %s", name, flows, reason)
-        raise self._refused(name, f"its code looks at sizes of its own ({reason})")
+        raise self._refusal(name, f"its code looks at sizes of its own ({reason})")
 
-    def _wanted(self, plan: Mapping[str, str]) -> dict[str, Flow]:
+    def _linear_flows(self, plan: Mapping[str, str]) -> dict[str, Flow]:
         """What flows through the matrices of layers that can be split, by the paths of their modules."""
         found = dict[str, Flow]()
         for layers in layer_lists(self._model):
             for path, module in layers.layers.named_modules(prefix=layers.path):
                 style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path), "")
-                flow = STYLES.get(style, Flow.apart)
+                flow = STYLES.get(style, Flow.full_to_full)
                 if type(module) is not nn.Linear or WHOLE.search(style):
                     continue
-                if flow is not Flow.apart or self._share.divides(module.out_features):
+                if flow is not Flow.full_to_full or self._share.divides(module.out_features):
                     found[path] = flow
         return found
 
-    def _why_not(self, flows: Mapping[str, Flow]) -> str | None:
+    def _find_failure(self, flows: Mapping[str, Flow]) -> str | None:
         """What a class says that runs with these flows where nothing is computed but shapes."""
         for path, flow in flows.items():
             height = self._linear(self._model, path).out_features
@@ -161,33 +163,33 @@ class _Splitting:
             return str(error).partition("\n")[0] or type(error).__name__
         return None
 
-    def take_experts(self) -> None:
+    def split_experts(self) -> None:
         """Stacks of the matrices of all experts that run through our function."""
         for path, module in self._model.named_modules():
             if not is_experts(module):
                 continue
             stacks = {name: self._parameters[f"{path}.{name}"] for name in matrix_names(module)}
             names = {name: self._names[id(module._parameters[name])] for name in stacks}
-            division = divide_experts(module, stacks, self._all_gather, self._asked)
+            division = divide_experts(module, stacks, self._all_gather, self._expert_division)
             if not division.stacks:
-                raise self._refused(path, division.why_not, division.instead)
+                raise self._refusal(path, division.why_not, division.alternative)
             parts = {each: replace(part, name=each) for leaf, part in division.stacks.items() for each in names[leaf]}
-            self.taken |= parts
+            self.cut_parameters |= parts
             if division.own is not None:
-                self.whole |= parts
+                self.whole_experts |= parts
 
     def log_split(self) -> None:
         """Logs what this rank holds."""
-        rest = distinct_bytes(p for name, p in self._parameters.items() if name not in self.taken)
-        experts = distinct_bytes(self._parameters[name] for name in self.whole)
+        rest = distinct_bytes(p for name, p in self._parameters.items() if name not in self.cut_parameters)
+        experts = distinct_bytes(self._parameters[name] for name in self.whole_experts)
         cut_bytes = distinct_bytes(self._parameters.values()) - rest - experts
-        own = f", {format_bytes(distinct_bytes(self.whole.values()))} of {format_bytes(experts)} of experts"
+        own = f", {format_bytes(distinct_bytes(self.whole_experts.values()))} of {format_bytes(experts)} of experts"
         log.info(
             "devices=tensor: of %s of weights this rank holds 1/%d%s, and all of %s",
             *(format_bytes(cut_bytes), self._all_gather.count, own if experts else "", format_bytes(rest)),
         )
 
-    def take_tables(self) -> None:
+    def split_tables(self) -> None:
         """The embeddings and the head, which may be one matrix: then both or none."""
         model, share = self._model, self._share
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -196,33 +198,38 @@ class _Splitting:
         for module in (table, head):
             is_tied = module is not None and any(len(self._names[id(each)]) > 1 for each in module.parameters())
             if module is not None and ((table is not None and head is not None) or not is_tied):
-                self._take(module)
-        if isinstance(head, nn.Linear) and self._is_taken(head):
-            split_linear(head, self._all_gather, takes_part=False, gives_part=False)
-        if table is not None and self._is_taken(table):
+                self._cut_parameters(module)
+        if isinstance(head, nn.Linear) and self._is_cut(head):
+            split_linear(head, self._all_gather, is_input_split=False, is_output_split=False)
+        if table is not None and self._is_cut(table):
             split_embedding(table, self._all_gather)
 
-    def _is_taken(self, module: nn.Module) -> bool:
-        return any(name in self.taken for tensor in module.parameters() for name in self._names[id(tensor)])
+    def _is_cut(self, module: nn.Module) -> bool:
+        return any(name in self.cut_parameters for tensor in module.parameters() for name in self._names[id(tensor)])
 
-    def _take(self, module: nn.Module) -> None:
+    def _cut_parameters(self, module: nn.Module) -> None:
         """Cuts the parameters of a module, by all names that they have."""
         for tensor in module.parameters(recurse=False):
             for name in self._names[id(tensor)]:
                 found = cut(self._parameters[name], self._share)
                 if found is None:
-                    raise self._refused(repr(name), why_not_split(self._parameters[name]))
-                self.taken[name] = found
+                    raise self._refusal(repr(name), why_not_split(self._parameters[name]))
+                self.cut_parameters[name] = found
 
     def _split(self, module: nn.Linear, flow: Flow) -> None:
-        split_linear(module, self._all_gather, takes_part=flow is Flow.closes, gives_part=flow is Flow.opens)
+        split_linear(
+            module,
+            self._all_gather,
+            is_input_split=flow is Flow.part_to_full,
+            is_output_split=flow is Flow.full_to_part,
+        )
 
     def _linear(self, model: nn.Module, path: str) -> nn.Linear:
         found = model.get_submodule(path)
         assert isinstance(found, nn.Linear)
         return found
 
-    def _refused(self, what: str, why: str, instead: str = "") -> ConfigError:
+    def _refusal(self, what: str, why: str, instead: str = "") -> ConfigError:
         others = f"take {instead}, or " if instead else "take fewer ranks, or "
         return ConfigError(f"{NOT_SPLIT.format(what, self._all_gather.count, why)}; {others}devices=sharded")
 
@@ -235,15 +242,15 @@ def shorten(module: nn.Module, height: int) -> None:
             module._parameters[name] = nn.Parameter(short, requires_grad=False)
 
 
-def split_linear(module: nn.Linear, all_gather: AllGather, *, takes_part: bool, gives_part: bool) -> None:
+def split_linear(module: nn.Linear, all_gather: AllGather, *, is_input_split: bool, is_output_split: bool) -> None:
     """Makes it a map to this rank's numbers. `takes_part`: what comes is a part as well, and is made whole first.
     `gives_part`: what goes on is one. Mutates the module."""
     module.out_features //= all_gather.count
     shorten(module, module.out_features)
-    if takes_part:
-        module.register_forward_pre_hook(lambda _, given: (all_gather.whole(given[0]), *given[1:]))
-    if not gives_part:
-        module.register_forward_hook(lambda _, given, out: all_gather.whole(cast(torch.Tensor, out)))
+    if is_input_split:
+        module.register_forward_pre_hook(lambda _, given: (all_gather.gather(given[0]), *given[1:]))
+    if not is_output_split:
+        module.register_forward_hook(lambda _, given, out: all_gather.gather(cast(torch.Tensor, out)))
 
 
 def split_embedding(module: nn.Embedding, all_gather: AllGather) -> None:
@@ -253,7 +260,7 @@ def split_embedding(module: nn.Embedding, all_gather: AllGather) -> None:
     shorten(module, module.num_embeddings)
     lookup = _Lookup(all_gather, module.num_embeddings)
     module.register_forward_pre_hook(lookup.before)
-    module.register_forward_hook(lookup.behind)
+    module.register_forward_hook(lookup.after)
 
 
 class _Lookup:
@@ -262,10 +269,10 @@ class _Lookup:
     def __init__(self, all_gather: AllGather, height: int):
         self._all_gather, self._height, self._is_here = all_gather, height, torch.empty(0)
 
-    def before(self, module: nn.Module, given: Any) -> tuple[Any, ...]:
-        places = given[0] - self._all_gather.index * self._height
+    def before(self, module: nn.Module, args: Any) -> tuple[Any, ...]:
+        places = args[0] - self._all_gather.index * self._height
         self._is_here = (places >= 0) & (places < self._height)
-        return torch.where(self._is_here, places, 0), *given[1:]
+        return torch.where(self._is_here, places, 0), *args[1:]
 
-    def behind(self, module: nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor:
+    def after(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
         return self._all_gather.sum(torch.where(self._is_here[..., None], out, torch.zeros_like(out)))

@@ -91,7 +91,7 @@ class ExpertRows(ExpertShare):
                     out_TM = hidden_TD.new_zeros(len(hidden_TD), width)
                 out_TM.index_add_(0, visits.tokens_V[mine], (found * visits.weights_V[mine, None]).to(out_TM.dtype))
         assert out_TM is not None, "each token visits an expert"
-        return out_TM if is_last_whole else self._all_gather.whole(out_TM)
+        return out_TM if is_last_whole else self._all_gather.gather(out_TM)
 
     def _outputs(
         self,
@@ -107,15 +107,15 @@ class ExpertRows(ExpertShare):
         counts = [visits.of(expert).stop - visits.of(expert).start for expert, _ in run]
         parts = [F.linear(hidden_TD[visits.tokens_V[visits.of(expert)]], own[up]) for expert, own in run]
         if num_runs(module) == 2 or (not experts.has_gate and not experts.has_bias):
-            inner_VH = self._all_gather.whole(torch.cat([activated(experts, part) for part in parts]))
+            inner_VH = self._all_gather.gather(torch.cat([activated(experts, part) for part in parts]))
         else:
-            whole = self._all_gather.whole(torch.cat(parts)).split(counts)
+            whole = self._all_gather.gather(torch.cat(parts)).split(counts)
             pairs = zip(run, whole, strict=True)
             inner_VH = torch.cat([activated(experts, _biased(experts, up, expert, x)) for (expert, _), x in pairs])
         pairs = zip(run, inner_VH.split(counts), strict=True)
         found = [F.linear(inner, own[down]) for (_, own), inner in pairs]
         if is_whole:
-            found = self._all_gather.whole(torch.cat(found)).split(counts)
+            found = self._all_gather.gather(torch.cat(found)).split(counts)
             found = [_biased(experts, down, expert, x) for (expert, _), x in zip(run, found, strict=True)]
             found = [experts.post_expert_norm(x) for x in found] if has_norm(experts) else found
         yield from zip((expert for expert, _ in run), found, strict=True)
@@ -135,20 +135,20 @@ class WholeExperts(ExpertShare):
         all_gather, num_experts = self._all_gather, cast("Experts", module).num_experts
         experts, tokens = runs_of(num_experts, all_gather.count), runs_of(len(hidden_TD), all_gather.count)
         own, mine = experts[all_gather.index], tokens[all_gather.index]
-        given, sizes_given = _given(module, hidden_TD, visits, hit, own, tokens)
+        given, sizes_given = _weighted_outputs(module, hidden_TD, visits, hit, own, tokens)
         summed = visits.of_tokens(mine)
         sizes_taken = [summed.of(each[-1]).stop - summed.of(each.start).start for each in experts]
-        taken = all_gather.exchanged(given, sizes_given, sizes_taken)
+        taken = all_gather.all_to_all(given, sizes_given, sizes_taken)
         out_tD = hidden_TD.new_zeros(len(mine), hidden_TD.shape[1])
         for expert in summed.hit:
             rows = summed.of(expert)
             out_tD.index_add_(0, summed.tokens_V[rows] - mine.start, taken[rows])
-        return all_gather.exchanged(
+        return all_gather.all_to_all(
             out_tD.repeat(all_gather.count, 1), [len(mine)] * all_gather.count, [len(each) for each in tokens]
         )
 
 
-def _given(
+def _weighted_outputs(
     module: nn.Module,
     hidden_TD: torch.Tensor,
     visits: Visits,
@@ -178,14 +178,14 @@ class Division(NamedTuple):
     stacks: Stacks
     own: range | None = None
     why_not: str = ""
-    instead: str = ""
+    alternative: str = ""
 
 
-def divide_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, asked: DividedExperts) -> Division:
+def divide_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, requested: DividedExperts) -> Division:
     """Leaves the module this rank's part of its stacks. Mutates the module, unless there is none."""
     share = RowShare(index=all_gather.index, count=all_gather.count)
-    rows, whole = _by_rows(module, stacks, share), _by_expert(stacks, share)
-    if asked is DividedExperts.auto:
+    rows, whole = _split_by_rows(module, stacks, share), _split_by_expert(stacks, share)
+    if requested is DividedExperts.auto:
         inputs = stacks[matrix_names(module)[1]].shape[1:]
         hidden, inner = reversed(inputs) if cast("Experts", module).is_transposed else inputs
         is_mixed_up = any(piece.is_interleaved for stack in stacks.values() for piece in stack.slices)  # all is read
@@ -194,10 +194,10 @@ def divide_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, ask
         neither = Division({}, why_not=f"{rows.why_not}, and {whole.why_not}")
         found = first if first.stacks else second if second.stacks else neither
     else:
-        found, other = (rows, whole) if asked is DividedExperts.rows else (whole, rows)
+        found, other = (rows, whole) if requested is DividedExperts.rows else (whole, rows)
         if not found.stacks and other.stacks:
-            key = DividedExperts.whole if asked is DividedExperts.rows else DividedExperts.rows
-            found = Division({}, why_not=found.why_not, instead=f"devices.experts={key.value}")
+            key = DividedExperts.whole if requested is DividedExperts.rows else DividedExperts.rows
+            found = Division({}, why_not=found.why_not, alternative=f"devices.experts={key.value}")
     if found.stacks:
         for name, part in found.stacks.items():
             before = module._parameters[name]
@@ -216,7 +216,7 @@ def why_not_split(parameter: Parameter) -> str:
     return f"rows of {piece.format or piece.dtype} of shape {piece.shape} do not lie apart in so many equal parts"
 
 
-def _by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> Division:
+def _split_by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> Division:
     if cast("Experts", module).is_transposed:
         return Division({}, why_not="its experts' matrices lie as (inputs, outputs)")
     first, second = matrix_names(module)
@@ -228,7 +228,7 @@ def _by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> Division:
     return Division({name: part for name, part in parts.items() if part is not None})
 
 
-def _by_expert(stacks: Stacks, share: RowShare) -> Division:
+def _split_by_expert(stacks: Stacks, share: RowShare) -> Division:
     num_experts = min(stack.shape[0] for stack in stacks.values())
     if num_experts < share.count:
         return Division({}, why_not=f"it has {num_experts} experts")

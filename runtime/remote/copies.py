@@ -30,17 +30,17 @@ SECONDS_PER_LINE, SECONDS_PER_LOOK = 10.0, 0.5
 NAME = re.compile(r"[^/\\\0]+")
 
 
-def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], refused: type[WeightstreamError]) -> Path:
+def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], error_type: type[WeightstreamError]) -> Path:
     """The file, or the directory of those files whose names `patterns` match, that lies at the store's URL, as a copy
     below `cache`. Hidden files and folders inside are passed over.
 
-    Raises `refused` where nothing is there, or no room here; StorageError, ConfigError and Interrupted.
+    Raises `error_type` where nothing is there, or no room here; StorageError, ConfigError and Interrupted.
     """
-    files = store.listed(is_deep=False)
+    files = store.list_files(is_deep=False)
     wanted = files if "" in files else {name: files[name] for name in files if _is_wanted(name, patterns)}
     if not wanted:
         what = f"{format_count(len(files), 'file')} and none of {', '.join(patterns)}" if files else "nothing there"
-        raise refused(f"{store.key}={store.url}: there is {what}")
+        raise error_type(f"{store.key}={store.url}: there is {what}")
     name = store.url.rstrip("/").rpartition("/")[2]
     listing = [store.url, *([each, file.num_bytes, file.tag] for each, file in sorted(wanted.items()))]
     folder = cache / "copies" / hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:24]
@@ -51,9 +51,9 @@ def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], refused
             root.parents[0].mkdir(parents=True, exist_ok=True)
             root.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise refused(f"{store.key}={store.url} cannot be copied to {root}: {error.strerror}") from error
-        with _locked(folder / ".lock", store):
-            _copy(store, wanted, targets, refused)
+            raise error_type(f"{store.key}={store.url} cannot be copied to {root}: {error.strerror}") from error
+        with _lock(folder / ".lock", store):
+            _copy(store, wanted, targets, error_type)
     return folder / name
 
 
@@ -63,7 +63,7 @@ def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
 
 
 @contextmanager
-def _locked(path: Path, store: ObjectStore) -> Iterator[None]:
+def _lock(path: Path, store: ObjectStore) -> Iterator[None]:
     """A lock on the copy: others wait until the process that holds it has copied, or has ended."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -76,41 +76,46 @@ def _locked(path: Path, store: ObjectStore) -> Iterator[None]:
                 if not has_logged:
                     log.info("another process copies %s", store.url)
                 has_logged = True
-                _heed_stop(store)
+                _raise_if_stopped(store)
                 time.sleep(SECONDS_PER_LOOK)
         yield
     finally:
         os.close(descriptor)
 
 
-def _heed_stop(store: ObjectStore) -> None:
+def _raise_if_stopped(store: ObjectStore) -> None:
     if store.retry.should_stop():
         raise Interrupted(f"stopped while {store.url} was copied; the same command goes on from here")
 
 
 def _copy(
-    store: ObjectStore, files: Mapping[str, StoredFile], targets: Mapping[str, Path], refused: type[WeightstreamError]
+    store: ObjectStore,
+    files: Mapping[str, StoredFile],
+    targets: Mapping[str, Path],
+    error_type: type[WeightstreamError],
 ) -> None:
     """One process' work on a copy, under its lock: what is not at its target yet is fetched."""
     left = {name: file for name, file in files.items() if not targets[name].exists()}
-    begun_bytes = sum(_num_bytes(_partial(targets[name])) for name in left)
+    begun_bytes = sum(_file_bytes(_partial_path(targets[name])) for name in left)
     done_bytes, all_bytes = 0, sum(file.num_bytes for file in left.values()) - begun_bytes
     folder = next(iter(targets.values())).parent
     free = shutil.disk_usage(folder).free
     if free < all_bytes:
-        raise refused(
+        raise error_type(
             f"{store.key}={store.url} takes {format_bytes(all_bytes)} of copies, and {format_bytes(free)} are free in "
             f"{folder}: make room, or set XDG_CACHE_HOME or offload.cache_dir"
         )
     log.info("copying %s, %s of %s", store.url, format_count(len(left), "file"), format_bytes(all_bytes))
     logged_at = time.monotonic()
     for name, file in left.items():
-        partial = _partial(targets[name])
+        partial = _partial_path(targets[name])
         try:
             with partial.open("ab") as out, ThreadPoolExecutor(NUM_RANGES) as pool:
                 for begin in range(out.tell(), file.num_bytes, RANGE_BYTES * NUM_RANGES):
                     ends = range(begin, min(begin + RANGE_BYTES * NUM_RANGES, file.num_bytes), RANGE_BYTES)
-                    for data in pool.map(lambda at, name=name, file=file: _range(store, name, file, at, refused), ends):
+                    for data in pool.map(
+                        lambda at, name=name, file=file: _read_range(store, name, file, at, error_type), ends
+                    ):
                         out.write(data)
                         done_bytes += len(data)
                         if time.monotonic() - logged_at >= SECONDS_PER_LINE:
@@ -121,27 +126,29 @@ def _copy(
                 os.fsync(out.fileno())
         except OSError as error:
             raise StorageError(f"{partial} cannot be written: {error.strerror or error}") from error
-        if store.listed(is_deep=False).get(name) != file or _num_bytes(partial) != file.num_bytes:
+        if store.list_files(is_deep=False).get(name) != file or _file_bytes(partial) != file.num_bytes:
             partial.unlink()
             raise StorageError(f"{store.url} was written while it was copied ({name}): start the command again")
         partial.replace(targets[name])
 
 
-def _range(store: ObjectStore, name: str, file: StoredFile, begin: int, refused: type[WeightstreamError]) -> bytes:
-    _heed_stop(store)
+def _read_range(
+    store: ObjectStore, name: str, file: StoredFile, begin: int, error_type: type[WeightstreamError]
+) -> bytes:
+    _raise_if_stopped(store)
     end = min(begin + RANGE_BYTES, file.num_bytes)
     try:
         data = store.read(name, begin, end)
     except FileNotFoundError as error:
-        raise refused(f"{store.key}={store.url}: {name} went away while it was copied") from error
+        raise error_type(f"{store.key}={store.url}: {name} went away while it was copied") from error
     if len(data) != end - begin:
         raise StorageError(f"{store.url} gave {len(data):,} of {end - begin:,} bytes of {name}")
     return data
 
 
-def _partial(target: Path) -> Path:
+def _partial_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.part")
 
 
-def _num_bytes(path: Path) -> int:
+def _file_bytes(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0

@@ -38,8 +38,8 @@ class RetryPolicy:
     should_stop: Callable[[], bool] = never
     key: str | None = None
 
-    def hold(self, what: str, call: Callable[[], T], *, lasting: tuple[type[Exception], ...] = ()) -> T:
-        """What `call` comes to, which does `what`. Errors of ours, FileExistsError and `lasting` ones pass at once.
+    def run(self, what: str, call: Callable[[], T], *, permanent: tuple[type[Exception], ...] = ()) -> T:
+        """What `call` comes to, which does `what`. Errors of ours, FileExistsError and `permanent` ones pass at once.
 
         Every other Exception is a failure that may pass, since what the libraries of stores raise has no common root.
         Raises StorageError when time is up, Interrupted when the job shall stop.
@@ -48,7 +48,7 @@ class RetryPolicy:
         while True:
             try:
                 return call()
-            except (WeightstreamError, FileExistsError, *lasting):
+            except (WeightstreamError, FileExistsError, *permanent):
                 raise
             except Exception as error:
                 left = until - time.monotonic()
@@ -79,7 +79,7 @@ def describe_error(error: Exception) -> str:
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # of ours, by scheme
 TAGS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
-LASTING = (FileNotFoundError, PermissionError)  # where nothing was begun: a mistake in the command
+PERMANENT_ERRORS = (FileNotFoundError, PermissionError)  # where nothing was begun: a mistake in the command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,42 +113,42 @@ class ObjectStore:
         except ValueError as error:
             raise ConfigError(f"{key}={self.url} is of no scheme that fsspec knows: {describe_error(error)}") from error
 
-    def listed(self, *, is_deep: bool) -> Mapping[str, StoredFile]:
+    def list_files(self, *, is_deep: bool) -> Mapping[str, StoredFile]:
         """The files below the URL, by name; `is_deep`: those in folders too. The name of a URL that is a file is empty.
         Nothing where there is none. Raises ConfigError where nobody may look."""
-        return self._opening("listing", lambda: self._list(is_deep), {})
+        return self._call_first("listing", lambda: self._list(is_deep), {})
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
         """The bytes of a file, or those in a range. Raises FileNotFoundError."""
         call = partial(self._fs.cat_file, self._path(name), start=begin, end=end)
-        return self._held("reading", name, call, lasting=(FileNotFoundError,))
+        return self._call("reading", name, call, permanent=(FileNotFoundError,))
 
     def write(self, name: str, data: bytes, *, exclusive: bool = False, is_first: bool = False) -> None:
         """Puts a file there, of which a reader sees all or nothing. `exclusive`: raises FileExistsError where one is
         there. `is_first`: of all that is written, so that a bucket that is not there, or not ours, is a ConfigError."""
         call = partial(self._write, self._path(name), data, exclusive)
         if is_first:
-            self._opening(f"writing {name}", call, None)
+            self._call_first(f"writing {name}", call, None)
         else:
-            self._held("writing", name, call)
+            self._call("writing", name, call)
 
     def remove(self, name: str) -> None:
         """Takes a file away, which may be gone already."""
         with suppress(FileNotFoundError):
-            self._held("removing", name, partial(self._fs.rm_file, self._path(name)), lasting=(FileNotFoundError,))
+            self._call("removing", name, partial(self._fs.rm_file, self._path(name)), permanent=(FileNotFoundError,))
 
     def _path(self, name: str) -> str:
         return url_child(self._root, name) if name else self._root
 
-    def _held(self, what: str, name: str, call: Callable[[], T], *, lasting: tuple[type[Exception], ...] = ()) -> T:
+    def _call(self, what: str, name: str, call: Callable[[], T], *, permanent: tuple[type[Exception], ...] = ()) -> T:
         place = url_child(self.url, name) if name else self.url
-        return self.retry.hold(f"{what} {place} ({self.key})", call, lasting=lasting)
+        return self.retry.run(f"{what} {place} ({self.key})", call, permanent=permanent)
 
-    def _opening(self, what: str, call: Callable[[], T], absent: T | None) -> T:
+    def _call_first(self, what: str, call: Callable[[], T], absent: T | None) -> T:
         """A call that is among the first: what cannot pass is refused at once, but for `absent` where that is given."""
         try:
-            return self.retry.hold(f"{what} at {self.url} ({self.key})", call, lasting=LASTING)
-        except LASTING as error:
+            return self.retry.run(f"{what} at {self.url} ({self.key})", call, permanent=PERMANENT_ERRORS)
+        except PERMANENT_ERRORS as error:
             if absent is not None and isinstance(error, FileNotFoundError):
                 return absent
             raise ConfigError(
@@ -158,12 +158,12 @@ class ObjectStore:
 
     def _list(self, is_deep: bool) -> dict[str, StoredFile]:
         self._fs.invalidate_cache()
-        whole = _stored(self._fs.info(self._root)) if not is_deep else None
+        whole = _parse_info(self._fs.info(self._root)) if not is_deep else None
         if whole is not None and whole.is_file:
             return {"": whole}
         self._fs.invalidate_cache()
         found = self._fs.find(self._root, detail=True).values() if is_deep else self._fs.ls(self._root, detail=True)
-        files = {info["name"].removeprefix(self._root).lstrip("/"): _stored(info) for info in found}
+        files = {info["name"].removeprefix(self._root).lstrip("/"): _parse_info(info) for info in found}
         return {name: file for name, file in files.items() if file.is_file}
 
     def _write(self, path: str, data: bytes, exclusive: bool) -> None:
@@ -179,6 +179,6 @@ class ObjectStore:
             fs.pipe_file(path, data, mode="create" if exclusive else "overwrite")
 
 
-def _stored(info: Mapping[str, Any]) -> StoredFile:
+def _parse_info(info: Mapping[str, Any]) -> StoredFile:
     tag = next((str(info[name]) for name in TAGS if info.get(name) is not None), "")
     return StoredFile(num_bytes=int(info.get("size") or 0), tag=tag, is_file=info["type"] == "file")

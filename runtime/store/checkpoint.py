@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..plan.shape.shapes import TensorSlice
-from .faults import read_fault
+from .faults import read_error
 from .gguf import GgufHeader, read_gguf
 from .header import read_header
 from .json_object import read_json_object
@@ -39,12 +39,12 @@ NUM_SAMPLES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """`contested`: of each tensor that lies in several files, the one that it is read from."""
+    """`duplicates`: of each tensor that lies in several files, the one that it is read from."""
 
     path: Path
     tensors: Mapping[str, TensorSlice]
     gguf: GgufHeader | None = None
-    contested: Mapping[str, str] = field(default_factory=dict)
+    duplicates: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def files(self) -> list[str]:
@@ -70,8 +70,8 @@ class Checkpoint:
                         handle.seek(max(0, size - SAMPLE_BYTES) * turn // (NUM_SAMPLES - 1))
                         digest.update(handle.read(SAMPLE_BYTES))
             except OSError as error:
-                raise read_fault(file, "reading samples of it", error) from error
-        for name, file in sorted(self.contested.items()):
+                raise read_error(file, "reading samples of it", error) from error
+        for name, file in sorted(self.duplicates.items()):
             digest.update(f"{name}:{Path(file).name};".encode())
         return digest.hexdigest()
 
@@ -83,29 +83,29 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path=path, tensors=header.tensors, gguf=header)
     entry = find_weights(path)
     if entry is None:
-        raise unreadable(str(path), names_below(path))
+        raise no_weights_error(str(path), list_names(path))
     if not entry.exists():
         raise CheckpointError(f"{entry}: missing, but {CONFIG} names it ({NAMED})")
     if not is_index(entry):
-        warn_of_index(entry)
+        warn_of_unused_index(entry)
         return Checkpoint(path=path, tensors=read_header(entry))
     # The index decides. A tensor that it does not list is one more that there is, as transformers has it.
     weight_map = read_index(entry)
     tensors, files = dict[str, TensorSlice](), dict[str, list[str]]()
-    for file in shards_of(entry):
+    for file in shard_names(entry):
         if not (path / file).exists():
             raise CheckpointError(f"{path / file}: missing, but {entry.name} names it")
         header = read_header(path / file)
         for name in header:
             files.setdefault(name, []).append(file)
-        tensors |= listed_in(path / file, header, weight_map)
-    contested = {name: tensors[name].file for name, several in files.items() if len(several) > 1}
-    for name, read in list(contested.items())[:1]:
+        tensors |= shard_tensors(path / file, header, weight_map)
+    duplicates = {name: tensors[name].file for name, several in files.items() if len(several) > 1}
+    for name, read in list(duplicates.items())[:1]:
         others = ", ".join(file for file in files[name] if file != Path(read).name)
         why = f"as {entry.name} says" if name in weight_map else f"the last, since {entry.name} does not list it"
-        count = f" ({len(contested)} tensors lie in several files)" if len(contested) > 1 else ""
+        count = f" ({len(duplicates)} tensors lie in several files)" if len(duplicates) > 1 else ""
         log.warning("%s: %r lies in %s too: that of %s is read, %s%s", path, name, others, Path(read).name, why, count)
-    return Checkpoint(path=path, tensors=tensors, contested=contested)
+    return Checkpoint(path=path, tensors=tensors, duplicates=duplicates)
 
 
 def read_bytes(tensor: TensorSlice) -> bytes:
@@ -116,7 +116,7 @@ def read_bytes(tensor: TensorSlice) -> bytes:
             file.seek(tensor.offset)
             return file.read(tensor.num_bytes)
     except OSError as error:
-        raise read_fault(tensor.file, f"reading {tensor.name!r}", error) from error
+        raise read_error(tensor.file, f"reading {tensor.name!r}", error) from error
 
 
 def read_integers(tensor: TensorSlice) -> "array[int]":
@@ -131,7 +131,9 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and path.is_file()
 
 
-def listed_in(shard: Path, header: Mapping[str, TensorSlice], weight_map: Mapping[str, str]) -> dict[str, TensorSlice]:
+def shard_tensors(
+    shard: Path, header: Mapping[str, TensorSlice], weight_map: Mapping[str, str]
+) -> dict[str, TensorSlice]:
     """Those of a shard's tensors that are read of it: all that the index does not place in another. Raises
     CheckpointError where it places one here that is not."""
     missing = sorted(name for name, file in weight_map.items() if file == shard.name and name not in header)
@@ -151,7 +153,7 @@ def find_weights(directory: Path, names: Collection[str] | None = None) -> Path 
     if named is not None:
         if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
             raise CheckpointError(f"{config}: {NAMED} names {named!a:.80}, neither *.safetensors nor their index")
-        return directory / _plain(named, f"{config}: {NAMED}")
+        return directory / _require_plain_name(named, f"{config}: {NAMED}")
     for name in (SINGLE, INDEX):
         if name in names if names is not None else (directory / name).exists():
             return directory / name
@@ -162,7 +164,7 @@ def is_index(entry: Path) -> bool:
     return entry.suffix == ".json"
 
 
-def shards_of(entry: Path) -> list[str]:
+def shard_names(entry: Path) -> list[str]:
     """The names of the files that are read, in order; `entry`: the file or the index that `find_weights` found."""
     return sorted(set(read_index(entry).values())) if is_index(entry) else [entry.name]
 
@@ -177,15 +179,15 @@ def read_index(index: Path) -> dict[str, str]:
         odd = next(tensor for tensor, file in weight_map.items() if not isinstance(file, str))
         raise CheckpointError(f"{index}: not a safetensors index: {odd!a:.80} lies in {weight_map[odd]!a:.40}")
     for file in sorted(set(names.values())):
-        _plain(file, f"{index}:")
+        _require_plain_name(file, f"{index}:")
     return names
 
 
-def warn_of_index(single: Path) -> None:
+def warn_of_unused_index(single: Path) -> None:
     """Names both where an index of other files lies beside the file that is read: their numbers may differ."""
     index, shards = single.with_name(INDEX), [single.name]
     with suppress(CheckpointError, OSError):
-        shards = shards_of(index)
+        shards = shard_names(index)
     if shards != [single.name]:
         log.warning(
             "%s is read, as transformers does, and not %s with its %d shards beside it: to take those, move %s away",
@@ -196,7 +198,7 @@ def warn_of_index(single: Path) -> None:
         )
 
 
-def unreadable(place: str, names: Collection[str], *, is_local: bool = True) -> CheckpointError:
+def no_weights_error(place: str, names: Collection[str], *, is_local: bool = True) -> CheckpointError:
     """The error for a place that holds no weights that can be read: says what is there and what to do. `names`: of its
     files, those of folders with the folder's name in front; `is_local`: a directory, and no hub id or URL."""
     fetched = "" if is_local else "fetch it, and "
@@ -210,7 +212,7 @@ def unreadable(place: str, names: Collection[str], *, is_local: bool = True) -> 
             "`merge_and_unload` of peft does, and give model.path the directory that this saves"
         )
     if shards := [name for name in weights if SHARD.search(name)]:
-        return CheckpointError(f"{place}: {_without_index(place if is_local else None, shards)}")
+        return CheckpointError(f"{place}: {_describe_missing_index(place if is_local else None, shards)}")
     if pickles := [name for name in files if name.endswith(".bin")]:
         return CheckpointError(
             f"{place}: only pickled weights ({pickles[0]} ...), which run code of whoever wrote them when they are "
@@ -241,13 +243,13 @@ def unreadable(place: str, names: Collection[str], *, is_local: bool = True) -> 
     return CheckpointError(lacks)
 
 
-def names_below(directory: Path) -> list[str]:
+def list_names(directory: Path) -> list[str]:
     """The files of a directory and of its folders, as `unreadable` takes them."""
     paths = [path for pattern in ("*", "*/*") for path in directory.glob(pattern)]
     return [path.relative_to(directory).as_posix() for path in paths if path.is_file()]
 
 
-def _without_index(directory: str | None, shards: Sequence[str]) -> str:
+def _describe_missing_index(directory: str | None, shards: Sequence[str]) -> str:
     expected = max(int(match[2]) for name in shards if (match := SHARD.search(name)))
     if len(shards) < expected:
         return (
@@ -264,7 +266,7 @@ def _without_index(directory: str | None, shards: Sequence[str]) -> str:
     )
 
 
-def _plain(file: str, where: str) -> str:
+def _require_plain_name(file: str, where: str) -> str:
     if Path(file).name != file or "\0" in file or len(file.encode("utf-8", "replace")) > MAX_NAME_BYTES:
         raise CheckpointError(f"{where} names {file!a:.80}; only plain file names are allowed")
     return file

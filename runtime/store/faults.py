@@ -11,7 +11,7 @@ from ..errors import CheckpointError, StorageError, WeightstreamError
 
 log = logging.getLogger(__name__)
 
-PASSING_ERRNOS = frozenset(
+TRANSIENT_ERRNOS = frozenset(
     {
         *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EBUSY),
         *(errno.ENOLINK, errno.ECOMM, errno.EPROTO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET),
@@ -23,15 +23,15 @@ PAUSES_SECONDS = (0.5, 2.0, 5.0)  # between tries: a failover of a file server t
 T = TypeVar("T")
 
 
-def passes(error: OSError) -> bool:
-    return error.errno in PASSING_ERRNOS
+def is_transient(error: OSError) -> bool:
+    return error.errno in TRANSIENT_ERRNOS
 
 
-def read_fault(path: str | PathLike[str], what: str, error: OSError) -> WeightstreamError:
+def read_error(path: str | PathLike[str], what: str, error: OSError) -> WeightstreamError:
     """What a user is told of `error`, met in `what`: a later start can help (75), or not (2)."""
     name = errno.errorcode.get(error.errno or 0, "no errno")
     message = f"{path}: {what} failed: {error.strerror or error} ({name}){open_files_hint(error)}"
-    if passes(error):
+    if is_transient(error):
         return StorageError(f"{message}. The storage of the weights is at fault; start the same command again")
     return CheckpointError(message)
 
@@ -56,11 +56,11 @@ def with_retries(read: Callable[[], T], path: str, what: str, pause: Callable[[f
         try:
             return read()
         except OSError as error:
-            if not passes(error):
-                raise read_fault(path, what, error) from error
-            log.warning("%s; once more in %.1f s", read_fault(path, what, error), seconds)
+            if not is_transient(error):
+                raise read_error(path, what, error) from error
+            log.warning("%s; once more in %.1f s", read_error(path, what, error), seconds)
             pause(seconds)
     try:
         return read()
     except OSError as error:
-        raise read_fault(path, f"{what}, tried {len(PAUSES_SECONDS) + 1} times,", error) from error
+        raise read_error(path, f"{what}, tried {len(PAUSES_SECONDS) + 1} times,", error) from error

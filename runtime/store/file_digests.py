@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, Interrupted
 from ..units import GIB, format_count
-from .faults import read_fault, with_retries
+from .faults import read_error, with_retries
 from .header import MAX_HEADER_BYTES
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Stamp:
     def is_settled(self) -> bool:
         return time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9 >= SETTLED_SECONDS
 
-    def kept_in(self, cache: Path) -> Path:
+    def cache_path(self, cache: Path) -> Path:
         return cache / "digests" / f"{hashlib.sha256(os.fsencode(self.path)).hexdigest()[:32]}.json"
 
 
@@ -59,18 +59,18 @@ def digest_files(
     cache: Path,
     should_stop: Callable[[], bool] = lambda: False,
     *,
-    asked_by: str = "model.verify=full",
+    setting: str = "model.verify=full",
 ) -> Mapping[str, str]:
     """The SHA-256 of each of `files`, in hexadecimal digits: the kept one where the file is as it was then, else of all
-    its bytes, a few files at a time. `asked_by`: the setting that messages name.
+    its bytes, a few files at a time. `setting`: the setting that messages name.
 
     Raises CheckpointError, also for a blob of the Hugging Face cache that is not the one its name says and for a file
     that is written meanwhile; StorageError for a fault that may pass; Interrupted when `should_stop` says so.
     """
     stamps = {file: _stamp(file) for file in files}
-    found = {file: _find(stamp, cache) for file, stamp in stamps.items()}
+    found = {file: _find_digest(stamp, cache) for file, stamp in stamps.items()}
     unknown = {file: stamp for file, stamp in stamps.items() if found[file] is None}
-    read = _read_all(unknown, cache, should_stop, asked_by) if unknown else {}
+    read = _digest_all(unknown, cache, should_stop, setting) if unknown else {}
     digests = {file: digest or read[file] for file, digest in found.items()}
     for file, digest in digests.items():
         # The Hugging Face cache names a large file by the SHA-256 that the hub has of it.
@@ -84,28 +84,28 @@ def digest_files(
     return digests
 
 
-def _read_all(
-    stamps: Mapping[str, _Stamp], cache: Path, should_stop: Callable[[], bool], asked_by: str
+def _digest_all(
+    stamps: Mapping[str, _Stamp], cache: Path, should_stop: Callable[[], bool], setting: str
 ) -> dict[str, str]:
     gib = sum(stamp.size for stamp in stamps.values()) / GIB
-    log.info("%s: reading all bytes of %s, %.2f GiB", asked_by, format_count(len(stamps), "file"), gib)
+    log.info("%s: reading all bytes of %s, %.2f GiB", setting, format_count(len(stamps), "file"), gib)
     started = time.monotonic()
 
     def read(file: str) -> str:
-        digest = _read(file, should_stop, asked_by)
+        digest = _digest_file(file, should_stop, setting)
         if _stamp(file) != stamps[file]:
-            raise CheckpointError(f"{file}: was written while its bytes were read for {asked_by}")
+            raise CheckpointError(f"{file}: was written while its bytes were read for {setting}")
         if stamps[file].is_settled:
-            _keep(stamps[file], digest, cache)
+            _store_digest(stamps[file], digest, cache)
         return digest
 
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="digest") as threads:
         digests = dict(zip(stamps, threads.map(read, stamps), strict=True))
-    log.info("%s: read %.2f GiB in %.1f s", asked_by, gib, time.monotonic() - started)
+    log.info("%s: read %.2f GiB in %.1f s", setting, gib, time.monotonic() - started)
     return digests
 
 
-def _read(file: str, should_stop: Callable[[], bool], asked_by: str) -> str:
+def _digest_file(file: str, should_stop: Callable[[], bool], setting: str) -> str:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES))
     try:
         with Path(file).open("rb", buffering=0) as handle:
@@ -113,10 +113,10 @@ def _read(file: str, should_stop: Callable[[], bool], asked_by: str) -> str:
                 digest.update(buffer[:count])
                 if should_stop():
                     raise Interrupted(
-                        f"{asked_by} was being read for its SHA-256; start the same command again to go on"
+                        f"{setting} was being read for its SHA-256; start the same command again to go on"
                     )
     except OSError as error:
-        raise read_fault(file, "opening it", error) from error
+        raise read_error(file, "opening it", error) from error
     return digest.hexdigest()
 
 
@@ -125,15 +125,15 @@ def _stamp(file: str) -> _Stamp:
         path = Path(file).resolve()
         stat = path.stat()
     except OSError as error:
-        raise read_fault(file, "asking for its size and dates", error) from error
+        raise read_error(file, "asking for its size and dates", error) from error
     return _Stamp(
         path=str(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino
     )
 
 
-def _find(stamp: _Stamp, cache: Path) -> str | None:
+def _find_digest(stamp: _Stamp, cache: Path) -> str | None:
     """What cannot be read is named in a warning and counts as nothing."""
-    path = stamp.kept_in(cache)
+    path = stamp.cache_path(cache)
     try:
         kept = json.loads(path.read_text())
         stored, digest = kept["file"], kept["sha256"]
@@ -146,8 +146,8 @@ def _find(stamp: _Stamp, cache: Path) -> str | None:
     return digest if is_sound and stored == asdict(stamp) else None
 
 
-def _keep(stamp: _Stamp, digest: str, cache: Path) -> None:
-    path = stamp.kept_in(cache)
+def _store_digest(stamp: _Stamp, digest: str, cache: Path) -> None:
+    path = stamp.cache_path(cache)
     temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def _keep(stamp: _Stamp, digest: str, cache: Path) -> None:
         log.warning("%s cannot be written, so the next start reads %s again: %s", path, stamp.path, error)
 
 
-def sums_of(path: Path, begin: int) -> str:
+def crc32_sums(path: Path, begin: int) -> str:
     """Eight hexadecimal digits for each piece from `begin` on, one behind the other."""
     sums = list[str]()
     with path.open("rb") as file:
@@ -174,13 +174,13 @@ def read_packing_record(path: Path) -> tuple[Mapping[str, object], int]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
-        told = json.loads(header["__metadata__"][METADATA])
+        record = json.loads(header["__metadata__"][METADATA])
         num_pieces = -(-(path.stat().st_size - 8 - length) // PIECE_BYTES)
-        if len(told["crc32"]) != 8 * num_pieces:
+        if len(record["crc32"]) != 8 * num_pieces:
             raise ValueError("not a sum for each piece")
-        return told, 8 + length
+        return record, 8 + length
     except OSError as error:
-        raise read_fault(path, "reading its header", error) from error
+        raise read_error(path, "reading its header", error) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: no shard of a packed store, as `weightstream pack` writes them, or damaged: "
@@ -190,11 +190,11 @@ def read_packing_record(path: Path) -> tuple[Mapping[str, object], int]:
 
 def check_packed(files: Sequence[str], *, is_full: bool) -> None:
     """Checks all pieces of a packed store's shards, or a few at equal distances. Raises CheckpointError."""
-    told = {file: read_packing_record(Path(file)) for file in files}
-    pieces = [(file, number) for file, (about, _) in told.items() for number in range(len(str(about["crc32"])) // 8)]
+    records = {file: read_packing_record(Path(file)) for file in files}
+    pieces = [(file, number) for file, (about, _) in records.items() for number in range(len(str(about["crc32"])) // 8)]
     count = len(pieces) if is_full else min(NUM_SAMPLED, len(pieces))
     chosen = [pieces[turn * len(pieces) // count] for turn in range(count)]
-    for file, (about, begin) in told.items():
+    for file, (about, begin) in records.items():
         sums = str(about["crc32"])
         try:
             with Path(file).open("rb") as opened:
@@ -207,4 +207,4 @@ def check_packed(files: Sequence[str], *, is_full: bool) -> None:
                             f"{found}, not {packed}): pack the original anew"
                         )
         except OSError as error:
-            raise read_fault(file, "checking pieces of it", error) from error
+            raise read_error(file, "checking pieces of it", error) from error

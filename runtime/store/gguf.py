@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..errors import CheckpointError
 from ..plan.shape.shapes import TensorSlice
 from ..units import round_up
-from .faults import read_fault
+from .faults import read_error
 from .json_object import require_regular
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -71,7 +71,7 @@ def read_gguf(path: Path) -> GgufHeader:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(path, data).header()
     except OSError as error:
-        raise read_fault(path, "reading its header", error) from error
+        raise read_error(path, "reading its header", error) from error
     except (struct.error, ValueError, OverflowError) as error:  # a header that ends too early; no UTF-8; an empty file
         raise CheckpointError(f"{path}: truncated, or not a GGUF file: {error}") from error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..plan.shape.shapes import TensorSlice
 from ..units import MIB, format_bytes
-from .faults import read_fault
+from .faults import read_error
 from .json_object import require_regular
 
 MAX_HEADER_BYTES = 32 * MIB  # the 92,000 tensors of DeepSeek-V3 need 11; in Python's hands it is up to 20 times as much
@@ -46,7 +46,7 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
                 )
             text = file.read(length)
     except OSError as error:
-        raise read_fault(path, "reading its header", error) from error
+        raise read_error(path, "reading its header", error) from error
     try:
         entries = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
@@ -58,7 +58,7 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
         raise CheckpointError(f"{path}: __metadata__ must hold texts")
     if len(entries) > MAX_TENSORS:
         raise CheckpointError(f"{path}: header lists {len(entries):,} tensors, {MAX_TENSORS:,} are the most")
-    tensors = {name: _slice(path, name, entry, 8 + length) for name, entry in entries.items()}
+    tensors = {name: _parse_entry(path, name, entry, 8 + length) for name, entry in entries.items()}
     expected = max((t.offset + t.num_bytes for t in tensors.values()), default=8 + length)
     if size != expected:
         raise CheckpointError(
@@ -74,13 +74,13 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
     return tensors
 
 
-def _cut(value: object) -> str:
+def _shorten(value: object) -> str:
     """A stranger's value for a message."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _slice(path: Path, name: str, entry: object, data_start: int) -> TensorSlice:
+def _parse_entry(path: Path, name: str, entry: object, data_start: int) -> TensorSlice:
     try:
         if not isinstance(entry, dict):
             raise TypeError("not a JSON object")
@@ -92,9 +92,11 @@ def _slice(path: Path, name: str, entry: object, data_start: int) -> TensorSlice
         num_bytes = prod(shape) * DTYPE_BITS[dtype] // 8
         is_sound = 0 <= start <= end and end - start == num_bytes and all(n >= 0 for n in shape)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: tensor {name!r} has a malformed header entry: {_cut(entry)}") from error
+        raise CheckpointError(f"{path}: tensor {name!r} has a malformed header entry: {_shorten(entry)}") from error
     if not is_sound:
-        raise CheckpointError(f"{path}: tensor {name!r}: {dtype} {_cut(shape)} does not fill its bytes {start}..{end}")
+        raise CheckpointError(
+            f"{path}: tensor {name!r}: {dtype} {_shorten(shape)} does not fill its bytes {start}..{end}"
+        )
     return TensorSlice(
         name=name, file=str(path), offset=data_start + start, num_bytes=num_bytes, dtype=dtype, shape=shape
     )

@@ -52,7 +52,7 @@ class KVFile(Closing):
     ):
         self._layout, self._chunk_bytes = layout, chunk_bytes
         self.directory = directory or tempfile.gettempdir()
-        room = _room(self.directory, layout.tier_bytes)
+        room = _describe_space(self.directory, layout.tier_bytes)
         if layout.tier_bytes > free_bytes(self.directory):
             raise BudgetError(f"{self.directory}: {room}: {ADVICE}")
         log.info("%s: %s", self.directory, room)
@@ -79,7 +79,7 @@ class KVFile(Closing):
             slot[places[page] * stride : (places[page] + 1) * stride] = self._zeros[:stride]
         return self._threads.begin(
             [
-                partial(self._read, layer, run, [_place(slot, places[page], stride) for page in run])
+                partial(self._read, layer, run, [_page_view(slot, places[page], stride) for page in run])
                 for run in self._runs(written, stride)
             ]
         )
@@ -90,7 +90,7 @@ class KVFile(Closing):
         stride = self._layout.stride_bytes(layer)
         return self._threads.begin(
             [
-                partial(self._write, layer, run, [_place(slot, places[page], stride) for page in run])
+                partial(self._write, layer, run, [_page_view(slot, places[page], stride) for page in run])
                 for run in self._runs(places, stride)
             ]
         )
@@ -109,8 +109,8 @@ class KVFile(Closing):
         try:
             done = transfer(os.preadv, self._file.fileno(), views, offset, wanted, is_direct=self._is_direct)
         except OSError as error:
-            raise self._failed("reading", layer, run, error) from error
-        self._forget_cached(offset, wanted)
+            raise self._io_error("reading", layer, run, error) from error
+        self._drop_page_cache(offset, wanted)
         for page, view in zip(run, views, strict=True):
             if done < wanted or self._checksum(layer, view) != self._checksums[self._row[layer], page]:
                 raise KVFileError(
@@ -129,8 +129,8 @@ class KVFile(Closing):
             if done < wanted:
                 raise OSError(errno.EIO, f"only {done:,} bytes were taken")
         except OSError as error:
-            raise self._failed("writing", layer, run, error) from error
-        self._forget_cached(offset, wanted)
+            raise self._io_error("writing", layer, run, error) from error
+        self._drop_page_cache(offset, wanted)
         self._checksums[self._row[layer], run.start : run.stop] = checksums
         return ChunkTiming(begin, time.monotonic(), done)
 
@@ -140,27 +140,27 @@ class KVFile(Closing):
     def _offset(self, layer: int, page: int) -> int:
         return self._layout.offset_bytes(layer) + page * self._layout.stride_bytes(layer)
 
-    def _forget_cached(self, offset: int, num_bytes: int) -> None:
+    def _drop_page_cache(self, offset: int, num_bytes: int) -> None:
         """Begins the write-back of what was written; what is clean leaves the page cache, which is for others."""
         if not self._is_direct:
             os.posix_fadvise(self._file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
-    def _failed(self, doing: str, layer: int, run: range, error: OSError) -> KVFileError:
+    def _io_error(self, doing: str, layer: int, run: range, error: OSError) -> KVFileError:
         num_bytes = len(run) * self._layout.stride_bytes(layer)
         message = (
             f"{self.directory}: {doing} {num_bytes:,} bytes at {self._offset(layer, run[0]):,} of the file of keys and "
             f"values (layer {layer}, pages {run[0]} to {run[-1]}) failed: {error.strerror}"
         )
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message += f"; {_room(self.directory, self._layout.tier_bytes)}: {ADVICE}"
+            message += f"; {_describe_space(self.directory, self._layout.tier_bytes)}: {ADVICE}"
         return KVFileError(message)
 
 
-def _place(slot: memoryview, place: int, stride: int) -> memoryview:
+def _page_view(slot: memoryview, place: int, stride: int) -> memoryview:
     return slot[place * stride : (place + 1) * stride]
 
 
-def _room(directory: str, num_bytes: int) -> str:
+def _describe_space(directory: str, num_bytes: int) -> str:
     return (
         f"keys and values need up to {format_bytes(num_bytes)} on disk, {format_bytes(free_bytes(directory))} are free"
     )
@@ -173,7 +173,7 @@ def open_unnamed(directory: str, *, key: str = "kv.directory") -> BinaryIO:
     try:
         file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - the caller closes it
     except OSError as error:
-        raise _unusable(directory, key, error) from error
+        raise _directory_error(directory, key, error) from error
     if _is_memory(directory):
         log.warning("%s=%s lies in memory: what is kept there is in no ledger; name a disk", key, directory)
     return file
@@ -196,10 +196,10 @@ def free_bytes(directory: str, *, key: str = "kv.directory") -> int:
     try:
         return shutil.disk_usage(directory).free
     except OSError as error:
-        raise _unusable(directory, key, error) from error
+        raise _directory_error(directory, key, error) from error
 
 
-def _unusable(directory: str, key: str, error: OSError) -> ConfigError:
+def _directory_error(directory: str, key: str, error: OSError) -> ConfigError:
     return ConfigError(f"{key}={directory}: no file can be made there: {error.strerror}")
 
 

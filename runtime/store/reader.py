@@ -1,6 +1,6 @@
 """Reads extents from disk into host memory in the background: several threads, O_DIRECT `preadv`, a deep queue.
 
-Where a file system refuses O_DIRECT the page cache is used and told at once to forget what was read, so that a
+Where a file system refuses O_DIRECT the page cache is used and told at read_once to forget what was read, so that a
 checkpoint larger than memory does not push everything else out.
 """
 
@@ -17,7 +17,7 @@ from ..closing import Closing
 from ..errors import CheckpointError
 from ..plan.shape.extents import Extent
 from ..units import MIB
-from .faults import open_files_hint, passes, with_retries
+from .faults import is_transient, open_files_hint, with_retries
 from .transfer import Chunk, ChunkTiming, PendingTransfer, TransferThreads, transfer
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ class Reader(Closing):
         num_threads: int,
         chunk_bytes: int = 16 * MIB,
         direct: bool = True,
-        made: Mapping[str, Fill] | None = None,
+        virtual_files: Mapping[str, Fill] | None = None,
     ):
         """`made`: files that lie nowhere, by the name that extents call them; called on threads."""
-        self._made = made or {}
+        self._virtual_files = virtual_files or {}
         self._chunk_bytes = chunk_bytes
         self._direct = direct
         self._threads = TransferThreads(num_threads, "reader")
@@ -82,11 +82,11 @@ class Reader(Closing):
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
         """Fills `view`, of which the file may lack what lies behind the `needed` bytes."""
         begin = time.monotonic()
-        if (fill := self._made.get(path)) is not None:
+        if (fill := self._virtual_files.get(path)) is not None:
             fill(offset, view)
             return ChunkTiming(begin, time.monotonic(), needed)
 
-        def once() -> int:
+        def read_once() -> int:
             file = self._open(path)
             wanted = min(len(view), file.num_bytes - offset)
             try:
@@ -100,7 +100,7 @@ class Reader(Closing):
                             del self._files[path]
                 raise
 
-        done = with_retries(once, path, f"reading {needed:,} bytes at {offset:,}", self._closing.wait)
+        done = with_retries(read_once, path, f"reading {needed:,} bytes at {offset:,}", self._closing.wait)
         file = self._open(path)
         if done < needed:
             found = os.fstat(file.descriptor).st_size
@@ -128,18 +128,18 @@ def _open_file(path: str, direct: bool) -> _File:
     try:
         if direct:
             try:
-                return _file_of(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC), is_direct=True)
+                return _stat_file(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC), is_direct=True)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 log.warning("%s: this file system refuses O_DIRECT; reading through the page cache", path)
-        return _file_of(os.open(path, os.O_RDONLY | os.O_CLOEXEC), is_direct=False)
+        return _stat_file(os.open(path, os.O_RDONLY | os.O_CLOEXEC), is_direct=False)
     except OSError as error:
-        if passes(error):
+        if is_transient(error):
             raise
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}{open_files_hint(error)}") from error
 
 
-def _file_of(descriptor: int, *, is_direct: bool) -> _File:
+def _stat_file(descriptor: int, *, is_direct: bool) -> _File:
     found = os.fstat(descriptor)
     return _File(descriptor, is_direct, found.st_size, found.st_mtime_ns)

@@ -19,16 +19,16 @@ class ChunkTiming(NamedTuple):
     num_bytes: int
 
 
-Answer = ChunkTiming | BaseException
+ChunkResult = ChunkTiming | BaseException
 Chunk = Callable[[], ChunkTiming]
 
 
 class PendingTransfer:
     """Chunks in flight between a file and memory, for one thread to wait for, not again after an interrupt."""
 
-    def __init__(self, num_chunks: int, answers: SimpleQueue[Answer]):
+    def __init__(self, num_chunks: int, answers: SimpleQueue[ChunkResult]):
         self._num_chunks, self._answers = num_chunks, answers
-        self._arrived: list[Answer] = []
+        self._arrived: list[ChunkResult] = []
 
     @property
     def is_done(self) -> bool:
@@ -54,18 +54,18 @@ class PendingTransfer:
 
 
 class TransferThreads(Closing):
-    """Carry chunks in the order in which they were given. Closing waits for those in flight and drops the others.
+    """Carry chunks in the order in which they were item. Closing waits for those in flight and drops the others.
 
     A pool of `concurrent.futures` makes of each chunk an object with a lock and a condition: with chunks of 16 MiB a
     twelfth of what the interpreter does in decode passes.
     """
 
     def __init__(self, num_threads: int, name: str):
-        self._given: SimpleQueue[tuple[Chunk, SimpleQueue[Answer]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Chunk, SimpleQueue[ChunkResult]] | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
         ]
-        self._lock = Lock()  # so that nothing is given behind what ends the threads
+        self._lock = Lock()  # so that nothing is item behind what ends the threads
         self._is_closed = False
         for thread in self._threads:
             thread.start()
@@ -74,27 +74,27 @@ class TransferThreads(Closing):
         with self._lock:
             self._is_closed = True
             for _ in self._threads:
-                self._given.put(None)
+                self._queue.put(None)
         for thread in self._threads:
             thread.join()
 
     def begin(self, chunks: Sequence[Chunk]) -> PendingTransfer:
-        answers = SimpleQueue[Answer]()
+        answers = SimpleQueue[ChunkResult]()
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("a transfer was begun after its threads had been closed")
             for chunk in chunks:
-                self._given.put((chunk, answers))
+                self._queue.put((chunk, answers))
         return PendingTransfer(len(chunks), answers)
 
     def _serve(self) -> None:
-        while (given := self._given.get()) is not None:
-            chunk, answers = given
+        while (item := self._queue.get()) is not None:
+            chunk, answers = item
             try:
                 answers.put(CancelledError() if self._is_closed else chunk())
             except BaseException as error:
                 answers.put(error)
-            del given, chunk, answers  # while this waits, memory that was read into may be given back
+            del item, chunk, answers  # while this waits, memory that was read into may be item back
 
 
 def transfer(

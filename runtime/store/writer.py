@@ -105,7 +105,7 @@ def write_outline(
         data_bytes = sum(spec.num_bytes for spec in specs)
         header = _encode_header(specs, PUBLISHED_ALIGNMENT_BYTES, metadata(data_bytes))
         num_bytes = len(header) + data_bytes
-        with published(directory / name, len(header)) as file:
+        with atomic_write(directory / name, len(header)) as file:
             file.write(header)
             file.truncate(num_bytes)
     if len(shards) > 1:
@@ -123,7 +123,7 @@ def write_safetensors(
     header = _encode_header(specs, alignment_bytes)
     num_bytes = len(header) + sum(spec.num_bytes for spec in specs)
     iterator = iter(tensors)
-    with published(path, num_bytes) as file:
+    with atomic_write(path, num_bytes) as file:
         file.write(header)
         for spec in specs:
             _write_tensor(file, spec, iterator)
@@ -167,13 +167,13 @@ def _write_index(path: Path, shards: Shards) -> int:
         "weight_map": {spec.name: name for name, specs in shards.items() for spec in specs},
     }
     text = json.dumps(index, indent=2).encode() + b"\n"
-    with published(path, len(text)) as file:
+    with atomic_write(path, len(text)) as file:
         file.write(text)
     return len(text)
 
 
 @contextlib.contextmanager
-def published(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
     """A new file beside `path` that takes its name once it is complete and synced, and disappears on any error."""
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -55,8 +55,8 @@ class DeviceClock:
         if self._reference is None:
             with self._making_reference:
                 if self._reference is None:
-                    self._reference = self._refer(self._new_event())
-        return self._recorded(stream)
+                    self._reference = self._make_reference(self._new_event())
+        return self._record_event(stream)
 
     def end(self, begin: Moment, then: Then, stream: torch.Stream | None = None) -> None:
         """Marks the moment after work was queued. `then` is called now on a CPU, and on an accelerator by the first
@@ -66,14 +66,14 @@ class DeviceClock:
             return
         assert self._new_event is not None, "a CPU's moments are seconds"
         assert self._reference is not None, "end before begin"
-        self._running.append(TimedWork(begin, self._recorded(stream), then, self._reference))
+        self._running.append(TimedWork(begin, self._record_event(stream), then, self._reference))
 
     def wait(self, compute_stream: torch.Stream) -> None:
         """Waits for all that is queued there, once per pass: with timing, by an event that is a new reference."""
         if self._new_event is None:
             compute_stream.synchronize()
         else:
-            self._reference = self._refer(self._new_event())
+            self._reference = self._make_reference(self._new_event())
 
     def resolve(self) -> None:
         """Tells of the work that is done: once per pass, behind `wait`."""
@@ -87,7 +87,7 @@ class DeviceClock:
             else:
                 self._running.append(work)
 
-    def _recorded(self, stream: torch.Stream | None) -> torch.Event:
+    def _record_event(self, stream: torch.Stream | None) -> torch.Event:
         assert self._new_event is not None, "a CPU's moments are seconds"
         try:
             event = self._spare.pop()
@@ -96,7 +96,7 @@ class DeviceClock:
         event.record(stream)
         return event
 
-    def _refer(self, event: torch.Event) -> Reference:
+    def _make_reference(self, event: torch.Event) -> Reference:
         event.record(self._compute_stream())
         event.synchronize()
         return Reference(event, time.monotonic())
@@ -134,7 +134,7 @@ class StreamCounters:
     copies: defaultdict[int, float] = field(default_factory=_by_stage)
     stalls: defaultdict[int, float] = field(default_factory=_by_stage)
 
-    def count_ask(self, is_in_time: bool) -> None:
+    def count_acquire(self, is_in_time: bool) -> None:
         """A lane asks for a streamed stage, for the first time since it was brought in."""
         self.num_hits += is_in_time
         self.num_misses += not is_in_time

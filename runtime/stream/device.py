@@ -19,14 +19,14 @@ from ..plan.placement.ledger import LIBRARY_BYTES
 from ..plan.shape.extents import ALIGNMENT_BYTES, Extent
 from ..units import round_up
 from .clock import DeviceClock, Then
-from .pinned import HUGE_PAGE_BYTES, anonymous, pinned
+from .pinned import HUGE_PAGE_BYTES, allocate_anonymous, allocate_pinned
 from .shared_weights import SharedWeights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-GROWING = "expandable_segments"
+EXPANDABLE_SEGMENTS = "expandable_segments"
 
 
 def choose_device(name: str) -> torch.device:
@@ -41,7 +41,7 @@ def choose_device(name: str) -> torch.device:
         return device
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
-        missing = None if found is None else _missing(found)
+        missing = None if found is None else _missing_feature(found)
         if found is not None and missing is not None:
             log.warning("machine.device=auto: the CPU, as torch offers no %s on %s", missing, found.type)
         if found is None or missing is not None:
@@ -53,7 +53,7 @@ def choose_device(name: str) -> torch.device:
         )
     elif found.type != device.type:
         raise ConfigError(f"machine.device={name}: this torch {torch.__version__} computes on {found.type} or the CPU")
-    elif (missing := _missing(device)) is not None:
+    elif (missing := _missing_feature(device)) is not None:
         raise ConfigError(
             f"machine.device={name}: torch offers no {missing} on {device.type}, which streaming weights takes; "
             "use machine=cpu"
@@ -68,7 +68,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device(device.type, index)
 
 
-def _missing(device: torch.device) -> str | None:
+def _missing_feature(device: torch.device) -> str | None:
     """What of it torch does not offer, as on Apple's devices, where host memory is the device's too."""
     if not hasattr(torch.get_device_module(device), "mem_get_info"):
         return "figure for free memory"
@@ -99,17 +99,17 @@ class DeviceMemory(NamedTuple):
         return self.unreserved + self.reserved - self.allocated
 
 
-def let_segments_grow(device: torch.device) -> None:
+def enable_expandable_segments(device: torch.device) -> None:
     """Has torch map device memory in pages that segments grow by, so that blocks of many sizes, as prompts have, leave
     no holes of their own. Whoever configures the allocator by its environment variables has the last word, and so have
     virtual devices that cannot map pages."""
     if device.type != "cuda" or torch.version.hip is not None or any(map(os.environ.get, ALLOCATOR_VARIABLES)):
         return
-    _configure(f"{GROWING}:True")
+    _configure(f"{EXPANDABLE_SEGMENTS}:True")
     try:
         torch.empty(1, dtype=torch.uint8, device=device)
     except RuntimeError as error:
-        _configure(f"{GROWING}:False")
+        _configure(f"{EXPANDABLE_SEGMENTS}:False")
         log.warning(
             "memory of %s is allocated in whole segments, as it cannot map pages: %s", device, first_line(error)
         )
@@ -138,7 +138,7 @@ class NullEvent:
         pass
 
 
-class Part(NamedTuple):
+class CopyPart(NamedTuple):
     """One piece of a copy: as many bytes on either side."""
 
     source: torch.Tensor
@@ -150,7 +150,7 @@ class ComputeDevice:
     engine."""
 
     _shared: SharedWeights | None = None
-    _recordings: tuple[Any, torch.cuda.Stream] | None = None  # torch's handle of their memory, and where they are made
+    _graph_pool: tuple[Any, torch.cuda.Stream] | None = None  # torch's handle of their memory, and where they are made
 
     def __init__(self, name: str, shared: SharedWeights | None = None):
         """`shared`: where weights lie that stay in host memory, which other processes have too."""
@@ -158,7 +158,7 @@ class ComputeDevice:
         self.is_accelerator = self.torch_device.type != "cpu"
         self.library_bytes = LIBRARY_BYTES if self.is_accelerator else 0  # that plans leave to them
         if self.is_accelerator:
-            let_segments_grow(self.torch_device)
+            enable_expandable_segments(self.torch_device)
         self.copy_stream = self.new_stream()
         new_event = (lambda: torch.Event(device=self.torch_device, enable_timing=True)) if self.is_accelerator else None
         self.clock = DeviceClock(new_event, self.compute_stream)
@@ -175,22 +175,22 @@ class ComputeDevice:
         """uint8 host memory that only the device's copies look at: pinned, and not aligned to the disk's blocks."""
         if not self.is_accelerator:
             return self.host_buffer(num_bytes)
-        return pinned(num_bytes, is_aligned=False)
+        return allocate_pinned(num_bytes, is_aligned=False)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Page-aligned host memory for weights, uint8, pinned where there is an accelerator. On a CPU in huge pages
         where the kernel has them: a direct read must look up every page that it fills."""
         size = round_up(max(num_bytes, 1), ALIGNMENT_BYTES)
         if not self.is_accelerator:
-            return anonymous(size, huge=size >= HUGE_PAGE_BYTES)
-        return pinned(size, is_aligned=True)
+            return allocate_anonymous(size, huge=size >= HUGE_PAGE_BYTES)
+        return allocate_pinned(size, is_aligned=True)
 
     @property
     def num_sharers(self) -> int:
         """How many processes have the weights that stay in host memory in common."""
         return 1 if self._shared is None else self._shared.num_sharers
 
-    def host_weights(
+    def load_host_weights(
         self, extents: Sequence[Extent], num_bytes: int, read: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
         """A host buffer with weights that stay, which `read` fills, or has filled in another process that shares them.
@@ -200,7 +200,7 @@ class ComputeDevice:
             read(buffer)
             return buffer
         size = round_up(max(num_bytes, 1), ALIGNMENT_BYTES)
-        return self._shared.filled(extents, size, read, is_pinned=self.is_accelerator)
+        return self._shared.get_or_fill(extents, size, read, is_pinned=self.is_accelerator)
 
     def compute_buffer(self, num_bytes: int) -> torch.Tensor:
         """uint8 memory where compute finds its weights."""
@@ -211,9 +211,11 @@ class ComputeDevice:
     def zeros(self, num_bytes: int) -> torch.Tensor:
         """uint8 compute memory for what lives long. On a CPU it comes from the kernel, zeroed page by page as it is
         touched, and never from the heap: between activations of the heap it would leave holes of their size."""
-        return self.compute_buffer(num_bytes).zero_() if self.is_accelerator else anonymous(num_bytes, huge=False)
+        return (
+            self.compute_buffer(num_bytes).zero_() if self.is_accelerator else allocate_anonymous(num_bytes, huge=False)
+        )
 
-    def copy_ahead(self, parts: Sequence[Part], *, after: Event, then: Then | None = None) -> None:
+    def copy_ahead(self, parts: Sequence[CopyPart], *, after: Event, then: Then | None = None) -> None:
         """Queues host -> device on the copy stream, to begin once `after` has happened. Returns at once; `then`
         is told when all of it ran."""
         assert self.copy_stream is not None, "copies exist only where there is an accelerator"
@@ -230,16 +232,16 @@ class ComputeDevice:
     ) -> None:
         """Queues a copy in either direction on a stream, to begin once `after` has happened. Returns at once; `then`
         is told when it ran."""
-        self.copy_all([Part(source, target)], on=on, after=after, then=then)
+        self.copy_all([CopyPart(source, target)], on=on, after=after, then=then)
 
     def copy_all(
-        self, parts: Sequence[Part], *, on: torch.Stream | None, after: Event, then: Then | None = None
+        self, parts: Sequence[CopyPart], *, on: torch.Stream | None, after: Event, then: Then | None = None
     ) -> None:
         """Copies the parts one behind the other, each as `copy` does."""
         if on is not None:
             self.wait(on, after)
         begin = self.clock.begin(on) if then is not None else 0.0
-        with self.within(on):
+        with self.on_stream(on):
             for part in parts:
                 part.target.copy_(part.source, non_blocking=on is not None)
         if then is not None:
@@ -249,11 +251,11 @@ class ComputeDevice:
         """Queues zeros, as `copy_all` does copies."""
         if on is not None:
             self.wait(on, after)
-        with self.within(on):
+        with self.on_stream(on):
             for target in targets:
                 target.zero_()
 
-    def within(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+    def on_stream(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         """What this thread queues within goes on the stream. An object of its own for each time: one of torch's keeps
         what its thread goes back to, and two threads may be within the same stream."""
         if stream is None:
@@ -271,16 +273,16 @@ class ComputeDevice:
         """Whether what is queued can be recorded, see `recorded`."""
         return self.torch_device.type == "cuda"
 
-    def recorded(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    def record_graph(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Calls `work`, which queues operators on the compute stream and waits for none, and records these in place of
         running them. Returns what `work` has returned, whose tensors are filled each time that the recording is
         replayed, and a function that queues that and returns. Raises RuntimeError where it asks the device something,
         or memory is short. All recordings of a device share memory: what one has made is good until another is
         replayed."""
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
-        if self._recordings is None:
-            self._recordings = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch_device)
-        pool, stream = self._recordings
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch_device)
+        pool, stream = self._graph_pool
         try:
             with (
                 torch.cuda.device(self.torch_device),
@@ -299,7 +301,7 @@ class ComputeDevice:
         if stream is not None:
             self.wait(stream, event)
 
-    def brought(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """These, all of one dtype, in host memory, once all queued compute is done: the one time in a pass that the
         host waits for it, and the one transfer."""
         if not self.is_accelerator:
@@ -307,17 +309,17 @@ class ComputeDevice:
         whole = torch.cat([tensor.flatten() for tensor in tensors])
         there = self.host_pages(max(1, whole.nbytes))[: whole.nbytes].view(whole.dtype)
         there.copy_(whole, non_blocking=True)
-        self.finish()
+        self.wait_for_compute()
         parts = there.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
-    def finish(self) -> None:
+    def wait_for_compute(self) -> None:
         """Host waits for all queued compute: once per pass, when its tokens are needed anyway."""
         stream = self.compute_stream()
         if stream is not None:
             self.clock.wait(stream)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Host waits for all that is queued on any stream, copies for a pass that never comes included: before their
         memory goes, and so that the clock holds nothing of those who wait to be told of it."""
         if self.is_accelerator:
@@ -336,7 +338,7 @@ class ComputeDevice:
         """Device memory that nobody uses; what torch keeps for later is that."""
         return self.memory().free_bytes
 
-    def limit(self, num_bytes: int | None) -> None:
+    def set_memory_limit(self, num_bytes: int | None) -> None:
         """Limits what torch's allocator may hold in this process from now on, in bytes; None lifts the limit. Beyond it
         torch is out of memory."""
         if self.is_accelerator:
@@ -344,7 +346,7 @@ class ComputeDevice:
             share = 1.0 if num_bytes is None else min(1.0, num_bytes / module.mem_get_info(self.torch_device)[1])
             module.set_per_process_memory_fraction(share, self.torch_device)
 
-    def give_back(self) -> None:
+    def empty_caches(self) -> None:
         """What torch keeps for later, pinned host memory too: the system counts it as taken. Waits for the device."""
         if not self.is_accelerator:
             return

@@ -16,7 +16,7 @@ from ..resources import Resource
 from ..trace import Trace
 from ..units import round_up
 from .clock import StreamCounters, Then
-from .device import ComputeDevice, Event, Part
+from .device import ComputeDevice, CopyPart, Event
 
 
 class RoundTripMemory:
@@ -54,20 +54,20 @@ class RoundTrip:
         *self._places, self._answer = memory.parts([*sent, out])
         self.out = out
 
-    def arrived(self) -> list[torch.Tensor]:
+    def wait_for_inputs(self) -> list[torch.Tensor]:
         """What was sent, in host memory until `receive`. Waits for it alone."""
         self._memory.arrived.synchronize()
         return self._places
 
-    def answer(self, answer: torch.Tensor) -> None:
+    def send_answer(self, answer: torch.Tensor) -> None:
         """Begins to bring it up into `out`. Comes behind `arrived`, so the last answer has left the same memory:
         compute waited for that one before it made what has arrived."""
         self._answer.copy_(answer)
-        self._exchange.lift(self._layer, Part(self._answer, self.out), self._memory)
+        self._exchange.send_answer(self._layer, CopyPart(self._answer, self.out), self._memory)
 
     def receive(self) -> torch.Tensor:
         """The answer, for compute that is queued from now on. The engine's thread calls it, once, behind `answer`."""
-        self._exchange.end(self._memory, self.out.nbytes)
+        self._exchange.receive_answer(self._memory, self.out.nbytes)
         return self.out
 
 
@@ -82,14 +82,14 @@ class HostExchange:
         *,
         first_stage: int = 0,
         trace: Trace | None = None,
-        what: str = "",
+        label: str = "",
     ):
-        self._size, self._device, self._what = size, device, what and f" {what}"
+        self._size, self._device, self._label = size, device, label and f" {label}"
         self._first_stage, self._trace = first_stage, trace
         self._down, self._up = device.new_stream(), device.new_stream()
         self._free = [RoundTripMemory(device, size.round_trip_bytes) for _ in range(size.num_round_trips)]
         self._begun, self._loaded = device.new_event(), device.new_event()
-        self._stored: deque[tuple[Event, Sequence[Part]]] = deque()
+        self._stored: deque[tuple[Event, Sequence[CopyPart]]] = deque()
         self._counters = StreamCounters()
 
     def __enter__(self) -> "HostExchange":
@@ -103,7 +103,7 @@ class HostExchange:
             if stream is not None:
                 stream.synchronize()
 
-    def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def new_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Compute memory."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self._device.compute_buffer(num_bytes)[:num_bytes].view(dtype).view(*shape)
@@ -115,39 +115,39 @@ class HostExchange:
         memory = self._free.pop()
         round_trip = RoundTrip(self, layer, memory, tensors, out)
         memory.begun.record(self._device.compute_stream())
-        copies = [Part(source, place) for source, place in zip(tensors, memory.parts(tensors), strict=True)]
-        self._counters.bytes_returned += self._bring_down("send", layer, copies, memory.begun)
+        copies = [CopyPart(source, place) for source, place in zip(tensors, memory.parts(tensors), strict=True)]
+        self._counters.bytes_returned += self._copy_down("send", layer, copies, memory.begun)
         memory.arrived.record(self._down)
         return round_trip
 
-    def lift(self, layer: int, answer: Part, memory: RoundTripMemory) -> None:
+    def send_answer(self, layer: int, answer: CopyPart, memory: RoundTripMemory) -> None:
         """The thread that attends calls it."""
-        self._bring_up("answer", layer, [answer], memory.begun)
+        self._copy_up("answer", layer, [answer], memory.begun)
         memory.left.record(self._up)
 
-    def end(self, memory: RoundTripMemory, answer_bytes: int) -> None:
+    def receive_answer(self, memory: RoundTripMemory, answer_bytes: int) -> None:
         self._device.compute_waits_for(memory.left)
         self._counters.bytes_copied += answer_bytes
         self._free.append(memory)
 
-    def store(self, layer: int, copies: Sequence[Part]) -> None:
+    def store(self, layer: int, copies: Sequence[CopyPart]) -> None:
         """Begins to bring compute memory down to where it stays. Nobody may change the sources. Of several such calls
         compute waits for the last but one, so that their memory is bounded."""
         while len(self._stored) >= STORES_IN_FLIGHT:
             self._device.compute_waits_for(self._stored.popleft()[0])
         self._begun.record(self._device.compute_stream())
-        self._counters.bytes_returned += self._bring_down("store", layer, copies, self._begun)
+        self._counters.bytes_returned += self._copy_down("store", layer, copies, self._begun)
         stored = self._device.new_event()
         stored.record(self._down)
         self._stored.append((stored, copies))
 
-    def load(self, layer: int, copies: Iterable[Part]) -> None:
+    def load(self, layer: int, copies: Iterable[CopyPart]) -> None:
         """Brings up what lies in host memory, behind all that was stored there, for compute that is queued from now
         on."""
         self._begun.record(self._device.compute_stream())
         if self._up is not None and self._stored:
             self._device.wait(self._up, self._stored[-1][0])
-        self._counters.bytes_copied += self._bring_up("load", layer, copies, self._begun)
+        self._counters.bytes_copied += self._copy_up("load", layer, copies, self._begun)
         self._loaded.record(self._up)
         self._device.compute_waits_for(self._loaded)
 
@@ -155,20 +155,20 @@ class HostExchange:
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
-    def _bring_down(self, verb: str, layer: int, copies: Iterable[Part], after: Event) -> int:
-        return self._bring(copies, self._down, after, partial(self._brought, Resource.device_to_host, verb, layer))
+    def _copy_down(self, verb: str, layer: int, copies: Iterable[CopyPart], after: Event) -> int:
+        return self._copy(copies, self._down, after, partial(self._count_copy, Resource.device_to_host, verb, layer))
 
-    def _bring_up(self, verb: str, layer: int, copies: Iterable[Part], after: Event) -> int:
-        return self._bring(copies, self._up, after, partial(self._brought, Resource.host_to_device, verb, layer))
+    def _copy_up(self, verb: str, layer: int, copies: Iterable[CopyPart], after: Event) -> int:
+        return self._copy(copies, self._up, after, partial(self._count_copy, Resource.host_to_device, verb, layer))
 
-    def _bring(self, copies: Iterable[Part], on: torch.Stream | None, after: Event, then: Then) -> int:
+    def _copy(self, copies: Iterable[CopyPart], on: torch.Stream | None, after: Event, then: Then) -> int:
         """Queues them as one piece of work, whose span is theirs; returns their bytes."""
         parts = list(copies)
         self._device.copy_all(parts, on=on, after=after, then=then)
         return sum(part.source.nbytes for part in parts)
 
-    def _brought(self, row: Resource, verb: str, layer: int, begin: float, end: float) -> None:
+    def _count_copy(self, row: Resource, verb: str, layer: int, begin: float, end: float) -> None:
         stage = self._first_stage + layer
         self._counters.copies[stage] += end - begin
         if self._trace is not None and end > begin:
-            self._trace.span(row, f"{verb} {stage}{self._what}", begin, end)
+            self._trace.span(row, f"{verb} {stage}{self._label}", begin, end)

@@ -35,11 +35,11 @@ class ExpertBytes:
 
     expert: int
     stage: Stage
-    placed: StageBytes
+    stage_bytes: StageBytes
 
     def matrices(self, weights_of: StageViews, prefix: str) -> dict[str, torch.Tensor]:
         """Its own, by the names that their module has behind `prefix`."""
-        weights = weights_of(self.stage, self.placed.buffer, self.placed.tensor_offsets)
+        weights = weights_of(self.stage, self.stage_bytes.buffer, self.stage_bytes.tensor_offsets)
         return {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}
 
 
@@ -59,7 +59,7 @@ class ExpertStream:
         paging: ExpertPaging,
         num_slots: int = MIN_SLOTS,
         trace: Trace | None = None,
-        held: StreamWeights | None = None,
+        loaded: StreamWeights | None = None,
     ):
         """`held` as for `WeightStream`."""
         assert num_slots >= MIN_SLOTS, f"{num_slots} expert slots cannot be computed and filled at the same time"
@@ -82,7 +82,7 @@ class ExpertStream:
             exchange=placement.exchange,
         )
         as_shape = self._pages.as_shape(shape)
-        self._stream = WeightStream(as_shape, inner, device, reader, trace, self._pages.name, held)
+        self._stream = WeightStream(as_shape, inner, device, reader, trace, self._pages.name, loaded)
         self._asked: set[int] = set()  # stages
         self._hit: set[int] = set()  # pages
         self._num_read = 0
@@ -97,7 +97,7 @@ class ExpertStream:
         """Waits for reads in flight."""
         self._stream.__exit__(kind, value, traceback)
 
-    def expect(self, stage: int) -> None:
+    def prefetch(self, stage: int) -> None:
         """Begins to bring in the experts of a paged stage that is asked for next, as far as there are slots; with
         `hit`, when nobody knows which, does nothing. What was begun for another stage is dropped."""
         if self._paging is ExpertPaging.all:
@@ -124,12 +124,12 @@ class ExpertStream:
             finally:
                 self._stream.free(page)
 
-    def in_host(self, stage: int, expert: int) -> ExpertBytes:
+    def host_expert(self, stage: int, expert: int) -> ExpertBytes:
         """An expert that lives in host memory, where it lies: nothing is brought."""
         page = self._pages.page(stage, expert)
         self._asked.add(stage)
         self._hit.add(page)
-        return ExpertBytes(expert, self._pages.pages[page], self._stream.in_host(page))
+        return ExpertBytes(expert, self._pages.pages[page], self._stream.host_stage(page))
 
     def take_counters(self) -> StreamCounters:
         """What was carried since the last call, by the stages that the experts belong to."""

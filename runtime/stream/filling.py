@@ -28,7 +28,7 @@ class Transfer(Protocol):
     def wait(self) -> None: ...
 
 
-class Filling(Closing):
+class WeightReader(Closing):
     """One thread at a time calls it, but for `abandon`. `number` is of a slot, or of memory that is filled once."""
 
     @abstractmethod
@@ -39,13 +39,13 @@ class Filling(Closing):
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> Transfer:
         """Begins to read extents into their places; returns at once."""
 
-    def staying(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
+    def load_once(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
         """Memory with weights that stay, once they are read."""
         buffer = self.buffer(num_bytes)
         self.fill(number, extents, buffer).wait()
         return buffer
 
-    def gathered(self, read: Transfer) -> ChunkTiming | None:
+    def gather_timing(self, read: Transfer) -> ChunkTiming | None:
         """When what was read here and waited for was gathered from others; None where nothing is."""
         return None
 
@@ -59,7 +59,7 @@ class Filling(Closing):
         """Waits for what has begun."""
 
 
-class OwnFilling(Filling):
+class LocalReader(WeightReader):
     """Reads of this process alone."""
 
     def __init__(self, device: ComputeDevice, reader: Reader):
@@ -71,18 +71,18 @@ class OwnFilling(Filling):
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> PendingTransfer:
         return self._reader.submit(extents, buffer.numpy().data)
 
-    def staying(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
+    def load_once(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
         """Reads it, or waits for the one of several workers that does."""
 
         def read(buffer: torch.Tensor) -> None:
             self.fill(number, extents, buffer).wait()
 
-        return self._device.host_weights(extents, num_bytes, read)
+        return self._device.load_host_weights(extents, num_bytes, read)
 
 
-class Together(AbstractContextManager[object]):
+class SessionResources(AbstractContextManager[object]):
     """What ranks have in common in a session."""
 
     @abstractmethod
-    def filling(self, device: ComputeDevice, reader: Reader, *, count: int) -> Filling:
+    def weight_reader(self, device: ComputeDevice, reader: Reader, *, count: int) -> WeightReader:
         """Who fills memory of `count` numbers, for this rank."""

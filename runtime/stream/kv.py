@@ -26,18 +26,18 @@ from ..store.kv_file import KVFile
 from ..store.transfer import PendingTransfer
 from ..trace import Trace
 from .clock import StreamCounters
-from .device import ComputeDevice, Event, Part
+from .device import ComputeDevice, CopyPart, Event
 
 
 @dataclass(frozen=True, kw_only=True)
-class Departure:
+class PendingStore:
     """Pages of a layer on their way back. `written` is done when the file has them; None: `KVSlot.free` tells it."""
 
     layer: int
     pages: frozenset[int]
     written: Future[PendingTransfer] | None
 
-    def has(self, layer: int, pages: Sequence[int]) -> bool:
+    def includes(self, layer: int, pages: Sequence[int]) -> bool:
         """Whether any of these pages is among them."""
         return self.layer == layer and not self.pages.isdisjoint(pages)
 
@@ -51,16 +51,16 @@ class KVSlot:
         self.ready: Event = device.new_event()
         self.free: Event = device.new_event()
         self.free.record(device.compute_stream())  # what lay in this memory before may still be in use
-        self.arriving: Future[PendingTransfer] | None = None
-        self.departure: Departure | None = None
+        self.pending_fetch: Future[PendingTransfer] | None = None
+        self.pending_store: PendingStore | None = None
 
     @property
     def is_staged(self) -> bool:
         return self.staging is not self.buffer
 
-    def is_carrying(self, layer: int, pages: Sequence[int]) -> bool:
+    def is_storing(self, layer: int, pages: Sequence[int]) -> bool:
         """Whether any of these is still on its way back from here."""
-        return self.departure is not None and self.departure.has(layer, pages)
+        return self.pending_store is not None and self.pending_store.includes(layer, pages)
 
 
 class PageRun(NamedTuple):
@@ -70,55 +70,55 @@ class PageRun(NamedTuple):
     place: int
     num_pages: int
 
-    def of(self, slot: KVSlot, stride: int) -> torch.Tensor:
+    def slot_bytes(self, slot: KVSlot, stride: int) -> torch.Tensor:
         return slot.buffer[self.place * stride : (self.place + self.num_pages) * stride]
 
 
 class PinnedPages:
     """The tier `cpu`. Only the engine's thread calls it."""
 
-    def __init__(self, layout: KVLayout, device: ComputeDevice, told: Callable[[Resource, int, float, float], None]):
-        """`told` hears of each copy's row and layer, and when it ran."""
-        self._layout, self._device, self._told = layout, device, told
-        self._into, self._out = device.new_stream(), device.new_stream()
+    def __init__(self, layout: KVLayout, device: ComputeDevice, on_copy: Callable[[Resource, int, float, float], None]):
+        """`on_copy` hears of each copy's row and layer, and when it ran."""
+        self._layout, self._device, self._on_copy = layout, device, on_copy
+        self._fetch_stream, self._store_stream = device.new_stream(), device.new_stream()
         self._segments = {
             layer: [device.host_pages(count * layout.stride_bytes(layer)) for count in layout.segment_pages(layer)]
             for layer in layout.page_bytes
         }
         self._is_stored = {layer: np.zeros(layout.num_pages, bool) for layer in layout.page_bytes}
 
-    def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], behind: Sequence[KVSlot]) -> int:
+    def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], after: Sequence[KVSlot]) -> int:
         """Queues the copies of `pages` into the slot, behind what frees the slots `behind`; zeros for a page that was
         never stored. Returns the bytes to be copied."""
-        if self._into is not None:
-            for other in behind:
-                self._device.wait(self._into, other.free)
-        slot.departure = None
+        if self._fetch_stream is not None:
+            for other in after:
+                self._device.wait(self._fetch_stream, other.free)
+        slot.pending_store = None
         stride, numbers = self._layout.stride_bytes(layer), np.array(pages, np.int64)
         is_stored = self._is_stored[layer][numbers]
         fresh, known = np.flatnonzero(~is_stored), np.flatnonzero(is_stored)
         targets = [slot.buffer[run.start * stride : run.stop * stride] for run in layer_ranges(fresh.tolist())]
         if targets:
-            self._device.clear_all(targets, on=self._into, after=slot.free)
-        runs = runs_of(numbers[known], known, self._most(layer))
-        parts = [Part(self._at(layer, run), run.of(slot, stride)) for run in runs]
+            self._device.clear_all(targets, on=self._fetch_stream, after=slot.free)
+        runs = find_page_runs(numbers[known], known, self._segment_pages(layer))
+        parts = [CopyPart(self._run_memory(layer, run), run.slot_bytes(slot, stride)) for run in runs]
         if parts:
-            told = partial(self._told, Resource.host_to_device, layer)
-            self._device.copy_all(parts, on=self._into, after=slot.free, then=told)
-        slot.ready.record(self._into)
+            on_copy = partial(self._on_copy, Resource.host_to_device, layer)
+            self._device.copy_all(parts, on=self._fetch_stream, after=slot.free, then=on_copy)
+        slot.ready.record(self._fetch_stream)
         return len(known) * stride
 
     def store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> int:
         """Queues the copies of pages, which are where `places` says, behind `slot.free`; that event then tells when
         they have left. Returns the bytes to be copied."""
         stride = self._layout.stride_bytes(layer)
-        told = partial(self._told, Resource.device_to_host, layer)
+        on_copy = partial(self._on_copy, Resource.device_to_host, layer)
         numbers = np.array([*places], np.int64)
-        runs = runs_of(numbers, np.array([*places.values()], np.int64), self._most(layer))
-        parts = [Part(run.of(slot, stride), self._at(layer, run)) for run in runs]
-        self._device.copy_all(parts, on=self._out, after=slot.free, then=told)
-        slot.free.record(self._out)
-        slot.departure = Departure(layer=layer, pages=frozenset(places), written=None)
+        runs = find_page_runs(numbers, np.array([*places.values()], np.int64), self._segment_pages(layer))
+        parts = [CopyPart(run.slot_bytes(slot, stride), self._run_memory(layer, run)) for run in runs]
+        self._device.copy_all(parts, on=self._store_stream, after=slot.free, then=on_copy)
+        slot.free.record(self._store_stream)
+        slot.pending_store = PendingStore(layer=layer, pages=frozenset(places), written=None)
         self._is_stored[layer][numbers] = True
         return len(places) * stride
 
@@ -128,21 +128,21 @@ class PinnedPages:
 
     def close(self) -> None:
         """Waits for copies in flight, whose memory is about to go."""
-        for stream in (self._into, self._out):
+        for stream in (self._fetch_stream, self._store_stream):
             if stream is not None:
                 stream.synchronize()
 
-    def _at(self, layer: int, run: PageRun) -> torch.Tensor:
-        stride, most = self._layout.stride_bytes(layer), self._most(layer)
+    def _run_memory(self, layer: int, run: PageRun) -> torch.Tensor:
+        stride, most = self._layout.stride_bytes(layer), self._segment_pages(layer)
         begin = run.page % most * stride
         return self._segments[layer][run.page // most][begin : begin + run.num_pages * stride]
 
-    def _most(self, layer: int) -> int:
+    def _segment_pages(self, layer: int) -> int:
         """Pages of each of the layer's segments but the last."""
         return self._layout.segment_pages(layer)[0]
 
 
-def runs_of(pages: np.ndarray, places: np.ndarray, most: int) -> list[PageRun]:
+def find_page_runs(pages: np.ndarray, places: np.ndarray, most: int) -> list[PageRun]:
     """The runs of pages at these places, in ascending order. No run goes beyond a segment of `most` pages."""
     if not len(pages):
         return []
@@ -160,32 +160,38 @@ class DiskPages:
     """The tier `nvme`. Only the engine's thread calls it."""
 
     def __init__(
-        self, layout: KVLayout, device: ComputeDevice, file: KVFile, told: Callable[[Resource, int, float, float], None]
+        self,
+        layout: KVLayout,
+        device: ComputeDevice,
+        file: KVFile,
+        on_copy: Callable[[Resource, int, float, float], None],
     ):
-        """`told` hears of each copy's row and layer, and when it ran; of reading and writing the futures tell."""
-        self._layout, self._device, self._file, self._told = layout, device, file, told
-        self._into, self._out = device.new_stream(), device.new_stream()
+        """`on_copy` hears of each copy's row and layer, and when it ran; of reading and writing the futures tell."""
+        self._layout, self._device, self._file, self._on_copy = layout, device, file, on_copy
+        self._fetch_stream, self._store_stream = device.new_stream(), device.new_stream()
         self._fetching = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
         self._storing = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
 
-    def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], behind: Sequence[KVSlot]) -> int:
+    def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], after: Sequence[KVSlot]) -> int:
         """Begins to read `pages` into the slot, and to copy them on, once what left the slots `behind` is written.
         Returns the bytes to be copied."""
-        leaving = [other.departure.written for other in behind if other.departure and other.departure.written]
-        slot.arriving = self._fetching.submit(self._fetch, slot, layer, pages, leaving)
+        leaving = [
+            other.pending_store.written for other in after if other.pending_store and other.pending_store.written
+        ]
+        slot.pending_fetch = self._fetching.submit(self._fetch, slot, layer, pages, leaving)
         return len(pages) * self._layout.stride_bytes(layer) if slot.is_staged else 0
 
     def store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> int:
         """Begins to write pages, which are where `places` says, behind `slot.free`. Returns the bytes to be copied."""
         stride = self._layout.stride_bytes(layer)
         if slot.is_staged:
-            told = partial(self._told, Resource.device_to_host, layer)
+            on_copy = partial(self._on_copy, Resource.device_to_host, layer)
             runs = [slice(run.start * stride, run.stop * stride) for run in layer_ranges(places.values())]
-            parts = [Part(slot.buffer[there], slot.staging[there]) for there in runs]
-            self._device.copy_all(parts, on=self._out, after=slot.free, then=told)
-            slot.free.record(self._out)
+            parts = [CopyPart(slot.buffer[there], slot.staging[there]) for there in runs]
+            self._device.copy_all(parts, on=self._store_stream, after=slot.free, then=on_copy)
+            slot.free.record(self._store_stream)
         written = self._storing.submit(self._store, slot, layer, places)
-        slot.departure = Departure(layer=layer, pages=frozenset(places), written=written)
+        slot.pending_store = PendingStore(layer=layer, pages=frozenset(places), written=written)
         return len(places) * stride if slot.is_staged else 0
 
     def forget(self, pages: Sequence[int]) -> None:
@@ -195,7 +201,7 @@ class DiskPages:
         """Waits for what is in flight, whose memory is about to go. What failed is in the slots' futures."""
         self._fetching.shutdown(wait=True)
         self._storing.shutdown(wait=True)
-        for stream in (self._into, self._out):
+        for stream in (self._fetch_stream, self._store_stream):
             if stream is not None:
                 stream.synchronize()
 
@@ -209,9 +215,9 @@ class DiskPages:
         pending.wait()
         if slot.is_staged:
             num_bytes = len(pages) * self._layout.stride_bytes(layer)
-            told, source = partial(self._told, Resource.host_to_device, layer), slot.staging[:num_bytes]
-            self._device.copy(source, slot.buffer[:num_bytes], on=self._into, after=slot.free, then=told)
-            slot.ready.record(self._into)
+            on_copy, source = partial(self._on_copy, Resource.host_to_device, layer), slot.staging[:num_bytes]
+            self._device.copy(source, slot.buffer[:num_bytes], on=self._fetch_stream, after=slot.free, then=on_copy)
+            slot.ready.record(self._fetch_stream)
         return pending
 
     def _store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> PendingTransfer:
@@ -240,8 +246,8 @@ class KVStream:
         assert (layout.tier is KVTier.nvme) == (file is not None), f"kv={layout.tier.value} with file {file}"
         self._layout, self._device = layout, device
         self._first_stage, self._trace = first_stage, trace  # what decoder layer 0 is called in counters and spans
-        told = self._copied
-        self._tier = PinnedPages(layout, device, told) if file is None else DiskPages(layout, device, file, told)
+        on_copy = self._count_copy
+        self._tier = PinnedPages(layout, device, on_copy) if file is None else DiskPages(layout, device, file, on_copy)
         self._slots = list[KVSlot]()
         for _ in range(layout.num_slots):
             buffer = staging = device.compute_buffer(layout.slot_bytes)
@@ -249,7 +255,7 @@ class KVStream:
                 staging = device.host_buffer(layout.slot_bytes)
             self._slots.append(KVSlot(buffer, staging, device))
         self._free_slots = list(self._slots)
-        self._held: dict[tuple[int, int], tuple[KVSlot, tuple[int, ...]]] = {}  # (layer, lane) -> slot and its pages
+        self._fetched: dict[tuple[int, int], tuple[KVSlot, tuple[int, ...]]] = {}  # (layer, lane) -> slot and its pages
         self._counters = StreamCounters()
 
     def __enter__(self) -> "KVStream":
@@ -261,9 +267,9 @@ class KVStream:
         """Waits for everything in flight. Raises what failed unseen, or notes it on the error that ends the run."""
         self._tier.close()
         try:
-            self._collect_written()
+            self._collect_stores()
             for slot in self._slots:
-                self._settle(slot, 0)
+                self._finish_fetch(slot, 0)
         except KVFileError as error:
             if value is None:
                 raise
@@ -273,36 +279,36 @@ class KVStream:
     def fetch(self, layer: int, lane: int, pages: Sequence[int]) -> None:
         """Takes a slot and begins to bring these pages into it; one that was never stored comes as zeros. Pages on
         their way back arrive there first."""
-        assert (layer, lane) not in self._held, f"fetch of layer {layer} for lane {lane}, which has it"
+        assert (layer, lane) not in self._fetched, f"fetch of layer {layer} for lane {lane}, which has it"
         assert len(pages) <= self._layout.slot_pages, f"{len(pages)} pages, slots have {self._layout.slot_pages}"
-        self._collect_written()
+        self._collect_stores()
         slot = self._free_slots.pop(0)
-        behind = [other for other in self._slots if other is slot or other.is_carrying(layer, pages)]
+        behind = [other for other in self._slots if other is slot or other.is_storing(layer, pages)]
         self._counters.bytes_copied += self._tier.fetch(slot, layer, tuple(pages), behind)
-        self._held[layer, lane] = slot, tuple(pages)
+        self._fetched[layer, lane] = slot, tuple(pages)
 
     def acquire(self, layer: int, lane: int) -> torch.Tensor:
         """The pages, uint8 (len(pages), page_bytes) in compute memory, for compute that is queued from now on. Valid
         until `store`. Waits for a disk; rows may lie further apart than they are long."""
-        self._collect_written()
-        slot, pages = self._held[layer, lane]
-        if slot.arriving is not None:
-            self._counters.count_ask(slot.arriving.done() and slot.arriving.result().is_done)
-        self._settle(slot, layer)
+        self._collect_stores()
+        slot, pages = self._fetched[layer, lane]
+        if slot.pending_fetch is not None:
+            self._counters.count_acquire(slot.pending_fetch.done() and slot.pending_fetch.result().is_done)
+        self._finish_fetch(slot, layer)
         self._device.compute_waits_for(slot.ready)
         stride = self._layout.stride_bytes(layer)
         rows = slot.buffer[: len(pages) * stride].view(-1, stride)
         return rows[:, : self._layout.page_bytes[layer]]
 
-    def store(self, layer: int, lane: int, changed: Sequence[int]) -> None:
+    def store(self, layer: int, lane: int, dirty: Sequence[int]) -> None:
         """Begins to carry back the pages at these places of those that were fetched; none of them may be. The slot is
         free for another fetch, which waits until they have left."""
-        slot, pages = self._held.pop((layer, lane))
-        self._settle(slot, layer)
-        self._collect_written()
+        slot, pages = self._fetched.pop((layer, lane))
+        self._finish_fetch(slot, layer)
+        self._collect_stores()
         slot.free.record(self._device.compute_stream())
-        if changed:
-            places = {pages[place]: place for place in changed}
+        if dirty:
+            places = {pages[place]: place for place in dirty}
             self._counters.bytes_returned += self._tier.store(slot, layer, places)
         self._free_slots.append(slot)
 
@@ -311,34 +317,38 @@ class KVStream:
         disk."""
         lost = set(pages)
         for slot in self._slots:
-            if slot.departure is not None and slot.departure.written is not None and lost & slot.departure.pages:
-                self._wait(slot.departure.written, slot.departure.layer)
-        self._collect_written()
+            if (
+                slot.pending_store is not None
+                and slot.pending_store.written is not None
+                and lost & slot.pending_store.pages
+            ):
+                self._wait(slot.pending_store.written, slot.pending_store.layer)
+        self._collect_stores()
         self._tier.forget(pages)
 
     def sync(self) -> None:
         """Waits for a disk's reads and writes that have begun, and has compute wait for copies."""
-        for (layer, _), (slot, _) in self._held.items():
-            self._settle(slot, layer)
+        for (layer, _), (slot, _) in self._fetched.items():
+            self._finish_fetch(slot, layer)
         for slot in self._slots:
             self._device.compute_waits_for(slot.ready)
             self._device.compute_waits_for(slot.free)
-            if slot.departure is not None and slot.departure.written is not None:
-                self._wait(slot.departure.written, slot.departure.layer)
+            if slot.pending_store is not None and slot.pending_store.written is not None:
+                self._wait(slot.pending_store.written, slot.pending_store.layer)
 
     def take_counters(self) -> StreamCounters:
-        self._collect_written()
+        self._collect_stores()
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
-    def _settle(self, slot: KVSlot, layer: int) -> None:
+    def _finish_fetch(self, slot: KVSlot, layer: int) -> None:
         """Waits for what is being read into the slot, and counts it."""
-        if slot.arriving is not None:
-            timing = self._wait(slot.arriving, layer).timing
+        if slot.pending_fetch is not None:
+            timing = self._wait(slot.pending_fetch, layer).timing
             self._counters.bytes_read += timing.num_bytes
             self._counters.reads[self._first_stage + layer] += timing.end - timing.begin
-            self._count(Resource.disk, "fetch", layer, timing.begin, timing.end)
-            slot.arriving = None
+            self._trace_span(Resource.disk, "fetch", layer, timing.begin, timing.end)
+            slot.pending_fetch = None
 
     def _wait(self, pending: Future[PendingTransfer], layer: int) -> PendingTransfer:
         begin = time.monotonic()
@@ -347,20 +357,20 @@ class KVStream:
         finally:
             self._counters.stalls[self._first_stage + layer] += time.monotonic() - begin
 
-    def _collect_written(self) -> None:
+    def _collect_stores(self) -> None:
         """Counts writes that are done. Raises what one of them raised."""
         for slot in self._slots:
-            left = slot.departure
+            left = slot.pending_store
             if left is not None and left.written is not None and left.written.done():
                 timing = left.written.result().timing
                 self._counters.bytes_written += timing.num_bytes
-                self._count(Resource.disk, "store", left.layer, timing.begin, timing.end)
-                slot.departure = None
+                self._trace_span(Resource.disk, "store", left.layer, timing.begin, timing.end)
+                slot.pending_store = None
 
-    def _copied(self, row: Resource, layer: int, begin: float, end: float) -> None:
+    def _count_copy(self, row: Resource, layer: int, begin: float, end: float) -> None:
         self._counters.copies[self._first_stage + layer] += end - begin
-        self._count(row, "fetch" if row is Resource.host_to_device else "store", layer, begin, end)
+        self._trace_span(row, "fetch" if row is Resource.host_to_device else "store", layer, begin, end)
 
-    def _count(self, row: Resource, what: str, layer: int, begin: float, end: float) -> None:
+    def _trace_span(self, row: Resource, what: str, layer: int, begin: float, end: float) -> None:
         if self._trace is not None and end > begin:
             self._trace.span(row, f"{what} {self._first_stage + layer}", begin, end)

@@ -21,13 +21,13 @@ OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
-def pinned(num_bytes: int, *, is_aligned: bool) -> torch.Tensor:
+def allocate_pinned(num_bytes: int, *, is_aligned: bool) -> torch.Tensor:
     """uint8, at the start of a page where it is to be aligned. Raises MemoryError, which says that it was pinned
     memory: the device's own error does not, and a system may pin less than it has (WSL 2: half)."""
     try:
         if num_bytes >= REGISTERED_BYTES and torch.cuda.is_available():
             size = round_up(num_bytes, ALIGNMENT_BYTES)
-            memory = _mapped(Pinnable, size, huge=size >= HUGE_PAGE_BYTES)
+            memory = _map(Pinnable, size, huge=size >= HUGE_PAGE_BYTES)
             tensor = torch.frombuffer(memory, dtype=torch.uint8)
             _register(memory, tensor)
             return tensor[:num_bytes]
@@ -36,19 +36,19 @@ def pinned(num_bytes: int, *, is_aligned: bool) -> torch.Tensor:
         buffer = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         if is_out_of_memory(error) or num_bytes >= REGISTERED_BYTES:
-            raise _unpinnable(num_bytes, error) from error
+            raise _pinning_error(num_bytes, error) from error
         raise
     start = -buffer.data_ptr() % ALIGNMENT_BYTES
     return buffer[start : start + num_bytes]
 
 
-def _unpinnable(num_bytes: int, error: RuntimeError) -> MemoryError:
+def _pinning_error(num_bytes: int, error: RuntimeError) -> MemoryError:
     return MemoryError(f"{format_bytes(num_bytes)} of host memory cannot be pinned ({first_line(error)})")
 
 
-def anonymous(num_bytes: int, *, huge: bool) -> torch.Tensor:
+def allocate_anonymous(num_bytes: int, *, huge: bool) -> torch.Tensor:
     """uint8 pages from the kernel, zeroed as they are touched, and huge ones where it has them."""
-    return torch.frombuffer(_mapped(mmap.mmap, num_bytes, huge=huge), dtype=torch.uint8)
+    return torch.frombuffer(_map(mmap.mmap, num_bytes, huge=huge), dtype=torch.uint8)
 
 
 class Driver(Protocol):
@@ -59,29 +59,29 @@ class Driver(Protocol):
     def cudaHostUnregister(self, address: int) -> int: ...
 
 
-def driver() -> Driver:
+def cuda_driver() -> Driver:
     return cast(Driver, torch.cuda.cudart())
 
 
 class Pinnable(mmap.mmap):
     """Pages that the driver may know of, until nobody looks at them any more."""
 
-    known: tuple[Driver, int] | None = None  # to whom, and at which address
+    registration: tuple[Driver, int] | None = None  # to whom, and at which address
 
     def __del__(self) -> None:
-        if self.known is not None:
-            registrar, address = self.known
+        if self.registration is not None:
+            registrar, address = self.registration
             registrar.cudaHostUnregister(address)
 
 
 def _register(memory: Pinnable, tensor: torch.Tensor) -> None:
     """Raises RuntimeError where the driver cannot lock so many bytes."""
-    registrar, address = driver(), tensor.data_ptr()
+    registrar, address = cuda_driver(), tensor.data_ptr()
     code = int(registrar.cudaHostRegister(address, tensor.nbytes, PORTABLE))
     if code:
-        _forget_error()
+        _clear_cuda_error()
         raise RuntimeError("out of memory" if code == OUT_OF_MEMORY else f"the driver's error {code}")
-    memory.known = registrar, address
+    memory.registration = registrar, address
 
 
 def pin(memory: Pinnable, tensor: torch.Tensor) -> None:
@@ -92,16 +92,16 @@ def pin(memory: Pinnable, tensor: torch.Tensor) -> None:
     try:
         _register(memory, tensor)
     except RuntimeError as error:
-        raise _unpinnable(tensor.nbytes, error) from error
+        raise _pinning_error(tensor.nbytes, error) from error
 
 
-def _forget_error() -> None:
+def _clear_cuda_error() -> None:
     """CUDA tells of a failed call once more at the next launch."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
-def _mapped(kind: type[Mapped], num_bytes: int, *, huge: bool) -> Mapped:
+def _map(kind: type[Mapped], num_bytes: int, *, huge: bool) -> Mapped:
     memory = kind(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -63,7 +63,7 @@ class SharedWeights(Closing):
             self._is_closed = True
             self._close_if_unused()
 
-    def filled(
+    def get_or_fill(
         self, extents: Sequence[Extent], num_bytes: int, fill: Callable[[torch.Tensor], None], *, is_pinned: bool
     ) -> torch.Tensor:
         """uint8 memory of `num_bytes` or some more, page-aligned, that holds `extents`: as another process has read
@@ -72,8 +72,8 @@ class SharedWeights(Closing):
         with self._mutex:
             # What tells pieces of one model apart; those who share have one model.
             key = hashlib.sha256(repr((num_bytes, *extents)).encode()).digest()
-            piece = self._piece(key, num_bytes)
-            memory = _Mapped(self._descriptor, piece.num_bytes, offset=piece.offset)
+            piece = self._find_or_add(key, num_bytes)
+            memory = _MappedPiece(self._descriptor, piece.num_bytes, offset=piece.offset)
             if piece.num_bytes >= HUGE_PAGE_BYTES:
                 with suppress(OSError):  # a kernel without huge pages in shared memory
                     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -92,12 +92,12 @@ class SharedWeights(Closing):
                     self._lock(fcntl.F_UNLCK, piece.offset)
                 raise
             self._users[piece.place] += 1
-            memory.let_go = partial(self._let_go, piece)
+            memory.on_release = partial(self._release, piece)
         if is_pinned:
             pin(memory, buffer)
         return buffer
 
-    def _piece(self, key: bytes, num_bytes: int) -> _Piece:
+    def _find_or_add(self, key: bytes, num_bytes: int) -> _Piece:
         """The piece of this key, with a place in the memory if it had none."""
         size = round_up(max(num_bytes, 1), mmap.PAGESIZE)
         self._lock(fcntl.F_WRLCK, 0)
@@ -125,7 +125,7 @@ class SharedWeights(Closing):
     def _mark(self, piece: _Piece, *, is_full: bool) -> None:
         os.pwrite(self._descriptor, struct.pack("<Q", is_full), piece.place + PIECE.size - 8)
 
-    def _let_go(self, piece: _Piece, memory: mmap.mmap) -> None:
+    def _release(self, piece: _Piece, memory: mmap.mmap) -> None:
         """Gives the memory of a piece back that no process has any more."""
         with self._mutex:
             self._users[piece.place] -= 1
@@ -149,12 +149,12 @@ class SharedWeights(Closing):
         fcntl.fcntl(self._descriptor, how, FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
 
 
-class _Mapped(Pinnable):
+class _MappedPiece(Pinnable):
     """A piece in the memory of this process, until nobody looks at it any more."""
 
-    let_go: Callable[[mmap.mmap], None] | None = None
+    on_release: Callable[[mmap.mmap], None] | None = None
 
     def __del__(self) -> None:
         super().__del__()
-        if self.let_go is not None and not sys.is_finalizing():  # then locks go with the process
-            self.let_go(self)
+        if self.on_release is not None and not sys.is_finalizing():  # then locks go with the process
+            self.on_release(self)

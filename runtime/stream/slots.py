@@ -14,10 +14,10 @@ from ..closing import Closing
 from ..plan.shape.extents import Extent
 from ..store.transfer import ChunkTiming
 from .device import ComputeDevice, Event
-from .filling import Filling, Transfer
+from .filling import Transfer, WeightReader
 
 
-class LaterTransfer:
+class DeferredTransfer:
     """A transfer that another thread begins, or waits for; to whoever waits for it, as `PendingTransfer`."""
 
     def __init__(self, begun: Future[Transfer]):
@@ -43,13 +43,13 @@ class StagingSlot:
         self.number, self.buffer, self.is_used = number, buffer, False
         self.free: Event = device.new_event()
         self.left: Future[Transfer] | None = None
-        self.reads: dict[int, LaterTransfer] = {}  # by page
+        self.reads: dict[int, DeferredTransfer] = {}  # by page
 
 
 class Staging(Closing):
     """Only the engine's thread calls it. Closing waits for all that has begun; what failed is in the transfers."""
 
-    def __init__(self, device: ComputeDevice, filling: Filling, *, num_slots: int, slot_bytes: int):
+    def __init__(self, device: ComputeDevice, filling: WeightReader, *, num_slots: int, slot_bytes: int):
         """`filling` fills what is in host memory; its numbers below `num_slots` are those of these slots."""
         self._device, self._filling = device, filling
         self._free = [StagingSlot(n, filling.buffer(slot_bytes), device) for n in range(num_slots)]
@@ -66,23 +66,23 @@ class Staging(Closing):
         if page == 0:
             self._staged[stage] = self._free.pop(0)
         slot = self._staged[stage]
-        slot.reads[page] = LaterTransfer(self._reading.submit(self._begin, slot, page, slot.left, extents))
+        slot.reads[page] = DeferredTransfer(self._reading.submit(self._begin_read, slot, page, slot.left, extents))
 
     def buffer(self, stage: int) -> torch.Tensor:
         """What it is read into."""
         return self._staged[stage].buffer
 
-    def copy(self, stage: int, page: int, queue: Callable[[], None], *, is_last: bool) -> LaterTransfer:
+    def copy(self, stage: int, page: int, queue: Callable[[], None], *, is_last: bool) -> DeferredTransfer:
         """Has `queue` called once the page is read, to queue its copy. Returns the read, which counts as done when that
         has been. The last page gives the slot back."""
         slot = self._staged[stage]
-        queued = self._copying.submit(self._queue, slot, slot.reads.pop(page), queue, is_last)
+        queued = self._copying.submit(self._queue_copy, slot, slot.reads.pop(page), queue, is_last)
         if is_last:
             slot.left = queued
             self._free.append(self._staged.pop(stage))
-        return LaterTransfer(queued)
+        return DeferredTransfer(queued)
 
-    def waiting(self) -> Iterator[tuple[int, int, LaterTransfer]]:
+    def waiting(self) -> Iterator[tuple[int, int, DeferredTransfer]]:
         """Stage, page and transfer of each read that no copy has been asked for."""
         for stage, slot in self._staged.items():
             for page, read in slot.reads.items():
@@ -95,7 +95,7 @@ class Staging(Closing):
             self._free.append(slot)
         self._staged.clear()
 
-    def _begin(
+    def _begin_read(
         self, slot: StagingSlot, page: int, left: Future[Transfer] | None, extents: Sequence[Extent]
     ) -> Transfer:
         if left is not None:
@@ -107,7 +107,9 @@ class Staging(Closing):
         return self._filling.fill(slot.number, extents, slot.buffer)
 
     @torch.inference_mode()
-    def _queue(self, slot: StagingSlot, read: LaterTransfer, queue: Callable[[], None], is_last: bool) -> Transfer:
+    def _queue_copy(
+        self, slot: StagingSlot, read: DeferredTransfer, queue: Callable[[], None], is_last: bool
+    ) -> Transfer:
         read.wait()
         queue()
         if is_last:

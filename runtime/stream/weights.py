@@ -28,8 +28,8 @@ from ..resources import Resource
 from ..store.reader import Reader
 from ..trace import Trace
 from .clock import StreamCounters
-from .device import ComputeDevice, Part
-from .filling import OwnFilling, Together, Transfer
+from .device import ComputeDevice, CopyPart
+from .filling import LocalReader, SessionResources, Transfer
 from .kept_weights import StageBytes, StreamWeights
 from .slots import Slot, Staging
 
@@ -48,43 +48,47 @@ class WeightStream:
         device: ComputeDevice,
         reader: Reader,
         trace: Trace | None = None,
-        name_of: Callable[[int], str] = str,
-        held: StreamWeights | None = None,
-        together: Together | None = None,
+        stage_name: Callable[[int], str] = str,
+        loaded: StreamWeights | None = None,
+        resources: SessionResources | None = None,
     ):
         """`name_of` is what the trace calls a stage. `held`: what an earlier stream of these stages has read already,
         to which is added what this one reads. `together`: what ranks that read together have in common; None: this
         process reads alone."""
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device = shape, placement, device
-        self._trace, self._name_of = trace, name_of
+        self._trace, self._name_of = trace, stage_name
         self._layout = lru_cache(NUM_LAYOUTS)(lambda stage: slot_layout(shape.stages[stage]))
-        self._moved = lru_cache(NUM_LAYOUTS)(lambda stage: device_layout([shape.stages[stage]], self._layout(stage)))
-        self._moves = lru_cache(NUM_MOVED)(lambda stage, *part: tuple(self._moved(stage).within(*part)))
+        self._device_layout = lru_cache(NUM_LAYOUTS)(
+            lambda stage: device_layout([shape.stages[stage]], self._layout(stage))
+        )
+        self._moves = lru_cache(NUM_MOVED)(lambda stage, *part: tuple(self._device_layout(stage).within(*part)))
         self._num_pages = placement.walk.num_pages
         self._present: dict[int, Slot] = {}
         self._resident: dict[int, StageBytes] = {}
-        self._held = held or StreamWeights()
+        self._loaded = loaded or StreamWeights()
         self._counters, self._barrier = StreamCounters(), device.new_event()
         walk, size = placement.walk, placement.slot_bytes
         num_staged, has_device = walk.num_staging_slots, device.is_accelerator
         num_slots = num_staged if has_device else walk.num_slots  # that are filled from files
         num_once = 1 + len(walk.in_host) if has_device else len(placement.resident)
-        self._once = count(num_slots)  # numbers of memory that is filled once
-        self._filling = (
-            OwnFilling(device, reader)
-            if together is None
-            else together.filling(device, reader, count=num_slots + num_once)
+        self._buffer_numbers = count(num_slots)  # numbers of memory that is filled once
+        self._reader = (
+            LocalReader(device, reader)
+            if resources is None
+            else resources.weight_reader(device, reader, count=num_slots + num_once)
         )
-        buffer = device.compute_buffer if has_device else self._filling.buffer
+        buffer = device.compute_buffer if has_device else self._reader.buffer
         self._free_slots = [Slot(n, buffer(size), device) for n in range(walk.num_slots)]
-        self._staging = Staging(device, self._filling, num_slots=num_staged, slot_bytes=size) if num_staged else None
+        self._staging = Staging(device, self._reader, num_slots=num_staged, slot_bytes=size) if num_staged else None
 
     def __enter__(self) -> "WeightStream":
         self._load_resident()
-        for stage in sorted(self._placement.walk.in_host - self._held.in_host.keys()):
+        for stage in sorted(self._placement.walk.in_host - self._loaded.in_host.keys()):
             layout = self._layout(stage)
-            self._held.in_host[stage] = self._filling.staying(next(self._once), layout.extents, layout.num_bytes)
+            self._loaded.in_host[stage] = self._reader.load_once(
+                next(self._buffer_numbers), layout.extents, layout.num_bytes
+            )
         return self
 
     def __exit__(
@@ -92,10 +96,10 @@ class WeightStream:
     ) -> None:
         """Waits for reads in flight: their threads write into buffers that are about to go."""
         if value is not None:
-            self._filling.abandon()
+            self._reader.abandon()
         if self._staging is not None:
             self._staging.close()
-        self._filling.close()
+        self._reader.close()
         for _, _, read in self._in_flight():
             try:
                 read.wait()
@@ -116,7 +120,7 @@ class WeightStream:
             self._present[stage] = self._free_slots.pop(0)
             self._present[stage].is_fresh = True
         slot = self._present[stage]
-        slot.reads[page or 0] = self._filling.fill(slot.number, extents, slot.buffer)
+        slot.reads[page or 0] = self._reader.fill(slot.number, extents, slot.buffer)
 
     def copy(self, stage: int, page: int | None = None) -> None:
         """Has host -> device queued behind the device slot's last user, as soon as the read is done; of one page, the
@@ -127,7 +131,7 @@ class WeightStream:
         slot, layout = self._present[stage], self._layout(stage)
         begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
         staging = None if stage in self._placement.walk.in_host else self._staging
-        source = self._held.in_host[stage] if staging is None else staging.buffer(stage)
+        source = self._loaded.in_host[stage] if staging is None else staging.buffer(stage)
         # In pieces, between which a small copy that is urgent finds its way on a card with one engine for copies.
         parts = [
             _part(0, source, move, slot.buffer)
@@ -152,27 +156,27 @@ class WeightStream:
             # been queued, and compute for the copy.
             slot.is_fresh = False
             if not copies:
-                self._counters.count_ask(all(read.is_done for read in slot.reads.values()))
-            self._settle(stage, slot)
+                self._counters.count_acquire(all(read.is_done for read in slot.reads.values()))
+            self._finish_reads(stage, slot)
             if copies:
                 stream = self._device.compute_stream()
                 begin = self._device.clock.begin(stream)
                 self._device.compute_waits_for(slot.ready)
-                self._device.clock.end(begin, partial(self._awaited, stage), stream)
-        placed = self._moved(stage) if copies else self._layout(stage)
+                self._device.clock.end(begin, partial(self._count_wait, stage), stream)
+        placed = self._device_layout(stage) if copies else self._layout(stage)
         return StageBytes(slot.buffer, placed.tensor_offsets, id(slot))
 
-    def in_host(self, stage: int) -> StageBytes:
+    def host_stage(self, stage: int) -> StageBytes:
         """The bytes of a stage that lives in host memory, where they lie."""
-        buffer = self._held.in_host[stage]
+        buffer = self._loaded.in_host[stage]
         return StageBytes(buffer, self._layout(stage).tensor_offsets, id(buffer))
 
     def free(self, stage: int) -> None:
         slot = self._present.pop(stage)
-        self._settle(stage, slot)
+        self._finish_reads(stage, slot)
         slot.free.record(self._device.compute_stream())
         if not self._device.is_accelerator:
-            self._filling.free(slot.number)
+            self._reader.free(slot.number)
         self._free_slots.append(slot)
 
     def drop(self) -> None:
@@ -181,7 +185,7 @@ class WeightStream:
             self.free(stage)
         if self._staging is not None:
             for stage, page, read in self._staging.waiting():
-                self._count(stage, page, read)
+                self._count_read(stage, page, read)
             self._staging.drop()
 
     def sync(self) -> None:
@@ -207,23 +211,23 @@ class WeightStream:
             for page, read in slot.reads.items():
                 yield stage, page, read
 
-    def _queue(self, stage: int, page: int, slot: Slot, parts: Sequence[Part], is_last: bool) -> None:
-        self._device.copy_ahead(parts, after=slot.free, then=partial(self._copied, stage, page))
+    def _queue(self, stage: int, page: int, slot: Slot, parts: Sequence[CopyPart], is_last: bool) -> None:
+        self._device.copy_ahead(parts, after=slot.free, then=partial(self._count_copy, stage, page))
         if is_last:
             slot.ready.record(self._device.copy_stream)
 
-    def _settle(self, stage: int, slot: Slot) -> None:
+    def _finish_reads(self, stage: int, slot: Slot) -> None:
         """Waits for the slot's reads, and counts them."""
         for page in list(slot.reads):
-            self._count(stage, page, slot.reads.pop(page))
+            self._count_read(stage, page, slot.reads.pop(page))
 
-    def _count(self, stage: int, page: int, read: Transfer) -> None:
+    def _count_read(self, stage: int, page: int, read: Transfer) -> None:
         self._wait(stage, read)
         timing = read.timing
         self._counters.bytes_read += timing.num_bytes
         self._counters.reads[self._index(stage)] += timing.end - timing.begin
         self._span(Resource.disk, "read", stage, page, timing.begin, timing.end)
-        if (gathered := self._filling.gathered(read)) is not None:
+        if (gathered := self._reader.gather_timing(read)) is not None:
             self._span(Resource.host_to_device, "gather", stage, page, gathered.begin, gathered.end)
 
     def _wait(self, stage: int, read: Transfer) -> None:
@@ -231,7 +235,7 @@ class WeightStream:
         read.wait()
         self._counters.stalls[self._index(stage)] += time.monotonic() - begin
 
-    def _copied(self, stage: int, page: int, begin: float, end: float) -> None:
+    def _count_copy(self, stage: int, page: int, begin: float, end: float) -> None:
         self._counters.copies[self._index(stage)] += end - begin
         self._span(Resource.host_to_device, "copy", stage, page, begin, end)
 
@@ -240,9 +244,9 @@ class WeightStream:
             target = self._name_of(stage) + (f"#{page}" if self._num_pages > 1 else "")
             self._trace.span(row, f"{verb} {target}", begin, end)
 
-    def _awaited(self, stage: int, begin: float, end: float) -> None:
+    def _count_wait(self, stage: int, begin: float, end: float) -> None:
         self._counters.stalls[self._index(stage)] += end - begin
-        self._counters.count_ask(end - begin < IN_TIME_SECONDS)
+        self._counters.count_acquire(end - begin < IN_TIME_SECONDS)
 
     def _index(self, stage: int) -> int:
         """Whose time it is: each expert that is streamed as a stage has the index of its layer."""
@@ -251,30 +255,33 @@ class WeightStream:
     def _load_resident(self) -> None:
         stages = [self._shape.stages[index] for index in sorted(self._placement.resident)]
         groups = {tuple(stage.index for stage in group): group for group in resident_groups(stages)}
-        missing = {key: group_layout(group) for key, group in groups.items() if key not in self._held.resident}
+        missing = {key: group_layout(group) for key, group in groups.items() if key not in self._loaded.resident}
         largest = max((layout.num_bytes for layout in missing.values()), default=0)
         is_staged = self._device.is_accelerator and bool(missing)
         # Host memory that what stays on a device passes through.
         number, staging = (
-            (next(self._once), self._filling.buffer(min(largest, LOADING_BYTES))) if is_staged else (0, None)
+            (next(self._buffer_numbers), self._reader.buffer(min(largest, LOADING_BYTES))) if is_staged else (0, None)
         )
         for key, layout in missing.items():
             if staging is None:
-                placed, buffer = layout, self._filling.staying(next(self._once), layout.extents, layout.num_bytes)
+                placed, buffer = (
+                    layout,
+                    self._reader.load_once(next(self._buffer_numbers), layout.extents, layout.num_bytes),
+                )
             else:
                 buffer = self._device.compute_buffer(layout.num_bytes)
                 placed = device_layout(groups[key], layout)
                 for begin, end, extents in layout.windows(len(staging)):
-                    self._filling.fill(number, extents, staging).wait()
+                    self._reader.fill(number, extents, staging).wait()
                     for move in placed.within(begin, end):
                         source, target = _part(begin, staging, move, buffer)
                         target.copy_(source)
-                    self._filling.free(number)
-            self._held.resident[key] = StageBytes(buffer, placed.tensor_offsets, id(buffer))
-        self._resident = {stage: self._held.resident[key] for key in groups for stage in key}
+                    self._reader.free(number)
+            self._loaded.resident[key] = StageBytes(buffer, placed.tensor_offsets, id(buffer))
+        self._resident = {stage: self._loaded.resident[key] for key in groups for stage in key}
 
 
-def _part(begin: int, source: torch.Tensor, move: Move, target: torch.Tensor) -> Part:
+def _part(begin: int, source: torch.Tensor, move: Move, target: torch.Tensor) -> CopyPart:
     """`source`: the bytes of a stage from `begin` on, in pinned memory."""
     first = move.begin - begin
-    return Part(source[first : first + move.num_bytes], target[move.target : move.target + move.num_bytes])
+    return CopyPart(source[first : first + move.num_bytes], target[move.target : move.target + move.num_bytes])

@@ -20,7 +20,7 @@ from ..formats.module_tensors import METHOD, part_name
 from ..formats.registry import pair_companions
 from ..formats.scaled_rows import SCALES
 from ..plan.shape.shapes import TensorSlice
-from ..store.faults import read_fault
+from ..store.faults import read_error
 from ..store.reader import Fill
 from .stage_weights import TORCH_DTYPES
 
@@ -114,7 +114,7 @@ def _read_runs(matrix: TensorSlice) -> Iterator[torch.Tensor]:
                     raise CheckpointError(f"{matrix.file}: ends inside {matrix.name!r}: put the original file back")
                 yield torch.frombuffer(data, dtype=TORCH_DTYPES[matrix.dtype]).view(count, num_columns)
     except OSError as error:
-        raise read_fault(matrix.file, f"reading {matrix.name!r}", error) from error
+        raise read_error(matrix.file, f"reading {matrix.name!r}", error) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ from runtime.linear.packed_rows import CodedRows
 from runtime.linear.rows import Rows
 from runtime.linear.stored import multiply
 from runtime.plan.shape.shapes import Companion, TensorSlice
-from runtime.stream.device import ComputeDevice, Part
+from runtime.stream.device import ComputeDevice, CopyPart
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.units import GIB, MIB
 
@@ -104,7 +104,7 @@ def overlap() -> Found:
     x = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
 
     def copy() -> None:
-        device.copy_ahead([Part(source[:NUM_BYTES], slot)], after=device.new_event())
+        device.copy_ahead([CopyPart(source[:NUM_BYTES], slot)], after=device.new_event())
 
     copying = seconds(copy)
     count = max(1, round(copying / seconds(lambda: x @ x)))

@@ -43,11 +43,11 @@ def stopped_after(output_root: Path, url: str, num_blocks: int, **changes: objec
 
 def files(url: str) -> Mapping[str, bytes]:
     store = ObjectStore(f"{url}/generate/case", "output_url")
-    return {name: store.read(name) for name in store.listed(is_deep=True)}
+    return {name: store.read(name) for name in store.list_files(is_deep=True)}
 
 
 def num_parts(url: str) -> int:
-    listed = ObjectStore(f"{url}/generate/case", "output_url").listed(is_deep=True)
+    listed = ObjectStore(f"{url}/generate/case", "output_url").list_files(is_deep=True)
     return len([name for name in listed if name.startswith("generations/")])
 
 

@@ -123,10 +123,10 @@ class Counting(FakeDevice):
         self.pinned += pinned_bytes(num_bytes, is_aligned=False)
         return super().host_pages(num_bytes)
 
-    def brought(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tokens of a pass, some hundred bytes, which are gone again."""
         pinned = self.pinned
-        found = super().brought(tensors)
+        found = super().to_host(tensors)
         self.pinned = pinned
         return found
 

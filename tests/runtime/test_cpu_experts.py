@@ -216,7 +216,7 @@ def seconds_of_layer(clock: VirtualTime, share: CpuShare, link: float, cpu: floa
         asked = NeedExperts(module, torch.zeros(len(index_TK), 4), index_TK, torch.ones(len(index_TK), 2))
         begin = clock.now
         experts.run(LAYER.index, [asked])
-        device.finish()
+        device.wait_for_compute()
         return clock.now - begin
 
 

@@ -150,11 +150,11 @@ def test_a_device_budget_holds_for_torchs_allocator_while_a_session_is_open(devi
 def test_a_limit_is_a_share_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = FakeAccelerator(monkeypatch)
     device = ComputeDevice("cuda:1")
-    device.limit(GIB)
+    device.set_memory_limit(GIB)
     assert accelerator.limits == {1: 0.25}
-    device.limit(None)
+    device.set_memory_limit(None)
     assert accelerator.limits == {1: 1.0}
-    device.limit(5 * GIB)
+    device.set_memory_limit(5 * GIB)
     assert accelerator.limits == {1: 1.0}
 
 
@@ -227,7 +227,7 @@ def test_caches_are_emptied_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> No
     FakeAccelerator(monkeypatch)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append("device"))
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: emptied.append("host"))
-    ComputeDevice("cuda").give_back()
+    ComputeDevice("cuda").empty_caches()
     assert emptied == ["device", "host"]
-    ComputeDevice("cpu").give_back()
+    ComputeDevice("cpu").empty_caches()
     assert len(emptied) == 2

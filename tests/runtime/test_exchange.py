@@ -10,7 +10,7 @@ from runtime.config.settings import KVTier
 from runtime.plan.placement.kv import STORES_IN_FLIGHT, ExchangeSize, device_entry, kv_layout
 from runtime.plan.placement.load import Load
 from runtime.resources import Resource
-from runtime.stream.device import Part
+from runtime.stream.device import CopyPart
 from runtime.stream.exchange import HostExchange
 from runtime.trace import Trace
 from tests.fake_device import Careless, FakeDevice
@@ -28,15 +28,15 @@ def round_trips(device: FakeDevice, num_round_trips: int = 3) -> list[tuple[floa
     answers: list[torch.Tensor] = []
     with HostExchange(SIZE, device) as exchange:
         for number in range(num_round_trips):
-            made = exchange.new((2, 3), torch.float32)
+            made = exchange.new_tensor((2, 3), torch.float32)
             device.compute(lambda made=made, number=number: made.fill_(number))
-            round_trip = exchange.send(0, [made, made], exchange.new((5,), torch.float32))
-            arrived = round_trip.arrived()
+            round_trip = exchange.send(0, [made, made], exchange.new_tensor((5,), torch.float32))
+            arrived = round_trip.wait_for_inputs()
             found.append(float(arrived[1].mean()))
-            round_trip.answer(torch.full((5,), number + 0.5))
+            round_trip.send_answer(torch.full((5,), number + 0.5))
             answer = round_trip.receive()
             device.compute(lambda answer=answer: answers.append(answer.clone()))
-        device.finish()
+        device.wait_for_compute()
     return list(zip(found, [float(answer.mean()) for answer in answers], strict=True))
 
 
@@ -77,12 +77,12 @@ def stored_and_loaded(device: FakeDevice) -> list[float]:
     with HostExchange(SIZE, device) as exchange:
         home = device.host_pages(4096).view(torch.float32)
         for number in range(4):
-            made, back = exchange.new((8,), torch.float32), exchange.new((8,), torch.float32)
+            made, back = exchange.new_tensor((8,), torch.float32), exchange.new_tensor((8,), torch.float32)
             device.compute(lambda made=made, number=number: made.fill_(number))
-            exchange.store(0, [Part(made, home[:8])])
-            exchange.load(0, [Part(home[:8], back)])
+            exchange.store(0, [CopyPart(made, home[:8])])
+            exchange.load(0, [CopyPart(home[:8], back)])
             device.compute(lambda back=back: seen.append(float(back.mean())))
-        device.finish()
+        device.wait_for_compute()
     return seen
 
 
@@ -92,7 +92,9 @@ def test_stores_that_are_not_done_are_bounded() -> None:
     home = device.host_pages(4096).view(torch.float32)[:8].fill_(-1)
     with HostExchange(SIZE, device) as exchange:
         for number in range(8):
-            exchange.store(0, [Part(exchange.new((1,), torch.float32).fill_(number), home[number : number + 1])])
+            exchange.store(
+                0, [CopyPart(exchange.new_tensor((1,), torch.float32).fill_(number), home[number : number + 1])]
+            )
         done = [number for number, found in enumerate(home.tolist()) if found == number]
         assert done == [*range(8 - STORES_IN_FLIGHT)]
     assert home.tolist() == [*range(8)]
@@ -102,14 +104,14 @@ def test_each_copy_is_a_span_on_the_row_of_its_way() -> None:
     device, trace = FakeDevice((False, True, True, True)), Trace()
     home = device.host_pages(4096).view(torch.float32)[:8]
     with HostExchange(SIZE, device, first_stage=5, trace=trace) as exchange:
-        made = exchange.new((8,), torch.float32)
-        exchange.store(0, [Part(made, home)])
-        exchange.load(1, [Part(home, made)])
-        round_trip = exchange.send(2, [made, made], exchange.new((4,), torch.float32))
-        round_trip.arrived()
-        round_trip.answer(torch.zeros(4))
+        made = exchange.new_tensor((8,), torch.float32)
+        exchange.store(0, [CopyPart(made, home)])
+        exchange.load(1, [CopyPart(home, made)])
+        round_trip = exchange.send(2, [made, made], exchange.new_tensor((4,), torch.float32))
+        round_trip.wait_for_inputs()
+        round_trip.send_answer(torch.zeros(4))
         round_trip.receive()
-        device.settle()
+        device.synchronize()
         counters = exchange.take_counters()
     down, up = Resource.device_to_host, Resource.host_to_device
     spans = trace.take()
@@ -124,9 +126,9 @@ def test_each_copy_is_a_span_on_the_row_of_its_way() -> None:
 def test_more_trips_or_bytes_than_planned_are_our_mistake() -> None:
     device = FakeDevice()
     with HostExchange(SIZE, device) as exchange:
-        out = exchange.new((1,), torch.float32)
+        out = exchange.new_tensor((1,), torch.float32)
         with pytest.raises(AssertionError, match="a trip of 4,432 B has 4,096 B of pinned"):
-            exchange.send(0, [torch.zeros(1000)], exchange.new((100,), torch.float32))
+            exchange.send(0, [torch.zeros(1000)], exchange.new_tensor((100,), torch.float32))
     with HostExchange(SIZE, device) as exchange:
         exchange.send(0, [torch.zeros(1)], out)
         with pytest.raises(AssertionError, match="more than 1 lanes attend"):
@@ -139,10 +141,10 @@ def test_prompts_on_their_way_down_are_counted_with_those_made_meanwhile() -> No
     home = torch.zeros(4)
     with HostExchange(SIZE, FakeDevice((False,) * 4)) as exchange:
         for _ in range(6):
-            source = exchange.new((4,), torch.float32)
+            source = exchange.new_tensor((4,), torch.float32)
             refs.append(weakref.ref(source))
             alive.append(sum(ref() is not None for ref in refs))
-            exchange.store(0, [Part(source, home)])
+            exchange.store(0, [CopyPart(source, home)])
             del source
     shape = toy_shape()
     load = Load.from_lanes(shape, [sizes_of([100, 30], max_new_tokens=12)], 64)

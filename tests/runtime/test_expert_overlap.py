@@ -35,8 +35,8 @@ def seconds_each(clock: VirtualTime, seconds: Seconds, tier: Tier, paging: Exper
         for _ in stream.experts(LAYER.index, range(NUM_EXPERTS)):
             device.compute(seconds.compute)
             if is_in_step:
-                device.finish()
-        device.finish()
+                device.wait_for_compute()
+        device.wait_for_compute()
         return (clock.now - begin) / NUM_EXPERTS
 
 

@@ -86,8 +86,8 @@ def test_each_expert_has_the_files_bytes(loaded: LoadedModel, reader: RecordingR
             for parameter, stack in zip(found.stage.parameters, stage.experts, strict=True):
                 assert parameter.slices == tuple(stack.pieces[found.expert])
                 for piece in parameter.slices:
-                    begin = found.placed.tensor_offsets[piece.name]
-                    placed = found.placed.buffer[begin : begin + piece.num_bytes].numpy().tobytes()
+                    begin = found.stage_bytes.tensor_offsets[piece.name]
+                    placed = found.stage_bytes.buffer[begin : begin + piece.num_bytes].numpy().tobytes()
                     assert placed == Path(piece.file).read_bytes()[piece.offset : piece.offset + piece.num_bytes]
 
 
@@ -95,9 +95,9 @@ def test_all_experts_begin_to_arrive_before_anyone_knows_which_are_hit(
     loaded: LoadedModel, reader: RecordingReader
 ) -> None:
     with open_stream(loaded, reader, ExpertPaging.all, num_slots=3) as stream:
-        stream.expect(2)
+        stream.prefetch(2)
         assert reader.asked == extents_of(loaded, 2, range(3))
-        stream.expect(2)
+        stream.prefetch(2)
         assert len(reader.asked) == 3, "begun twice"
         assert [found.expert for found in stream.experts(2, [1, 90])] == [1, 90]
     assert reader.asked == extents_of(loaded, 2, range(NUM_EXPERTS))
@@ -115,14 +115,14 @@ def test_experts_count_for_their_stage_and_are_named_in_the_trace(loaded: Loaded
 
 def test_what_was_begun_for_another_stage_is_dropped(loaded: LoadedModel, reader: RecordingReader) -> None:
     with open_stream(loaded, reader, ExpertPaging.all) as stream:
-        stream.expect(1)
+        stream.prefetch(1)
         assert [found.expert for found in stream.experts(2, [5])] == [5]
     assert reader.asked == extents_of(loaded, 1, range(2)) + extents_of(loaded, 2, range(NUM_EXPERTS))
 
 
 def test_hits_that_nobody_knows_yet_are_not_expected(loaded: LoadedModel, reader: RecordingReader) -> None:
     with open_stream(loaded, reader, ExpertPaging.hit) as stream:
-        stream.expect(2)
+        stream.prefetch(2)
         assert not reader.asked
 
 

@@ -83,7 +83,7 @@ def looks(
             held = placed.buffer[begin : begin + wanted.nbytes].view(wanted.dtype).view(wanted.shape)
             device.compute(lambda held=held, wanted=wanted: seen.append(torch.equal(held, wanted)))
             stream.free(stage)
-    device.finish()
+    device.wait_for_compute()
     return seen
 
 
@@ -187,5 +187,5 @@ def test_a_new_slot_waits_for_compute_that_used_its_memory_before(shape: ModelSh
         stream.copy(stage)
         slot = stream._present[stage]
         assert bool((slot.buffer == POISON).all()), "overwritten while compute was still busy"
-        device.finish()
+        device.wait_for_compute()
         assert not bool((slot.buffer == POISON).all())

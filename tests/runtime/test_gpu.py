@@ -13,7 +13,7 @@ from runtime.cache.pages import KVPages
 from runtime.config.settings import Admission, ExpertPaging, Order, Prefetch, Tier
 from runtime.plan.placement.kv import ExchangeSize
 from runtime.plan.shape.extents import ALIGNMENT_BYTES
-from runtime.stream.device import ComputeDevice, Part
+from runtime.stream.device import ComputeDevice, CopyPart
 from runtime.stream.exchange import HostExchange
 from runtime.units import MIB
 from tests.runtime.expert_support import lanes_of, load, player
@@ -74,16 +74,16 @@ def test_a_copy_does_not_begin_before_its_slot_is_free(device: ComputeDevice) ->
     slot, source = device.compute_buffer(size), device.host_buffer(size)
     slot.fill_(1)
     source.fill_(2)
-    device.finish()
+    device.wait_for_compute()
     free, ready = device.new_event(), device.new_event()
     busy(device)
     old = slot.clone()
     free.record(device.compute_stream())
-    device.copy_ahead([Part(source[:size], slot)], after=free)
+    device.copy_ahead([CopyPart(source[:size], slot)], after=free)
     ready.record(device.copy_stream)
     device.compute_waits_for(ready)
     new = slot.clone()
-    device.finish()
+    device.wait_for_compute()
     assert bool((old == 1).all())
     assert bool((new == 2).all())
 
@@ -95,7 +95,7 @@ def test_a_staging_buffer_may_be_rewritten_once_its_copy_has_left(device: Comput
     for value, slot in enumerate(slots):
         left.synchronize()
         staging.fill_(value)
-        device.copy_ahead([Part(staging[:size], slot)], after=device.new_event())
+        device.copy_ahead([CopyPart(staging[:size], slot)], after=device.new_event())
         left.record(device.copy_stream)
     left.synchronize()
     assert all(bool((slot == value).all()) for value, slot in enumerate(slots))
@@ -107,7 +107,7 @@ def test_a_copy_from_pinned_memory_returns_before_it_is_done(device: ComputeDevi
     busy(device)
     free, ready = torch.Event(device=device.torch_device), torch.Event(device=device.torch_device)
     free.record(device.compute_stream())
-    device.copy_ahead([Part(source[:MIB], slot)], after=free)
+    device.copy_ahead([CopyPart(source[:MIB], slot)], after=free)
     ready.record(device.copy_stream)
     assert not ready.query()
     ready.synchronize()
@@ -123,7 +123,7 @@ def test_a_copy_is_told_of_in_the_hosts_seconds(device: ComputeDevice) -> None:
         free = device.new_event()
         free.record(device.compute_stream())
         device.copy_ahead(
-            [Part(source[: len(slot)], slot)], after=free, then=lambda begin, end: told.append((begin, end))
+            [CopyPart(source[: len(slot)], slot)], after=free, then=lambda begin, end: told.append((begin, end))
         )
         assert device.copy_stream is not None
         device.copy_stream.synchronize()
@@ -166,14 +166,14 @@ def test_attention_beside_pinned_pages_does_not_change_tokens(
 def test_a_trip_waits_for_nothing_but_itself(device: ComputeDevice) -> None:
     """It arrives, and its answer is computed with, although compute that came later has hardly begun."""
     with HostExchange(ExchangeSize(num_round_trips=1, round_trip_bytes=MIB), device) as exchange:
-        made, out = exchange.new((64,), torch.float32).fill_(3), exchange.new((64,), torch.float32)
+        made, out = exchange.new_tensor((64,), torch.float32).fill_(3), exchange.new_tensor((64,), torch.float32)
         round_trip = exchange.send(0, [made], out)
         busy(device)
         behind = torch.Event(device=device.torch_device)
         behind.record(device.compute_stream())
-        assert bool((round_trip.arrived()[0] == 3).all())
+        assert bool((round_trip.wait_for_inputs()[0] == 3).all())
         assert not behind.query()
-        round_trip.answer(torch.full((64,), 5.0))
+        round_trip.send_answer(torch.full((64,), 5.0))
         assert bool((round_trip.receive() == 5).all())
 
 

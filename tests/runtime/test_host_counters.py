@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from runtime.stream.device import Part
+from runtime.stream.device import CopyPart
 from tests.host_counters import CountedDevice, counting, mark
 from tests.host_counts import HostCounts
 
@@ -85,7 +85,7 @@ def test_the_host_waits_for_events_and_streams_by_name() -> None:
         device.compute_waits_for(event)
         assert counter.take().syncs == {}
         event.synchronize()
-        device.finish()
+        device.wait_for_compute()
         device.copy_stream.synchronize()
         waits = ["Event.synchronize", "Event.synchronize", "Stream.synchronize"]
         assert [what.split()[0] for what in counter.take().syncs] == waits
@@ -96,9 +96,9 @@ def test_copies_are_known_with_their_sizes_and_the_call_that_holds_them() -> Non
         device = CountedDevice((False, True))
         held, host = device.compute_buffer(6000), device.host_pages(6000)
         stream, event = device.new_stream(), device.new_event()
-        parts = [Part(host[:1000], held[:1000]), Part(host[1000:6000], held[1000:6000])]
+        parts = [CopyPart(host[:1000], held[:1000]), CopyPart(host[1000:6000], held[1000:6000])]
         device.copy_all(parts, on=stream, after=event)
-        device.copy_all([Part(held[:7], host[:7])], on=stream, after=event)
+        device.copy_all([CopyPart(held[:7], host[:7])], on=stream, after=event)
         counts = counter.take()
     found = [[(copy.num_bytes, copy.is_down) for copy in batch] for batch in counts.batches]
     assert found == [[(1000, False), (5000, False)], [(7, True)]]

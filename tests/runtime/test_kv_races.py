@@ -56,10 +56,10 @@ def look_while_the_next_pages_arrive(device: FakeDevice, directory: Path) -> lis
         device.compute(lambda: seen.extend(held.unique().tolist()))
         stream.store(0, 0, [])
         stream.fetch(0, 1, [1])
-        arriving = stream._held[0, 1][0].arriving
+        arriving = stream._fetched[0, 1][0].pending_fetch
         assert arriving is not None
         arriving.result(10)
-        device.finish()
+        device.wait_for_compute()
     return seen
 
 
@@ -81,5 +81,5 @@ def test_pages_on_their_way_back_arrive_before_they_are_fetched(
         for lane, pages in enumerate([[5, 6], [6, 5, 7], [7, 6]]):
             stream.fetch(0, lane, pages)
             model.compute(0, lane, pages, [0, 1], 10 + lane)
-        device.finish()
+        device.wait_for_compute()
         assert model.problems == []

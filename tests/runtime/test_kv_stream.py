@@ -13,7 +13,7 @@ from runtime.errors import KVFileError
 from runtime.plan.placement import kv as kv_plan
 from runtime.resources import Resource
 from runtime.stream.clock import StreamCounters, Then
-from runtime.stream.device import ComputeDevice, Part
+from runtime.stream.device import ComputeDevice, CopyPart
 from runtime.trace import Trace
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 from tests.kv_support import TIERS, opened, play
@@ -68,7 +68,9 @@ class CountingCopies(FakeDevice):
         self.num_copies = self.num_calls = 0
         super().__init__()
 
-    def copy_all(self, parts: Sequence[Part], *, on: FakeStream, after: FakeEvent, then: Then | None = None) -> None:
+    def copy_all(
+        self, parts: Sequence[CopyPart], *, on: FakeStream, after: FakeEvent, then: Then | None = None
+    ) -> None:
         self.num_copies += len(parts)
         self.num_calls += 1
         super().copy_all(parts, on=on, after=after, then=then)
@@ -113,8 +115,10 @@ def test_a_barrier_waits_for_pages_that_come_and_for_pages_that_leave(tier: KVTi
         stream.store(0, 0, [0])
         stream.fetch(0, 1, [0])
         stream.sync()
-        assert int(stream._held[0, 1][0].buffer[0]) == 7, "it has come, not only begun to"
-        leaving = [slot.departure.written for slot in stream._slots if slot.departure and slot.departure.written]
+        assert int(stream._fetched[0, 1][0].buffer[0]) == 7, "it has come, not only begun to"
+        leaving = [
+            slot.pending_store.written for slot in stream._slots if slot.pending_store and slot.pending_store.written
+        ]
         assert all(written.done() for written in leaving)
         stream.store(0, 1, [])
 
@@ -142,9 +146,9 @@ def test_a_fetch_waits_for_the_store_of_its_pages(tmp_path: Path, monkeypatch: p
         stream.fetch(0, 1, [1])
         assert not stream.acquire(0, 1).any(), "other pages do not wait"
         stream.fetch(0, 2, [6])
-        slot = stream._held[0, 2][0]
-        assert slot.arriving is not None
-        assert not slot.arriving.done()
+        slot = stream._fetched[0, 2][0]
+        assert slot.pending_fetch is not None
+        assert not slot.pending_fetch.done()
         may_write.set()
         assert bool((stream.acquire(0, 2) == 7).all())
         stream.store(0, 1, [])
@@ -162,7 +166,7 @@ def test_a_write_that_fails_reaches_the_engine_at_the_next_call(
             stream.fetch(0, 1, [1])
             stream.acquire(0, 0)
             stream.store(0, 0, [0])
-            departure = stream._slots[0].departure
+            departure = stream._slots[0].pending_store
             assert departure is not None
             assert departure.written is not None
             departure.written.exception(10)
@@ -226,7 +230,7 @@ def test_in_front_of_an_accelerator_both_ways_of_a_page_are_in_the_trace(tier: K
             stream.fetch(0, lane, [0])
             stream.acquire(0, lane).fill_(lane)
             stream.store(0, lane, [0])
-    device.settle()
+    device.synchronize()
     both_ways = {(Resource.host_to_device, "fetch 0"), (Resource.device_to_host, "store 0")}
     on_disk = {(Resource.disk, "fetch 0"), (Resource.disk, "store 0")} if tier is KVTier.nvme else set()
     assert {(span.resource, span.name) for span in trace.take()} == both_ways | on_disk

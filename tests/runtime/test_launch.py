@@ -21,7 +21,7 @@ from runtime.ranks.launch import Launch, first_host
     ],
 )
 def test_what_torchrun_or_srun_says_is_found(environment: dict[str, str], expected: Launch | None) -> None:
-    assert Launch.found(environment) == expected
+    assert Launch.from_environment(environment) == expected
 
 
 @pytest.mark.parametrize(

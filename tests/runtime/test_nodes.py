@@ -24,7 +24,7 @@ def between_nodes(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequenc
     assert not ranks.is_on_one_machine
     ranks.devices = DevicesConfig(way=Parallelism.sharded, gather=Gather.memory)
     with pytest.raises(ConfigError, match=r"devices\.gather=memory"):
-        SharedMemory.made(ranks)
+        SharedMemory.create(ranks)
     ranks.devices = DevicesConfig(way=Parallelism.sharded)
     return completed(Runtime(config, ranks=ranks), prompts), stopped_once(ranks, config, prompts)
 

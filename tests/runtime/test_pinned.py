@@ -7,7 +7,7 @@ import torch
 
 from runtime.plan.shape.extents import ALIGNMENT_BYTES, REGISTERED_BYTES, pinned_bytes
 from runtime.stream import pinned as module
-from runtime.stream.pinned import OUT_OF_MEMORY, pinned
+from runtime.stream.pinned import OUT_OF_MEMORY, allocate_pinned
 from runtime.units import GIB, MIB
 
 
@@ -33,7 +33,7 @@ class FakeDriver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     made = FakeDriver(8 * MIB)
-    monkeypatch.setattr(module, "driver", lambda: made)
+    monkeypatch.setattr(module, "cuda_driver", lambda: made)
     monkeypatch.setattr(module, "_forget_error", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return made
@@ -44,7 +44,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 def test_a_large_piece_takes_whole_pages_and_goes_back_with_its_last_view(
     num_bytes: int, is_aligned: bool, driver: FakeDriver
 ) -> None:
-    piece = pinned(num_bytes, is_aligned=is_aligned)
+    piece = allocate_pinned(num_bytes, is_aligned=is_aligned)
     assert (len(piece), piece.data_ptr() % ALIGNMENT_BYTES) == (num_bytes, 0)
     assert list(driver.locked.values()) == [pinned_bytes(num_bytes, is_aligned=is_aligned)]
     view = piece[1:].view(torch.uint8)
@@ -59,9 +59,9 @@ def test_a_large_piece_takes_whole_pages_and_goes_back_with_its_last_view(
 @pytest.mark.parametrize("error", [OUT_OF_MEMORY, 801])
 def test_what_cannot_be_locked_is_too_little_memory(error: int, driver: FakeDriver) -> None:
     driver.error = error
-    held = pinned(5 * MIB, is_aligned=True)
+    held = allocate_pinned(5 * MIB, is_aligned=True)
     with pytest.raises(MemoryError, match="4 MiB of host memory cannot be pinned"):
-        pinned(4 * MIB, is_aligned=True)
+        allocate_pinned(4 * MIB, is_aligned=True)
     gc.collect()
     assert driver.locked == {held.data_ptr(): 5 * MIB}
 

@@ -25,7 +25,7 @@ from runtime.config.settings import (
     PrefetchConfig,
     Tier,
 )
-from runtime.devices.messages import end_sessions, for_ranks
+from runtime.devices.messages import config_for_ranks, end_sessions
 from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError
 from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, share_of
@@ -207,7 +207,7 @@ def test_one_rank_that_is_stopped_stops_all_and_so_does_one_that_fails(reference
 )
 def test_what_ranks_cannot_do_yet_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"devices=sharded does not go with {named}"):
-        for_ranks(RuntimeConfig(**changes))
+        config_for_ranks(RuntimeConfig(**changes))
 
 
 @pytest.mark.parametrize("way", Parallelism)

@@ -10,7 +10,7 @@ import torch
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
 from runtime.config.settings import DevicesConfig, DividedExperts, Gather, Parallelism, Tier
-from runtime.devices.shared_run import device_of, place_of, require_alike
+from runtime.devices.shared_run import accelerator_index, choose_rank_device, require_same_devices
 from runtime.errors import ConfigError
 from runtime.model.loading import LoadedModel
 from runtime.plan.placement.load import Load
@@ -132,19 +132,19 @@ def _others(met: Sequence[dict[str, str]], way: Parallelism = Parallelism.sharde
 def test_ranks_that_would_come_to_other_numbers_are_refused(said: dict[str, str], way: Parallelism, named: str) -> None:
     model = cast(LoadedModel, SimpleNamespace(compute_dtype=torch.float32))
     with pytest.raises(ConfigError, match=named):
-        require_alike(_others([said], way), model, ComputeDevice("cpu"))
-    require_alike(_others([{}], way), model, ComputeDevice("cpu"))
+        require_same_devices(_others([said], way), model, ComputeDevice("cpu"))
+    require_same_devices(_others([{}], way), model, ComputeDevice("cpu"))
 
 
 def test_two_ranks_that_have_one_accelerator_are_refused() -> None:
     model = cast(LoadedModel, SimpleNamespace(compute_dtype=torch.float32))
     with pytest.raises(ConfigError, match="the same accelerator"):
-        require_alike(_others([{"device": "GPU-1"}, {"device": "GPU-1"}]), model, ComputeDevice("cpu"))
-    require_alike(_others([{"device": "GPU-1"}, {"device": "GPU-2"}]), model, ComputeDevice("cpu"))
+        require_same_devices(_others([{"device": "GPU-1"}, {"device": "GPU-1"}]), model, ComputeDevice("cpu"))
+    require_same_devices(_others([{"device": "GPU-1"}, {"device": "GPU-2"}]), model, ComputeDevice("cpu"))
 
 
 def test_each_rank_of_a_machine_takes_another_accelerator() -> None:
-    assert [place_of(place, 4, 4) for place in range(4)] == [0, 1, 2, 3]
+    assert [accelerator_index(place, 4, 4) for place in range(4)] == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="5 ranks are on this machine, and torch finds 4 accelerators"):
-        place_of(4, 5, 4)
-    assert device_of(_others([]), "cpu").torch_device == torch.device("cpu")
+        accelerator_index(4, 5, 4)
+    assert choose_rank_device(_others([]), "cpu").torch_device == torch.device("cpu")

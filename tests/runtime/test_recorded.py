@@ -40,8 +40,8 @@ class Recorder(FakeDevice):
         super().__init__((False, False))
         self.num_recorded = self.num_replayed = 0
 
-    def recorded(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        made, replay = super().recorded(work)
+    def record_graph(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        made, replay = super().record_graph(work)
         self.num_recorded += 1
 
         def counted() -> None:
@@ -169,10 +169,10 @@ class CountedRecorder(CountedDevice):
         super().__init__((False, False))
         self.found: list[HostCounts] = []
 
-    def recorded(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+    def record_graph(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         assert self.counter is not None, "nobody counts"
         self.counter.take()
-        recording = super().recorded(work)
+        recording = super().record_graph(work)
         self.found.append(self.counter.take())
         return recording
 

@@ -9,7 +9,7 @@ import torch
 
 from runtime.config.settings import Admission, Order, Tier
 from runtime.errors import ConfigError
-from runtime.stream.device import ComputeDevice, Part
+from runtime.stream.device import ComputeDevice, CopyPart
 from tests.runtime.test_beside import beside
 from tests.runtime.test_fidelity import tokens
 from tests.support import Reference
@@ -38,8 +38,8 @@ def test_what_is_asked_of_a_device_is_asked_of_its_own(accelerator: FakeAccelera
     device = ComputeDevice("cuda:1")
     assert device.free_bytes() == accelerator.module.mem_get_info(torch.device("cuda", 1))[0]
     assert device.peak_bytes() == 101
-    device.settle()
-    device.finish()
+    device.synchronize()
+    device.wait_for_compute()
     device.compute_buffer(8)
     assert accelerator.implied == set()
 
@@ -65,7 +65,7 @@ def test_two_threads_copy_on_one_stream_at_a_time(accelerator: FakeAccelerator) 
 
     def copy() -> None:
         target = torch.zeros(4).as_subclass(Meeting)
-        device.copy_all([Part(torch.ones(4), target)], on=device.copy_stream, after=device.new_event())
+        device.copy_all([CopyPart(torch.ones(4), target)], on=device.copy_stream, after=device.new_event())
         assert accelerator.current_stream(device.torch_device) is default
 
     default = accelerator.current_stream(device.torch_device)
@@ -82,7 +82,7 @@ def test_a_pass_like_the_last_makes_no_event_but_its_reference(accelerator: Fake
         for _ in range(3):
             begin = device.clock.begin(device.copy_stream)
             device.clock.end(begin, lambda began, ended: seconds.append(ended - began), device.copy_stream)
-        device.finish()
+        device.wait_for_compute()
         device.clock.resolve()
         return seconds
 

@@ -37,7 +37,7 @@ def filled(shared: SharedWeights, number: int, value: int | None) -> torch.Tenso
         assert value is not None, "it was read twice"
         buffer.fill_(value)
 
-    return shared.filled(extents(number), NUM_BYTES, fill, is_pinned=False)
+    return shared.get_or_fill(extents(number), NUM_BYTES, fill, is_pinned=False)
 
 
 def bytes_held(descriptor: int) -> int:
@@ -79,7 +79,7 @@ def test_a_read_that_fails_leaves_nothing_and_the_next_one_reads(descriptor: int
 
     first, second = SharedWeights(descriptor, 2), SharedWeights(descriptor, 2)
     with pytest.raises(OSError, match="the disk is gone"):
-        first.filled(extents(0), NUM_BYTES, fail, is_pinned=False)
+        first.get_or_fill(extents(0), NUM_BYTES, fail, is_pinned=False)
     there = filled(second, 0, 7)
     assert torch.equal(there, filled(first, 0, None))
 
@@ -92,7 +92,7 @@ def fill_half(path: str, told: connection.Connection) -> None:
         told.send("half")
         time.sleep(600)
 
-    SharedWeights(descriptor, 2).filled(extents(0), NUM_BYTES, fill, is_pinned=False)
+    SharedWeights(descriptor, 2).get_or_fill(extents(0), NUM_BYTES, fill, is_pinned=False)
 
 
 def test_whoever_is_killed_as_it_reads_is_followed_by_the_one_who_waits(descriptor: int) -> None:
@@ -119,6 +119,6 @@ def test_more_pieces_than_the_table_has_lines_are_refused(descriptor: int, monke
 def test_a_device_reads_into_memory_of_its_own_where_nothing_is_shared() -> None:
     reads = list[int]()
     for device in (ComputeDevice("cpu"), ComputeDevice("cpu")):
-        device.host_weights(extents(0), NUM_BYTES, lambda buffer: reads.append(buffer.nbytes))
+        device.load_host_weights(extents(0), NUM_BYTES, lambda buffer: reads.append(buffer.nbytes))
         assert device.num_sharers == 1
     assert reads == [NUM_BYTES, NUM_BYTES]

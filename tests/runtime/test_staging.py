@@ -9,7 +9,7 @@ import torch
 from runtime.errors import CheckpointError
 from runtime.plan.shape.model import ModelShape
 from runtime.store.reader import Reader
-from runtime.stream.device import Part
+from runtime.stream.device import CopyPart
 from runtime.stream.weights import WeightStream
 from tests.fake_device import FakeDevice
 from tests.overlap import LAYER_BYTES, RATIOS, Case, placement_of, shape_of, virtual_time
@@ -75,7 +75,7 @@ def waited(clock: VirtualTime) -> float:
     shape, device = shape_of(is_mixture=False), TimedDevice(clock, 1 / LAYER_BYTES)
     placement, urgent = placement_of(shape, Case(), RATIOS[0]), device.new_stream()
     stage, size = placement.walk.streamed[0], LAYER_BYTES // NUM_PIECES
-    part = Part(device.host_buffer(size), device.compute_buffer(size))
+    part = CopyPart(device.host_buffer(size), device.compute_buffer(size))
     with (
         TimedReader(clock, 0.0, chunk_bytes=LAYER_BYTES) as reader,
         WeightStream(shape, placement, device, reader) as stream,

@@ -9,8 +9,8 @@ import torch
 
 from runtime.config.settings import Admission, KVConfig, KVTier, Order, Tier
 from runtime.errors import BrokenModelError
-from runtime.stream.device import Part
-from runtime.stream.slots import LaterTransfer
+from runtime.stream.device import CopyPart
+from runtime.stream.slots import DeferredTransfer
 from tests.fake_device import Careless, FakeDevice, FakeEvent, FakeStream
 from tests.fake_streams import Within
 from tests.late_reads import files_are_read
@@ -33,7 +33,7 @@ def are_right(ref: Reference, device: FakeDevice, *, tier: Tier = Tier.cpu, kv: 
 def test_a_copy_spoils_its_target_until_it_is_waited_for() -> None:
     device = FakeDevice()
     target, event = torch.zeros(4), device.new_event()
-    device.copy_all([Part(torch.ones(4), target)], on=device.copy_stream, after=device.new_event())
+    device.copy_all([CopyPart(torch.ones(4), target)], on=device.copy_stream, after=device.new_event())
     event.record(device.copy_stream)
     assert bool(target.isnan().all())
     event.synchronize()
@@ -71,7 +71,7 @@ def test_an_event_without_a_stream_is_refused() -> None:
 
 def test_no_other_thread_enters_a_stream_that_one_is_within() -> None:
     device = FakeDevice()
-    within = device.within(device.copy_stream)
+    within = device.on_stream(device.copy_stream)
     with within, ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="should not be initialized"):
         pool.submit(within.__enter__).result()
 
@@ -79,7 +79,7 @@ def test_no_other_thread_enters_a_stream_that_one_is_within() -> None:
 class SharedContexts(FakeDevice):
     """One context for each stream, as where the stream's object is entered itself."""
 
-    def within(self, stream: FakeStream) -> Within:
+    def on_stream(self, stream: FakeStream) -> Within:
         return self.__dict__.setdefault("kept", {}).setdefault(stream, Within(stream))
 
 
@@ -99,7 +99,7 @@ def test_memory_of_inference_is_written_in_inference_alone() -> None:
     """As the device itself asks when the copy is queued, whoever waits for it."""
     device = FakeDevice()
     with torch.inference_mode():
-        parts = [Part(torch.ones(4), torch.zeros(4))]
+        parts = [CopyPart(torch.ones(4), torch.zeros(4))]
         device.copy_all(parts, on=device.copy_stream, after=device.new_event())
     device.copy_stream.synchronize()
     assert parts[0].target.tolist() == [1.0] * 4
@@ -112,5 +112,5 @@ def test_reads_that_nobody_waits_for_show_in_the_tokens(reference: References, m
     ref = reference("llama")
     with files_are_read(is_late=True):
         assert are_right(ref, FakeDevice(), tier=Tier.nvme)
-        monkeypatch.setattr(LaterTransfer, "wait", lambda read: read.begun.result())
+        monkeypatch.setattr(DeferredTransfer, "wait", lambda read: read.begun.result())
         assert not are_right(ref, FakeDevice(), tier=Tier.nvme)

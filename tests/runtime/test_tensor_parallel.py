@@ -162,7 +162,7 @@ def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]
     found = [stopped_once(ranks, config, prompts, num_looks=3)]
     if not ranks.rank:
         with AllGather(ranks) as all_gather, pytest.raises(PeerEnded) as raised:
-            all_gather.whole(torch.zeros(3))
+            all_gather.gather(torch.zeros(3))
         found.append(str(raised.value))
     return found
 
@@ -183,7 +183,7 @@ def left_alone(launch: Launch) -> None:
     all_gather = AllGather(ranks)
     try:
         with all_gather:
-            all_gather.whole(torch.zeros(3))
+            all_gather.gather(torch.zeros(3))
     except PeerEnded as error:
         os._exit(error.exit_code)
 

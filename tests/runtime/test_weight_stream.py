@@ -202,7 +202,7 @@ def test_a_barrier_waits_for_reads_and_leaves_them_to_be_taken(
             stream.sync()
         assert torch.equal(weight(stream, stage, f"w{stage}", tensors[f"w{stage}"]), tensors[f"w{stage}"])
         stream.free(stage)
-        device.settle()
+        device.synchronize()
         counters = stream.take_counters()
     assert shape.stages[stage].num_bytes <= counters.bytes_read <= walk.num_pages * placement.slot_bytes
     assert (counters.num_hits, counters.num_misses) == (1, 0)
