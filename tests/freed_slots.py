@@ -48,7 +48,7 @@ def freed_slots_are_spoiled() -> Iterator[None]:
 
     def store(stream: KVStream, layer: int, lane: int, changed: Sequence[int]) -> None:
         if not changed and isinstance(stream._device, FakeDevice):  # nothing carries any away
-            stream._device.compute(partial(spoil, stream._held[layer, lane][0].buffer))
+            stream._device.compute(partial(spoil, stream._fetched[layer, lane][0].buffer))
         stored(stream, layer, lane, changed)
 
     with ExitStack() as stack:

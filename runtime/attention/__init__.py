@@ -1,3 +1,3 @@
-"""Attention of lanes over cached keys and values, on an accelerator and on the CPU, and the layout of a pass that it
-looks at. Here belongs what turns queries, keys and values into answers, without knowing a model.
+"""Attention over cached keys and values, on an accelerator and on the CPU, and the layout of a pass in the cache. It is
+independent of the model.
 """

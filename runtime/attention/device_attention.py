@@ -1,13 +1,11 @@
-"""Attention where an accelerator computes: few launches, and nothing that the host waits for.
+"""Attention on an accelerator: few launches, and no synchronization with the host.
 
-Keys and values are gathered in the precision that they are cached in, once per layer and pass, and then go through
-flash kernels, or through torch's fused attention. That is handed each KV head as a sequence of its own, with its query
-heads beside it: told of grouped heads, it takes a backend that lays scores out in float32 wherever there is a mask, and
-without flash kernels always.
+Keys and values are gathered in their cached precision, once per layer and pass, and go to flash kernels or to torch's
+fused attention. Fused attention gets each KV head as a sequence of its own, with its query heads as tokens: with
+`enable_gqa`, torch picks a backend that materializes scores in float32 if there is a mask or no flash kernel.
 
-Many sequences at once go through torch's flash kernels (Dao 2023), where they know what is asked. A sink is a score
-without a value: it takes its share of the weights, so what the kernels return is scaled by the logistic function of how
-far the sum of all other scores lies above it.
+Variable-length batches use torch's flash kernels (Dao 2023) where these apply. An attention sink is a score without a
+value that takes a share of the weights. So the kernels' output is multiplied by sigmoid(logsumexp - sink).
 
 Letters as in paged.py; G query heads of a KV head.
 """
@@ -26,7 +24,7 @@ from .views import DecodeRows, Prompts, Reach, Rule, Segment, TokenRanges
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
-ALIGNMENT_BYTES = 16  # what kernels load at a time
+ALIGNMENT_BYTES = 16  # of one load in the kernels
 OPERATOR_PLACES = (
     "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
 )  # fmt: skip
@@ -34,7 +32,7 @@ OPERATOR_NAMES = {"scale", "window_size_left", "window_size_right"}
 
 
 def can_use_flash(like_q: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
-    """Looks at head sizes (the last dimension), dtypes and the device alone."""
+    """True if flash kernels support these head sizes (the last dimension), dtypes, rule and device."""
     head_dim = like_q.shape[-1]
     return (
         like_q.dtype in KERNEL_DTYPES
@@ -49,8 +47,8 @@ def can_use_flash(like_q: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tens
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """FlashAttention-2 runs from compute capability 8.0 on. ROCm's kernels align a short run of queries with the first
-    keys and not the last."""
+    """True if torch has usable flash kernels for `device`: FlashAttention-2 needs compute capability 8.0. ROCm's
+    kernels are excluded: they align a short run of queries with the first keys instead of the last."""
     return (
         device.type == "cuda"
         and torch.version.hip is None
@@ -68,7 +66,7 @@ def varlen_attn() -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tens
 
 
 def has_window_size() -> bool:
-    """Whether this torch's `varlen_attn` is told of causality by a window, as from 2.11 on."""
+    """True if `varlen_attn` takes `window_size` and `return_aux`, as from torch 2.11 on."""
     return {"window_size", "return_aux"} <= inspect.signature(varlen_attn()).parameters.keys()
 
 
@@ -80,12 +78,13 @@ def flash_attention(
     window: int | None,
     rule: Rule,
 ) -> torch.Tensor:
-    """(T, H, Dv) of the stretches' tokens, which look at their positions one behind the other (S), at the last `window`
-    of them at most. For what `flash_applies` to; keys and values begin where kernels can load."""
+    """Causal attention of the ranges' tokens over their packed positions (S), the last `window` at most: (T, H, Dv).
+
+    Requires `can_use_flash`, and keys and values aligned as by `align`."""
     padding = k_SHD.shape[2] - v_SHD.shape[2]
-    is_single = spans.most_new == 1  # and then what it looks at is all that it is handed
+    is_single = spans.most_new == 1  # then every given position is visible: no mask
     window_size = (-1, -1) if is_single else (-1 if window is None else window - 1, 0)
-    inputs = (  # in the order of both: tokens, positions, where runs of them end, and how long the longest ones are
+    inputs = (  # positional arguments of both functions
         align(q_THD),
         k_SHD,
         F.pad(v_SHD, (0, padding)) if padding else v_SHD,
@@ -114,7 +113,7 @@ def flash_attention(
             return_aux=AuxRequest(lse=True),
             **_gqa_options(is_grouped=q_THD.shape[1] != k_SHD.shape[1]),
         )
-    out_THD, sums_HT = result[:2]  # the answer, and the logarithms of the sums of its weights
+    out_THD, sums_HT = result[:2]  # output and logsumexp of the scores
     if rule.sinks is not None:
         out_THD *= torch.sigmoid(sums_HT.T - rule.sinks.float())[..., None]
     return out_THD[..., : v_SHD.shape[2]] if padding else out_THD
@@ -122,8 +121,8 @@ def flash_attention(
 
 @cache
 def flash_operator() -> Callable[..., Sequence[torch.Tensor]] | None:
-    """torch's own operator behind `varlen_attn`, which takes 40 us and more of Python to call it. None where it is not
-    certain that it takes and returns what `flash_attention` thinks."""
+    """The aten operator behind `varlen_attn`, which saves 40 us of Python per call. None unless its schema is the one
+    that `flash_attention` expects."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None or "default" not in operator.overloads():
         return None
@@ -137,7 +136,7 @@ def flash_operator() -> Callable[..., Sequence[torch.Tensor]] | None:
 
 
 def align(tensor: torch.Tensor) -> torch.Tensor:
-    """Itself or a copy, which begins where kernels can load, as all of its heads do."""
+    """The tensor, or a contiguous copy if its start or its heads are not aligned for the kernels."""
     *strides, step = tensor.stride()
     is_even = gcd(*strides) * tensor.itemsize % ALIGNMENT_BYTES == 0
     if step == 1 and is_even and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
@@ -147,20 +146,20 @@ def align(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _gqa_options(*, is_grouped: bool) -> dict[str, bool]:
-    """Some versions of torch group heads without being told."""
+    """Keyword for grouped heads; some versions of torch detect them and have none."""
     is_supported = "enable_gqa" in inspect.signature(varlen_attn()).parameters
     return {"enable_gqa": is_grouped} if is_supported else {}
 
 
 def can_use_fused(like_q: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
-    """Whether torch's fused attention takes such heads on any device, masked or not."""
+    """True if torch's fused attention supports these heads on any device, masked or not."""
     return rule.is_plain and not any(like.shape[-1] % HEAD_MULTIPLE for like in (like_q, like_v))
 
 
 def decode_on_device(
     q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, rows: DecodeRows, reach: Reach, rule: Rule
 ) -> torch.Tensor:
-    """One new token per row, over pages: (B, H, Dv)."""
+    """Attention of one new token per row over its pages: (B, H, Dv)."""
     spans = rows.token_ranges(reach)
     is_flash = isinstance(kv, LayerKV) and can_use_flash(q_BHD, *kv.likes, rule)
     is_gathered = is_flash or can_use_fused(q_BHD, kv.likes[1], rule)
@@ -181,9 +180,9 @@ def decode_on_device(
 def prefill_flash(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kv: LayerKV | None, prompts: Prompts, reach: Reach, rule: Rule
 ) -> list[tuple[slice | torch.Tensor, torch.Tensor]] | None:
-    """Tokens of the pass and what attention gives for them, (T, H, Dv), until all segments are through. None where
-    flash kernels do not apply. Without `kv`, key and value hold all that the segments look at, one behind the other
-    from the first one's `kv_start` on."""
+    """Attention of all prompt segments: pairs of token indices in the pass and outputs (T, H, Dv). None if flash
+    kernels do not apply. Without `kv`, key and value hold all positions of the segments, packed from the first
+    segment's `kv_start` on."""
     query, key, value = (each[0].transpose(0, 1) for each in qkv)
     if not can_use_flash(query, key, value, rule) or (kv is None and reach.chunk is not None):
         return None
@@ -204,7 +203,7 @@ def prefill_flash(
 def prefill_fused(
     q_HTD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, segment: Segment, reach: Reach, scale: float
 ) -> torch.Tensor:
-    """(T, H, Dv) of one segment's tokens, which look at these positions as its view says."""
+    """Attention of one segment's tokens over the positions of its view: (T, H, Dv)."""
     view = segment.view(reach)
     is_causal = view is None and segment.new > 1
     return attend_fused(q_HTD, k_HSD, v_HSD, None if view is None else view.visible, scale, is_causal=is_causal)
@@ -219,8 +218,8 @@ def attend_fused(
     *,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """(T, H, Dv) of tokens that look at the positions which are `seen`; None is all of them, or, where it is causal, of
-    as many positions those up to their own."""
+    """Fused attention of tokens over positions where `visible_TS` is True: (T, H, Dv). None: all positions, or with
+    `is_causal` those up to the token's own (T = S)."""
     q_HGTD = q_HTD.unflatten(0, (k_HSD.shape[0], -1))
     k_HGSD, v_HGSD = (each[:, None].expand(-1, q_HGTD.shape[1], -1, -1) for each in (k_HSD, v_HSD))
     out_HGTD = F.scaled_dot_product_attention(
@@ -235,7 +234,7 @@ def attend_fused(
 
 
 def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: TokenRanges, rule: Rule) -> torch.Tensor:
-    """Query heads of a KV head stand where other tokens would, so that no head is repeated."""
+    """Decode over padded rows. The query heads of a KV head take the token dimension, so that no KV head is copied."""
     k_BHSD, v_BHSD = (each.transpose(1, 2) for each in kv.gather_padded(group))
     q_BHGD = q_BHD.unflatten(1, (k_BHSD.shape[1], -1))
     if can_use_fused(q_BHD, v_BHSD, rule):

@@ -1,5 +1,5 @@
-"""A pass in which rows decode, in memory that stays: what is recorded over it once finds the numbers of every later
-pass of as many rows and positions in the same places.
+"""Static buffers for decode passes, for CUDA graphs: a graph recorded over them can be replayed for every later pass of
+the same sizes.
 
 Letters as in paged.py.
 """
@@ -13,20 +13,20 @@ import torch
 from .layout import PassLayout, Places
 from .views import DecodeRows, Reach, TokenRanges
 
-STEPS = 2  # sizes from one power of two to the next: a third of what is looked at is in vain at most
+STEPS = 2  # sizes from one power of two to the next: at most a third of the positions is padding
 LEAST = 64  # positions
 
-Cuts: TypeAlias = Mapping[Reach, frozenset[tuple[int, bool]]]  # how layers cut rows, see `Stretches.groups`
+Cuts: TypeAlias = Mapping[Reach, frozenset[tuple[int, bool]]]  # arguments of `TokenRanges.groups` by reach
 
 
 def cuts_from_rows(rows: DecodeRows) -> Cuts:
-    """How the layers of the pass that these rows were in have looked at them."""
+    """The groupings that the layers of a finished pass asked for."""
     return {reach: frozenset(spans.group_keys) for reach, spans in rows.reaches.items()}
 
 
 @dataclass(frozen=True)
 class Size:
-    """Positions of one reach: of the longest row, and of all rows together."""
+    """Number of positions within one reach: of the longest row, and of all rows together."""
 
     longest: int
     total: int
@@ -36,7 +36,7 @@ Sizes: TypeAlias = Mapping[Reach, Size]
 
 
 def fit_sizes(rows: DecodeRows, cuts: Cuts) -> Sizes | None:
-    """The sizes that have room for these rows, or None where some layer would look at them in several parts."""
+    """Rounded-up sizes that hold these rows, or None if some layer would process them in several groups."""
     found = dict[Reach, Size]()
     for reach, keys in cuts.items():
         spans = rows.token_ranges(reach)
@@ -52,7 +52,8 @@ def _round_up_size(number: int) -> int:
 
 
 class FixedRows:
-    """Rows that decode and where they lie, both fresh, made to stay. Mutates them."""
+    """Decoding rows and their layout in static buffers. Takes fresh objects and mutates them: their cached tensors
+    become the buffers."""
 
     def __init__(self, rows: DecodeRows, layout: PassLayout, cuts: Cuts, sizes: Sizes):
         self._layout, self._cuts, self._sizes = layout, cuts, sizes
@@ -67,7 +68,8 @@ class FixedRows:
                 layout.set_places(spans, Places(flat), are_padded=padded)
 
     def fill(self, rows: DecodeRows, layout: PassLayout) -> None:
-        """Puts in the numbers of another pass of these sizes, which is fresh."""
+        """Copies the tensors of another, fresh pass of the same sizes into the buffers."""
+        # In place: a recorded graph reads these addresses.
         self._layout.new_T.flat.copy_(layout.new_T.flat)
         for reach, kept in self._buffers.items():
             self._padded_ranges(rows, reach)
@@ -78,19 +80,19 @@ class FixedRows:
         return sorted({padded for _, padded in self._cuts[reach]})
 
     def _padded_ranges(self, rows: DecodeRows, reach: Reach) -> TokenRanges:
-        """The rows' stretches, as if their longest one were as long as there is room for."""
+        """The rows' ranges, padded to the buffers' longest row."""
         spans = rows.token_ranges(reach)
         vars(spans).update(most_positions=self._sizes[reach].longest)
         spans.set_ungrouped(self._cuts[reach])
         return spans
 
     def _tensors(self, rows: DecodeRows, layout: PassLayout, reach: Reach) -> list[torch.Tensor]:
-        """Bounds of positions, the places of each way, and which of padded places are seen and hidden."""
+        """Position bounds, then the places for each padding mode, then masks of visible and hidden padded places."""
         spans, found = rows.token_ranges(reach), list[torch.Tensor]()
         found.append(spans.bounds[1])
         for padded in self._padding_modes(reach):
             flat = (layout.padded_places if padded else layout.packed_places)(spans).flat
-            if not padded:  # place 0 is there, whatever lies in it, and nobody looks at it
+            if not padded:  # place 0 is always valid memory; padding is never attended to
                 flat = torch.nn.functional.pad(flat, (0, self._sizes[reach].total - len(flat)))
             found.append(flat)
         if True in self._padding_modes(reach):

@@ -1,9 +1,9 @@
-"""Decode attention on the CPU, beside the keys and values: they are read where they lie, once, and never copied.
+"""Decode attention on the CPU: reads keys and values in place, once, without copies.
 
-The compiled kernel lets go of the interpreter, so that its threads run beside torch's and beside each other; the work
-is cut into rows, and into KV heads where rows are few. `decode_attention_torch` is what it is held against, and what
-runs without numba: it gathers the pages of a few rows into one piece before it multiplies, so it reads the KV once and
-moves it twice more. Quantised pages go by a compiled kernel too, or without it as on an accelerator.
+The compiled kernels release the GIL, so that their threads run in parallel with each other and with torch's. Work is
+split by rows, and by KV heads if rows are few. `decode_attention_torch` is the reference and the fallback without
+numba; it gathers the pages of a few rows first, which moves the KV twice more. Quantized pages use a compiled kernel
+too, or the device code path without one.
 
 B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads of a KV head, D of a head.
 """
@@ -42,9 +42,9 @@ from .page_codes import PageFormat, cast_to_compute
 from .views import DecodeRows, Reach, Rule
 
 GATHERED_BYTES = 16 * MIB  # keys of a few rows in float32; values take as much again
-ITEMS_PER_THREAD = 4  # so that nobody waits long for the last one
-MIN_ITEM_BYTES = MIB // 2  # takes about 50 us, as long as it takes to wake a thread
-# As the kernels know it; uint8 holds the bits of float8.
+ITEMS_PER_THREAD = 4  # so that threads finish at about the same time
+MIN_ITEM_BYTES = MIB // 2  # about 50 us of work, the time it takes to wake a thread
+# dtype under which kernels see each dtype; uint8 holds the bits of float8.
 BITS = {
     torch.float32: torch.float32,
     torch.bfloat16: torch.uint16,
@@ -54,7 +54,7 @@ BITS = {
 
 Work = tuple[
     Callable[[WorkItems], None], torch.Tensor
-]  # what does items until none is left, and (B, H, G, D) of answer
+]  # function that processes items until none is left, and its output (B, H, G, D)
 
 
 def decode_attention(
@@ -67,16 +67,16 @@ def decode_attention(
     rule: Rule,
     num_threads: int | None = None,
 ) -> torch.Tensor:
-    """One query per row over positions [begins_B[b], ends_B[b]) of the pages that its table names: (B, H, Dv) in the
-    queries' dtype, summed in float32. Nothing outside of a row's range is looked at; a row without any gets zeros.
+    """Attention of one query per row over positions [begins_B[b], ends_B[b]) of its pages: (B, H, Dv) in the queries'
+    dtype, accumulated in float32. Rows with an empty range get zeros.
 
-    `q_BHD` holds H times G query heads, those of a KV head side by side. Keys and values may be strided over N and are
-    float32, bfloat16, float16 or, as uint8, the bits of float8. Scores are `scale * q.k`, capped to +-softcap; the
-    sinks are scores beside them whose weight is dropped. `num_threads` None: as many as torch has in the calling
-    thread, which is one in a worker of `AttentionWorkers`. Returns when all is done. `tables_Bn`, `begins_B` and
-    `ends_B` must never be written to again: the layers of a pass bring the same ones.
+    `q_BHD` has H * G query heads, those of a KV head adjacent. Keys and values may be strided over N; they are float32,
+    bfloat16, float16, or float8 bits as uint8. Scores are `scale * q.k`, capped to +-softcap; sinks are extra scores
+    whose weight is dropped. `num_threads` None: torch's number in the calling thread, which is 1 in a worker of
+    `AttentionWorkers`. Blocks until done. `tables_Bn`, `begins_B` and `ends_B` must never be modified afterwards:
+    `work_items` caches by tensor identity.
     """
-    # What compiled code would not notice before it reads or writes elsewhere; of rows, `work_items` does.
+    # Compiled code has no bounds checks: wrong shapes would read or write elsewhere. `work_items` checks rows.
     assert k_NPHD.device.type == v_NPHD.device.type == "cpu", f"KV pages are on {k_NPHD.device}, {v_NPHD.device}"
     assert k_NPHD.dtype == v_NPHD.dtype, f"keys are {k_NPHD.dtype}, values {v_NPHD.dtype}"
     assert k_NPHD.shape[:3] == v_NPHD.shape[:3], f"pages of keys {k_NPHD.shape} and values {v_NPHD.shape}"
@@ -96,7 +96,8 @@ def decode_attention(
 def decode_quantized(
     q_BHD: torch.Tensor, kv: QuantizedKV, rows: DecodeRows, reach: Reach, rule: Rule, num_threads: int | None = None
 ) -> torch.Tensor:
-    """One new token per row: (B, H, Dv) in the queries' dtype, summed in float32. Returns when all is done."""
+    """Attention of one new token per row over quantized pages: (B, H, Dv) in the queries' dtype, accumulated in
+    float32. Blocks until done."""
     if not has_compiler():
         return decode_on_device(q_BHD, kv, rows, reach, rule)
     from ..kernels.attention_quantized import attend
@@ -108,7 +109,7 @@ def decode_quantized(
     position_bytes = kv.format.page_bytes // PAGE_TOKENS
     host_rows, spans_W4 = work_items(*tables, PAGE_TOKENS, num_kv_heads, position_bytes, num_threads)
     parts = kv.format.split(kv.pages)
-    flat = [_flat_array(part) if part.numel() else np.empty(0, np.uint8) for part in parts]  # zeros that are not there
+    flat = [_flat_array(part) if part.numel() else np.empty(0, np.uint8) for part in parts]  # int8 has no zero points
     pages = QuantizedPages(
         *flat,
         codes_in_byte=kv.format.codes_in_byte,
@@ -128,7 +129,7 @@ def decode_quantized(
 
 
 def _run_items(work: Work, spans_W4: np.ndarray, num_threads: int) -> torch.Tensor:
-    """The answer, when threads have done all items."""
+    """Runs all items on threads and returns the output."""
     run, out_BHGD = work
     items = WorkItems(spans_W4, np.zeros(1, np.int64))
     parallel_for([items] * min(num_threads, len(spans_W4)), run, num_threads)
@@ -144,7 +145,7 @@ def decode_attention_torch(
     ends_B: torch.Tensor,
     rule: Rule,
 ) -> torch.Tensor:
-    """What `decode_attention` computes, in torch operators that run on any device."""
+    """`decode_attention` in torch operators, on any device."""
     num_kv_heads, page_tokens = k_NPHD.shape[2], k_NPHD.shape[1]
     out_BHD = q_BHD.new_zeros(*q_BHD.shape[:2], v_NPHD.shape[3])
     seeing = torch.nonzero(ends_B > begins_B).flatten()
@@ -186,8 +187,8 @@ def prepare_vector_work(
 def prepare_tile_work(
     q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: RowTables, softmax: Softmax, value_dim: int
 ) -> Work:
-    """Takes queries and gives answers in bfloat16 as they are. Torch would convert them on OpenMP's threads, and these
-    then wait actively, in the way of ours: of 11 ms a thread began its first item 2 ms late."""
+    """Work for the tile (AMX) kernel, with bfloat16 queries and outputs unconverted. Torch would convert them on OpenMP
+    threads, which then spin and delay ours: 2 ms of 11 ms."""
     from ..kernels.amx.attention import attend
 
     q_BHGD = (q_BHGD if q_BHGD.dtype == torch.bfloat16 else q_BHGD.float()).contiguous()
@@ -203,15 +204,15 @@ def prepare_tile_work(
 
 
 def can_use_tiles(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> bool:
-    """Whether `amx.attention` takes such pages, where there is a matrix unit."""
+    """True if `amx.attention` supports such pages on a CPU with a matrix unit."""
     is_short = k_NPHD.shape[1] <= TILE_ROWS
     has_whole_tiles = k_NPHD.shape[3] % TILE_DIMS == v_NPHD.shape[3] % TILE_DIMS == 0
     return k_NPHD.dtype == torch.bfloat16 and is_short and has_whole_tiles
 
 
 def _flat_array(pages: torch.Tensor) -> np.ndarray:
-    """All numbers from the first of the first page to the last of the last page, with what lies between pages. For a
-    contiguous run of numbers the compiler makes vector loads."""
+    """1-D array from the first element of the first page to the last of the last page, gaps included: the compiler
+    vectorizes loads from contiguous arrays only."""
     span, bits = pages.numel(), BITS.get(pages.dtype, pages.dtype)
     if not pages.is_contiguous():
         page = pages[0]
@@ -237,7 +238,8 @@ def make_row_tables(
 
 
 def _shared_positions(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_tokens: int) -> np.ndarray:
-    """How many positions each row has in the same pages as a row beside it: whole chunks, of pages that are full."""
+    """For each row, how many leading positions lie in the same full pages as those of an adjacent row, rounded down to
+    whole chunks."""
     shared_B = np.zeros(len(tables_Bn), np.int64)
     if len(tables_Bn) < 2:
         return shared_B
@@ -261,8 +263,8 @@ def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def prepare_decode_attention(dtype: torch.dtype) -> None:
-    """Loads, and at the first time compiles, what KV of this dtype needs, so that no pass takes its time and memory:
-    about 110 MiB, most of it the compiler's."""
+    """Loads, and compiles if needed, the kernels for KV of this dtype before the first pass. Takes about 110 MiB, most
+    of it the compiler's."""
     begin, end = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     for dim in (1, TILE_DIMS):
         page = torch.zeros(1, 1, 1, dim, dtype=dtype)
@@ -272,7 +274,7 @@ def prepare_decode_attention(dtype: torch.dtype) -> None:
 def cut_items(
     num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int
 ) -> list[AttentionItem]:
-    """Work items of about the same bytes: neighbouring rows, and of a row that alone is more than an item, KV heads."""
+    """Work items of about equal bytes: ranges of rows; a row larger than an item is split by KV heads."""
     ends_B = np.cumsum(num_positions_B)
     total = int(ends_B[-1]) if len(ends_B) else 0
     num_items = min(ITEMS_PER_THREAD * num_threads if num_threads > 1 else 1, total * position_bytes // MIN_ITEM_BYTES)
@@ -289,8 +291,8 @@ def cut_items(
     return items
 
 
-# Of tensors themselves: layers of a pass bring the same ones, those of each kind theirs, lane after lane. With fewer
-# places than that nothing would be found again; a table is a hundred-thousandth of the keys and values it leads to.
+# Keyed by tensor identity: all layers of one kind pass the same tensors. The size must exceed lanes times kinds of
+# layers, or nothing is ever found again; a table is 1e-5 of the KV that it points to.
 @lru_cache(maxsize=128)
 def work_items(
     tables_Bn: torch.Tensor,
@@ -314,7 +316,7 @@ def work_items(
 
 
 def prepare_decode_quantized(kv_dtype: KVDType, dtype: torch.dtype) -> None:
-    """Loads, and at the first time compiles, what pages of `kv_dtype` beside tails of `dtype` need."""
+    """Loads, and compiles if needed, the kernels for pages of `kv_dtype` with tails of `dtype`."""
     page_format, rows = PageFormat(kv_dtype, 1, 2, 2), DecodeRows((0,), (0,), (0,), torch.device("cpu"))
     layout = PassLayout([[0]], [], rows, [], torch.device("cpu"), expands=False, slots=(0,))
     tail = torch.zeros(1, PAGE_TOKENS, 1, 2, dtype=dtype)

@@ -1,8 +1,7 @@
-"""Where the tokens of a pass, and all that is cached of its rows, lie in pages, and a layer's keys and values there.
+"""Layout of a pass in pages: the places of its tokens and of its rows' cached positions, and a layer's keys and values.
 
-Where pages are quantised, a token sees its own page as it was computed and all pages before it as they are kept. So
-what it sees follows from its position alone: not from which tokens are beside it in a pass, how its prompt was cut, or
-whether it is decoded.
+With quantized pages, a token sees its own page as computed and all earlier pages as stored. So what it sees depends on
+its position only: not on the other tokens of the pass, on how its prompt is chunked, or on whether it is decoded.
 
 Letters as in paged.py; R rows that have a tail, M pages.
 """
@@ -22,8 +21,8 @@ from .views import DecodeRows, Reach, Segment, TokenRanges
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where positions lie, counted over all positions of all pages. Pages that lie apart are found by `pairs`: their
-    numbers, and positions in them."""
+    """Slots in the paged cache, `page * PAGE_TOKENS + offset`, as in vLLM's slot mapping. `pairs`: page numbers and
+    offsets, for pages that are not contiguous."""
 
     flat: torch.Tensor
 
@@ -32,7 +31,8 @@ class Places:
         return self.flat // PAGE_TOKENS, self.flat % PAGE_TOKENS
 
     def gather(self, pages_NPHD: torch.Tensor) -> torch.Tensor:
-        """Copies of what lies there (..., H, D). One index costs the host a third of what two cost."""
+        """Copies of the states at these places (..., H, D)."""
+        # One index instead of two takes a third of the host's time.
         if not pages_NPHD.is_contiguous():
             return pages_NPHD[self.pairs]
         found = pages_NPHD.flatten(0, 1).index_select(0, self.flat.view(-1))
@@ -46,7 +46,7 @@ class Places:
 
 
 class PlaceRun(NamedTuple):
-    """Neighbouring positions of a row in neighbouring places: `num` from `place` on, the first being the `at`-th."""
+    """`num` consecutive positions of a row at consecutive places from `place` on; `at`: index of the first one."""
 
     place: int
     at: int
@@ -54,8 +54,8 @@ class PlaceRun(NamedTuple):
 
 
 class PageGather(NamedTuple):
-    """Rows that decode, as pages: those that each looks at (B, n), which of them is its last one and which tail it has
-    (B), and the positions that it looks at among those of its pages (B, S)."""
+    """Indices to gather decoding rows from quantized pages: page tables (B, n), the index of the last page and the tail
+    slot (B), and visible positions within the row's pages (B, S)."""
 
     tables_Bn: torch.Tensor
     lasts_B: torch.Tensor
@@ -64,8 +64,7 @@ class PageGather(NamedTuple):
 
 
 class PassLayout:
-    """Where the tokens of one pass lie. `pages[row]` are the numbers of a row's pages, in the memory that this layout
-    is about."""
+    """Places of one pass's tokens. `pages[row]`: numbers of the row's pages within one memory, the cache or a KV slot."""
 
     def __init__(
         self,
@@ -78,8 +77,8 @@ class PassLayout:
         expands: bool,
         slots: Sequence[int] = (),
     ):
-        """`new_places`: (row, first, end) positions of the pass's tokens, in their order. `slots`: the tail of each
-        row, where pages are quantised."""
+        """`new_places`: (row, first, end) positions of the pass's tokens, in order. `slots`: each row's tail slot, with
+        quantized pages."""
         self._pages, self._device, self._decoding = pages, device, decoding
         self._segments, self._slots, self._by_page = segments, slots, dict[TokenRanges, PageGather]()
         self._numbers: dict[int, torch.Tensor] = {}
@@ -88,7 +87,7 @@ class PassLayout:
         new = [place for row, begin, end in new_places for place in self.places(row, begin, end)]
         self.new_T = Places(upload(new, device))
         self.cached_S: Places | None = None
-        if expands:  # all positions of the pass's rows, in the order of `kv_start`; short ones of `decoding` repeat
+        if expands:  # all positions of the pass's rows, in the order of `kv_start`; decoding rows are padded by repeats
             cached = list[int]()
             if decoding is not None:
                 for row, past in zip(decoding.rows, decoding.past, strict=True):
@@ -104,7 +103,7 @@ class PassLayout:
         return self._numbers[row]
 
     def packed_places(self, ranges: TokenRanges) -> Places:
-        """The places of all positions that the ranges look at (S), one range behind the other."""
+        """Places of all positions of the ranges, concatenated (S)."""
         if ranges not in self._packed:
             firsts_B, tables_Bn = self._page_tables(ranges)
             bounds, total = ranges.bounds[1], ranges.num_positions
@@ -115,8 +114,7 @@ class PassLayout:
         return self._packed[ranges]
 
     def padded_places(self, ranges: TokenRanges) -> Places:
-        """The places of the positions that each range looks at (B, S); short ones end in repeats, which are as good
-        as others."""
+        """Places of each range's positions, padded (B, S) by repeats of the last one."""
         if ranges not in self._padded:
             firsts_B, tables_Bn = self._page_tables(ranges)
             lasts_B = ranges.bounds[1].diff() - 1
@@ -126,11 +124,11 @@ class PassLayout:
         return self._padded[ranges]
 
     def set_places(self, ranges: TokenRanges, places: Places, *, are_padded: bool) -> None:
-        """Says where these lie, in place of `packed` or `padded`."""
+        """Sets the places that `packed_places` or `padded_places` return for these ranges."""
         (self._padded if are_padded else self._packed)[ranges] = places
 
     def page_gather(self, ranges: TokenRanges) -> PageGather:
-        """The places of rows that decode, of which the last page is a tail."""
+        """Indices to gather decoding rows from quantized pages and tails."""
         if ranges not in self._by_page:
             firsts_B, tables_Bn = self._page_tables(ranges)
             counts_B = ranges.bounds[1].diff()
@@ -143,7 +141,7 @@ class PassLayout:
 
     @cached_property
     def filled_M(self) -> torch.Tensor:
-        """Pages that the pass fills: those of rows that decode, then those of segments, each in their order."""
+        """Pages that the pass fills: first those of decoding rows, then those of segments."""
         decoding = self._decoding
         rows = [] if decoding is None else [(*each, 1) for each in zip(decoding.rows, decoding.past, strict=True)]
         rows += [(segment.row, segment.past, segment.new) for segment in self._segments]
@@ -152,20 +150,20 @@ class PassLayout:
 
     @cached_property
     def slots_B(self) -> torch.Tensor:
-        """The tails of the rows that decode."""
+        """Tail slots of the decoding rows."""
         assert self._decoding is not None, "rows that decode have tails"
         return upload([self._slots[row] for row in self._decoding.rows], self._device)
 
     @cached_property
     def filling_F(self) -> torch.Tensor:
-        """The tails of those that fill their page."""
+        """Tail slots of the decoding rows that fill their page in this pass."""
         assert self._decoding is not None, "rows that decode have tails"
         each = zip(self._decoding.rows, self._decoding.past, strict=True)
         return upload([self._slots[row] for row, past in each if (past + 1) % PAGE_TOKENS == 0], self._device)
 
     @cached_property
     def offsets_B(self) -> torch.Tensor:
-        """The places of the tokens that decode in their pages."""
+        """Offset of each decoding token in its page."""
         assert self._decoding is not None, "rows that decode have tails"
         return upload([past % PAGE_TOKENS for past in self._decoding.past], self._device)
 
@@ -173,7 +171,7 @@ class PassLayout:
         return self._slots[row]
 
     def _page_tables(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages that ranges look at (B, n), and the first position in the first of them (B)."""
+        """First position's offset in its page (B), and page tables of the ranges (B, n), padded with page 0."""
         parts = ranges.parts
         tables = [self._pages[p.row][p.first // PAGE_TOKENS : -(-p.end // PAGE_TOKENS)] for p in parts]
         width = max(map(len, tables))
@@ -192,13 +190,13 @@ class PassLayout:
                 at = i
 
     def places(self, row: int, begin: int, end: int) -> list[int]:
-        """Positions of a row, counted over all positions of all pages."""
+        """Places of positions [begin, end) of a row."""
         pages = self._pages[row]
         return [pages[i // PAGE_TOKENS] * PAGE_TOKENS + i % PAGE_TOKENS for i in range(begin, end)]
 
     @cached_property
     def tables_Bn(self) -> torch.Tensor:
-        """Pages of the rows that decode. Short rows end in page 0, which they do not look at."""
+        """Page tables of the decoding rows, padded with page 0, which is never read for them."""
         assert self._decoding is not None, "rows that decode have page tables"
         rows = [self._pages[row] for row in self._decoding.rows]
         width = max(map(len, rows))
@@ -206,14 +204,14 @@ class PassLayout:
 
 
 def _flat_places(numbers: torch.Tensor, positions: torch.Tensor) -> Places:
-    """Positions of rows, each in the page of that number."""
+    """Places of positions in their pages."""
     return Places(numbers * PAGE_TOKENS + positions % PAGE_TOKENS)
 
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Keys and values (N, P, H, D) of a layer, and where the pass's rows lie in them. `dtype`: what they are handed out
-    in; None: what they are kept in."""
+    """Keys and values (N, P, H, D) of a layer, and the pass's layout in them. `dtype`: dtype of gathered tensors; None:
+    as stored."""
 
     k_NPHD: torch.Tensor
     v_NPHD: torch.Tensor
@@ -222,7 +220,7 @@ class LayerKV:
 
     @property
     def likes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tensors of the heads' sizes and of the dtype that they are handed out in."""
+        """Tensors with the head sizes and dtype of gathered keys and values."""
         if self.dtype is None:
             return self.k_NPHD, self.v_NPHD
         k, v = (pages.new_empty(0, pages.shape[3], dtype=self.dtype) for pages in (self.k_NPHD, self.v_NPHD))
@@ -230,7 +228,7 @@ class LayerKV:
 
     @property
     def position_bytes(self) -> int:
-        """Keys and values of a position, as they are handed out."""
+        """Bytes of one position's keys and values, as gathered."""
         num_numbers = self.k_NPHD.shape[2] * (self.k_NPHD.shape[3] + self.v_NPHD.shape[3])
         return num_numbers * (self.dtype or self.k_NPHD.dtype).itemsize
 
@@ -238,24 +236,24 @@ class LayerKV:
         return x if self.dtype is None else cast_to_compute(x, self.dtype)
 
     def gather_row(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """All positions of the segment's row, (H, S, D) each, copied out of their pages."""
+        """Copies of all positions of the segment's row, (H, S, D) each."""
         numbers = self.layout.page_numbers(segment.row)
         k, v = (pages[numbers].flatten(0, 1)[: segment.end].transpose(0, 1) for pages in (self.k_NPHD, self.v_NPHD))
         return self._to_compute_dtype(k), self._to_compute_dtype(v)
 
     def gather_packed(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the ranges look at, (S, H, D) each, one range behind the other."""
+        """Copies of the ranges' positions, concatenated, (S, H, D) each."""
         places = self.layout.packed_places(ranges)
         return self._to_compute_dtype(places.gather(self.k_NPHD)), self._to_compute_dtype(places.gather(self.v_NPHD))
 
     def gather_padded(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each looks at, (B, S, H, D) each; short ones end in repeats."""
+        """Copies of each range's positions, (B, S, H, D) each, padded by repeats."""
         places = self.layout.padded_places(ranges)
         return self._to_compute_dtype(places.gather(self.k_NPHD)), self._to_compute_dtype(places.gather(self.v_NPHD))
 
 
 def copy_places(kv: LayerKV, pairs: tuple[Places, Places]) -> None:
-    """Copies keys and values from the first places to the others, none of which is among the first."""
+    """Copies keys and values from the first places to the second, which must be disjoint."""
     source, target = pairs
     for pages in (kv.k_NPHD, kv.v_NPHD):
         target.scatter(pages, source.gather(pages))
@@ -266,8 +264,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 @dataclass(frozen=True)
 class QuantizedKV:
-    """`pages`, uint8 (N, bytes). `tails` (R, P, H, D): the page of each row's last position, as computed. `spans`: of
-    each segment's row, its positions (S, H, D) from the begin of the first page that the pass adds to."""
+    """Keys and values of a layer in quantized `pages`, uint8 (N, bytes). `tails` (R, P, H, D): each row's last, partial
+    page, unquantized. `spans`: for each segment's row, positions (S, H, D) from the first page that the pass writes."""
 
     format: PageFormat
     pages: torch.Tensor
@@ -277,7 +275,7 @@ class QuantizedKV:
 
     @property
     def likes(self) -> Pair:
-        """Tensors of the heads' sizes and dtype."""
+        """Tensors with the head sizes and dtype of gathered keys and values."""
         return self.tails
 
     @property
@@ -285,8 +283,8 @@ class QuantizedKV:
         return self.tails[0][0, 0].nbytes + self.tails[1][0, 0].nbytes
 
     def gather_for_segment(self, segment: Segment, reach: Reach) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys and values (H, S, D) that the segment's tokens look at, and which of them are hidden from each (T, S):
-        pages as they are kept, then those that the pass adds to, as computed."""
+        """Keys and values (H, S, D) for the segment's tokens, and their mask (T, S), True where hidden. Dequantized
+        pages come first, then the pages that the pass writes, as computed."""
         pages, hidden_TS = segment.paged_view(reach, PAGE_TOKENS)
         k_SHD, v_SHD = self.spans[segment.row]
         if pages:
@@ -296,7 +294,7 @@ class QuantizedKV:
         return k_SHD.transpose(0, 1), v_SHD.transpose(0, 1), hidden_TS
 
     def gather_padded(self, ranges: TokenRanges) -> Pair:
-        """What rows that decode look at, (B, S, H, D) each; short ones end in repeats."""
+        """Copies of decoding rows' positions, (B, S, H, D) each, padded by repeats."""
         places = self.layout.page_gather(ranges)
         kept = self.format.decode(self.pages[places.tables_Bn.flatten()], self.tails[0].dtype)
         rows_B = torch.arange(len(places.slots_B), device=places.slots_B.device)

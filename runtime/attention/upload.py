@@ -1,4 +1,4 @@
-"""Numbers that a pass's layout comes to, from the host's lists to where the model computes."""
+"""Copies small index tensors from host lists to the compute device."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ import torch
 def upload(
     values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Returns at once: what is queued from now on finds the numbers. From pageable memory a device would first finish
-    all that it was given. The pinned memory is torch's own, which keeps it until the copy is done."""
+    """Copies values to a tensor on `device` without waiting: work queued from now on sees them."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a recording cannot hold numbers of one pass")
+        raise RuntimeError("a CUDA graph cannot contain the index values of one pass")
+    # Pinned: a copy from pageable memory waits for the device. torch's allocator keeps it until the copy is done.
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu")
     return host.to(device, non_blocking=True)

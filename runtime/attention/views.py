@@ -1,6 +1,5 @@
-"""What attention over a packed lane looks at: the tokens of a pass, by sequence, which cached positions each may see,
-and what a layer does with their scores. Sequences of several lengths lie one behind the other, as `Stretches`, whose
-numbers are all the host's, so that nobody waits for a device to learn them.
+"""What attention over a packed lane needs to know of a pass: its tokens by sequence, the cached positions that each may
+see, and how a layer turns scores into weights. All sizes are host integers, so that no code waits for a device.
 
 Letters as in paged.py.
 """
@@ -18,7 +17,7 @@ from .upload import upload
 
 @dataclass(frozen=True)
 class Rule:
-    """What a layer does with its scores: `scale * q.k`, capped to +-softcap, with a sink's score (H*G) beside them."""
+    """A layer's softmax: scores `scale * q.k`, capped to +-softcap, with an extra sink score per query head (H*G)."""
 
     scale: float
     softcap: float | None = None
@@ -29,7 +28,7 @@ class Rule:
         return self.softcap is None and self.sinks is None
 
     def weights(self, scores: torch.Tensor, sinks: torch.Tensor | None, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Scaled scores (..., S) to weights, in place where it can; `sinks` and `hidden` broadcast over them."""
+        """Weights of scaled scores (..., S), which may be overwritten. `sinks` and `hidden` broadcast over them."""
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         if hidden is not None:
@@ -41,8 +40,8 @@ class Rule:
 
 
 class TokenRange(NamedTuple):
-    """`new` tokens, from `start` on in the pass, of a row whose positions [first, end) they look at: the last token at
-    all of them, each one before it at one less. Those before `past` were cached by earlier passes."""
+    """`new` tokens of a row, from index `start` of the pass, that attend causally to positions [first, end). Positions
+    before `past` were cached by earlier passes."""
 
     row: int
     start: int
@@ -61,7 +60,7 @@ class TokenRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenRanges:
-    """The stretches of one pass, in the order of its tokens. Their tensors are made once for all layers."""
+    """Token ranges of one pass, in token order. Their tensors are cached for all layers."""
 
     parts: tuple[TokenRange, ...]
     device: torch.device
@@ -81,12 +80,12 @@ class TokenRanges:
 
     @cached_property
     def is_fresh(self) -> bool:
-        """No token looks at what an earlier pass has cached, so what they look at are the tokens themselves."""
+        """True if no token attends to positions of earlier passes."""
         return all(part.first == part.past for part in self.parts)
 
     @cached_property
     def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where tokens and positions of each begin, and where the last ones end (B + 1), int32."""
+        """Cumulative token and position counts (B + 1), int32, as flash kernels take them."""
         tokens = accumulate((part.new for part in self.parts), initial=0)
         positions = accumulate((part.num_positions for part in self.parts), initial=0)
         both = upload([[*tokens], [*positions]], self.device, torch.int32)
@@ -94,7 +93,7 @@ class TokenRanges:
 
     @cached_property
     def tokens(self) -> slice | torch.Tensor:
-        """Where their tokens lie in the pass: a slice, or indices where they lie apart."""
+        """Indices of the tokens in the pass: a slice if they are contiguous."""
         first, last = self.parts[0], self.parts[-1]
         if last.start + last.new - first.start == sum(part.new for part in self.parts):
             return slice(first.start, last.start + last.new)
@@ -103,7 +102,7 @@ class TokenRanges:
 
     @cached_property
     def visible_BS(self) -> torch.Tensor | None:
-        """Which of `most_positions` each has; None where they are all of one length."""
+        """Mask (B, most_positions), True for positions that each range has; None if all are of one length."""
         if all(part.num_positions == self.most_positions for part in self.parts):
             return None
         lengths_B = self.bounds[1].diff()
@@ -115,16 +114,16 @@ class TokenRanges:
 
     @property
     def group_keys(self) -> Collection[tuple[int, bool]]:
-        """What `groups` was asked so far."""
+        """Arguments of all calls of `groups` so far."""
         return self._groups.keys()
 
     def set_ungrouped(self, cuts: Collection[tuple[int, bool]]) -> None:
-        """Says of these that nothing is cut."""
+        """Makes `groups` return one group for these arguments."""
         self._groups.update(dict.fromkeys(cuts, (self,)))
 
     def groups(self, most_positions: int, *, are_padded: bool) -> tuple["TokenRanges", ...]:
-        """Neighbours that together look at no more positions than this, each of them padded to the longest or not; one
-        alone may."""
+        """Splits the ranges into groups of at most `most_positions` positions, counted with padding to the longest if
+        `are_padded`. A range that exceeds it alone gets its own group."""
         key = most_positions, are_padded
         if key not in self._groups:
             groups: list[list[TokenRange]] = [[]]
@@ -142,18 +141,18 @@ class TokenRanges:
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back a layer looks: the last `window` positions, or those of the same chunk of `chunk`; None is all."""
+    """Attention span of a layer: the last `window` positions, or those in the same chunk of size `chunk`; None: all."""
 
     window: int | None = None
     chunk: int | None = None
 
     def first(self, position: int) -> int:
-        """The first position that `position` may look at."""
+        """The first position that `position` may attend to."""
         begin = 0 if self.window is None else max(0, position + 1 - self.window)
         return begin if self.chunk is None else max(begin, position // self.chunk * self.chunk)
 
     def hidden_mask(self, queries_T1: torch.Tensor, places_1S: torch.Tensor) -> torch.Tensor:
-        """Which places lie too far back for each query (T, S)."""
+        """Mask (T, S), True where a position is out of a query's reach."""
         hidden = torch.zeros(len(queries_T1), places_1S.shape[1], dtype=torch.bool, device=queries_T1.device)
         if self.window is not None:
             hidden |= places_1S <= queries_T1 - self.window
@@ -164,7 +163,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class View:
-    """Which cached positions matter: [first, end) without those where `hidden` is True (None: all of them)."""
+    """Cached positions [first, end) of a segment; `hidden` (T, S) masks out positions; None: nothing is hidden."""
 
     first: int
     end: int
@@ -177,10 +176,10 @@ class View:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens [start, start + new) of the pass belong to one row, which has `past` positions cached already.
+    """A chunk of a prompt: tokens [start, start + new) of the pass, of a row with `past` cached positions.
 
-    `kv_start`: where its positions begin in what `update` returns for layers that expand them. The view is that of the
-    new tokens (T, S); it is None when it is plainly causal from position 0.
+    `kv_start`: index of the row's first position in what `update` returns for layers that expand latents. `view` is
+    None if the segment is plainly causal from position 0.
     """
 
     row: int
@@ -210,9 +209,10 @@ class Segment:
         return found
 
     def paged_view(self, reach: Reach, page_tokens: int) -> tuple[range, torch.Tensor]:
-        """What its tokens look at where pages are quantised: pages of its row as they are kept, then its positions from
-        the begin of the first page that it adds to, as computed; and (T, S), of all these, what each token does not
-        see. Every token sees its own page as computed, and those before it as they are kept."""
+        """View of quantized pages: the range of the row's stored pages, and a mask (T, S), True where hidden.
+
+        S covers those pages, then the positions from the first page that the segment writes, as computed. Each token
+        sees its own page as computed and earlier pages as stored."""
         if reach not in self._paged_views:
             own = self.past // page_tokens * page_tokens
             pages = range(reach.first(self.past) // page_tokens, (self.end - 1) // page_tokens)
@@ -225,7 +225,7 @@ class Segment:
         return self._paged_views[reach]
 
     def token_ranges(self, reach: Reach) -> Iterator[TokenRange]:
-        """One, or one for each chunk that its new tokens lie in."""
+        """One range, or with chunked attention one for each chunk that the new tokens touch."""
         at = self.past
         while at < self.end:
             end = self.end if reach.chunk is None else min(self.end, (at // reach.chunk + 1) * reach.chunk)
@@ -235,7 +235,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The segments of a pass."""
+    """The prompt segments of a pass."""
 
     segments: Sequence[Segment]
     device: torch.device
@@ -250,9 +250,9 @@ class Prompts:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Rows that carry one new token each: token `tokens[b]` of the pass, behind `past[b]` cached positions.
+    """Rows with one new token each: token `tokens[b]` of the pass, after `past[b]` cached positions.
 
-    In what `update` returns for layers that expand them, their positions come first, `longest` of each.
+    For layers that expand latents, `update` returns their positions first, padded to `longest` per row.
     """
 
     rows: tuple[int, ...]
@@ -276,27 +276,27 @@ class DecodeRows:
 
     @property
     def reaches(self) -> Mapping[Reach, TokenRanges]:
-        """What layers have asked for."""
+        """The reaches that layers have asked for."""
         return self._spans
 
     @property
     def longest(self) -> int:
-        """Positions of the longest row, the new one included."""
+        """Number of positions of the longest row, the new one included."""
         return max(self.past) + 1
 
     def begins(self, reach: Reach) -> torch.Tensor:
-        """The first position that each row looks at (B), int32."""
+        """First position that each row attends to (B), int32."""
         if reach not in self._begins:
             self._begins[reach] = self._tensor([reach.first(past) for past in self.past])
         return self._begins[reach]
 
     @cached_property
     def ends(self) -> torch.Tensor:
-        """One behind the last position of each row (B), int32."""
+        """End of each row's positions (B), int32, exclusive."""
         return self._tensor([past + 1 for past in self.past])
 
     def hidden(self, reach: Reach) -> torch.Tensor | None:
-        """Which of `longest` positions each row does not see (B, S); None where all see all."""
+        """Mask (B, longest), True where a row does not see a position; None if every row sees all."""
         if reach not in self._hidden:
             places = torch.arange(self.longest, device=self.device)[None]
             hides = any(past + 1 < self.longest or reach.first(past) for past in self.past)

@@ -1,4 +1,3 @@
-"""Keys and values of a lane: in pages of equal size, or in a rectangle for lanes with padding. Here belongs what
-holds them and says where they lie; attention over them is in `attention`. What the engine asks of any of them is
-`KVCache`.
+"""KV caches of a lane: in pages of equal size, or in a rectangle for padded lanes. `KVCache` is the interface that the
+engine uses; attention over the cached keys and values is in `attention`.
 """

@@ -1,7 +1,8 @@
-"""A packed lane's pass through layers whose pages stay in host memory, where the CPU attends for rows that decode.
+"""Layers of a packed lane that keep their pages in host memory; the CPU computes attention for the decoding rows.
 
-Only single tokens go down and their answers come up (MoE-Lightning, Cao et al. 2025). Prompts attend where the model
-computes: what is cached of them comes up, what is new goes down, straight to its pages. Letters as in paged.py.
+Only the queries, keys and values of single tokens are copied to the host, and their attention outputs back
+(MoE-Lightning, Cao et al. 2025). Prompts attend on the compute device: cached positions are copied to it, new ones to
+their pages in host memory. Letters as in paged.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class HostLayerKV(LayerKV):
-    """Pages of layer `index` in host memory; `key`, `value` (1, H, T, D) are those of the pass, in compute memory."""
+    """Pages of layer `index` in host memory; `key` and `value` (1, H, T, D) of the pass are in compute memory."""
 
     index: int
     key: torch.Tensor
@@ -44,7 +45,7 @@ class HostLayerKV(LayerKV):
         return rows_SHD[0].transpose(0, 1), rows_SHD[1].transpose(0, 1)
 
     def gather_packed(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
-        """All that is cached comes up at once."""
+        """Copies all cached positions of the ranges to compute memory in one load."""
         sources = (self.k_NPHD, self.key[0]), (self.v_NPHD, self.value[0])
         packed_SHD = [
             self.exchange.new_tensor((ranges.num_positions, pages.shape[2], pages.shape[3]), pages.dtype)
@@ -64,7 +65,7 @@ class HostLayerKV(LayerKV):
 
 
 class HostAttention:
-    """Attention of the rows of a lane that decode, in one layer, beside their pages."""
+    """CPU attention of a lane's decoding rows in one layer, over pages in host memory."""
 
     def __init__(
         self,
@@ -74,12 +75,12 @@ class HostAttention:
         tokens_B: torch.Tensor,
         copies: tuple[Places, Places] | None,
     ):
-        """`copies`: what rows that part from others copy of the page that is not full."""
+        """`copies`: positions of a partial page that rows copy when they diverge from a shared prefix or beam."""
         self._round_trip, self._kv, self._rows, self._tokens_B, self._copies = round_trip, kv, rows, tokens_B, copies
 
     def attend(self, reach: Reach, *, scale: float, softcap: float | None, num_threads: int) -> torch.Tensor:
-        """Waits for this trip alone, on any thread, stores the new keys and values, and begins to send up what it
-        returns: (B, H, D) in compute memory, which `receive` waits for."""
+        """Waits for this trip's inputs, stores the new keys and values, and queues the copy of the outputs to compute
+        memory. Returns that target (B, H, D), valid after `receive`. Any thread may call it."""
         q_BHD, k_BHD, v_BHD, *sinks = self._round_trip.wait_for_inputs()
         layout, rows = self._kv.layout, self._rows
         layout.new_T.scatter(self._kv.k_NPHD, k_BHD)
@@ -100,7 +101,7 @@ class HostAttention:
         return self._round_trip.out
 
     def receive(self, out_THD: torch.Tensor) -> torch.Tensor:
-        """Where `out` is not the answer itself, the answer is put into it. For compute that is queued from now on."""
+        """Returns `out_THD` with the attention outputs of the decoding tokens, for compute queued from now on."""
         answer_BHD = self._round_trip.receive()
         if out_THD is not answer_BHD:
             out_THD[self._tokens_B] = answer_BHD
@@ -108,6 +109,8 @@ class HostAttention:
 
 
 class HostLane:
+    """The host-memory layers of one packed lane."""
+
     def __init__(self, pages: KVPages, exchange: HostExchange):
         self._pages, self._exchange = pages, exchange
 
@@ -118,10 +121,9 @@ class HostLane:
         segments: Sequence[Segment],
         copies: tuple[Places, Places] | None = None,
     ) -> None:
-        """`pages` of each row. Of the rows that decode the tokens go down, and are counted from 0 there. `copies` are
-        of rows that decode."""
+        """`pages`: page numbers of each row. `copies`: partial-page copies of decoding rows."""
         self._rows, self._segments, self._copies = None, segments, copies
-        if decoding is not None:
+        if decoding is not None:  # only their tokens are sent, so on the host they are numbered from 0
             self._rows = DecodeRows(decoding.rows, decoding.past, tuple(range(len(decoding.rows))), CPU)
         new = [] if decoding is None else zip(decoding.rows, decoding.past, strict=True)
         self._layout = PassLayout(
@@ -133,7 +135,7 @@ class HostLane:
         return HostLayerKV(k_NPHD, v_NPHD, self._layout, index, key, value, self._exchange)
 
     def store_prompts(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Begins to bring keys and values (1, H, T, D) of prompts to their pages."""
+        """Queues copies of the prompts' keys and values (1, H, T, D) to their pages in host memory."""
         pairs = zip(self._pages.layer(index, key, value), (key, value), strict=True)
         copies = [copy for pages, new in pairs for copy in self._new_token_copies(pages, new)]
         if copies:
@@ -155,7 +157,7 @@ class HostLane:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         sinks_H: torch.Tensor | None,
     ) -> HostAttention:
-        """Begins to bring down queries, keys and values (1, H, T, D) of the tokens that decode."""
+        """Queues copies of the decoding tokens' queries, keys and values (1, H, T, D) to host memory."""
         assert self._rows is not None, "no row decodes"
         sent = [t[0, :, tokens_B].transpose(0, 1).contiguous() for t in qkv]
         out = self._exchange.new_tensor((*sent[0].shape[:2], sent[2].shape[2]), sent[2].dtype)

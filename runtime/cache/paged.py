@@ -1,12 +1,12 @@
-"""KV cache of one packed lane: every sequence has its own length and its own pages, and nothing is padded.
+"""KV cache of one packed lane: each sequence has its own length and pages, without padding.
 
 Letters: B rows that decode, T tokens of the pass, S positions, N pages, P positions of a page, n pages of a row, H KV
 heads, D head size.
 
-`PageTable` says which pages a row has; here is what layers store in them and see of them. Where layers cache latents
-that they expand themselves (MLA), `update` hands back all that is cached of the pass's rows, one behind the other.
-Layers in `travels` keep their pages in another tier: the engine binds the memory that those of this lane have been
-brought to, in row order, before the lane enters the layer. Pages that stay in host memory are `HostLane`'s.
+`PageTable` assigns pages to rows; this module stores keys and values in them and builds each layer's view. For layers
+that cache latents and expand them (MLA), `update` returns all cached positions of the pass's rows, concatenated.
+Offloaded layers keep their pages in another tier: before the lane enters such a layer, the engine fetches the pages
+into a KV slot and binds it. `HostLane` handles pages that stay in host memory.
 """
 
 import weakref
@@ -34,15 +34,15 @@ from .partial_pages import PartialPages
 
 @dataclass(frozen=True)
 class PassView:
-    """What layers see of a pass: of each row `new` tokens behind `past` cached positions."""
+    """A pass as layers see it: each row has `new` tokens after `past` cached positions."""
 
     past: Sequence[int]
     new: Sequence[int]
     decoding: DecodeRows | None
     prompts: Prompts
     layout: PassLayout
-    offloaded_layout: PassLayout | None  # of layers that travel
-    layer_kv: dict[int, LayerKV] = field(default_factory=dict)  # of layers that do not
+    offloaded_layout: PassLayout | None  # for offloaded layers
+    layer_kv: dict[int, LayerKV] = field(default_factory=dict)  # cache, for the other layers
 
     @property
     def num_rows(self) -> int:
@@ -50,7 +50,7 @@ class PassView:
 
     @cached_property
     def offsets_T(self) -> torch.Tensor:
-        """Each token's position in its sequence less that in the pass: (T,)."""
+        """(T,): each token's position in its sequence minus its index in the pass."""
         starts = accumulate(self.new, initial=0)
         each = zip(self.past, starts, self.new, strict=False)
         return upload([past - start for past, start, new in each for _ in range(new)], self.prompts.device)
@@ -58,47 +58,47 @@ class PassView:
 
 @dataclass(frozen=True, kw_only=True)
 class _Copies:
-    """Positions that layers copy, from where and to where; `there`: those that travel."""
+    """Source and target positions that each layer copies when rows diverge within a page."""
 
     resident: tuple[Places, Places]
     offloaded: tuple[Places, Places] | None
-    host: tuple[Places, Places] | None  # the same as `here`, for a CPU
+    host: tuple[Places, Places] | None  # as `resident`, with CPU tensors
 
     def apply(self, kv: LayerKV, *, is_offloaded: bool) -> None:
         """Copies one layer's keys and values."""
         copies = self.offloaded if is_offloaded else self.resident
-        assert copies is not None, "the pass was begun before layers travelled"
+        assert copies is not None, "the pass began without offloaded layers"
         copy_places(kv, copies)
 
 
 class HeadShare(Protocol):
-    """Which of a layer's heads are cached here."""
+    """The share of a layer's KV heads that this rank caches."""
 
     def has_all_heads(self, layer: int, states: torch.Tensor) -> bool:
-        """Whether keys or values (1, H, T, D) are of more heads than these."""
+        """True if keys or values (1, H, T, D) have more heads than this rank's share."""
         ...
 
     def select(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        """Those heads of keys or values."""
+        """Keys or values of this rank's heads."""
         ...
 
     def slice_heads(self, states: torch.Tensor, dim: int) -> torch.Tensor:
-        """What belongs to those heads of what lies along `dim` head by head."""
+        """This rank's slice of `dim`, which is ordered by head."""
         ...
 
     def gather_heads(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The parts of all ranks, head by head."""
+        """Concatenates the slices of all ranks along `dim`."""
         ...
 
 
 class LayerStored(Exception):
-    """A layer has stored keys and values, and nobody wants more of it."""
+    """Stops a layer's forward once its keys and values are stored, see `PagedKV.stop_after_storing`."""
 
 
 class PagedKV(Cache, KVCache):
-    """What layers store in a pass, and see of it, in the pages that `table` says are its rows'.
+    """Cache that a model's layers update in each pass; `table` assigns the pages.
 
-    `expands`: the layers cache latents and want all of them back. `heads`: those of this rank, None: all.
+    `expands`: layers cache latents, and `update` returns all of them. `heads`: this rank's KV heads; None: all.
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class PagedKV(Cache, KVCache):
         heads: HeadShare | None = None,
     ):
         super().__init__(layers=[])
-        assert not (expands and pages.host_layers), "latents are expanded where the model computes"
+        assert not (expands and pages.host_layers), "layers that expand latents need their pages in compute memory"
         self.expands, self.travels, self.heads = expands, offloaded_layers, heads
-        assert not (expands and pages.dtype.is_quantized), "latents are expanded as they are cached"
+        assert not (expands and pages.dtype.is_quantized), "latents cannot be cached in quantized pages"
         self._pages = pages
         self._tails = PartialPages(pages.device) if pages.dtype.is_quantized else None
         self._host = HostLane(pages, pages.exchange) if pages.exchange is not None else None
         self._device = pages.device.torch_device
         self.table = PageTable(pages.pool, self._tails, keeps_open_pages_adjacent=bool(offloaded_layers))
         self._new: list[int] = []
-        self._selected: list[int] = []  # of each row, how many of its last tokens
+        self._selected: list[int] = []  # for each row, how many of its last tokens get logits
         self._bound: dict[int, torch.Tensor] = {}
         self._copies: _Copies | None = None
         self._view = self._make_view([], [])
@@ -127,12 +127,14 @@ class PagedKV(Cache, KVCache):
             False  # whether the layer has all tokens of the pass, and is asked for the selected ones
         )
         self._stop_after: int | None = None
-        self._cut_layer: int | None = None  # whose keys and values were of more heads than are cached
+        self._cut_layer: int | None = (
+            None  # the last updated layer, if it computed all heads and only this rank's were stored
+        )
         self._last_update: tuple[int, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
 
     @property
     def view(self) -> PassView:
-        """What layers see of the pass."""
+        """The pass as layers see it."""
         return self._view
 
     @property
@@ -149,7 +151,7 @@ class PagedKV(Cache, KVCache):
 
     @property
     def is_on_accelerator(self) -> bool:
-        """Whether layers compute there, wherever pages are."""
+        """True if layers compute on an accelerator, wherever the pages are."""
         return self._pages.device.is_accelerator
 
     @property
@@ -179,9 +181,10 @@ class PagedKV(Cache, KVCache):
         del self._bound[layer]
 
     def begin_pass(self, new_tokens: Sequence[int], selected: Sequence[int] | None = None) -> None:
-        """Says how many tokens of each row the coming pass carries, in row order; the tokens lie in the same order.
-        `selected`: how many of each row's, the last ones, the head is to see; None: one of each. It wants to see one at
-        least: if nobody asks, the last of the pass."""
+        """Begins a pass with `new_tokens` of each row; the pass's tokens are in row order.
+
+        `selected`: for each row, how many of its last tokens get logits; None: one each. At least one token is always
+        selected, if need be the last of the pass."""
         self._new = list(new_tokens)
         self._selected = [min(1, new) for new in self._new] if selected is None else list(selected)
         if not any(self._selected):
@@ -197,7 +200,7 @@ class PagedKV(Cache, KVCache):
 
     @contextmanager
     def stop_after_storing(self, layer: int) -> Iterator[None]:
-        """Within it `StoredAlone` is raised as soon as the keys and values of this layer are stored."""
+        """Context in which `update` raises `LayerStored` once this layer's keys and values are stored."""
         self._stop_after = layer
         try:
             yield
@@ -206,7 +209,7 @@ class PagedKV(Cache, KVCache):
 
     @contextmanager
     def restrict_to_selected(self) -> Iterator[None]:
-        """Within it the pass has the tokens `selected_B` alone, and those before them are cached."""
+        """Context in which the pass has only the tokens `selected_B`; earlier ones count as cached."""
         whole = self._view
         sizes = zip(whole.past, whole.new, self._selected, strict=True)
         self._view = self._make_view([past + new - count for past, new, count in sizes], self._selected)
@@ -217,25 +220,25 @@ class PagedKV(Cache, KVCache):
             self._view, self._is_already_stored = whole, False
 
     def padded_view(self, num_rows: int) -> PassView:
-        """A pass of rows that decode, as one of so many: the first comes again behind the others, and writes the same
-        to the same places."""
+        """View of a decode-only pass padded to `num_rows`, for recorded graphs. Padding repeats row 0, which writes the
+        same values to the same positions."""
         past = self.table.past
         numbers = [*range(len(past)), *[0] * (num_rows - len(past))]
         return self._make_view([past[row] for row in numbers], [1] * num_rows, numbers)
 
     def replace_view(self, view: PassView, selected_B: torch.Tensor) -> None:
-        """Has layers see this for the pass that has begun."""
+        """Makes layers see `view` in the current pass."""
         self._view, self.selected_B = view, selected_B
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether each row carries one token in the pass, and none copies another's."""
+        """True if each row has one token in the pass and no row copies a page."""
         return self._copies is None and not self.segments and all(new == 1 for new in self._new)
 
     def _make_view(
         self, past: Sequence[int], new_tokens: Sequence[int], numbers: Sequence[int] | None = None
     ) -> PassView:
-        """`numbers`: of the rows; None: all, in order."""
+        """`numbers`: indices of the rows; None: all, in order."""
         starts = accumulate(new_tokens, initial=0)
         rows = range(len(new_tokens)) if numbers is None else numbers
         sizes = list(zip(rows, zip(past, new_tokens, starts, strict=False), strict=True))
@@ -293,9 +296,11 @@ class PagedKV(Cache, KVCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores k, v (1, H, T, D) of the pass, of `heads` alone where not all are cached here. Returns those
-        unchanged, as attention reads the pages itself; for layers that expand latents, all positions of the pass's rows
-        (1, H, sum of S, D). What the CPU is to attend to is stored by `HostVisit.attend`."""
+        """Stores keys and values (1, H, T, D) of the pass, of this rank's heads only.
+
+        Returns them unchanged, since attention reads the pages itself. For layers that expand latents, returns all
+        positions of the pass's rows (1, H, sum of S, D). `HostAttention.attend` stores the tokens that decode on the
+        CPU. Raises LayerStored within `stop_after_storing`."""
         if self.heads is not None:
             self._cut_layer = layer_idx if self.heads.has_all_heads(layer_idx, key_states) else None
             key_states, value_states = (self.heads.select(layer_idx, each) for each in (key_states, value_states))
@@ -327,30 +332,30 @@ class PagedKV(Cache, KVCache):
         return k, v
 
     def _round_to_storage(self, states: torch.Tensor) -> torch.Tensor:
-        """What pages will hold of them, which every token of the pass is to see, however prompts are cut."""
+        """States rounded to the pages' dtype."""
+        # Tokens of this pass must see the rounded values too, or results would depend on how prompts are chunked.
         stored = stored_dtype(self._pages.dtype, states.dtype)
         return cast_to_compute(cast_to_stored(states, stored), states.dtype)
 
     def applied_head_share(self, layer: int) -> HeadShare | None:
-        """Who made keys and values of this rank's heads of those that the layer has just made; None where the layer
-        makes none but these."""
+        """`heads` if the layer's last update computed all heads and only this rank's were stored; else None."""
         return self.heads if self._cut_layer == layer else None
 
     def is_last_update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether these are what the last `update` was handed, for this layer."""
+        """True if the last `update` was for this layer, with these tensors."""
         if self._last_update is None or self._last_update[0] != layer:
             return False
         return self._last_update[1]() is key and self._last_update[2]() is value
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV | QuantizedKV:
-        """The keys and values of one layer, for tokens (1, H, T, D) such as these, which are the pass's where pages
-        stay in host memory."""
+        """Keys and values of one layer. `like_k` and `like_v` (1, H, T, D) give head sizes and dtype; for pages in host
+        memory they must be the pass's own."""
         if self._tails is not None:
             return self._quantized_kv(self._tails, index, like_k, like_v, self._tails.spans(self.segments))
         return self._layer_kv(index, like_k, like_v)
 
     def _layer_kv(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV:
-        """Where numbers are kept one by one."""
+        """For pages that are not quantized."""
         kept = self._view.layer_kv
         if index in kept:
             return kept[index]
@@ -360,7 +365,7 @@ class PagedKV(Cache, KVCache):
         if index not in self.travels:
             kept[index] = LayerKV(*self._pages.layer(index, like_k, like_v), self._view.layout, dtype=dtype)
             return kept[index]
-        assert self._view.offloaded_layout is not None, "the pass was begun before layers travelled"
+        assert self._view.offloaded_layout is not None, "the pass began without offloaded layers"
         pages = split_pages(self._bound[index], like_k, like_v, self._pages.dtype)
         return LayerKV(*pages, self._view.offloaded_layout, dtype=dtype)
 
@@ -369,7 +374,7 @@ class PagedKV(Cache, KVCache):
     ) -> QuantizedKV:
         page_format, layout = PageFormat.from_dtypes(self._pages.dtype, like_k, like_v), self._view.layout
         if index in self.travels:
-            assert self._view.offloaded_layout is not None, "the pass was begun before layers travelled"
+            assert self._view.offloaded_layout is not None, "the pass began without offloaded layers"
             pages, layout = self._bound[index], self._view.offloaded_layout
         else:
             pages = self._pages.quantized_layer(index, page_format)
@@ -378,17 +383,16 @@ class PagedKV(Cache, KVCache):
     def begin_host_attention(
         self, index: int, q_1HTD: torch.Tensor, k_1HTD: torch.Tensor, v_1HTD: torch.Tensor, sinks_H: torch.Tensor | None
     ) -> HostAttention | None:
-        """Begins the way of the rows that decode to their pages, where those stay in host memory."""
+        """Starts CPU attention for the decoding rows if this layer's pages stay in host memory; else returns None."""
         if self._host is None or self.decoding is None or index not in self._pages.host_layers:
             return None
         return self._host.begin_attention(index, self.decoding.tokens_B, (q_1HTD, k_1HTD, v_1HTD), sinks_H)
 
-    def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, to the layers that ask
+    def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, for layers that ask
         self, layer_idx: int | None = None
     ) -> int | torch.Tensor:
-        """Zero to the model: positions are given explicitly and no mask is built, so it needs no length. A layer that
-        asks for its own adds it to 0, 1, 2 ... to get the positions of the pass's tokens: it gets what then gives them.
-        """
+        """0 for the model, which is given positions explicitly and builds no mask. A layer that asks for its own length
+        adds it to 0, 1, 2 ... to get token positions, so it gets each token's offset (T,)."""
         if layer_idx is None:
             return 0
         return self._view.offsets_T

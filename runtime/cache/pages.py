@@ -1,10 +1,10 @@
-"""Keys and values in pages: a page holds `PAGE_TOKENS` positions of one sequence, under the same number in every layer.
+"""Paged keys and values: a page holds `PAGE_TOKENS` positions of one sequence, with the same number in every layer.
 
 Letters: N pages, P positions of a page, H KV heads, D head size.
 
-Sequences take pages as they grow and give them back when they end, as PagedAttention does (Kwon et al. 2023), so that
-nobody holds memory for the longest answer that there might be. Where keys and values travel, the pages of one lane lie
-side by side, so that few copies carry them all.
+Sequences allocate pages as they grow and free them when they end, as in PagedAttention (Kwon et al. 2023), so that no
+memory is reserved for the longest possible answer. If layers are offloaded, the pages of one lane are adjacent, so that
+few copies transfer them.
 """
 
 from abc import abstractmethod
@@ -26,66 +26,63 @@ from ..stream.exchange import HostExchange
 
 
 class KVCache(Closing):
-    """Keys and values of one lane, from its first pass until `close`, which gives its pages back to the pool.
+    """Keys and values of one lane, from its first pass until `close`, which frees its pages.
 
-    Layers may keep their pages in another tier. Before the lane enters such a layer the engine brings `pages` to memory
-    of its own and binds it; behind the layer it unbinds it and stores what is in `changed`. Layers that do not travel
-    hold their keys and values themselves and are never bound. One thread calls all of it.
+    Offloaded layers keep their pages in another tier. Before the lane enters such a layer, the engine fetches `pages`
+    into its own memory and binds it; after the layer, it unbinds it and stores `dirty_pages`. Other layers hold their
+    keys and values themselves and are never bound. Not thread-safe.
     """
 
     @property
     @abstractmethod
     def pages(self) -> Sequence[int]:
-        """Numbers of the lane's pages, the same in every layer. Their order and number hold for one pass; the next one
-        may take or give back pages. Empty where no layer travels and the lane has a rectangle."""
+        """Page numbers of the lane, the same in every layer. Valid for one pass. Empty for a padded lane without
+        offloaded layers."""
 
     @property
     @abstractmethod
     def dirty_pages(self) -> Sequence[int]:
-        """Positions in `pages`, ascending, of the pages that the pass writes to. It holds for one pass."""
+        """Indices into `pages`, ascending, of the pages that the pass writes to. Valid for one pass."""
 
     @abstractmethod
     def bind(self, layer: int, pages: torch.Tensor) -> None:
-        """Has the layer read and write its keys and values in `pages` (len(self.pages), bytes of a page), uint8, until
-        `unbind`. The memory stays the caller's, who must not reuse it before. A layer that does not travel ignores
-        it."""
+        """Makes the layer use `pages`, uint8 (len(self.pages), bytes of a page), until `unbind`. The caller owns the
+        memory and must not reuse it before. Ignored by layers that are not offloaded."""
 
     @abstractmethod
     def unbind(self, layer: int) -> None:
-        """Lets go of the memory that was bound, which then holds what the layer has written, padding included. Raises
-        KeyError where a layer that travels was not bound."""
+        """Releases the bound memory, which then holds everything that the layer wrote, padding included. Raises
+        KeyError if an offloaded layer was not bound."""
 
 
 @dataclass(kw_only=True, eq=False)
 class SharedPages:
-    """The first `num_tokens` of several sequences of a block, which one row computes into `pages`, and nobody writes to
-    behind that. They are held until that row has left and all `num_users` have begun, who then hold them by themselves.
-    `in_pass`: others may look at tokens of the pass that computes them, if their row or lane comes later in it.
+    """Shared prefix: the first `num_tokens` of several sequences of a block, computed by one row into `pages`.
+
+    The pages are kept until the owner row has left and all `num_users` have started and hold the pages themselves.
+    `in_pass`: later rows and lanes may read tokens in the same pass that computes them.
     """
 
     num_tokens: int
     in_pass: bool
-    num_users: int = 0  # that have not begun yet, and whoever keeps them for others to come
-    num_computed: int = 0  # tokens that others may look at
+    num_users: int = 0  # sequences that have not started, and holders that keep the prefix for later ones
+    num_computed: int = 0  # tokens that others may read
     pages: list[int] = field(default_factory=list)
     has_owner_left: bool = False
 
     @property
     def is_complete(self) -> bool:
-        """Whether others may go on from it in the pass that is being prepared."""
+        """True if other rows may continue from it in the pass being prepared."""
         return self.num_computed == self.num_tokens
 
 
 class PagePool:
-    """Hands out page numbers, the one that was given back last first. `num_free` are left.
-
-    A page may have several holders, as vLLM's may (Kwon et al. 2023): it is free once all have given it back.
-    """
+    """Allocates page numbers, last freed first. Pages are reference-counted, as in vLLM (Kwon et al. 2023)."""
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self._freed: list[int] = []
-        self._extra_holders: Counter[int] = Counter()  # holders of a page beside the first
+        self._extra_holders: Counter[int] = Counter()  # holders of a page beyond the first
         self._free = list(range(num_pages - 1, -1, -1))
 
     @property
@@ -93,16 +90,16 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, count: int, last_page: int | None = None) -> list[int]:
-        """`behind`: the page that the lane took last."""
+        """Returns `count` pages. `last_page`: the page that the lane allocated last."""
         self._require(count)
         return [self._free.pop() for _ in range(count)]
 
     def share(self, pages: Iterable[int]) -> None:
-        """Another holder for each of them, who gives them back as well."""
+        """Adds one holder to each page; each holder must free it."""
         self._extra_holders.update(pages)
 
     def free(self, pages: Iterable[int]) -> None:
-        """Gives back pages, none of them twice in one call."""
+        """Drops one holder of each page; a page is free when it has no holder. No page may be listed twice."""
         given = list(pages)
         free = [page for page in given if not self._extra_holders[page]] if self._extra_holders else given
         if self._extra_holders:
@@ -114,19 +111,18 @@ class PagePool:
         self._free.extend(reversed(pages))
 
     def _require(self, count: int) -> None:
-        assert count <= self.num_free, f"{count} KV pages are wanted and {self.num_free} of {self.num_pages} are free"
+        assert count <= self.num_free, f"{count} KV pages requested, {self.num_free} of {self.num_pages} are free"
 
     def take_freed(self) -> list[int]:
-        """Those that have become free since the last call."""
+        """Returns the pages that became free since the last call."""
         given, self._freed = self._freed, []
         return given
 
 
 class KVPages:
-    """The pages of a run in compute memory, those of `host_layers` in host memory, to and from where `exchange` goes;
-    its lanes share them, in which `dtype` they are kept. A layer's memory is taken at its first use.
-
-    On a CPU the kernel gives a page of memory when it is first written, and gives it zeroed.
+    """KV pages that all lanes of a run share, stored as `dtype`: in compute memory, or for `host_layers` in host memory
+    that `exchange` copies to and from. A layer's memory is allocated at its first use; on a CPU the kernel backs it
+    page by page, zeroed, at the first write.
     """
 
     def __init__(
@@ -145,7 +141,8 @@ class KVPages:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (N, P, H, Dk) and values (N, P, H, Dv), for tokens (1, H, T, D) such as these."""
+        """Keys (N, P, H, Dk) and values (N, P, H, Dv), with the head sizes and dtype of `like_k` and `like_v`
+        (1, H, T, D)."""
         if index not in self._layers:
             if index in self.host_layers:
                 self._layers[index] = self._pin(like_k, like_v)
@@ -154,14 +151,14 @@ class KVPages:
         return self._layers[index]
 
     def quantized_layer(self, index: int, page_format: PageFormat) -> torch.Tensor:
-        """Pages, uint8 (N, bytes)."""
+        """Quantized pages, uint8 (N, bytes)."""
         if index not in self._quantized:
             shape = self.pool.num_pages, page_format.page_bytes
             self._quantized[index] = self.device.zeros(shape[0] * shape[1])[: shape[0] * shape[1]].view(shape)
         return self._quantized[index]
 
     def fill(self, value: float) -> None:
-        """Every position of every layer that has memory."""
+        """Fills every allocated page with `value`."""
         for parts in self._layers.values():
             for part in parts:
                 (part.view(FLOAT8) if part.dtype is torch.uint8 else part).fill_(value)
@@ -172,7 +169,7 @@ class KVPages:
         return self.device.zeros(num_bytes)[:num_bytes].view(dtype).view(shape)
 
     def _pin(self, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One piece: all keys, then all values. Nobody looks at what was never written, so it need not be zeros."""
+        """One pinned buffer: all keys, then all values. Not zeroed: unwritten positions are never read."""
         shapes = self._shape(like_k), self._shape(like_v)
         middle, end = accumulate(shape.numel() * like_k.itemsize for shape in shapes)
         memory = self.device.host_pages(end)
@@ -186,7 +183,7 @@ class KVPages:
 def split_pages(
     pages: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, kv_dtype: KVDType = KVDType.auto
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of pages (N, bytes) that hold keys and then values, as (N, P, H, Dk) and (N, P, H, Dv)."""
+    """Views of pages (N, bytes), each keys and then values, as (N, P, H, Dk) and (N, P, H, Dv)."""
     views, begin, dtype = [], 0, stored_dtype(kv_dtype, like_k.dtype)
     for like in (like_k, like_v):
         shape = (PAGE_TOKENS, like.shape[1], like.shape[3])
@@ -201,12 +198,12 @@ def num_pages_for(num_tokens: int) -> int:
 
 
 class ContiguousPool(PagePool):
-    """Hands out pages behind those that their lane took last, as long as these are free. Otherwise the lane begins in
-    the middle of the longest free stretch, as whoever has the pages in front of it will grow as well."""
+    """Allocates pages right after the lane's last page while those are free. Otherwise it starts in the middle of the
+    longest free span, since the lane in front of that span will grow as well."""
 
     def __init__(self, num_pages: int):
         super().__init__(num_pages)
-        self._spans = [range(num_pages)] if num_pages else []  # free, ascending, with taken pages between them
+        self._spans = [range(num_pages)] if num_pages else []  # free spans, ascending, never adjacent
 
     @property
     def num_free(self) -> int:
@@ -231,7 +228,7 @@ class ContiguousPool(PagePool):
         return longest.start + len(longest) // 2 if longest.start else 0
 
     def _span_index(self, page: int) -> int:
-        """Which stretch is the last that begins at the page or before it; -1: none."""
+        """Index of the last span that starts at or before `page`; -1: none."""
         return bisect_right(self._spans, page, key=lambda span: span.start) - 1
 
     def _take_from_span(self, begin: int, most: int) -> range:

@@ -1,8 +1,7 @@
-"""What a packed lane keeps beside quantised pages: its rows' **tails**, the page of each last position as computed.
+"""**Tails** of a packed lane with quantized pages: the last, partial page of each row, unquantized.
 
-A page is quantised when it is full, from the numbers as computed, so how a prompt is cut does not change what it holds.
-
-Tails stay where the model computes, whichever tier the pages live in: only pages that a pass fills travel back.
+A page is quantized once it is full, from the computed values, so its contents do not depend on how a prompt is chunked.
+Tails stay in compute memory, whichever tier holds the pages: a pass stores only the pages that it fills.
 
 Letters as in paged.py; R tails.
 """
@@ -19,14 +18,14 @@ from ..stream.device import ComputeDevice
 
 
 class PartialPages:
-    """The tails of one lane. Rows take a slot each and give it back."""
+    """Tails of one lane, one slot for each row."""
 
     def __init__(self, device: ComputeDevice):
         self._device = device
         self._free: list[int] = []
         self._num_slots = 0
         self._layers: dict[int, Pair] = {}
-        self._spans: dict[int, Pair] = {}  # of the layer that stored last, see `QuantizedKV`
+        self._spans: dict[int, Pair] = {}  # of the layer that was stored last, see `QuantizedKV.spans`
 
     def allocate(self) -> int:
         if self._free:
@@ -38,13 +37,13 @@ class PartialPages:
         self._free.append(slot)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Each of the targets holds then what the source in its place held before."""
+        """Copies tail `sources[i]` to `targets[i]` in all layers, reading all sources before any write."""
         for pair in self._layers.values():
             for tails in pair:
                 tails[upload(targets, tails.device)] = tails[upload(sources, tails.device)]
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> Pair:
-        """Keys and values (R, P, H, D) for tokens (1, H, T, D) such as these. They move where rows have come."""
+        """Keys and values (R, P, H, D) of a layer's tails. Returns new tensors after rows were added."""
         held = self._layers.get(index)
         if held is not None and len(held[0]) == self._num_slots:
             return held
@@ -66,8 +65,8 @@ class PartialPages:
         decoding: DecodeRows | None,
         segments: Sequence[Segment],
     ) -> None:
-        """Puts keys and values (1, H, T, D) of the pass into the tails of their rows, and quantises the pages that they
-        fill."""
+        """Stores the pass's keys and values (1, H, T, D) in the tails of their rows and quantizes pages that become
+        full."""
         new = states[0][0].transpose(0, 1), states[1][0].transpose(0, 1)
         full: list[Pair] = []
         if decoding is not None:
@@ -82,7 +81,7 @@ class PartialPages:
             kv.pages[kv.layout.filled_M] = kv.format.encode(k_MPHD, v_MPHD)
 
     def spans(self, segments: Sequence[Segment]) -> dict[int, Pair]:
-        """Those of segments that go on behind the begin of what was stored last, whose tokens are in it."""
+        """Spans of segments that start later than the ones that were stored last, and end with them."""
         found = {}
         for segment in segments:
             k_SHD, v_SHD = self._spans[segment.row]
@@ -92,7 +91,7 @@ class PartialPages:
 
 
 def _join_span(kv: QuantizedKV, new: Pair, segment: Segment) -> Pair:
-    """The segment's tokens behind those of its first page that earlier passes have computed."""
+    """Tokens of the segment, preceded by those of its first page from earlier passes."""
     known, slot = segment.past % PAGE_TOKENS, kv.layout.slot(segment.row)
     k_THD, v_THD = (x_THD[segment.start : segment.start + segment.new] for x_THD in new)
     if not known:
@@ -101,7 +100,7 @@ def _join_span(kv: QuantizedKV, new: Pair, segment: Segment) -> Pair:
 
 
 def _store_tail(kv: QuantizedKV, span: Pair, segment: Segment) -> Pair:
-    """Puts the page of the segment's last token into its row's tail; returns the pages that it fills (M, P, H, D)."""
+    """Stores the page of the segment's last token in its row's tail. Returns the full pages (M, P, H, D)."""
     slot, num = kv.layout.slot(segment.row), len(span[0])
     begin = (num - 1) // PAGE_TOKENS * PAGE_TOKENS
     for tails, x_SHD in zip(kv.tails, span, strict=True):

@@ -1,8 +1,8 @@
-"""KV cache of one padded lane: transformers' own cache, its plain layers with their memory reserved at once.
+"""KV cache of one padded lane: a transformers cache with the memory of its full-attention layers reserved up front.
 
-A cache that grows by concatenation copies all of itself for every token. Sliding windows and recurrent states are
-bounded, so their layers stay transformers' own. Layers that other ranks compute hold nothing here, and are as long as
-if they did, since a class makes its masks by the first layer of a kind, whoever has it.
+A cache that grows by concatenation copies itself for every token. Sliding windows and recurrent states are bounded, so
+their layers stay those of transformers. Layers of other ranks hold no data but report the right length, since models
+build their masks from the first layer of a kind.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from .pages import KVCache, PagePool, num_pages_for
 
 
 class SkippedLayer(DynamicLayer):
-    """Counts positions."""
+    """Layer of another rank: counts positions and stores nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class SkippedLayer(DynamicLayer):
         return self._length
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """All rows are as long."""
+        """Does nothing: all rows have the same length."""
 
 
 def skip_layers(cache: Cache, layers: Collection[int], num_rows: int, num_tokens: int) -> None:
-    """Makes `layers` longer by so many tokens of each row. Those that keep a window take a byte for each of them."""
+    """Extends `layers` by `num_tokens` in each row. Sliding-window layers store one byte per token."""
     byte = torch.zeros(num_rows, 1, num_tokens, 1, dtype=torch.uint8) if layers else None
     for index in layers:
         layer = cache.layers[index]
@@ -50,15 +50,15 @@ def skip_layers(cache: Cache, layers: Collection[int], num_rows: int, num_tokens
 
 
 def row_moves(sources: Sequence[int]) -> Iterator[tuple[int, int] | tuple[None, int] | tuple[int, None]]:
-    """Moves (to, from), one after the other, by which row i becomes what row `sources[i]` was: none is written while
-    another still wants it. None is a place aside, for rows that change places in a circle."""
+    """Sequential moves (target, source) after which row i holds what row `sources[i]` held. No row is overwritten while
+    another still needs it. None is a spare row, for cycles."""
     pending = {new: old for new, old in enumerate(sources) if new != old}
     num_readers = Counter(pending.values())
     free = [new for new in pending if not num_readers[new]]
     while pending:
         if not free:
             new, old = next(iter(pending.items()))
-            yield None, new  # its readers find it aside
+            yield None, new  # its readers take it from the spare row
             yield from _cycle_moves(new, pending)
             continue
         new = free.pop()
@@ -70,7 +70,7 @@ def row_moves(sources: Sequence[int]) -> Iterator[tuple[int, int] | tuple[None, 
 
 
 def _cycle_moves(first: int, pending: dict[int, int]) -> Iterator[tuple[int, int] | tuple[int, None]]:
-    """The moves of a circle whose row `first` is aside. Each of its rows has one reader: others have been moved."""
+    """Moves of a cycle after row `first` was saved. Each of its rows has one reader left."""
     new = first
     while (old := pending.pop(new)) != first:
         yield new, old
@@ -79,7 +79,7 @@ def _cycle_moves(first: int, pending: dict[int, int]) -> Iterator[tuple[int, int
 
 
 class ReservedLayer(DynamicLayer):
-    """Keys and values (B, H, S, D), views of memory that has room for `capacity` positions."""
+    """Keys and values (B, H, S, D), views of memory reserved for `capacity` positions."""
 
     def __init__(self, capacity: int, device: ComputeDevice):
         super().__init__()
@@ -99,7 +99,7 @@ class ReservedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both with all that is cached, as views."""
+        """Appends the states. Returns views of all cached keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin, self._length = self._length, self._length + key_states.shape[-2]
@@ -108,8 +108,7 @@ class ReservedLayer(DynamicLayer):
         return self._update_views()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was; those behind the last are let go. A row's memory is allocated at
-        most."""
+        """Makes row i hold what row `beam_idx[i]` held and drops later rows. Needs memory for at most one row."""
         if self.is_initialized:
             self._keep_rows(beam_idx.tolist())
             self._update_views()
@@ -130,15 +129,18 @@ class ReservedLayer(DynamicLayer):
 
 
 class OffloadedLayer(ReservedLayer):
-    """Its memory is bound while a lane is in the layer; meanwhile it lives in a tier. All of it is carried each way."""
+    """Layer in another tier: its memory is bound while a lane is in it, and is transferred whole each way."""
 
     def __init__(self, capacity: int, device: ComputeDevice):
         super().__init__(capacity, device)
         self._shapes: list[torch.Size] = []
-        self._to_keep: list[list[int]] = []  # rows that stay, for when the memory is back
+        self._to_keep: list[list[int]] = []  # row selections to apply when memory is bound
 
     def bind(self, pages: torch.Tensor) -> None:
-        self._pages, self._flat = pages, pages.reshape(-1)  # a copy where pages lie apart
+        self._pages, self._flat = (
+            pages,
+            pages.reshape(-1),
+        )  # a copy if pages are not contiguous; `unbind` writes it back
         if self.is_initialized:
             self._attach()
 
@@ -171,12 +173,12 @@ class OffloadedLayer(ReservedLayer):
             self._to_keep.append(beam_idx.tolist())
             num_rows = len(beam_idx)
             self._all_keys, self._all_values = self._all_keys[:num_rows], self._all_values[:num_rows]
-            self._update_views()  # others ask for the shapes
+            self._update_views()  # the lane reads their shapes
 
 
 class RectangleKV(KVCache):
-    """The travelling layers of a padded lane, to whoever carries them: so many pages of a pool, all of them changed by
-    every pass. Layers that transformers keeps itself stay where they are. `capacity` as in `rectangle_cache`."""
+    """Offloaded layers of a padded lane as pages of a pool; every pass writes all of them. Layers of transformers' own
+    kinds stay in compute memory. `capacity` as in `rectangle_cache`."""
 
     def __init__(self, cache: Cache, num_rows: int, capacity: int, pool: PagePool):
         self._layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, OffloadedLayer)}
@@ -200,7 +202,7 @@ class RectangleKV(KVCache):
             self._layers[layer].unbind()
 
     def close(self) -> None:
-        """Gives the pages back."""
+        """Frees the pages."""
         self._pool.free(self._pages)
         self._pages = []
 
@@ -212,8 +214,8 @@ def rectangle_cache(
     offloaded_layers: frozenset[int] = frozenset(),
     skipped_layers: frozenset[int] = frozenset(),
 ) -> DynamicCache:
-    """`capacity`: positions of the longest sequence, padding included, rounded up to whole pages. Layers in `travels`
-    have their memory bound by the engine; those in `passed` hold nothing."""
+    """Builds the cache of a padded lane. `capacity`: positions of the longest sequence, padding included; rounded up to
+    whole pages. The engine binds the memory of `offloaded_layers`; `skipped_layers` store nothing."""
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and index in skipped_layers:
@@ -231,7 +233,7 @@ def cross_rectangle_cache(
     device: ComputeDevice,
     offloaded_layers: frozenset[int],
 ) -> EncoderDecoderCache:
-    """`config` is the decoder's own. What it keeps of the encoder's positions is written once, by the first pass, and
-    stays in compute memory."""
+    """Builds the cache of an encoder-decoder; `config` is the decoder's. Cross-attention keys and values are written
+    once, by the first pass, and stay in compute memory."""
     own = rectangle_cache(config, num_decoded, device, offloaded_layers)
     return EncoderDecoderCache(own, rectangle_cache(config, num_encoded, device))

@@ -1,3 +1,3 @@
-"""Carries bytes between disk, host and device while lanes compute: weights, experts, keys and values, attention on
-the CPU. Here belongs what moves bytes that a schedule has ordered, and the device that they go to.
+"""Transfers between disk, host and device while lanes compute: weights, experts, keys and values, inputs of attention
+on the CPU. The schedule orders them; this package executes them and wraps the compute device.
 """

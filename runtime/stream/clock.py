@@ -1,7 +1,6 @@
-"""What a stream carried, and when work ran, in the host's monotonic seconds, also where a device runs it long after it
-was queued.
+"""Timing of device work in the host's monotonic seconds, and counters of transfers.
 
-On a CPU work is over when the call returns, and is told of at once. An accelerator's events are read once per pass.
+On a CPU, work is done when the call returns and is reported at once. An accelerator's events are read once per pass.
 """
 
 import threading
@@ -14,11 +13,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 Moment: TypeAlias = float | torch.Event  # seconds on a CPU; on an accelerator a point in a stream's work
-Then: TypeAlias = Callable[[float, float], None]  # told when the work began and ended
+Then: TypeAlias = Callable[[float, float], None]  # called with the begin and end of the work
 
 
 class Reference(NamedTuple):
-    """An event and when it happened. A fresh one each pass: events count in float32 milliseconds, clocks drift."""
+    """An event and its host time. Renewed each pass: elapsed times are float32 milliseconds, and clocks drift."""
 
     event: torch.Event
     seconds: float
@@ -32,9 +31,10 @@ class TimedWork(NamedTuple):
 
 
 class DeviceClock:
-    """One per device. Any thread may begin and end work, the engine's alone resolves. `new_event` makes events with
-    timing; None: a CPU's clock. `compute_stream` is where references are recorded: an event without a stream would take
-    one of the current device, which is each thread's own."""
+    """Times work on one device. Any thread may call `begin` and `end`; only the engine's thread calls `resolve`.
+
+    `new_event` makes timing events; None: a CPU's clock. References are recorded on `compute_stream`: without a stream,
+    an event would use the current device, which differs by thread."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class DeviceClock:
         compute_stream: Callable[[], torch.Stream | None] = lambda: None,
     ):
         self._new_event, self._compute_stream = new_event, compute_stream
-        self._spare: deque[torch.Event] = deque()  # of work that was told of
+        self._spare: deque[torch.Event] = deque()  # of reported work
         self._reference: Reference | None = None
         self._making_reference = threading.Lock()
-        self._running: deque[TimedWork] = deque()  # appending and popping are atomic; exchanging a list would lose work
+        self._running: deque[TimedWork] = deque()  # append and popleft are atomic; swapping lists would lose work
 
     def begin(self, stream: torch.Stream | None = None) -> Moment:
-        """Marks the moment before work is queued on `stream`, behind what it waits for. The moment is good for one
-        `end`, which takes its event back."""
+        """Marks the start of work on `stream`, after what it waits for is queued. Use the result for one `end` only,
+        which recycles its event."""
         if self._new_event is None:
             return time.monotonic()
         if self._reference is None:
@@ -59,8 +59,8 @@ class DeviceClock:
         return self._record_event(stream)
 
     def end(self, begin: Moment, then: Then, stream: torch.Stream | None = None) -> None:
-        """Marks the moment after work was queued. `then` is called now on a CPU, and on an accelerator by the first
-        `resolve` that finds the work done."""
+        """Marks the end of queued work. Calls `then` at once on a CPU; on an accelerator, the first `resolve` after the
+        work is done calls it."""
         if isinstance(begin, int | float):
             then(begin, time.monotonic())
             return
@@ -69,14 +69,14 @@ class DeviceClock:
         self._running.append(TimedWork(begin, self._record_event(stream), then, self._reference))
 
     def wait(self, compute_stream: torch.Stream) -> None:
-        """Waits for all that is queued there, once per pass: with timing, by an event that is a new reference."""
+        """Waits for all work queued on the stream, once per pass, and renews the reference."""
         if self._new_event is None:
             compute_stream.synchronize()
         else:
             self._reference = self._make_reference(self._new_event())
 
     def resolve(self) -> None:
-        """Tells of the work that is done: once per pass, behind `wait`."""
+        """Reports finished work to its callbacks: once per pass, after `wait`."""
         if self._new_event is None:
             return
         for _ in range(len(self._running)):
@@ -112,13 +112,12 @@ def _by_stage() -> defaultdict[int, float]:
 
 @dataclass(kw_only=True)
 class StreamCounters:
-    """`reads` and `copies` are the busy seconds of disk and link, `stalls` those that compute waited, all by stage.
+    """Transfer counters. By stage: `reads` and `copies` are busy seconds of disk and link, `stalls` are seconds that
+    compute waited, on an accelerator an upper bound, since queued compute may hide the host's waiting.
 
-    A hit is a streamed stage whose bytes were there when a lane first asked for it. On an accelerator the host's
-    waiting may hide behind compute that is queued already, so `stalls` is an upper bound there.
-
-    Of experts that are read one by one: those of the layers that lanes passed, and those of them that a token visited,
-    each once, however many lanes asked; and how many were brought in, each as often as that happened.
+    A hit is a streamed stage that had arrived when the first lane needed it. Of experts read one by one, `num_experts`
+    counts those of the layers passed and `num_experts_hit` those that a token visited, each once; `num_experts_read`
+    counts every read.
     """
 
     bytes_read: int = 0  # disk -> host
@@ -135,6 +134,6 @@ class StreamCounters:
     stalls: defaultdict[int, float] = field(default_factory=_by_stage)
 
     def count_acquire(self, is_in_time: bool) -> None:
-        """A lane asks for a streamed stage, for the first time since it was brought in."""
+        """Counts the first use of a streamed stage after it was fetched."""
         self.num_hits += is_in_time
         self.num_misses += not is_in_time

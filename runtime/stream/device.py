@@ -1,8 +1,8 @@
 """The compute device: memory, streams and events. One code path serves every accelerator through `torch.Stream` and
-`torch.Event`; the CPU is a null implementation of the same interface and runs the same engine.
+`torch.Event`; the CPU is a null implementation of the same interface.
 
-An accelerator's memory is counted as torch's allocators hold it. They keep what was freed, on the device and of pinned
-memory, and what they keep is taken in the eyes of the driver and of the system.
+Accelerator memory is counted as torch's allocators hold it. They cache freed device and pinned memory, which the driver
+and the system still count as used.
 """
 
 import logging
@@ -30,9 +30,8 @@ EXPANDABLE_SEGMENTS = "expandable_segments"
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name, with an index whatever the name says: each thread has a current device of its own, so
-    that one without an index would be another to other threads. `auto` is the CPU where nothing else will do. Raises
-    ConfigError."""
+    """The torch device for `machine.device`, always with an index: the current device differs by thread, so a device
+    without an index would too. `auto` falls back to the CPU. Raises ConfigError."""
     try:
         device = None if name == "auto" else torch.device(name)
     except RuntimeError as error:
@@ -43,33 +42,29 @@ def choose_device(name: str) -> torch.device:
     if device is None:
         missing = None if found is None else _missing_feature(found)
         if found is not None and missing is not None:
-            log.warning("machine.device=auto: the CPU, as torch offers no %s on %s", missing, found.type)
+            log.warning("machine.device=auto: using the CPU, since torch has no %s on %s", missing, found.type)
         if found is None or missing is not None:
             return torch.device("cpu")
         device = found
     elif found is None:
-        raise ConfigError(
-            f"machine.device={name}: torch {torch.__version__} finds no accelerator here; use machine=cpu"
-        )
+        raise ConfigError(f"machine.device={name}: torch {torch.__version__} finds no accelerator; use machine=cpu")
     elif found.type != device.type:
-        raise ConfigError(f"machine.device={name}: this torch {torch.__version__} computes on {found.type} or the CPU")
+        raise ConfigError(f"machine.device={name}: this torch {torch.__version__} supports only {found.type} and cpu")
     elif (missing := _missing_feature(device)) is not None:
         raise ConfigError(
-            f"machine.device={name}: torch offers no {missing} on {device.type}, which streaming weights takes; "
+            f"machine.device={name}: torch has no {missing} on {device.type}, which streaming weights requires; "
             "use machine=cpu"
         )
     index, count = device.index, torch.accelerator.device_count()
     if index is None:
         index = torch.accelerator.current_device_index()
     if index >= count:
-        raise ConfigError(
-            f"machine.device={name}: torch finds {count} of {device.type} here, {device.type}:0 to {count - 1}"
-        )
+        raise ConfigError(f"machine.device={name}: no such device; torch finds {count}: {device.type}:0 to {count - 1}")
     return torch.device(device.type, index)
 
 
 def _missing_feature(device: torch.device) -> str | None:
-    """What of it torch does not offer, as on Apple's devices, where host memory is the device's too."""
+    """The required feature that torch lacks on this device, for an error message; None if there is none."""
     if not hasattr(torch.get_device_module(device), "mem_get_info"):
         return "figure for free memory"
     try:
@@ -80,15 +75,16 @@ def _missing_feature(device: torch.device) -> str | None:
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
-    """NVIDIA's have them from Ampere on, compute capability 8.0; torch computes bfloat16 on earlier ones too, by way of
-    float32."""
+    """True if the device computes bfloat16 natively: NVIDIA from compute capability 8.0 on. Torch emulates it by
+    float32 on earlier ones."""
     if device.type != "cuda" or torch.version.hip is not None:
         return True
     return torch.get_device_module(device).get_device_capability(device) >= (8, 0)
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes. `unreserved`: what no process has. Of those that torch reserved, `allocated` are in tensors."""
+    """Device memory in bytes. `unreserved`: free for all processes. `reserved`: by torch, of which `allocated` is in
+    tensors."""
 
     unreserved: int
     reserved: int
@@ -100,9 +96,8 @@ class DeviceMemory(NamedTuple):
 
 
 def enable_expandable_segments(device: torch.device) -> None:
-    """Has torch map device memory in pages that segments grow by, so that blocks of many sizes, as prompts have, leave
-    no holes of their own. Whoever configures the allocator by its environment variables has the last word, and so have
-    virtual devices that cannot map pages."""
+    """Turns on torch's expandable segments, which avoid fragmentation by blocks of many sizes. Does nothing if the
+    allocator's environment variables are set; falls back with a warning if the device cannot map pages."""
     if device.type != "cuda" or torch.version.hip is not None or any(map(os.environ.get, ALLOCATOR_VARIABLES)):
         return
     _configure(f"{EXPANDABLE_SEGMENTS}:True")
@@ -111,7 +106,7 @@ def enable_expandable_segments(device: torch.device) -> None:
     except RuntimeError as error:
         _configure(f"{EXPANDABLE_SEGMENTS}:False")
         log.warning(
-            "memory of %s is allocated in whole segments, as it cannot map pages: %s", device, first_line(error)
+            "%s does not support expandable segments, so its memory may fragment: %s", device, first_line(error)
         )
 
 
@@ -121,7 +116,7 @@ def _configure(settings: str) -> None:
 
 
 class Event(Protocol):
-    """A point in a stream's work, as `torch.Event` has it. Streams wait for events of their own device alone."""
+    """Interface of `torch.Event`. Streams can wait only for events of their own device."""
 
     def record(self, stream: torch.Stream | None = None) -> None: ...
 
@@ -129,7 +124,7 @@ class Event(Protocol):
 
 
 class NullEvent:
-    """The event of a CPU, where work is done when the call returns."""
+    """Event of a CPU, where work is done when the call returns."""
 
     def record(self, stream: torch.Stream | None = None) -> None:
         pass
@@ -139,24 +134,23 @@ class NullEvent:
 
 
 class CopyPart(NamedTuple):
-    """One piece of a copy: as many bytes on either side."""
+    """One piece of a copy; both tensors have the same number of bytes."""
 
     source: torch.Tensor
     target: torch.Tensor
 
 
 class ComputeDevice:
-    """`is_accelerator` says whether compute memory and host memory are two. Streams are made here, waited on in the
-    engine."""
+    """Memory, streams and copies of one device. `is_accelerator`: compute memory is separate from host memory."""
 
     _shared: SharedWeights | None = None
-    _graph_pool: tuple[Any, torch.cuda.Stream] | None = None  # torch's handle of their memory, and where they are made
+    _graph_pool: tuple[Any, torch.cuda.Stream] | None = None  # memory pool and capture stream of CUDA graphs
 
     def __init__(self, name: str, shared: SharedWeights | None = None):
-        """`shared`: where weights lie that stay in host memory, which other processes have too."""
+        """`shared`: host memory for weights that other processes use too."""
         self.torch_device, self._shared = choose_device(name), shared
         self.is_accelerator = self.torch_device.type != "cpu"
-        self.library_bytes = LIBRARY_BYTES if self.is_accelerator else 0  # that plans leave to them
+        self.library_bytes = LIBRARY_BYTES if self.is_accelerator else 0  # reserved by plans for CUDA libraries
         if self.is_accelerator:
             enable_expandable_segments(self.torch_device)
         self.copy_stream = self.new_stream()
@@ -164,22 +158,21 @@ class ComputeDevice:
         self.clock = DeviceClock(new_event, self.compute_stream)
 
     def new_stream(self) -> torch.Stream | None:
-        """A stream for copies that are not to queue behind others; None on a CPU, where a copy is done when the call
-        returns."""
+        """A new stream, for copies that must not queue behind others; None on a CPU."""
         return torch.Stream(device=self.torch_device) if self.is_accelerator else None
 
     def new_event(self) -> Event:
         return torch.Event(device=self.torch_device) if self.is_accelerator else NullEvent()
 
     def host_pages(self, num_bytes: int) -> torch.Tensor:
-        """uint8 host memory that only the device's copies look at: pinned, and not aligned to the disk's blocks."""
+        """uint8 host memory for copies only: pinned, not aligned for direct disk reads."""
         if not self.is_accelerator:
             return self.host_buffer(num_bytes)
         return allocate_pinned(num_bytes, is_aligned=False)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Page-aligned host memory for weights, uint8, pinned where there is an accelerator. On a CPU in huge pages
-        where the kernel has them: a direct read must look up every page that it fills."""
+        """Page-aligned uint8 host memory for weights, pinned if there is an accelerator. On a CPU it uses huge pages if
+        possible: a direct read must look up every page that it fills."""
         size = round_up(max(num_bytes, 1), ALIGNMENT_BYTES)
         if not self.is_accelerator:
             return allocate_anonymous(size, huge=size >= HUGE_PAGE_BYTES)
@@ -187,14 +180,14 @@ class ComputeDevice:
 
     @property
     def num_sharers(self) -> int:
-        """How many processes have the weights that stay in host memory in common."""
+        """Number of processes that share the weights in host memory."""
         return 1 if self._shared is None else self._shared.num_sharers
 
     def load_host_weights(
         self, extents: Sequence[Extent], num_bytes: int, read: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        """A host buffer with weights that stay, which `read` fills, or has filled in another process that shares them.
-        Nobody writes into it afterwards."""
+        """Host buffer with resident weights, filled by `read` here or by another process that shares them. Read-only
+        afterwards."""
         if self._shared is None:
             buffer = self.host_buffer(num_bytes)
             read(buffer)
@@ -203,21 +196,21 @@ class ComputeDevice:
         return self._shared.get_or_fill(extents, size, read, is_pinned=self.is_accelerator)
 
     def compute_buffer(self, num_bytes: int) -> torch.Tensor:
-        """uint8 memory where compute finds its weights."""
+        """uint8 compute memory."""
         if not self.is_accelerator:
             return self.host_buffer(num_bytes)
         return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.torch_device)
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
-        """uint8 compute memory for what lives long. On a CPU it comes from the kernel, zeroed page by page as it is
-        touched, and never from the heap: between activations of the heap it would leave holes of their size."""
+        """Zeroed uint8 compute memory for long-lived data. On a CPU it is mapped from the kernel and not taken from the
+        heap, which it would fragment; pages are zeroed at the first access."""
         return (
             self.compute_buffer(num_bytes).zero_() if self.is_accelerator else allocate_anonymous(num_bytes, huge=False)
         )
 
     def copy_ahead(self, parts: Sequence[CopyPart], *, after: Event, then: Then | None = None) -> None:
-        """Queues host -> device on the copy stream, to begin once `after` has happened. Returns at once; `then`
-        is told when all of it ran."""
+        """Queues host-to-device copies on the copy stream, after the event `after`. Returns at once; `then` gets the
+        time of all of them."""
         assert self.copy_stream is not None, "copies exist only where there is an accelerator"
         self.copy_all(parts, on=self.copy_stream, after=after, then=then)
 
@@ -230,14 +223,14 @@ class ComputeDevice:
         after: Event,
         then: Then | None = None,
     ) -> None:
-        """Queues a copy in either direction on a stream, to begin once `after` has happened. Returns at once; `then`
-        is told when it ran."""
+        """Queues a copy in either direction on stream `on`, after the event `after`. Returns at once; `then` gets its
+        time."""
         self.copy_all([CopyPart(source, target)], on=on, after=after, then=then)
 
     def copy_all(
         self, parts: Sequence[CopyPart], *, on: torch.Stream | None, after: Event, then: Then | None = None
     ) -> None:
-        """Copies the parts one behind the other, each as `copy` does."""
+        """Queues several copies in order, as `copy` does."""
         if on is not None:
             self.wait(on, after)
         begin = self.clock.begin(on) if then is not None else 0.0
@@ -248,7 +241,7 @@ class ComputeDevice:
             self.clock.end(begin, then, on)
 
     def clear_all(self, targets: Sequence[torch.Tensor], *, on: torch.Stream | None, after: Event) -> None:
-        """Queues zeros, as `copy_all` does copies."""
+        """Queues zeroing of the targets, as `copy_all` does copies."""
         if on is not None:
             self.wait(on, after)
         with self.on_stream(on):
@@ -256,29 +249,29 @@ class ComputeDevice:
                 target.zero_()
 
     def on_stream(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
-        """What this thread queues within goes on the stream. An object of its own for each time: one of torch's keeps
-        what its thread goes back to, and two threads may be within the same stream."""
+        """Context that makes `stream` current for this thread."""
         if stream is None:
             return nullcontext()
+        # A new object each time: a torch.Stream stores the stream to restore, and two threads may use the same one.
         return torch.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
 
     def wait(self, stream: torch.Stream, event: Event) -> None:
-        """What is queued on the stream from now on begins once `event` has happened."""
+        """Makes work queued on the stream from now on wait for `event`."""
         stream.wait_event(event)  # pyright: ignore[reportArgumentType] - `new_event` made it: it is the stream's kind
 
     @property
     def can_record(self) -> bool:
-        """Whether what is queued can be recorded, see `recorded`."""
+        """True if the device supports `record_graph`."""
         return self.torch_device.type == "cuda"
 
     def record_graph(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Calls `work`, which queues operators on the compute stream and waits for none, and records these in place of
-        running them. Returns what `work` has returned, whose tensors are filled each time that the recording is
-        replayed, and a function that queues that and returns. Raises RuntimeError where it asks the device something,
-        or memory is short. All recordings of a device share memory: what one has made is good until another is
-        replayed."""
+        """Captures the operators that `work` queues in a CUDA graph, without running them.
+
+        Returns the result of `work`, whose tensors each replay fills, and the replay function, which does not wait. All
+        graphs of a device share memory: results are valid until another graph is replayed. Raises RuntimeError if
+        `work` synchronizes with the device or memory runs out."""
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch_device)
@@ -290,7 +283,7 @@ class ComputeDevice:
             ):
                 made = work()
         finally:
-            torch.cuda.set_stream(before)  # a recording that fails leaves its own behind
+            torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
         return made, graph.replay
 
     def compute_stream(self) -> torch.Stream | None:
@@ -302,8 +295,8 @@ class ComputeDevice:
             self.wait(stream, event)
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """These, all of one dtype, in host memory, once all queued compute is done: the one time in a pass that the
-        host waits for it, and the one transfer."""
+        """Copies tensors of one dtype to host memory in one transfer. Waits for all queued compute: the one host
+        synchronization of a pass."""
         if not self.is_accelerator:
             return list(tensors)
         whole = torch.cat([tensor.flatten() for tensor in tensors])
@@ -314,14 +307,14 @@ class ComputeDevice:
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def wait_for_compute(self) -> None:
-        """Host waits for all queued compute: once per pass, when its tokens are needed anyway."""
+        """Blocks the host until all queued compute is done: once per pass, when its tokens are needed anyway."""
         stream = self.compute_stream()
         if stream is not None:
             self.clock.wait(stream)
 
     def synchronize(self) -> None:
-        """Host waits for all that is queued on any stream, copies for a pass that never comes included: before their
-        memory goes, and so that the clock holds nothing of those who wait to be told of it."""
+        """Blocks the host until all streams are done, prefetches included. Call it before their memory is freed; it
+        also reports all timed work, so that the clock keeps no callbacks."""
         if self.is_accelerator:
             torch.accelerator.synchronize(self.torch_device)
             self.clock.resolve()
@@ -335,19 +328,19 @@ class ComputeDevice:
         )
 
     def free_bytes(self) -> int:
-        """Device memory that nobody uses; what torch keeps for later is that."""
+        """Free device memory, including what torch caches."""
         return self.memory().free_bytes
 
     def set_memory_limit(self, num_bytes: int | None) -> None:
-        """Limits what torch's allocator may hold in this process from now on, in bytes; None lifts the limit. Beyond it
-        torch is out of memory."""
+        """Limits the memory of torch's allocator in this process to `num_bytes`; None removes the limit. Beyond it torch
+        raises OutOfMemoryError."""
         if self.is_accelerator:
             module = torch.get_device_module(self.torch_device)
             share = 1.0 if num_bytes is None else min(1.0, num_bytes / module.mem_get_info(self.torch_device)[1])
             module.set_per_process_memory_fraction(share, self.torch_device)
 
     def empty_caches(self) -> None:
-        """What torch keeps for later, pinned host memory too: the system counts it as taken. Waits for the device."""
+        """Returns torch's cached device and pinned memory to the system. Waits for the device."""
         if not self.is_accelerator:
             return
         torch.accelerator.empty_cache()
@@ -358,13 +351,13 @@ class ComputeDevice:
             torch._C._host_emptyCache()
 
     def peak_reserved_bytes(self) -> int:
-        """Most that torch's allocator held since the start of the process, in tensors or not; 0 on a CPU."""
+        """Peak memory reserved by torch's allocator since the process started; 0 on a CPU."""
         return torch.accelerator.max_memory_reserved(self.torch_device) if self.is_accelerator else 0
 
     def used_bytes(self) -> int:
-        """Device memory allocated now; 0 on a CPU."""
+        """Device memory in tensors now; 0 on a CPU."""
         return torch.accelerator.memory_allocated(self.torch_device) if self.is_accelerator else 0
 
     def peak_bytes(self) -> int:
-        """Most device memory allocated since the start of the process; 0 on a CPU, whose peak is the process's own."""
+        """Peak device memory in tensors since the process started; 0 on a CPU, where it is the process's own peak."""
         return torch.accelerator.max_memory_allocated(self.torch_device) if self.is_accelerator else 0

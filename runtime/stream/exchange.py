@@ -1,7 +1,7 @@
-"""Carries what attention on the CPU needs down to host memory and its answers back up, each way on a stream of its own.
+"""Copies inputs of CPU attention to host memory and its outputs back, each way on its own stream.
 
-All of it is queued on the device. The thread that attends waits for the arrival of its own trip and for nothing else;
-compute waits for an answer where the lane goes on. Bytes only: what they mean is the cache's business.
+All copies are queued on the device. The attention thread waits only for the inputs of its own trip; compute waits for
+an output when its lane continues.
 """
 
 from collections import deque
@@ -20,15 +20,15 @@ from .device import ComputeDevice, CopyPart, Event
 
 
 class RoundTripMemory:
-    """Pinned memory of one trip. `begun`: compute has made what goes down. `arrived`: it is in host memory. `left`: the
-    answer is in compute memory."""
+    """Pinned memory of one trip. Events: `begun`: compute has produced the inputs; `arrived`: they are in host memory;
+    `left`: the output is in compute memory."""
 
     def __init__(self, device: ComputeDevice, num_bytes: int):
         self.buffer = device.host_pages(num_bytes)
         self.begun, self.arrived, self.left = (device.new_event() for _ in range(3))
 
     def parts(self, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Places for tensors such as these, side by side."""
+        """Views of the buffer for tensors like these, one after another."""
         found, begin = [], 0
         for like in likes:
             end = begin + like.nbytes
@@ -39,7 +39,7 @@ class RoundTripMemory:
 
 
 class RoundTrip:
-    """One lane's attention in one layer. `arrived` and `answer` may be called on any thread."""
+    """Copies of one lane's attention in one layer. Any thread may call `wait_for_inputs` and `send_answer`."""
 
     def __init__(
         self,
@@ -50,30 +50,32 @@ class RoundTrip:
         out: torch.Tensor,
     ):
         self._exchange, self._layer, self._memory = exchange, layer, memory
-        self._sent = sent  # kept until it has gone down
+        self._sent = sent  # kept alive: the copy to the host may still read it
         *self._places, self._answer = memory.parts([*sent, out])
         self.out = out
 
     def wait_for_inputs(self) -> list[torch.Tensor]:
-        """What was sent, in host memory until `receive`. Waits for it alone."""
+        """Waits for this trip's inputs. Returns them in host memory, valid until `receive`."""
         self._memory.arrived.synchronize()
         return self._places
 
     def send_answer(self, answer: torch.Tensor) -> None:
-        """Begins to bring it up into `out`. Comes behind `arrived`, so the last answer has left the same memory:
-        compute waited for that one before it made what has arrived."""
+        """Queues the copy of the output into `out`. Call it after `wait_for_inputs`."""
+        # The pinned memory is free: compute waited for its last output before it produced the inputs of this trip.
         self._answer.copy_(answer)
         self._exchange.send_answer(self._layer, CopyPart(self._answer, self.out), self._memory)
 
     def receive(self) -> torch.Tensor:
-        """The answer, for compute that is queued from now on. The engine's thread calls it, once, behind `answer`."""
+        """The output, for compute queued from now on. Call it once, on the engine's thread, after `send_answer`."""
         self._exchange.receive_answer(self._memory, self.out.nbytes)
         return self.out
 
 
 class HostExchange:
-    """One per run; a context manager. Its methods are the engine's thread's, but for `lift`. `layer` counts decoder
-    layers from 0; `first_stage` is what counters and spans call that one, and `what` spans call that which goes."""
+    """Round trips between compute and host memory; one per run. Not thread-safe, except `send_answer`.
+
+    `layer` counts decoder layers from 0; `first_stage` is the stage index of layer 0 in counters and traces, `label`
+    the name of the data in traces."""
 
     def __init__(
         self,
@@ -98,20 +100,20 @@ class HostExchange:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Waits for copies in flight, whose memory is about to go."""
+        """Waits for copies in flight: their memory is freed next."""
         for stream in (self._down, self._up):
             if stream is not None:
                 stream.synchronize()
 
     def new_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Compute memory."""
+        """A new, uninitialized tensor in compute memory."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self._device.compute_buffer(num_bytes)[:num_bytes].view(dtype).view(*shape)
 
     def send(self, layer: int, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> RoundTrip:
-        """Begins to bring contiguous tensors down; the answer will go to `out`, compute memory that nobody else uses.
-        Trips that are under way are limited in number."""
-        assert self._free, f"more than {self._size.num_round_trips} lanes attend beside their KV"
+        """Queues copies of contiguous tensors to host memory. The output goes to `out`, compute memory used by nothing
+        else. The number of trips in flight is limited."""
+        assert self._free, f"more than {self._size.num_round_trips} lanes attend on the CPU"
         memory = self._free.pop()
         round_trip = RoundTrip(self, layer, memory, tensors, out)
         memory.begun.record(self._device.compute_stream())
@@ -121,7 +123,7 @@ class HostExchange:
         return round_trip
 
     def send_answer(self, layer: int, answer: CopyPart, memory: RoundTripMemory) -> None:
-        """The thread that attends calls it."""
+        """Queues the copy of an output to compute memory. The attention thread calls it."""
         self._copy_up("answer", layer, [answer], memory.begun)
         memory.left.record(self._up)
 
@@ -131,8 +133,8 @@ class HostExchange:
         self._free.append(memory)
 
     def store(self, layer: int, copies: Sequence[CopyPart]) -> None:
-        """Begins to bring compute memory down to where it stays. Nobody may change the sources. Of several such calls
-        compute waits for the last but one, so that their memory is bounded."""
+        """Queues copies from compute memory to host memory. The sources must not change until they are done."""
+        # Compute waits for older stores, so that the memory of their sources is bounded.
         while len(self._stored) >= STORES_IN_FLIGHT:
             self._device.compute_waits_for(self._stored.popleft()[0])
         self._begun.record(self._device.compute_stream())
@@ -142,8 +144,7 @@ class HostExchange:
         self._stored.append((stored, copies))
 
     def load(self, layer: int, copies: Iterable[CopyPart]) -> None:
-        """Brings up what lies in host memory, behind all that was stored there, for compute that is queued from now
-        on."""
+        """Queues copies from host memory, after all earlier stores, for compute queued from now on."""
         self._begun.record(self._device.compute_stream())
         if self._up is not None and self._stored:
             self._device.wait(self._up, self._stored[-1][0])
@@ -162,7 +163,7 @@ class HostExchange:
         return self._copy(copies, self._up, after, partial(self._count_copy, Resource.host_to_device, verb, layer))
 
     def _copy(self, copies: Iterable[CopyPart], on: torch.Stream | None, after: Event, then: Then) -> int:
-        """Queues them as one piece of work, whose span is theirs; returns their bytes."""
+        """Queues copies as one piece of timed work. Returns their bytes."""
         parts = list(copies)
         self._device.copy_all(parts, on=on, after=after, then=then)
         return sum(part.source.nbytes for part in parts)

@@ -1,6 +1,6 @@
-"""Carries the experts of paged stages, one by one, through slots of one expert each.
+"""Streams the experts of paged stages one by one, through slots of one expert each.
 
-To the weights' stream below, each expert is a stage: the same slots, events, reads and copies.
+Uses a `WeightStream` in which each expert is a stage.
 """
 
 from collections import deque
@@ -24,29 +24,29 @@ from .device import ComputeDevice
 from .kept_weights import StageBytes, StreamWeights
 from .weights import WeightStream
 
-# Gives a stage's weights, by name, as views into memory where its tensors begin at these offsets.
+# Returns a stage's weights by name, as views into a buffer with tensors at the given offsets.
 StageViews: TypeAlias = Callable[[Stage, torch.Tensor, Mapping[str, int]], Mapping[str, torch.Tensor]]
 MIN_SLOTS = 2  # one is computed while the next one arrives
 
 
 @dataclass(frozen=True)
 class ExpertBytes:
-    """Valid until the next one is taken. `stage` names the parameters: stacks of this one expert."""
+    """One expert's weights, valid until the next one is taken. `stage` names its parameters: stacks of one expert."""
 
     expert: int
     stage: Stage
     stage_bytes: StageBytes
 
     def matrices(self, weights_of: StageViews, prefix: str) -> dict[str, torch.Tensor]:
-        """Its own, by the names that their module has behind `prefix`."""
+        """The expert's matrices by name, without `prefix`."""
         weights = weights_of(self.stage, self.stage_bytes.buffer, self.stage_bytes.tensor_offsets)
         return {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}
 
 
 class ExpertStream:
-    """One per run; a context manager. Not thread-safe: only the engine calls it.
+    """Stream of experts; one per run. Not thread-safe: only the engine calls it.
 
-    `paging` is `hit` or `all`. With `all`, an expert that no token visits passes through its slot unused.
+    `paging` is `hit` or `all`. With `all`, experts without tokens are read too, in order, so that reads can start early.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ExpertStream:
         trace: Trace | None = None,
         loaded: StreamWeights | None = None,
     ):
-        """`held` as for `WeightStream`."""
+        """`loaded` as for `WeightStream`."""
         assert num_slots >= MIN_SLOTS, f"{num_slots} expert slots cannot be computed and filled at the same time"
         assert paging in (ExpertPaging.hit, ExpertPaging.all), f"no experts are paged with {paging}"
         assert not placement.paged & placement.resident, "resident stages keep their experts"
@@ -70,8 +70,8 @@ class ExpertStream:
         self.slot_bytes = max(slot_layout(page).num_bytes for page in self._pages.pages)
         walk = self._pages.walk(placement.walk, num_slots)
         self._walk, self._num_ahead = walk, walk.num_slots + walk.num_staging_slots
-        self._started: deque[int] = deque()  # pages on their way, in order
-        self._num_copied = 0  # the first of them, which have left staging
+        self._started: deque[int] = deque()  # pages in flight, in order
+        self._num_copied = 0  # how many of them were copied out of staging
         inner = Placement(
             resident=frozenset(),
             walk=walk,
@@ -98,16 +98,14 @@ class ExpertStream:
         self._stream.__exit__(kind, value, traceback)
 
     def prefetch(self, stage: int) -> None:
-        """Begins to bring in the experts of a paged stage that is asked for next, as far as there are slots; with
-        `hit`, when nobody knows which, does nothing. What was begun for another stage is dropped."""
+        """Starts reading the experts of the next paged stage, up to the number of slots. Drops reads of other stages.
+        Does nothing with `hit`: the routed experts are not known yet."""
         if self._paging is ExpertPaging.all:
             self._start(self._all_pages(stage)[: self._num_ahead])
 
     def experts(self, stage: int, hit: Sequence[int]) -> Generator[ExpertBytes]:
-        """The experts `hit` of a paged stage, which ascend, in their order; the next ones are on their way meanwhile.
-
-        Raises CheckpointError where a read fails.
-        """
+        """Yields the experts `hit` (ascending) of a paged stage while the next ones are in flight. Raises
+        CheckpointError if a read fails."""
         wanted = [self._pages.page(stage, expert) for expert in hit]
         brought = self._all_pages(stage) if self._paging is ExpertPaging.all else wanted
         self._asked.add(stage)
@@ -125,14 +123,14 @@ class ExpertStream:
                 self._stream.free(page)
 
     def host_expert(self, stage: int, expert: int) -> ExpertBytes:
-        """An expert that lives in host memory, where it lies: nothing is brought."""
+        """An expert that resides in host memory, in place."""
         page = self._pages.page(stage, expert)
         self._asked.add(stage)
         self._hit.add(page)
         return ExpertBytes(expert, self._pages.pages[page], self._stream.host_stage(page))
 
     def take_counters(self) -> StreamCounters:
-        """What was carried since the last call, by the stages that the experts belong to."""
+        """Counters since the last call, by the stages of the experts."""
         taken = replace(
             self._stream.take_counters(),
             num_experts=sum(self._shape.stages[stage].num_experts for stage in self._asked),
@@ -143,8 +141,8 @@ class ExpertStream:
         return taken
 
     def _start(self, pages: Sequence[int]) -> None:
-        """Sees to it that these pages, and no others, are on their way, as far as there are slots. Called while no page
-        is in use."""
+        """Makes these pages, and no others, be in flight, up to the number of slots. Call it while no page is in
+        use."""
         if list(self._started) != list(pages[: len(self._started)]):
             self._stream.drop()
             self._started.clear()

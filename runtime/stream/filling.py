@@ -1,5 +1,5 @@
-"""Who fills the memory that compute finds its weights in: this process alone, or all ranks together, each with its
-share of every page, in a way that they hand in.
+"""Readers of weight pages into host buffers: `LocalReader` reads alone; ranks bring readers of their own, with which
+each rank reads its share of every page.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ from .device import ComputeDevice
 
 
 class Transfer(Protocol):
-    """Bytes on their way, for the engine's thread to wait for; `timing` is of one that was waited for."""
+    """A read in flight. `timing` is valid after `wait`."""
 
     @property
     def is_done(self) -> bool: ...
@@ -29,38 +29,39 @@ class Transfer(Protocol):
 
 
 class WeightReader(Closing):
-    """One thread at a time calls it, but for `abandon`. `number` is of a slot, or of memory that is filled once."""
+    """Reads weights into host buffers. Not thread-safe, except `abandon`. `number` identifies a slot, or a buffer that
+    is filled once; it must be the same on all ranks."""
 
     @abstractmethod
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Host memory to be filled: where compute finds it, or pinned in front of an accelerator."""
+        """New host memory to read into; pinned if there is an accelerator."""
 
     @abstractmethod
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> Transfer:
-        """Begins to read extents into their places; returns at once."""
+        """Starts reading the extents into the buffer; returns at once."""
 
     def load_once(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
-        """Memory with weights that stay, once they are read."""
+        """Reads weights that stay into new memory. Blocks until done."""
         buffer = self.buffer(num_bytes)
         self.fill(number, extents, buffer).wait()
         return buffer
 
     def gather_timing(self, read: Transfer) -> ChunkTiming | None:
-        """When what was read here and waited for was gathered from others; None where nothing is."""
+        """Timing of the gather from other ranks for a finished read; None if nothing is gathered."""
         return None
 
     def free(self, number: int) -> None:
-        """Nobody here looks at what is in the slot any more."""
+        """Declares the slot unused on this rank; it may be filled again."""
 
     def abandon(self) -> None:
-        """Nobody waits any more for what has begun."""
+        """Makes waits for pending reads fail. Any thread may call it."""
 
     def close(self) -> None:
-        """Waits for what has begun."""
+        """Waits for pending reads."""
 
 
 class LocalReader(WeightReader):
-    """Reads of this process alone."""
+    """Reads by this process alone."""
 
     def __init__(self, device: ComputeDevice, reader: Reader):
         self._device, self._reader = device, reader
@@ -72,7 +73,7 @@ class LocalReader(WeightReader):
         return self._reader.submit(extents, buffer.numpy().data)
 
     def load_once(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
-        """Reads it, or waits for the one of several workers that does."""
+        """Reads the weights, or waits for the process that reads them into shared memory."""
 
         def read(buffer: torch.Tensor) -> None:
             self.fill(number, extents, buffer).wait()
@@ -81,8 +82,8 @@ class LocalReader(WeightReader):
 
 
 class SessionResources(AbstractContextManager[object]):
-    """What ranks have in common in a session."""
+    """Resources that ranks share in one session; a context manager."""
 
     @abstractmethod
     def weight_reader(self, device: ComputeDevice, reader: Reader, *, count: int) -> WeightReader:
-        """Who fills memory of `count` numbers, for this rank."""
+        """This rank's reader of weights, for `count` slots and buffers."""

@@ -1,8 +1,8 @@
-"""What the kernel says about memory and I/O of this process and machine, and the limits of the control groups that the
-process is in: a container's, and those of a Slurm step within it. Linux alone; every figure is in bytes.
+"""Memory and I/O figures of this process and machine, and memory limits of its control groups (containers, Slurm
+steps). Linux only; all figures are in bytes.
 
-A limit holds for a group and all below it, so every group on the way up to the root counts. Version 1 of Linux's
-control groups has a hierarchy for memory alone, version 2 one for everything; a machine may mount both (cgroups(7)).
+A limit applies to a group and all groups below it, so all groups up to the root count. Version 1 has a hierarchy for
+memory only, version 2 one for everything; a machine may mount both (cgroups(7)).
 """
 
 import ctypes
@@ -18,8 +18,8 @@ PROC = Path("/proc/self")
 
 @dataclass(frozen=True, kw_only=True)
 class _Version:
-    """How a version of control groups calls its files. `reclaimable` is the line of memory.stat that counts page cache
-    which the kernel gives up first: it is in the usage, and it is in nobody's way."""
+    """File names of one cgroup version. `reclaimable`: the line of memory.stat with the page cache that the kernel
+    drops first; it is part of `usage` but does not limit allocation."""
 
     file_system: str
     controllers: str  # as the group's line in /proc/self/cgroup names them, among others
@@ -31,7 +31,7 @@ class _Version:
         return (limit for name in self.limits if (limit := _number(group / name)) is not None)
 
     def groups(self, proc: Path) -> Iterator[Path]:
-        """The folders of this process's own group and of those above it, as far as they are mounted."""
+        """Directories of this process's group and of its mounted ancestors."""
         # Lines are `number:controllers:path`; version 2's has the number 0 and no controllers.
         lines = (line.split(":", 2) for line in _lines(proc / "cgroup"))
         own = next((PurePosixPath(path) for _, names, path in lines if self.controllers in names.split(",")), None)
@@ -45,7 +45,7 @@ class _Version:
         yield from group.parents[: len(inside.parts)]
 
     def _mount(self, proc: Path) -> tuple[PurePosixPath, Path] | None:
-        """Which part of the hierarchy is mounted, and where; see proc(5) on mountinfo."""
+        """The mounted root of the hierarchy and its mount point; see proc(5) on mountinfo."""
         for line in _lines(proc / "mountinfo"):
             mount, _, file_system = line.partition(" - ")
             root, mounted_at = mount.split()[3:5]
@@ -72,7 +72,7 @@ VERSION_2 = _Version(
 
 
 def bytes_within_limits(proc: Path = PROC) -> int | None:
-    """How many more bytes this process can take before the strictest of its limits; None where there is none."""
+    """Bytes that this process can still allocate within its strictest limit; None if there is no limit."""
     left = list[int]()
     groups = [(version, group) for version in (VERSION_1, VERSION_2) for group in version.groups(proc)]
     for version, group in groups:
@@ -85,18 +85,18 @@ def bytes_within_limits(proc: Path = PROC) -> int | None:
 
 
 def strictest_limit(proc: Path = PROC) -> int | None:
-    """The bytes that this process's groups may have at most, whoever uses them; None where there is no limit."""
+    """The lowest memory limit of this process's groups; None if there is no limit."""
     groups = ((version, group) for version in (VERSION_1, VERSION_2) for group in version.groups(proc))
     return min((limit for version, group in groups for limit in version.limits_of(group)), default=None)
 
 
 def _unescaped(path: str) -> str:
-    """Blanks stand as octal numbers there."""
+    """Decodes the octal escapes of blanks in mountinfo."""
     return path.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file of a control group; None for `max`, and for a file that is not there or must not be read."""
+    """The number in a control group's file; None for `max` and for a file that cannot be read."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 
@@ -116,36 +116,36 @@ SMALLEST_MAPPED_BYTES = MIB
 
 
 def available_bytes() -> int:
-    """What can be taken without swapping: the kernel's estimate, or what the limits of this process's groups leave."""
+    """Memory that can be allocated without swapping, by the kernel's estimate and this process's limits."""
     free = _field(Path("/proc/meminfo"), "MemAvailable") * KIB
     within_limits = bytes_within_limits()
     return free if within_limits is None else min(free, within_limits)
 
 
 def total_bytes() -> int:
-    """What this machine has, or what the limits of this process's groups leave of it."""
+    """Memory of the machine, or this process's limit if that is lower."""
     installed, limit = _field(Path("/proc/meminfo"), "MemTotal") * KIB, strictest_limit()
     return installed if limit is None else min(installed, limit)
 
 
 def resident_bytes(num_sharers: int = 1) -> int:
-    """Memory that this process holds. Where `num_sharers` processes have pages in common, a share of those."""
+    """Resident memory of this process. Shared pages count as 1 / `num_sharers`."""
     return (_field(STATUS, "VmRSS") - _others_kib(num_sharers)) * KIB
 
 
 def peak_resident_bytes(num_sharers: int = 1) -> int:
-    """The most memory that this process held since its start, or since `reset_peak`; of shared pages as above, by how
-    many it has now."""
+    """Peak resident memory since the start or `reset_peak`. Shared pages count as for `resident_bytes`, by the current
+    number of them."""
     return (_field(STATUS, "VmHWM") - _others_kib(num_sharers)) * KIB
 
 
 def _others_kib(num_sharers: int) -> int:
-    """What of the pages that this process shares counts for the others."""
+    """The share of shared pages that counts for the other processes, in KiB."""
     return 0 if num_sharers == 1 else _field(STATUS, "RssShmem") * (num_sharers - 1) // num_sharers
 
 
 def reset_peak() -> None:
-    """Best effort: some containers forbid it, and the peak then includes the start-up's."""
+    """Resets the peak, best effort: some containers forbid it, and the peak then includes the start-up."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -153,15 +153,15 @@ def reset_peak() -> None:
 
 
 def trim_heap() -> None:
-    """Gives the kernel back what is free in the heap; a no-op with another C library than glibc. What is allocated
-    from here on shows in `resident_bytes`, where it would have hidden in memory that was freed before."""
+    """Returns free heap memory to the kernel, so that later allocations show in `resident_bytes`. A no-op without
+    glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def disk_read_bytes() -> int:
-    """Bytes this process caused to be fetched from storage; 0 where the kernel does not count."""
+    """Bytes that this process read from storage; 0 if the kernel does not count them."""
     try:
         return _field(Path("/proc/self/io"), "read_bytes")
     except OSError:
@@ -169,13 +169,12 @@ def disk_read_bytes() -> int:
 
 
 def set_allocator(*, is_budget_hard: bool) -> None:
-    """Tells glibc what to do with freed activations; a no-op with another C library.
+    """Configures glibc's malloc for activations; a no-op with another C library.
 
-    They should stay in the heap and be used again: a page fault for each 4 KiB costs a tenth of a prefill. But up to
-    glibc 2.37 an aligned block leaves two slivers beside it, which its thread cache hands to small objects, so that the
-    block's hole does not fit the next one of its size, and the heap was seen to grow to twice the need. Without the
-    thread cache (`HEAP_TUNABLE`) and fast bins it does not. Where a budget is hard and the cache is on, every block
-    from 1 MiB up is mapped and unmapped by itself instead.
+    Freed activations should stay in the heap for reuse: page faults cost a tenth of a prefill. But up to glibc 2.37,
+    aligned blocks leave slivers that the thread cache gives to small objects. A freed block then does not fit the next
+    one of its size, and the heap has grown to twice the need. Turning off the thread cache (`HEAP_TUNABLE`) and fast
+    bins prevents that. If the budget is hard and the thread cache is on, blocks from 1 MiB are mapped individually.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,4 +1,4 @@
-"""Weights that outlive the session that read them, so that the next one need not read them again."""
+"""Weights kept between sessions, so that the next session does not read them again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,8 @@ from ..plan.shape.model import ModelShape
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Valid from `WeightStream.acquire` until the stage's `free`; `key` names the place, so that views can be kept."""
+    """A stage's weights: valid from `WeightStream.acquire` until the stage's `free`. `key` identifies the buffer, to
+    cache views of it."""
 
     buffer: torch.Tensor
     tensor_offsets: Mapping[str, int]
@@ -22,9 +23,9 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class StreamWeights:
-    """What one weight stream holds whole: `resident` groups of stages in compute memory, by the indices of the stages
-    that share a buffer, and stages `in_host` memory that are copied from there each time. Stages enter when all their
-    bytes are there."""
+    """Weights that a stream holds. `resident`: groups of stages in compute memory, keyed by the indices of the stages
+    that share a buffer. `in_host`: stages in host memory, copied to the device in each pass. Only completely read
+    stages are added."""
 
     resident: dict[tuple[int, ...], StageBytes] = field(default_factory=dict)
     in_host: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -35,15 +36,15 @@ class StreamWeights:
 
 
 class KeptWeights:
-    """The weights of a model between sessions: those of `stages`, and of `experts` that come one by one."""
+    """A model's weights between sessions: `stages`, and `experts` that are streamed one by one."""
 
     def __init__(self) -> None:
         self.stages, self.experts = StreamWeights(), StreamWeights()
         self._paged = frozenset[int]()
 
     def fit(self, shape: ModelShape, placement: Placement) -> None:
-        """Lets go of what a session with this placement does not hold: before it allocates, so that its ledgers count
-        what stays."""
+        """Drops weights that a session with this placement does not hold. Call it before the session allocates, so that
+        its ledgers are right."""
         if placement.paged != self._paged:  # host memory then holds other parts of a stage, and other experts
             self.stages.in_host.clear()
             self.experts.clear()
@@ -60,7 +61,7 @@ class KeptWeights:
                 del self.experts.in_host[page]
 
     def clear(self) -> None:
-        """Lets go of everything."""
+        """Drops everything."""
         self.stages.clear()
         self.experts.clear()
 
@@ -71,11 +72,11 @@ class KeptWeights:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes in host memory in front of an accelerator."""
+        """Bytes in host memory, pinned if there is an accelerator."""
         return sum(held.nbytes for held in (*self.stages.in_host.values(), *self.experts.in_host.values()))
 
     def leave_room(self, num_bytes: int, budgets: Budgets) -> None:
-        """Lets go of everything where less than `num_bytes` of a memory is left beside it."""
+        """Drops everything if host or device memory has less than `num_bytes` left beside the kept weights."""
         device_bytes = budgets.device_bytes
         in_host = self.pinned_bytes + (self.compute_bytes if device_bytes is None else 0)
         is_tight = in_host + num_bytes > budgets.host_bytes

@@ -1,10 +1,8 @@
-"""Carries keys and values of travelling layers from their tier to compute and back, as the schedule's fetch and store
-actions say. Bytes only: what a page holds is the cache's business.
+"""Transfers KV pages of offloaded layers between their tier and KV slots, by the schedule's fetch and store actions.
 
-From pinned host memory runs of pages are copied, each way on a stream of its own: all of it is queued on the device,
-and the host waits for nothing; without a device copies are done at once. From disk they are read and written in the
-background by one thread each way, which keeps the order of fetches and that of stores; the file's own threads do the
-reading and writing.
+Tier `cpu`: runs of pages are copied from and to pinned host memory, each way on its own stream. All copies are queued
+on the device and the host does not wait; without a device they are done at once. Tier `nvme`: one thread each way keeps
+the order of fetches and of stores; the file's own threads read and write.
 """
 
 import time
@@ -31,26 +29,27 @@ from .device import ComputeDevice, CopyPart, Event
 
 @dataclass(frozen=True, kw_only=True)
 class PendingStore:
-    """Pages of a layer on their way back. `written` is done when the file has them; None: `KVSlot.free` tells it."""
+    """Pages of a layer being stored. `written` is done once the file has them; None: `KVSlot.free` signals it."""
 
     layer: int
     pages: frozenset[int]
     written: Future[PendingTransfer] | None
 
     def includes(self, layer: int, pages: Sequence[int]) -> bool:
-        """Whether any of these pages is among them."""
+        """True if any of these pages is among them."""
         return self.layer == layer and not self.pages.isdisjoint(pages)
 
 
 class KVSlot:
-    """`ready`: the pages have arrived. `free`: compute, or the copy that carried them away, has finished. A disk reads
-    into `staging` and writes from there: the same memory as `buffer` on a CPU."""
+    """A slot for the pages of one lane in one layer. Events: `ready`: the pages have arrived; `free`: the last user,
+    compute or the copy out of the slot, is done. The disk reads into and writes from `staging`, which is `buffer`
+    itself on a CPU."""
 
     def __init__(self, buffer: torch.Tensor, staging: torch.Tensor, device: ComputeDevice):
         self.buffer, self.staging = buffer, staging
         self.ready: Event = device.new_event()
         self.free: Event = device.new_event()
-        self.free.record(device.compute_stream())  # what lay in this memory before may still be in use
+        self.free.record(device.compute_stream())  # queued compute may still use this memory's last tensor
         self.pending_fetch: Future[PendingTransfer] | None = None
         self.pending_store: PendingStore | None = None
 
@@ -59,12 +58,12 @@ class KVSlot:
         return self.staging is not self.buffer
 
     def is_storing(self, layer: int, pages: Sequence[int]) -> bool:
-        """Whether any of these is still on its way back from here."""
+        """True if any of these pages is still being stored from this slot."""
         return self.pending_store is not None and self.pending_store.includes(layer, pages)
 
 
 class PageRun(NamedTuple):
-    """Pages that are neighbours both in the tier and in the slot."""
+    """Pages that are consecutive both in the tier and in the slot."""
 
     page: int
     place: int
@@ -75,10 +74,10 @@ class PageRun(NamedTuple):
 
 
 class PinnedPages:
-    """The tier `cpu`. Only the engine's thread calls it."""
+    """The tier `cpu`. Not thread-safe."""
 
     def __init__(self, layout: KVLayout, device: ComputeDevice, on_copy: Callable[[Resource, int, float, float], None]):
-        """`on_copy` hears of each copy's row and layer, and when it ran."""
+        """`on_copy` is called with the resource, layer, begin and end of each copy."""
         self._layout, self._device, self._on_copy = layout, device, on_copy
         self._fetch_stream, self._store_stream = device.new_stream(), device.new_stream()
         self._segments = {
@@ -88,8 +87,8 @@ class PinnedPages:
         self._is_stored = {layer: np.zeros(layout.num_pages, bool) for layer in layout.page_bytes}
 
     def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], after: Sequence[KVSlot]) -> int:
-        """Queues the copies of `pages` into the slot, behind what frees the slots `behind`; zeros for a page that was
-        never stored. Returns the bytes to be copied."""
+        """Queues copies of `pages` into the slot, after the slots in `after` are free. Pages that were never stored are
+        zeroed. Returns the bytes to copy."""
         if self._fetch_stream is not None:
             for other in after:
                 self._device.wait(self._fetch_stream, other.free)
@@ -109,8 +108,8 @@ class PinnedPages:
         return len(known) * stride
 
     def store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> int:
-        """Queues the copies of pages, which are where `places` says, behind `slot.free`; that event then tells when
-        they have left. Returns the bytes to be copied."""
+        """Queues copies of pages (page number to place in the slot) to the tier, after `slot.free`, which then signals
+        their end. Returns the bytes to copy."""
         stride = self._layout.stride_bytes(layer)
         on_copy = partial(self._on_copy, Resource.device_to_host, layer)
         numbers = np.array([*places], np.int64)
@@ -127,7 +126,7 @@ class PinnedPages:
             is_stored[list(pages)] = False
 
     def close(self) -> None:
-        """Waits for copies in flight, whose memory is about to go."""
+        """Waits for copies in flight: their memory is freed next."""
         for stream in (self._fetch_stream, self._store_stream):
             if stream is not None:
                 stream.synchronize()
@@ -138,12 +137,12 @@ class PinnedPages:
         return self._segments[layer][run.page // most][begin : begin + run.num_pages * stride]
 
     def _segment_pages(self, layer: int) -> int:
-        """Pages of each of the layer's segments but the last."""
+        """Pages in each of the layer's segments except the last."""
         return self._layout.segment_pages(layer)[0]
 
 
 def find_page_runs(pages: np.ndarray, places: np.ndarray, most: int) -> list[PageRun]:
-    """The runs of pages at these places, in ascending order. No run goes beyond a segment of `most` pages."""
+    """Runs of pages at these places, ascending. No run crosses a boundary of `most` pages."""
     if not len(pages):
         return []
     order = np.argsort(pages)
@@ -157,7 +156,7 @@ def find_page_runs(pages: np.ndarray, places: np.ndarray, most: int) -> list[Pag
 
 
 class DiskPages:
-    """The tier `nvme`. Only the engine's thread calls it."""
+    """The tier `nvme`. Not thread-safe."""
 
     def __init__(
         self,
@@ -166,15 +165,15 @@ class DiskPages:
         file: KVFile,
         on_copy: Callable[[Resource, int, float, float], None],
     ):
-        """`on_copy` hears of each copy's row and layer, and when it ran; of reading and writing the futures tell."""
+        """`on_copy` as for `PinnedPages`; reads and writes report their times in the slots' futures."""
         self._layout, self._device, self._file, self._on_copy = layout, device, file, on_copy
         self._fetch_stream, self._store_stream = device.new_stream(), device.new_stream()
         self._fetching = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
         self._storing = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
 
     def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], after: Sequence[KVSlot]) -> int:
-        """Begins to read `pages` into the slot, and to copy them on, once what left the slots `behind` is written.
-        Returns the bytes to be copied."""
+        """Starts reading `pages` into the slot, and copying them to the device, after the stores from the slots in
+        `after`. Returns the bytes to copy."""
         leaving = [
             other.pending_store.written for other in after if other.pending_store and other.pending_store.written
         ]
@@ -182,7 +181,7 @@ class DiskPages:
         return len(pages) * self._layout.stride_bytes(layer) if slot.is_staged else 0
 
     def store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> int:
-        """Begins to write pages, which are where `places` says, behind `slot.free`. Returns the bytes to be copied."""
+        """Starts writing pages (page number to place in the slot), after `slot.free`. Returns the bytes to copy."""
         stride = self._layout.stride_bytes(layer)
         if slot.is_staged:
             on_copy = partial(self._on_copy, Resource.device_to_host, layer)
@@ -198,7 +197,7 @@ class DiskPages:
         self._file.forget(pages)
 
     def close(self) -> None:
-        """Waits for what is in flight, whose memory is about to go. What failed is in the slots' futures."""
+        """Waits for transfers in flight: their memory is freed next. Errors are in the slots' futures."""
         self._fetching.shutdown(wait=True)
         self._storing.shutdown(wait=True)
         for stream in (self._fetch_stream, self._store_stream):
@@ -209,8 +208,8 @@ class DiskPages:
         self, slot: KVSlot, layer: int, pages: Sequence[int], leaving: Sequence[Future[PendingTransfer]]
     ) -> PendingTransfer:
         for written in leaving:
-            written.result()
-        slot.ready.synchronize()  # the last copy has left the staging memory
+            written.result()  # a page must be written before it is read again
+        slot.ready.synchronize()  # the last copy may still read the staging memory
         pending = self._file.read(layer, {page: place for place, page in enumerate(pages)}, slot.staging.numpy().data)
         pending.wait()
         if slot.is_staged:
@@ -221,17 +220,17 @@ class DiskPages:
         return pending
 
     def _store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> PendingTransfer:
-        slot.free.synchronize()
+        slot.free.synchronize()  # compute, or the copy into staging, must be done before the disk reads the memory
         pending = self._file.write(layer, places, slot.staging.numpy().data)
         pending.wait()
         return pending
 
 
 class KVStream:
-    """One per run; a context manager. Only the engine's thread calls it. `file` is there for the tier `nvme` alone.
+    """Stream of KV pages; one per run. Not thread-safe. `file`: for the tier `nvme` only.
 
-    An error of the background, KVFileError, is raised by the next call that finds it, at the latest when the stream
-    closes. `layer` counts decoder layers from 0.
+    A KVFileError of a background thread is raised by a later call, at the latest on exit. `layer` counts decoder layers
+    from 0.
     """
 
     def __init__(
@@ -245,7 +244,7 @@ class KVStream:
     ):
         assert (layout.tier is KVTier.nvme) == (file is not None), f"kv={layout.tier.value} with file {file}"
         self._layout, self._device = layout, device
-        self._first_stage, self._trace = first_stage, trace  # what decoder layer 0 is called in counters and spans
+        self._first_stage, self._trace = first_stage, trace  # stage index of decoder layer 0, for counters and traces
         on_copy = self._count_copy
         self._tier = PinnedPages(layout, device, on_copy) if file is None else DiskPages(layout, device, file, on_copy)
         self._slots = list[KVSlot]()
@@ -264,7 +263,7 @@ class KVStream:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Waits for everything in flight. Raises what failed unseen, or notes it on the error that ends the run."""
+        """Waits for all transfers. Raises their errors, or adds a note to the error that ends the run."""
         self._tier.close()
         try:
             self._collect_stores()
@@ -274,11 +273,11 @@ class KVStream:
             if value is None:
                 raise
             if error is not value:
-                value.add_note(f"and keys and values in flight failed too: {error}")
+                value.add_note(f"a KV transfer in flight failed too: {error}")
 
     def fetch(self, layer: int, lane: int, pages: Sequence[int]) -> None:
-        """Takes a slot and begins to bring these pages into it; one that was never stored comes as zeros. Pages on
-        their way back arrive there first."""
+        """Starts fetching these pages into a free slot, after pending stores of the same pages. Pages that were never
+        stored are zeros."""
         assert (layer, lane) not in self._fetched, f"fetch of layer {layer} for lane {lane}, which has it"
         assert len(pages) <= self._layout.slot_pages, f"{len(pages)} pages, slots have {self._layout.slot_pages}"
         self._collect_stores()
@@ -288,8 +287,8 @@ class KVStream:
         self._fetched[layer, lane] = slot, tuple(pages)
 
     def acquire(self, layer: int, lane: int) -> torch.Tensor:
-        """The pages, uint8 (len(pages), page_bytes) in compute memory, for compute that is queued from now on. Valid
-        until `store`. Waits for a disk; rows may lie further apart than they are long."""
+        """The fetched pages, uint8 (len(pages), page_bytes) in compute memory, possibly strided, for compute queued from
+        now on. Valid until `store`. Blocks on disk reads."""
         self._collect_stores()
         slot, pages = self._fetched[layer, lane]
         if slot.pending_fetch is not None:
@@ -301,8 +300,8 @@ class KVStream:
         return rows[:, : self._layout.page_bytes[layer]]
 
     def store(self, layer: int, lane: int, dirty: Sequence[int]) -> None:
-        """Begins to carry back the pages at these places of those that were fetched; none of them may be. The slot is
-        free for another fetch, which waits until they have left."""
+        """Starts storing the fetched pages at the places `dirty`, which may be empty. The slot can be fetched into
+        again; that fetch waits for the store."""
         slot, pages = self._fetched.pop((layer, lane))
         self._finish_fetch(slot, layer)
         self._collect_stores()
@@ -313,8 +312,7 @@ class KVStream:
         self._free_slots.append(slot)
 
     def forget(self, pages: Sequence[int]) -> None:
-        """These pages were given back: what they held is dropped, in every layer. Waits for those on their way to a
-        disk."""
+        """Drops the contents of freed pages in all layers. Waits for their pending disk writes."""
         lost = set(pages)
         for slot in self._slots:
             if (
@@ -327,7 +325,7 @@ class KVStream:
         self._tier.forget(pages)
 
     def sync(self) -> None:
-        """Waits for a disk's reads and writes that have begun, and has compute wait for copies."""
+        """Waits for pending disk reads and writes, and makes compute wait for pending copies."""
         for (layer, _), (slot, _) in self._fetched.items():
             self._finish_fetch(slot, layer)
         for slot in self._slots:
@@ -342,7 +340,7 @@ class KVStream:
         return counters
 
     def _finish_fetch(self, slot: KVSlot, layer: int) -> None:
-        """Waits for what is being read into the slot, and counts it."""
+        """Waits for the slot's pending read and counts it."""
         if slot.pending_fetch is not None:
             timing = self._wait(slot.pending_fetch, layer).timing
             self._counters.bytes_read += timing.num_bytes
@@ -358,7 +356,7 @@ class KVStream:
             self._counters.stalls[self._first_stage + layer] += time.monotonic() - begin
 
     def _collect_stores(self) -> None:
-        """Counts writes that are done. Raises what one of them raised."""
+        """Counts finished writes. Raises their errors."""
         for slot in self._slots:
             left = slot.pending_store
             if left is not None and left.written is not None and left.written.done():

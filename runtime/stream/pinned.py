@@ -1,8 +1,8 @@
-"""Pinned host memory, from and to which a device copies by itself.
+"""Pinned host memory.
 
-torch's allocator of pinned memory rounds up to powers of two and keeps what was freed: keys and values of 33.6 GiB take
-64. So large pieces are pages of our own that are registered with the device's driver, and go back to the system with
-the last tensor that looks at them; small ones, which come and go, are torch's.
+torch's pinned allocator rounds up to powers of two and caches freed memory: a KV cache of 33.6 GiB takes 64. So large
+buffers are mapped here and registered with the driver; they return to the system with the last tensor that uses them.
+Small, short-lived buffers come from torch.
 """
 
 import mmap
@@ -22,8 +22,8 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 def allocate_pinned(num_bytes: int, *, is_aligned: bool) -> torch.Tensor:
-    """uint8, at the start of a page where it is to be aligned. Raises MemoryError, which says that it was pinned
-    memory: the device's own error does not, and a system may pin less than it has (WSL 2: half)."""
+    """Pinned uint8 memory, page-aligned if `is_aligned`. Raises MemoryError with a message about pinning, which the
+    driver's lacks; a system may pin less than it has (WSL 2: half)."""
     try:
         if num_bytes >= REGISTERED_BYTES and torch.cuda.is_available():
             size = round_up(num_bytes, ALIGNMENT_BYTES)
@@ -47,12 +47,12 @@ def _pinning_error(num_bytes: int, error: RuntimeError) -> MemoryError:
 
 
 def allocate_anonymous(num_bytes: int, *, huge: bool) -> torch.Tensor:
-    """uint8 pages from the kernel, zeroed as they are touched, and huge ones where it has them."""
+    """Anonymous uint8 memory, zeroed page by page at the first access; in huge pages if `huge` and possible."""
     return torch.frombuffer(_map(mmap.mmap, num_bytes, huge=huge), dtype=torch.uint8)
 
 
 class Driver(Protocol):
-    """What the CUDA runtime offers of locking pages; 0 is success."""
+    """Page-locking functions of the CUDA runtime; they return 0 on success."""
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int: ...
 
@@ -64,9 +64,9 @@ def cuda_driver() -> Driver:
 
 
 class Pinnable(mmap.mmap):
-    """Pages that the driver may know of, until nobody looks at them any more."""
+    """Memory map that may be registered with the driver. Tensors keep it alive; it unregisters itself when deleted."""
 
-    registration: tuple[Driver, int] | None = None  # to whom, and at which address
+    registration: tuple[Driver, int] | None = None  # the driver and the registered address
 
     def __del__(self) -> None:
         if self.registration is not None:
@@ -75,7 +75,7 @@ class Pinnable(mmap.mmap):
 
 
 def _register(memory: Pinnable, tensor: torch.Tensor) -> None:
-    """Raises RuntimeError where the driver cannot lock so many bytes."""
+    """Page-locks the memory. Raises RuntimeError if the driver cannot."""
     registrar, address = cuda_driver(), tensor.data_ptr()
     code = int(registrar.cudaHostRegister(address, tensor.nbytes, PORTABLE))
     if code:
@@ -85,8 +85,8 @@ def _register(memory: Pinnable, tensor: torch.Tensor) -> None:
 
 
 def pin(memory: Pinnable, tensor: torch.Tensor) -> None:
-    """Pins all of it, which `tensor` looks at, until both are gone; a piece that is small, or in front of a device
-    without such a driver, stays as it is. Raises MemoryError."""
+    """Pins `memory`, which `tensor` covers, until both are deleted. Does nothing for small memory or without CUDA.
+    Raises MemoryError."""
     if tensor.nbytes < REGISTERED_BYTES or not torch.cuda.is_available():
         return
     try:
@@ -96,7 +96,7 @@ def pin(memory: Pinnable, tensor: torch.Tensor) -> None:
 
 
 def _clear_cuda_error() -> None:
-    """CUDA tells of a failed call once more at the next launch."""
+    """Clears CUDA's sticky error, which the next launch would report again."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 

@@ -1,9 +1,8 @@
-"""Weights in host memory that the processes of one machine have in common: each piece is read once, by whoever wants it
-first, and lies there once.
+"""Weights in host memory shared by the processes of one machine: each piece is read once, by the first that needs it.
 
-The memory is a file without a name (memfd_create(2)), which the kernel frees with the last process that has it,
-however that ends. A table at its begin says which piece lies where. Locks of open file descriptions (fcntl(2)) go with
-their process: of one that is killed as it reads a piece, the piece is not there, and the next one reads it.
+The memory is an anonymous file (memfd_create(2)), which the kernel frees with its last process, even if that is killed.
+A table at its start lists the pieces. Each piece has an open file description lock (fcntl(2)), which ends with its
+process: if a process is killed while it reads a piece, the piece stays unmarked and the next process reads it.
 """
 
 import fcntl
@@ -27,14 +26,14 @@ from ..units import MIB, round_up
 from .pinned import HUGE_PAGE_BYTES, Pinnable, pin
 
 TABLE_BYTES = 8 * MIB
-COUNT = struct.Struct("<Q")  # of pieces, in front of them
-PIECE = struct.Struct("<32sQQQ")  # key, offset, bytes, and whether all of it is there
+COUNT = struct.Struct("<Q")  # number of pieces, before the table
+PIECE = struct.Struct("<32sQQQ")  # key, offset, bytes, and 1 if the piece is completely read
 FLOCK = struct.Struct("hhqqi4x")  # struct flock, 64 bits
 MOST_PIECES = (TABLE_BYTES - COUNT.size) // PIECE.size
 
 
 def new_shared_memory() -> int:
-    """The descriptor of such memory, without a piece; processes that inherit it share it. Raises OSError."""
+    """Descriptor of new, empty shared memory; processes that inherit it share it. Raises OSError."""
     descriptor = os.memfd_create("weightstream-weights", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, TABLE_BYTES)
     return descriptor
@@ -47,15 +46,17 @@ class _Piece(NamedTuple):
 
 
 class SharedWeights(Closing):
-    """The pieces that one of `num_sharers` processes sees. `descriptor` is inherited, and stays the caller's. What
-    `filled` gave is valid until nobody looks at it any more, also behind `close`."""
+    """View of the shared weights in one of `num_sharers` processes. The caller keeps `descriptor`, which is inherited.
+    Tensors of `get_or_fill` stay valid after `close`."""
 
     def __init__(self, descriptor: int, num_sharers: int):
         self.num_sharers = num_sharers
-        # Opened anew: locks belong to this opening, and not to the one that was inherited by all.
+        # Opened anew: locks belong to an open file description, and all processes inherit the same one.
         self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        self._users: Counter[int] = Counter()  # of this process, by place in the table
-        self._mutex = threading.RLock()  # a piece may be let go of by any thread, and in the midst of taking another
+        self._users: Counter[int] = Counter()  # tensors of this process, by place in the table
+        self._mutex = (
+            threading.RLock()
+        )  # reentrant: garbage collection may release a piece on any thread, even within `get_or_fill`
         self._is_closed = False
 
     def close(self) -> None:
@@ -66,11 +67,11 @@ class SharedWeights(Closing):
     def get_or_fill(
         self, extents: Sequence[Extent], num_bytes: int, fill: Callable[[torch.Tensor], None], *, is_pinned: bool
     ) -> torch.Tensor:
-        """uint8 memory of `num_bytes` or some more, page-aligned, that holds `extents`: as another process has read
-        them, or as `fill` does. Waits for another that is about it. Nobody may write into it. Raises what `fill`
-        raises, OSError, and MemoryError where it cannot be pinned."""
+        """Page-aligned, read-only uint8 memory of at least `num_bytes` with `extents`, read by another process or by
+        `fill`. Waits while another process reads the same piece. Raises errors of `fill`, OSError, and MemoryError if
+        it cannot be pinned."""
         with self._mutex:
-            # What tells pieces of one model apart; those who share have one model.
+            # Identifies a piece within one model; all sharers use the same model.
             key = hashlib.sha256(repr((num_bytes, *extents)).encode()).digest()
             piece = self._find_or_add(key, num_bytes)
             memory = _MappedPiece(self._descriptor, piece.num_bytes, offset=piece.offset)
@@ -78,12 +79,12 @@ class SharedWeights(Closing):
                 with suppress(OSError):  # a kernel without huge pages in shared memory
                     memory.madvise(mmap.MADV_HUGEPAGE)
             buffer = torch.frombuffer(memory, dtype=torch.uint8)
-            try:  # it is filled if it is not, and others are kept from giving it back
-                self._lock(fcntl.F_RDLCK, piece.offset)
+            try:
+                self._lock(fcntl.F_RDLCK, piece.offset)  # while it is held, no other process frees the piece
                 if not self._is_full(piece):
                     self._lock(fcntl.F_UNLCK, piece.offset)
                     self._lock(fcntl.F_WRLCK, piece.offset)
-                    if not self._is_full(piece):
+                    if not self._is_full(piece):  # another process may have read it before this one got the lock
                         fill(buffer)
                         self._mark(piece, is_full=True)
                     self._lock(fcntl.F_RDLCK, piece.offset)
@@ -98,7 +99,7 @@ class SharedWeights(Closing):
         return buffer
 
     def _find_or_add(self, key: bytes, num_bytes: int) -> _Piece:
-        """The piece of this key, with a place in the memory if it had none."""
+        """Finds the piece with this key, or adds it to the table."""
         size = round_up(max(num_bytes, 1), mmap.PAGESIZE)
         self._lock(fcntl.F_WRLCK, 0)
         try:
@@ -114,7 +115,7 @@ class SharedWeights(Closing):
             os.ftruncate(self._descriptor, end + size)
             place = COUNT.size + count * PIECE.size
             os.pwrite(self._descriptor, PIECE.pack(key, end, size, 0), place)
-            os.pwrite(self._descriptor, COUNT.pack(count + 1), 0)  # last: whoever is killed has changed nothing before
+            os.pwrite(self._descriptor, COUNT.pack(count + 1), 0)  # last: a process killed before has changed nothing
             return _Piece(place, end, size)
         finally:
             self._lock(fcntl.F_UNLCK, 0)
@@ -126,13 +127,13 @@ class SharedWeights(Closing):
         os.pwrite(self._descriptor, struct.pack("<Q", is_full), piece.place + PIECE.size - 8)
 
     def _release(self, piece: _Piece, memory: mmap.mmap) -> None:
-        """Gives the memory of a piece back that no process has any more."""
+        """Frees the memory of a piece that no process uses."""
         with self._mutex:
             self._users[piece.place] -= 1
             if not self._users[piece.place]:
-                with suppress(OSError):  # another process has it
+                with suppress(OSError):  # another process uses it
                     self._lock(fcntl.F_WRLCK, piece.offset, waits=False)
-                    self._mark(piece, is_full=False)
+                    self._mark(piece, is_full=False)  # before the bytes go: it must never look full without them
                     memory.madvise(mmap.MADV_REMOVE)
                 self._lock(fcntl.F_UNLCK, piece.offset)
                 del self._users[piece.place]
@@ -144,17 +145,17 @@ class SharedWeights(Closing):
             self._descriptor = -1
 
     def _lock(self, kind: int, offset: int, *, waits: bool = True) -> None:
-        """Takes, changes or gives back the lock of one byte, which stands for a piece, or at 0 for the table."""
+        """Sets or releases the lock of one byte: a piece's first byte, or byte 0 for the table."""
         how = fcntl.F_OFD_SETLKW if waits else fcntl.F_OFD_SETLK
         fcntl.fcntl(self._descriptor, how, FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
 
 
 class _MappedPiece(Pinnable):
-    """A piece in the memory of this process, until nobody looks at it any more."""
+    """Mapping of a piece; deleted with the last tensor that uses it."""
 
     on_release: Callable[[mmap.mmap], None] | None = None
 
     def __del__(self) -> None:
         super().__del__()
-        if self.on_release is not None and not sys.is_finalizing():  # then locks go with the process
+        if self.on_release is not None and not sys.is_finalizing():  # at exit, locks end with the process
             self.on_release(self)

@@ -1,8 +1,7 @@
-"""Memory that stages pass through: slots where they are computed, and host memory on their way from a disk to a
-device.
+"""Slots of streamed stages: in compute memory, and staging slots in host memory between disk and device.
 
-A read has to wait until the copy before it has left the memory, and a copy until its read is done. Both wait on threads
-of their own, so that the engine's goes on and queues the compute that is due meanwhile.
+A read must wait until the last copy has left its memory, and a copy until its read is done. Both wait on their own
+threads, so that the engine's thread can queue compute meanwhile.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from .filling import Transfer, WeightReader
 
 
 class DeferredTransfer:
-    """A transfer that another thread begins, or waits for; to whoever waits for it, as `PendingTransfer`."""
+    """A transfer that another thread starts or waits for; same interface as `PendingTransfer`."""
 
     def __init__(self, begun: Future[Transfer]):
         self.begun = begun
@@ -36,8 +35,8 @@ class DeferredTransfer:
 
 
 class StagingSlot:
-    """`number` counts from 0. `left` is the last copy out of it, done when that has been queued; then `free` says when
-    it has left. `is_used`: something was read into it."""
+    """Host memory that one stage is read into. `left`: the last copy out of it, done once that copy is queued; then the
+    event `free` signals its end. `is_used`: True after the first read."""
 
     def __init__(self, number: int, buffer: torch.Tensor, device: ComputeDevice):
         self.number, self.buffer, self.is_used = number, buffer, False
@@ -47,10 +46,10 @@ class StagingSlot:
 
 
 class Staging(Closing):
-    """Only the engine's thread calls it. Closing waits for all that has begun; what failed is in the transfers."""
+    """Staging slots of a weight stream. Not thread-safe. `close` waits for all transfers; errors stay in them."""
 
     def __init__(self, device: ComputeDevice, filling: WeightReader, *, num_slots: int, slot_bytes: int):
-        """`filling` fills what is in host memory; its numbers below `num_slots` are those of these slots."""
+        """`filling` reads into the slots; its numbers below `num_slots` are these slots'."""
         self._device, self._filling = device, filling
         self._free = [StagingSlot(n, filling.buffer(slot_bytes), device) for n in range(num_slots)]
         self._staged: dict[int, StagingSlot] = {}  # by stage
@@ -62,19 +61,19 @@ class Staging(Closing):
         self._reading.shutdown(wait=True)
 
     def read(self, stage: int, page: int, extents: Sequence[Extent]) -> None:
-        """Has them read once their memory is free. Page 0 takes a slot."""
+        """Queues a read, to start once its memory is free. Page 0 takes a slot."""
         if page == 0:
             self._staged[stage] = self._free.pop(0)
         slot = self._staged[stage]
         slot.reads[page] = DeferredTransfer(self._reading.submit(self._begin_read, slot, page, slot.left, extents))
 
     def buffer(self, stage: int) -> torch.Tensor:
-        """What it is read into."""
+        """Buffer that the stage is read into."""
         return self._staged[stage].buffer
 
     def copy(self, stage: int, page: int, queue: Callable[[], None], *, is_last: bool) -> DeferredTransfer:
-        """Has `queue` called once the page is read, to queue its copy. Returns the read, which counts as done when that
-        has been. The last page gives the slot back."""
+        """Calls `queue` on another thread once the page is read, to queue its copy. Returns a transfer that is done once
+        the copy is queued. The last page frees the slot."""
         slot = self._staged[stage]
         queued = self._copying.submit(self._queue_copy, slot, slot.reads.pop(page), queue, is_last)
         if is_last:
@@ -83,13 +82,13 @@ class Staging(Closing):
         return DeferredTransfer(queued)
 
     def waiting(self) -> Iterator[tuple[int, int, DeferredTransfer]]:
-        """Stage, page and transfer of each read that no copy has been asked for."""
+        """(stage, page, transfer) of each read without a copy."""
         for stage, slot in self._staged.items():
             for page, read in slot.reads.items():
                 yield stage, page, read
 
     def drop(self) -> None:
-        """Nobody will ask for the copies of what `waiting` names, which is done."""
+        """Frees the slots of all reads in `waiting`, which must be done."""
         for slot in self._staged.values():
             slot.reads.clear()
             self._free.append(slot)
@@ -99,8 +98,8 @@ class Staging(Closing):
         self, slot: StagingSlot, page: int, left: Future[Transfer] | None, extents: Sequence[Extent]
     ) -> Transfer:
         if left is not None:
-            left.result()
-        slot.free.synchronize()
+            left.result()  # the copy must be queued before `free` can be waited for
+        slot.free.synchronize()  # the copy may still read this memory
         if page == 0 and slot.is_used:
             self._filling.free(slot.number)
         slot.is_used = True
@@ -118,13 +117,13 @@ class Staging(Closing):
 
 
 class Slot:
-    """`number` counts from 0. `free`: its last user has finished; `ready`: its bytes have arrived; `is_fresh`: no lane
-    has asked for them. `reads`: those in flight, by page."""
+    """Compute memory of one streamed stage. Events: `free`: its last user is done; `ready`: its bytes have arrived.
+    `is_fresh`: no lane has used them yet. `reads`: reads in flight, by page."""
 
     def __init__(self, number: int, buffer: torch.Tensor, device: ComputeDevice):
         self.number, self.buffer = number, buffer
         self.free: Event = device.new_event()
-        self.free.record(device.compute_stream())  # what lay in this memory before may still be in use
+        self.free.record(device.compute_stream())  # queued compute may still use this memory's last tensor
         self.ready: Event = device.new_event()
         self.reads: dict[int, Transfer] = {}
         self.is_fresh = False

@@ -1,7 +1,7 @@
-"""Carries stages from where they live to where they are computed, as the schedule's read, copy and free actions say.
+"""Streams the weights of stages to compute memory, by the schedule's read, copy and free actions.
 
-Resident stages are read once at the start and stay. Streamed ones pass through slots, of paged ones only the dense
-part. A stage is handed out as its bytes: a uint8 buffer and the layout that says where each tensor begins.
+Resident stages are read once at the start. Other stages pass through slots; of paged stages, only the dense part does.
+A stage is returned as a uint8 buffer and the offsets of its tensors.
 """
 
 import time
@@ -33,13 +33,13 @@ from .filling import LocalReader, SessionResources, Transfer
 from .kept_weights import StageBytes, StreamWeights
 from .slots import Slot, Staging
 
-NUM_MOVED = 4096  # pieces of stages whose moves are kept
-NUM_LAYOUTS = 256  # kept; experts as stages number ten thousand and more, and their layouts 30 MB
-IN_TIME_SECONDS = 50e-6  # between two events of a stream, when what it waits for in between has happened
+NUM_MOVED = 4096  # cached moves of pieces of stages
+NUM_LAYOUTS = 256  # cached; ten thousand experts as stages would take 30 MB
+IN_TIME_SECONDS = 50e-6  # between two events of a stream if it did not have to wait in between
 
 
 class WeightStream:
-    """One per run; a context manager. Not thread-safe: only the engine calls it."""
+    """Stream of weights; one per run. Not thread-safe: only the engine calls it."""
 
     def __init__(
         self,
@@ -52,9 +52,8 @@ class WeightStream:
         loaded: StreamWeights | None = None,
         resources: SessionResources | None = None,
     ):
-        """`name_of` is what the trace calls a stage. `held`: what an earlier stream of these stages has read already,
-        to which is added what this one reads. `together`: what ranks that read together have in common; None: this
-        process reads alone."""
+        """`stage_name`: a stage's name in traces. `loaded`: weights that earlier streams have read; mutated: this one
+        adds its own. `resources`: of ranks that read together; None: this process reads alone."""
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device = shape, placement, device
         self._trace, self._name_of = trace, stage_name
@@ -70,9 +69,9 @@ class WeightStream:
         self._counters, self._barrier = StreamCounters(), device.new_event()
         walk, size = placement.walk, placement.slot_bytes
         num_staged, has_device = walk.num_staging_slots, device.is_accelerator
-        num_slots = num_staged if has_device else walk.num_slots  # that are filled from files
+        num_slots = num_staged if has_device else walk.num_slots  # filled from files
         num_once = 1 + len(walk.in_host) if has_device else len(placement.resident)
-        self._buffer_numbers = count(num_slots)  # numbers of memory that is filled once
+        self._buffer_numbers = count(num_slots)  # numbers of buffers that are filled once
         self._reader = (
             LocalReader(device, reader)
             if resources is None
@@ -94,7 +93,7 @@ class WeightStream:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Waits for reads in flight: their threads write into buffers that are about to go."""
+        """Waits for reads in flight: their threads write into buffers that are freed next."""
         if value is not None:
             self._reader.abandon()
         if self._staging is not None:
@@ -107,10 +106,10 @@ class WeightStream:
                 if value is None:
                     raise
                 if error is not value:
-                    value.add_note(f"and a read in flight failed too: {error}")
+                    value.add_note(f"a read in flight failed too: {error}")
 
     def read(self, stage: int, page: int | None = None) -> None:
-        """Begins disk -> host; of one page, the first of which takes the slot. Returns at once."""
+        """Starts reading a stage, or one page of it, from disk to host. Page 0 takes a slot. Returns at once."""
         layout = self._layout(stage)
         extents = layout.extents if page is None else layout.page_extents(page, self._num_pages)
         if self._staging is not None:
@@ -123,8 +122,8 @@ class WeightStream:
         slot.reads[page or 0] = self._reader.fill(slot.number, extents, slot.buffer)
 
     def copy(self, stage: int, page: int | None = None) -> None:
-        """Has host -> device queued behind the device slot's last user, as soon as the read is done; of one page, the
-        first of which takes the device slot. Returns at once."""
+        """Queues the copy of a stage, or one page of it, from host to device, once it is read and the device slot's last
+        user is done. Page 0 takes the device slot. Returns at once."""
         if not page:
             self._present[stage] = self._free_slots.pop(0)
             self._present[stage].is_fresh = True
@@ -132,7 +131,7 @@ class WeightStream:
         begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
         staging = None if stage in self._placement.walk.in_host else self._staging
         source = self._loaded.in_host[stage] if staging is None else staging.buffer(stage)
-        # In pieces, between which a small copy that is urgent finds its way on a card with one engine for copies.
+        # In pieces, so that small urgent copies can get in between on a device with one copy engine.
         parts = [
             _part(0, source, move, slot.buffer)
             for first in range(begin // HOST_PIECE_BYTES * HOST_PIECE_BYTES, end, HOST_PIECE_BYTES)
@@ -147,13 +146,13 @@ class WeightStream:
         self._counters.bytes_copied += sum(part.source.numel() for part in parts)
 
     def acquire(self, stage: int) -> StageBytes:
-        """The stage's bytes, in compute memory, ready for compute that is queued from now on."""
+        """The stage's weights in compute memory, for compute queued from now on."""
         if stage in self._resident:
             return self._resident[stage]
         slot, copies = self._present[stage], self._placement.walk.copies
         if slot.is_fresh:
-            # Before the first lane enters: on a CPU the host waits for the read, on an accelerator until the copy has
-            # been queued, and compute for the copy.
+            # First lane only. On a CPU, the host waits for the read. On an accelerator, the host waits until the copy is
+            # queued, and compute waits for the copy.
             slot.is_fresh = False
             if not copies:
                 self._counters.count_acquire(all(read.is_done for read in slot.reads.values()))
@@ -167,7 +166,7 @@ class WeightStream:
         return StageBytes(slot.buffer, placed.tensor_offsets, id(slot))
 
     def host_stage(self, stage: int) -> StageBytes:
-        """The bytes of a stage that lives in host memory, where they lie."""
+        """The weights of a stage that resides in host memory, in place."""
         buffer = self._loaded.in_host[stage]
         return StageBytes(buffer, self._layout(stage).tensor_offsets, id(buffer))
 
@@ -180,7 +179,7 @@ class WeightStream:
         self._free_slots.append(slot)
 
     def drop(self) -> None:
-        """Frees what was brought in ahead, for a pass that begins at another stage. Waits for reads in flight."""
+        """Frees all prefetched stages, for a pass that starts at another stage. Waits for reads in flight."""
         for stage in list(self._present):
             self.free(stage)
         if self._staging is not None:
@@ -189,8 +188,7 @@ class WeightStream:
             self._staging.drop()
 
     def sync(self) -> None:
-        """Waits for reads that have begun, and has compute wait for copies. Reads stay their slot's, for whoever takes
-        them to find done and to count."""
+        """Waits for pending reads, and makes compute wait for pending copies. Later calls still count the reads."""
         for stage, _, read in self._in_flight():
             self._wait(stage, read)
         if self._device.copy_stream is not None:
@@ -198,13 +196,12 @@ class WeightStream:
             self._device.compute_waits_for(self._barrier)
 
     def take_counters(self) -> StreamCounters:
-        """What was carried since the last call. What an accelerator did is in it once the device's clock has told of
-        it."""
+        """Counters since the last call. Work of an accelerator is counted once the device's clock has resolved it."""
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
     def _in_flight(self) -> Iterator[tuple[int, int, Transfer]]:
-        """Stage, page and transfer."""
+        """(stage, page, transfer) of each pending read."""
         if self._staging is not None:
             yield from self._staging.waiting()
         for stage, slot in self._present.items():
@@ -217,7 +214,7 @@ class WeightStream:
             slot.ready.record(self._device.copy_stream)
 
     def _finish_reads(self, stage: int, slot: Slot) -> None:
-        """Waits for the slot's reads, and counts them."""
+        """Waits for the slot's reads and counts them."""
         for page in list(slot.reads):
             self._count_read(stage, page, slot.reads.pop(page))
 
@@ -249,7 +246,7 @@ class WeightStream:
         self._counters.count_acquire(end - begin < IN_TIME_SECONDS)
 
     def _index(self, stage: int) -> int:
-        """Whose time it is: each expert that is streamed as a stage has the index of its layer."""
+        """Stage index for counters; an expert that is streamed as a stage has the index of its layer."""
         return self._shape.stages[stage].index
 
     def _load_resident(self) -> None:
@@ -258,7 +255,7 @@ class WeightStream:
         missing = {key: group_layout(group) for key, group in groups.items() if key not in self._loaded.resident}
         largest = max((layout.num_bytes for layout in missing.values()), default=0)
         is_staged = self._device.is_accelerator and bool(missing)
-        # Host memory that what stays on a device passes through.
+        # Staging memory for resident stages of a device.
         number, staging = (
             (next(self._buffer_numbers), self._reader.buffer(min(largest, LOADING_BYTES))) if is_staged else (0, None)
         )
@@ -282,6 +279,6 @@ class WeightStream:
 
 
 def _part(begin: int, source: torch.Tensor, move: Move, target: torch.Tensor) -> CopyPart:
-    """`source`: the bytes of a stage from `begin` on, in pinned memory."""
+    """One move as a copy. `source`: pinned memory with the stage's bytes from `begin` on."""
     first = move.begin - begin
     return CopyPart(source[first : first + move.num_bytes], target[move.target : move.target + move.num_bytes])

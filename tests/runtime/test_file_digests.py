@@ -35,7 +35,7 @@ def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*args: object) -> str:
         raise AssertionError("a file was read again")
 
-    monkeypatch.setattr(file_digests, "_read", read)
+    monkeypatch.setattr(file_digests, "_digest_file", read)
 
 
 def test_a_kept_digest_is_used_again_and_not_when_the_file_was_written(
@@ -125,13 +125,13 @@ def test_a_stop_ends_the_reading_and_keeps_nothing_of_it(file: Path, cache: Path
 
 
 def test_a_file_that_is_written_meanwhile_is_refused(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = file_digests._read
+    real = file_digests._digest_file
 
     def read(name: str, should_stop: object, asked_by: str) -> str:
         digest = real(name, lambda: False, asked_by)
         file.write_bytes(b"another")
         return digest
 
-    monkeypatch.setattr(file_digests, "_read", read)
+    monkeypatch.setattr(file_digests, "_digest_file", read)
     with pytest.raises(CheckpointError, match=f"{file}: was written while"):
         digest_files([str(file)], cache)

@@ -34,7 +34,7 @@ class FakeDriver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     made = FakeDriver(8 * MIB)
     monkeypatch.setattr(module, "cuda_driver", lambda: made)
-    monkeypatch.setattr(module, "_forget_error", lambda: None)
+    monkeypatch.setattr(module, "_clear_cuda_error", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return made
 

@@ -118,7 +118,7 @@ def test_a_device_that_cannot_be_streamed_to_is_left_for_the_cpu(
         without_memory_figures(accelerator)
     assert not ComputeDevice("auto").is_accelerator
     assert f"no {missing} on mps" in caplog.text
-    with pytest.raises(ConfigError, match=rf"machine\.device=mps: torch offers no {missing} on mps.*machine=cpu"):
+    with pytest.raises(ConfigError, match=rf"machine\.device=mps: torch has no {missing} on mps.*machine=cpu"):
         ComputeDevice("mps")
 
 

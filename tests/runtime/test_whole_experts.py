@@ -35,7 +35,7 @@ class Handing:
     def __init__(self, index: int, board: list[Sequence[torch.Tensor]], met: Barrier):
         self.index, self.count, self._board, self._met = index, NUM_RANKS, board, met
 
-    def exchanged(self, rows: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
         self._board[self.index] = rows.split([*given])
         self._met.wait()
         found = [each[self.index] for each in self._board]
