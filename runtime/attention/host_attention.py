@@ -238,8 +238,7 @@ def make_row_tables(
 
 
 def _shared_positions(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_tokens: int) -> np.ndarray:
-    """For each row, how many leading positions lie in the same full pages as those of an adjacent row, rounded down to
-    whole chunks."""
+    """Number of leading positions of each row in the same full pages as those of an adjacent row, in whole chunks."""
     shared_B = np.zeros(len(tables_Bn), np.int64)
     if len(tables_Bn) < 2:
         return shared_B

@@ -64,7 +64,7 @@ class PageGather(NamedTuple):
 
 
 class PassLayout:
-    """Places of one pass's tokens. `pages[row]`: numbers of the row's pages within one memory, the cache or a KV slot."""
+    """Places of one pass's tokens. `pages[row]`: numbers of the row's pages in one memory, the cache or a KV slot."""
 
     def __init__(
         self,

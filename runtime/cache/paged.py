@@ -355,7 +355,7 @@ class PagedKV(Cache, KVCache):
         return self._layer_kv(index, like_k, like_v)
 
     def _layer_kv(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV:
-        """For pages that are not quantized."""
+        """Keys and values of a layer whose pages are not quantized."""
         kept = self._view.layer_kv
         if index in kept:
             return kept[index]

@@ -59,7 +59,7 @@ def choose_device(name: str) -> torch.device:
     if index is None:
         index = torch.accelerator.current_device_index()
     if index >= count:
-        raise ConfigError(f"machine.device={name}: no such device; torch finds {count}: {device.type}:0 to {count - 1}")
+        raise ConfigError(f"machine.device={name}: no such device; torch finds {count}: {device.type}:0 to {device.type}:{count - 1}")
     return torch.device(device.type, index)
 
 
@@ -332,8 +332,8 @@ class ComputeDevice:
         return self.memory().free_bytes
 
     def set_memory_limit(self, num_bytes: int | None) -> None:
-        """Limits the memory of torch's allocator in this process to `num_bytes`; None removes the limit. Beyond it torch
-        raises OutOfMemoryError."""
+        """Limits the memory of torch's allocator in this process; None removes the limit. Beyond it torch raises
+        OutOfMemoryError."""
         if self.is_accelerator:
             module = torch.get_device_module(self.torch_device)
             share = 1.0 if num_bytes is None else min(1.0, num_bytes / module.mem_get_info(self.torch_device)[1])

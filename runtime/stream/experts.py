@@ -46,7 +46,7 @@ class ExpertBytes:
 class ExpertStream:
     """Stream of experts; one per run. Not thread-safe: only the engine calls it.
 
-    `paging` is `hit` or `all`. With `all`, experts without tokens are read too, in order, so that reads can start early.
+    `paging` is `hit` or `all`. With `all`, experts without tokens are read too, so that reads can start early.
     """
 
     def __init__(

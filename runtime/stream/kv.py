@@ -287,7 +287,7 @@ class KVStream:
         self._fetched[layer, lane] = slot, tuple(pages)
 
     def acquire(self, layer: int, lane: int) -> torch.Tensor:
-        """The fetched pages, uint8 (len(pages), page_bytes) in compute memory, possibly strided, for compute queued from
+        """The fetched pages, uint8 (len(pages), page_bytes) in compute memory, perhaps strided, for compute queued from
         now on. Valid until `store`. Blocks on disk reads."""
         self._collect_stores()
         slot, pages = self._fetched[layer, lane]

@@ -72,8 +72,8 @@ class Staging(Closing):
         return self._staged[stage].buffer
 
     def copy(self, stage: int, page: int, queue: Callable[[], None], *, is_last: bool) -> DeferredTransfer:
-        """Calls `queue` on another thread once the page is read, to queue its copy. Returns a transfer that is done once
-        the copy is queued. The last page frees the slot."""
+        """Calls `queue` on another thread once the page is read, to queue its copy. Returns a transfer that is done
+        once the copy is queued. The last page frees the slot."""
         slot = self._staged[stage]
         queued = self._copying.submit(self._queue_copy, slot, slot.reads.pop(page), queue, is_last)
         if is_last:

@@ -122,8 +122,8 @@ class WeightStream:
         slot.reads[page or 0] = self._reader.fill(slot.number, extents, slot.buffer)
 
     def copy(self, stage: int, page: int | None = None) -> None:
-        """Queues the copy of a stage, or one page of it, from host to device, once it is read and the device slot's last
-        user is done. Page 0 takes the device slot. Returns at once."""
+        """Queues the copy of a stage, or one page of it, from host to device, once it is read and the device slot is
+        free. Page 0 takes the device slot. Returns at once."""
         if not page:
             self._present[stage] = self._free_slots.pop(0)
             self._present[stage].is_fresh = True
@@ -151,7 +151,7 @@ class WeightStream:
             return self._resident[stage]
         slot, copies = self._present[stage], self._placement.walk.copies
         if slot.is_fresh:
-            # First lane only. On a CPU, the host waits for the read. On an accelerator, the host waits until the copy is
+            # First lane only. On a CPU, the host waits for the read. On an accelerator, it waits until the copy is
             # queued, and compute waits for the copy.
             slot.is_fresh = False
             if not copies:

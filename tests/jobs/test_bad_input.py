@@ -81,7 +81,7 @@ def test_a_device_that_is_not_here_is_refused_before_a_model_is_opened(
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     config = GenerateConfig(machine=MachineConfig(device=device))
-    with pytest.raises(ConfigError, match=f"machine.device={device}: torch .* finds no accelerator here"):
+    with pytest.raises(ConfigError, match=f"machine.device={device}: torch .* finds no accelerator"):
         log_start(logging.getLogger("jobs.generate"), config)
     assert "opening" not in capsys.readouterr().err
 

@@ -123,7 +123,7 @@ def test_a_device_that_cannot_be_streamed_to_is_left_for_the_cpu(
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("cuda:2", "finds 2 of cuda here, cuda:0 to 1"), ("xpu", "computes on cuda or the CPU")]
+    ("name", "why"), [("cuda:2", "finds 2: cuda:0 to cuda:1"), ("xpu", "supports only cuda and cpu")]
 )
 def test_a_device_that_is_not_there_is_refused(name: str, why: str, accelerator: FakeAccelerator) -> None:
     with pytest.raises(ConfigError, match=f"machine.device={name}: .*{why}"):
