@@ -59,7 +59,8 @@ def choose_device(name: str) -> torch.device:
     if index is None:
         index = torch.accelerator.current_device_index()
     if index >= count:
-        raise ConfigError(f"machine.device={name}: no such device; torch finds {count}: {device.type}:0 to {device.type}:{count - 1}")
+        names = f"{device.type}:0 to {device.type}:{count - 1}"
+        raise ConfigError(f"machine.device={name}: no such device; torch finds {count}: {names}")
     return torch.device(device.type, index)
 
 
