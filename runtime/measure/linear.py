@@ -166,7 +166,8 @@ def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
             for _ in panels([rows], torch.float32):
                 pass
 
-        return Probe(name=f"widening, {name}", unit="G numbers/s", read=Timer(width * width, act, device.wait_for_compute))
+        timer = Timer(width * width, act, device.wait_for_compute)
+        return Probe(name=f"widening, {name}", unit="G numbers/s", read=timer)
 
     def raw(num_columns: int) -> torch.Tensor:
         return torch.randint(0, 120, (width, num_columns), dtype=torch.uint8).to(device.torch_device)
