@@ -121,7 +121,7 @@ class RecordedPasses:
         try:
             logits_BV, replay = self._device.record_graph(lambda: self._compute(lane))
         except RuntimeError as error:  # torch's, out of memory among them
-            log.warning("decode passes of %d rows run without a recording: %s", num_rows, error)
+            log.warning("decode passes of %d rows cannot be recorded: %s", num_rows, error)
             self._failed.add(num_rows)
             lane.abandon()
             launch()
