@@ -397,7 +397,7 @@ def test_a_schema_too_deep_for_its_reader_is_refused_in_a_file_and_as_text_and_a
     for _ in range(depth):
         nested = {"items": nested}
     for schema in (str(tmp_path / "deep.json"), text, nested):
-        with pytest.raises(ConfigError, match=r"sampling\.json_schema is (no JSON|refused by llguidance)"):
+        with pytest.raises(ConfigError, match=r"sampling\.json_schema is (not valid JSON|refused by llguidance)"):
             Runtime(model="/no/model/there", json_schema=schema)
 
 
