@@ -1,5 +1,5 @@
-"""Tensors that ranks send one another: pieces of weights, where they see no memory in common or are asked to do
-without; parts of a token's numbers, made whole within a pass; and hidden states from each rank in a line to the next.
+"""Transfers of tensors between ranks: shares of weights without shared memory, partial activations within a pass, and
+hidden states between pipeline stages.
 """
 
 import time
@@ -29,20 +29,19 @@ LOOK_SECONDS = 0.02  # between two looks for a stop, or for one that has ended
 
 
 class Collectives(Closing, SessionResources):
-    """The gathering of pieces of weights in one session, of one thread at a time but for `abandon`. It has a process
-    group of its own, so that its order is none of the messages'. All ranks come to each piece in one order, that of
-    the schedule."""
+    """All-gathers shares of weights in one session. Not thread-safe, except `abandon`. It has its own process group, so
+    that it is not ordered with messages. All ranks gather pages in the schedule's order."""
 
     def __init__(self, ranks: Ranks):
-        """Made by all ranks at once. Raises PeerEnded."""
+        """All ranks must call this together. Raises PeerEnded."""
         self.ranks = ranks
-        ranks.exchange({})  # all are there: nothing ends the wait for one that has ended
+        ranks.exchange({})  # all ranks are alive: creating a group would wait forever for one that ended
         self._group = ranks.new_group()
         self._is_abandoned = Event()
         self._why = Interrupted(STOPPED)  # nothing can be gathered any more
 
     def close(self) -> None:
-        """Ends the connections. Where one is awaited that was abandoned, the others see that nothing comes any more."""
+        """Closes the connections. After `abandon`, it aborts them, so that peers stop waiting."""
         if self._is_abandoned.is_set():
             self._group.abort()
         else:
@@ -52,13 +51,13 @@ class Collectives(Closing, SessionResources):
         return GatheredReader(self, device, reader)
 
     def abandon(self) -> None:
-        """Nobody waits any more for what has begun, and nothing else can be gathered: ranks that go on would take one
-        piece for another."""
+        """Makes pending and later gathers fail."""
+        # For good: after a skipped collective, ranks would take one page for another.
         self._is_abandoned.set()
 
     def gather(self, pieces: torch.Tensor) -> None:
-        """Fills `pieces`, uint8, with those of all ranks, of one size and in their order; this one's is in its place.
-        Raises PeerEnded or Interrupted where another never comes to it."""
+        """All-gathers equal pieces, uint8, in place, ordered by rank; this rank's piece is already in its place. Raises
+        PeerEnded or Interrupted if another rank cannot take part."""
         own = pieces.chunk(self.ranks.size)[self.ranks.rank]
         if self._is_abandoned.is_set():
             raise self._why
@@ -85,11 +84,10 @@ class Collectives(Closing, SessionResources):
 
 
 class GatheredReader(WeightReader):
-    """Reads of all ranks, wherever they are, each its share of every page, into memory of this process.
+    """Reads 1/N of every page on each rank and all-gathers the shares into each rank's memory.
 
-    Shares are of one size, in whole blocks; the few blocks that do not divide by the ranks each of them reads itself. A
-    slot is this process' own, so it may be filled again once compute here has left it. A thread of its own comes to
-    the collectives, in the order in which pages are asked for, which is the schedule's and so the same everywhere.
+    Shares are equal numbers of whole blocks; every rank reads the remaining blocks itself. Slots are private to the
+    process. One thread calls the collectives in the order of `fill`, which is the schedule's and equal on all ranks.
     """
 
     def __init__(self, collectives: Collectives, device: ComputeDevice, reader: Reader):
@@ -118,7 +116,7 @@ class GatheredReader(WeightReader):
         try:
             reading.wait()
         except BaseException:
-            self._collectives.abandon()  # the next page is not this one
+            self._collectives.abandon()  # a skipped gather would mix up pages
             raise
         begin = time.monotonic()
         if len(pieces):
@@ -127,7 +125,7 @@ class GatheredReader(WeightReader):
 
 
 class GatheredTransfer:
-    """A page on its way, of which each rank reads a share; `timing` is of this one's."""
+    """A page in flight, of which each rank reads a share; `timing` is that of this rank's read."""
 
     def __init__(self, collectives: Collectives, timings: Future[tuple[ChunkTiming, ChunkTiming]]):
         self._ranks, self._timings = collectives.ranks, timings
@@ -137,7 +135,7 @@ class GatheredTransfer:
         return self._timings.done()
 
     def wait(self) -> None:
-        """Returns when all shares are there; raises what this rank's read raised, PeerEnded, and Interrupted."""
+        """Waits for all shares. Raises errors of this rank's read, PeerEnded, and Interrupted."""
         while not wait_for([self._timings], LOOK_SECONDS).done:
             self._ranks.require_running()
         self._timings.result()
@@ -148,14 +146,14 @@ class GatheredTransfer:
 
     @property
     def gather_timing(self) -> ChunkTiming:
-        """When the page was gathered, once it was waited for."""
+        """Timing of the gather; valid after `wait`."""
         return self._timings.result()[1]
 
 
 class AllGather(SessionResources):
-    """All ranks make the same calls in the same order, of equal shapes. Outside of its `with` block each is alone, and
-    takes its own part for that of all others: shapes are right then, and numbers are not. What an accelerator has
-    goes by way of host memory. `received_bytes`: from all others, so far. Raises PeerEnded where one has ended."""
+    """Collectives for tensor parallelism, by way of host memory. All ranks must make the same calls in the same order,
+    with equal shapes. Outside of its `with` block nothing is sent: results have the right shapes and wrong values.
+    `received_bytes`: from other ranks so far. Raises PeerEnded."""
 
     def __init__(self, ranks: Ranks):
         self.ranks, self.received_bytes = ranks, 0
@@ -163,11 +161,11 @@ class AllGather(SessionResources):
         self._is_active = False
 
     def __deepcopy__(self, memo: object) -> "AllGather":
-        """Copies of a model ask the same ranks."""
+        """Returns itself: copies of a model use the same ranks."""
         return self
 
     def __enter__(self) -> Self:
-        """The others make the same calls from now on."""
+        """Starts communication: all ranks make the same calls from now on."""
         self._is_active = True
         return self
 
@@ -175,11 +173,11 @@ class AllGather(SessionResources):
         self._is_active = False
 
     def weight_reader(self, device: ComputeDevice, reader: Reader, *, count: int) -> LocalReader:
-        """This rank alone reads its part of the model."""
+        """A local reader: each rank reads its own part of the model."""
         return LocalReader(device, reader)
 
     def gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The parts of all ranks behind one another along `dim`."""
+        """Concatenates the parts of all ranks along `dim`."""
         if not self._is_active or part.is_meta:
             return torch.cat([part] * self.count, dim)
         device, part = part.device, part.contiguous().cpu()
@@ -191,8 +189,8 @@ class AllGather(SessionResources):
         return found.movedim(0, at).flatten(at, at + 1).to(device)
 
     def all_to_all(self, rows: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
-        """Hands the first `given[0]` rows (n, D) to rank 0, the next ones to rank 1 and so on, and gives what each rank
-        hands to this one, of which all know how many rows these are: `taken[0]` of rank 0 first."""
+        """Sends the first `given[0]` rows (n, D) to rank 0, the next `given[1]` to rank 1, and so on. Returns the rows
+        received, `taken[0]` from rank 0 first."""
         if not self._is_active or rows.is_meta:
             return rows.new_zeros(sum(taken), rows.shape[1])
         device, rows = rows.device, rows.contiguous().cpu()
@@ -204,7 +202,7 @@ class AllGather(SessionResources):
         return found.to(device)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, of which each number is zero in all but one: in any order it is that number."""
+        """All-reduced sum. Each element may be nonzero on one rank only, so that the result is exact in any order."""
         if not self._is_active or part.is_meta:
             return part
         device, part = part.device, part.contiguous().cpu()
@@ -214,12 +212,13 @@ class AllGather(SessionResources):
 
 
 class PipelineLink:
-    """Tensors of one pass at a time: `begin`, `receive` and `send` of each item, and `tell` of the last rank beside
-    `heard` of the others. Transfers go on beside whatever else is done. Raises PeerEnded where another rank has ended.
-    Not thread-safe."""
+    """Pipeline-parallel transport: receives hidden states from the previous rank and sends them to the next.
+
+    A pass is `begin`, then `receive` and `send` of each item, then `broadcast` on the last rank and `receive_broadcast`
+    on the others. Transfers run in the background. Raises PeerEnded. Not thread-safe."""
 
     def __init__(self, ranks: Ranks):
-        """All ranks make theirs at the same time."""
+        """All ranks must call this together."""
         self.ranks = ranks
         self._group = ranks.new_group()
         self._waiter = TransferWaiter()
@@ -232,31 +231,31 @@ class PipelineLink:
         return self.ranks.rank == self.ranks.size - 1
 
     def begin(self, targets: Sequence[torch.Tensor | None]) -> None:
-        """A pass of as many items. Each of `targets` is filled by the rank before, unless there is none."""
+        """Begins a pass with one item per target. The previous rank fills each target that is not None."""
         self._num_items, before = len(targets), self.ranks.rank - 1
         self._receiving = [self._expect(before, item, each) for item, each in enumerate(targets) if each is not None]
 
     def receive(self, item: int) -> None:
-        """Returns when the item's target is filled."""
+        """Waits until the item's target is filled."""
         self._wait(self._receiving[item])
 
     def send(self, item: int, tensor: torch.Tensor) -> None:
-        """Begins to send; the tensor must stay as it is until the pass is over."""
+        """Starts sending; the tensor must not change until the pass ends."""
         self._send(self.ranks.rank + 1, item, tensor)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Tells all others, who call `heard`, and ends the pass; of the last rank alone."""
+        """Sends to all other ranks, which call `receive_broadcast`, and ends the pass. For the last rank only."""
         for other in range(self.ranks.size - 1):
             self._send(other, self._num_items, tensor)
         self._finish()
 
     def receive_broadcast(self, target: torch.Tensor) -> None:
-        """Fills it with what the last rank tells, and ends the pass."""
+        """Receives the last rank's tensor into `target` and ends the pass."""
         self._wait(self._expect(self.ranks.size - 1, self._num_items, target))
         self._finish()
 
     def _finish(self) -> None:
-        """Waits until others have what was sent to them."""
+        """Waits until all sends are received."""
         for work, _ in self._sending:
             self._wait(work)
         self._sending, self._receiving = [], []
@@ -286,8 +285,8 @@ class PipelineLink:
 
 
 class TransferWaiter:
-    """Waits for one transfer at a time on a thread of its own, which ends with the process at the latest. Gloo's own
-    wait for a transfer has no end while its connection holds, and one of limited time breaks that."""
+    """Waits for one transfer at a time on a daemon thread. Gloo's own wait cannot be interrupted, and a wait with a
+    timeout breaks the connection."""
 
     def __init__(self) -> None:
         self._pending = SimpleQueue[dist.Work | None]()
@@ -299,7 +298,7 @@ class TransferWaiter:
         self._pending.put(work)
 
     def is_done(self, seconds: timedelta) -> bool:
-        """Whether the transfer has ended in that time. Raises RuntimeError where it has failed."""
+        """Waits up to `seconds`. Returns True if the transfer is done; raises RuntimeError if it failed."""
         try:
             error = self._results.get(timeout=seconds.total_seconds())
         except Empty:
@@ -316,5 +315,5 @@ def _serve(pending: "SimpleQueue[dist.Work | None]", results: "SimpleQueue[Runti
             work.wait()
         except RuntimeError as error:
             failed = error.with_traceback(None)
-        del work  # let go of at the end of the process, which wakes this thread, it would abort it
+        del work  # released at exit, while this thread wakes, it would abort the process
         results.put(failed)

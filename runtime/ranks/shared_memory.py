@@ -1,11 +1,10 @@
-"""Memory that all ranks on a machine see, what they leave there for one another, and how they fill it with weights.
+"""Memory shared by all ranks on a machine, and a reader that fills it with weights.
 
-It is a file without a name: rank 0 makes it, the others open it by rank 0's own descriptor, and it goes with the last
-of them, however they end. Ranks take buffers out of it in one order, so that each finds the others' where its own is.
+It is an anonymous file: rank 0 creates it, the others open rank 0's descriptor, and the kernel frees it with the last
+process. All ranks allocate buffers in the same order, so that they get the same offsets.
 
-A page of weights is whole once all shares have arrived, and its slot may be filled again once all ranks have freed it.
-Each rank counts both in cells that the others look at; the order in which slots are taken is that of the schedule, so
-that the same slot has the same number everywhere.
+A page is complete once all ranks' shares have arrived; its slot may be refilled once all ranks have freed it. Each rank
+publishes both counts in shared counters. Slots are taken in the schedule's order, so their numbers agree on all ranks.
 """
 
 import mmap
@@ -39,7 +38,7 @@ POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks at the cells; looks betw
 
 
 class SharedMemory(Closing, SessionResources):
-    """Buffers of one session, which outlive it. Not thread-safe."""
+    """Shared buffers of one session; they stay valid after `close`. Not thread-safe."""
 
     def __init__(self, ranks: Ranks, descriptor: int):
         self.ranks = ranks
@@ -50,7 +49,7 @@ class SharedMemory(Closing, SessionResources):
 
     @staticmethod
     def create(ranks: Ranks) -> "SharedMemory":
-        """Raises ConfigError where a rank cannot see it."""
+        """Creates the memory, on rank 0. Raises ConfigError if ranks are on several machines."""
         require(
             ranks.is_on_one_machine,
             "devices.gather=memory: ranks are on several machines, or in several containers, and see no memory in "
@@ -62,7 +61,7 @@ class SharedMemory(Closing, SessionResources):
 
     @staticmethod
     def open(ranks: Ranks, place: tuple[int, int]) -> "SharedMemory":
-        """What another rank's `place` says. Raises ConfigError."""
+        """Opens the memory at another rank's `address`. Raises ConfigError."""
         path = "/proc/{}/fd/{}".format(*place)
         try:
             return SharedMemory(ranks, os.open(path, os.O_RDWR | os.O_CLOEXEC))
@@ -73,11 +72,11 @@ class SharedMemory(Closing, SessionResources):
 
     @property
     def address(self) -> tuple[int, int]:
-        """The process and the descriptor by which others open it."""
+        """(process id, descriptor) by which other ranks open it."""
         return os.getpid(), self._descriptor
 
     def map(self, num_bytes: int, kind: type[Mapped] = mmap.mmap) -> Mapped:
-        """Whole pages, zero until somebody writes. Every rank takes the same ones in the same order."""
+        """Maps the next pages, zeroed. All ranks must call it with the same sizes in the same order."""
         size = round_up(max(num_bytes, 1), PAGE_BYTES)
         memory = kind(self._descriptor, size, mmap.MAP_SHARED, offset=self._taken_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -90,16 +89,16 @@ class SharedMemory(Closing, SessionResources):
         return SharedReader(self, device, reader, count=count)
 
     def cells(self, count: int) -> torch.Tensor:
-        """int64; each is written by one rank alone, which only ever raises it."""
+        """Shared int64 counters; each is written by one rank only and never decreases, so no lock is needed."""
         return torch.frombuffer(self.map(8 * count), dtype=torch.int64)[:count]
 
 
 class SharedReader(WeightReader):
-    """Reads of all ranks of a machine. Two threads wait, so that the engine's goes on: one until a slot is free
-    everywhere, the other until this rank's share is there, to say so."""
+    """Reads 1/N of every page on each rank of a machine, straight into shared memory. One thread waits until a slot is
+    free on all ranks; another waits for this rank's share and announces it."""
 
     def __init__(self, memory: SharedMemory, device: ComputeDevice, reader: Reader, *, count: int):
-        """`count`: of numbers."""
+        """`count`: number of slots and buffers."""
         self._memory, self._device, self._reader = memory, device, reader
         size = memory.ranks.size
         self._rank, self._size = memory.ranks.rank, size
@@ -130,12 +129,12 @@ class SharedReader(WeightReader):
         share = share_of(extents, self._rank, self._size)
 
         def read() -> PendingTransfer:
-            self._wait(self._freed, number, num_freed)
+            self._wait(self._freed, number, num_freed)  # other ranks' compute may still read this slot
             return self._reader.submit(share, buffer.numpy().data)
 
         def mark_arrived(begun: Future[PendingTransfer]) -> PendingTransfer:
             transfer = begun.result()
-            transfer.wait()
+            transfer.wait()  # announce only complete shares: other ranks read the bytes at once
             self._arrived[self._rank, number] = count
             return transfer
 
@@ -146,11 +145,11 @@ class SharedReader(WeightReader):
         self._freed[self._rank, number] = self._num_freed[number]
 
     def is_complete(self, number: int, count: int) -> bool:
-        """Whether all shares of the first `count` fills have arrived."""
+        """True if all ranks' shares of the first `count` fills have arrived."""
         return bool((self._arrived[:, number] >= count).all())
 
     def wait_complete(self, number: int, count: int) -> None:
-        """Raises PeerEnded, or Interrupted, where they may never arrive."""
+        """Waits for all shares. Raises PeerEnded or Interrupted if they may never arrive."""
         self._wait(self._arrived, number, count)
 
     def _wait(self, cells: NDArray[np.int64], number: int, count: int) -> None:
@@ -165,7 +164,7 @@ class SharedReader(WeightReader):
 
 
 class SharedTransfer:
-    """A page on its way, of which each rank reads a share; `timing` is of this one's."""
+    """A page in flight, of which each rank reads a share; `timing` is that of this rank's read."""
 
     def __init__(self, filling: SharedReader, begun: Future[PendingTransfer], number: int, count: int):
         self._filling, self._begun, self._number, self._count = filling, begun, number, count
@@ -175,7 +174,7 @@ class SharedTransfer:
         return self._begun.done() and self._filling.is_complete(self._number, self._count)
 
     def wait(self) -> None:
-        """Returns when all shares are there; raises what this rank's read raised, and what `wait_whole` raises."""
+        """Waits for all shares. Raises errors of this rank's read and those of `wait_complete`."""
         self._begun.result()
         self._filling.wait_complete(self._number, self._count)
 

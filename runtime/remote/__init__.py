@@ -1,3 +1,1 @@
-"""Files of object stores, by their URLs: brought here whole, taken there whole, tried again where a store fails. Here
-belongs what talks to such a store; what a file means, its caller knows.
-"""
+"""Files of object stores by URL: whole reads and writes with retries, and local copies."""

@@ -1,7 +1,7 @@
-"""Local copies of what lies at a URL: made once, kept in the cache directory, and never seen half.
+"""Local copies of files at a URL, in the cache directory. Files appear only when complete.
 
-A copy is known by the URL and by the sizes and tags of its files: what was written again there is another copy, and a
-process that reads the old one goes on with it. A copy that was killed goes on behind the last byte it has.
+A copy is keyed by the URL and its files' sizes and tags: changed files become a new copy, and readers of the old one
+are not disturbed. An interrupted copy resumes after its last byte.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
 
 @contextmanager
 def _lock(path: Path, store: ObjectStore) -> Iterator[None]:
-    """A lock on the copy: others wait until the process that holds it has copied, or has ended."""
+    """Locks the copy against other processes; waits until the holder is done or has ended."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         has_logged = False
@@ -94,7 +94,7 @@ def _copy(
     targets: Mapping[str, Path],
     error_type: type[WeightstreamError],
 ) -> None:
-    """One process' work on a copy, under its lock: what is not at its target yet is fetched."""
+    """Fetches the files that are not at their targets yet. The caller holds the copy's lock."""
     left = {name: file for name, file in files.items() if not targets[name].exists()}
     begun_bytes = sum(_file_bytes(_partial_path(targets[name])) for name in left)
     done_bytes, all_bytes = 0, sum(file.num_bytes for file in left.values()) - begun_bytes
@@ -129,7 +129,7 @@ def _copy(
         if store.list_files(is_deep=False).get(name) != file or _file_bytes(partial) != file.num_bytes:
             partial.unlink()
             raise StorageError(f"{store.url} was written while it was copied ({name}): start the command again")
-        partial.replace(targets[name])
+        partial.replace(targets[name])  # after fsync and the size check: a target is always complete
 
 
 def _read_range(

@@ -1,6 +1,5 @@
-"""A place in an object store: what lies below its URL, read and written whole. Credentials and endpoints are for the
-store's own library to find, by fsspec; nothing here keeps or shows them. A call that fails is tried again, ever more
-seldom, for a bounded time.
+"""Files below a URL of an object store, by fsspec. The store's own library finds credentials and endpoints; they are
+never stored or logged here. Failed calls are retried with exponential backoff for a bounded time.
 """
 
 import logging
@@ -32,7 +31,7 @@ def never() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How long what fails is tried again, and who may end that. `key`: the setting that says how long."""
+    """Retry time in seconds and the function that can end it. `key`: the setting of the time, for messages."""
 
     seconds: float = 300.0
     should_stop: Callable[[], bool] = never
@@ -71,7 +70,7 @@ class RetryPolicy:
 
 
 def describe_error(error: Exception) -> str:
-    """Its type and text in one line."""
+    """The error's type and text in one line."""
     text = " ".join(str(error).split())
     text = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -84,7 +83,7 @@ PERMANENT_ERRORS = (FileNotFoundError, PermissionError)  # where nothing was beg
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """A file as its store tells of it. `tag`: what is another once it was written again."""
+    """A file's metadata in its store. `tag` changes when the file is rewritten."""
 
     num_bytes: int
     tag: str

@@ -1,4 +1,4 @@
-"""Faults in reading files: those of a disk or a network that may pass, and those that will not."""
+"""Read errors of files: transient ones of a disk or network, which are retried, and permanent ones."""
 
 import errno
 import logging
@@ -28,7 +28,7 @@ def is_transient(error: OSError) -> bool:
 
 
 def read_error(path: str | PathLike[str], what: str, error: OSError) -> WeightstreamError:
-    """What a user is told of `error`, met in `what`: a later start can help (75), or not (2)."""
+    """The error to raise for `error` during `what`: StorageError (exit code 75) if transient, else CheckpointError."""
     name = errno.errorcode.get(error.errno or 0, "no errno")
     message = f"{path}: {what} failed: {error.strerror or error} ({name}){open_files_hint(error)}"
     if is_transient(error):
@@ -37,7 +37,7 @@ def read_error(path: str | PathLike[str], what: str, error: OSError) -> Weightst
 
 
 def open_files_hint(error: OSError) -> str:
-    """What ends the message of an error that a process gets which has too many files open; empty for any other."""
+    """Advice to append to the message of EMFILE (too many open files); empty for other errors."""
     if error.errno != errno.EMFILE:
         return ""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -50,8 +50,7 @@ def open_files_hint(error: OSError) -> str:
 
 
 def with_retries(read: Callable[[], T], path: str, what: str, pause: Callable[[float], object]) -> T:
-    """What `read` returns, tried again behind a `pause` of some seconds where a fault may pass. Raises StorageError or
-    CheckpointError."""
+    """Calls `read` and retries transient errors after a `pause`. Raises StorageError or CheckpointError."""
     for seconds in PAUSES_SECONDS:
         try:
             return read()

@@ -1,8 +1,7 @@
-"""How files are known to be what they were: SHA-256 of whole files, each read once, and CRC-32 of the pieces of a
-packed shard, of which all are checked, or a few that lie far apart.
+"""Integrity of weight files: cached SHA-256 of whole files, and CRC-32 of the pieces of a packed shard, checked in full
+or in a sample.
 
-Digests are kept in the cache directory with what the file system says of the file: a bit that flips by itself under a
-kept digest changes neither size nor dates, and is seen when the kept digests are gone.
+Digests are cached with the file's size and dates. Bit rot changes neither, and is found only once the cache is deleted.
 """
 
 import hashlib
@@ -38,7 +37,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class _Stamp:
-    """What is another after a file was written or replaced."""
+    """File metadata that changes when a file is written or replaced."""
 
     path: str
     size: int
@@ -132,7 +131,7 @@ def _stamp(file: str) -> _Stamp:
 
 
 def _find_digest(stamp: _Stamp, cache: Path) -> str | None:
-    """What cannot be read is named in a warning and counts as nothing."""
+    """The cached digest if the file is unchanged, else None. Warns of an unreadable cache file."""
     path = stamp.cache_path(cache)
     try:
         kept = json.loads(path.read_text())

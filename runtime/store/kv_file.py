@@ -1,7 +1,5 @@
-"""Pages of keys and values in a file without a name: written and read at their positions by several threads, O_DIRECT
-where the file system allows, a checksum for each page.
-
-The file has no name from the start, so nothing is left of it however the process ends.
+"""KV pages in an anonymous file: read and written by several threads, with O_DIRECT if possible and a checksum for each
+page. The file never has a name, so nothing is left of it if the process is killed.
 """
 
 import errno
@@ -34,11 +32,10 @@ ADVICE = "make room, name another directory by kv.directory, or lower policy.num
 
 
 class KVFile(Closing):
-    """Owns the file and its threads; a context manager. Pages in flight must not be asked for again before they are
-    done; otherwise any thread may call. Raises ConfigError or BudgetError when there is no room for `layout`.
+    """KV pages on disk. Owns the file and its threads. Any thread may call it, but not for pages in flight.
 
-    `directory`: None is the system's for such files (TMPDIR): the one place that every machine has for what nobody
-    needs after the process; checkpoints and results often lie on a network or may not be written to.
+    `directory`: None: the system's temporary directory (TMPDIR), since checkpoints and results are often on a network
+    or read-only. Raises ConfigError or BudgetError if there is no room for `layout`.
     """
 
     def __init__(
@@ -70,8 +67,8 @@ class KVFile(Closing):
         self._file.close()
 
     def read(self, layer: int, places: Mapping[int, int], slot: memoryview) -> PendingTransfer:
-        """Fills place `places[page]` of the page-aligned slot with each page; one that was never written with zeros,
-        at once. The slot must live until the read is done, which raises KVFileError for a page that has changed."""
+        """Starts reading each page to `places[page]` of the page-aligned slot, which must stay alive until done. Pages
+        that were never written are zeros. Waiting raises KVFileError if a checksum does not match."""
         stride = self._layout.stride_bytes(layer)
         known = self._checksums[self._row[layer]]
         written = [page for page in places if known[page] != NEVER_WRITTEN]
@@ -85,7 +82,7 @@ class KVFile(Closing):
         )
 
     def write(self, layer: int, places: Mapping[int, int], slot: memoryview) -> PendingTransfer:
-        """Carries each page from its place. The slot must not change until the write is done, which raises
+        """Starts writing each page from its place in the slot, which must not change until done. Waiting may raise
         KVFileError."""
         stride = self._layout.stride_bytes(layer)
         return self._threads.begin(
@@ -96,11 +93,11 @@ class KVFile(Closing):
         )
 
     def forget(self, pages: Sequence[int]) -> None:
-        """These pages, in every layer, were never written."""
+        """Marks these pages as never written, in every layer."""
         self._checksums[:, list(pages)] = NEVER_WRITTEN
 
     def _runs(self, pages: Iterable[int], stride: int) -> Iterator[range]:
-        """Neighbours in the file, as many as one request takes."""
+        """Runs of consecutive pages, each within one request's limits."""
         return layer_ranges(pages, min(MAX_VIEWS, max(1, self._chunk_bytes // stride)))
 
     def _read(self, layer: int, run: range, views: list[memoryview]) -> ChunkTiming:
@@ -141,7 +138,7 @@ class KVFile(Closing):
         return self._layout.offset_bytes(layer) + page * self._layout.stride_bytes(layer)
 
     def _drop_page_cache(self, offset: int, num_bytes: int) -> None:
-        """Begins the write-back of what was written; what is clean leaves the page cache, which is for others."""
+        """Starts write-back and drops clean pages from the page cache."""
         if not self._is_direct:
             os.posix_fadvise(self._file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
@@ -180,7 +177,7 @@ def open_unnamed(directory: str, *, key: str = "kv.directory") -> BinaryIO:
 
 
 def make_direct(file: BinaryIO, directory: str) -> bool:
-    """Whether the file system allows O_DIRECT, which is then set."""
+    """Sets O_DIRECT. Returns False, with a warning, if the file system refuses it."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -36,7 +36,7 @@ Fill = Callable[[int, memoryview], None]  # writes what a file has from an offse
 
 
 class Reader(Closing):
-    """Owns the threads and file descriptors. Reads are served in the order in which they were submitted."""
+    """Reads extents in the background, in submission order. Owns its threads and file descriptors."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Reader(Closing):
         direct: bool = True,
         virtual_files: Mapping[str, Fill] | None = None,
     ):
-        """`made`: files that lie nowhere, by the name that extents call them; called on threads."""
+        """`virtual_files`: functions that produce files that are not on disk, by name; called on reader threads."""
         self._virtual_files = virtual_files or {}
         self._chunk_bytes = chunk_bytes
         self._direct = direct
@@ -66,8 +66,8 @@ class Reader(Closing):
         self._files.clear()
 
     def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingTransfer:
-        """Fills `target` (page-aligned, writable) at each extent's slot_offset. `target` must live until the read is
-        done, and hold all of it: a read cut short by a small buffer would look like a file that was."""
+        """Starts filling `target` (page-aligned, writable) at each extent's slot_offset. `target` must stay alive until
+        the read is done, and must hold all extents: a short buffer would look like a truncated file."""
         chunks = list[Chunk]()
         for extent in extents:
             end = extent.slot_offset + extent.num_bytes
@@ -112,7 +112,7 @@ class Reader(Closing):
         return ChunkTiming(begin, time.monotonic(), done)
 
     def _open(self, path: str) -> _File:
-        """Raises CheckpointError where a file that was open before is not what it was."""
+        """Opens the file, or returns it if open. Raises CheckpointError if it was replaced since its first use."""
         with self._lock:
             if path not in self._files:
                 file = _open_file(path, self._direct)

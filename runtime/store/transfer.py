@@ -1,4 +1,4 @@
-"""What reading and writing at a position have in common: the whole of it or an error, in threads, timed."""
+"""Threads for positional reads and writes: complete transfers or an error, with timing."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
@@ -12,7 +12,7 @@ from ..units import round_down
 
 
 class ChunkTiming(NamedTuple):
-    """When one chunk went, or all of a transfer: monotonic seconds, without the time spent in the queue."""
+    """Time of a chunk or of a whole transfer, in monotonic seconds, without queueing."""
 
     begin: float
     end: float
@@ -24,7 +24,7 @@ Chunk = Callable[[], ChunkTiming]
 
 
 class PendingTransfer:
-    """Chunks in flight between a file and memory, for one thread to wait for, not again after an interrupt."""
+    """Chunks in flight between a file and memory. One thread may wait for it, and not again after an interrupt."""
 
     def __init__(self, num_chunks: int, answers: SimpleQueue[ChunkResult]):
         self._num_chunks, self._answers = num_chunks, answers
@@ -35,7 +35,7 @@ class PendingTransfer:
         return len(self._arrived) + self._answers.qsize() == self._num_chunks
 
     def wait(self) -> None:
-        """Returns when all have arrived, and raises what a thread raised first."""
+        """Waits for all chunks, then raises the first error if there was one."""
         while len(self._arrived) < self._num_chunks:
             self._arrived.append(self._answers.get())
         for answer in self._arrived:
@@ -44,7 +44,7 @@ class PendingTransfer:
 
     @property
     def timing(self) -> ChunkTiming:
-        """The time from the first chunk's begin to the last one's end, of a transfer that was waited for."""
+        """Time from the first chunk's begin to the last one's end; valid after `wait`."""
         timings = [answer for answer in self._arrived if isinstance(answer, ChunkTiming)]
         return ChunkTiming(
             begin=min((t.begin for t in timings), default=0.0),
@@ -54,10 +54,10 @@ class PendingTransfer:
 
 
 class TransferThreads(Closing):
-    """Carry chunks in the order in which they were item. Closing waits for those in flight and drops the others.
+    """Threads that run chunks in submission order. `close` waits for chunks in flight and drops the others.
 
-    A pool of `concurrent.futures` makes of each chunk an object with a lock and a condition: with chunks of 16 MiB a
-    twelfth of what the interpreter does in decode passes.
+    `concurrent.futures` creates a lock and a condition for each chunk: a twelfth of the interpreter's time in decode
+    passes.
     """
 
     def __init__(self, num_threads: int, name: str):
@@ -65,7 +65,7 @@ class TransferThreads(Closing):
         self._threads = [
             Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
         ]
-        self._lock = Lock()  # so that nothing is item behind what ends the threads
+        self._lock = Lock()  # nothing may be queued behind the end markers
         self._is_closed = False
         for thread in self._threads:
             thread.start()
@@ -94,7 +94,7 @@ class TransferThreads(Closing):
                 answers.put(CancelledError() if self._is_closed else chunk())
             except BaseException as error:
                 answers.put(error)
-            del item, chunk, answers  # while this waits, memory that was read into may be item back
+            del item, chunk, answers  # while this thread waits, it must not keep target memory alive
 
 
 def transfer(

@@ -174,15 +174,15 @@ def _write_index(path: Path, shards: Shards) -> int:
 
 @contextlib.contextmanager
 def atomic_write(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
-    """A new file beside `path` that takes its name once it is complete and synced, and disappears on any error."""
+    """Writes a temporary file that is renamed to `path` once complete and synced, and deleted on any error."""
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temp.open("xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename: a crash must not leave an incomplete file under the name
         temp.replace(path)
-        sync_directory(path.parent)
+        sync_directory(path.parent)  # or the rename itself may be lost in a power cut
     except BaseException as error:
         with contextlib.suppress(OSError):  # the first error is the one to report
             temp.unlink()
