@@ -1,6 +1,6 @@
 """The table of published numbers beside predicted ones, and which assumption each large deviation comes from.
 
-    python -m tests.deviations    prints it, Markdown, as conf/machine/README.md shows it
+    python -m tests.deviations    prints it, Markdown, as docs/project/benchmarks-moe-lightning.md shows it
     python -m tests.deviations "l4, MTBench 64"
 
 A deviation is explained by computing: one assumption at a time is given up, and the ratio without it is printed.

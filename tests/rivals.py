@@ -1,6 +1,6 @@
 """What others published of runs that offload, beside what `jobs.plan` says of the same load on the nearest profile.
 
-python -m tests.rivals    prints the table of conf/machine/README.md, Markdown, in half a minute
+python -m tests.rivals    prints the table of docs/project/benchmarks-predictions.md, Markdown, in half a minute
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The table of conf/machine/README.md: what it claims, and that it is what the command prints today."""
+"""The table of docs/project/benchmarks-moe-lightning.md: what it claims, and that the command prints it today."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import pytest
 from tests.deviations import HEADER, LARGE, NOTABLE, implied, with_theirs
 from tests.published import Setting, settings
 
-README = Path(__file__).resolve().parents[2] / "conf" / "machine" / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "project" / "benchmarks-moe-lightning.md"
 MOST = {
     "theirs": 2.7,
     "ours": 3.4,
@@ -33,7 +33,7 @@ class Row:
 
 
 def rows() -> dict[str, Row]:
-    _, _, table = README.read_text(encoding="utf-8").partition(HEADER + "\n")
+    _, _, table = PAGE.read_text(encoding="utf-8").partition(HEADER + "\n")
     lines = [line for line in table.splitlines() if line.startswith("|")]
     return {row.name: row for row in map(parsed, lines)}
 
