@@ -2,7 +2,7 @@
 
 By hand, in an environment that has the engine beside Weightstream: `python -m tests.engines ray` (or `spark`, `daft`,
 `datatrove`). `ray kill` ends an actor without a word and looks at what it had finished; `page ray` runs what
-docs/machines.md shows, as a script of its own.
+docs/how-to/data-engines.md shows, as a script of its own.
 """
 
 import json
@@ -23,7 +23,7 @@ import pyarrow as pa
 from jobs.tables import TableGenerator
 from runtime import PolicyConfig, Runtime
 
-PAGE = Path(__file__).parents[1] / "docs" / "machines.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "data-engines.md"
 NUM_ROWS, TABLE_ROWS, NUM_WORKERS = 1_000, 250, 2
 SETTINGS: dict[str, Any] = {
     "model": "tiny",
@@ -140,7 +140,7 @@ ENGINES: dict[str, Callable[..., pa.Table]] = {
 def page(heading: str) -> None:
     """Runs the blocks of a section of the page as a reader would, in an empty folder."""
     text = PAGE.read_text(encoding="utf-8")
-    section = re.split(r"^#+ ", text[text.index(f"### {heading}") + 4 :], flags=re.MULTILINE)[0]
+    section = re.split(r"^#+ ", text[text.index(f"## {heading}") + 3 :], flags=re.MULTILINE)[0]
     script = "\n".join(re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE))
     with TemporaryDirectory() as folder:
         (Path(folder) / "script.py").write_text(script, encoding="utf-8")
