@@ -1,0 +1,52 @@
+"""Collects the pages of the site in a directory, for `mkdocs build` (`make docs`).
+
+python -m scripts.docs OUT
+"""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from .settings import group_pages
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+NOTE = re.compile(r"^<!-- .* -->\n", re.MULTILINE)  # for the checker of commands, tests/docs
+
+
+def site_page(text: str, path: Path, generated: set[str]) -> str:
+    """The Markdown of the page at `path`, without notes to the checker. Links to a folder of conf/ become links to the
+    settings' page made from it; other links that leave docs/ become plain text."""
+
+    def rewritten(match: re.Match[str]) -> str:
+        label, target, anchor = match[1], match[2], match[3] or ""
+        if "://" in target:
+            return match[0]
+        found = (path.parent / target).resolve()
+        page = f"reference/settings/{found.name}.md"
+        if found.parent == ROOT / "conf" and page in generated:
+            up = "../" * len(path.relative_to(DOCS).parent.parts)
+            return f"[{label}]({up}{page}{anchor})"
+        return match[0] if found.is_relative_to(DOCS) else label
+
+    return LINK.sub(rewritten, NOTE.sub("", text))
+
+
+def main(out: Path) -> None:
+    """Replaces `out` by the site's pages."""
+    shutil.rmtree(out, ignore_errors=True)
+    pages = group_pages()
+    for path in sorted(DOCS.rglob("*.md")):
+        name = path.relative_to(DOCS)
+        target = out / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(site_page(path.read_text(encoding="utf-8"), path, set(pages)), encoding="utf-8")
+    for name, text in pages.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

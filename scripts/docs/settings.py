@@ -1,0 +1,57 @@
+"""The reference of settings, made from the files and comments of conf/ as `weightstream JOB --help` shows them."""
+
+from collections.abc import Iterator
+
+from jobs.config.help import JobSettings, options_of, read_option
+
+# Commands whose own keys are listed; groups are listed once, as the first command that has them sees them.
+JOBS = ("generate", "score", "encode", "plan", "pack", "export", "report", "status", "metrics", "measure", "synthesize")
+JOBS += ("evaluate", "serve", "models", "trace")
+
+
+def group_pages() -> dict[str, str]:
+    """Markdown by page name: one page for each group of settings, one for the own keys of all commands."""
+    pages, own = dict[str, str](), ["# Settings of each command", ""]
+    own += ["Keys that belong to no group. Groups such as `model` and `offload` have pages of their own.", ""]
+    shown = set[str]()
+    for job in JOBS:
+        settings = JobSettings(job, [])
+        for group in settings.groups:
+            name = f"reference/settings/{group}.md"
+            if name not in pages and "/" not in group:
+                pages[name] = "\n".join(_group_page(settings, group))
+        rows = [key for key in settings.all_keys() if key.partition(".")[0] not in settings.groups]
+        rows = [key for key in rows if job == "generate" or key not in shown]
+        own += [f"## {job}", "", *_table(settings, rows), ""]
+        shown.update(rows)
+    pages["reference/settings/commands.md"] = "\n".join(own)
+    return pages
+
+
+def _group_page(settings: JobSettings, group: str) -> Iterator[str]:
+    yield from (f"# {group}", "", f"Choose one with `{group}=NAME`; the default is `{settings.chosen(group)}`.", "")
+    yield from ("| option | meaning |", "|---|---|")
+    for option in options_of(group):
+        about = " ".join(line.strip() for line in read_option(group, option).about if line.strip())
+        yield f"| `{group}={option}` | {_cell(about)} |"
+    yield from ("", "## Keys", "")
+    yield from _table(settings, settings.all_keys(group))
+
+
+def _table(settings: JobSettings, keys: list[str]) -> Iterator[str]:
+    if not keys:
+        return
+    yield from ("| key | default | choices | meaning |", "|---|---|---|---|")
+    for key in keys:
+        choices = ", ".join(f"`{choice}`" for choice in settings.choices(key))
+        yield f"| `{key}` | `{_cell(_plain(settings.at(key)))}` | {choices} | {_cell(settings.meaning(key))} |"
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())

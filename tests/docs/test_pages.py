@@ -1,0 +1,59 @@
+"""The documentation's pages: short, linked, complete."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs.pages import DOCS, EXIT_CODE, NOT_RUN, PAGES, ROOT, RUN, blocks_of
+
+PARTS = ("start", "how-to", "reference", "explanation", "project")
+MAX_WORDS = 1500
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Markdown makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()).strip() for heading in headings)
+    return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
+
+
+def test_every_page_is_in_one_of_the_five_parts() -> None:
+    assert [named(page) for page in PAGES if page.parent == DOCS] == ["index.md"]
+    assert {page.parent.name for page in PAGES if page.parent != DOCS} == set(PARTS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_a_page_is_short_and_its_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) < MAX_WORDS
+    dead = []
+    for target, anchor in LINK.findall(re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
+        found = (page.parent / target) if target else page
+        if not found.exists() or (anchor and found.suffix == ".md" and anchor not in anchors_of(found)):
+            dead.append(f"{target}#{anchor}")
+    assert dead == []
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"]))
+    assert sorted(page for page in pages if "/settings/" not in page) == [named(page) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", RUN, ids=named)
+def test_every_note_to_the_checker_is_one_that_it_knows(page: Path) -> None:
+    """A block that is not run says why, or names the test that runs it."""
+    for block in blocks_of(page):
+        found = NOT_RUN.fullmatch(block.note)
+        assert not block.note or found or EXIT_CODE.fullmatch(block.note), f"line {block.line}: {block.note}"
+        assert not (found and found[1]) or (ROOT / found[1]).exists(), f"line {block.line}: {block.note}"
+    text = page.read_text(encoding="utf-8")
+    assert text.count("```") == 2 * len(list(blocks_of(page))), "a fence that is no block"
