@@ -26,7 +26,7 @@ def test_the_limits_of_a_half_s_steps_fit_its_time_and_are_those_it_says(half: s
     limits = [int(seconds) for seconds in re.findall(r"\b(?:step|tests) (\d+) \w+\.txt", body_of(half))]
     assert len(limits) >= 3
     assert sum(limits) <= MOST_SECONDS
-    for page in (TEXT, (ROOT / "docs" / "first-gpu-run.md").read_text(encoding="utf-8")):
+    for page in (TEXT, (ROOT / "docs" / "how-to" / "gpu-first-run.md").read_text(encoding="utf-8")):
         assert re.search(rf"gpu_kit\.sh {half} .*\b{sum(limits)} s at most", page)
 
 
