@@ -91,8 +91,8 @@ def packed(source: Path, folder: Path, rounding: Rounding | None) -> Written:
 
 
 def dequantized(source: Path, store: Path, directory: Path) -> Path:
-    """The checkpoint of a store's numbers, in float32: those that were rounded decoded in the words of docs/formats.md,
-    others as they are published."""
+    """The checkpoint of a store's numbers, in float32: those that were rounded decoded as
+    docs/reference/storage-formats.md says, others as they are published."""
     stored, numbers = tensors_in(store), tensors_in(source)
     for name, (codes, scales) in {
         name: (stored[f"{name}_{format}"], stored[f"{name}_scales"])
