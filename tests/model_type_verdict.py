@@ -21,7 +21,7 @@ from runtime.sequences.sequence import Completion
 from tests.tiny_checkpoints import MOST_PARAMETERS, NUM_NEW_TOKENS, TEMPERS, Answers, Silent, answers, save_tiny
 from tests.tiny_configs import tiny_config
 
-SCORE_TOLERANCE = 1e-4  # of a token's log-probability, as docs/evaluation.md promises
+SCORE_TOLERANCE = 1e-4  # of a token's log-probability, as docs/how-to/scores.md promises
 ROUNDINGS = 8  # times what the class's own float32 is off its float64, where that is more
 
 

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from ..contenders import is_installed
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-WHEELS = "docs/first-gpu-run.md says how to bring wheels along"
+WHEELS = "docs/how-to/gpu-first-run.md says how to bring wheels along"
 
 
 @dataclass(frozen=True, kw_only=True)

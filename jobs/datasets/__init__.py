@@ -1,5 +1,5 @@
 """The prompts of a run: files, the hub, the bundled sample or a benchmark's own rules become rows with ids. Here
-belongs what all kinds of input share; a new kind is a module in `kinds/` (docs/recipes.md).
+belongs what all kinds of input share; a new kind is a module in `kinds/` (docs/project/add-a-dataset.md).
 """
 
 from .config import DatasetConfig, DatasetKind, read_rows

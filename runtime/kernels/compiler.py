@@ -82,7 +82,7 @@ def _has_pair_products() -> bool:
 
 def has_fast_pairs() -> bool:
     """True if products of bfloat16 pairs run at the rate of float32 products, as on AMD; on Intel each took twice as
-    long, see docs/kernels.md."""
+    long, see docs/project/benchmarks-kernels.md."""
     return has_pairs() and _is_amd()
 
 

@@ -419,7 +419,7 @@ def test_without_what_weightstream_cannot_do_without_nothing_is_started(monkeypa
     said: list[str] = []
     with pytest.raises(WeightstreamError, match="greenlet not installed"):
         run_gpu(GPU, 20, 1, said.append, lambda task: pytest.fail("a worker was started"))
-    assert any(line.startswith("greenlet is not installed") and "first-gpu-run.md" in line for line in said)
+    assert any(line.startswith("greenlet is not installed") and "gpu-first-run.md" in line for line in said)
 
 
 def test_a_version_outside_of_what_the_project_names_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

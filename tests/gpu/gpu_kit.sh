@@ -1,5 +1,5 @@
 #!/bin/bash
-# The first minutes with a card, in the root of a checkout (docs/first-gpu-run.md says what each step shows):
+# The first minutes with a card, in the root of a checkout (docs/how-to/gpu-first-run.md says what each step shows):
 #   bash tests/gpu/gpu_kit.sh bring     where there are pip and a network: wheels into .kit/wheels, for the other machine
 #   bash tests/gpu/gpu_kit.sh first     what is there, probes, laws, tokens, the benchmark at toy size   (545 s at most)
 #   bash tests/gpu/gpu_kit.sh second    the benchmark, of a mixture and of a dense model, and a job      (570 s at most)

@@ -1,5 +1,5 @@
 """On an accelerator: each road that a run may take there gives transformers' tokens, and what only a device can show of
-waits, memory, precision and numbers of devices. Runs first there, behind test_gpu.py; see docs/first-gpu-run.md."""
+waits, memory, precision and numbers of devices. Runs there behind test_gpu.py: docs/how-to/gpu-first-run.md."""
 
 import random
 import warnings

@@ -163,7 +163,7 @@ class MachineRates:
 
     def codes_seconds(self, stored: StoredWork, num_rows: Numbers) -> Numbers:
         """Seconds in which kernels multiply so few rows with stored weights as they lie: those of reading the numbers
-        in 16 bits, which four bits take as well since they are decoded on the way (measured, see docs/kernels.md), or
+        in 16 bits, which four bits take as well since they are decoded on the way, or
         of the products at the rate of many rows, whichever are more."""
         reading = 2.0 * stored.num_numbers / self.dequantize_bytes_per_second
         products = 2.0 * num_rows * stored.num_numbers / max(self.gemm_flops_per_second.values())

@@ -36,7 +36,7 @@ LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels ha
 SAMPLING_BYTES = 24 * MIB
 SEARCH_FACTOR = 6  # times the logits of beams that are looked at together: their scores, and copies of them
 HEAD_SLICE_BYTES = 64 * MIB  # of float32 logits that are made at a time where many tokens are scored
-ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see docs/memory.md
+ALLOCATOR_SLACK_BYTES = 48 * MIB  # measured: heap fragmentation, libraries' buffers (docs/explanation/memory.md)
 
 
 @dataclass(frozen=True, kw_only=True)
