@@ -554,5 +554,5 @@ def test_a_tokenizer_that_cannot_be_followed_is_refused_by_name() -> None:
         llguidance_tokenizer(PreTrainedTokenizerFast(tokenizer_object=ends), 3, frozenset([2]))
     with pytest.raises(ConfigError, match=r"needs a tokenizer: set model\.tokenizer"):
         llguidance_tokenizer(None, 300, frozenset([2]))
-    with pytest.raises(ConfigError, match="its config names none"):
+    with pytest.raises(ConfigError, match="the model's config names none"):
         llguidance_tokenizer(byte_level_tokenizer(300), 300, frozenset())
