@@ -119,33 +119,37 @@ def code_bytes(encoding: int, num_codes: int) -> int:
 
 
 class CodedRows(PackedRows):
-    def __init__(self, codes_NB: torch.Tensor, scales_NG: torch.Tensor, way: int):
+    def __init__(self, codes_NB: torch.Tensor, scales_NG: torch.Tensor, encoding: int):
         """`codes_NB`: uint8; `scales_NG`: bfloat16, for equal groups of a power-of-two width, or a single group."""
-        super().__init__(codes_NB, codes_NB.shape[1] * GROUP_NUMBERS // code_bytes(way, GROUP_NUMBERS))
-        self._scales_NG, self._way = scales_NG, way
+        super().__init__(codes_NB, codes_NB.shape[1] * GROUP_NUMBERS // code_bytes(encoding, GROUP_NUMBERS))
+        self._scales_NG, self._encoding = scales_NG, encoding
 
     def _layout(self) -> tuple[Layout, Arrays]:
-        num_groups, group_bytes = self._scales_NG.shape[1], code_bytes(self._way, GROUP_NUMBERS)
+        num_groups, group_bytes = self._scales_NG.shape[1], code_bytes(self._encoding, GROUP_NUMBERS)
         shift = group_shift(self.shape[1], num_groups)
         scales = self._scales_NG.view(torch.int16).numpy().view(np.uint16).reshape(-1)
-        return Layout(self._way, *self.shape, group_bytes, num_groups=num_groups, shift=shift), Arrays(scales=scales)
+        return Layout(self._encoding, *self.shape, group_bytes, num_groups=num_groups, shift=shift), Arrays(
+            scales=scales
+        )
 
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         codes, scales_RG = self._body_NB[rows], self._scales_NG[rows].float()
-        if self._way == INT4:
+        if self._encoding == INT4:
             halves = codes.unflatten(1, (-1, 1, CODE_RUN // 2))
             out = out_RK.view(len(codes), -1, 2, CODE_RUN // 2)
             out.copy_(torch.cat([halves & 15, halves >> 4], dim=2)).sub_(INT4_MIDDLE)
         else:
-            out_RK.copy_(codes.view(torch.int8 if self._way == INT8 else torch.float8_e4m3fn))
+            out_RK.copy_(codes.view(torch.int8 if self._encoding == INT8 else torch.float8_e4m3fn))
         out_RK.unflatten(1, (scales_RG.shape[1], -1)).mul_(scales_RG[..., None])
 
     def codes(self) -> Codes:
         """See `Rows`."""
         width = self.shape[1] // self._scales_NG.shape[1]
-        added = INT4_MIDDLE if self._way == INT4 else 0
+        added = INT4_MIDDLE if self._encoding == INT4 else 0
         body, scales = self._body_NB[None], self._scales_NG[None]
-        return Codes(encoding=self._way, shape=self.shape, body=body, scales=scales, width=width, zero_offset=added)
+        return Codes(
+            encoding=self._encoding, shape=self.shape, body=body, scales=scales, width=width, zero_offset=added
+        )
 
 
 def zero_rows(num_rows: int) -> CodedRows:
@@ -186,14 +190,14 @@ class RowCodes(GroupedRows):
         self,
         plain: Rows,
         raw_NB: torch.Tensor,
-        way: int,
+        encoding: int,
         num_groups: int,
         get_scales: GetZerosAndScales,
         table: torch.Tensor | None = None,
     ):
         """`table`: the 16 numbers of IN_TABLE codes."""
         super().__init__(plain, num_groups, get_scales)
-        self._raw_NB, self._way, self._table = raw_NB, way, table
+        self._raw_NB, self._encoding, self._table = raw_NB, encoding, table
 
     def kernel_weights(self, rows: slice) -> KernelWeights:
         """See `KernelRows`."""
@@ -204,10 +208,10 @@ class RowCodes(GroupedRows):
             table=np.zeros(16, np.float32) if self._table is None else _flat(self._table.float()),
         )
         layout = Layout(
-            self._way,
+            self._encoding,
             rows.stop - rows.start,
             num_columns,
-            GROUP_NUMBERS if self._way in IN_BYTES else GROUP_NUMBERS // 2,
+            GROUP_NUMBERS if self._encoding in IN_BYTES else GROUP_NUMBERS // 2,
             num_groups=self._num_groups,
             shift=group_shift(num_columns, self._num_groups),
         )
@@ -219,7 +223,7 @@ class ColumnCodes(GroupedRows):
         self,
         plain: Rows,
         words_WN: torch.Tensor,
-        way: int,
+        encoding: int,
         first_row: int,
         num_groups: int,
         get_scales: GetZerosAndScales,
@@ -229,7 +233,13 @@ class ColumnCodes(GroupedRows):
         """`words_WN`: int32 (W, N), for ROW_WORDS (K, N / 8); these rows begin at its row `first_row`. `width`: columns
         per group. `groups` (K,): the group of each column, if groups are not consecutive."""
         super().__init__(plain, num_groups, get_scales)
-        self._words_WN, self._way, self._first_row, self._width, self._groups = words_WN, way, first_row, width, groups
+        self._words_WN, self._encoding, self._first_row, self._width, self._groups = (
+            words_WN,
+            encoding,
+            first_row,
+            width,
+            groups,
+        )
 
     def kernel_weights(self, rows: slice) -> KernelWeights:
         """See `KernelRows`."""
@@ -238,7 +248,7 @@ class ColumnCodes(GroupedRows):
         start = self._first_row + rows.start
         body = self._words_WN.reshape(-1)[start // ROWS_OF_WORD if self._encoding == ROW_WORDS else start :]
         layout = Layout(
-            self._way,
+            self._encoding,
             rows.stop - rows.start,
             self.shape[1],
             word_stride=4 * self._words_WN.shape[1],

@@ -91,11 +91,11 @@ def _rows(num_bits: int, stored: StoredMatrix) -> Rows:
             first_row=piece.first_row,
         )
 
-    rows, way = IntegerRows(shape, device, write, zeros, scales, width, groups, codes=codes), ENCODINGS[num_bits]
-    if not supports_column_codes(shape, device, way, piece.first_row):
+    rows, encoding = IntegerRows(shape, device, write, zeros, scales, width, groups, codes=codes), ENCODINGS[num_bits]
+    if not supports_column_codes(shape, device, encoding, piece.first_row):
         return rows
     return ColumnCodes(
-        rows, words_WN, way, piece.first_row, len(companions[SCALES]), rows.zeros_and_scales, width, groups
+        rows, words_WN, encoding, piece.first_row, len(companions[SCALES]), rows.zeros_and_scales, width, groups
     )
 
 
