@@ -75,7 +75,7 @@ def rows_of(weight: StoredWeight) -> list[Rows]:
 def on_device(rows: Rows, device: torch.device) -> Rows:
     """Rows of our own formats on another device."""
     if isinstance(rows, CodedRows):
-        return CodedRows(rows._body_NB.to(device), rows._scales_NG.to(device), rows._way)
+        return CodedRows(rows._body_NB.to(device), rows._scales_NG.to(device), rows._encoding)
     assert isinstance(rows, Window4Rows)
     return Window4Rows(
         rows._body_NB.to(device), [each.to(device) for each in rows._escapes], rows._num_starts, rows._first_row

@@ -243,5 +243,5 @@ def test_rows_beyond_what_32_bits_count_are_reached() -> None:
     far = torch.empty(2 * stride + 64, dtype=torch.uint8).as_strided((3, 64), (stride, 1))
     far.copy_(rows._body_NB)
     out = torch.empty(rows.shape)
-    decode(codes_of(CodedRows(far, rows._scales_NG, rows._way)), out)
+    decode(codes_of(CodedRows(far, rows._scales_NG, rows._encoding)), out)
     assert torch.equal(out, numbers_of(rows))
