@@ -1,6 +1,5 @@
-"""Weightstream's engine as a library: `from runtime import Runtime, RuntimeConfig`. torch is loaded only when `Runtime`
-is first used. Beside the rooms lie modules that several of them need and none owns.
-"""
+"""The Weightstream engine as a library: `from runtime import Runtime, RuntimeConfig`. Importing it does not load torch;
+the first use of `Runtime` does. Modules directly in this folder are shared by several rooms."""
 
 from typing import TYPE_CHECKING
 
@@ -72,7 +71,7 @@ LAZY_IMPORTS = {
     "ScoredDocument": "library.scoring",
     "Settings": "library.keywords",
     "Targets": "library.scoring",
-}  # by the module that is imported when the name is first used
+}  # name -> module that is imported on first use
 
 
 def __getattr__(name: str) -> object:
@@ -86,7 +85,7 @@ def __getattr__(name: str) -> object:
 
 
 def _version() -> str:
-    """That of pyproject.toml, as it was installed; `unknown` where these files are run without being installed."""
+    """The installed version from pyproject.toml; "unknown" if the package is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,4 +1,4 @@
-"""The directory for what may be kept between runs and made anew: kernels, measured rates, chosen policies, copies."""
+"""The directory for regenerable data that is kept between runs: kernels, measured rates, chosen policies, copies."""
 
 import logging
 import os
@@ -11,13 +11,12 @@ from pathlib import Path
 from .errors import ConfigError
 
 log = logging.getLogger(__name__)
-GROUP_AND_OTHERS = 0o077  # who is not the owner
+GROUP_AND_OTHERS = 0o077  # permission bits of group and others
 
 
 def cache_root(configured: str | None = None) -> Path:
-    """`configured`, which is `offload.cache_dir`, or the user's cache directory by the XDG rules. Where that cannot be
-    written, as without a home: a directory of this user's alone below the temporary one, which a warning names once.
-    Raises ConfigError where there is none of these."""
+    """Returns `configured` (`offload.cache_dir`), or the user's XDG cache directory. Falls back to a private directory
+    under the temporary directory, with one warning, if that is not writable. Raises ConfigError if none is usable."""
     if configured is None:
         return _user_cache_folder(os.environ.get("XDG_CACHE_HOME") or "~/.cache", os.environ.get("HOME"))
     try:
@@ -30,7 +29,7 @@ def cache_root(configured: str | None = None) -> Path:
 
 @cache
 def _user_cache_folder(base: str, home: str | None) -> Path:
-    """`home` only tells one answer from another: `~` is by it."""
+    """Cached per `base` and `home`; `home` is only a cache key, since `~` expands by it."""
     try:
         root = Path(base).expanduser() / "weightstream"
     except RuntimeError:
@@ -43,8 +42,8 @@ def _user_cache_folder(base: str, home: str | None) -> Path:
 
 
 def _private_folder(problem: str) -> Path:
-    """A directory below the temporary one that this user alone can read and write: the same at each start, unless
-    somebody else has taken its name. Kernels that are kept there are run: a directory of others is never used."""
+    """A directory in the temporary directory that only this user can access. Its name is stable across starts unless
+    another user already owns it. Kernels in it are executed, so a directory that others can write is never used."""
     try:
         folder = Path(tempfile.gettempdir()) / f"weightstream-{os.geteuid()}"
         with suppress(FileExistsError):
@@ -57,6 +56,6 @@ def _private_folder(problem: str) -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a directory, no link to one, that nobody but this user can read or write. Raises OSError."""
+    """True if `folder` is a real directory, not a symlink, that only this user can access. Raises OSError."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & GROUP_AND_OTHERS

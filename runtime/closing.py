@@ -1,4 +1,4 @@
-"""Whoever holds something that must be given back."""
+"""Base class for objects that hold a resource."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -6,7 +6,7 @@ from typing import Self
 
 
 class Closing(ABC):
-    """A context manager that closes, whether or not its block has failed."""
+    """A context manager that calls `close` on exit, also after an exception."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -1,11 +1,10 @@
-"""The errors a user can meet. Each message says what was asked, the numbers with units, and the config key to
-change."""
+"""Errors that a user can meet. Each message gives the value, the numbers with units, and the config key to change."""
 
 from collections.abc import Sequence
 
 
 class WeightstreamError(Exception):
-    """Root of the family; `exit_code` is what a job ends with when the error reaches the top."""
+    """Base class. `exit_code` is the exit code of a job that ends with this error."""
 
     exit_code = 2
 
@@ -15,32 +14,31 @@ class ConfigError(WeightstreamError):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError with `message` unless `condition` holds."""
     if not condition:
         raise ConfigError(message)
 
 
 class ClosedError(WeightstreamError):
-    """A runtime, or a stream of completions, was used after its end."""
+    """A runtime or a stream of completions was used after it was closed."""
 
 
 class CheckpointError(WeightstreamError):
-    """Weights are missing, truncated, or disagree with their index or with the model's own shapes."""
+    """Weights are missing, truncated, or do not match their index or the shapes of the model."""
 
 
 class StorageError(WeightstreamError):
-    """Weights cannot be read for now: their disk or network is at fault. What is committed stays good and the run can
-    resume."""
+    """Weights cannot be read because their disk or network failed. Committed results are kept; the run can resume."""
 
     exit_code = 75
 
 
 class BudgetError(WeightstreamError):
-    """A plan needs more memory than its budget; raised before the first weight is read."""
+    """A plan needs more memory than its budget. Raised before any weight is read."""
 
 
 class DatasetError(WeightstreamError):
-    """A data set as a whole cannot be used. A single bad row never raises: it becomes an error row."""
+    """A whole data set is unusable. A single bad row never raises; it becomes an error row."""
 
 
 class RunMismatchError(WeightstreamError):
@@ -48,48 +46,49 @@ class RunMismatchError(WeightstreamError):
 
 
 class RunInUseError(WeightstreamError):
-    """Another process works in the run directory. Starting again at once would only find it there again."""
+    """Another process works in the run directory. Restarting immediately would fail again."""
 
 
 class OutputError(WeightstreamError):
-    """The output directory cannot be written; what is committed stays good and the run can resume."""
+    """The output directory cannot be written. Committed results are kept; the run can resume."""
 
     exit_code = 75
 
 
 class KVFileError(WeightstreamError):
-    """Keys and values on disk cannot be written, or are not read back as they were written. What is committed stays
-    good and the run can resume."""
+    """The KV cache file cannot be written, or reads back different data. Committed results are kept; the run can
+    resume."""
 
     exit_code = 75
 
 
 class EvaluationError(WeightstreamError):
-    """A harness cannot go on: a task of its own fails, or a request has no answer. What is answered stays good."""
+    """An evaluation harness cannot continue: one of its tasks failed, or a request has no answer. Existing answers are
+    kept."""
 
     exit_code = 3
 
 
 class DamagedRunError(WeightstreamError):
-    """The run directory holds state that a person must look at."""
+    """The run directory is in a state that needs manual inspection."""
 
     exit_code = 4
 
 
 class BrokenModelError(WeightstreamError):
-    """The model gives NaN or infinity for whatever it is asked; what is committed stays good."""
+    """The model returns NaN or infinity for every input. Committed results are kept."""
 
     exit_code = 4
 
 
 class Interrupted(WeightstreamError):
-    """The run was asked to stop; what is committed stays good and the run can resume."""
+    """The run was asked to stop. Committed results are kept; the run can resume."""
 
     exit_code = 75
 
 
 class PeerEnded(Interrupted):
-    """Another rank of the same run has ended. `ranks`: those that have, where it is known."""
+    """Another rank of the same run has ended. `ranks` are the ended ranks, if known."""
 
     def __init__(self, message: str, ranks: Sequence[int]):
         super().__init__(message, ranks)  # as what it is pickled by
@@ -100,7 +99,7 @@ class PeerEnded(Interrupted):
 
 
 class JobEnded(WeightstreamError):
-    """A job that a launcher of a sweep ran in another process ended with `exit_code`, which is not 0."""
+    """A job that a sweep launcher ran in another process ended with the nonzero `exit_code`."""
 
     def __init__(self, exit_code: int):
         super().__init__(exit_code)  # as what it is pickled by on its way back
@@ -111,13 +110,13 @@ class JobEnded(WeightstreamError):
 
 
 class MemoryShortage(WeightstreamError):
-    """The machine gave no more memory although the plan fits its budget; what is committed stays good and the run can
+    """The machine ran out of memory although the plan fits its budget. Committed results are kept; the run can
     resume."""
 
     exit_code = 75
 
 
 class InternalError(WeightstreamError):
-    """An exception that nobody foresaw: a mistake of ours. The code is EX_SOFTWARE of sysexits.h."""
+    """An unexpected exception: a bug in Weightstream. The exit code is EX_SOFTWARE of sysexits.h."""
 
     exit_code = 70

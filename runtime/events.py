@@ -1,4 +1,5 @@
-"""What a lane asks of the engine when its forward pass reaches a point where the engine must act."""
+"""Events that a lane sends to the engine when its forward pass reaches a point where the engine must act. A lane is a
+greenlet that runs the model's forward for one micro-batch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,16 +12,16 @@ from greenlet import getcurrent, greenlet
 
 @dataclass(frozen=True, slots=True)
 class NeedStage:
-    """A stage's module is entered; the answer is its weights by parameter name."""
+    """A stage's module is entered. The engine answers with its weights by parameter name."""
 
     stage: int
 
 
 @dataclass(slots=True, eq=False)
 class NeedAttention:
-    """A layer's attention is due; the answer is what `compute` returns. It may be called on any thread, and reads
-    nothing that the lane changes before it has the answer. `is_decode`: of single new tokens, which is what a CPU's
-    workers are for; prompts are left to the threads of torch."""
+    """A layer's attention is due. The engine answers with the result of `compute`, which any thread may call. `compute`
+    must not read anything that the lane changes before it has the answer. `is_decode`: one new token per sequence, for
+    CPU workers; prefill runs on torch's threads."""
 
     compute: Callable[[], torch.Tensor]
     is_decode: bool
@@ -28,9 +29,9 @@ class NeedAttention:
 
 @dataclass(slots=True, eq=False)
 class NeedExperts:
-    """A layer's experts are due; the answer is (T, hidden).
+    """A layer's experts are due. The engine answers with their output (T, hidden).
 
-    `module` is transformers' experts module, whose parameters are bound while the lane is inside the stage.
+    `module` is the transformers experts module; its parameters are bound while the lane is inside the stage.
     """
 
     module: torch.nn.Module
@@ -45,10 +46,10 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(kw_only=True)
 class HeadSlices:
-    """Where the model's head is run over some of a pass's tokens at a time: `selected_N` are their places among all,
-    `begin` and `end` those of `selected_N` that come next. `owner` is the model below the head, `output` what it has
-    returned, `hidden_1ND` its hidden states of the selected tokens; None until it has run. `is_below`: nothing is
-    wanted of the head, and the pass ends where it would begin. `as_rows`: each selected token is a row of its own."""
+    """State for running the model's head over slices of a pass's tokens. `selected_N` are token indices; `begin` and
+    `end` delimit the current slice of `selected_N`. `owner` is the base model below the head, `output` its result,
+    `hidden_1ND` the hidden states of the selected tokens (None before it has run). `skips_head`: the pass ends before
+    the head. `as_rows`: each selected token is a batch row."""
 
     selected_N: torch.Tensor
     owner: object = None
@@ -60,25 +61,25 @@ class HeadSlices:
     as_rows: bool = False
 
     def iterate(self, num_rows: int) -> Iterator[slice]:
-        """Up to `num_rows` of the selected tokens at a time, which then are those that come next."""
+        """Yields slices of up to `num_rows` selected tokens, and sets `begin` and `end` to each."""
         count = len(self.selected_N)
         for self.begin in range(0, count, num_rows):
             self.end = min(self.begin + num_rows, count)
             yield slice(self.begin, self.end)
 
     def next_hidden(self, hidden_1ND: torch.Tensor) -> torch.Tensor:
-        """The hidden states of those that come next, (1, n, D), or (n, 1, D) as rows."""
+        """The hidden states of the current slice: (1, n, D), or (n, 1, D) if `as_rows`."""
         part = hidden_1ND[:, self.begin : self.end]
         return part.transpose(0, 1) if self.as_rows else part
 
 
 class LaneRun(greenlet):
-    """One forward pass of a lane. The attention function finds the lane's KV cache here, as the pass's own greenlet.
+    """One forward pass of a lane. Attention functions find the lane's KV cache here, since this is the current
+    greenlet.
 
-    `lengths`, (1, T) or (B, T) on the CPU: of each token, that of its sequence, where rotary embeddings depend on it.
-    `head`: what the model's head is given a slice of at a time; None where it is given all. Where ranks divide the
-    layers, `entering` is memory for the hidden states that come from the rank before, and `leaving` those that go on to
-    the one behind.
+    `lengths`, (1, T) or (B, T) on the CPU: the sequence length for each token, if rotary embeddings depend on it.
+    `head`: slices for the model's head, None to run it on all tokens. With pipeline parallelism, `entering` receives
+    hidden states from the previous rank and `leaving` holds those for the next rank.
     """
 
     def __init__(self, forward: Callable[[], object], cache: object, lengths: torch.Tensor | None = None):
@@ -90,26 +91,26 @@ class LaneRun(greenlet):
 
 
 def current_lane_run() -> LaneRun:
-    """The pass inside which it is called."""
+    """The pass that calls this."""
     run = getcurrent()
-    assert isinstance(run, LaneRun), "asked outside a lane"
+    assert isinstance(run, LaneRun), "called outside a lane"
     return run
 
 
 def need_stage(stage: int) -> Weights:
-    """Called inside a lane: parks it until the engine hands in the stage's weights."""
+    """Suspends the lane until the engine provides the stage's weights. Call inside a lane."""
     return _switch_to_engine(_need_stage(stage))
 
 
-_need_stage = cache(NeedStage)  # one for each: lanes ask millions of times
+_need_stage = cache(NeedStage)  # one object per stage: lanes send it millions of times
 
 
 def need_tensor(event: NeedAttention | NeedExperts) -> torch.Tensor:
-    """Called inside a lane: parks it until the engine hands in what the event asks for."""
+    """Suspends the lane until the engine provides the event's result. Call inside a lane."""
     return _switch_to_engine(event)
 
 
 def _switch_to_engine(event: Event):
     parent = getcurrent().parent
-    assert parent is not None, f"{type(event).__name__} was asked outside a lane"
+    assert parent is not None, f"{type(event).__name__} was sent outside a lane"
     return parent.switch(event)

@@ -1,4 +1,4 @@
-"""Memory that ran out although the plan fits its budget."""
+"""Out-of-memory errors of a run whose plan fits its budget."""
 
 import errno
 from collections.abc import Sequence
@@ -21,12 +21,13 @@ PHRASES = (
 
 
 class OverBudget(MemoryError):
-    """The process holds more of host memory than its budget, whatever the machine has."""
+    """The process uses more host memory than its budget, even if the machine has more."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Torch reports a failed host allocation as a plain RuntimeError, the dynamic linker as an ImportError.
-    Accelerators' libraries have names of their own for it; on a full device cuBLAS says that it is not initialised."""
+    """True if `error` reports exhausted memory. Torch raises RuntimeError for a failed host allocation, the dynamic
+    linker ImportError. Accelerator libraries have their own messages; on a full device cuBLAS reports that it is not
+    initialized."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     may_report_memory = isinstance(error, (RuntimeError, ImportError, OSError))
@@ -34,25 +35,25 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def plan_memory_error(ledgers: Sequence[Ledger], error: BaseException) -> BudgetError:
-    """The error before the first pass: the plan is at fault, and the next start would end in the same way."""
+    """The error before the first pass: the plan is too large, so restarting would fail again."""
     return BudgetError(_shortage_message(ledgers, error))
 
 
 def run_memory_error(ledgers: Sequence[Ledger], error: BaseException) -> MemoryShortage:
-    """The error of a run that has begun: a later start goes on."""
+    """The error after the first pass: a restart resumes the run."""
     return MemoryShortage(_shortage_message(ledgers, error))
 
 
 def _shortage_message(ledgers: Sequence[Ledger], error: BaseException) -> str:
     equations = "\n".join(map(str, ledgers))
     keys = " or ".join(ledger.budget_key for ledger in ledgers)
-    advice = f"raise what limits this process, or lower {keys} or policy.micro_batch_size: the plan is then smaller"
+    advice = f"raise this process's memory limit, or lower {keys} or policy.micro_batch_size for a smaller plan"
     if isinstance(error, OverBudget):
         key = next(ledger.budget_key for ledger in ledgers if ledger.memory == "host")
-        advice = f"raise {key}, as this plan takes more than it counts, or lower policy.micro_batch_size"
+        advice = f"raise {key}, since this plan uses more than was estimated, or lower policy.micro_batch_size"
     return f"memory ran out although the plan fits its budget ({first_line(error)}):\n{equations}\n{advice}"
 
 
 def first_line(error: BaseException) -> str:
-    """Torch's errors go on with advice for programmers."""
+    """The first line of an error message. Torch appends advice for developers."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -1,12 +1,11 @@
-"""What a machine has that works side by side: a run measures how long each was busy, the simulator predicts it."""
+"""Resources of a machine that work in parallel. A run measures each one's busy time; the simulator predicts it."""
 
 from enum import Enum
 
 
 class Resource(Enum):
-    """Each but host memory does one thing at a time, in the order in which things are begun; host memory is what disk,
-    links and the CPU share in front of an accelerator, predicted and not measured. `number` counts them from 0, in the
-    order in which a trace is drawn."""
+    """Each runs one action at a time, in issue order, except host memory: disk, links and CPU share its bandwidth,
+    which is predicted but not measured. `number` counts from 0 in the order of a trace's rows."""
 
     disk = "disk"
     host_to_device = "host-to-device"

@@ -1,6 +1,6 @@
-"""What ran when, span by span: collected here while a run goes on, written by whoever asked for it.
+"""A trace of a run: time spans of actions, collected here while the run goes on and written by the caller.
 
-A run without a trace has None in its place: whoever could report a span asks for that first, before it makes a name.
+Without a trace the attribute is None. Check that before formatting a span's name.
 """
 
 import time
@@ -11,9 +11,9 @@ from .resources import Resource
 
 
 class Span(NamedTuple):
-    """One action, or its part on one resource. `begin` and `end` are `time.monotonic()`, in seconds.
+    """One action, or its part on one resource. `begin` and `end` are `time.monotonic()` in seconds.
 
-    A tuple, not a dataclass: one is made for every action of a run.
+    A tuple and not a dataclass, since every action of a run creates one.
     """
 
     resource: Resource
@@ -23,15 +23,15 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """The spans of a run. `span` may be called on any thread, `take` on one; `begin` is when the trace was made."""
+    """The spans of a run. `span` is thread-safe; only one thread may call `take`. `begin` is the creation time."""
 
     def __init__(self) -> None:
         self.begin = time.monotonic()
-        self._spans: deque[Span] = deque()  # appending and popping are atomic; exchanging a list would lose spans
+        self._spans: deque[Span] = deque()  # append and popleft are atomic: no span of another thread is lost
 
     def span(self, resource: Resource, name: str, begin: float, end: float) -> None:
         self._spans.append(Span(resource, name, begin, end))
 
     def take(self) -> list[Span]:
-        """What came in since the last call, in the order in which it was reported, not in which it began."""
+        """Returns and removes the spans reported since the last call, in report order, not start order."""
         return [self._spans.popleft() for _ in range(len(self._spans))]

@@ -1,4 +1,4 @@
-"""Byte and time units, and counts: conversion and the one way each is printed."""
+"""Conversion and formatting of bytes, seconds and counts."""
 
 KIB = 1024
 MIB = 1024**2
@@ -20,7 +20,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.53 s`, `2 min 05 s`, `3 h 07 min`; less than a nanosecond is what sums round to, `0 s`."""
+    """`0.53 s`, `2 min 05 s`, `3 h 07 min`. Below one nanosecond, a rounding error of sums, it is `0 s`."""
     if seconds < 60:
         seconds = seconds if seconds >= 1e-9 else 0.0
         return f"{seconds:.3g} s"

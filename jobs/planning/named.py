@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from runtime.config.settings import DType, Lanes
 from runtime.model import experts
-from runtime.model.capabilities import choose_lanes, measure_cache, shape_of
+from runtime.model.capabilities import choose_lanes, make_shape, measure_cache
 from runtime.model.stages import stage_model
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, TensorSlice
@@ -50,8 +50,8 @@ def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, M
     # As the file of what was converted once would hold them.
     converted = _laid_out(target_specs(model, conversions), file="converted")
     parameters |= {name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in converted.items()}
-    parameters |= {each: replace(parameters[each], is_experts=True) for each in experts.stacks(model)}
-    shape = shape_of(name, stage_model(model), parameters, cache, is_packed=is_packed)
+    parameters |= {each: replace(parameters[each], is_experts=True) for each in experts.stack_names(model)}
+    shape = make_shape(name, stage_model(model), parameters, cache, is_packed=is_packed)
     cache = measure_cache(_build(architecture, DType.float32))
     wide = replace(
         shape,

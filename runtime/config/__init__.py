@@ -1,3 +1,2 @@
-"""What a run is asked to do, typed, frozen and validated: Hydra's groups, sampling, profiles of machines, orders of
-lanes. Here belong values and their checks; it imports nothing but errors.
-"""
+"""The typed, frozen and validated settings of a run: the dataclasses behind Hydra's groups, sampling, machine profiles,
+schedule orders. Only values and their checks belong here; the room imports nothing but errors."""

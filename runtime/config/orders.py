@@ -1,7 +1,7 @@
-"""The orders in which lanes pass the stages, and what each of them means for schedules, memory and time.
+"""Schedule orders: how lanes pass the stages, and the effect on schedules, memory and time.
 
-A **turn** is one lane in one stage. Turns follow each other stage by stage, and in a stage lane by lane, so that one
-read of a stage serves the whole block. What else an order is about stands in its `Style`, and nowhere else.
+A **turn** is one lane in one stage. All lanes of a block pass a stage before the next stage begins, so one read of its
+weights serves the whole block. `Style` holds everything else that depends on the order.
 """
 
 from dataclasses import dataclass
@@ -10,39 +10,41 @@ from enum import Enum
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """`num_ahead`: turns that stand at their attention on the CPU while the one before them goes on from its own."""
+    """Properties of an order. `num_ahead`: turns that wait for CPU attention while the turn before them continues after
+    its own."""
 
     num_ahead: int = 1
-    crosses_stages: bool = False  # they may be turns of the next stage
+    crosses_stages: bool = False  # turns ahead may belong to the next stage
     has_barriers: bool = False
-    spreads_pages: bool = False  # the pages of a stage come turn by turn, not in one go
-    batches_experts: bool = False  # a layer's experts run once, over all lanes
+    spreads_pages: bool = False  # a stage's weight pages are copied between turns, not all at once
+    batches_experts: bool = False  # a layer's experts run once over the tokens of all lanes
 
     @property
     def num_slots(self) -> int:
-        """Slots of weights at least: pages come into one while the stage in the other is computed."""
+        """The least number of weight slots: with spread pages, one slot is filled while the other is computed."""
         return 2 if self.spreads_pages else 1
 
     @property
     def num_open(self) -> int:
-        """Stages that are computed at once: where turns cross, one is not yet left when the next is begun."""
+        """Stages in progress at once: 2 if turns cross stages."""
         return 2 if self.crosses_stages else 1
 
     @property
     def needs_cpu_attention(self) -> bool:
-        """Whether the order is about attention on the CPU alone: nothing else lets a lane go on to the next stage."""
+        """True if the order only works with attention on the CPU. Otherwise a lane cannot enter the next stage
+        early."""
         return self.crosses_stages
 
 
 class Order(Enum):
-    """Each by its name in the settings, with its `style`.
+    """The orders by their names in the settings, each with its `style`.
 
-    - zigzag: while the CPU attends for a turn, the device begins the next one of the stage.
-    - flexgen: turn after turn, with a barrier behind each (FlexGen, Sheng et al. 2023, section 4.2).
-    - cgopipe: as zigzag, but the next turn may be the next stage's (MoE-Lightning, Cao et al. 2025, Algorithm 1): while
-      the CPU attends for turns t+1 and t+2, the device does `post` of turn t and `pre` of turn t+2. The weights of the
-      next stage come page by page between the two.
-    - module_batched: as zigzag; it differs in having stages with routing (MoE-Gen, Xu et al. 2025).
+    - zigzag: while the CPU computes a turn's attention, the device begins the next turn of the stage.
+    - flexgen: one turn after the other, with a barrier after each (FlexGen, Sheng et al. 2023, section 4.2).
+    - cgopipe: as zigzag, but the next turn may belong to the next stage (MoE-Lightning, Cao et al. 2025, Algorithm 1):
+      while the CPU computes attention for turns t+1 and t+2, the device runs `post` of turn t and `pre` of turn t+2.
+      Weight pages of the next stage are copied in between.
+    - module_batched: as zigzag, but a layer's experts run once for all lanes (MoE-Gen, Xu et al. 2025).
     """
 
     zigzag = "zigzag", Style()
@@ -59,7 +61,7 @@ class Order(Enum):
 
     @property
     def without_cpu_attention(self) -> "Order":
-        """The order of passes in which the CPU does not attend, as those of prompts."""
+        """The order for passes without CPU attention, such as prefill."""
         return PLAIN if self.style.needs_cpu_attention else self
 
 

@@ -1,6 +1,6 @@
-"""What is known of a machine without being there: a data sheet's peaks, or rates that `jobs.measure` found.
+"""Machine profiles: peaks from a data sheet, or rates measured by `jobs.measure`.
 
-Config like that of `config.py`. GB and TFLOP are powers of ten, as data sheets count; GiB are not.
+GB and TFLOP are powers of ten, as in data sheets; GiB are powers of two.
 """
 
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from typing import Any
 from ..errors import require
 from .texts import TextField, enum_field
 
-SHEET_LANES = 16  # of PCIe, for which data sheets print the link
+SHEET_LANES = 16  # PCIe lanes that the link bandwidth of data sheets assumes
 LANES = (1, 2, 4, 8, SHEET_LANES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSheet:
-    """Peaks that vendors print: of one device, and of the host around `num_devices` of it. What a run attains of them
-    is for `runtime/plan/cost/machine.py` to say. `bfloat16_tflops` None: no units for it, float32's are used. Of the
-    two clocks the peaks are at the boost one, and a power limit under load holds no more than the base one for
-    certain. `link_lanes` is the fewer of the card's and the slot's: the link is as many sixteenths as fast."""
+    """Vendor peaks of one device, and of its host, which has `num_devices` of them. `runtime/plan/cost/machine.py`
+    estimates the attainable share. `bfloat16_tflops` None: no bfloat16 units, float32's rate counts. Peaks hold at the
+    boost clock; under a power limit only the base clock is certain. `link_lanes` is the smaller of the card's and the
+    slot's; the link bandwidth scales with `link_lanes / 16`."""
 
     num_devices: int = 1
     memory_gib: float
@@ -47,13 +47,13 @@ class DataSheet:
 
     @property
     def host_link_gb_per_second(self) -> float:
-        """One direction of the link to the host, over the lanes that there are."""
+        """One direction of the link to the host, with its actual number of lanes."""
         return self.link_gb_per_second * self.link_lanes / SHEET_LANES
 
 
 class DeviceLink(Enum):
-    """How devices of one host reach each other: `host` through its memory, to which each has a link; `pcie` directly
-    over those same links; `nvlink` over links of their own."""
+    """The connection between devices of one host. `host`: through host memory; `pcie`: peer to peer over the same
+    links; `nvlink`: over separate links."""
 
     host = "host"
     pcie = "pcie"
@@ -62,8 +62,8 @@ class DeviceLink(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LinksConfig:
-    """The links between the devices of one host, and between `num_nodes` hosts like it: what is printed of one
-    direction of one device's link, and of one host's. Without `device_gb_per_second` it is the link to the host."""
+    """Links between the devices of one host, and between `num_nodes` identical hosts. Bandwidths are for one direction
+    of one device's, or one host's, link. Without `device_gb_per_second` the device link is the link to the host."""
 
     num_nodes: int = 1
     device: TextField[DeviceLink] = enum_field(DeviceLink.host)
@@ -88,9 +88,8 @@ class LinksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DTypeRates:
-    """The rates of one compute dtype. `gemm_gflops` belongs to the first of `MeasuredRates.gemm_rows`; larger products
-    are as fast as the last. Attention by bytes of keys and values in this dtype: where the model computes, by the CPU's
-    workers."""
+    """Rates for one compute dtype. `gemm_gflops` matches the first of `MeasuredRates.gemm_rows`; larger products run at
+    the last rate. Attention rates are per byte of KV in this dtype, on the compute device and on the CPU's workers."""
 
     gemm_gflops: list[float]
     attention_gb_per_second: float
@@ -105,8 +104,8 @@ class DTypeRates:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRates:
-    """What `jobs.measure` found. `device_memory_gib` and the links are None where compute is in host memory; a dtype is
-    None where it was not measured. Memories are what a run may use."""
+    """Rates measured by `jobs.measure`. `device_memory_gib` and the links are None without an accelerator; an
+    unmeasured dtype is None. Memory sizes are the part that a run may use."""
 
     host_memory_gib: float
     device_memory_gib: float | None = None
@@ -124,7 +123,7 @@ class MeasuredRates:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, float):
-                is_call = name in ("turn_seconds", "pass_seconds")  # too short to be seen, on some machines
+                is_call = name in ("turn_seconds", "pass_seconds")  # may be below the clock's resolution
                 require(value > 0 or is_call, f"machine.rates.{name} must be above 0, got {value}")
                 require(value >= 0, f"machine.rates.{name} must be 0 or more, got {value}")
         rows = self.gemm_rows
@@ -136,7 +135,7 @@ class MeasuredRates:
             )
 
     def missing_rates_warning(self, dtype: str) -> str | None:
-        """A sentence where fewer products than `gemm_rows` have a rate, as an older `jobs.measure` could leave it."""
+        """A warning if fewer products than `gemm_rows` have a rate, as in files of older versions; else None."""
         found, rows = self.dtypes[dtype].gemm_gflops, self.gemm_rows
         if len(found) == len(rows):
             return None
@@ -157,9 +156,9 @@ FLOAT32 = "float32"
 
 
 class LinearBackend(Enum):
-    """A way to multiply with weights as they are stored. Float32: in the processor's matrix unit, in its vectors, or
-    widened panels as `w @ x.T` or `x @ w.T` by torch's own BLAS, or by oneDNN. 16 bits: as float32, of bfloat16 two
-    numbers at a time in vectors, or by torch's own BLAS."""
+    """An implementation of the matrix product with stored weights. Float32 inputs: `tiles` (matrix unit), `vectors`,
+    `widened` panels; `weights_first` (`w @ x.T`) and `inputs_first` (`x @ w.T`) use torch's BLAS, `onednn` oneDNN.
+    16-bit inputs: as float32, plus `pairs` (bfloat16, two numbers at a time in vectors), or torch's own BLAS."""
 
     tiles = "tiles"
     vectors = "vectors"
@@ -172,7 +171,8 @@ class LinearBackend(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTable:
-    """The fastest backend by rows of inputs. `multipliers` holds for each `kind` one for each of `rows`."""
+    """The fastest backend by number of input rows. `multipliers` has, for each `kind`, one backend per entry of
+    `rows`."""
 
     rows: list[int]
     multipliers: dict[str, list[LinearBackend]]
@@ -184,13 +184,14 @@ class BackendTable:
 
     @staticmethod
     def kind(stored: str, *, is_tall: bool, inputs: str = FLOAT32) -> str:
-        """The kind of product, by the dtypes that weights are stored in and inputs have; tall weights have more inputs
-        than outputs."""
+        """The key of a product: stored dtype, input dtype, and orientation. Tall weights have more inputs than
+        outputs."""
         weights = f"{stored}, {'tall' if is_tall else 'wide'}"
         return weights if inputs == FLOAT32 else f"{inputs} by {weights}"
 
     def fastest(self, stored: str, *, is_tall: bool, num_rows: int, inputs: str = FLOAT32) -> LinearBackend | None:
-        """That of the measured rows whose ratio to these is smallest; None where the kind was not measured."""
+        """The backend at the measured row count with the nearest ratio to `num_rows`; None if the kind was not
+        measured."""
         found = self.multipliers.get(self.kind(stored, is_tall=is_tall, inputs=inputs))
         if found is None:
             return None
@@ -198,20 +199,20 @@ class BackendTable:
         return found[nearest]
 
     def to_plain(self) -> dict[str, object]:
-        """What `from_plain` reads, as JSON can hold it."""
+        """A JSON-compatible form for `from_plain`."""
         by_kind = {kind: [backend.value for backend in found] for kind, found in self.multipliers.items()}
         return {"rows": self.rows, "multipliers": by_kind}
 
     @staticmethod
     def from_plain(values: Mapping[str, Any]) -> "BackendTable":
-        """Raises KeyError, TypeError, ValueError, AttributeError or ConfigError for what is no such thing."""
+        """Raises KeyError, TypeError, ValueError, AttributeError or ConfigError for malformed values."""
         by_kind = {kind: [LinearBackend(name) for name in found] for kind, found in values["multipliers"].items()}
         return BackendTable(rows=list(values["rows"]), multipliers=by_kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
-    """What `jobs.measure` measures, and for how long. `times`: 2 or more are held against each other."""
+    """The settings of `jobs.measure`. With `times` of 2 or more, the measurements are compared with each other."""
 
     out: str | None = None
     directory: str = "."
@@ -239,4 +240,4 @@ def _require_ascending(key: str, rows: list[int]) -> None:
     require(is_rising, f"{key} must be whole numbers from 1 that rise, got {rows}")
 
 
-DEFAULT_BACKENDS = BackendTable(rows=[1], multipliers={})  # knows no product: each goes by the rule
+DEFAULT_BACKENDS = BackendTable(rows=[1], multipliers={})  # nothing measured: `default_backend` decides

@@ -1,4 +1,4 @@
-"""How the next token is chosen: what `sampling.*` says for a run, and what one request may ask otherwise."""
+"""Sampling settings: `sampling.*` of a run, and the overrides of one request."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -7,9 +7,9 @@ from ..errors import require
 
 MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # beyond any context
 MAX_BEAMS = 1_000
-# Of the whole completion, or of all behind its reasoning; one of them at most.
+# Structured output, of the whole completion or of the part after its reasoning; at most one of them.
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")
-# What transformers' own processors of scores are told as it is: rarely set, and on a command line one setting.
+# Passed unchanged to transformers' logits processors. On a command line they form one setting.
 PASSTHROUGH_KEYS = (
     "min_length",
     "top_h",
@@ -29,9 +29,9 @@ PASSTHROUGH_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOverrides:
-    """What one request asks otherwise than the run does; None: as the run. `stop` replaces the run's, also with []. A
-    run keeps as many `logprobs` of each token as the request that asks for the most. One of `STRUCTURES` replaces the
-    run's, whichever that is; a `json_schema` is JSON."""
+    """Sampling settings of one request; None keeps the run's value. `stop` replaces the run's list, also with []. A run
+    keeps as many `logprobs` per token as the request with the most. One of `STRUCTURES` replaces any of the run's; a
+    `json_schema` is JSON."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -57,10 +57,10 @@ class SamplingOverrides:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How the next token is chosen, with transformers' own meaning of each key. `temperature: 0` is greedy.
+    """Sampling settings with transformers' meaning of each key. `temperature: 0` is greedy.
 
-    None is off; with `follow_model` it is what the checkpoint's generation_config.json says, which `Runtime` looks up.
-    A `json_schema` is an object, its JSON, or a file with it; `Runtime` makes JSON of all three.
+    None is off; with `follow_model`, `Runtime` fills it in from the checkpoint's generation_config.json. A
+    `json_schema` may be an object, JSON, or a file with JSON; `Runtime` converts all three to JSON.
     """
 
     follow_model: bool = False
@@ -154,7 +154,7 @@ class SamplingConfig:
         )
 
     def _require_beams(self) -> None:
-        """What a search takes no account of is refused, rather than left out."""
+        """Raises ConfigError for settings that beam search does not support."""
         known = f"true, false or never, got {self.early_stopping}"
         is_known = isinstance(self.early_stopping, bool | None) or self.early_stopping == "never"
         require(is_known, f"sampling.early_stopping must be {known}")
@@ -164,7 +164,7 @@ class SamplingConfig:
         search = f"sampling.num_beams={self.num_beams}"
         require(
             self.n <= self.num_beams,
-            f"sampling.n={self.n} is above {search}: a beam search comes to {self.num_beams} completions",
+            f"sampling.n={self.n} is above {search}: a beam search returns {self.num_beams} completions at most",
         )
         require(
             not self.temperature,
@@ -176,12 +176,12 @@ class SamplingConfig:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether tokens are greedy as far as these settings say: with `follow_model`, a temperature of None is the
-        model's to say."""
+        """True if decoding is greedy. With `follow_model` and a temperature of None the model's settings decide, and
+        this is False."""
         return not self.temperature and not (self.follow_model and self.temperature is None)
 
     def with_overrides(self, by: SamplingOverrides) -> "SamplingConfig":
-        """Raises ConfigError when what results cannot go together."""
+        """A copy with a request's overrides. Raises ConfigError if the result is inconsistent."""
         given = by.given
         require(
             not self.ignore_eos or by.ignore_eos in (None, True),
@@ -206,4 +206,4 @@ FOLLOW_MODEL = SamplingConfig(
     repetition_penalty=None,
     no_repeat_ngram_size=None,
     stop=None,
-)  # what sampling=model is on the command line
+)  # sampling=model on the command line

@@ -1,6 +1,6 @@
-"""What a run is asked to do: typed, frozen, validated. Hydra's YAML groups mirror these classes one to one.
+"""The settings of a run: typed, frozen, validated. Hydra's YAML groups mirror these classes one to one.
 
-Resolving a config (which dtype `auto` means, how many layers stay resident) yields a plan, never a changed config.
+Open values (the dtype for `auto`, the number of resident layers) are resolved in the plan; a config never changes.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from .texts import TextField, enum_field, group_field, optional_enum_field, requ
 
 
 class Tier(Enum):
-    """Where the weights live while the run goes on. `auto`: as many as fit where compute happens, of the others as many
-    as fit in host memory, and the rest on disk."""
+    """The memory that holds the weights during a run. `auto` fills the compute device first, then host memory, then
+    disk."""
 
     auto = "auto"
     none = "none"
@@ -27,7 +27,7 @@ class Tier(Enum):
 
 
 class KVTier(Enum):
-    """Where keys and values live between the passes. `auto`: where they fit, the fastest first."""
+    """The memory that holds the KV cache between passes. `auto`: the fastest with enough room."""
 
     auto = "auto"
     device = "device"
@@ -36,8 +36,8 @@ class KVTier(Enum):
 
 
 class KVDType(Enum):
-    """How keys and values are kept. `auto`: as they are computed, which loses nothing. `bfloat16` and `float8` (E4M3)
-    round each number; `int8` and `int4` quantise each page once it is full."""
+    """The storage dtype of the KV cache. `auto`: the compute dtype, without loss. `bfloat16` and `float8` (E4M3) round
+    each number; `int8` and `int4` quantize each page once it is full."""
 
     auto = "auto"
     bfloat16 = "bfloat16"
@@ -58,8 +58,8 @@ class Prefetch(Enum):
 
 
 class ExpertPaging(Enum):
-    """Whether experts are read one by one: `hit` those that a token visits, once that is known; `all` every one,
-    whether visited or not, before it is known; `auto` the one that reads least within the budget."""
+    """Reading of experts one by one. `hit`: only the experts that tokens are routed to, after routing; `all`: every
+    expert, before routing; `auto`: the mode that reads least within the budget."""
 
     auto = "auto"
     off = "off"
@@ -68,9 +68,8 @@ class ExpertPaging(Enum):
 
 
 class Dequantize(Enum):
-    """Where an accelerator turns stored weights, such as packed ones, into numbers that it multiplies: `stage` into a
-    scratch area, once for all micro-batches that pass a layer; `product` inside of each product; `auto` the first where
-    the area fits."""
+    """Dequantization of stored weights on an accelerator. `stage`: once per layer into a scratch buffer, for all
+    micro-batches; `product`: inside each matrix product; `auto`: `stage` if the buffer fits."""
 
     auto = "auto"
     stage = "stage"
@@ -78,7 +77,7 @@ class Dequantize(Enum):
 
 
 class Lanes(Enum):
-    """How a micro-batch goes through the model. `auto`: packed where the class allows it."""
+    """The layout of a micro-batch in the model's forward. `auto`: packed if the class supports it."""
 
     auto = "auto"
     packed = "packed"
@@ -88,47 +87,49 @@ class Lanes(Enum):
 class PolicyKind(Enum):
     fixed = "fixed"
     auto = "auto"
-    hrm = "hrm"  # searched, however short the run is
+    hrm = "hrm"  # always searched, even for a short run
 
 
 class Admission(Enum):
-    """When waiting requests enter. `wave`: a block runs to its end; `continuous`: as soon as others have finished."""
+    """When waiting requests join. `wave`: after a block has finished; `continuous`: as soon as other requests
+    finish."""
 
     wave = "wave"
     continuous = "continuous"
 
 
 MAX_MEMORY_GIB, MAX_THREADS = 1 << 20, 1024
-TINY, RANDOM = "tiny", "random"  # the model that comes along, and the one that is drawn on the spot
-ANY = "hf"  # whatever `model.path` holds: no name of a model
+TINY, RANDOM = "tiny", "random"  # the bundled model, and one with random weights
+ANY = "hf"  # the checkpoint at `model.path`, whatever it is
 BUILT_IN = (TINY, RANDOM)
 
 
 class Attention(Enum):
-    """Where decode attention runs: where the model computes, or on the CPU's workers, beside the keys and values."""
+    """The processor for decode attention: the compute device, or CPU workers next to a KV cache in host memory."""
 
     device = "device"
     cpu = "cpu"
 
 
 class FeedForward(Enum):
-    """Where experts that lie in host memory are multiplied: all of them where the model computes, or some beside their
-    weights, on the CPU, while the others are brought."""
+    """The processor for experts in host memory: the compute device for all, or the CPU for some of them while the
+    others are copied to the device."""
 
     device = "device"
     cpu = "cpu"
 
 
 class SharePrefixes(Enum):
-    """Whether tokens that several prompts of a block begin with are computed once: `auto`, where that is exact."""
+    """Prefix caching within a block: tokens that several prompts begin with are computed once. `auto`: if the result is
+    exact."""
 
     auto = "auto"
     off = "off"
 
 
 class DType(Enum):
-    """Compute precision. `auto`: float32 on a CPU, on an accelerator the checkpoint's own, or float16 for bfloat16
-    where it has no units for that."""
+    """Compute precision. `auto`: float32 on a CPU. On an accelerator: the checkpoint's dtype, or float16 instead of
+    bfloat16 if the device has no bfloat16 units."""
 
     auto = "auto"
     float32 = "float32"
@@ -137,7 +138,7 @@ class DType(Enum):
 
 
 class Quantize(Enum):
-    """How matrices are rounded while they are loaded: as `weightstream pack` rounds them with that `format`."""
+    """Quantization of matrices at load time, with the rounding of `weightstream pack format=...`."""
 
     int8 = "int8"
     int4 = "int4"
@@ -145,7 +146,7 @@ class Quantize(Enum):
 
 
 class Pooling(Enum):
-    """What a prompt's embedding is made of: the hidden state of its last token, of its first, or the mean of all."""
+    """Pooling of hidden states into an embedding: the last token's, the first token's (`cls`), or the mean."""
 
     last = "last"
     mean = "mean"
@@ -153,7 +154,7 @@ class Pooling(Enum):
 
 
 class Readout(Enum):
-    """What is read off a prompt: one vector, the classes of a classifier, or what fits the places of its masks."""
+    """The output of an encoding request: one vector, a classifier's logits, or tokens for the prompt's masks."""
 
     embedding = "embedding"
     classes = "classes"
@@ -161,8 +162,8 @@ class Readout(Enum):
 
 
 class SelfCheck(Enum):
-    """Whether an excerpt of the model is compared with transformers' own code before a run. `auto`: of model types that
-    are not proven, and where it costs next to nothing; `full`: always, with all layers if memory has room for them."""
+    """The comparison of a model excerpt with transformers' own code before a run. `auto`: for unproven model types, and
+    if it is nearly free; `full`: always, with all layers if they fit in memory."""
 
     auto = "auto"
     off = "off"
@@ -170,9 +171,9 @@ class SelfCheck(Enum):
 
 
 class Parallelism(Enum):
-    """How processes compute a run: `one` alone; or several ranks, where with `sharded` each reads an equal share of a
-    layer and computes its part of the rows, with `tensor` has an equal share of each matrix and of the KV heads, and
-    with `pipeline` has some of the layers."""
+    """The parallelism between processes. `one`: a single process. `sharded`: each rank reads an equal share of every
+    layer and computes its part of the rows. `tensor`: each has a share of every matrix and of the KV heads. `pipeline`:
+    each has some of the layers."""
 
     one = "one"
     sharded = "sharded"
@@ -181,8 +182,8 @@ class Parallelism(Enum):
 
 
 class Gather(Enum):
-    """How the shares of a layer come together, with `sharded`: in `memory` that all ranks of a machine see, or by a
-    `collective` of ranks each of which holds the weights by itself. `auto`: the first where all are on one machine."""
+    """How ranks gather the shares of a layer, with `sharded`. `memory`: in shared memory of one machine; `collective`:
+    by collectives between ranks with separate copies; `auto`: `memory` if all ranks are on one machine."""
 
     auto = "auto"
     memory = "memory"
@@ -190,8 +191,8 @@ class Gather(Enum):
 
 
 class DividedExperts(Enum):
-    """What a rank has of a layer's experts, with `tensor`: `rows` of the matrices of each, or some of them `whole`.
-    `auto`: whole where that is less to send, or rows cannot be told apart."""
+    """How ranks divide a layer's experts, with `tensor`. `rows`: rows of every expert's matrices; `whole`: some entire
+    experts; `auto`: `whole` if it sends less, or if rows cannot be split."""
 
     auto = "auto"
     rows = "rows"
@@ -199,7 +200,8 @@ class DividedExperts(Enum):
 
 
 class Verify(Enum):
-    """Which bytes of the weight files a run is bound to. `sampled`: headers and some of each file; `full`: all."""
+    """How much of the weight files a run's fingerprint covers. `sampled`: headers and samples of each file; `full`: all
+    bytes."""
 
     sampled = "sampled"
     full = "full"
@@ -207,10 +209,10 @@ class Verify(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint. `path`: a local directory, a GGUF file, the URL of either, or a hub id. Of the two that need
-    none, `tiny` is a small Llama trained for a few tasks, which comes along, and `random` one whose weights are drawn
-    on the spot. `quantize`: of what is read once and then stays. `compile`: on an accelerator, steps between products
-    run as kernels that torch.compile makes. `graphs`: on a CUDA device, decode passes are recorded and replayed."""
+    """The checkpoint. `path`: a local directory, a GGUF file, a URL of either, or a hub id. Two models need no path:
+    `tiny`, a small bundled Llama, and `random`, with random weights. `quantize` rounds weights at load time, so they
+    stay in memory. `compile`: on an accelerator, torch.compile makes kernels of the steps between products. `graphs`:
+    on a CUDA device, decode passes are captured as CUDA graphs."""
 
     name: str = TINY
     path: str | None = None
@@ -231,20 +233,20 @@ class ModelConfig:
 
     @property
     def pack_command(self) -> str:
-        """How to have once what `quantize` makes at each start."""
+        """The commands that store the quantized weights once, instead of quantizing at each start."""
         name = self.quantize.value if self.quantize is not None else "int8"
         return f"weightstream pack model.path={self.path or 'DIR'} out=OUT format={name}, then model.path=OUT"
 
     @staticmethod
     def from_name(text: str) -> "ModelConfig":
-        """The model that a directory, a GGUF file or a hub id names, or `tiny` or `random`, which need no files."""
+        """The config for a directory, a GGUF file or a hub id, or for `tiny` or `random`."""
         require(bool(text.strip()), "model is empty: name a directory, a GGUF file or a hub id")
         return ModelConfig(name=text) if text in BUILT_IN else ModelConfig(name=PurePath(text).name or text, path=text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Where weights live and how much memory the run may use. A null budget means all that is free at the start."""
+    """The placement of weights, and the memory budgets. A budget of None is all memory that is free at the start."""
 
     tier: TextField[Tier] = enum_field(Tier.auto)
     device_memory_gib: float | None = None
@@ -270,8 +272,8 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
-    """Where keys and values live, and how. Off the device, those of a layer pass through `num_slots` slots, a lane at
-    a time: three let one be computed on while the next is fetched and the one before is stored."""
+    """The placement and dtype of the KV cache. Off the device, a layer's KV passes through `num_slots` slots, one lane
+    at a time. With three, one is computed on while the next is fetched and the previous is stored."""
 
     tier: TextField[KVTier] = enum_field(KVTier.auto)
     dtype: TextField[KVDType] = enum_field(KVDType.auto)
@@ -288,7 +290,7 @@ class KVConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchConfig:
-    """How far reads run ahead of compute. `depth`: stages for lookahead; `block_layers`: stages per block."""
+    """How far weight reads run ahead of compute. `depth`: stages for lookahead; `block_layers`: stages per block."""
 
     kind: TextField[Prefetch] = enum_field(Prefetch.lookahead)
     depth: int = 1
@@ -303,9 +305,9 @@ class PrefetchConfig:
 class PolicyConfig:
     """A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences.
 
-    What is None is chosen: with `fixed` by the rules of `runtime/plan/placement/defaults.py`, with `auto` by a search
-    where that pays and by those rules elsewhere, with `hrm` by a search. `pin` names an earlier choice of a search,
-    which is then taken."""
+    None is chosen by the planner: with `fixed` by the rules in `runtime/plan/placement/defaults.py`, with `auto` by a
+    search if it pays off, with `hrm` always by a search. `pin` reuses the result of an earlier search.
+    """
 
     kind: TextField[PolicyKind] = enum_field(PolicyKind.auto)
     micro_batch_size: int | None = None
@@ -329,7 +331,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesConfig:
-    """How many processes compute a run, and what each of them does."""
+    """The parallelism of a run."""
 
     way: TextField[Parallelism] = enum_field(Parallelism.one)
     gather: TextField[Gather] = enum_field(Gather.auto)
@@ -346,14 +348,14 @@ class DevicesConfig:
             )
 
     def for_parallelism(self, way: Parallelism) -> "DevicesConfig":
-        """These with another way, and of the rest what is for it."""
+        """A config for another parallelism, with the defaults of its options."""
         return self if way is self.way else DevicesConfig(way=way)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """The compute device and its threads, and how fast it is where that is known; `links` join it with others.
-    `device: auto` takes an accelerator when torch finds one."""
+    """The compute device, its threads, and its rates if they are known; `links` connect it to others. `device: auto`
+    uses an accelerator if torch finds one."""
 
     name: str = "auto"
     device: str = "auto"
@@ -365,7 +367,7 @@ class MachineConfig:
     def __post_init__(self) -> None:
         require(
             self.sheet is None or self.rates is None,
-            f"machine.sheet and machine.rates are both given for {self.name}: keep the one, and set the other to null",
+            f"machine.sheet and machine.rates are both set for {self.name}: set one of them to null",
         )
         threads = self.num_threads
         is_sound = threads is None or 1 <= threads <= MAX_THREADS
@@ -374,10 +376,10 @@ class MachineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """All that `Runtime` needs; a job adds a data set and an output directory.
+    """All settings of `Runtime`; a job adds a data set and an output directory.
 
-    A text for a group is what it is on the command line: `offload="nvme"` is `OffloadConfig(tier="nvme")`, and so for
-    `kv`, `prefetch` and `policy`. A text for `model` is a directory, a GGUF file, a hub id, `tiny` or `random`.
+    A str for a group means the same as on the command line: `offload="nvme"` is `OffloadConfig(tier="nvme")`; likewise
+    for `kv`, `prefetch` and `policy`. A str for `model` is a directory, a GGUF file, a hub id, `tiny` or `random`.
     """
 
     model: TextField[ModelConfig] = group_field(ModelConfig(), ModelConfig.from_name)
@@ -393,13 +395,13 @@ class RuntimeConfig:
 
     @property
     def tier(self) -> Tier:
-        """What a plan goes by: weights that are rounded while they are read stay, of `auto` too."""
+        """The effective tier: `auto` becomes `cpu` with `model.quantize`, since quantized weights stay in memory."""
         is_open = self.offload.tier is Tier.auto and self.model.quantize is not None
         return Tier.cpu if is_open else self.offload.tier
 
 
 def require_beams_fit(policy: PolicyConfig, sampling: SamplingConfig) -> None:
-    """Raises ConfigError where the beams of a search could not be computed side by side."""
+    """Raises ConfigError if the beams of one search cannot run in one micro-batch."""
     num_beams, size = sampling.num_beams or 1, policy.micro_batch_size
     if num_beams == 1:
         return
@@ -416,7 +418,7 @@ def require_beams_fit(policy: PolicyConfig, sampling: SamplingConfig) -> None:
 
 
 def require_groups_agree(policy: PolicyConfig, prefetch: PrefetchConfig, offload: OffloadConfig) -> None:
-    """Raises ConfigError where the groups contradict each other, whatever the model and the machine."""
+    """Raises ConfigError if groups contradict each other, independent of model and machine."""
     order, is_off = policy.schedule, prefetch.kind is Prefetch.off and offload.tier is Tier.nvme
     if order is not None and order.style.num_slots > 1:
         require(

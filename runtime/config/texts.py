@@ -1,7 +1,6 @@
-"""Fields of the config dataclasses that may be given as text, as they are on the command line: `tier="nvme"` for
-`tier=Tier.nvme`, `model="/data/llama"` for `model=ModelConfig(path="/data/llama")`. What an error says of a wrong
-word. And URLs as settings: which texts are some, and which are refused because they would give a secret away.
-"""
+"""Config fields that accept text, as on the command line: `tier="nvme"` for `tier=Tier.nvme`, `model="/data/llama"` for
+`model=ModelConfig(path="/data/llama")`. Also hints for misspelled words, and checks of URLs in settings, which must not
+contain secrets."""
 
 import re
 from collections.abc import Callable, Collection
@@ -17,8 +16,8 @@ E = TypeVar("E", bound=Enum)
 
 
 class TextField(Generic[T]):
-    """A descriptor: the field's value is a T, and may be set by a text, which `read` makes a T of or refuses with
-    ConfigError, given the dotted key. `kinds` are the types of a T; another value is refused."""
+    """A descriptor for a field of type T that may be set with text. `read(key, text)` converts text, or raises
+    ConfigError with the dotted key. Values must be instances of `kinds`."""
 
     def __init__(self, default: T, kinds: tuple[type, ...], read: Callable[[str, str], T]):
         self._default, self._kinds, self._read = default, kinds, read
@@ -40,24 +39,24 @@ class TextField(Generic[T]):
 
 
 def enum_field(default: Enum) -> Any:
-    """A field that holds a member of the default's enum. The result is Any, as of the next two functions, because the
-    field says its type itself, and a checker takes what stands behind it for the default."""
+    """A field for a member of the default's enum. Returns Any, as do the next two functions: the field declares its own
+    type, and a type checker takes the right-hand side for the default."""
     kind = type(default)
     return TextField(default, (kind,), lambda key, text: parse_enum(kind, key, text))
 
 
 def optional_enum_field(kind: type[E]) -> Any:
-    """A field that holds a member of `kind`, or None, its default."""
+    """A field for a member of `kind` or None, the default."""
     return TextField[E | None](None, (kind, type(None)), lambda key, text: parse_enum(kind, key, text))
 
 
 def group_field(default: T, read: Callable[[str], T]) -> Any:
-    """A field that holds a config dataclass of the default's type."""
+    """A field for a config dataclass of the default's type."""
     return TextField(default, (type(default),), lambda _, text: read(text))
 
 
 def parse_enum(kind: type[E], key: str, text: str) -> E:
-    """The member of that name. Raises ConfigError naming the key, all members and the nearest one."""
+    """The member with that name. Raises ConfigError with the key, all members and the closest one."""
     if text not in kind.__members__:
         names, near = ", ".join(kind.__members__), did_you_mean(text, kind.__members__)
         raise ConfigError(f"{key} must be one of {names}, got {text!r}{near}")
@@ -65,14 +64,14 @@ def parse_enum(kind: type[E], key: str, text: str) -> E:
 
 
 def closest_match(word: str, known: Collection[str]) -> str | None:
-    """The one of `known` that `word` is nearly, if there is one, in capitals or not."""
+    """The most similar of `known`, ignoring case; None if none is similar."""
     by_folded = {each.casefold(): each for each in reversed([*known])}
     near = get_close_matches(word.casefold(), by_folded, n=1)
     return by_folded[near[0]] if near else None
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """What an error says behind a wrong word; empty where nothing is near."""
+    """A hint to append to an error message; "" if no known word is similar."""
     near = closest_match(word, known)
     return f": did you mean {near}?" if near is not None else ""
 
@@ -81,24 +80,26 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::|://)")
 
 
 def is_url(text: str | None) -> TypeGuard[str]:
-    """Whether `text` names a place by a scheme, as `s3://bucket/name`: a path otherwise."""
+    """True if `text` has a URL scheme, such as `s3://bucket/name`; otherwise it is a path."""
     return text is not None and _SCHEME.match(text) is not None
 
 
 def require_plain_url(text: str | None, key: str) -> None:
-    """Raises ConfigError, without the secret, for a URL with a password or a signature, which logs and manifests would
-    keep, and for one of several schemes. What is no URL passes."""
+    """Raises ConfigError for a URL with credentials or a signature, which logs and manifests would keep, and for
+    chained schemes. The message omits the secret. Accepts any text that is not a URL."""
     if text is None or not is_url(text):
         return
     if "::" in text:
-        raise ConfigError(f"{key}: a URL of one scheme is read, as s3://bucket/name, and none that is chained by '::'")
+        raise ConfigError(
+            f"{key}: chained URLs ('::') are not supported: give one of a single scheme, such as s3://bucket/name"
+        )
     parts = urlsplit(text)
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-    where = "give them in the environment, or in the files where the store's own tools look for them"
+    where = "set them in the environment, or in the configuration files of the store's own tools"
     if "@" in parts.netloc and parts.scheme != "hf":
-        raise ConfigError(f"{key}={shown} holds credentials, which would be kept in logs and in the run: {where}")
+        raise ConfigError(f"{key}={shown} contains credentials, which logs and the run directory would keep: {where}")
     if parts.query or parts.fragment:
-        raise ConfigError(f"{key}={shown} goes on with '?' or '#', behind which signatures stand: {where}")
+        raise ConfigError(f"{key}={shown} has a query or fragment ('?' or '#'), which may hold a signature: {where}")
 
 
 def url_child(url: str, name: str) -> str:

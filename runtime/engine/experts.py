@@ -12,18 +12,18 @@ from typing import cast
 import torch
 
 from ..events import NeedExperts
-from ..model.expert_groups import in_host_memory, together
+from ..model.expert_groups import run_on_device, run_on_host
 from ..model.experts import (
     Experts,
     Matrices,
     Visits,
-    added,
+    accumulate_outputs,
     bound_matrices,
+    expert_output,
+    find_expert_share,
     is_experts,
-    mixed,
-    multiplied_bare,
-    output_of,
-    share_of,
+    mix_experts,
+    run_bare_expert,
 )
 from ..model.loading import LoadedModel
 from ..plan.placement.feedforward import CpuShare
@@ -80,12 +80,14 @@ class CpuExperts:
     ) -> CpuExpertTask | None:
         """Starts copying the tokens of the CPU's experts to the host. Returns None if the CPU has no share in this
         stage."""
-        num_visits = {expert: visits.of(expert).stop - visits.of(expert).start for expert in visits.hit}
+        num_visits = {
+            expert: visits.expert_rows(expert).stop - visits.expert_rows(expert).start for expert in visits.hit
+        }
         taken = self.share.of_cpu(num_visits, len(hidden_TD)) if stage in self.shared else frozenset[int]()
         if not taken:
             return None
         experts = sorted(taken)
-        x_VD = hidden_TD[torch.cat([visits.tokens_V[visits.of(expert)] for expert in experts])]
+        x_VD = hidden_TD[torch.cat([visits.tokens_V[visits.expert_rows(expert)] for expert in experts])]
         out_VD = self.exchange.new_tensor(x_VD.shape, x_VD.dtype)
         return CpuExpertTask(
             stage=stage,
@@ -109,7 +111,7 @@ class CpuExperts:
         out_VD, weights_of = torch.empty_like(x_VD), partial(host_weights, self.loaded)
         for expert, rows in errand.expert_rows:
             matrices = self.stream.host_expert(errand.stage, expert).matrices(weights_of, prefix=f"{errand.path}.")
-            out_VD[rows] = multiplied_bare(errand.module, matrices, x_VD[rows].float())
+            out_VD[rows] = run_bare_expert(errand.module, matrices, x_VD[rows].float())
         return out_VD
 
 
@@ -165,11 +167,11 @@ class BatchedExperts:
             hidden_TD = torch.cat([each.hidden_TD for each in events])
             index_TK = torch.cat([each.top_k_index_TK for each in events])
             weights_TK = torch.cat([each.top_k_weights_TK for each in events])
-        is_divided = share_of(module) is not None
+        is_divided = find_expert_share(module) is not None
         is_together = self._is_together and not is_divided and stage not in self._paged
-        out_TD = together(module, hidden_TD, index_TK, weights_TK) if is_together else None
+        out_TD = run_on_device(module, hidden_TD, index_TK, weights_TK) if is_together else None
         if out_TD is None:
-            visits = Visits.sorted(index_TK, weights_TK, cast("Experts", module).num_experts)
+            visits = Visits.from_top_k(index_TK, weights_TK, cast("Experts", module).num_experts)
             path, cpu = self._names[module], self._cpu
             errand = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None and not is_divided else None
             if cpu is None or errand is None:
@@ -177,28 +179,28 @@ class BatchedExperts:
             else:  # the sum runs in ascending order of experts, which keeps results exact
                 brought = [expert for expert in visits.hit if expert not in errand.experts]
                 outputs = {
-                    expert: output_of(module, matrices, expert, hidden_TD, visits)
+                    expert: expert_output(module, matrices, expert, hidden_TD, visits)
                     for expert, matrices in self._hit_matrices(stage, module, brought)
                 }
                 outputs.update(cpu.outputs(errand))
-                out_TD = added(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
+                out_TD = accumulate_outputs(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
         return list(out_TD.split([len(each.hidden_TD) for each in events]))
 
     def _mix(self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
         """The weighted sum of each token's expert outputs. Other ranks may hold some experts, or parts of each."""
-        share = share_of(module)
+        share = find_expert_share(module)
         if share is None:
             is_there = not self._is_together and stage not in self._paged
-            found = in_host_memory(module, hidden_TD, visits) if is_there else None
+            found = run_on_host(module, hidden_TD, visits) if is_there else None
             return (
-                mixed(module, hidden_TD, visits, self._hit_matrices(stage, module, visits.hit))
+                mix_experts(module, hidden_TD, visits, self._hit_matrices(stage, module, visits.hit))
                 if found is None
                 else found
             )
         hit, first = visits.hit, 0
         if share.own is not None:
             hit, first = [expert for expert in hit if expert in share.own], share.own.start
-        return share.mixed(module, hidden_TD, visits, self._hit_matrices(stage, module, hit, first))
+        return share.mix_experts(module, hidden_TD, visits, self._hit_matrices(stage, module, hit, first))
 
     def _hit_matrices(
         self, stage: int, module: torch.nn.Module, hit: Sequence[int], first: int = 0
@@ -211,4 +213,4 @@ class BatchedExperts:
         prefix = f"{self._names[module]}."
         weights_of = partial(self._loaded.weights_of, on_device=self._is_together)
         for found in self._stream.experts(stage, hit):
-            yield found.expert, bound_matrices(module, found.expert, instead=found.matrices(weights_of, prefix))
+            yield found.expert, bound_matrices(module, found.expert, overrides=found.matrices(weights_of, prefix))

@@ -34,7 +34,13 @@ from ..errors import BudgetError, CheckpointError, ConfigError, WeightstreamErro
 from ..model.families import FAMILIES
 from ..model.head import slice_head
 from ..model.loading import LoadedModel, load_model
-from ..model.truncated_model import TruncatedModel, dense_bytes, drop_unused_modules, fill, num_representative_layers
+from ..model.truncated_model import (
+    TruncatedModel,
+    dense_bytes,
+    drop_unused_modules,
+    load_parameters,
+    num_representative_layers,
+)
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan, plan_run
 from ..probing.heads import Head
@@ -127,7 +133,7 @@ def run_generate(
     init_computed_parameters(model, opened.checkpoint.tensors.keys())
     truncated.cut(model)
     parameters = {p.name: p for stage in opened.shape.stages for p in stage.parameters}
-    fill(model, parameters, opened.checkpoint, opened.made)
+    load_parameters(model, parameters, opened.checkpoint, opened.virtual_files)
     initialize_again(model)
     model.generation_config = GenerationConfig()  # beams of the class's own config are not asked for
     logits: dict[str, torch.Tensor] = {}

@@ -1,3 +1,2 @@
-"""The library's front door, `Runtime`: prompts in, completions, scores and embeddings out. Here belongs what turns a
-caller's words into requests and what became of them into values.
-"""
+"""The library's API, `Runtime`: prompts in; completions, scores and embeddings out. Code that converts inputs to
+requests and completions to results belongs here."""

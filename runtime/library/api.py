@@ -1,4 +1,4 @@
-"""The library's front door: `Runtime(model=...).generate(prompts)` is the same engine as the job, without Hydra."""
+"""`Runtime(model=...).generate(prompts)` runs the same engine as the jobs, without Hydra."""
 
 import gc
 import logging
@@ -78,19 +78,17 @@ T = TypeVar("T")
 
 
 class Runtime(Closing):
-    """Opens a model without reading its weights. `with Runtime(...) as runtime:` keeps weights that a call has read,
-    its reader and what it measured for the calls that follow, until the end of the block; outside of one, or of `open`
-    and `close`, each call reads them anew. With `sampling.follow_model`, `config.sampling` has the model's settings
-    from then on.
+    """A model and its engine; construction reads no weights. Inside `with Runtime(...) as runtime:`, or between `open`
+    and `close`, weights, reader and measured rates are kept for later calls; otherwise each call reads the weights
+    again. With `sampling.follow_model`, `config.sampling` holds the model's settings after construction.
 
-    Settings are keywords, by their names in `Settings`, and change `config`, or its defaults. They are one TypedDict
-    rather than parameters, so that a type checker sees each with its type, here and in a caller's own function that
-    passes them on, and a name that does not exist is refused with the nearest one that does.
+    Settings are keywords named as in `Settings`; they change `config`, or the default config. An unknown name is
+    refused with the closest known one.
 
-    `device`: None takes the one that `machine.device` names; a text is one such name. `trace` collects what ran when;
-    somebody must take it as the run goes on. `ranks`: those of which this process is one; all make the same calls, and
-    all are given all results. `encodes`: of an encoder-decoder its encoder alone is opened, to `embed`; any other model
-    is opened as without. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change.
+    `device`: None uses `machine.device`; a str is such a name. `trace` collects spans, which the caller must take
+    during the run. `ranks`: the ranks that this process belongs to; all make the same calls and receive all results.
+    `encodes`: of an encoder-decoder, opens only the encoder, for `embed`; other models ignore it. Not thread-safe.
+    Raises ConfigError, CheckpointError or BudgetError with the setting to change.
     """
 
     def __init__(
@@ -131,7 +129,7 @@ class Runtime(Closing):
             encodes=encodes,
         )
         loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
-        self.model: LoadedModel = loaded.placed(self.device)
+        self.model: LoadedModel = loaded.for_device(self.device)
         self.config = resolve_generation_defaults(self.config, loaded.generation, loaded.shape.vocab_size)
         # What cannot be by the settings and the model alone is refused before rows are read, not behind them.
         require_beams_fit(self.config.policy, self.config.sampling)
@@ -162,7 +160,7 @@ class Runtime(Closing):
         reset_peak()
 
     def open(self) -> Self:
-        """Keeps from now on what calls read and measure, until `close`: what `with` does at its begin."""
+        """Keeps weights and measured rates between calls until `close`. `with` calls it on entry."""
         self._require_open()
         if self._kept is None:
             self._kept = RuntimeCache(self.reader)
@@ -172,8 +170,7 @@ class Runtime(Closing):
         return self.open()
 
     def close(self) -> None:
-        """Ends a stream that goes on, and frees weights, threads and files. No call is possible afterwards; closing
-        again does nothing."""
+        """Ends the current stream and frees weights, threads and files. Later calls raise ClosedError. Idempotent."""
         self._end_latest_stream("the end of its runtime")
         self._is_closed = True
         if self._kernels is not None:
@@ -184,7 +181,8 @@ class Runtime(Closing):
             self._reclaim()
 
     def _reclaim(self) -> None:
-        """Frees what ended sessions held: an engine refers to itself."""
+        """Frees the memory of ended sessions. An engine is part of a reference cycle, so this needs the garbage
+        collector."""
         gc.collect()
         self.device.empty_caches()
 
@@ -203,16 +201,16 @@ class Runtime(Closing):
     def request(
         self, id: str, prompt: str | Sequence[int], *, overrides: SamplingOverrides | None = None
     ) -> Request | Rejected:
-        """Tokenises a prompt with the tokenizer's own special tokens and fits the answer into the context."""
+        """Tokenizes a prompt, with the tokenizer's special tokens, and limits the completion to the context."""
         return make_request(self.model, self.config.sampling, id, prompt, overrides or SamplingOverrides())
 
     def samples(self, made: Request | Rejected, count: int | None = None) -> list[Request | Rejected]:
-        """`count` times the same, each with its `sample_index`; None is `sampling.n` times."""
+        """`count` copies, each with its `sample_index`; None is `sampling.n` copies."""
         return repeat_samples(made, self.config.sampling.n if count is None else count)
 
     def tokenize(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
-        """Token ids of each text; many at once take half the time. `is_rendered`: they came out of a chat template,
-        which has put the special tokens in already."""
+        """Token ids of each text. A batch takes half the time of single calls. `is_rendered`: the texts come from a
+        chat template, which has already added the special tokens."""
         return tokenize(self.model, texts, is_rendered=is_rendered)
 
     @property
@@ -231,15 +229,15 @@ class Runtime(Closing):
 
     @property
     def host(self) -> Host:
-        """The machine that measured rates hold for."""
+        """The machine for which measured rates are valid."""
         return self.planner.host
 
     def budgets(self) -> Budgets:
         return self.planner.budgets
 
     def wait_for_kernels(self) -> None:
-        """Waits until the kernels of a model on the CPU are compiled, even for a run that would be done sooner without:
-        for whoever times one. Raises Interrupted."""
+        """Waits until CPU kernels are compiled, even if a run would finish sooner without them. Use it before timing a
+        run. Raises Interrupted."""
         if self._kernels is None or self._kernels.are_ready:
             return
         before = resident_bytes()
@@ -248,12 +246,13 @@ class Runtime(Closing):
         if self._shape_with_kernels is not None:
             self.model = replace(self.model, shape=self._shape_with_kernels)
             self._shape_with_kernels = None
-            self._checked.clear()  # what was compared with the class were plain operators, and so was what was measured
+            self._checked.clear()  # the self-check and the measured rates were of plain operators
             if self._kept is not None:
                 self._kept.forget_rates()
 
     def _starts_without_kernels(self, requests: Sequence[Request]) -> bool:
-        """Whether the session of these requests computes in plain operators, which is then planned for."""
+        """True if the session for these requests runs without compiled kernels. The model's shape then says so, for
+        planning."""
         if self._kernels is None or self._kernels.are_ready:
             return False
         shape, tokens = self.model.shape, [request.size.capacity_tokens for request in requests]
@@ -264,8 +263,8 @@ class Runtime(Closing):
         return True
 
     def plan(self, requests: Sequence[Request], **options: Unpack[PlanOptions]) -> RunPlan:
-        """The plan of a run of these requests, by keywords as in `PlanOptions`. Sessions multiply from now on as the
-        plan says."""
+        """The plan for a run of these requests; `options` as in `PlanOptions`. Later sessions use the plan's linear
+        backends."""
         if self._shape_with_kernels is None:
             self.wait_for_kernels()
         plan = self.planner.plan(self.sizes(requests), **options)
@@ -275,11 +274,11 @@ class Runtime(Closing):
         return plan
 
     def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
-        """`plan` as `rates` show it; see `Planner.revised`."""
+        """`plan` with its prediction updated for `rates`; see `Planner.revised`."""
         return self.planner.revised(plan, self.sizes(requests), rates)
 
     def sizes(self, requests: Sequence[Request]) -> list[SequenceSize]:
-        """What a plan asks of all requests of a run, with what they share where they may."""
+        """The sizes of requests for planning, with shared prefixes if the run shares them."""
         has_lengths = self.model.rope_lengths is not None
         if why_unshared(self.config, self.model.shape, has_rope_lengths=has_lengths) is None:
             return sequence_sizes(requests)
@@ -289,13 +288,13 @@ class Runtime(Closing):
         return self.planner.resolved_settings(plan)
 
     def require_within_budget(self, plan: RunPlan) -> None:
-        """Raises MemoryError when this process has used more host memory than planned for, above its own baseline."""
+        """Raises MemoryError if this process uses more host memory than planned, above its baseline."""
         require_within(plan.placement, self.baseline_bytes, self.device.num_sharers)
 
     @contextmanager
     def session(self, plan: RunPlan, resources: SessionResources | None = None) -> Iterator[Session]:
-        """Holds the weights, the slots and the reader threads; an open runtime keeps the first and the last.
-        `together`: what ranks have in common that read weights together, which keep nothing."""
+        """Opens a session that holds weights, slots and reader threads; an open runtime keeps weights and reader
+        afterwards. `resources`: shared state of ranks that read weights together; nothing is then kept."""
         self._require_open()
         if self._shape_with_kernels is None:
             self.wait_for_kernels()
@@ -338,7 +337,8 @@ class Runtime(Closing):
 
     @contextmanager
     def _session_reader(self) -> Iterator[Reader]:
-        """The reader that is kept, or one of its own. A session that fails may have left reads behind, and ends it."""
+        """Yields the kept reader, or a new one. An exception closes the kept reader, since reads may still be
+        pending."""
         if self._kept is None:
             with self.reader() as reader:
                 yield reader
@@ -355,12 +355,11 @@ class Runtime(Closing):
     def open_with_backoff(
         self, requests: Sequence[Request], **options: Unpack[PlanOptions]
     ) -> Iterator[tuple[RunPlan, Session]]:
-        """Plans, as `plan` does, and opens a session. Unless the policy is fixed or there are `blocks` of an earlier
-        start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more
-        with blocks of half the size. Where kernels are yet to be compiled, it waits for them, or computes without if
-        that is done sooner. Raises BudgetError where memory does not suffice for the last plan either, and
-        MemoryShortage where it runs out later on. Of ranks this is what rank 0 calls; the others `follow`.
-        """
+        """Plans and opens a session. Runs the first pass of the largest block as a trial, unless the policy is fixed or
+        `blocks` of an earlier start are given. If memory runs out or the host budget is exceeded, plans once more with
+        half the block size. If kernels are not compiled yet, waits for them, or runs without if that is faster. Raises
+        BudgetError if the last plan does not fit either, and MemoryShortage if memory runs out later. With ranks only
+        rank 0 calls this; the others call `follow`."""
         self._prepare_model(requests)
         blocks = options.get("blocks")
         if self._shared is not None:
@@ -381,15 +380,14 @@ class Runtime(Closing):
         may_back_off = blocks is None and kind is not PolicyKind.fixed
         for num_halvings in range(2):
             if num_halvings:
-                gc.collect()  # the engine of the first try refers to itself
+                gc.collect()  # the engine of the first trial is in a reference cycle
                 reset_peak()
             plan = self.plan(requests, **(options | {"num_halvings": num_halvings}))
             options["rates"] = plan.rates
             self.planner.announce(plan, self._advised)
             self._check_lanes(plan, requests)
-            # Memory is counted from what the process holds now: what measuring, the self-check, compiled kernels and a
-            # first try left behind is not the run's. Kept weights are, and were allocated behind an earlier beginning,
-            # which then stays.
+            # The baseline is the current memory: leftovers of measuring, the self-check, kernels and a first trial do
+            # not count for the run. Kept weights do count, so with them the earlier baseline stays.
             if self._kept is None or not (self._kept.weights.compute_bytes or self._kept.weights.pinned_bytes):
                 trim_heap()
                 self.baseline_bytes = resident_bytes()
@@ -399,7 +397,7 @@ class Runtime(Closing):
                 try:
                     session = stack.enter_context(self.session(plan))
                     if may_back_off and plan.blocks:
-                        log.info("trying the first pass, whether memory suffices")
+                        log.info("running the first pass as a trial: does memory suffice?")
                         session.probe(requests)
                         self.require_within_budget(plan)
                 except (MemoryError, OSError, RuntimeError) as error:
@@ -407,9 +405,9 @@ class Runtime(Closing):
                         raise
                     if num_halvings or not may_back_off:
                         raise plan_memory_error(plan.placement.ledgers, error) from error
-                    reason = first_line(error)  # a record of the log would keep the error, and all that its frames hold
-                    log.warning("policy=%s: %s; once more with blocks of half as many sequences", kind.value, reason)
-                    session = None  # so that its memory is free as the stack closes
+                    reason = first_line(error)  # not the error: a log record would keep its frames' memory alive
+                    log.warning("policy=%s: %s; trying again with half as many sequences per block", kind.value, reason)
+                    session = None  # drop the reference before the stack closes, so that its memory is freed
                 if session is None:
                     continue
                 try:
@@ -421,8 +419,8 @@ class Runtime(Closing):
                 return
 
     def _prepare_model(self, requests: Sequence[Request]) -> None:
-        """Mutates the model, where they ask for more than the next token. Raises ConfigError where it, or ranks, cannot
-        do so."""
+        """Mutates the model for requests that need more than next-token logits. Raises ConfigError if the model or the
+        ranks do not support them."""
         if self._shared is not None:
             self._shared.require_broadcastable(requests)
         if any(request.encoding is None for request in requests):
@@ -433,9 +431,9 @@ class Runtime(Closing):
             slice_head(self.model.staged)
 
     def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
-        """Takes part, as another rank than 0, in each session that rank 0 opens for these requests, until it says that
-        there will be no other; gives what all ranks come to, with places in `requests`. Raises Interrupted, PeerEnded,
-        ConfigError."""
+        """Takes part, as a rank other than 0, in each session that rank 0 opens for these requests, until rank 0
+        announces the end. Yields every rank's completions with their positions in `requests`. Raises Interrupted,
+        PeerEnded, ConfigError."""
         shared = self._shared
         assert shared is not None, "there is nobody to follow"
         self._prepare_model(requests)
@@ -446,8 +444,9 @@ class Runtime(Closing):
                 yield from session.follow(requests)
 
     def _check_lanes(self, plan: RunPlan, requests: Sequence[Request]) -> None:
-        """Compares lanes with the class itself where that is due: once, and once more at the first scores, while no
-        weights are held. Of a part of every matrix there is no other way to compute it."""
+        """Compares lanes with transformers' own code if that is due: before the first run, and before the first scores,
+        while no weights are held. Skipped with tensor parallelism, where no single rank can run the class's own
+        code."""
         seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
         whole = self.model.shape if self._shared is None else self._shared.full_shape(self.model.shape)
         scores = any(request.scoring is not None for request in requests)
@@ -459,18 +458,17 @@ class Runtime(Closing):
         self._checked |= {scores, False}
 
     def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
-        """`sampling.n` results per prompt, in order of prompts and then of samples. `prompts` as for `stream`."""
+        """Returns `sampling.n` results per prompt, ordered by prompt, then sample. `prompts` as for `stream`."""
         return self._collect(GenerationTask(sampling=self.config.sampling), prompts)
 
     def stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> CompletionStream:
-        """Completions as they finish, `sampling.n` for each prompt; what cannot be generated from comes first, with its
-        `error`. A prompt is a text, token ids, messages of a chat, or a `Prompt`.
+        """Yields completions as they finish, `sampling.n` per prompt. Invalid prompts come first, with their `error`. A
+        prompt is a text, token ids, chat messages, or a `Prompt`.
 
-        All prompts are read before the first is generated from, since they are planned together. With a `window` they
-        are read, planned and generated so many at a time, from an iterator that need not end; weights are kept from one
-        window to the next. Work begins with the first item that is asked for. One stream goes on at a time: the next
-        call ends it. Raises ConfigError at once where `prompts` is one text; later what `plan` and sessions raise, and
-        the runtime stays usable.
+        All prompts are read before generation starts, since they are planned together. With a `window`, that many at a
+        time are read, planned and generated; the iterator may be infinite, and weights are kept between windows. Work
+        starts with the first `next`. Only one stream is active: the next call ends it. Raises ConfigError immediately
+        if `prompts` is a single text, and during iteration the errors of `plan` and sessions; the runtime stays usable.
         """
         return self._stream(GenerationTask(sampling=self.config.sampling), prompts, window)
 
@@ -483,13 +481,13 @@ class Runtime(Closing):
         overrides: Mapping[str, str] | None = None,
         prefix: str = "",
     ) -> "pa.Table":
-        """`table` with what comes behind each row's prompt: its columns and rows as they are, and the columns of
-        `runtime.columns` behind them. A row without a usable prompt has `status` error, and says why in `error`.
+        """Returns `table` plus the result columns of `runtime.columns`. A row without a usable prompt has `status`
+        error and a reason in `error`.
 
-        `prompt` is a column of texts, of lists of token ids, or of lists of messages. `id`: of the ids that draws
-        follow from, each once; None: a row's place. `overrides`: columns by what a row asks for itself, as in `Prompt`.
-        `prefix` stands before the names of added columns. Raises ConfigError where the table has no such columns, or
-        has those of results; else as `stream`.
+        `prompt`: a column of texts, lists of token ids, or lists of messages. `id`: a column of unique ids that seed
+        the sampling; None uses row numbers. `overrides`: columns with per-row settings, by field of `Prompt`. `prefix`
+        is prepended to the names of added columns. Raises ConfigError if a column is missing or a result column exists
+        already; otherwise as `stream`.
         """
         from .tables import TableColumns  # pyarrow, which nothing else of the library needs
 
@@ -497,23 +495,24 @@ class Runtime(Closing):
         return columns.generate_results(table, self.config.sampling, self.generate)
 
     def score(self, pairs: Iterable[TargetsLike]) -> list[Scored]:
-        """The log-probability of each target behind its prompt, in order of pairs and then of targets. `pairs` as for
+        """The log-probability of each target given its prompt, ordered by pair, then target. `pairs` as for
         `score_stream`."""
         return self._collect(ScoringTask(), pairs)
 
     def score_stream(self, pairs: Iterable[TargetsLike], *, window: int | None = None) -> ResultStream[Scored]:
-        """Scores of targets as their prompts are done; what cannot be scored comes first, with its `error`. A pair is
-        `(prompt, target)`, `(prompt, [target, ...])` or `Targets`, a target a text or token ids. Nothing is generated.
+        """Yields scores of targets as their prompts finish; invalid ones come first, with their `error`. A pair is
+        `(prompt, target)`, `(prompt, [target, ...])` or `Targets`; a target is a text or token ids. Nothing is
+        generated.
 
-        Targets that differ in their last token alone share one pass over the tokens before it. `window`, and what is
-        raised, as for `stream`; ConfigError where the class's head is not apart from its layers.
+        Targets that differ only in their last token share one pass. `window` and errors as for `stream`; ConfigError if
+        the model's head is not separate from its layers.
         """
         return self._stream(ScoringTask(), pairs, window)
 
     def score_documents(
         self, documents: Iterable[str | Sequence[int]], *, max_tokens: int | None = None
     ) -> list[ScoredDocument]:
-        """The rolling log-likelihood of each document, a text or token ids, in windows of `max_tokens`; None: of the
+        """The rolling log-likelihood of each document, a text or token ids, in windows of `max_tokens`; None is the
         model's context. Raises what `score` raises."""
         require_iterable(documents, None)
         return score_documents(self.model, documents, max_tokens, self.score)
@@ -521,7 +520,7 @@ class Runtime(Closing):
     def embed(
         self, prompts: Iterable[PromptLike], *, pooling: str | Pooling | None = None, normalize: bool = False
     ) -> list[Embedded]:
-        """A vector for each prompt, in their order; `embed_stream` says of what."""
+        """One vector per prompt, in order; see `embed_stream`."""
         return self._collect(embedding_task(pooling, normalize=normalize), prompts)
 
     def embed_stream(
@@ -532,31 +531,30 @@ class Runtime(Closing):
         normalize: bool = False,
         window: int | None = None,
     ) -> ResultStream[Embedded]:
-        """Vectors as their prompts are done; what has none comes first, with its `error`. Each is made of the hidden
-        states behind the model's last norm: `last` that of the last token, `cls` of the first, `mean` of all; None: as
-        the checkpoint says, else `mean` of an encoder and `last` of a decoder. `normalize`: of length 1.
+        """Yields vectors as their prompts finish; invalid prompts come first, with their `error`. Vectors pool the
+        hidden states after the model's last norm: `last` token, `cls` (first token), or `mean`. None uses the
+        checkpoint's setting, else `mean` for encoders and `last` for decoders. `normalize`: to length 1.
 
-        `prompts`, `window` and what is raised as for `stream`; texts get the tokenizer's special tokens.
+        `prompts`, `window` and errors as for `stream`; texts get the tokenizer's special tokens.
         """
         return self._stream(embedding_task(pooling, normalize=normalize), prompts, window)
 
     def classify(self, prompts: Iterable[PromptLike]) -> list[Classified]:
-        """What a `*ForSequenceClassification` checkpoint says of each prompt, in their order."""
+        """The classes of each prompt, in order, from a `*ForSequenceClassification` checkpoint."""
         return self._collect(CLASSIFICATION_TASK, prompts)
 
     def classify_stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> ResultStream[Classified]:
-        """Classes, or rewards, as their prompts are done; otherwise as `embed_stream`."""
+        """Yields classes or rewards as their prompts finish; otherwise as `embed_stream`."""
         return self._stream(CLASSIFICATION_TASK, prompts, window)
 
     def fill_masks(self, prompts: Iterable[PromptLike], *, num_top: int = 5) -> list[Filled]:
-        """What fits the masks of each prompt, in their order, of a `*ForMaskedLM` checkpoint."""
+        """The likeliest tokens for each prompt's masks, in order, from a `*ForMaskedLM` checkpoint."""
         return self._collect(mask_filling_task(self.model, num_top), prompts)
 
     def fill_masks_stream(
         self, prompts: Iterable[PromptLike], *, num_top: int = 5, window: int | None = None
     ) -> ResultStream[Filled]:
-        """The `num_top` likeliest tokens in place of each mask, as their prompts are done; otherwise as
-        `embed_stream`."""
+        """Yields the `num_top` likeliest tokens per mask as prompts finish; otherwise as `embed_stream`."""
         return self._stream(mask_filling_task(self.model, num_top), prompts, window)
 
     def _collect(self, task: RuntimeTask[L, V, T], values: Iterable[L]) -> list[T]:
@@ -573,7 +571,7 @@ class Runtime(Closing):
         return stream
 
     def _results(self, task: RuntimeTask[L, V, T], values: Iterable[L], window: int | None) -> Generator[T]:
-        """What `task` gives, one window after the other, between which weights are kept."""
+        """The results of `task`, window by window; weights are kept in between."""
         with ExitStack() as stack:
             if window is not None and self._kept is None:
                 self._kept = stack.enter_context(RuntimeCache(self.reader))
@@ -604,5 +602,5 @@ class Runtime(Closing):
             num_threads=offload.reader_threads,
             chunk_bytes=offload.read_chunk_mib * MIB,
             direct=offload.direct_io,
-            virtual_files=self.model.made,
+            virtual_files=self.model.virtual_files,
         )

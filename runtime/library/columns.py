@@ -1,4 +1,4 @@
-"""The columns that a result has, wherever it is published: in the parts of a run, and in tables."""
+"""The columns of a result, in the parts of a run and in tables."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -29,14 +29,14 @@ BEAM_FIELD = pa.field("beam_score", pa.float64())
 
 
 def result_schema(sampling: SamplingConfig) -> pa.Schema:
-    """The columns of results that these settings ask for."""
+    """The result columns for these settings."""
     reasoning = [REASONING_FIELD] if sampling.reasoning is not None else []
     beams = [BEAM_FIELD] if (sampling.num_beams or 1) > 1 else []
     return pa.schema([*RESULT_FIELDS, *(LOGPROB_FIELDS if sampling.logprobs else ()), *reasoning, *beams])
 
 
 def result_values(result: "Result") -> Mapping[str, object]:
-    """What a result has in each of these columns."""
+    """The values of a result by column name."""
     return {
         "status": "ok" if result.is_ok else "error",
         "completion": clean_text(result.text),
@@ -54,5 +54,5 @@ def result_values(result: "Result") -> Mapping[str, object]:
 
 
 def clean_text(text: str) -> str:
-    """A lone surrogate has no UTF-8 form: it is written as its escape."""
+    """`text` with lone surrogates as escapes, since they have no UTF-8 form."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,6 +1,4 @@
-"""Encoding in the library: prompts become requests that generate nothing, and what is read off them becomes an
-`Embedded`, a `Classified` or a `Filled`.
-"""
+"""Encoding requests, which generate nothing, and their results: `Embedded`, `Classified`, `Filled`."""
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from .task import Complete, RuntimeTask
 
 @dataclass(frozen=True, kw_only=True)
 class _EncodingResult:
-    """Something read off the prompt at `prompt_index` of the input. Where `error` is set nothing was."""
+    """The result for the prompt at `prompt_index` of the input; empty if `error` is set."""
 
     prompt_index: int
     id: str
@@ -35,16 +33,16 @@ class _EncodingResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Embedded(_EncodingResult):
-    """A prompt's vector, float32; of no numbers where `error` is set."""
+    """A prompt's vector in float32; empty if `error` is set."""
 
     vector: Vector
 
 
 @dataclass(frozen=True, kw_only=True)
 class Classified(_EncodingResult):
-    """What a classifier says of a prompt: `logits` as they leave its head, one for each of `labels`, and
-    `probabilities`: by softmax, or by sigmoid where labels do not exclude one another. With a single label the logit is
-    a `reward`, as its loss was: regression has no probability, and its sigmoid is what rankers report."""
+    """A classifier's output for a prompt: `logits`, one per entry of `labels`, and `probabilities`, by softmax, or by
+    sigmoid if labels are not exclusive. With a single label the logit is a `reward`: regression has no probability, but
+    rankers report its sigmoid."""
 
     logits: tuple[float, ...] = ()
     probabilities: tuple[float, ...] = ()
@@ -52,7 +50,7 @@ class Classified(_EncodingResult):
 
     @property
     def label(self) -> str | None:
-        """The likeliest."""
+        """The likeliest label; None for a reward."""
         return self.labels[self.logits.index(max(self.logits))] if len(self.logits) > 1 else None
 
     @property
@@ -62,8 +60,8 @@ class Classified(_EncodingResult):
 
 @dataclass(frozen=True, kw_only=True)
 class Filled(_EncodingResult):
-    """The likeliest tokens in place of each mask, likeliest first, and their log-probabilities. `text`: the prompt with
-    the likeliest in each place, special tokens left out."""
+    """The likeliest tokens per mask, best first, with their log-probabilities. `text`: the prompt with the best token
+    in each mask, without special tokens."""
 
     text: str = ""
     token_ids: tuple[tuple[int, ...], ...] = ()
@@ -78,7 +76,7 @@ E = TypeVar("E", bound=Encoded)
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingTask(RuntimeTask[PromptLike, Prompt, E]):
-    """What is `wanted` of each prompt, which comes to a `kind`."""
+    """Encoding of each prompt as `wanted`, with results of type `kind`."""
 
     wanted: EncodingSpec
     kind: type[E]
@@ -109,7 +107,7 @@ class EncodingTask(RuntimeTask[PromptLike, Prompt, E]):
 
 
 def embedding_task(pooling: str | Pooling | None, *, normalize: bool) -> EncodingTask[Embedded]:
-    """A vector of each prompt. Raises ConfigError."""
+    """A task that returns one vector per prompt. Raises ConfigError."""
     names = [way.value for way in Pooling]
     require(isinstance(pooling, Pooling | None) or pooling in names, f"pooling is one of {names}, got {pooling!r}")
     wanted = EncodingSpec(pooling=None if pooling is None else Pooling(pooling), normalize=normalize)
@@ -117,7 +115,7 @@ def embedding_task(pooling: str | Pooling | None, *, normalize: bool) -> Encodin
 
 
 def mask_filling_task(model: LoadedModel, num_top: int) -> EncodingTask[Filled]:
-    """The likeliest tokens in place of each mask. Raises ConfigError."""
+    """A task that returns the likeliest tokens per mask. Raises ConfigError."""
     most = model.shape.vocab_size
     require(1 <= num_top <= most, f"num_top must be 1 to {most:,} tokens, got {num_top}")
     return EncodingTask(wanted=EncodingSpec(readout=Readout.masks, num_top=num_top), kind=Filled)
@@ -127,7 +125,7 @@ CLASSIFICATION_TASK = EncodingTask(wanted=EncodingSpec(readout=Readout.classes),
 
 
 def error_result(why: Rejected, readout: Readout) -> Encoded:
-    """What stands for a prompt of which nothing was asked, or nothing came."""
+    """The result for a prompt that was rejected or failed."""
     found = _EncodingResult(
         prompt_index=why.prompt_index, id=why.id, error=why.error, num_prompt_tokens=why.num_prompt_tokens
     )
@@ -137,7 +135,7 @@ def error_result(why: Rejected, readout: Readout) -> Encoded:
 
 
 def make_result(model: LoadedModel, wanted: EncodingSpec, index: int, completion: Completion) -> Encoded:
-    """What a request has come to, of the prompt at `index` of the input."""
+    """The result of a completion for the prompt at `index` of the input."""
     if completion.error is not None:
         why = Rejected(id=completion.id, error=completion.error, num_prompt_tokens=completion.num_prompt_tokens)
         return error_result(replace(why, prompt_index=index), wanted.readout)

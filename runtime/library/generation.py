@@ -1,4 +1,4 @@
-"""Generating in the library: prompts become requests, and each of their samples a completion."""
+"""Generation requests: one per sample of each prompt."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ CompletionStream: TypeAlias = ResultStream[Result]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTask(RuntimeTask[PromptLike, Prompt, Result]):
-    """`sampling.n` completions of each prompt. `seen`: the ids of prompts, those of earlier windows among them."""
+    """`sampling.n` completions per prompt. `seen_ids`: first position of each prompt id, over all windows."""
 
     sort_keys: ClassVar[tuple[str, ...]] = ("prompt_index", "sample_index")
     sampling: SamplingConfig
@@ -49,12 +49,12 @@ class GenerationTask(RuntimeTask[PromptLike, Prompt, Result]):
 
 
 def repeat_samples(made: Request | Rejected, count: int) -> list[Request | Rejected]:
-    """`count` times the same, each with its `sample_index`."""
+    """`count` copies, each with its `sample_index`."""
     return [made, *(replace(made, sample_index=index) for index in range(1, count))]
 
 
 def require_unique_ids(prompts: Sequence[tuple[int, Prompt]], seen_ids: dict[str, int]) -> None:
-    """Adds the prompts' ids to `seen`, by which those of earlier windows are known. Raises ConfigError."""
+    """Adds the prompts' ids to `seen_ids`, which holds those of earlier windows. Raises ConfigError for a duplicate."""
     for index, prompt in prompts:
         first = seen_ids.setdefault(prompt.id or str(index), index)
         require(
@@ -65,8 +65,8 @@ def require_unique_ids(prompts: Sequence[tuple[int, Prompt]], seen_ids: dict[str
 def make_requests(
     model: LoadedModel, sampling: SamplingConfig, prompts: Sequence[tuple[int, Prompt]]
 ) -> list[Request | Rejected]:
-    """What each prompt asks of the model, or why it cannot be generated from. Raises ConfigError where chats or stop
-    strings are asked for and the model has no template or tokenizer."""
+    """A request per prompt, or the reason for its rejection. Raises ConfigError for chats without a chat template, and
+    for stop strings without a tokenizer."""
     limits = {sampling.max_new_tokens, *(prompt.max_new_tokens for _, prompt in prompts)}
     most_tokens = None if 0 in limits else model.shape.context_tokens
     every = tokenize_prompts(model, [prompt for _, prompt in prompts], most_tokens, keeps_empty=True)

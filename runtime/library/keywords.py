@@ -1,4 +1,4 @@
-"""The settings of a `Runtime` as keywords."""
+"""The settings of a `Runtime` as keyword arguments."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -32,13 +32,13 @@ from ..config.settings import (
 from ..config.texts import did_you_mean
 from ..errors import require
 
-AMBIGUOUS_KEYS = {"dtype": "model"}  # of keys that several groups have
+AMBIGUOUS_KEYS = {"dtype": "model"}  # the group for keys that exist in several groups
 
 
 class Settings(TypedDict, total=False):
-    """A keyword is a group of the config, or the last part of a key (`host_memory_gib` of `offload.host_memory_gib`)
-    wherever no other group has a key of that name; `dtype` is the model's, and `machine.device` is `Runtime`'s own
-    parameter. A group may be a text, as in `RuntimeConfig`; keys change the group that is given beside them."""
+    """A keyword is a group of the config, or the last part of a key (`host_memory_gib` for `offload.host_memory_gib`)
+    if it is unique among groups. `dtype` is the model's; `machine.device` is a parameter of `Runtime`. A group may be a
+    str, as in `RuntimeConfig`; keys change the group that is passed with them."""
 
     model: ModelConfig | str
     offload: OffloadConfig | str
@@ -123,7 +123,7 @@ class Settings(TypedDict, total=False):
 
 
 def apply_settings(config: RuntimeConfig | None, settings: Mapping[str, object]) -> RuntimeConfig:
-    """The config, None for the default one, with these settings. Raises ConfigError."""
+    """`config`, or the default config, with these settings applied. Raises ConfigError."""
     is_config = config is None or isinstance(config, RuntimeConfig)
     require(is_config, f"config must be a RuntimeConfig, got {config!r}: a model is given as model={config!r}")
     found = config or RuntimeConfig()
@@ -131,7 +131,7 @@ def apply_settings(config: RuntimeConfig | None, settings: Mapping[str, object])
     places = setting_groups()
     for name in settings:
         near = did_you_mean(name, [*groups, *places])
-        known = near or ": groups, and last parts of their keys, are settings"
+        known = near or ": a setting is a group, or the last part of a key"
         require(name in groups or name in places, f"Runtime has no setting {name}{known}")
     if given := {name: settings[name] for name in settings if name in groups}:
         found = replace(found, **given)
@@ -142,7 +142,7 @@ def apply_settings(config: RuntimeConfig | None, settings: Mapping[str, object])
 
 
 def setting_groups() -> dict[str, str]:
-    """The group of each key that is known by its last part."""
+    """The group of each key that can be set by its last part alone."""
     default = RuntimeConfig()
     keys = {group.name: [key.name for key in fields(getattr(default, group.name))] for group in fields(RuntimeConfig)}
     num_groups = Counter(name for names in keys.values() for name in names)

@@ -1,4 +1,4 @@
-"""What a caller of the library asks: a prompt in one of three forms, and what it wants otherwise than the run."""
+"""Prompts of library callers: text, chat messages or token ids, with per-prompt settings."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,12 +18,12 @@ Messages: TypeAlias = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: `text`; or `messages` of a chat, `{"role": ..., "content": ...}`, for the model's chat template; or
-    `token_ids`, taken as they are. What is None is as the runtime's `sampling` says.
+    """One prompt: `text`, or chat `messages` (`{"role": ..., "content": ...}`) for the model's chat template, or
+    `token_ids` used as they are. Settings of None are the runtime's `sampling`.
 
-    `id` is its place in the input where none is given. Draws follow from it: a prompt with the same id and settings
-    gets the same tokens in whatever company. With a `seed` of its own they follow from that alone, and are those of
-    transformers' `generate` after `torch.manual_seed(seed)`. Raises ConfigError.
+    `id` defaults to the position in the input. It seeds the sampling: the same id and settings give the same tokens in
+    any batch. With its own `seed`, sampling depends only on that, and matches transformers' `generate` after
+    `torch.manual_seed(seed)`. Raises ConfigError.
     """
 
     text: str | None = None
@@ -56,7 +56,7 @@ class Prompt:
 
     @property
     def overrides(self) -> SamplingOverrides:
-        """What it asks otherwise than the run."""
+        """The settings that differ from the run's."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return SamplingOverrides(
             max_new_tokens=self.max_new_tokens,
@@ -71,7 +71,7 @@ class Prompt:
 
     @staticmethod
     def from_value(value: "PromptLike", place: int) -> "Prompt":
-        """A prompt of what stands for one: a text, token ids or messages. Raises ConfigError naming its place."""
+        """Converts a text, token ids or messages. Raises ConfigError with the position in the input."""
         if isinstance(value, Prompt):
             return value
         if isinstance(value, str):
@@ -80,7 +80,7 @@ class Prompt:
             items = list(value)
             if items and all(isinstance(item, Mapping) for item in items):
                 return Prompt(messages=[item for item in items if isinstance(item, Mapping)])
-            # Whole numbers may be of any library's kind.
+            # Integers may come from any library, such as NumPy.
             if all(hasattr(item, "__index__") and not isinstance(item, bool) for item in items):
                 ids = [index(item) for item in items]  # pyright: ignore[reportArgumentType] - just seen
                 return Prompt(token_ids=ids)
@@ -93,12 +93,12 @@ PromptLike: TypeAlias = str | Sequence[int] | Messages | Prompt
 
 
 def schema_json(schema: str | Mapping[str, object]) -> str:
-    """JSON of an object; a text is taken for JSON."""
+    """JSON of an object; a str is JSON already."""
     return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 def render_prompts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | Sequence[int] | TemplateRefusal]:
-    """Texts, chats as the template spells them; token ids as they are."""
+    """Texts, and chats rendered by the chat template; token ids unchanged."""
     with ExitStack() as stack:
         renderer = None
         texts: list[str | Sequence[int] | TemplateRefusal] = []
@@ -121,8 +121,8 @@ def render_prompts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | 
 def tokenize_prompts(
     model: LoadedModel, prompts: Sequence[Prompt], most_tokens: int | None, *, keeps_empty: bool = False
 ) -> list[Sequence[int] | str]:
-    """The ids of each prompt, or why it has none; see `tokenize_each`. `keeps_empty`: empty texts stay such. Raises
-    ConfigError where there are chats and no template, CheckpointError where there are texts and no tokenizer."""
+    """Token ids of each prompt, or the reason that it has none; see `tokenize_each`. `keeps_empty`: empty texts stay
+    empty. Raises ConfigError for chats without a template, CheckpointError for texts without a tokenizer."""
     texts = render_prompts(model, prompts)
     found: list[Sequence[int] | str] = [text.as_error if isinstance(text, TemplateRefusal) else text for text in texts]
     for is_chat in (False, True):

@@ -1,6 +1,4 @@
-"""Scoring in the library: pairs of a prompt and its targets become requests that generate nothing, and what these come
-to becomes a `Scored` for each target.
-"""
+"""Scoring requests, which generate nothing: prompts with targets become a `Scored` per target."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +19,8 @@ Target: TypeAlias = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Targets:
-    """A prompt, and what is scored behind it: each of `targets` a text or token ids. Of a `Prompt` the settings of
-    generating are not used. Raises ConfigError where there is no target."""
+    """A prompt and the `targets` to score after it, each a text or token ids. Sampling settings of a `Prompt` are
+    ignored. Raises ConfigError for an empty list."""
 
     prompt: PromptLike
     targets: Sequence[Target]
@@ -33,7 +31,7 @@ class Targets:
 
     @staticmethod
     def from_value(value: "TargetsLike", index: int) -> "Targets":
-        """Targets of what stands for them. Raises ConfigError naming its place."""
+        """Converts a tuple. Raises ConfigError with the position in the input."""
         if isinstance(value, Targets):
             return value
         if isinstance(value, tuple) and len(value) == 2:
@@ -52,7 +50,7 @@ TargetsLike: TypeAlias = tuple[PromptLike, Target] | tuple[PromptLike, Sequence[
 
 
 def _is_target(value: object) -> TypeGuard[Target]:
-    """A text, or whole numbers of any library's kind."""
+    """True for a text, or a sequence of integers of any library."""
     if isinstance(value, str):
         return True
     return isinstance(value, Sequence) and bool(value) and all(hasattr(token, "__index__") for token in value)
@@ -60,8 +58,7 @@ def _is_target(value: object) -> TypeGuard[Target]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Logprobs:
-    """Natural logarithms of probabilities, of what stands at `prompt_index` in the input. Where `error` is set there
-    are none."""
+    """Natural log-probabilities for the input at `prompt_index`; empty if `error` is set."""
 
     prompt_index: int
     token_logprobs: tuple[float, ...] = ()
@@ -78,13 +75,12 @@ class _Logprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class Scored(_Logprobs):
-    """What a model gives one target behind its prompt.
+    """The score of one target given its prompt.
 
-    `token_logprobs` are natural logarithms, by log-softmax in float32 of the logits as they leave the head, one for
-    each of `token_ids`; `logprob` is their sum. `is_greedy`: each token is the likeliest in its place, so greedy
-    decoding would write the target. `top_token_ids` and `top_logprobs`: the likeliest in place of each, likeliest
-    first, as many as `sampling.logprobs`. `prompt_index` is the place of the pair in the input, `target_index` that of
-    the target in its pair. Where `error` is set nothing was scored, and `logprob` is NaN.
+    `token_logprobs` are natural log-probabilities, by log-softmax in float32 of the head's logits, one per entry of
+    `token_ids`; `logprob` is their sum. `is_greedy`: greedy decoding would generate the target. `top_token_ids` and
+    `top_logprobs`: the `sampling.logprobs` likeliest tokens per position, best first. `prompt_index` is the position of
+    the pair in the input, `target_index` that of the target in its pair. If `error` is set, `logprob` is NaN.
     """
 
     target_index: int
@@ -102,9 +98,9 @@ class Scored(_Logprobs):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredDocument(_Logprobs):
-    """The rolling log-likelihood of a document: of each token behind those before it, in windows of the model's
-    context. Words are what white space parts, as lm-eval counts them, bytes are of UTF-8; both are 0 of a document that
-    is token ids. A perplexity is `exp(-logprob / n)`. Where `error` is set, `logprob` is NaN."""
+    """The rolling log-likelihood of a document: of each token given the tokens before it, in windows of the model's
+    context. Words are separated by white space, as in lm-eval; bytes are UTF-8. Both are 0 for token ids. Perplexity is
+    `exp(-logprob / n)`. If `error` is set, `logprob` is NaN."""
 
     num_words: int = 0
     num_bytes: int = 0
@@ -116,8 +112,8 @@ class ScoredDocument(_Logprobs):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringBatch:
-    """`joined` bring the scores of `members`, each of which is for the target at the same place in `found`; `rejected`
-    are targets that cannot be scored."""
+    """Scoring requests of a window. `members` are one request per target, `unscored` their results without scores yet;
+    `joined` are the requests to run, each for one or more members. `rejected` are targets that cannot be scored."""
 
     members: Sequence[Request]
     unscored: Sequence[Scored]
@@ -129,7 +125,7 @@ class ScoringBatch:
         return [each.request for each in self.joined]
 
     def make_scores(self, place: int, completion: Completion) -> Iterator[Scored]:
-        """What the request at `place` has come to, for each of its targets."""
+        """The scores of all targets of the joined request at `place`."""
         for i in self.joined[place].members:
             if completion.error is not None:
                 yield replace(self.unscored[i], error=completion.error)
@@ -145,8 +141,7 @@ class ScoringBatch:
 
 
 def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]]) -> ScoringBatch:
-    """What the targets ask of the model. Raises ConfigError where texts are given and there is no tokenizer, or chats
-    and no template."""
+    """Tokenizes pairs into requests. Raises ConfigError for texts without a tokenizer, or chats without a template."""
     prompts = [Prompt.from_value(pair.prompt, index) for index, pair in pairs]
     texts = render_prompts(model, prompts)
     encoded = encode_pairs(
@@ -175,7 +170,7 @@ def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]])
 
 
 class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):
-    """A score of each target of each pair."""
+    """A score per target of each pair."""
 
     sort_keys: ClassVar[tuple[str, ...]] = ("prompt_index", "target_index")
 
@@ -200,8 +195,8 @@ def score_documents(
     most_tokens: int | None,
     score: Callable[[Sequence[Targets]], Sequence[Scored]],
 ) -> list[ScoredDocument]:
-    """What `score` says of the windows of documents, of up to `most_tokens`; None: as many as the model's context has
-    room for. Raises ConfigError where nothing says what a document begins behind, or a window has no room."""
+    """Scores documents in windows of up to `most_tokens` (None: the model's context) with `score`. Raises ConfigError
+    if the model has no first token to condition on, or a window is too short."""
     given = list(documents)
     pairs, owners = list[Targets](), list[int]()
     errors, values = list[str | None](), list[list[float]]()

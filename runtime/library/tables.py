@@ -1,4 +1,4 @@
-"""Tables of prompts: what a row of an Arrow table asks, and its result as columns behind the row's own."""
+"""Prompts in Arrow tables, and result columns next to their rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ def _are_texts(kind: pa.DataType) -> bool:
 
 
 PROMPTS = (_is_text, lambda kind: _is_list_of(kind, kinds.is_integer), lambda kind: _is_list_of(kind, kinds.is_struct))
-# What a row may ask otherwise than the runtime: the fields of `Prompt`, what a column with them holds, and its test.
+# Per-row settings: field of `Prompt` -> description of its column's type, and a test of it.
 OVERRIDES: Mapping[str, tuple[str, Callable[[pa.DataType], bool]]] = {
     "max_new_tokens": ("whole numbers", kinds.is_integer),
     "temperature": ("numbers", lambda kind: kinds.is_integer(kind) or kinds.is_floating(kind)),
@@ -49,10 +49,9 @@ OVERRIDES: Mapping[str, tuple[str, Callable[[pa.DataType], bool]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TableColumns:
-    """Which columns of a table say what a row asks. `prompt` holds texts, lists of token ids, or lists of messages,
-    by its type. `id`: from where ids come, texts or whole numbers; None: a row's place. `overrides`: columns by the
-    field of `Prompt` that a row has its own value of; a null is as the runtime's settings say. `prefix` stands before
-    the name of each column that is added."""
+    """The input columns of a table. `prompt` holds texts, lists of token ids, or lists of messages. `id`: a column of
+    texts or integers; None uses row numbers. `overrides`: columns by field of `Prompt`; a null means the runtime's
+    setting. `prefix` is prepended to the names of added columns."""
 
     prompt: str = "prompt"
     id: str | None = None
@@ -66,19 +65,18 @@ class TableColumns:
 
     @property
     def input_columns(self) -> list[str]:
-        """The columns that are read, each once."""
+        """The distinct columns that are read."""
         return list(dict.fromkeys([self.prompt, *([self.id] if self.id is not None else []), *self.overrides.values()]))
 
     def output_schema(self, given: pa.Schema, sampling: SamplingConfig) -> pa.Schema:
-        """The columns of a table with results: the given ones, then those of results. Raises ConfigError where a
-        column that is read is missing or of another type, where a name is taken, and where a row has several
-        results."""
+        """The given columns, then the result columns. Raises ConfigError if an input column is missing, duplicated or
+        of the wrong type, if a result column exists already, and if `sampling.n` is not 1."""
         for name in self.input_columns:
             num = given.names.count(name)
             listed = ", ".join(map(repr, given.names[:MAX_LISTED])) or "none"
             near = did_you_mean(name, given.names)
             require(num > 0, f"the table has no column {name!r}; its columns: {listed}{near}")
-            require(num == 1, f"the table has {num} columns {name!r}: which one is meant cannot be told")
+            require(num == 1, f"the table has {num} columns {name!r}: names of input columns must be unique")
         kind = given.field(self.prompt).type
         is_prompt = kinds.is_null(kind) or any(test(kind) for test in PROMPTS)
         what = "a prompt is a text, a list of token ids, or a list of messages"
@@ -96,19 +94,19 @@ class TableColumns:
         taken = [each.name for each in added if each.name in given.names]
         require(
             not taken,
-            f"the table has {', '.join(map(repr, taken))} already, which results are called: rename what is there, or "
-            "set prefix",
+            f"the table already has columns named as results are: {', '.join(map(repr, taken))}: rename them, or set "
+            "prefix",
         )
         return pa.schema([*given, *added], metadata=given.metadata)
 
     def read_prompts(self, table: pa.Table) -> list[PromptOrRejected]:
-        """What each row asks, or why it cannot. Its id is its place where it has none of its own."""
+        """The prompt of each row, or its rejection. Without an id column the id is the row number."""
         found = list[PromptOrRejected]()
         for place, row in enumerate(table.select(self.input_columns).to_pylist()):
             id = str(place) if self.id is None else str(row[self.id])
             try:
                 if self.id is not None and row[self.id] is None:
-                    raise ConfigError(f"its {self.id!r}, which ids come from, is null")
+                    raise ConfigError(f"its id, in column {self.id!r}, is null")
                 own = {key: row[column] for key, column in self.overrides.items() if row[column] is not None}
                 found.append(Prompt(id=id, **_prompt_fields(row[self.prompt]), **own))
             except ConfigError as error:
@@ -118,7 +116,7 @@ class TableColumns:
     def generate_results(
         self, table: pa.Table, sampling: SamplingConfig, generate: Callable[[Sequence[Prompt]], Sequence[Result]]
     ) -> pa.Table:
-        """`table` with what `generate` makes of its rows' prompts. Raises ConfigError as `schema`."""
+        """`table` with the results of `generate` for its prompts. Raises ConfigError as `output_schema`."""
         self.output_schema(table.schema, sampling)
         found: list[Prompt | Result] = [*self.read_prompts(table)]
         places = [place for place, each in enumerate(found) if isinstance(each, Prompt)]
@@ -131,7 +129,7 @@ class TableColumns:
         return self.append_results(table, pa.Table.from_pylist(values, schema=schema), sampling)
 
     def append_results(self, table: pa.Table, results: pa.Table, sampling: SamplingConfig) -> pa.Table:
-        """`table` with the columns of its rows' results, by RESULT_FIELDS, behind its own."""
+        """`table` with the result columns appended."""
         schema = self.output_schema(table.schema, sampling)
         added = [results.column(name) for name in result_schema(sampling).names]
         return pa.Table.from_arrays([*table.columns, *added], schema=schema)
@@ -151,7 +149,7 @@ def _prompt_fields(value: object) -> dict[str, object]:
 
 
 def _parse_message(number: int, message: object) -> dict[str, str]:
-    """A message, without the keys that it has only because others of the column have them."""
+    """A message without null keys, which Arrow adds if other messages of the column have them."""
     own = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     for key in ("role", "content"):
         if not isinstance(own.get(key), str):

@@ -1,6 +1,5 @@
-"""What the library asks of a model: inputs become requests, a window after the other, and results come as they finish.
-The work behind them ends when nobody asks for more.
-"""
+"""Tasks of the library: inputs become requests window by window, and results are yielded as they finish. Closing the
+generator stops the work."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -21,42 +20,41 @@ Complete: TypeAlias = Callable[[Sequence[Request]], Generator[tuple[int, Complet
 
 
 class RuntimeTask(ABC, Generic[L, V, T]):
-    """What is asked of each of many inputs; `places` are what a result's place among the others is by."""
+    """Converts inputs to requests and completions to results. `sort_keys` are the attributes that order results."""
 
     sort_keys: ClassVar[tuple[str, ...]] = ("prompt_index",)
 
     @abstractmethod
     def require_supported(self, model: LoadedModel) -> None:
-        """Raises ConfigError where the model can be asked nothing of the kind."""
+        """Raises ConfigError if the model does not support this task."""
 
     @abstractmethod
     def parse(self, value: L, index: int) -> V:
-        """An input of what stands for it. Raises ConfigError naming its place."""
+        """Converts a caller's value. Raises ConfigError with its position."""
 
     @abstractmethod
     def results(self, model: LoadedModel, inputs: Sequence[tuple[int, V]], complete: Complete) -> Generator[T]:
-        """The results of one window, inputs with their places: of those that cannot be asked, then as they finish.
-        `complete` says what requests come to, with their places."""
+        """Yields the results of one window of (position, input): rejected ones first, then as they finish. `complete`
+        yields completions with positions in its requests."""
 
     def windows(self, values: Iterable[L], size: int | None) -> Iterator[list[tuple[int, V]]]:
-        """The inputs with their places, so many at once; None: all of them."""
+        """Yields windows of up to `size` inputs with their positions; None: one window."""
         numbered = ((index, self.parse(value, index)) for index, value in enumerate(values))
         while window := list(islice(numbered, size)):
             yield window
 
 
 def require_iterable(values: object, window: int | None) -> None:
-    """Raises ConfigError for one prompt where many are expected."""
+    """Raises ConfigError for a single prompt where an iterable is expected, and for an invalid window."""
     is_many = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Prompt)
     require(is_many, f"prompts must be an iterable of prompts, got one {type(values).__name__}: put it into a list")
     require(window is None or window >= 1, f"window must be 1 or more prompts, got {window}")
 
 
 class ResultStream(Closing, Iterator[T], Generic[T]):
-    """An iterator. Whoever stops asking ends the work by `close`, by leaving its `with` block, or by letting go of it,
-    as a `for` loop does that is left by `break`; memory is free then. Once another call has taken its place, the next
-    item raises ClosedError, so that nobody takes half of the results for all.
-    """
+    """An iterator of results. The work stops, and its memory is freed, on `close`, at the end of a `with` block, or
+    when the last reference goes, as after `break` in a `for` loop. After another call of the runtime, `next` raises
+    ClosedError rather than ending early."""
 
     def __init__(self, results: Generator[T, None, None]):
         self._results = results
@@ -64,14 +62,14 @@ class ResultStream(Closing, Iterator[T], Generic[T]):
 
     def __next__(self) -> T:
         if self._ended_by is not None:
-            raise ClosedError(f"this stream was ended by {self._ended_by}; its other results are not made")
+            raise ClosedError(f"this stream was ended by {self._ended_by} before all of its results were generated")
         return next(self._results)
 
     def close(self) -> None:
         self._results.close()
 
     def end(self, by: str) -> None:
-        """Stops the work because of something else. A stream that is exhausted stays what it was."""
+        """Stops the work, for the reason `by`. Has no effect on an exhausted stream."""
         if getgeneratorstate(self._results) != GEN_CLOSED:
             self._ended_by = by
             self._results.close()

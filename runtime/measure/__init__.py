@@ -1,3 +1,2 @@
-"""How fast this machine is, measured for a prediction or for a profile: disk, memory, products, attention and whole
-layers. Here belongs every probe, whoever asks for it.
-"""
+"""Measurements of this machine, for predictions and for profiles: disk, memory, matrix products, attention and whole
+layers. All probes belong here."""

@@ -1,4 +1,4 @@
-"""How fast attention goes: decode over pages of keys and values, by their bytes, and prompts, by FLOPs."""
+"""Attention rates: decode over KV pages in bytes, prefill in FLOPs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from ..stream.device import ComputeDevice
 from .linear import DTYPES
 from .timing import Probe, Timer
 
-NUM_POSITIONS = 512  # of a row, and of a prompt, where no run says it
-FILL_VALUE = 0.5  # what cached positions hold that nobody computed: memory never written would be read too fast
+NUM_POSITIONS = 512  # of a row or prompt, without a run
+FILL_VALUE = 0.5  # for cached positions: unwritten memory maps to one zero page and would read too fast
 FULL_REACH = Reach()
 
 
 class UniformRows:
-    """Attention of rows of one length as a run computes it. `pages` of each row; all have `num_positions`, and decode
-    the last one. Letters as in paged.py."""
+    """Decode attention over rows of equal length, with the code of a run. `pages` lists each row's pages; each row has
+    `num_positions` and decodes the last one. Dimension letters as in paged.py."""
 
     def __init__(self, pages: Sequence[Sequence[int]], num_positions: int, device: ComputeDevice):
         numbers, place = tuple(range(len(pages))), device.torch_device
@@ -44,7 +44,7 @@ class UniformRows:
     def attend_quantized(
         self, q_BHD: torch.Tensor, page_format: PageFormat, pages: torch.Tensor, tails: Pair
     ) -> torch.Tensor:
-        """Attention over quantised pages (N, bytes) of a layer, and the tails (R, P, H, D) of its rows."""
+        """Attention over a layer's quantized pages (N, bytes) and the unquantized tails (R, P, H, D) of its rows."""
         kv, rule = QuantizedKV(page_format, pages, tails, {}, self._layout), Rule(q_BHD.shape[2] ** -0.5)
         if self._is_on_accelerator:
             return decode_on_device(q_BHD, kv, self._rows, FULL_REACH, rule)
@@ -53,7 +53,7 @@ class UniformRows:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """The heads of a layer, and the dtype of its queries, keys and values, which are kept in `kv_dtype`."""
+    """The heads of a layer and the dtype of Q, K and V. The KV cache is stored in `kv_dtype`."""
 
     num_heads: int
     num_kv_heads: int
@@ -63,7 +63,7 @@ class AttentionShape:
 
     @property
     def position_bytes(self) -> int:
-        """Keys and values of one position, as they are kept."""
+        """Stored KV bytes per position."""
         if self.kv_dtype.is_quantized:
             return self.page_format.page_bytes // PAGE_TOKENS
         return 2 * self.num_kv_heads * self.head_dim * stored_dtype(self.kv_dtype, self.dtype).itemsize
@@ -76,7 +76,7 @@ class AttentionShape:
 def decode_timer(
     shape: AttentionShape, device: ComputeDevice, num_rows: int, num_positions: int, *, num_layers: int = 1
 ) -> Timer:
-    """Bytes of keys and values: rows of a lane over pages of their own, which lie in any order, layer after layer."""
+    """Times decode attention in KV bytes. Each row has its own pages in random order, layer after layer."""
     num_row_pages = num_pages_for(num_positions)
     num_pages = num_rows * num_row_pages
     pages = KVPages(num_pages, device, dtype=shape.kv_dtype)
@@ -105,7 +105,7 @@ def decode_timer(
 
 
 def prefill_timer(shape: AttentionShape, device: ComputeDevice, num_tokens: int) -> Timer:
-    """FLOPs of the pairs that see each other in one prompt: products with keys, then with values."""
+    """Times causal attention of one prompt, in FLOPs of both products."""
     q, k, v = (
         torch.ones(1, num_heads, num_tokens, shape.head_dim, dtype=shape.dtype, device=device.torch_device)
         for num_heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
@@ -123,7 +123,7 @@ def prefill_name(dtype: str) -> str:
 
 
 def attention_probes(dtype: str, device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
-    """A layer of Llama-3-8B over `num_bytes` of keys and values: more than a cache holds."""
+    """Probes with the shape of a Llama-3-8B layer and `num_bytes` of KV, which must exceed the caches."""
     shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=DTYPES[dtype])
     row_bytes = num_pages_for(NUM_POSITIONS) * PAGE_TOKENS * shape.position_bytes
     num_rows = max(1, num_bytes // row_bytes)
@@ -142,7 +142,7 @@ def attention_probes(dtype: str, device: ComputeDevice, *, num_bytes: int) -> li
 def attend_prompt(
     q_1HTD: torch.Tensor, k_1HTD: torch.Tensor, v_1HTD: torch.Tensor, device: ComputeDevice
 ) -> torch.Tensor:
-    """Attention of one prompt that nothing is cached of: (T, H, D)."""
+    """Attention of one prompt without cached tokens: (T, H, D)."""
     num_tokens = q_1HTD.shape[2]
     if device.is_accelerator:
         place, scale = device.torch_device, q_1HTD.shape[3] ** -0.5

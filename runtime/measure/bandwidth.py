@@ -1,6 +1,5 @@
-"""How fast bytes are read and copied: the host's memory, the device's, from one to the other, and the disk's by the
-run's own reader, from a file without a name, past the page cache.
-"""
+"""Bandwidth of host memory, device memory, their link, and the disk. The disk is read with the run's own reader, from
+an unnamed file, bypassing the page cache."""
 
 import os
 import time
@@ -27,12 +26,13 @@ HOST_COPY, DEVICE_COPY = "host memory, copied", "device memory, copied"
 LINK_IN, LINK_OUT = "host to device, pinned", "device to host, pinned"
 KEY = "measure.directory"
 DEPTHS, BLOCK_MIB = (1, 4, 16), (1, 4, 16)
-REST_SECONDS = 0.25  # before a burst: what a disk or its host has put aside meanwhile
+REST_SECONDS = 0.25  # before a burst: time for caches and credits of a disk to recover
 SUSTAINED, BURST = "disk, sustained", "disk, burst"
 
 
 def memory_probes(device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
-    """Copies count what is read and what is written; both directions of a link at once are counted together."""
+    """Probes of memory bandwidth. A copy counts bytes read plus bytes written; the bidirectional probe sums both
+    directions."""
     host = _fill(ComputeDevice("cpu").host_buffer(num_bytes))
     probes = [
         Probe(name=HOST_READ, unit="GB/s", read=Timer(num_bytes, host.view(torch.float32).sum)),
@@ -61,15 +61,14 @@ def memory_probes(device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
 
 
 def copy_timer(device: ComputeDevice, source: torch.Tensor, target: torch.Tensor) -> Timer:
-    """Bytes copied to or from a device, on its copy stream."""
+    """Times copies to or from a device on its copy stream, in bytes."""
     return _link_timer(
         device, lambda: device.copy(source, target, on=device.copy_stream, after=device.new_event()), len(source)
     )
 
 
 def gate_timer(num_rows: int, num_columns: int, dtype: torch.dtype, device: ComputeDevice) -> Timer:
-    """Bytes that a gate's activation and its product with what it lets through read and write, of (num_rows,
-    num_columns) each, as torch's own operators go over them."""
+    """Times `silu(gate) * up` with torch operators, in bytes read and written; both are (num_rows, num_columns)."""
     gate, up = torch.ones(2, num_rows, num_columns, dtype=dtype, device=device.torch_device)
     return Timer(INNER_ROUND_TRIPS * gate.nbytes, lambda: F.silu(gate) * up, device.wait_for_compute)
 
@@ -91,14 +90,14 @@ def _link_timer(
 
 
 def _fill(buffer: torch.Tensor) -> torch.Tensor:
-    """`buffer`, with numbers around 1: pages of zeros may be one page, and bits at random may be denormal numbers."""
+    """Fills `buffer` with values around 1. Zero pages may share memory, and random bits may be denormals."""
     buffer.view(torch.float32).fill_(1.0).view(-1)[::3].mul_(1.5)
     return buffer
 
 
 def read_timer(reader: Reader, batches: Sequence[Sequence[Extent]], target: torch.Tensor) -> Timer:
-    """Bytes of the extents of all batches, which are submitted one behind the other. `target`: page-aligned host
-    memory, uint8, that holds each batch by itself."""
+    """Times reading all batches of extents, which are submitted at once, in bytes. `target`: page-aligned uint8 host
+    memory that fits each single batch."""
     view = target.numpy().data
 
     def act() -> None:
@@ -110,19 +109,19 @@ def read_timer(reader: Reader, batches: Sequence[Sequence[Extent]], target: torc
 
 @contextmanager
 def disk_probes(directory: str, device: ComputeDevice, *, file_bytes: int, piece_bytes: int) -> Iterator[list[Probe]]:
-    """`sustained` reads the file from end to end, as a run with default settings does; the others a piece at a time.
-    Raises ConfigError when there is no room."""
+    """Yields probes over a temporary file. `sustained` reads all of it with the default settings of a run; the others
+    read one piece per call. Raises ConfigError if the disk is too full."""
     with ExitStack() as stack:
         file = stack.enter_context(open_unnamed(directory, key=KEY))
         free = free_bytes(directory, key=KEY)
         require(
             file_bytes <= free,
-            f"{KEY}={directory}: {format_bytes(file_bytes)} are wanted and {format_bytes(free)} are free there; "
+            f"{KEY}={directory}: needs {format_bytes(file_bytes)}, but {format_bytes(free)} are free; "
             "name another directory or lower measure.disk_mib",
         )
         random = np.random.default_rng(0)
         for _ in range(file_bytes // MIB):
-            file.write(random.bytes(MIB))  # what no disk can compress or recognise
+            file.write(random.bytes(MIB))  # random: neither compressed nor deduplicated by the disk
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         path = f"/proc/self/fd/{file.fileno()}"  # opens the file once more, for the reader
@@ -153,7 +152,7 @@ def disk_probes(directory: str, device: ComputeDevice, *, file_bytes: int, piece
 
 
 def _piece_timer(reader: Reader, pieces: Sequence[Extent], target: torch.Tensor) -> Timer:
-    """Reads one piece after the other, and then from the first again."""
+    """Times reads of one piece, cycling through all pieces."""
     view, turns = target.numpy().data, cycle(pieces)
     return Timer(pieces[0].num_bytes, lambda: reader.submit([next(turns)], view).wait())
 

@@ -1,8 +1,7 @@
-"""Measures, in about a second, what predictions and `prefetch=cost_aware` need of this machine for this run.
+"""Measures in about a second the rates that predictions and `prefetch=cost_aware` need for this run on this machine.
 
-The probes are those of `jobs.measure`; what only a run knows is what they are given: its own reader, the layers that it
-streams, the model's own matrices, lanes and code, and the sizes that its passes have. Whatever slows the run slows the
-measurement.
+Uses the probes of `jobs.measure` with the run's own reader, streamed layers, matrices, lanes, code and pass sizes, so
+whatever slows the run also slows the measurement.
 """
 
 from collections.abc import Collection
@@ -32,9 +31,9 @@ from .layers import ProfilingPass, cpu_expert_timer, expert_rates
 from .linear import matmul_timer
 from .timing import Timer
 
-NUM_READS = 3  # layers, one behind the other
-CACHED_BYTES = 1 << 30  # that a processor may hold in its caches
-KV_BYTES = 64 * MIB  # that decode attention goes over in turns, or the run's own if it has less
+NUM_READS = 3  # layers, back to back
+CACHED_BYTES = 1 << 30  # upper bound of a processor's caches
+KV_BYTES = 64 * MIB  # working set of decode attention, or the run's own if smaller
 
 
 @torch.inference_mode()
@@ -45,11 +44,10 @@ def measure_rates(
     typical_load: TypicalLoad,
     paged_stages: Collection[int] = (),
 ) -> MachineRates:
-    """The rates of this machine for a run. Reads a few layers, of those that are `paged` an expert beside the dense
-    part, and computes with them.
+    """The rates of this machine for a run. Reads and computes with a few layers; for `paged_stages`, with the dense
+    part and one expert.
 
-    Allocates what two slots take, at another time 64 MiB of keys and values, all freed on return. Raises
-    CheckpointError where a read fails.
+    Allocates two weight slots, later 64 MiB of KV; all is freed on return. Raises CheckpointError if a read fails.
     """
     run = RunProbes(
         loaded=loaded, reader=reader, device=device, typical_load=typical_load, paged_stages=frozenset(paged_stages)
@@ -76,8 +74,8 @@ def measure_rates(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedLayer:
-    """A layer that was read: `host` holds the bytes as read; `weights` are in compute memory, and in that of an
-    accelerator what is `stored` otherwise than it is multiplied has been dequantized."""
+    """A layer in memory. `host` holds the bytes as read, `stored` the weights in compute memory as stored. `weights`
+    are the same, but dequantized on an accelerator."""
 
     run: "RunProbes"
     stage: Stage
@@ -87,7 +85,7 @@ class LoadedLayer:
     expert: Weights  # of expert 0, where experts are paged
 
     def dequantize_rate(self) -> float:
-        """Bytes per second that are read and written while a layer's stored weights become numbers."""
+        """Bytes read and written per second while a layer's stored weights are dequantized."""
         run, device, shape = self.run, self.run.device, self.run.shape
         size, whole = run.room_for(self.stored), run.streamed_part(self.stage)
         if not size:
@@ -97,15 +95,15 @@ class LoadedLayer:
         return Timer(moved, lambda: dequantize_all(self.stored, buffer), device.wait_for_compute).rate()
 
     def expert_rates(self) -> dict[int, float]:
-        """FLOPs per second by rows of one expert, through the function that runs them; empty where the layer's code
-        runs its own."""
+        """FLOPs per second of one expert by rows, through the function that runs it in a pass. Empty if the model's own
+        code runs the experts."""
         loaded, tokens = self.run.loaded, self.run.typical_load.product_rows
         return expert_rates(loaded, self.run.device, self.stage, self.weights, self.expert, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunProbes:
-    """The probes of a machine at the sizes of one run."""
+    """Probes with the sizes of one run."""
 
     loaded: LoadedModel
     reader: Reader
@@ -119,7 +117,7 @@ class RunProbes:
 
     @property
     def typical_layer(self) -> Stage:
-        """The layer in the middle: the first layers of a mixture may have no experts."""
+        """The middle layer; the first layers of a mixture may be dense."""
         layers = self.shape.layers
         return layers[len(layers) // 2]
 
@@ -131,14 +129,14 @@ class RunProbes:
         return LoadedLayer(run=self, stage=stage, host=host, weights=weights, stored=stored, expert=expert)
 
     def room_for(self, stored: Weights) -> int:
-        """The bytes of a layer's numbers where lanes find it dequantized; 0 where they do not."""
+        """Bytes of a layer's dequantized weights; 0 if lanes do not use them dequantized."""
         if not self.device.is_accelerator:
             return 0
         size = dequantized_bytes(stored)
         return size if size <= self.device.free_bytes() // 2 else 0
 
     def streamed_part(self, stage: Stage) -> Stage:
-        """The part of a stage that is read at once."""
+        """The part of a stage that is read at once: all of it, or the dense part if experts are paged."""
         return stage.dense if stage.index in self.paged_stages else stage
 
     def _read(self, stage: Stage) -> tuple[torch.Tensor, Weights]:
@@ -153,16 +151,15 @@ class RunProbes:
         return host, self.loaded.weights_of(stage, buffer, placed.tensor_offsets, on_device=True)
 
     def disk_timer(self, buffer: torch.Tensor) -> Timer:
-        """Layers one behind the other, as in a run; all into `buffer`, as nobody looks at them. Those that do not fit
-        are left out: layers of one size lie differently to the disk's blocks, so that some take a block more than the
-        one that `buffer` was made for."""
+        """Times reading layers back to back into the same `buffer`, whose content is not used. Layers that do not fit
+        are skipped: equal layers may need one more disk block, depending on their alignment."""
         layouts = [slot_layout(self.streamed_part(stage)) for stage in self.shape.layers]
         fitting = [layout for layout in layouts if layout.num_bytes <= buffer.numel()]
         layouts = fitting[:: max(1, len(fitting) // NUM_READS)]
         return read_timer(self.reader, [layout.extents for layout in layouts], buffer)
 
     def link_rates(self, host: torch.Tensor) -> tuple[float, float]:
-        """Bytes per second into the device's memory and out of it."""
+        """Bytes per second to the device and from it."""
         if not self.device.is_accelerator:
             return UNLIMITED, UNLIMITED
         there = self.device.compute_buffer(host.numel())
@@ -171,7 +168,7 @@ class RunProbes:
         return copy_timer(self.device, host, there).rate(), copy_timer(self.device, there, host).rate()
 
     def matmul_rates(self, weights: Weights) -> dict[int, float]:
-        """FLOPs per second by rows, of the matrices of a layer, one after the other as in a run."""
+        """FLOPs per second by rows, over a layer's matrices in sequence as in a run."""
         matrices = [weight for weight in weights.values() if weight.dim() == 2 and min(weight.shape) > 1]
         place = self.device.torch_device
 
@@ -182,7 +179,7 @@ class RunProbes:
         return {num_rows: probe(num_rows).rate() for num_rows in self.typical_load.product_rows}
 
     def cpu_expert_rate(self) -> float | None:
-        """FLOPs per second of an expert on the CPU beside an accelerator; None where it multiplies none."""
+        """FLOPs per second of an expert on the CPU next to an accelerator; None if experts cannot run there."""
         stage = self.typical_layer
         if not self.device.is_accelerator or not self.shape.has_bare_experts:
             return None
@@ -191,7 +188,7 @@ class RunProbes:
         return cpu_expert_timer(self.loaded, stage, self._read(stage.expert(0))[0]).rate()
 
     def memory_timer(self) -> Timer:
-        """The activation between two products, as it streams through memory."""
+        """Times the gated activation between two products, which streams through memory."""
         most = GATED_ROWS if self.shape.has_fused_gates else self.typical_load.chunk_tokens
         num_rows = min(most, self.typical_load.chunk_tokens)
         return gate_timer(num_rows, self.shape.intermediate_size, self.loaded.compute_dtype, self.device)
@@ -208,7 +205,7 @@ class RunProbes:
         )
 
     def decode_attention_timer(self, device: ComputeDevice) -> Timer:
-        """Rows of a lane over pages of their own, layer after layer, in no more than `KV_BYTES`."""
+        """Times decode attention over at most `KV_BYTES`, layer after layer."""
         position_bytes = self._attention.position_bytes
         num_positions = min(self.typical_load.num_positions, max(PAGE_TOKENS, KV_BYTES // position_bytes))
         row_bytes = -(-num_positions // PAGE_TOKENS) * PAGE_TOKENS * position_bytes
@@ -218,14 +215,13 @@ class RunProbes:
         return decode_timer(self._attention, device, num_rows, num_positions, num_layers=num_layers)
 
     def prefill_attention_timer(self) -> Timer:
-        """A prompt by itself."""
+        """Times attention of one prompt."""
         num_tokens = min(self.typical_load.num_prompt_tokens, self.typical_load.chunk_tokens)
         return prefill_timer(self._attention, self.device, num_tokens)
 
     def with_profile(self, rates: MachineRates) -> MachineRates:
-        """`rates` with what profiling passes through the first layer show. Each time its weights are pushed out of the
-        processor's caches, where they would be faster than any model's: by others that are read from memory, since
-        cores that have waited for a disk are slow at first."""
+        """`rates` adjusted by profiling passes through the first layer. Before each pass the layer's weights are
+        evicted from the CPU caches, by reading other memory: cores that waited for a disk would be slow at first."""
         stage = next(stage for stage in self.shape.stages if stage.kind.is_layer)
         work, layer = stage_works(self.shape, self.paged_stages)[stage.index], self.load_layer(stage)
         fits_caches = layer.host.nbytes <= CACHED_BYTES and not self.device.is_accelerator
@@ -241,7 +237,7 @@ class RunProbes:
         with as_config_error(type(self.loaded.staged.model).__name__):
             single = profiling.time_single_token()
         rates = with_overheads(rates, work, single)
-        if not self.shape.is_packed or len(self.shape.layers) == 1:  # the last layer leaves tokens out
+        if not self.shape.is_packed or len(self.shape.layers) == 1:  # the last layer skips tokens
             return rates
         passes = self.typical_load.passes(max(1, work.kv_bytes), KV_BYTES)
         return anchored(

@@ -1,10 +1,9 @@
-"""Which linear backends a run takes where nobody has called `jobs.measure`: as it is planned, those that could multiply
-most of it are timed against the one that the rule takes, in well under a second, and what is found is kept for the runs
-that follow.
+"""Picks the linear backends of a run on a machine without `jobs.measure`. During planning, candidate backends for the
+main products of a model are timed against the default backend, in under a second. Results are kept for later runs.
 
-Other work on the machine must not decide for good. Rounds are short and contenders take turns, and the best round of
-each counts; where something speaks against a comparison it is doubtful: the rule holds until a second run has compared
-the same, and as long as it is in doubt, each further run does so again.
+Load from other processes must not decide permanently. Rounds are short, candidates alternate, and each one's best round
+counts. A comparison with suspicious timings is marked doubtful: the default stays until a second run confirms the
+result, and each run repeats doubtful comparisons.
 
 M rows, N outputs, K inputs.
 """
@@ -39,22 +38,22 @@ from .timing import Clock, Timer
 
 log = logging.getLogger(__name__)
 
-SECONDS = 0.7  # for all comparisons of a run; what finds no room is left to the next one
-LEAST_SHARE = 0.05  # of a run's FLOPs, from which a product is compared
-NUM_ROUNDS, FEWEST_ROUNDS = 6, 3  # two in a row may well be held up by the same
-ACT_FLOPS = 0.5e9  # of an act, for each thread: a few milliseconds, with so many outputs that each thread has its share
-LEAST_OUTPUTS = 128  # of an act, for each thread
-WEIGHT_BYTES = 32 * MIB  # that acts go over in turns: with few rows weights come from memory, as in a run
-ELIMINATION_SHARE = 0.5  # of the fastest: who is slower in the first round is not timed again
-SUSPICIOUS_RATIO = 2.0  # times as slow as the fastest: the rule is seldom so wrong, and something may have held it up
-MAX_SPREAD = 1.3  # of a contender's rounds, the fastest by the slowest
+SECONDS = 0.7  # for all comparisons of a run; the rest is left to the next run
+LEAST_SHARE = 0.05  # least share of a run's FLOPs for a product to be compared
+NUM_ROUNDS, FEWEST_ROUNDS = 6, 3  # two consecutive rounds may be slowed by the same event
+ACT_FLOPS = 0.5e9  # per thread and call: a few milliseconds, with enough outputs for each thread
+LEAST_OUTPUTS = 128  # per thread and call
+WEIGHT_BYTES = 32 * MIB  # working set of weights: with few rows they come from memory, as in a run
+ELIMINATION_SHARE = 0.5  # of the fastest: a backend slower than this in the first round is dropped
+SUSPICIOUS_RATIO = 2.0  # the default is rarely this much slower than the fastest: it may have been disturbed
+MAX_SPREAD = 1.3  # ratio of a backend's fastest to its slowest round
 LOADAVG = Path("/proc/loadavg")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """x (M, K) by weights (N, K), which stand for all of their kind in a model: they have the most FLOPs. `flops`: of
-    all of the kind, to be compared with those of others."""
+    """x (M, K) by weights (N, K), the product with the most FLOPs of its kind in a model. `flops`: the total of the
+    kind."""
 
     kind: MatmulKind
     num_rows: int
@@ -68,7 +67,7 @@ class Product:
 
 
 def running_threads() -> int:
-    """Threads of the whole machine that run or could; 0 where nobody says."""
+    """Runnable threads on the whole machine; 0 if unknown."""
     try:
         return int(LOADAVG.read_text().split()[3].partition("/")[0])
     except (OSError, ValueError, IndexError):
@@ -76,7 +75,7 @@ def running_threads() -> int:
 
 
 def known_backends(host: Host) -> BackendTable | None:
-    """What earlier runs on this host have found; None where they have found nothing that is faster than the rule."""
+    """The backends that earlier runs on this host found; None if none beats the default."""
     table = _make_table(find_comparisons(host, _kernels_digest()))
     return None if table == DEFAULT_BACKENDS else table
 
@@ -90,8 +89,8 @@ def compare_backends(
     clock: Clock = time.perf_counter,
     num_running: Callable[[], int] = running_threads,
 ) -> BackendTable:
-    """The fastest backends as far as they are known, after comparisons of what is not known or doubtful of the products
-    of a run of `usual` passes. They take `SECONDS`, or one comparison more, and `WEIGHT_BYTES`, freed on return."""
+    """The fastest known backends, after comparing unknown or doubtful products of a run with `usual` passes. Takes
+    `SECONDS`, plus at most one comparison, and `WEIGHT_BYTES`, which are freed on return."""
     found, begin = find_comparisons(host, _kernels_digest()), clock()
     main = main_products(model.shape, model.compute_dtype, usual)
     wanted = [each for each in main if each.name not in found or found[each.name].doubt is not None]
@@ -107,12 +106,12 @@ def compare_backends(
         try:
             save_comparisons(host, _kernels_digest(), found)
         except OSError as error:
-            log.info("%s: comparisons of linear backends are not kept: %s", host.path, error.strerror)
+            log.info("%s: cannot save the comparison of linear backends: %s", host.path, error.strerror)
     return _make_table(found)
 
 
 def main_products(shape: ModelShape, compute: torch.dtype, usual: TypicalLoad) -> list[Product]:
-    """What a table of backends knows of a model's products in decode and prefill passes, the most FLOPs first."""
+    """A model's products in decode and prefill passes that a backend table covers, most FLOPs first."""
     num_new = 2 * (usual.num_positions - usual.num_prompt_tokens)
     found: dict[tuple[MatmulKind, int], list[Product]] = defaultdict(list)
     for num_tokens, weight in ((usual.num_rows, num_new), (usual.chunk_tokens, usual.num_prompt_tokens)):
@@ -134,7 +133,7 @@ def main_products(shape: ModelShape, compute: torch.dtype, usual: TypicalLoad) -
 def _products(
     shape: ModelShape, compute: torch.dtype, num_tokens: int
 ) -> Iterator[tuple[MatmulKind, int, tuple[int, int], float]]:
-    """The products of a pass of so many tokens: the rows of each, the weights' (N, K), and FLOPs for each token."""
+    """Yields the products of a pass of `num_tokens`: kind, rows, the weights' (N, K), and FLOPs per token."""
     inputs = DTYPE_NAMES.get(compute)
     for stage, work in zip(shape.stages, stage_works(shape, frozenset()), strict=True):
         stacks = {parameter.name for parameter in stage.stacks}
@@ -155,7 +154,7 @@ def _products(
 def _compare(
     product: Product, before: BackendComparison | None, seconds: float, *, clock: Clock, num_running: Callable[[], int]
 ) -> BackendComparison:
-    """One more comparison. Of each backend counts the best round of all comparisons."""
+    """Runs one comparison. A backend's rate is its best round over all comparisons."""
     begin, num_cpus = clock(), os.cpu_count() or 1
     probes, usual, shape_NK = _probes(product, clock)
     rounds, running = {way: [probe()] for way, probe in probes.items()}, [num_running()]
@@ -192,7 +191,7 @@ def _compare(
 
 
 def _is_decided(rounds: Mapping[LinearBackend, list[float]], usual: LinearBackend) -> bool:
-    """Whether one of the two in question, the rule's and the best of the others, was faster in all rounds."""
+    """True if either the default or the best of the others was faster in all rounds."""
     others = [each for way, each in rounds.items() if way is not usual]
     best = max(others, key=max, default=[0.0])
     if len(rounds[usual]) < FEWEST_ROUNDS:
@@ -201,8 +200,8 @@ def _is_decided(rounds: Mapping[LinearBackend, list[float]], usual: LinearBacken
 
 
 def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timer], LinearBackend, tuple[int, int]]:
-    """Probes of FLOPs by backend, the one that the rule takes, and the (N, K) of an act. Weights are random: plain
-    numbers take equally long whatever they are, and those of the model are not read yet."""
+    """Timers by backend, the default backend, and the (N, K) of one call. Weights are random, since the model's are not
+    read yet and values do not affect the time."""
     kind, num_inputs, threads = product.kind, product.num_inputs, torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     dtype = DTYPES[kind.stored]
@@ -216,7 +215,7 @@ def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timer],
     ways = supported_backends(x_MK, batches[0])
     usual = default_backend(ways.__contains__, product.num_rows, x_MK.dtype)
     if usual is not LinearBackend.pairs and LinearBackend.pairs in ways:
-        ways.remove(LinearBackend.pairs)  # nobody has compiled it yet, which takes seconds
+        ways.remove(LinearBackend.pairs)  # compiling it would take seconds
 
     def multiply_by(way: LinearBackend) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         return lambda x_MK, weight_NK: BACKENDS[way](x_MK, [weight_NK])
@@ -226,8 +225,8 @@ def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timer],
 
 
 def _make_table(found: Mapping[str, BackendComparison]) -> BackendTable:
-    """The kinds of which a backend that the rule would not take is faster, with some rows; those that nobody compared
-    go by the rule."""
+    """A table with the kinds for which another backend beats the default at some row count. All others use the
+    default."""
     multipliers: dict[str, list[LinearBackend]] = {}
     for kind in matmul_kinds():
         if not any(_product_name(kind, rows) in found for rows in ROWS):
@@ -246,7 +245,7 @@ def _product_name(kind: MatmulKind, num_rows: int) -> str:
 
 @cache
 def _kernels_digest() -> str:
-    """SHA-256 in hex of the code that is compared: another one is compared anew."""
+    """SHA-256 in hex of the kernels' source: changed code is compared again."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for file in sorted([*(root / "kernels").rglob("*.py"), *(root / "linear").rglob("*.py")]):
         digest.update(f"\0{file.relative_to(root)}\0".encode() + file.read_bytes())

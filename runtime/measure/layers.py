@@ -1,6 +1,5 @@
-"""How long a lane such as a run's takes to pass a layer, with the lane's and the model's own code; and how fast the
-experts of a layer run, through the function that runs them in a pass.
-"""
+"""Times passes of a lane through one layer, with the lane's and the model's own code, and experts through the function
+that runs them in a pass."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from ..engine.experts import BatchedExperts, host_weights
 from ..engine.lanes.factory import LaneFactory
 from ..engine.lanes.lane import Lane, LaneContext
 from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
-from ..model.experts import Visits, bound_matrices, is_experts, mixed, multiplied_bare
+from ..model.experts import Visits, bound_matrices, is_experts, mix_experts, run_bare_expert
 from ..model.loading import LoadedModel
 from ..model.stages import StreamedModule, empty_weights
 from ..plan.cost.calibration import LayerSeconds
@@ -34,13 +33,13 @@ from .timing import Timer
 
 NUM_SINGLE_PASSES = 9
 MOST_TIMES, ENOUGH_SECONDS = 10, 1.5
-HOST_ROWS = 64  # of an expert on the CPU: its weights are read once for all of them, and reading has a rate of its own
+HOST_ROWS = 64  # rows for an expert on the CPU, enough that reading its weights does not dominate
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingPass:
-    """Passes of a lane through one layer. `weights` are those of `stage`, the first layer that the forward enters.
-    `forget` is called before each time: it pushes them out of the processor's caches."""
+    """Passes of a lane through one layer. `weights` belong to `stage`, the first layer that the forward enters.
+    `evict_caches` is called before each pass."""
 
     loaded: LoadedModel
     device: ComputeDevice
@@ -49,10 +48,10 @@ class ProfilingPass:
     evict_caches: Callable[[], object]
 
     def time_packed(self, pieces: Sequence[Piece]) -> LayerSeconds:
-        """The seconds of a pass of these, all in one lane; positions that are past are taken for cached. The mean, as
-        what a run adds up has its slow turns among them.
+        """The mean seconds of a pass of these pieces in one packed lane; past positions count as cached. The mean,
+        since a run's total includes slow passes.
 
-        Allocates the pages of a layer for all positions.
+        Allocates one layer's KV pages for all positions.
         """
         lanes = self._lanes(sum(num_pages_for(piece.past + piece.new) for piece in pieces))
         lane = lanes.packed([])
@@ -72,8 +71,8 @@ class ProfilingPass:
         return LayerSeconds.mean(times)
 
     def time_single_token(self) -> LayerSeconds:
-        """The seconds of a first pass of one token, in a lane of the kind that the model's class allows. The median;
-        weights may come from the processor's caches."""
+        """The median seconds of a first pass of one token, in the kind of lane that the class supports. Weights may
+        come from the CPU caches."""
         encoding = Encoding(num_read=1) if self.loaded.looks_ahead else None
         request = Request(id="", prompt_ids=(0,), max_new_tokens=1, encoding=encoding)
         lanes = self._lanes(1)
@@ -81,7 +80,7 @@ class ProfilingPass:
         return sorted(times, key=lambda each: each.inside)[NUM_SINGLE_PASSES // 2]
 
     def _time_pass(self, lane: Lane, new_tokens: Sequence[int] | None = None) -> LayerSeconds:
-        """The seconds of one pass, behind which the lane's sequences leave it."""
+        """The seconds of one pass. Removes the lane's sequences afterwards."""
         attention = 0.0
         try:
             start = time.perf_counter()
@@ -132,9 +131,9 @@ def expert_rates(
     expert: Weights,
     pass_tokens: Sequence[int],
 ) -> dict[int, float]:
-    """FLOPs per second by the rows of one expert of `stage`, in passes of so many tokens, through the function that
-    runs them; empty where no module of the layer hands its experts out. `weights` are in compute memory, or of paged
-    experts expert 0 as `expert`; both go by whole names."""
+    """FLOPs per second of one expert of `stage` by rows, in passes of `pass_tokens` tokens, through the function that
+    runs it. Empty if the model's own code runs the experts. `weights` are in compute memory; for paged experts,
+    `expert` has those of expert 0. Both are keyed by full name."""
     streamed, path, module = _find_experts(loaded, stage)
     if module is None:
         return {}
@@ -146,7 +145,7 @@ def expert_rates(
         return torch.ones(num_tokens, loaded.shape.hidden_size, dtype=loaded.compute_dtype, device=place)
 
     def routed(num_tokens: int) -> Timer:
-        """Tokens that choose among all experts of the layer at random, and so unevenly."""
+        """Tokens routed to random experts, so the load is uneven."""
         hidden_TD, num_chosen = hidden(num_tokens), stage.num_experts_per_token
         order = torch.rand(num_tokens, stage.num_experts, generator=torch.Generator().manual_seed(num_tokens))
         weights_TK, experts_TK = order.topk(num_chosen)
@@ -156,7 +155,7 @@ def expert_rates(
         return Timer(flops, lambda: batched.run(stage.index, [event]), device.wait_for_compute)
 
     def alone(num_rows: int) -> Timer:
-        """Expert 0, which all tokens visit."""
+        """All tokens routed to expert 0."""
         hidden_TD = hidden(num_rows)
         visits = Visits(
             tokens_V=torch.arange(num_rows, device=place),
@@ -166,7 +165,7 @@ def expert_rates(
         )
 
         def act() -> torch.Tensor:
-            return mixed(module, hidden_TD, visits, [(0, bound_matrices(module, 0, paged))])
+            return mix_experts(module, hidden_TD, visits, [(0, bound_matrices(module, 0, paged))])
 
         return Timer(2.0 * num_rows * work.expert_weights, act, device.wait_for_compute)
 
@@ -178,7 +177,7 @@ def expert_rates(
 
 
 def _find_experts(loaded: LoadedModel, stage: Stage) -> tuple[StreamedModule, str, torch.nn.Module | None]:
-    """A layer, and where in it the module is that hands its experts out, if there is one."""
+    """A layer, and the path and module of its experts if our function runs them; else "" and None."""
     streamed = next(module for module in loaded.staged.modules if module.stage == stage.index)
     found = ((path, module) for path, module in streamed.inner.named_modules() if is_experts(module))
     path, module = next(found, ("", None))
@@ -186,7 +185,8 @@ def _find_experts(loaded: LoadedModel, stage: Stage) -> tuple[StreamedModule, st
 
 
 def cpu_expert_timer(loaded: LoadedModel, stage: Stage, host: torch.Tensor) -> Timer:
-    """FLOPs of expert 0 of `stage`, whose bytes alone lie in `host`, as the CPU multiplies it beside an accelerator."""
+    """Times expert 0 of `stage` on the CPU, as next to an accelerator, in FLOPs. `host` holds only that expert's
+    bytes."""
     streamed, path, module = _find_experts(loaded, stage)
     assert module is not None, "it has bare experts"
     expert = stage.expert(0)
@@ -194,4 +194,4 @@ def cpu_expert_timer(loaded: LoadedModel, stage: Stage, host: torch.Tensor) -> T
     matrices = bare.matrices(partial(host_weights, loaded), prefix=f"{streamed.name}.{path}.")
     x_VD = torch.ones(HOST_ROWS, loaded.shape.hidden_size)
     work = stage_works(loaded.shape, frozenset())[stage.index]
-    return Timer(2.0 * HOST_ROWS * work.expert_weights, lambda: multiplied_bare(module, matrices, x_VD))
+    return Timer(2.0 * HOST_ROWS * work.expert_weights, lambda: run_bare_expert(module, matrices, x_VD))

@@ -1,9 +1,8 @@
-"""How fast the engine multiplies: M rows by weights as they are stored, in the orientations that models have; which way
-to multiply is the fastest on this CPU, with inputs and weights of each dtype, wide and tall, at some rows; and how fast
-quantised rows are upcast.
+"""Rates of matrix products: M rows by weights as stored, in the orientations of models; the fastest backend on this CPU
+by dtype, orientation and rows; and the rate of dequantization.
 
-Weights are taken in turns from so many matrices that none is in a cache when its turn comes: in a run they come from a
-slot that was just filled. M rows, N outputs, K inputs.
+Calls cycle through enough matrices that none is in a cache, as in a run, where a slot was just filled. M rows, N
+outputs, K inputs.
 """
 
 import time
@@ -26,16 +25,16 @@ from ..store.gguf import BLOCKS
 from ..stream.device import ComputeDevice
 from .timing import Clock, Figure, Probe, Timer
 
-MOST_ROWS_BESIDE = 256  # of kinds that only a person looks at
-MIN_GAIN = 0.05  # by which another must be faster than the usual one: less is what a minute changes
-ROWS = (1, 4, 16, 64, 256, 512)  # behind which ratios change little; beyond MANY_ROWS panels are larger
+MOST_ROWS_BESIDE = 256  # for kinds that are only reported
+MIN_GAIN = 0.05  # least speedup over the default backend: less is noise between minutes
+ROWS = (1, 4, 16, 64, 256, 512)  # ratios change little above; beyond MANY_ROWS panels are larger
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKind:
-    """`is_flipped`: weights lie as (K, N), as GPT-2 keeps them, and not as `nn.Linear` does."""
+    """Dtypes and layout of a product. `is_flipped`: weights are (K, N), as in GPT-2, and not as in `nn.Linear`."""
 
     compute: str
     stored: str
@@ -49,7 +48,7 @@ class ProductKind:
 
 
 def typical_kind(dtype: str, device: ComputeDevice) -> ProductKind:
-    """What nearly all checkpoints come to in this compute dtype: they hold bfloat16, which float32 on a CPU widens."""
+    """The product of most checkpoints with this compute dtype: stored bfloat16, which float32 on a CPU widens."""
     widens = dtype == "float32" and not device.is_accelerator
     return ProductKind(compute=dtype, stored="bfloat16" if widens else dtype)
 
@@ -63,22 +62,22 @@ def product_kinds(device: ComputeDevice) -> list[ProductKind]:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSeries:
-    """One kind of product by its rows M, from the smallest up to those that would take too long. `end` says why larger
-    ones of those that were wanted are missing; None: none is."""
+    """Probes of one kind of product by rows M, ascending. `end_reason` says why larger M are missing; None if none
+    is."""
 
     probes: dict[int, Probe]
     end_reason: str | None
 
     def nearest(self, num_rows: int) -> Probe:
-        """The probe of so many rows, or where those were too many of the most."""
+        """The probe for `num_rows`, or for the most rows measured."""
         return self.probes[min(num_rows, max(self.probes))]
 
 
 def make_series(
     name: str, rows: Sequence[int], probe: Callable[[int], tuple[Probe, Timer]], *, longest_seconds: float
 ) -> ProbeSeries:
-    """`probe` makes the one of M rows, with what it reads. Behind the first product that takes more than
-    `longest_seconds`, warm, no larger one is measured: it would be no faster."""
+    """Builds probes with `probe(M)`. Stops after the first that takes more than `longest_seconds` warm, since larger
+    ones would not be faster."""
     probes: dict[int, Probe] = {}
     wanted = sorted(rows)
     for place, num_rows in enumerate(wanted):
@@ -95,7 +94,7 @@ def make_series(
 
 
 class Matrices:
-    """(width, width) matrices of each dtype, `num_bytes` of them or one, made when they are first asked for."""
+    """Random (width, width) matrices per dtype, `num_bytes` in total or one, created on first use."""
 
     def __init__(self, device: ComputeDevice, *, width: int, num_bytes: int):
         self._device, self.width, self._num_bytes = device, width, num_bytes
@@ -117,8 +116,8 @@ def matmul_timer(
     *,
     clock: Clock = time.perf_counter,
 ) -> Timer:
-    """FLOPs of products with the matrices of one batch, one after the other, each by the input (M, K) at its place; the
-    next act takes the next batch. All batches have matrices of the same shapes."""
+    """Times products with the matrices of one batch in sequence, in FLOPs; input i (M, K) goes with matrix i. Each call
+    takes the next batch. All batches have equal shapes."""
     turns = cycle(batches)
 
     def act() -> torch.Tensor:
@@ -131,7 +130,7 @@ def matmul_timer(
 def product_probes(
     kind: ProductKind, rows: Sequence[int], matrices: Matrices, device: ComputeDevice, *, longest_seconds: float
 ) -> ProbeSeries:
-    """One kind of product by M."""
+    """The probes of one kind of product by M."""
 
     def probe(num_rows: int) -> tuple[Probe, Timer]:
         x_MK = torch.randn(num_rows, matrices.width, device=device.torch_device).to(DTYPES[kind.compute])
@@ -142,7 +141,7 @@ def product_probes(
 
 
 def product_timer(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices, device: ComputeDevice) -> Timer:
-    """Each act takes the next matrix."""
+    """Times one product per call, cycling through the matrices."""
 
     def as_stored(matrix: torch.Tensor) -> torch.Tensor:
         if matrix.dtype == x_MK.dtype and matrix.device.type != "cpu":
@@ -159,7 +158,7 @@ def product_timer(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices, dev
 
 
 def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
-    """Numbers of float32 that quantised rows are upcast to, as inside a product: a panel at a time."""
+    """Probes of dequantizing rows to float32, a panel at a time, in numbers per second."""
 
     def probe(name: str, rows: Rows) -> Probe:
         def act() -> None:
@@ -186,7 +185,7 @@ def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
 
 
 class MatmulKind(NamedTuple):
-    """Products of inputs of a dtype with weights that are stored in one, tall or wide."""
+    """A product kind: input dtype, stored dtype, and orientation."""
 
     inputs: str
     stored: str
@@ -197,12 +196,12 @@ class MatmulKind(NamedTuple):
 
     @property
     def candidates(self) -> list[LinearBackend]:
-        """What multiplies them here."""
+        """The backends that support it on this machine."""
         x, weight = torch.zeros(1, 512, dtype=DTYPES[self.inputs]), torch.zeros(512, 512, dtype=DTYPES[self.stored])
         return supported_backends(x, [weight])
 
     def default(self, num_rows: int) -> LinearBackend:
-        """What the rule takes here."""
+        """The backend without measurements."""
         return default_backend(self.candidates.__contains__, num_rows, DTYPES[self.inputs])
 
     def name(self, backend: LinearBackend, num_rows: int) -> str:
@@ -210,17 +209,17 @@ class MatmulKind(NamedTuple):
 
 
 def matmul_kinds() -> Iterator[MatmulKind]:
-    """Inputs of 16 bits meet weights that are stored in their own dtype."""
+    """All kinds. Inputs of 16 bits only go with weights of the same dtype."""
     for inputs, stored, is_tall in product(DTYPE_NAMES.values(), DTYPE_NAMES.values(), (False, True)):
         if inputs in (FLOAT32, stored):
             yield MatmulKind(inputs, stored, is_tall)
 
 
 def backend_probes(rows: Sequence[int], matrices: Matrices, *, longest_seconds: float) -> list[ProbeSeries]:
-    """Probes of FLOPs, for each way to multiply a kind of weights."""
+    """FLOP probes for every kind and backend."""
 
     def series(kind: MatmulKind, backend: LinearBackend) -> ProbeSeries:
-        # Weights have four times as many outputs as inputs, or the other way round.
+        # The ratio of outputs to inputs is 4:1, or 1:4 if tall.
         num_inputs = matrices.width * 2 if kind.is_tall else matrices.width // 2
 
         def multiply(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
@@ -238,8 +237,8 @@ def backend_probes(rows: Sequence[int], matrices: Matrices, *, longest_seconds: 
 
 
 def fastest_backends(rows: Sequence[int], figures: Mapping[str, Figure]) -> BackendTable:
-    """The usual backend where no other is faster by `WORTHWHILE`, in all rounds. One that was too slow to be
-    measured with so many rows is as fast as with the most that it was measured with."""
+    """The fastest backend per kind and rows; the default unless another is faster by `MIN_GAIN` in all rounds. A
+    backend too slow to be measured at some rows counts with its rate at the most rows measured."""
 
     def fastest(kind: MatmulKind, num_rows: int) -> LinearBackend:
         def figure(backend: LinearBackend) -> Figure:
@@ -258,5 +257,5 @@ def fastest_backends(rows: Sequence[int], figures: Mapping[str, Figure]) -> Back
 
 
 def _compared_rows(rows: Sequence[int]) -> list[int]:
-    """The rows that ways are compared at, as far as products are measured at all."""
+    """The entries of ROWS up to the largest of `rows`."""
     return [number for number in ROWS if number <= max(rows)]

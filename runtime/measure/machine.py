@@ -1,4 +1,4 @@
-"""All that is measured of a machine without a model, and which rates of a plan it becomes."""
+"""All probes of a machine without a model, and the rates of a plan from their figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,17 +23,17 @@ from .linear import (
 )
 from .timing import Figure, Probe
 
-LONGEST_SHARE, LEAST_LONGEST_SECONDS = 0.02, 0.05  # of `seconds`: a product that takes longer ends its row
-WEIGHT_SHARE = 2  # of `memory_mib`: the matrices of a dtype take one part in so many
-PIECE_MIB = 64  # a read of the disk's grid
+LONGEST_SHARE, LEAST_LONGEST_SECONDS = 0.02, 0.05  # share of `seconds`: a longer product ends its series
+WEIGHT_SHARE = 2  # the matrices of a dtype take memory_mib / WEIGHT_SHARE
+PIECE_MIB = 64  # size of one disk read
 
 
 @contextmanager
 def machine_probes(
     config: MeasureConfig, device: ComputeDevice
 ) -> Iterator[tuple[list[Probe], dict[str, ProbeSeries], list[str]]]:
-    """The probes, those of products by compute dtype, and notes that say what is not measured, and why. Holds the
-    memory and the file that they work on: `disk_mib` twice, and a few times `memory_mib`."""
+    """Yields all probes, the product probes by compute dtype, and notes on what is not measured. Holds `disk_mib` twice
+    and a few times `memory_mib`."""
     memory_bytes, disk_bytes = config.memory_mib * MIB, config.disk_mib * MIB
     matrices = Matrices(device, width=config.matrix_width, num_bytes=memory_bytes // WEIGHT_SHARE)
     with disk_probes(config.directory, device, file_bytes=disk_bytes, piece_bytes=PIECE_MIB * MIB) as disk:
@@ -59,7 +59,7 @@ def machine_probes(
 def dtype_rates(
     dtype: str, products: ProbeSeries, rows: Sequence[int], figures: Mapping[str, Figure], device: ComputeDevice
 ) -> DTypeRates:
-    """The rates of one compute dtype, of products one for each of `rows`."""
+    """The rates of one compute dtype, with one product rate per entry of `rows`."""
     return DTypeRates(
         gemm_gflops=[figures[products.nearest(num_rows).name].value for num_rows in rows],
         attention_gb_per_second=figures[attention_name(dtype, is_on_cpu=not device.is_accelerator)].value,

@@ -1,4 +1,4 @@
-"""What `jobs.measure`, and runs before it, found of this host, kept in the user's cache directory. Loads no torch."""
+"""Measured rates of this host, in the user's cache directory. Loads no torch."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ ISAS = {"amx": "amx_tile", "avx512": "avx512f", "avx2": "avx2"}  # by the flags 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What rates hold for: another of any of these is another machine."""
+    """The key of measured rates: a difference in any field is another machine."""
 
     hostname: str
     cpu: str
@@ -36,12 +36,12 @@ class Host:
     isa: str = ""  # the instruction set that the CPU's kernels are made for
 
     def matches_device(self, device: str) -> bool:
-        """`machine.device`: auto is any."""
+        """True if rates are valid for `machine.device`; auto matches any."""
         return device == "auto" or (device == "cpu") == (self.device == "cpu")
 
     @property
     def kind(self) -> str:
-        """What it answers to."""
+        """The device kind: "cpu" or "cuda"."""
         return "cpu" if self.device == "cpu" else "cuda"
 
     @property
@@ -52,9 +52,9 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendComparison:
-    """The linear backends of one kind of product at so many rows, as a run compared them in passing: the GFLOP/s of
-    each in its best round so far. `num_times`: how many runs did; `doubt`: why another is to do so again; None: settled
-    until `jobs.measure`. `conditions`: of the last time, for a reader of the file."""
+    """A run's comparison of linear backends for one product: the GFLOP/s of each one's best round so far. `num_times`:
+    runs that compared; `doubt`: why the next run must repeat it, None if settled. `conditions` of the last comparison
+    are for readers of the file."""
 
     gflops: dict[str, float]
     num_times: int
@@ -67,8 +67,8 @@ class BackendComparison:
         return ", ".join(f"{name} {rate:.0f}" for name, rate in rates) + f" GFLOP/s{doubt}"
 
     def winner(self, usual: str, worthwhile: float) -> str:
-        """The backend to take where the rule takes `usual`: another if it is faster by the share `worthwhile`. What one
-        run alone has found and doubts changes nothing."""
+        """The backend to use instead of `usual`: the fastest, if faster by the share `worthwhile`. A doubtful result of
+        a single run changes nothing."""
         if usual not in self.gflops or (self.doubt is not None and self.num_times < 2):
             return usual
         best = max(self.gflops, key=lambda name: self.gflops[name])
@@ -92,27 +92,25 @@ def current_host(device: str, num_threads: int) -> Host:
 
 
 def isa() -> str:
-    """The instruction set that kernels are made for: the one that WEIGHTSTREAM_ISA names, or the widest that the CPU
-    has; empty where none of these is known."""
+    """The instruction set for compiled kernels: WEIGHTSTREAM_ISA, or the widest of the CPU; "" if unknown."""
     flags = cpu_flags()
     widest = next((name for name, flag in ISAS.items() if flag in flags), "")
     return os.environ.get(ISA) or widest
 
 
 def cpu_flags() -> frozenset[str]:
-    """What Linux says that the first processor has; nothing elsewhere."""
+    """The CPU flags that Linux reports for the first processor; empty elsewhere."""
     return frozenset(_cpu_info("flags").split())
 
 
 def save_rates(host: Host, rates: MeasuredRates, products: BackendTable | None = None) -> None:
-    """Replaces what was kept, contests too. Raises OSError."""
+    """Replaces the host's record, including comparisons. Raises OSError."""
     _write(_HostRecord(host=host, rates=rates, products=products))
 
 
 def save_comparisons(host: Host, kernels: str, found: Mapping[str, BackendComparison]) -> None:
-    """Puts them, by the names of their products, beside what was kept of the host; `kernels` is the digest of the code
-    that they compared. Of two processes that do so at once, one may be forgotten: the next run measures that again.
-    Raises OSError."""
+    """Adds comparisons by product name to the host's record. `kernels` is the digest of the compared code. Of two
+    concurrent processes one result may be lost; the next run measures it again. Raises OSError."""
     kept = _read(host.path) if host.path.exists() else None
     _write(replace(kept or _HostRecord(host=host), kernels=kernels, contests=found))
 
@@ -130,12 +128,12 @@ def _write(kept: "_HostRecord") -> None:
         "contests": None if kept.kernels is None else {"kernels": kept.kernels, "found": contests},
     }
     temp.write_text(json.dumps(values, indent=1) + "\n")
-    temp.replace(path)
+    temp.replace(path)  # atomic: readers never see a partial file
 
 
 def find_latest_rates(device: str = "auto") -> MeasuredRates | None:
-    """The rates of this host, with whatever torch and threads it was measured last, and of the kind of device that
-    `machine.device` names. What cannot be read is named in a warning and counts as nothing."""
+    """The newest rates of this host for the device kind of `machine.device`, with any torch version and thread count.
+    Unreadable files are skipped with a warning."""
     here = (platform.node(), _cpu_model())
     paths = sorted((cache_root() / "machine").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     found = (kept for path in paths if (kept := _read(path)) is not None)
@@ -144,22 +142,20 @@ def find_latest_rates(device: str = "auto") -> MeasuredRates | None:
 
 
 def find_products(host: Host) -> BackendTable | None:
-    """The fastest ways of exactly this host: with another torch or number of threads another multiplier may be the
-    fastest."""
+    """The fastest backends for exactly this host, torch version and thread count."""
     kept = _read(host.path) if host.path.exists() else None
     return kept.products if kept is not None else None
 
 
 def find_comparisons(host: Host, kernels: str) -> dict[str, BackendComparison]:
-    """What runs on exactly this host compared of exactly these kernels, by the names of products."""
+    """Comparisons of runs on exactly this host and kernel code, by product name."""
     kept = _read(host.path) if host.path.exists() else None
     return {**kept.comparisons} if kept is not None and kept.kernels == kernels else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _HostRecord:
-    """What a file holds. `kernels`: the digest of the code that `contests` compared; None where no run has compared
-    any."""
+    """The content of a file. `kernels`: the digest of the code in `comparisons`; None if there are none."""
 
     host: Host
     rates: MeasuredRates | None = None
@@ -189,7 +185,7 @@ def _read(path: Path) -> _HostRecord | None:
             found = replace(found, kernels=contests["kernels"], contests=each)
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-        log.warning("%s cannot be used and is passed over: %s; python -m jobs.measure writes it anew", path, error)
+        log.warning("%s: ignored: %s; run python -m jobs.measure to replace it", path, error)
         return None
 
 
@@ -198,7 +194,7 @@ def _cpu_model() -> str:
 
 
 def _cpu_info(wanted: str) -> str:
-    """What Linux says of the first processor; empty elsewhere."""
+    """The value that Linux reports for the first processor; "" elsewhere."""
     for line in CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []:
         key, _, value = line.partition(":")
         if key.strip() == wanted:

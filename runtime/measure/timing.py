@@ -1,6 +1,5 @@
-"""One timer, and the statistics of what it reads: a run that is about to start takes the median of a few acts; whoever
-has the time goes in rounds over all probes, so that a spread shows what a minute changes.
-"""
+"""Timers and the statistics of their readings. A run uses the median of a few calls; `jobs.measure` goes over all
+probes in rounds, so that the spread shows changes over time."""
 
 import math
 import time
@@ -9,18 +8,18 @@ from dataclasses import dataclass
 from statistics import median
 
 GIGA = 1e9
-SHORTEST_SECONDS = 1e-7  # that a clock tells from nothing
-OVER_SHARE = 0.25  # by which rounds may pass the time they were given: each probe ends its share with a whole reading
-READING_SECONDS = 4e-3  # at least: shorter ones are as long as what starts and stops the clock
-NUM_REPEATS = 5  # of an act, where a run waits for its rate
-LONG_SECONDS = 0.1  # what takes so long is done once: it is its own average
+SHORTEST_SECONDS = 1e-7  # resolution of the clock
+OVER_SHARE = 0.25  # rounds may exceed their time by this share, since each probe finishes its last reading
+READING_SECONDS = 4e-3  # least length of a reading, so that starting and stopping the clock does not count
+NUM_REPEATS = 5  # calls per rate, when a run waits for it
+LONG_SECONDS = 0.1  # a call that takes longer is not repeated
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """The median of the rounds, the least and the most of them, in `unit`."""
+    """The median, minimum and maximum over the rounds, in `unit`."""
 
     value: float
     low: float
@@ -29,17 +28,17 @@ class Figure:
 
     @property
     def spread(self) -> float:
-        """How far from the median a round was at most, as a share of it."""
+        """The largest deviation of a round from the median, as a share of it."""
         return max(self.high - self.value, self.value - self.low) / self.value if self.value else 0.0
 
     def agrees_with(self, other: "Figure") -> bool:
-        """Whether there is a value that both have seen."""
+        """True if the ranges overlap."""
         return self.low <= other.high and other.low <= self.high
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFigures:
-    """`figures` by name, each from `num_rounds` rounds, of which the last took `round_seconds`."""
+    """`figures` by probe name over `num_rounds` rounds; the last took `round_seconds`."""
 
     figures: dict[str, Figure]
     num_rounds: int
@@ -48,7 +47,7 @@ class MeasuredFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """`read` takes one reading, in `unit`. Its first call may take longer and tell nonsense."""
+    """`read` takes one reading in `unit`. Its first call may be slow and its value meaningless."""
 
     name: str
     unit: str
@@ -56,10 +55,10 @@ class Probe:
 
 
 class Timer:
-    """Times `act`, which does `amount` of something, and `finish`, which waits for what `act` has only begun.
+    """Times `act`, which does `amount` of work, and `finish`, which waits for asynchronous work of `act`.
 
-    Called as a probe, it takes one reading, in units of 1e9 a second, of as many acts as it takes to last
-    `READING_SECONDS`. `rate` and `rate_once` are for a run that cannot wait so long, in units a second.
+    As a probe it takes one reading, in 1e9 units per second, of enough calls to last `READING_SECONDS`. `rate` and
+    `rate_once` are for a run, which cannot wait that long, in units per second.
     """
 
     def __init__(
@@ -84,12 +83,11 @@ class Timer:
         return self._amount / self.seconds()
 
     def rate_once(self) -> float:
-        """The rate of the first act: what is read from a disk is read for good."""
+        """The rate of the first call, for disk reads, which are not repeated."""
         return self._amount / self._run(1)
 
     def seconds(self) -> float:
-        """The median of a few acts; the first, which compiles and takes up pages, is not counted, and the first long
-        one behind it decides."""
+        """The median of a few calls after a warm-up call. A call longer than `LONG_SECONDS` decides alone."""
         self._run(1)
         found: list[float] = []
         while len(found) < NUM_REPEATS:
@@ -99,7 +97,7 @@ class Timer:
         return median(found)
 
     def warm_seconds(self) -> float:
-        """The seconds of an act behind another, which compiles and takes up pages, and decides nothing."""
+        """The seconds of a call after a warm-up call."""
         self._run(1)
         seconds = max(self._run(1), SHORTEST_SECONDS)
         self._num_acts = max(1, math.ceil(READING_SECONDS / seconds))
@@ -121,9 +119,9 @@ def measure(
     clock: Clock = time.perf_counter,
     advance: Callable[[str], object] = lambda name: None,
 ) -> MeasuredFigures:
-    """Reads each probe in each round as often as its share of `seconds` allows, once at least; a round's value is the
-    median of its readings. Behind the first, no round begins that would end after `seconds` if it took as long as the
-    last one. `advance` is told each probe that a round, or the warm-up before them, is done with."""
+    """Reads each probe in each round at least once, and as often as its share of `seconds` allows. A round's value is
+    the median of its readings. After the first, no round starts that would end after `seconds`, judged by the last one.
+    `advance` is called with a probe's name after its warm-up and after each of its rounds."""
     for probe in probes:
         probe.read()
         advance(probe.name)

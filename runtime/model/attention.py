@@ -53,11 +53,11 @@ def ragged_attention(
 ) -> tuple[torch.Tensor, None]:
     """query (1, H*G, T, D) -> (1, T, H*G, D). Keys and values, the new ones included, are in the lane's cache."""
     if reason := guards.unsupported_argument(kwargs) or guards.custom_mask(attention_mask):
-        raise _refusal(module, reason)
+        raise _unsupported_error(module, reason)
     cache = current_lane_run().cache
     assert isinstance(cache, PagedKV), "ragged attention was called in a padded lane"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer, reach, rule = _asked(module, scale, sliding_window, softcap, kwargs.get("is_causal"))
+    layer, reach, rule = _find_layer_rule(module, scale, sliding_window, softcap, kwargs.get("is_causal"))
     heads = cache.applied_head_share(layer)
     if heads is not None:
         query = heads.slice_heads(query, 1)
@@ -66,12 +66,12 @@ def ragged_attention(
     if s_aux is not None:
         rule = Rule(rule.scale, softcap, s_aux)
     if reason := guards.changed_kv(are_cached=cache.expands or cache.is_last_update(layer, key, value)):
-        raise _refusal(module, reason)
+        raise _unsupported_error(module, reason)
 
     num_threads = torch.get_num_threads()  # asked here: a worker has but one
     visit, view = cache.begin_host_attention(layer, query, key, value, rule.sinks), cache.view
     kv = None if cache.expands else cache.layer(layer, key, value)
-    seen = _Seen(kv, view.decoding, view.prompts, cache.is_on_accelerator)
+    seen = _PassView(kv, view.decoding, view.prompts, cache.is_on_accelerator)
     compute = partial(_attend, seen, (query, key, value), reach, rule, num_threads, visit)
     out = need_tensor(NeedAttention(compute, is_decode=not view.prompts.segments))
     found = (visit.receive(out) if visit is not None else out).unsqueeze(0)
@@ -86,30 +86,30 @@ class _LayerRule(NamedTuple):
     rule: Rule
 
 
-_ASKED = WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], _LayerRule]]()  # and what it was asked with
+_LAYER_RULES = WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], _LayerRule]]()  # and what it was asked with
 
 
-def _asked(
+def _find_layer_rule(
     module: torch.nn.Module, scale: float, sliding_window: int | None, softcap: float | None, is_causal: object
 ) -> _LayerRule:
     """Looked into once for each layer, as all of its passes ask the same."""
     words = scale, sliding_window, softcap, is_causal
-    known = _ASKED.get(module)
+    known = _LAYER_RULES.get(module)
     if known is None or known[0] != words:
         layer = layer_index(module)
         reach = Reach(sliding_window, chunk_size(module, layer))
         if reason := guards.looks_ahead(module, is_causal) or guards.hidden_window(module, layer, reach):
-            raise _refusal(module, reason)
-        known = _ASKED[module] = words, _LayerRule(layer, reach, Rule(scale, softcap))
+            raise _unsupported_error(module, reason)
+        known = _LAYER_RULES[module] = words, _LayerRule(layer, reach, Rule(scale, softcap))
     return known[1]
 
 
-def _refusal(module: torch.nn.Module, reason: str) -> ConfigError:
+def _unsupported_error(module: torch.nn.Module, reason: str) -> ConfigError:
     """The second line: most classes have been looked at when the model was loaded."""
     return ConfigError(f"{type(module).__name__} cannot run in packed lanes: {reason}; use model.lanes=padded")
 
 
-class _Seen(NamedTuple):
+class _PassView(NamedTuple):
     """What a layer sees of the pass when it attends: the lane may have gone on, or back, before a worker gets to it.
     Without `kv`, key and value are all that is cached."""
 
@@ -124,7 +124,7 @@ class _Seen(NamedTuple):
 
 
 def _attend(
-    seen: _Seen,
+    seen: _PassView,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     reach: Reach,
     rule: Rule,
@@ -137,11 +137,11 @@ def _attend(
         return visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
     rows = seen.decoding
     if rows is not None and not seen.segments:  # all that is in the pass, in its order
-        return _decoded(seen, rows, query.squeeze(0).transpose(0, 1), qkv, reach, rule, num_threads)
+        return _decode(seen, rows, query.squeeze(0).transpose(0, 1), qkv, reach, rule, num_threads)
     out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     if rows is not None and visit is None:
         q_BHD = query[0, :, rows.tokens_B].transpose(0, 1)
-        out[rows.tokens_B] = _decoded(seen, rows, q_BHD, qkv, reach, rule, num_threads)
+        out[rows.tokens_B] = _decode(seen, rows, q_BHD, qkv, reach, rule, num_threads)
     for tokens, prefilled in _prefill(seen, qkv, reach, rule):
         out[tokens] = prefilled
     if visit is not None:  # behind the prompts, which a device computes meanwhile
@@ -149,8 +149,8 @@ def _attend(
     return out
 
 
-def _decoded(
-    seen: _Seen,
+def _decode(
+    seen: _PassView,
     rows: DecodeRows,
     q_BHD: torch.Tensor,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -195,7 +195,7 @@ def _decode_expanded(
 
 
 def _prefill(
-    seen: _Seen, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], reach: Reach, rule: Rule
+    seen: _PassView, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], reach: Reach, rule: Rule
 ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
     """Tokens of the pass and what attention gives for them, (T, H, Dv), until all segments are through."""
     query, key, value = qkv

@@ -147,11 +147,13 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
         return replace(own, cross_bytes_per_token=own.bytes_per_token)
     probe = copy_on_meta(model)
     try:
-        two, three = (filled_cache(probe, num_tokens) for num_tokens in (2, 3))
+        two, three = (fill_cache(probe, num_tokens) for num_tokens in (2, 3))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
         log.debug("%s computes no shapes on the meta device (%s)", type(model).__name__, error)
         return _estimated_cache(model.config, model.dtype)
-    of_two, of_three = ([sum(t.nbytes for t in _tensors(layer)) for layer in cache.layers] for cache in (two, three))
+    of_two, of_three = (
+        [sum(t.nbytes for t in _layer_tensors(layer)) for layer in cache.layers] for cache in (two, three)
+    )
     per_token = tuple(three - two for two, three in zip(of_two, of_three, strict=True))
     rank = latent_rank(model)
     heads = list[tuple[int, int, int]]()
@@ -165,12 +167,12 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
         layer_bytes_per_token=per_token,
         bytes_per_sequence=sum(of_two) - 2 * sum(per_token),
         layer_bytes_per_sequence=tuple(two - 2 * each for two, each in zip(of_two, per_token, strict=True)),
-        is_latent=any(is_latent(_tensors(layer), rank) for layer in two.layers),
+        is_latent=any(is_latent(_layer_tensors(layer), rank) for layer in two.layers),
         heads=tuple(heads),
     )
 
 
-def without_cache(model: PreTrainedModel) -> CacheShape:
+def encoder_cache_shape(model: PreTrainedModel) -> CacheShape:
     """That of an encoder, of which nothing is kept. Raises ConfigError where its layers are not as many modules as its
     config says: ALBERT's are one, which is run again and again."""
     [found] = layer_lists(model)
@@ -192,7 +194,7 @@ def _estimated_cache(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape
 
 
 @torch.inference_mode()
-def filled_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
+def fill_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
     """What a pass of so many tokens leaves in transformers' own cache, in shapes alone. The model is a copy
     `copy_on_meta`."""
     cache = DynamicCache(config=model.config)
@@ -204,7 +206,7 @@ def filled_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
     return cache
 
 
-def _tensors(layer: object) -> Iterator[torch.Tensor]:
+def _layer_tensors(layer: object) -> Iterator[torch.Tensor]:
     """Yields what a cache's layer holds: keys and values (B, H, S, D), and recurrent states; sliding layers also keep a
     scalar."""
     for value in vars(layer).values():
@@ -213,7 +215,7 @@ def _tensors(layer: object) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def shape_of(
+def make_shape(
     name: str, staged: StagedModel, parameters: Mapping[str, Parameter], cache: CacheShape, *, is_packed: bool
 ) -> ModelShape:
     """`parameters` by full name, wherever their bytes lie; `cache` as measured before the model was staged."""

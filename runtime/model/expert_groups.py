@@ -23,7 +23,7 @@ from ..linear.rows import Codes
 from ..linear.stored import StoredWeight
 from ..plan.placement.experts import GROUPED_VISITS, suits_all
 from ..plan.placement.memory import GROUPED_BYTES, visit_numbers
-from .experts import Experts, Visits, activated, bias_of, has_norm, matrix_names
+from .experts import Experts, Visits, apply_activation, has_norm, matrix_names, stacked_bias
 
 VECTOR_BYTES = 16  # at which torch's kernel wants every row and every expert to begin
 Spans = Sequence[tuple[int, slice]]  # experts, and which of a run's visits are theirs
@@ -43,7 +43,7 @@ class _Stacks(NamedTuple):
 Products = Callable[[torch.Tensor, Any], torch.Tensor]  # x (V, inputs), a part -> (V, N)
 
 
-def together(
+def run_on_device(
     module: torch.nn.Module, hidden_TD: torch.Tensor, top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor
 ) -> torch.Tensor | None:
     """The sum over each token's experts (T, D), or None where the module's stacks are not plain numbers of its dtype at
@@ -59,19 +59,19 @@ def together(
         def products(x_VK: torch.Tensor, codes: Codes, *, offs: torch.Tensor) -> torch.Tensor:
             return device_codes.multiply_groups(x_VK, codes, len(offs), offs)
 
-        return torch.cat([_in_groups(module, stacks, x, index, weights, products) for x, index, weights in runs])
-    if top_k_index_TK.numel() <= GROUPED_VISITS and takes_groups(parts):
-        return _in_groups(module, stacks, *routed, F.grouped_mm)
+        return torch.cat([_run_grouped(module, stacks, x, index, weights, products) for x, index, weights in runs])
+    if top_k_index_TK.numel() <= GROUPED_VISITS and supports_grouped_mm(parts):
+        return _run_grouped(module, stacks, *routed, F.grouped_mm)
     is_narrow = hidden_TD.dtype.itemsize == 2  # float32 is faster in torch's products, one by one
     if top_k_index_TK.numel() <= GROUPED_VISITS and is_narrow and all(map(device_codes.can_group, parts)):
-        return _in_groups(module, stacks, *routed, device_codes.grouped_mm)
+        return _run_grouped(module, stacks, *routed, device_codes.grouped_mm)
     if suits_all(len(hidden_TD), top_k_index_TK.shape[1], len(parts[0])):
-        return _by_all(module, stacks, *routed)
-    visits = Visits.sorted(top_k_index_TK, top_k_weights_TK, len(parts[0]))
-    return _one_by_one(module, stacks, hidden_TD, visits)
+        return _run_all_experts(module, stacks, *routed)
+    visits = Visits.from_top_k(top_k_index_TK, top_k_weights_TK, len(parts[0]))
+    return _run_one_by_one(module, stacks, hidden_TD, visits)
 
 
-def in_host_memory(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor | None:
+def run_on_host(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor | None:
     """The same on a CPU, or None where experts do not lie as nn.Linear has its weights, are few or have many visits.
     Products, and what stands between them, are those of each expert by itself; each token's sum is added in the order
     of experts, in float32, and rounded once."""
@@ -87,12 +87,12 @@ def in_host_memory(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Vis
 
     numbers, out_TD = visit_numbers(hidden_TD.shape[1], down.shape[2]), torch.zeros(hidden_TD.shape)
     most = GROUPED_BYTES // (hidden_TD.itemsize * numbers)
-    for _, tokens, found in _by_runs(module, _Stacks([up], [down]), hidden_TD, visits, most, products):
+    for _, tokens, found in _compute_runs(module, _Stacks([up], [down]), hidden_TD, visits, most, products):
         out_TD.index_add_(0, tokens, found.float())
     return out_TD.to(hidden_TD.dtype)
 
 
-def takes_groups(stacks: Sequence[torch.Tensor]) -> bool:
+def supports_grouped_mm(stacks: Sequence[torch.Tensor]) -> bool:
     """Whether torch multiplies with these (E, inputs, N) in one launch without a word to the host: bfloat16, from
     Hopper on. On a CPU it has the same operator, as a loop."""
     first = stacks[0]
@@ -114,7 +114,7 @@ def takes_groups(stacks: Sequence[torch.Tensor]) -> bool:
 def _stacks(module: torch.nn.Module, dtype: torch.dtype) -> _Stacks | None:
     experts, (up_name, down_name) = cast("Experts", module), matrix_names(module)
     up_weight, down_weight = getattr(module, up_name), getattr(module, down_name)
-    up, down = _parts(up_weight, dtype), _parts(down_weight, dtype)
+    up, down = _stack_parts(up_weight, dtype), _stack_parts(down_weight, dtype)
     if not up or not down:
         weights = (up_weight, down_weight)
         if all(_are_codes(weight, dtype, experts.is_transposed) for weight in weights):
@@ -132,13 +132,13 @@ def _are_codes(weight: torch.Tensor, dtype: torch.dtype, is_transposed: bool) ->
     return weight.is_transposed == is_transposed and weight.has_kernels
 
 
-def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+def _stack_parts(weight: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
     if isinstance(weight, StoredWeight):
         return weight.stacks() if weight.compute_dtype == dtype else ()
     return [weight] if weight.dim() == 3 and weight.dtype == dtype else []
 
 
-def _in_groups(
+def _run_grouped(
     module: torch.nn.Module,
     stacks: _Stacks,
     hidden_TD: torch.Tensor,
@@ -153,7 +153,7 @@ def _in_groups(
     num_experts = stacks.up[0].num_matrices if stacks.are_codes else len(stacks.up[0])
     every_E = torch.arange(num_experts, device=index_TK.device, dtype=index_TK.dtype)
     ends_E = torch.searchsorted(experts_V, every_E, right=True, out_int32=True)
-    out_VD = _outputs(
+    out_VD = _compute_outputs(
         module,
         stacks,
         hidden_TD[order_V // num_choices],
@@ -162,10 +162,10 @@ def _in_groups(
     )
     places_V = torch.empty_like(order_V).scatter_(0, order_V, torch.arange(len(order_V), device=order_V.device))
     each_TKD = out_VD[places_V].view(num_tokens, num_choices, -1)
-    return _summed((each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
+    return _sum_choices((each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
 
 
-def _by_all(
+def _run_all_experts(
     module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
     """All tokens through every expert; of experts that a token does not visit nothing is taken, whatever it is."""
@@ -177,13 +177,13 @@ def _by_all(
         x_ETn = x.expand(num_experts, num_tokens, -1) if len(x) == num_tokens else x.view(num_experts, num_tokens, -1)
         return torch.bmm(x_ETn, stack).flatten(0, 1)
 
-    out_VD = _outputs(module, stacks, hidden_TD, every_E.repeat_interleave(num_tokens), products)
+    out_VD = _compute_outputs(module, stacks, hidden_TD, every_E.repeat_interleave(num_tokens), products)
     tokens_T = torch.arange(num_tokens, device=index_TK.device)
     each_TKD = out_VD[ascending_TK * num_tokens + tokens_T[:, None]]
-    return _summed((each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
+    return _sum_choices((each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
 
 
-def _summed(each_TKD: torch.Tensor) -> torch.Tensor:
+def _sum_choices(each_TKD: torch.Tensor) -> torch.Tensor:
     """Choice by choice."""
     out_TD = each_TKD[:, 0].clone()
     for choice in range(1, each_TKD.shape[1]):
@@ -191,7 +191,7 @@ def _summed(each_TKD: torch.Tensor) -> torch.Tensor:
     return out_TD
 
 
-def _one_by_one(module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
+def _run_one_by_one(module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
     """Products by expert; all else over as many experts as have no more visits than one could have."""
 
     def products(x: torch.Tensor, stack: torch.Tensor, spans: Spans) -> torch.Tensor:
@@ -201,13 +201,13 @@ def _one_by_one(module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tenso
         return out
 
     out_TD, most = torch.zeros_like(hidden_TD), max(len(hidden_TD), GROUPED_VISITS)
-    for spans, tokens, found in _by_runs(module, stacks, hidden_TD, visits, most, products):
+    for spans, tokens, found in _compute_runs(module, stacks, hidden_TD, visits, most, products):
         for _, rows in spans:
             out_TD.index_add_(0, tokens[rows], found[rows])
     return out_TD
 
 
-def _by_runs(
+def _compute_runs(
     module: torch.nn.Module,
     stacks: _Stacks,
     hidden_TD: torch.Tensor,
@@ -217,25 +217,25 @@ def _by_runs(
 ) -> Iterator[tuple[Spans, torch.Tensor, torch.Tensor]]:
     """Runs of experts with `most` visits together, or of one expert: which of its visits are whose, their tokens and
     weighted outputs (V, D)."""
-    for run in _runs(visits, most):
-        begin, end = visits.of(run[0]).start, visits.of(run[-1]).stop
-        rows = [visits.of(expert) for expert in run]
+    for run in _split_runs(visits, most):
+        begin, end = visits.expert_rows(run[0]).start, visits.expert_rows(run[-1]).stop
+        rows = [visits.expert_rows(expert) for expert in run]
         spans = [(expert, slice(own.start - begin, own.stop - begin)) for expert, own in zip(run, rows, strict=True)]
         tokens = visits.tokens_V[begin:end]
 
         def mine(x: torch.Tensor, part: Any, spans: Spans = spans) -> torch.Tensor:
             return products(x, part, spans)
 
-        found = _outputs(module, stacks, hidden_TD[tokens], visits.experts_V[begin:end], mine)
+        found = _compute_outputs(module, stacks, hidden_TD[tokens], visits.experts_V[begin:end], mine)
         found = (found * visits.weights_V[begin:end, None]).to(hidden_TD.dtype)
         yield spans, tokens, found
 
 
-def _runs(visits: Visits, most: int) -> Sequence[Sequence[int]]:
+def _split_runs(visits: Visits, most: int) -> Sequence[Sequence[int]]:
     """Experts that are hit, together as long as they have so many visits; one may have more."""
     runs, count = list[list[int]](), 0
     for expert in visits.hit:
-        rows = visits.of(expert)
+        rows = visits.expert_rows(expert)
         count += rows.stop - rows.start
         if not runs or count > most:
             runs.append([])
@@ -244,7 +244,7 @@ def _runs(visits: Visits, most: int) -> Sequence[Sequence[int]]:
     return runs
 
 
-def _outputs(
+def _compute_outputs(
     module: torch.nn.Module, stacks: _Stacks, x_VD: torch.Tensor, experts_V: torch.Tensor, products: Products
 ) -> torch.Tensor:
     """What each visit's expert makes of its token."""
@@ -253,10 +253,10 @@ def _outputs(
     def projected(x: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         found = [products(x, part) for part in parts]
         out = found[0] if len(found) == 1 else torch.cat(found, dim=1)
-        bias = bias_of(experts, name)
+        bias = stacked_bias(experts, name)
         return out if bias is None else out + bias[experts_V]
 
     inner = projected(x_VD, stacks.up, up)
-    inner = activated(experts, inner)
+    inner = apply_activation(experts, inner)
     out = projected(inner, stacks.down, down)
     return experts.post_expert_norm(out) if has_norm(experts) else out

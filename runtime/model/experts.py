@@ -48,7 +48,7 @@ class Visits:
     ends: Sequence[int]
 
     @staticmethod
-    def sorted(top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor, num_experts: int) -> "Visits":
+    def from_top_k(top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor, num_experts: int) -> "Visits":
         """Sorts visits. In front of a device the host waits for it once, to know the ends."""
         experts_V, order = torch.sort(top_k_index_TK.reshape(-1), stable=True)
         every_E = torch.arange(num_experts, device=experts_V.device, dtype=experts_V.dtype)
@@ -64,7 +64,7 @@ class Visits:
         """The experts that at least one token visits, ascending."""
         return [expert for expert, end in enumerate(self.ends) if end > self._begin(expert)]
 
-    def of_tokens(self, tokens: range) -> "Visits":
+    def select_tokens(self, tokens: range) -> "Visits":
         """Those of a run of tokens alone."""
         is_theirs = (self.tokens_V >= tokens.start) & (self.tokens_V < tokens.stop)
         experts_V = self.experts_V[is_theirs]
@@ -76,7 +76,7 @@ class Visits:
             ends=torch.searchsorted(experts_V, every_E, right=True).tolist(),
         )
 
-    def of(self, expert: int) -> slice:
+    def expert_rows(self, expert: int) -> slice:
         return slice(self._begin(expert), self.ends[expert])
 
     def _begin(self, expert: int) -> int:
@@ -90,7 +90,7 @@ class ExpertShare(ABC):
         self.own = own
 
     @abstractmethod
-    def mixed(
+    def mix_experts(
         self, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
     ) -> torch.Tensor:
         """What `mixed` gives of what all ranks have, (T, D). `hit` yields what this rank has, ascending."""
@@ -99,50 +99,52 @@ class ExpertShare(ABC):
 SHARE = "expert_share"  # the attribute of an experts module that ranks divide
 
 
-def share_of(module: torch.nn.Module) -> ExpertShare | None:
+def find_expert_share(module: torch.nn.Module) -> ExpertShare | None:
     """This rank's share; None where it has all of them."""
     return getattr(module, SHARE, None)
 
 
-def asking_experts(
+def experts_forward(
     self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """hidden_states (T, D), top_k_index and top_k_weights (T, K) -> (T, D)."""
     return need_tensor(NeedExperts(self, hidden_states, top_k_index, top_k_weights))
 
 
-def mixed(
+def mix_experts(
     module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
 ) -> torch.Tensor:
     """The sum over each token's experts (T, D), added in the order in which `hit` yields them. Each expert's matrices
     are used before the next one's are taken."""
-    outputs = ((expert, output_of(module, matrices, expert, hidden_TD, visits)) for expert, matrices in hit)
-    return added(hidden_TD, visits, outputs)
+    outputs = ((expert, expert_output(module, matrices, expert, hidden_TD, visits)) for expert, matrices in hit)
+    return accumulate_outputs(hidden_TD, visits, outputs)
 
 
-def output_of(
+def expert_output(
     module: torch.nn.Module, matrices: Matrices, expert: int, hidden_TD: torch.Tensor, visits: Visits
 ) -> torch.Tensor:
     """What an expert makes of the tokens that visit it, (V, D) of its visits alone."""
-    return multiplied(module, matrices, expert, hidden_TD[visits.tokens_V[visits.of(expert)]])
+    return run_expert(module, matrices, expert, hidden_TD[visits.tokens_V[visits.expert_rows(expert)]])
 
 
-def added(hidden_TD: torch.Tensor, visits: Visits, outputs: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
+def accumulate_outputs(
+    hidden_TD: torch.Tensor, visits: Visits, outputs: Iterable[tuple[int, torch.Tensor]]
+) -> torch.Tensor:
     """The weighted sum over each token's experts (T, D), added in the order in which `outputs` come."""
     out_TD = torch.zeros_like(hidden_TD)
     for expert, result in outputs:
-        mine = visits.of(expert)
+        mine = visits.expert_rows(expert)
         out_TD.index_add_(0, visits.tokens_V[mine], (result * visits.weights_V[mine, None]).to(out_TD.dtype))
     return out_TD
 
 
-def bound_matrices(module: torch.nn.Module, expert: int, instead: Matrices | None = None) -> Matrices:
+def bound_matrices(module: torch.nn.Module, expert: int, overrides: Matrices | None = None) -> Matrices:
     """Those bound to the module, but for the ones in `instead`."""
-    instead = instead or {}
-    return {n: instead[n] if n in instead else getattr(module, n)[expert] for n in matrix_names(module)}
+    overrides = overrides or {}
+    return {n: overrides[n] if n in overrides else getattr(module, n)[expert] for n in matrix_names(module)}
 
 
-def stacks(model: PreTrainedModel) -> list[str]:
+def stack_names(model: PreTrainedModel) -> list[str]:
     """Full names of the stacks of matrices of all experts that run through our function."""
     found = [(path, module) for path, module in model.named_modules() if is_experts(module)]
     return [f"{path}.{name}" for path, module in found for name in matrix_names(module)]
@@ -161,16 +163,16 @@ def matrix_names(module: torch.nn.Module) -> tuple[str, str]:
     return ("gate_up_proj" if cast("Experts", module).has_gate else "up_proj", "down_proj")
 
 
-def multiplied(module: torch.nn.Module, matrices: Matrices, expert: int, x: torch.Tensor) -> torch.Tensor:
+def run_expert(module: torch.nn.Module, matrices: Matrices, expert: int, x: torch.Tensor) -> torch.Tensor:
     """What an expert makes of its tokens x (V, D)."""
     experts, (up, down) = cast("Experts", module), matrices
     inner = _project(experts, matrices, up, expert, x)
-    inner = activated(experts, inner)
+    inner = apply_activation(experts, inner)
     out = _project(experts, matrices, down, expert, inner)
     return experts.post_expert_norm(out) if has_norm(experts) else out
 
 
-def multiplied_bare(module: torch.nn.Module, matrices: Matrices, x: torch.Tensor) -> torch.Tensor:
+def run_bare_expert(module: torch.nn.Module, matrices: Matrices, x: torch.Tensor) -> torch.Tensor:
     """The same of an expert that `is_bare`, wherever its matrices are: nothing else that is bound to the module is
     looked at, and the steps between products are transformers' own."""
     experts, (up, down) = cast("Experts", module), matrices
@@ -185,7 +187,7 @@ def is_bare(module: torch.nn.Module) -> bool:
     return not experts.has_bias and not has_norm(experts)
 
 
-def activated(experts: Experts, inner: torch.Tensor) -> torch.Tensor:
+def apply_activation(experts: Experts, inner: torch.Tensor) -> torch.Tensor:
     """Applies the activation, and the gate of gated experts: (V, 2H) or (V, H) to (V, H)."""
     if not experts.has_gate:
         return experts.act_fn(inner)
@@ -195,7 +197,7 @@ def activated(experts: Experts, inner: torch.Tensor) -> torch.Tensor:
 
 
 def _project(experts: Experts, matrices: Matrices, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-    bias = bias_of(experts, name)
+    bias = stacked_bias(experts, name)
     return _product(experts, x, matrices[name], None if bias is None else bias[expert])
 
 
@@ -205,10 +207,10 @@ def _product(
     return F.linear(x, weight.t() if experts.is_transposed else weight, bias_N)
 
 
-def bias_of(experts: Experts, name: str) -> torch.Tensor | None:
+def stacked_bias(experts: Experts, name: str) -> torch.Tensor | None:
     """A row for each expert (E, N), of the stack of that name."""
     return cast(torch.Tensor, getattr(experts, f"{name}_bias")) if experts.has_bias else None
 
 
 def register() -> None:
-    ExpertsInterface.register(NAME, asking_experts)
+    ExpertsInterface.register(NAME, experts_forward)

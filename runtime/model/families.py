@@ -41,7 +41,7 @@ _T5 = {
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
-def family(name: str, model_type: str, *overrides: Mapping[str, object], **more: object) -> Family:
+def make_family(name: str, model_type: str, *overrides: Mapping[str, object], **more: object) -> Family:
     merged: dict[str, object] = {}
     for part in (*overrides, more):
         merged |= part
@@ -51,19 +51,21 @@ def family(name: str, model_type: str, *overrides: Mapping[str, object], **more:
 FAMILIES: dict[str, Family] = {
     each.name: each
     for each in (
-        family("gpt2", "gpt2", _GPT, n_positions=256),
-        family("llama", "llama", _SIZES),
-        family("llama, tied", "llama", _SIZES, tie_word_embeddings=True),
-        family("mistral", "mistral", _SIZES, sliding_window=9),
-        family("qwen2", "qwen2", _SIZES),
-        family("qwen3", "qwen3", _SIZES, head_dim=16),
-        family("qwen2-moe", "qwen2_moe", _SIZES, _EXPERTS, shared_expert_intermediate_size=48),
-        family("qwen3-moe", "qwen3_moe", _SIZES, _EXPERTS, head_dim=16),
-        family("qwen3-next", "qwen3_next", _SIZES, _EXPERTS, _LINEAR, head_dim=16, shared_expert_intermediate_size=48),
-        family("glm-4", "glm4", _SIZES, head_dim=16, pad_token_id=0),
-        family("glm-4-moe", "glm4_moe", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, head_dim=16, use_qk_norm=True),
-        family("mixtral", "mixtral", _SIZES, _LOCAL_EXPERTS, sliding_window=None),
-        family(
+        make_family("gpt2", "gpt2", _GPT, n_positions=256),
+        make_family("llama", "llama", _SIZES),
+        make_family("llama, tied", "llama", _SIZES, tie_word_embeddings=True),
+        make_family("mistral", "mistral", _SIZES, sliding_window=9),
+        make_family("qwen2", "qwen2", _SIZES),
+        make_family("qwen3", "qwen3", _SIZES, head_dim=16),
+        make_family("qwen2-moe", "qwen2_moe", _SIZES, _EXPERTS, shared_expert_intermediate_size=48),
+        make_family("qwen3-moe", "qwen3_moe", _SIZES, _EXPERTS, head_dim=16),
+        make_family(
+            "qwen3-next", "qwen3_next", _SIZES, _EXPERTS, _LINEAR, head_dim=16, shared_expert_intermediate_size=48
+        ),
+        make_family("glm-4", "glm4", _SIZES, head_dim=16, pad_token_id=0),
+        make_family("glm-4-moe", "glm4_moe", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, head_dim=16, use_qk_norm=True),
+        make_family("mixtral", "mixtral", _SIZES, _LOCAL_EXPERTS, sliding_window=None),
+        make_family(
             "dbrx",
             "dbrx",
             vocab_size=640,
@@ -74,7 +76,7 @@ FAMILIES: dict[str, Family] = {
             attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
             ffn_config={"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
         ),
-        family(
+        make_family(
             "deepseek-v2",
             "deepseek_v2",
             _SIZES,
@@ -83,7 +85,7 @@ FAMILIES: dict[str, Family] = {
             _LATENT,
             topk_method="group_limited_greedy",
         ),
-        family(
+        make_family(
             "deepseek-moe 16b",
             "deepseek",
             _SIZES,
@@ -92,15 +94,15 @@ FAMILIES: dict[str, Family] = {
             num_experts_per_tok=3,
             moe_intermediate_size=48,
         ),
-        family("deepseek-v3", "deepseek_v3", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, _LATENT),
-        family("olmoe", "olmoe", _SIZES, num_experts=8, num_experts_per_tok=2),
-        family("opt", "opt", _NEOX, ffn_dim=128, word_embed_proj_dim=32),
-        family("bloom", "bloom", vocab_size=640, hidden_size=64, n_layer=4, n_head=4),
-        family("falcon, first", "falcon", _NEOX, multi_query=True, new_decoder_architecture=False),
-        family("falcon, alibi", "falcon", _NEOX, multi_query=False, alibi=True, parallel_attn=False, bias=True),
-        family("falcon, new", "falcon", _NEOX, new_decoder_architecture=True, num_kv_heads=2),
-        family("gpt-j", "gptj", _GPT, n_positions=256, rotary_dim=8),
-        family(
+        make_family("deepseek-v3", "deepseek_v3", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, _LATENT),
+        make_family("olmoe", "olmoe", _SIZES, num_experts=8, num_experts_per_tok=2),
+        make_family("opt", "opt", _NEOX, ffn_dim=128, word_embed_proj_dim=32),
+        make_family("bloom", "bloom", vocab_size=640, hidden_size=64, n_layer=4, n_head=4),
+        make_family("falcon, first", "falcon", _NEOX, multi_query=True, new_decoder_architecture=False),
+        make_family("falcon, alibi", "falcon", _NEOX, multi_query=False, alibi=True, parallel_attn=False, bias=True),
+        make_family("falcon, new", "falcon", _NEOX, new_decoder_architecture=True, num_kv_heads=2),
+        make_family("gpt-j", "gptj", _GPT, n_positions=256, rotary_dim=8),
+        make_family(
             "gpt-neo",
             "gpt_neo",
             vocab_size=640,
@@ -111,16 +113,16 @@ FAMILIES: dict[str, Family] = {
             max_position_embeddings=512,
             attention_types=[[["global", "local"], 2]],
         ),
-        family("gpt-neox", "gpt_neox", _NEOX, intermediate_size=128),
-        family("phi", "phi", _SIZES, num_key_value_heads=8),
-        family("phi-3", "phi3", _SIZES, pad_token_id=0),
-        family("phi-moe", "phimoe", _SIZES, _LOCAL_EXPERTS, sliding_window=None),
-        family("gemma-2", "gemma2", _SIZES, head_dim=16, sliding_window=9, layer_types=_MIXED),
-        family("gemma-3", "gemma3_text", _SIZES, head_dim=16, sliding_window=9, layer_types=_MIXED),
-        family("gpt-oss", "gpt_oss", _SIZES, _LOCAL_EXPERTS, head_dim=16, sliding_window=9, layer_types=_MIXED),
-        family("granite-moe", "granitemoe", _SIZES, _LOCAL_EXPERTS),
-        family("minimax-m2", "minimax_m2", _SIZES, _LOCAL_EXPERTS, head_dim=16),
-        family(
+        make_family("gpt-neox", "gpt_neox", _NEOX, intermediate_size=128),
+        make_family("phi", "phi", _SIZES, num_key_value_heads=8),
+        make_family("phi-3", "phi3", _SIZES, pad_token_id=0),
+        make_family("phi-moe", "phimoe", _SIZES, _LOCAL_EXPERTS, sliding_window=None),
+        make_family("gemma-2", "gemma2", _SIZES, head_dim=16, sliding_window=9, layer_types=_MIXED),
+        make_family("gemma-3", "gemma3_text", _SIZES, head_dim=16, sliding_window=9, layer_types=_MIXED),
+        make_family("gpt-oss", "gpt_oss", _SIZES, _LOCAL_EXPERTS, head_dim=16, sliding_window=9, layer_types=_MIXED),
+        make_family("granite-moe", "granitemoe", _SIZES, _LOCAL_EXPERTS),
+        make_family("minimax-m2", "minimax_m2", _SIZES, _LOCAL_EXPERTS, head_dim=16),
+        make_family(
             "llama-4",
             "llama4_text",
             _SIZES,
@@ -132,7 +134,7 @@ FAMILIES: dict[str, Family] = {
             floor_scale=4,
             interleave_moe_layer_step=2,
         ),
-        family(
+        make_family(
             "mamba-2",
             "mamba2",
             vocab_size=640,
@@ -144,7 +146,7 @@ FAMILIES: dict[str, Family] = {
             n_groups=2,
             chunk_size=16,
         ),
-        family(
+        make_family(
             "jamba",
             "jamba",
             _SIZES,
@@ -157,16 +159,16 @@ FAMILIES: dict[str, Family] = {
             expert_layer_offset=1,
             use_mamba_kernels=False,
         ),
-        family("olmo-2", "olmo2", _SIZES),
-        family("starcoder-2", "starcoder2", _SIZES),
-        family("cohere-2", "cohere2", _SIZES, sliding_window=9, layer_types=_MIXED),
-        family("smollm-3", "smollm3", _SIZES, pad_token_id=0),
-        family("granite", "granite", _SIZES),
-        family("ernie-4.5-moe", "ernie4_5_moe", _SIZES, moe_num_experts=8, moe_k=2, moe_intermediate_size=48),
-        family("hunyuan-moe", "hunyuan_v1_moe", _SIZES, num_experts=4, moe_topk=2, head_dim=16),
-        family("dots-1", "dots1", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, head_dim=16),
-        family("lfm-2", "lfm2", _SIZES, layer_types=["conv", "full_attention", "conv", "conv"]),
-        family(
+        make_family("olmo-2", "olmo2", _SIZES),
+        make_family("starcoder-2", "starcoder2", _SIZES),
+        make_family("cohere-2", "cohere2", _SIZES, sliding_window=9, layer_types=_MIXED),
+        make_family("smollm-3", "smollm3", _SIZES, pad_token_id=0),
+        make_family("granite", "granite", _SIZES),
+        make_family("ernie-4.5-moe", "ernie4_5_moe", _SIZES, moe_num_experts=8, moe_k=2, moe_intermediate_size=48),
+        make_family("hunyuan-moe", "hunyuan_v1_moe", _SIZES, num_experts=4, moe_topk=2, head_dim=16),
+        make_family("dots-1", "dots1", _SIZES, _ROUTED_EXPERTS, _DENSE_FIRST, head_dim=16),
+        make_family("lfm-2", "lfm2", _SIZES, layer_types=["conv", "full_attention", "conv", "conv"]),
+        make_family(
             "kimi-linear",
             "kimi_linear",
             _SIZES,
@@ -181,12 +183,12 @@ FAMILIES: dict[str, Family] = {
             linear_num_heads=4,
             pad_token_id=0,
         ),
-        family("mpt", "mpt", vocab_size=640, d_model=64, n_heads=4, n_layers=4, max_seq_len=512),
-        family("stablelm", "stablelm", _SIZES),
-        family("nemotron", "nemotron", _SIZES),
-        family("gpt-bigcode", "gpt_bigcode", _GPT, n_positions=256, multi_query=True),
-        family("exaone-4", "exaone4", _SIZES, sliding_window=9, layer_types=_MIXED, head_dim=16),
-        family(
+        make_family("mpt", "mpt", vocab_size=640, d_model=64, n_heads=4, n_layers=4, max_seq_len=512),
+        make_family("stablelm", "stablelm", _SIZES),
+        make_family("nemotron", "nemotron", _SIZES),
+        make_family("gpt-bigcode", "gpt_bigcode", _GPT, n_positions=256, multi_query=True),
+        make_family("exaone-4", "exaone4", _SIZES, sliding_window=9, layer_types=_MIXED, head_dim=16),
+        make_family(
             "glm-4-moe-lite",
             "glm4_moe_lite",
             _SIZES,
@@ -196,10 +198,10 @@ FAMILIES: dict[str, Family] = {
             moe_intermediate_size=48,
             mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
         ),
-        family("t5", "t5", _T5),
-        family("flan-t5", "t5", _T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
-        family("umt5", "umt5", _T5, tie_word_embeddings=False),
-        family(
+        make_family("t5", "t5", _T5),
+        make_family("flan-t5", "t5", _T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+        make_family("umt5", "umt5", _T5, tie_word_embeddings=False),
+        make_family(
             "longcat-flash",
             "longcat_flash",
             _SIZES,

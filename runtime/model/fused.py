@@ -42,21 +42,21 @@ class FusedOps:
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rotated | None]  # q, k, cos, sin -> q, k
     mlp_rows: int | None
 
-    def stand_in(self, parent: nn.Module, name: str, child: nn.Module) -> nn.Module | None:
+    def make_replacement(self, parent: nn.Module, name: str, child: nn.Module) -> nn.Module | None:
         """What takes the place of a module inside `parent`; None where that stays."""
         forward = type(child).forward
-        if is_code_of(forward, llama.LlamaRMSNorm.forward):
+        if has_same_code(forward, llama.LlamaRMSNorm.forward):
             return FusedRMSNorm(child, self)
-        if is_code_of(forward, llama.LlamaMLP.forward) and isinstance(getattr(child, "act_fn", None), SILU):
+        if has_same_code(forward, llama.LlamaMLP.forward) and isinstance(getattr(child, "act_fn", None), SILU):
             return FusedGatedMLP(child, self)
         if name == "act_fn" and isinstance(child, SILU):
-            is_known = is_code_of(getattr(type(parent), "_apply_gate", None), EXPERTS._apply_gate)
+            is_known = has_same_code(getattr(type(parent), "_apply_gate", None), EXPERTS._apply_gate)
             return FusedGate(child, self) if is_known else None
-        code = next((each for each in _ATTENTION_CODES if is_code_of(forward, each.forward)), None)
-        return FusedAttention(child, self, code) if code is not None and _calls_as_llama(forward) else None
+        code = next((each for each in _ATTENTION_CODES if has_same_code(forward, each.forward)), None)
+        return FusedAttention(child, self, code) if code is not None and _calls_llama_functions(forward) else None
 
 
-class _StandIn(nn.Module):
+class _Replacement(nn.Module):
     """A module that shares the parameters, children and attributes of the one that it replaces: whoever still holds
     the original finds the same weights bound to it."""
 
@@ -66,7 +66,7 @@ class _StandIn(nn.Module):
         self.ops = ops
 
 
-class FusedRMSNorm(_StandIn):
+class FusedRMSNorm(_Replacement):
     """Llama's RMS norm in one pass over memory. After Zhang and Sennrich, "Root Mean Square Layer Normalization"
     (2019)."""
 
@@ -75,7 +75,7 @@ class FusedRMSNorm(_StandIn):
         return llama.LlamaRMSNorm.forward(cast(llama.LlamaRMSNorm, self), hidden_states) if out is None else out
 
 
-class FusedGatedMLP(_StandIn):
+class FusedGatedMLP(_Replacement):
     """Llama's feed-forward, whose gate is applied in one pass. After Shazeer, "GLU Variants Improve Transformer"
     (2020)."""
 
@@ -131,7 +131,7 @@ _ATTENTION_CODES = (
 )
 
 
-class FusedAttention(_StandIn):
+class FusedAttention(_Replacement):
     """Attention of Llama and its kin, whose queries and keys are rotated in one pass. After Su et al., "RoFormer:
     Enhanced Transformer with Rotary Position Embedding" (2021)."""
 
@@ -173,7 +173,7 @@ def fuse(model: nn.Module, ops: FusedOps) -> Counter[str]:
         for name, child in list(parent._modules.items()):
             if child is None:
                 continue
-            stand_in = made.get(child) or ops.stand_in(parent, name, child)
+            stand_in = made.get(child) or ops.make_replacement(parent, name, child)
             if stand_in is not None:
                 made[child] = parent._modules[name] = stand_in
     counts.update(_KINDS[type(stand_in)] for stand_in in made.values())
@@ -188,14 +188,14 @@ _KINDS: dict[type[nn.Module], str] = {
 }
 
 
-def _calls_as_llama(forward: Callable[..., object]) -> bool:
+def _calls_llama_functions(forward: Callable[..., object]) -> bool:
     """Whether the functions that an attention class calls by name are those of Llama, and theirs in turn."""
     known = {"apply_rotary_pos_emb": "rotate_half", "eager_attention_forward": "repeat_kv"}
     for name, inner in known.items():
         function = _globals_of(forward).get(name)
-        if not is_code_of(function, vars(llama)[name]):
+        if not has_same_code(function, vars(llama)[name]):
             return False
-        if not is_code_of(_globals_of(function).get(inner), vars(llama)[inner]):
+        if not has_same_code(_globals_of(function).get(inner), vars(llama)[inner]):
             return False
     return True
 
@@ -204,7 +204,7 @@ def _globals_of(function: object) -> dict[str, object]:
     return getattr(function, "__globals__", {})
 
 
-def is_code_of(function: object, known: object) -> bool:
+def has_same_code(function: object, known: object) -> bool:
     """Whether a function has the same instructions on the same names and constants as another; what they are called
     with and say of themselves may differ."""
     bodies = list[tuple[object, ...]]()

@@ -55,17 +55,17 @@ def _kernel() -> ModuleType:
     return rowwise
 
 
-def _numbers(x: torch.Tensor) -> np.ndarray:
+def _as_numpy(x: torch.Tensor) -> np.ndarray:
     """Sees float32, or the bits of bfloat16."""
     return x.detach().view(BITS[x.dtype]).numpy()
 
 
-def _rows_of(x: torch.Tensor) -> np.ndarray:
+def _as_rows(x: torch.Tensor) -> np.ndarray:
     """Sees (..., H) as (T, H)."""
-    return _numbers(x).reshape(-1, x.shape[-1])
+    return _as_numpy(x).reshape(-1, x.shape[-1])
 
 
-def _fits(*tensors: torch.Tensor) -> bool:
+def _can_run(*tensors: torch.Tensor) -> bool:
     """Tells whether kernels compute, and can read them: rows of float32, or of bfloat16, one behind the other."""
     dtype = tensors[0].dtype
     if dtype not in DTYPES or not has_compiler():
@@ -80,33 +80,33 @@ def _fits(*tensors: torch.Tensor) -> bool:
 
 def norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor | None:
     """Divides (..., H) by the root of its mean square and `eps`, and multiplies it by the weight."""
-    if not _fits(x, weight_H) or weight_H.shape != x.shape[-1:]:
+    if not _can_run(x, weight_H) or weight_H.shape != x.shape[-1:]:
         return None
     out, norm_rows = torch.empty_like(x), _kernel().norm_rows
-    x_TH, out_TH = _rows_of(x), _rows_of(out)
-    arrays = (x_TH, _numbers(weight_H), np.float32(eps), out_TH)
+    x_TH, out_TH = _as_rows(x), _as_rows(out)
+    arrays = (x_TH, _as_numpy(weight_H), np.float32(eps), out_TH)
     parallel_for_groups(x_TH, 1, lambda rows: norm_rows(*arrays, *rows))
     return out
 
 
 def gate(gate_TH: torch.Tensor, up_TH: torch.Tensor) -> torch.Tensor | None:
     """Writes silu(gate) * up (T, H) over the gates."""
-    return _gated(gate_TH, up_TH, 0, gate_TH) if _fits(gate_TH, up_TH) else None
+    return _apply_gate(gate_TH, up_TH, 0, gate_TH) if _can_run(gate_TH, up_TH) else None
 
 
 def gate_halves(gate_up_V2H: torch.Tensor) -> torch.Tensor | None:
     """Makes (V, H) of rows that hold a gate and what it lets through, (V, 2H)."""
-    if gate_up_V2H.dim() != 2 or not _fits(gate_up_V2H):
+    if gate_up_V2H.dim() != 2 or not _can_run(gate_up_V2H):
         return None
     num_rows, num_gates = gate_up_V2H.shape[0], gate_up_V2H.shape[1] // 2
-    return _gated(gate_up_V2H, gate_up_V2H, num_gates, gate_up_V2H.new_empty(num_rows, num_gates))
+    return _apply_gate(gate_up_V2H, gate_up_V2H, num_gates, gate_up_V2H.new_empty(num_rows, num_gates))
 
 
-def _gated(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_TH: torch.Tensor) -> torch.Tensor:
+def _apply_gate(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_TH: torch.Tensor) -> torch.Tensor:
     """Writes silu(gate) * up, of H numbers from the first and from `up_begin` on, to `out_TH`, which may be `gate_TN`
     itself."""
-    out, kernel = _numbers(out_TH), _kernel()
-    arrays = (_numbers(gate_TN), _numbers(up_TN), up_begin, out)
+    out, kernel = _as_numpy(out_TH), _kernel()
+    arrays = (_as_numpy(gate_TN), _as_numpy(up_TN), up_begin, out)
     parallel_for_groups(out, 1, lambda rows: kernel.gate_rows(*arrays, *rows, np.empty(kernel.RUN, np.float32)))
     return out_TH
 
@@ -116,13 +116,13 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     B, _, T, D = q.shape
     rows = [each.transpose(1, 2) for each in (q, k)]  # as products leave them
     is_each_token = cos.shape == sin.shape == (k.shape[0], *k.shape[2:]) == (B, T, D)
-    if not is_each_token or not _fits(*rows, cos, sin):
+    if not is_each_token or not _can_run(*rows, cos, sin):
         return None
-    cos_TD, sin_TD = _rows_of(cos), _rows_of(sin)
+    cos_TD, sin_TD = _as_rows(cos), _as_rows(sin)
     rotate_rows, rotated = _kernel().rotate_rows, list[torch.Tensor]()
     for x_BThD in rows:
         rotated.append(torch.empty_like(x_BThD))
-        x_ThD, out_ThD = (_numbers(each).reshape(-1, *each.shape[2:]) for each in (x_BThD, rotated[-1]))
+        x_ThD, out_ThD = (_as_numpy(each).reshape(-1, *each.shape[2:]) for each in (x_BThD, rotated[-1]))
         arrays = (x_ThD, cos_TD, sin_TD, out_ThD)
         parallel_for_groups(x_ThD, 1, lambda rows, arrays=arrays: rotate_rows(*arrays, *rows))
     return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
@@ -149,16 +149,16 @@ def compiled_ops() -> FusedOps:
     """Returns operations of which each is one kernel. The first pass compiles: some seconds for each kind of
     operation, again where a pass has one token alone."""
     return FusedOps(
-        norm=lambda x, weight, eps: _compiled(plain_norm)(x, weight, eps),
-        gate=lambda gate, up: _compiled(plain_gate)(gate, up),
-        gate_halves=lambda gate_up: _compiled(plain_gate)(*gate_up.chunk(2, dim=-1)),
-        rotate=lambda q, k, cos, sin: _compiled(llama.apply_rotary_pos_emb)(q, k, cos, sin),
+        norm=lambda x, weight, eps: _compile(plain_norm)(x, weight, eps),
+        gate=lambda gate, up: _compile(plain_gate)(gate, up),
+        gate_halves=lambda gate_up: _compile(plain_gate)(*gate_up.chunk(2, dim=-1)),
+        rotate=lambda q, k, cos, sin: _compile(llama.apply_rotary_pos_emb)(q, k, cos, sin),
         mlp_rows=None,
     )
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, fullgraph=True, backend=BACKEND)
 
 

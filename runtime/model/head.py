@@ -22,11 +22,11 @@ class HasLogits(Protocol):
     logits: torch.Tensor
 
 
-class _BelowHeadAlone(Exception):
+class _HeadSkipped(Exception):
     """The model below the head has run, and the head is not wanted."""
 
 
-class BelowHead(torch.nn.Module):
+class BaseModelWrapper(torch.nn.Module):
     """Stands in the place of a module that may be the model below the head. The first of them that a pass calls is it:
     inside `sliced_logits` it runs once, and from then on what came of it is handed out, of the slice's tokens alone.
     Elsewhere it is as if it were not there."""
@@ -51,11 +51,11 @@ class BelowHead(torch.nn.Module):
         if slices.hidden_1ND is None:
             slices.owner = self
             slices.output = self.inner(*args, **kwargs)
-            slices.hidden_1ND = _selected(slices.output, slices.selected_N)
-            slices.output = _with_hidden(slices.output, slices.hidden_1ND[:, :0])
+            slices.hidden_1ND = _select_hidden(slices.output, slices.selected_N)
+            slices.output = _replace_hidden(slices.output, slices.hidden_1ND[:, :0])
             if slices.skips_head:
-                raise _BelowHeadAlone
-        return _with_hidden(slices.output, slices.next_hidden(slices.hidden_1ND))
+                raise _HeadSkipped
+        return _replace_hidden(slices.output, slices.next_hidden(slices.hidden_1ND))
 
 
 def sliced_logits(
@@ -80,8 +80,8 @@ def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> He
     run = current_lane_run()
     slices = run.head = HeadSlices(selected_N=selected_N, skips_head=True)
     try:
-        slices.hidden_1ND = _selected(forward(), selected_N)
-    except _BelowHeadAlone:
+        slices.hidden_1ND = _select_hidden(forward(), selected_N)
+    except _HeadSkipped:
         pass
     finally:
         run.head = None
@@ -106,7 +106,7 @@ def class_logits(model: torch.nn.Module, slices: HeadSlices, ids_N: torch.Tensor
 def slice_head(staged: StagedModel) -> None:
     """Makes `sliced_logits` possible. Mutates the model; doing so twice changes nothing. Raises ConfigError where the
     class's head is not apart from what lies below it."""
-    if any(isinstance(module, BelowHead) for module in staged.model.modules()):
+    if any(isinstance(module, BaseModelWrapper) for module in staged.model.modules()):
         return
     # The places of modules that hold the decoder's layers and not the head, outer ones first: which of them a class
     # calls is its own affair.
@@ -114,31 +114,31 @@ def slice_head(staged: StagedModel) -> None:
     head = staged.model.get_output_embeddings()
     parent, places = staged.model, list[tuple[torch.nn.Module, str]]()
     while True:
-        name, child = next((name, child) for name, child in parent.named_children() if _holds(child, last_layer))
+        name, child = next((name, child) for name, child in parent.named_children() if _contains(child, last_layer))
         if isinstance(child, torch.nn.ModuleList):
             break
-        if head is None or not _holds(child, head):
+        if head is None or not _contains(child, head):
             places.append((parent, name))
         parent = child
     if not places:
         name = type(staged.model).__name__
         raise ConfigError(f"model.path: {name} has its layers and its head in one module, so it can score no tokens")
     for parent, name in places:
-        setattr(parent, name, BelowHead(getattr(parent, name)))
+        setattr(parent, name, BaseModelWrapper(getattr(parent, name)))
 
 
-def _holds(module: torch.nn.Module, other: torch.nn.Module) -> bool:
+def _contains(module: torch.nn.Module, other: torch.nn.Module) -> bool:
     return any(each is other for each in module.modules())
 
 
-def _selected(output: object, selected_N: torch.Tensor) -> torch.Tensor:
+def _select_hidden(output: object, selected_N: torch.Tensor) -> torch.Tensor:
     """(1, N, D) of a base model's hidden states (B, T, D), which come first in what it returns."""
     hidden = output[0] if isinstance(output, tuple | ModelOutput) else output
     assert isinstance(hidden, torch.Tensor), f"the model below the head gave {type(hidden).__name__}"
     return hidden.flatten(0, 1)[selected_N][None]
 
 
-def _with_hidden(output: object, hidden: torch.Tensor) -> object:
+def _replace_hidden(output: object, hidden: torch.Tensor) -> object:
     if isinstance(output, ModelOutput):
         return replace(output, **{next(iter(output)): hidden})  # pyright: ignore[reportArgumentType] - its subclasses are
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

@@ -42,7 +42,15 @@ from ..weights.layout import init_computed_parameters, map_weights, pop_quantiza
 from ..weights.rounding_files import RoundedTensors
 from ..weights.stage_weights import load_tensor, stage_weights
 from . import attention, experts
-from .capabilities import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache, shape_of, without_cache
+from .capabilities import (
+    CacheShape,
+    ExpertKind,
+    choose_lanes,
+    encoder_cache_shape,
+    expert_kind,
+    make_shape,
+    measure_cache,
+)
 from .fused import fuse
 from .fused_ops import DTYPES, compiled_ops, host_ops, require_accelerator
 from .rope_lengths import RopeLengths, follow_lengths
@@ -88,11 +96,11 @@ class LoadedModel:
         return self.stored if self.rounded is None else replace(self.stored, relative_error=self.rounded.relative_error)
 
     @property
-    def made(self) -> Mapping[str, Fill]:
+    def virtual_files(self) -> Mapping[str, Fill]:
         """The files of weights that lie nowhere, for a reader."""
         return {} if self.rounded is None else self.rounded.fills
 
-    def placed(self, device: ComputeDevice) -> "LoadedModel":
+    def for_device(self, device: ComputeDevice) -> "LoadedModel":
         """The model with what its layers take of memory on this device."""
         way = attention.attention_method(self.staged.model, self.shape, device)
         return replace(self, shape=replace(self.shape, attention_method=way))
@@ -136,7 +144,7 @@ def load_model(
     of which this one is given its part; `encodes`: of an encoder-decoder its encoder alone. Raises
     CheckpointError or ConfigError, with what to do.
     """
-    empty = _open(config, device, cache_dir, truncated, should_stop, encodes=encodes)
+    empty = _build_empty_model(config, device, cache_dir, truncated, should_stop, encodes=encodes)
     model, checkpoint, class_name = empty.model, empty.checkpoint, type(empty.model).__name__
 
     # The class is run without weights to see what it does in lanes. An encoder's are rectangles without a cache, which
@@ -148,20 +156,20 @@ def load_model(
     with as_config_error(class_name):
         if is_encoder:
             padding = PaddingBehavior(whole_prompts="the class is an encoder, which sees all of a prompt at once")
-            cache = without_cache(model)
+            cache = encoder_cache_shape(model)
         else:
             is_packed, reason = choose_lanes(model, config.lanes) if truncated is None else (truncated.is_packed, "")
             if not is_packed and not model.config.is_encoder_decoder:
                 padding = probe_padding(model)
             cache = measure_cache(model)
-        _register(model, is_packed=is_packed)
+        _register_functions(model, is_packed=is_packed)
     if reason:
         log.info("lanes are padded: %s", reason)
     if not is_encoder:
         for reason in filter(None, (padding.separate_rows, padding.whole_prompts)):
             log.info("padded lanes: %s", reason)
 
-    rounded = empty.rounded(config)
+    rounded = empty.make_rounded(config)
     parameters, digests = empty.map_bytes(rounded, config, cache_root(cache_dir), express, should_stop)
     heads = None if split is None else split.share_heads(cache, is_packed=is_packed)
     if split is not None:
@@ -185,7 +193,7 @@ def load_model(
     with as_config_error(class_name):
         staged = stage_model(model)
         name = class_name if config.name == ANY else config.name
-        shape = shape_of(name, staged, parameters, cache, is_packed=is_packed)
+        shape = make_shape(name, staged, parameters, cache, is_packed=is_packed)
     fill_buffers(staged, parameters, device)
     return LoadedModel(
         staged=staged,
@@ -230,7 +238,7 @@ class _EmptyWeights:
     generation: GenerationDefaults
     zeroed_rows: Mapping[str, Sequence[int]]  # see `runtime.probing.meta`
 
-    def rounded(self, config: ModelConfig) -> RoundedTensors | None:
+    def make_rounded(self, config: ModelConfig) -> RoundedTensors | None:
         """The checkpoint's tensors as `model.quantize` has them read. Raises CheckpointError where they are not
         plain."""
         if config.quantize is None:
@@ -263,7 +271,7 @@ class _EmptyWeights:
         if self.quantization.get("quant_method") == METHOD:
             check_packed(checkpoint.files, is_full=is_verified)
         digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}
-        conversions += self._zeroed(parameters)
+        conversions += self._zeroing_conversions(parameters)
         made_here = {each.file for each in rounded.rounded} if rounded is not None else set[str]()
         for conversion in conversions:
             if any(source.file in made_here for source in conversion.sources):  # what is converted is a file
@@ -286,10 +294,10 @@ class _EmptyWeights:
             if is_verified:
                 files = sorted({piece.file for parameter in converted.values() for piece in parameter.slices})
                 digests |= digest_files(files, kept, should_stop)
-        parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
+        parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stack_names(model)}
         return parameters, digests
 
-    def _zeroed(self, parameters: Mapping[str, Parameter]) -> list[Conversion]:
+    def _zeroing_conversions(self, parameters: Mapping[str, Parameter]) -> list[Conversion]:
         """Matrices that transformers changes as it loads them. Raises ConfigError for one that lies in several
         pieces."""
         found = list[Conversion]()
@@ -314,7 +322,7 @@ class _EmptyWeights:
         return found
 
 
-def _open(
+def _build_empty_model(
     config: ModelConfig,
     device: torch.device,
     cache_dir: str | None,
@@ -379,7 +387,7 @@ def _compute_dtype(wanted: DType, config: PreTrainedConfig, device: torch.device
     return getattr(torch, chosen.value)
 
 
-def _register(model: PreTrainedModel, *, is_packed: bool) -> None:
+def _register_functions(model: PreTrainedModel, *, is_packed: bool) -> None:
     """Has the class call our functions."""
     if expert_kind(model) is ExpertKind.sorted:
         experts.register()

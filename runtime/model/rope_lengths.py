@@ -28,7 +28,7 @@ class RopeLengths:
 
     restart_tokens: int | None
 
-    def of(self, places: Iterable[int], *, num_prompt: int, num_known: int) -> list[int]:
+    def token_lengths(self, places: Iterable[int], *, num_prompt: int, num_known: int) -> list[int]:
         """Says for the token at each place of a sequence how long the sequence was when `generate` last computed it."""
         least = num_prompt
         if self.restart_tokens is not None and num_known >= self.restart_tokens:
@@ -55,7 +55,7 @@ def follow_lengths(model: PreTrainedModel) -> RopeLengths | None:
                 of_kind = parameters if layer_type is None else parameters[layer_type]
                 own[layer_type] = of_kind["original_max_position_embeddings"]
         if own:
-            module.forward = _by_length(module.forward, own)
+            module.forward = _length_aware(module.forward, own)
             limits.update(own.values())
     if not limits:
         return None
@@ -66,7 +66,7 @@ def follow_lengths(model: PreTrainedModel) -> RopeLengths | None:
     return RopeLengths(restart_tokens=_restart_tokens(model, limits))
 
 
-def _by_length(forward: Callable[..., Embeddings], limits: dict[str | None, int]) -> Callable[..., Embeddings]:
+def _length_aware(forward: Callable[..., Embeddings], limits: dict[str | None, int]) -> Callable[..., Embeddings]:
     """`forward` of a rotary module as it is to be in lanes."""
 
     def embed(
@@ -105,7 +105,7 @@ def _parts(embeddings: Embeddings) -> Iterator[torch.Tensor]:
     yield from (embeddings,) if isinstance(embeddings, torch.Tensor) else embeddings
 
 
-class _Filled(DynamicCache):
+class _FakeCache(DynamicCache):
     """A cache that says it holds so many positions."""
 
     num_positions = 0
@@ -119,7 +119,7 @@ def _restart_tokens(model: PreTrainedModel, limits: set[int]) -> int | None:
     prepare: Any = model.prepare_inputs_for_generation
     named = getattr(model.config.get_text_config(), "original_max_position_embeddings", None)
     for num_known in sorted({limit + 1 for limit in {*limits, *([named] if isinstance(named, int) else [])}}):
-        cache = _Filled(config=model.config.get_text_config())
+        cache = _FakeCache(config=model.config.get_text_config())
         cache.num_positions = num_known - 1
         ids = torch.zeros(1, num_known, dtype=torch.long)
         try:

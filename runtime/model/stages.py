@@ -29,7 +29,7 @@ from ..probing.layer_lists import encoder_config, layer_lists, stage_kinds
 
 EMBEDDING = 0
 NOTHING_GATHERED = nullcontext()
-Instead: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], object]
+ForwardOverride: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], object]
 _Tensors: TypeAlias = dict[str, torch.Tensor | None]  # of a module, by name
 
 
@@ -63,7 +63,7 @@ class StreamedModule(torch.nn.Module):
         self.parameter_names = tuple(inner.state_dict())  # in `inner`; in the stage's weights they are behind `name`
         self.binding = Binding(inner, self.parameter_names, f"{name}.")
         self.projections = FusedProjections()
-        self.instead: Instead | None = None  # of a forward where other ranks have layers, see part.py
+        self.instead: ForwardOverride | None = None  # of a forward where other ranks have layers, see part.py
         self.stand_in: Callable[[], Weights] | None = None  # for weights that another rank has
 
     def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - the weights are elsewhere
@@ -85,9 +85,9 @@ class StreamedModule(torch.nn.Module):
         return need_stage(self.stage) if self.stand_in is None else self.stand_in()
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        return self.computed(args, kwargs) if self.instead is None else self.instead(args, kwargs)
+        return self.run_inner(args, kwargs) if self.instead is None else self.instead(args, kwargs)
 
-    def computed(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def run_inner(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """What the module comes to with its weights."""
         weights = self._weights()
         inner = self._modules["inner"]  # which `__getattr__` would look for among all others
@@ -219,30 +219,30 @@ def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], ki
     stages = dict.fromkeys(outer, kinds.index(StageKind.head))
     if StageKind.bridge in kinds:
         encoder = model.get_encoder()
-        before = _asked_before_layers(lambda: encoder(input_ids=ids), outer)
+        before = _modules_before_layers(lambda: encoder(input_ids=ids), outer)
         before += [module for module in outer if module is model.get_input_embeddings()]  # T5 never calls them itself
         # The bridge has what the encoder owns outside its layers, and what the decoder asks for before its own.
         inside = set(encoder.modules())
         encoded = (torch.zeros(1, 1, encoder_config(model.config).hidden_size, dtype=model.dtype),)
         known = {"encoder_outputs": encoded, "decoder_input_ids": ids, "use_cache": False}
-        bridge = [*_asked_before_layers(lambda: model(**known), outer), *(each for each in outer if each in inside)]
+        bridge = [*_modules_before_layers(lambda: model(**known), outer), *(each for each in outer if each in inside)]
         stages |= dict.fromkeys(bridge, kinds.index(StageKind.bridge))
     else:
-        known = accepted(model.forward, {"input_ids": ids, "position_ids": ids, "use_cache": False})
-        before = _asked_before_layers(lambda: model(**known), outer)
+        known = accepted_arguments(model.forward, {"input_ids": ids, "position_ids": ids, "use_cache": False})
+        before = _modules_before_layers(lambda: model(**known), outer)
     stages |= dict.fromkeys(before, EMBEDDING)
     for module, stage in stages.items():
         module.stage = stage
 
 
-def accepted(forward: Callable[..., object], arguments: Mapping[str, object]) -> dict[str, object]:
+def accepted_arguments(forward: Callable[..., object], arguments: Mapping[str, object]) -> dict[str, object]:
     """Those of them that a class's `forward` takes."""
     parameters = inspect.signature(forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
-def _asked_before_layers(forward: Callable[[], object], outer: list[StreamedModule]) -> list[StreamedModule]:
+def _modules_before_layers(forward: Callable[[], object], outer: list[StreamedModule]) -> list[StreamedModule]:
     """The weights that modules get are zeros of full shape and no size (stride 0), so nothing is allocated."""
     by_number = {module.stage: module for module in outer}
     before: list[StreamedModule] = []
@@ -287,7 +287,7 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
         return layer(*args, **kwargs)
     selected_B, num_tokens = cache.selected_B, cache.num_tokens
     try:
-        few, few_named = (_narrowed(arguments, selected_B, num_tokens) for arguments in (args, kwargs))
+        few, few_named = (_select_tokens(arguments, selected_B, num_tokens) for arguments in (args, kwargs))
     except _NotByTokenError:
         return layer(*args, **kwargs)
     try:
@@ -298,15 +298,15 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
     with cache.restrict_to_selected():
         out = layer(*few, **few_named)
     if isinstance(out, tuple):
-        return (_widened(out[0], selected_B, num_tokens), *out[1:])
-    return _widened(out, selected_B, num_tokens)
+        return (_scatter_tokens(out[0], selected_B, num_tokens), *out[1:])
+    return _scatter_tokens(out, selected_B, num_tokens)
 
 
 class _NotByTokenError(Exception):
     """A tensor has as many numbers as there are tokens along a dimension where classes have no tokens."""
 
 
-def _narrowed(value: Any, selected_B: torch.Tensor, num_tokens: int) -> Any:
+def _select_tokens(value: Any, selected_B: torch.Tensor, num_tokens: int) -> Any:
     """Takes of tensors (1, T, ...) or (T), in whatever holds them, the selected tokens."""
     if isinstance(value, torch.Tensor):
         if value.dim() > 1 and value.shape[:2] == (1, num_tokens):
@@ -317,13 +317,13 @@ def _narrowed(value: Any, selected_B: torch.Tensor, num_tokens: int) -> Any:
             raise _NotByTokenError
         return value
     if isinstance(value, dict):
-        return {key: _narrowed(each, selected_B, num_tokens) for key, each in value.items()}
+        return {key: _select_tokens(each, selected_B, num_tokens) for key, each in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_narrowed(each, selected_B, num_tokens) for each in value)
+        return type(value)(_select_tokens(each, selected_B, num_tokens) for each in value)
     return value
 
 
-def _widened(out: torch.Tensor, selected_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def _scatter_tokens(out: torch.Tensor, selected_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """(1, B, ...) to (1, T, ...)."""
     whole = out.new_zeros(1, num_tokens, *out.shape[2:])
     whole[:, selected_B] = out

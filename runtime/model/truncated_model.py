@@ -77,11 +77,11 @@ def num_representative_layers(shape: ModelShape, config: PreTrainedConfig) -> in
     types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     if not isinstance(types, list) or len(types) != len(layers):
         types = [None] * len(layers)
-    kinds = [(_form(layer), kind) for layer, kind in zip(layers, types, strict=True)]
+    kinds = [(_parameter_shapes(layer), kind) for layer, kind in zip(layers, types, strict=True)]
     return max(min(2, len(kinds)), 1 + max(kinds.index(kind) for kind in set(kinds)))
 
 
-def _form(stage: Stage) -> frozenset[tuple[str, tuple[int, ...]]]:
+def _parameter_shapes(stage: Stage) -> frozenset[tuple[str, tuple[int, ...]]]:
     """Names and shapes of its parameters, without the layer's own number."""
     paths = [parameter.name.split(".") for parameter in stage.parameters]
     numbers = [i for i, step in enumerate(paths[0]) if step.isdigit()] if paths else []
@@ -98,8 +98,11 @@ def dense_bytes(shape: ModelShape, num_layers: int) -> int:
     return sum(sizes) + max(sizes, default=0)
 
 
-def fill(
-    model: PreTrainedModel, parameters: Mapping[str, Parameter], checkpoint: Checkpoint, made: Mapping[str, Fill]
+def load_parameters(
+    model: PreTrainedModel,
+    parameters: Mapping[str, Parameter],
+    checkpoint: Checkpoint,
+    virtual_files: Mapping[str, Fill],
 ) -> None:
     """Mutates `model`: its parameters are those of the checkpoint, dense, and what has the same bytes is read once; so
     are buffers that the checkpoint holds. `made`: files that lie nowhere, as a reader has them. Raises KeyError for a
@@ -111,7 +114,9 @@ def fill(
             bytes_of = tuple(f"{piece.file} {piece.name}" for piece in parameters[name].slices)
             if bytes_of not in known or known[bytes_of].shape != tensor.shape:
                 found = parameters[name]
-                entries = [torch.cat([load_tensor(piece, made) for piece in blocks]) for blocks in found.pieces]
+                entries = [
+                    torch.cat([load_tensor(piece, virtual_files) for piece in blocks]) for blocks in found.pieces
+                ]
                 whole = torch.stack(entries) if found.is_stacked else entries[0]
                 whole = whole.to(tensor.dtype).reshape(tensor.shape)
                 known[bytes_of] = nn.Parameter(whole, requires_grad=False)
@@ -153,15 +158,15 @@ def drop_unused_modules(model: PreTrainedModel) -> None:
     kept = set(decoder.modules())
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         kept |= set(module.modules()) if module is not None else set()
-    _leave(model, "", kept)
+    _drop_weights(model, "", kept)
 
 
-def _leave(module: nn.Module, path: str, kept: set[nn.Module]) -> None:
+def _drop_weights(module: nn.Module, path: str, kept: set[nn.Module]) -> None:
     for name, _ in list(module.named_parameters(recurse=False)):
         module.register_parameter(name, None)
     for name, child in list(module.named_children()):
         child_path = f"{path}.{name}" if path else name
         if child not in kept and not kept.isdisjoint(child.modules()):
-            _leave(child, child_path, kept)
+            _drop_weights(child, child_path, kept)
         elif child not in kept and any(True for _ in child.parameters()):
             setattr(module, name, UnusedModule(child, child_path))

@@ -197,7 +197,7 @@ def _run_first_layer(
     """Runs the layer on memory that is filled before the lane gets the layer's weights."""
     run = current_lane_run()
     run.entering = torch.empty_like(handed.hidden_states(args, kwargs), memory_format=torch.contiguous_format)
-    return module.computed(*handed.with_hidden_states(args, kwargs, run.entering))
+    return module.run_inner(*handed.with_hidden_states(args, kwargs, run.entering))
 
 
 def _leave_rank(handed: TransferredTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

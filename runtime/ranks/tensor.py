@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..config.settings import DividedExperts
 from ..errors import ConfigError
-from ..model.capabilities import CacheShape, filled_cache
+from ..model.capabilities import CacheShape, fill_cache
 from ..model.experts import is_experts, matrix_names
 from ..model.loading import ModelSplit
 from ..plan.shape.rank_shares import RowShare, cut
@@ -158,7 +158,7 @@ class _Splitting:
             probe.set_attn_implementation("eager")
             for path, flow in flows.items():
                 self._split(self._linear(probe, path), flow)
-            filled_cache(probe, num_tokens=3)
+            fill_cache(probe, num_tokens=3)
         except PROBE_ERRORS as error:
             return str(error).partition("\n")[0] or type(error).__name__
         return None

@@ -23,13 +23,13 @@ from ..model.experts import (
     ExpertShare,
     Matrices,
     Visits,
-    activated,
-    bias_of,
+    apply_activation,
+    expert_output,
     has_norm,
     matrix_names,
-    output_of,
+    stacked_bias,
 )
-from ..model.fused import is_code_of
+from ..model.fused import has_same_code
 from ..plan.shape.rank_shares import RowShare, cut, runs_of, sends_less_whole, take_experts
 from ..plan.shape.shapes import Parameter
 from .collectives import AllGather
@@ -44,7 +44,7 @@ def num_runs(module: nn.Module) -> int:
     """The runs of rows of the first matrix that are cut each by itself: 2 where a gate and what it lets through lie one
     below the other, and can be multiplied part by part."""
     experts = cast("Experts", module)
-    is_usual = is_code_of(getattr(type(module), "_apply_gate", None), GATED._apply_gate)
+    is_usual = has_same_code(getattr(type(module), "_apply_gate", None), GATED._apply_gate)
     return 2 if experts.has_gate and is_usual and not experts.has_bias else 1
 
 
@@ -54,7 +54,7 @@ def _runs(
     """Experts in their order, as many as have together no more visits than that, or one."""
     run, num_visits = list[tuple[int, Matrices]](), 0
     for expert, matrices in hit:
-        own = visits.of(expert)
+        own = visits.expert_rows(expert)
         if run and num_visits + own.stop - own.start > most_visits:
             yield run
             run, num_visits = [], 0
@@ -65,7 +65,7 @@ def _runs(
 
 
 def _biased(experts: Experts, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-    bias = bias_of(experts, name)
+    bias = stacked_bias(experts, name)
     return x if bias is None else x + bias[expert]
 
 
@@ -76,16 +76,16 @@ class ExpertRows(ExpertShare):
         super().__init__()
         self._all_gather = all_gather
 
-    def mixed(
+    def mix_experts(
         self, module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
     ) -> torch.Tensor:
-        """Sums are made in the order of `experts.mixed`."""
+        """Sums are made in the order of `mix_experts`."""
         experts = cast("Experts", module)
         is_last_whole = experts.has_bias or has_norm(experts)
         out_TM, width = None, 0
         for run in _runs(visits, hit, max(len(hidden_TD), LEAST_VISITS)):
             for expert, found in self._outputs(module, run, hidden_TD, visits, is_whole=is_last_whole):
-                mine = visits.of(expert)
+                mine = visits.expert_rows(expert)
                 if out_TM is None:
                     width = found.shape[1]
                     out_TM = hidden_TD.new_zeros(len(hidden_TD), width)
@@ -104,14 +104,16 @@ class ExpertRows(ExpertShare):
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """What each expert of a run makes of its visits, (V, D) where it `is_whole`, else this rank's (V, M)."""
         experts, (up, down) = cast("Experts", module), matrix_names(module)
-        counts = [visits.of(expert).stop - visits.of(expert).start for expert, _ in run]
-        parts = [F.linear(hidden_TD[visits.tokens_V[visits.of(expert)]], own[up]) for expert, own in run]
+        counts = [visits.expert_rows(expert).stop - visits.expert_rows(expert).start for expert, _ in run]
+        parts = [F.linear(hidden_TD[visits.tokens_V[visits.expert_rows(expert)]], own[up]) for expert, own in run]
         if num_runs(module) == 2 or (not experts.has_gate and not experts.has_bias):
-            inner_VH = self._all_gather.gather(torch.cat([activated(experts, part) for part in parts]))
+            inner_VH = self._all_gather.gather(torch.cat([apply_activation(experts, part) for part in parts]))
         else:
             whole = self._all_gather.gather(torch.cat(parts)).split(counts)
             pairs = zip(run, whole, strict=True)
-            inner_VH = torch.cat([activated(experts, _biased(experts, up, expert, x)) for (expert, _), x in pairs])
+            inner_VH = torch.cat(
+                [apply_activation(experts, _biased(experts, up, expert, x)) for (expert, _), x in pairs]
+            )
         pairs = zip(run, inner_VH.split(counts), strict=True)
         found = [F.linear(inner, own[down]) for (_, own), inner in pairs]
         if is_whole:
@@ -128,7 +130,7 @@ class WholeExperts(ExpertShare):
         super().__init__(own)
         self._all_gather = all_gather
 
-    def mixed(
+    def mix_experts(
         self, module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
     ) -> torch.Tensor:
         """`hit` yields this rank's experts alone."""
@@ -136,12 +138,12 @@ class WholeExperts(ExpertShare):
         experts, tokens = runs_of(num_experts, all_gather.count), runs_of(len(hidden_TD), all_gather.count)
         own, mine = experts[all_gather.index], tokens[all_gather.index]
         given, sizes_given = _weighted_outputs(module, hidden_TD, visits, hit, own, tokens)
-        summed = visits.of_tokens(mine)
-        sizes_taken = [summed.of(each[-1]).stop - summed.of(each.start).start for each in experts]
+        summed = visits.select_tokens(mine)
+        sizes_taken = [summed.expert_rows(each[-1]).stop - summed.expert_rows(each.start).start for each in experts]
         taken = all_gather.all_to_all(given, sizes_given, sizes_taken)
         out_tD = hidden_TD.new_zeros(len(mine), hidden_TD.shape[1])
         for expert in summed.hit:
-            rows = summed.of(expert)
+            rows = summed.expert_rows(expert)
             out_tD.index_add_(0, summed.tokens_V[rows] - mine.start, taken[rows])
         return all_gather.all_to_all(
             out_tD.repeat(all_gather.count, 1), [len(mine)] * all_gather.count, [len(each) for each in tokens]
@@ -158,15 +160,15 @@ def _weighted_outputs(
 ) -> tuple[torch.Tensor, list[int]]:
     """The weighted outputs of this rank's experts, (V, D), by the rank that adds up the token's, and how many each
     gets."""
-    begin, end = visits.of(own.start).start, visits.of(own[-1]).stop
+    begin, end = visits.expert_rows(own.start).start, visits.expert_rows(own[-1]).stop
     ends = torch.tensor([each.stop for each in tokens], device=visits.tokens_V.device)
     to_V = torch.bucketize(visits.tokens_V[begin:end], ends, right=True)
     places_V = torch.empty_like(to_V)
     places_V[to_V.argsort(stable=True)] = torch.arange(end - begin, device=to_V.device)
     out_VD = hidden_TD.new_empty(end - begin, hidden_TD.shape[1])
     for expert, matrices in hit:
-        rows = visits.of(expert)
-        found = output_of(module, matrices, expert, hidden_TD, visits) * visits.weights_V[rows, None]
+        rows = visits.expert_rows(expert)
+        found = expert_output(module, matrices, expert, hidden_TD, visits) * visits.weights_V[rows, None]
         out_VD[places_V[rows.start - begin : rows.stop - begin]] = found.to(out_VD.dtype)
     return out_VD, to_V.bincount(minlength=len(tokens)).tolist()
 

@@ -232,8 +232,8 @@ def test_a_failing_upload_is_tried_again_until_it_succeeds(
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("s3://key:secret-words@bucket/there", "holds credentials"),
-        ("https://host/there?X-Amz-Signature=secret-words", "signatures"),
+        ("s3://key:secret-words@bucket/there", "contains credentials"),
+        ("https://host/there?X-Amz-Signature=secret-words", "signature"),
         ("zip://a::s3://secret-words/b", "one scheme"),
     ],
 )

@@ -106,8 +106,8 @@ def test_a_runtime_counts_the_way_that_its_layers_take(
     loaded = Runtime(config, device=FakeDevice()).model
     assert loaded.shape.attention_method is fused
     install_flash(monkeypatch, (torch.float32,))
-    assert loaded.placed(FakeDevice()).shape.attention_method is flash
-    assert loaded.placed(ComputeDevice("cpu")).shape.attention_method is AttentionMethod.host
+    assert loaded.for_device(FakeDevice()).shape.attention_method is flash
+    assert loaded.for_device(ComputeDevice("cpu")).shape.attention_method is AttentionMethod.host
 
 
 @pytest.mark.parametrize("most_visits", [256, 1 << 20], ids=["one by one", "in groups"])

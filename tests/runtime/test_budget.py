@@ -56,7 +56,7 @@ def test_a_run_that_passes_its_budget_is_tried_once_more_with_half_as_many_seque
         requests = requests_of(runtime)
         with caplog.at_level(logging.WARNING), runtime.open_with_backoff(requests) as (plan, _):
             assert plan.lane_size * plan.num_lanes == 4
-    assert "once more with blocks of half as many sequences" in caplog.text
+    assert "trying again with half as many sequences per block" in caplog.text
 
 
 def test_a_run_that_passes_its_budget_twice_is_refused_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from runtime.config.settings import ModelConfig, Tier
 from runtime.errors import ConfigError
 from runtime.model import fused_ops, loading
 from runtime.model.fused import FusedRMSNorm, fuse
-from runtime.model.fused_ops import _compiled, plain_gate, plain_norm
+from runtime.model.fused_ops import _compile, plain_gate, plain_norm
 from runtime.model.fused_ops import compiled_ops as ops_of_a_device
 from tests.fake_device import FakeDevice
 from tests.runtime.test_fidelity import config_for, tokens
@@ -24,10 +24,10 @@ from tests.support import Reference
 def _traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Through all of torch.compile but the compiler, which is a device's."""
     monkeypatch.setattr(fused_ops, "BACKEND", "aot_eager")
-    _compiled.cache_clear()
+    _compile.cache_clear()
     with torch.inference_mode():
         yield
-    _compiled.cache_clear()
+    _compile.cache_clear()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
@@ -39,7 +39,7 @@ def test_tokens_are_those_of_transformers(
     config = config_for(ref, tier=Tier.nvme)
     compiled = replace(config, model=replace(config.model, compile=True))
     assert tokens(compiled, ref.prompts, FakeDevice()) == ref.expected
-    assert _compiled.cache_info().hits, "nothing ran compiled"
+    assert _compile.cache_info().hits, "nothing ran compiled"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,8 +51,8 @@ def test_every_step_is_as_precise_as_the_plain_one(dtype: torch.dtype) -> None:
     q, k = torch.randn(1, 4, 3, 16).to(dtype), torch.randn(1, 2, 3, 16).to(dtype)
     cos, sin = torch.randn(2, 1, 3, 16).to(dtype).unbind()
     pairs = [
-        (_compiled(plain_norm)(x, weight, 1e-5), norm(x)),
-        (_compiled(plain_gate)(gate, up), nn.functional.silu(gate) * up),
+        (_compile(plain_norm)(x, weight, 1e-5), norm(x)),
+        (_compile(plain_gate)(gate, up), nn.functional.silu(gate) * up),
         *zip(ops_of_a_device().rotate(q, k, cos, sin), llama.apply_rotary_pos_emb(q, k, cos, sin), strict=True),
     ]
     for ours, plain in pairs:

@@ -196,7 +196,7 @@ def seconds_of_layer(clock: VirtualTime, share: CpuShare, link: float, cpu: floa
 
     patch.setattr(CpuExperts, "_multiply", multiply)
     patch.setattr("runtime.engine.experts.bound_matrices", lambda *args, **kwargs: {})
-    patch.setattr("runtime.engine.experts.output_of", lambda *args: torch.zeros(1, 4))
+    patch.setattr("runtime.engine.experts.expert_output", lambda *args: torch.zeros(1, 4))
     with (
         TimedReader(clock, 1e-12, chunk_bytes=1 << 20) as reader,
         ExpertStream(SHAPE, placement, device, reader, paging=ExpertPaging.hit) as stream,

@@ -122,7 +122,7 @@ def test_backing_off_plans_with_the_memory_of_the_first_try(
     with caplog.at_level(logging.WARNING), runtime.open_with_backoff(requests) as (plan, _):
         assert plan.num_lanes * plan.lane_size == first.num_lanes * first.lane_size / 2
         assert plan.budgets == first.budgets
-    assert "once more with blocks of half as many sequences" in caplog.text
+    assert "trying again with half as many sequences per block" in caplog.text
 
 
 def test_a_card_that_stays_full_is_a_refusal_that_says_what_was_said_and_the_keys(

@@ -20,8 +20,8 @@ from runtime.linear import backends, work_items
 from runtime.linear.blocks import join_blocks, join_stacks
 from runtime.linear.stored import StoredWeight
 from runtime.model import expert_groups
-from runtime.model.expert_groups import in_host_memory, takes_groups, together
-from runtime.model.experts import Experts, Visits, bound_matrices, matrix_names, mixed, output_of
+from runtime.model.expert_groups import run_on_device, run_on_host, supports_grouped_mm
+from runtime.model.experts import Experts, Visits, bound_matrices, expert_output, matrix_names, mix_experts
 from runtime.model.loading import load_model
 from tests.fake_device import FakeDevice
 from tests.host_counters import counting, mark
@@ -81,8 +81,8 @@ def asked(
 def plainly(
     module: nn.Module, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
-    visits = Visits.sorted(index_TK, weights_TK, cast(Experts, module).num_experts)
-    return mixed(module, hidden_TD, visits, ((expert, bound_matrices(module, expert)) for expert in visits.hit))
+    visits = Visits.from_top_k(index_TK, weights_TK, cast(Experts, module).num_experts)
+    return mix_experts(module, hidden_TD, visits, ((expert, bound_matrices(module, expert)) for expert in visits.hit))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,7 +98,7 @@ def test_the_sum_over_experts_is_that_of_the_plain_loop(
     for most, is_by_all in ((expert_groups.GROUPED_VISITS, False), (0, True), (60, False), (0, False)):
         monkeypatch.setattr(expert_groups, "GROUPED_VISITS", most)
         monkeypatch.setattr(expert_groups, "suits_all", lambda *sizes, answer=is_by_all: answer)
-        found = together(module, *given)
+        found = run_on_device(module, *given)
         assert found is not None
         torch.testing.assert_close(found, expected, atol=close, rtol=close)
 
@@ -110,7 +110,7 @@ def test_what_an_expert_makes_of_tokens_that_do_not_visit_it_does_not_matter() -
     index_TK = torch.arange(8)[:, None].expand(8, K) % 4 + torch.arange(K)
     index_TK[index_TK == 0] = 7
     expected = plainly(module, hidden_TD, index_TK, weights_TK)
-    found = together(module, hidden_TD, index_TK, weights_TK)
+    found = run_on_device(module, hidden_TD, index_TK, weights_TK)
     assert found is not None
     assert found.isfinite().all()
     torch.testing.assert_close(found, expected)
@@ -132,19 +132,19 @@ def counts_of(dtype: torch.dtype, num_experts: int, compute: Together, num_token
 
 
 def test_grouped_experts_take_as_many_launches_however_many_there_are_and_no_wait() -> None:
-    few, many = (counts_of(torch.bfloat16, num_experts, together) for num_experts in (8, 64))
+    few, many = (counts_of(torch.bfloat16, num_experts, run_on_device) for num_experts in (8, 64))
     assert few.num_launches == many.num_launches <= 24 + K
     assert few.num_syncs == many.num_syncs == 0
 
 
 def test_few_tokens_that_hit_most_experts_take_as_many_launches_and_no_wait_without_a_kernel() -> None:
-    few, many = (counts_of(torch.float32, num_experts, together, num_tokens=16) for num_experts in (8, 64))
+    few, many = (counts_of(torch.float32, num_experts, run_on_device, num_tokens=16) for num_experts in (8, 64))
     assert few.num_launches == many.num_launches <= 20 + K
     assert few.num_syncs == many.num_syncs == 0
 
 
 def test_experts_without_a_kernel_for_all_take_three_launches_each_and_one_wait() -> None:
-    found, plain = (counts_of(torch.float32, 64, compute, num_tokens=65) for compute in (together, plainly))
+    found, plain = (counts_of(torch.float32, 64, compute, num_tokens=65) for compute in (run_on_device, plainly))
     assert found.num_launches <= 3 * 64 + 20
     assert found.num_syncs == plain.num_syncs == 1
     assert plain.num_launches > 2 * found.num_launches
@@ -166,11 +166,11 @@ def test_experts_stored_one_by_one_are_run_at_once_on_a_device(
     answers: list[bool] = []
 
     def watched(module: nn.Module, *args: torch.Tensor) -> torch.Tensor | None:
-        found = together(module, *args)
+        found = run_on_device(module, *args)
         answers.append(found is not None)
         return found
 
-    monkeypatch.setattr("runtime.engine.experts.together", watched)
+    monkeypatch.setattr("runtime.engine.experts.run_on_device", watched)
     found = []
     for device in (DEVICE, FakeDevice()):
         with player(loaded, ExpertPaging.off, device=device) as played:
@@ -185,11 +185,11 @@ def test_experts_stored_one_by_one_are_run_at_once_on_a_device(
 def test_stacks_that_kernels_would_refuse_are_not_given_to_them() -> None:
     memory = torch.zeros(3 * 64 * 64 + 8, dtype=torch.bfloat16)
     good = memory[: 3 * 64 * 64].view(3, 64, 64)
-    assert takes_groups([good])
-    assert not takes_groups([good.float()])
-    assert not takes_groups([good.half()])
-    assert not takes_groups([memory[4:][: 3 * 64 * 64].view(3, 64, 64)]), "8 bytes past a multiple of 16"
-    assert not takes_groups([good[:, :, :60].contiguous()[:, :, :57]]), "rows of 120 bytes"
+    assert supports_grouped_mm([good])
+    assert not supports_grouped_mm([good.float()])
+    assert not supports_grouped_mm([good.half()])
+    assert not supports_grouped_mm([memory[4:][: 3 * 64 * 64].view(3, 64, 64)]), "8 bytes past a multiple of 16"
+    assert not supports_grouped_mm([good[:, :, :60].contiguous()[:, :, :57]]), "rows of 120 bytes"
 
 
 @pytest.mark.parametrize(("major", "is_taken"), [(7, False), (8, False), (9, True), (10, True), (12, False)])
@@ -209,7 +209,7 @@ def test_only_processors_with_the_kernel_are_asked(major: int, is_taken: bool, m
     asked_of: list[torch.device] = []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked_of.append(device) or (major, 0))
-    assert takes_groups([OnCuda()]) is is_taken  # pyright: ignore[reportArgumentType]
+    assert supports_grouped_mm([OnCuda()]) is is_taken  # pyright: ignore[reportArgumentType]
     assert asked_of == [torch.device("cuda:1")]
 
 
@@ -275,13 +275,16 @@ def test_experts_in_host_memory_give_what_each_by_itself_gives_to_the_bit(
     monkeypatch.setattr(backends, "multiply_groups_in_vectors", noted)
     module, (hidden_TD, index_TK, weights_TK) = stored(drawn(LARGER[kind], dtype)), asked(40, dtype)
     hidden_TD = hidden_TD.repeat(1, 2)
-    visits = Visits.sorted(index_TK, weights_TK.to(dtype), 24)
-    found = in_host_memory(module, hidden_TD, visits)
+    visits = Visits.from_top_k(index_TK, weights_TK.to(dtype), 24)
+    found = run_on_host(module, hidden_TD, visits)
     assert found is not None
     assert taken
     expected = torch.zeros(hidden_TD.shape)
     for expert in visits.hit:
-        mine, result = visits.of(expert), output_of(module, bound_matrices(module, expert), expert, hidden_TD, visits)
+        mine, result = (
+            visits.expert_rows(expert),
+            expert_output(module, bound_matrices(module, expert), expert, hidden_TD, visits),
+        )
         weighted = (result * visits.weights_V[mine, None]).to(dtype)
         expected.index_add_(0, visits.tokens_V[mine], weighted.float())
     assert torch.equal(found, expected.to(dtype))
@@ -295,11 +298,11 @@ def test_experts_in_host_memory_are_run_at_once_where_they_are_many_and_have_few
     module, (hidden_TD, index_TK, weights_TK) = stored(drawn(mixtral, torch.float32)), asked(num_tokens, torch.float32)
     if num_tokens == 2:
         index_TK = index_TK.clamp(max=3)
-    assert in_host_memory(module, hidden_TD, Visits.sorted(index_TK, weights_TK, 24)) is None
+    assert run_on_host(module, hidden_TD, Visits.from_top_k(index_TK, weights_TK, 24)) is None
 
 
 @pytest.mark.parametrize("kind", ["transposed, biases", "mixtral"])
 def test_experts_that_lie_otherwise_are_left_to_others(kind: str) -> None:
     module, (hidden_TD, index_TK, weights_TK) = drawn(KINDS[kind], torch.float32), asked(40, torch.float32)
     module = stored(module) if kind != "mixtral" else module
-    assert in_host_memory(module, hidden_TD, Visits.sorted(index_TK, weights_TK, 24)) is None
+    assert run_on_host(module, hidden_TD, Visits.from_top_k(index_TK, weights_TK, 24)) is None

@@ -21,8 +21,8 @@ from runtime.config.settings import DType, ModelConfig
 from runtime.kernels.rowwise import RUN
 from runtime.model import fused_ops
 from runtime.model.capabilities import has_fused_gate
-from runtime.model.experts import activated
-from runtime.model.fused import FusedGate, FusedOps, fuse, is_code_of
+from runtime.model.experts import apply_activation
+from runtime.model.fused import FusedGate, FusedOps, fuse, has_same_code
 from runtime.model.fused_ops import host_ops as ops_of_this_host
 from runtime.model.loading import load_model
 from runtime.model.stages import Binding
@@ -90,7 +90,7 @@ def test_norms_are_as_precise_as_the_plain_ones(num_rows: int) -> None:
 def test_gates_keep_their_ends() -> None:
     """As far as float32 goes, and with what is no number."""
     numbers = torch.tensor([-1e30, -200.0, -88.0, -87.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 87.0, 89.0, 1e30, torch.nan])
-    out = fused_ops._gated(numbers[None], torch.ones(1, 13), 0, torch.empty(1, 13))[0]
+    out = fused_ops._apply_gate(numbers[None], torch.ones(1, 13), 0, torch.empty(1, 13))[0]
     right = F.silu(numbers.double())
     torch.testing.assert_close(out.double(), right, rtol=5e-7, atol=1e-7, equal_nan=True)
 
@@ -114,7 +114,7 @@ def test_experts_share_a_row_of_gates_and_what_they_let_through() -> None:
     plain, precise = experts._apply_gate(rows), experts._apply_gate(rows.double())
     fuse(experts, ops())
     assert isinstance(experts.act_fn, FusedGate)
-    ours = activated(experts, rows)
+    ours = apply_activation(experts, rows)
     assert ours.is_contiguous()
     assert (ours - precise).abs().max() < 2 * (plain - precise).abs().max() + 1e-6
 
@@ -307,12 +307,12 @@ def second() -> Callable[[int], int]:
 
 
 def test_code_is_known_by_its_instructions_names_and_constants() -> None:
-    assert is_code_of(second(), first())
-    assert not is_code_of(lambda x: abs(x) + 2, lambda x: abs(x) + 1)
-    assert not is_code_of(lambda x: int(x) + 1, lambda x: abs(x) + 1)
-    assert not is_code_of(lambda y: abs(y) + 1, lambda x: abs(x) + 1)
-    assert not is_code_of(abs, first())
-    assert not is_code_of(None, first())
+    assert has_same_code(second(), first())
+    assert not has_same_code(lambda x: abs(x) + 2, lambda x: abs(x) + 1)
+    assert not has_same_code(lambda x: int(x) + 1, lambda x: abs(x) + 1)
+    assert not has_same_code(lambda y: abs(y) + 1, lambda x: abs(x) + 1)
+    assert not has_same_code(abs, first())
+    assert not has_same_code(None, first())
 
 
 @pytest.mark.parametrize(("family", "wanted"), [("llama", True), ("qwen2", True), ("mixtral", False), ("gpt2", False)])

@@ -13,7 +13,7 @@ import torch
 
 from runtime import MachineConfig, ModelConfig, PolicyConfig, Runtime, RuntimeConfig
 from runtime.config.settings import Admission, Attention, DType, Order, PolicyKind, Tier
-from runtime.model.expert_groups import takes_groups, together
+from runtime.model.expert_groups import run_on_device, supports_grouped_mm
 from runtime.out_of_memory import is_out_of_memory
 from runtime.sequences.sequence import Completion
 from runtime.stream.device import ComputeDevice
@@ -120,7 +120,7 @@ def test_experts_at_once_give_the_sum_of_the_plain_loop(
     """Grouped where this device has the kernel, in a product for each where not."""
     module, given = drawn(EXPERTS[kind], dtype), asked(num_tokens, dtype)
     expected = plainly(module, *given)
-    found = together(module.cuda(), *(tensor.cuda() for tensor in given))
+    found = run_on_device(module.cuda(), *(tensor.cuda() for tensor in given))
     assert found is not None
     torch.testing.assert_close(found.cpu(), expected, atol=close, rtol=close)
 
@@ -130,12 +130,12 @@ def test_grouped_experts_ask_nothing_of_the_device(dtype: torch.dtype, num_token
     """Few tokens go by all experts where there is no kernel for groups."""
     module, given = drawn(EXPERTS["mixtral"], dtype).cuda(), [t.cuda() for t in asked(num_tokens, dtype)]
     is_few = num_tokens * 24 <= 1024
-    if not is_few and not takes_groups([module.gate_up_proj.mT]):  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if not is_few and not supports_grouped_mm([module.gate_up_proj.mT]):  # pyright: ignore[reportArgumentType, reportCallIssue]
         pytest.skip("this device has no kernel for them")
-    together(module, *given)
+    run_on_device(module, *given)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        together(module, *given)
+        run_on_device(module, *given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

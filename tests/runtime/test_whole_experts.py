@@ -15,7 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from runtime.config.settings import DividedExperts
-from runtime.model.experts import SHARE, Visits, bound_matrices, matrix_names, mixed, share_of
+from runtime.model.experts import SHARE, Visits, bound_matrices, find_expert_share, matrix_names, mix_experts
 from runtime.plan.shape.rank_shares import runs_of
 from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.ranks.tensor_experts import WholeExperts, divide_experts
@@ -53,13 +53,13 @@ def of_rank(module: torch.nn.Module, handing: Any) -> torch.nn.Module:
 
 
 def mixed_by(part: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
-    share = share_of(part)
+    share = find_expert_share(part)
     assert share is not None
     assert share.own is not None
     own = share.own
     hit = [(expert, bound_matrices(part, expert - own.start)) for expert in visits.hit if expert in own]
     with torch.inference_mode():
-        return share.mixed(part, hidden_TD, visits, hit)
+        return share.mix_experts(part, hidden_TD, visits, hit)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 40])
@@ -72,8 +72,10 @@ def test_sums_of_whole_experts_are_those_of_one_process(module: torch.nn.Module,
     draw = torch.Generator().manual_seed(num_tokens)
     hidden_TD = torch.randn(num_tokens, HIDDEN, generator=draw)
     weights_TK, experts_TK = torch.rand(num_tokens, NUM_EXPERTS, generator=draw).topk(2)
-    visits = Visits.sorted(experts_TK, weights_TK, NUM_EXPERTS)
-    expected = mixed(module, hidden_TD, visits, [(expert, bound_matrices(module, expert)) for expert in visits.hit])
+    visits = Visits.from_top_k(experts_TK, weights_TK, NUM_EXPERTS)
+    expected = mix_experts(
+        module, hidden_TD, visits, [(expert, bound_matrices(module, expert)) for expert in visits.hit]
+    )
     board, met = list[Sequence[torch.Tensor]]([()] * NUM_RANKS), Barrier(NUM_RANKS, timeout=10)
     parts = [of_rank(module, Handing(rank, board, met)) for rank in range(NUM_RANKS)]
     with ThreadPoolExecutor(NUM_RANKS) as ranks:

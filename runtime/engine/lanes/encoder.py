@@ -12,7 +12,7 @@ from ...attention.upload import upload
 from ...cache.pages import KVCache
 from ...cache.rectangle import RectangleKV, cross_rectangle_cache
 from ...model.head import HasLogits
-from ...model.stages import accepted
+from ...model.stages import accepted_arguments
 from ...probing.layer_lists import config_behind_encoder
 from ...sequences.reading import ScoringTargets
 from ...sequences.sequence import Sequence
@@ -74,7 +74,7 @@ class WholePromptsLane(Lane):
 
     def _call_model(self) -> HasLogits:
         arguments = {"input_ids": self._ids_BS, "attention_mask": self._mask_BS, "use_cache": False}
-        return self._model(**accepted(self._model.forward, arguments))
+        return self._model(**accepted_arguments(self._model.forward, arguments))
 
     def _sampled_sequences(self) -> list[Sequence]:
         return []

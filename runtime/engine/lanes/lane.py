@@ -163,7 +163,9 @@ class Lane(ABC):
 
     def _lengths_of(self, sequence: Sequence, places: Rows[int]) -> list[int]:
         assert self._rope_lengths is not None, "the embeddings do not depend on lengths"
-        return self._rope_lengths.of(places, num_prompt=len(sequence.request.prompt_ids), num_known=sequence.num_known)
+        return self._rope_lengths.token_lengths(
+            places, num_prompt=len(sequence.request.prompt_ids), num_known=sequence.num_known
+        )
 
     def _needs_restart(self, sequence: Sequence) -> bool:
         """True if the class's `generate` would recompute all keys after the newest token, as its rotary embeddings
