@@ -1,2 +1,2 @@
-"""Sessions of several ranks that compute one run together, in three ways, and what they tell one another. Who is there
-and how bytes go between them is `ranks/`; what one process does is `engine/session.py`."""
+"""Sessions of several ranks that compute one run together (sharded, tensor or pipeline), and their messages. The
+transport is in `ranks/`, the session of one process in `engine/session.py`."""

@@ -1,6 +1,6 @@
-"""What ranks tell one another of rows, as values of JSON: states of sequences, completions, and the plan of a run.
+"""JSON messages between ranks: sequence states, completions, and the plan of a run.
 
-There is one plan for all: rank 0 makes it and tells the choices that it follows from; each makes the same plan of them.
+Rank 0 plans and broadcasts its choices; every rank builds the same plan from them.
 """
 
 import base64
@@ -40,7 +40,7 @@ KIND, LANES, STATES, ENDED, STOPPING = "kind", "lanes", "states", "ended", "stop
 
 
 def encode_states(states: Mapping[int, SequenceState]) -> list[Values]:
-    """`read_states` reads them; beams are not among them."""
+    """Encodes states for `decode_states`; beams are not supported."""
     return [
         {
             "place": place,
@@ -64,7 +64,7 @@ def decode_states(values: Sequence[Values]) -> dict[int, SequenceState]:
 
 
 def encode_completions(completions: Finished) -> list[Values]:
-    """`read_completions` reads them; beams are not among them."""
+    """Encodes completions for `decode_completions`; beams are not supported."""
     return [
         {
             "place": place,
@@ -113,7 +113,7 @@ def _decode_logprobs(values: Sequence[Sequence[Any]]) -> tuple[TokenLogprobs, ..
 
 
 def plan_to_broadcast(plan: RunPlan, requests: Sequence[Request], weights: str) -> Values:
-    """The choices that a plan follows from, and of which requests and weights it is."""
+    """The choices that determine a plan, and digests of its requests and weights."""
     return {
         "blocks": [[block.index, block.micro_batches] for block in plan.blocks],
         "policy": _to_plain(plan.policy),
@@ -126,13 +126,13 @@ def plan_to_broadcast(plan: RunPlan, requests: Sequence[Request], weights: str) 
 
 
 def _to_plain(config: PolicyConfig | KVConfig | PrefetchConfig) -> Values:
-    """The config's keys; one that holds an enum reads its name back."""
+    """The config's fields as JSON values; enums by name."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
 
 
 def requests_digest(requests: Sequence[Request]) -> str:
-    """The same for the same requests in the same order."""
+    """SHA-256 of the requests in their order."""
     digest = hashlib.sha256()
     for each in requests:
         asked = (each.max_new_tokens, each.sampling_key, each.stop, each.scoring, each.encoding)
@@ -145,8 +145,7 @@ NOT_YET = "devices={} does not go with {} as yet: {}"
 
 
 def config_for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.sharded) -> RuntimeConfig:
-    """The config with what only one process can do left out, where the settings leave that open. Raises ConfigError
-    where they ask for it."""
+    """The config without features that need a single process. Raises ConfigError if the settings ask for one."""
     paging, num_beams, is_divided = (
         config.offload.expert_paging,
         config.sampling.num_beams or 1,
@@ -165,8 +164,8 @@ def config_for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.shard
 
 
 def plan_from_broadcast(message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
-    """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests or
-    weights, and BudgetError."""
+    """Builds the plan of rank 0's broadcast. Raises ConfigError if this rank has other requests or weights, and
+    BudgetError."""
     if message["requests"] != requests_digest(requests):
         raise ConfigError(
             "devices: this rank has read other rows than rank 0: all ranks need the same data set, "
@@ -197,8 +196,8 @@ def plan_from_broadcast(message: Values, planner: Planner, requests: Sequence[Re
 
 
 def num_admitting_ranks(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -> int:
-    """How many ranks admit rows by themselves, each into an equal share of the pages of keys and values: so many that a
-    share has room for the longest request, for which a plan that was told has room."""
+    """Number of ranks that admit rows independently, each into an equal share of the KV pages: as many as leave room
+    for the longest request in each share."""
     num_pages = plan.placement.kv.num_pages
     if not num_pages:
         return num_ranks
@@ -206,11 +205,11 @@ def num_admitting_ranks(plan: RunPlan, requests: Sequence[Request], num_ranks: i
 
 
 def _max_request_pages(requests: Sequence[Request]) -> int:
-    """The pages of the longest of them."""
+    """KV pages of the longest request."""
     tokens = max((max_cached_tokens(len(each.prompt_ids), each.max_new_tokens) for each in requests), default=0)
     return -(-tokens // PAGE_TOKENS)
 
 
 def end_sessions(ranks: Ranks) -> None:
-    """Says, as rank 0, that there will be no other session."""
+    """Announces, from rank 0, that there will be no more sessions."""
     ranks.broadcast({KIND: OVER})

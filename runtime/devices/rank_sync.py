@@ -1,11 +1,10 @@
-"""What ranks agree on between passes: how many lanes the next one takes, who has ended what, and when all of them stop.
+"""Synchronization of ranks between passes: lanes of the next pass, finished sequences, and stopping.
 
-Whoever is stopped says so in the next exchange, whatever the others exchange there; each then says the same, until all
-have. Within a pass `Ranks.stop` tells those that wait for bytes.
+A rank that stops says so in the next exchange, whatever the others exchange there; they answer the same until all have.
+Within a pass, `Ranks.stop` wakes ranks that wait for bytes.
 
-Ranks that divide a model all play the same passes of the same rows. Those that compute each token together have a part
-of every layer and some of the heads, and come to the same tokens; of those that divide the layers the last one draws
-them, and all are told. Either way rank 0 alone need write them.
+Ranks that split a model run the same passes of the same rows. With tensor parallelism all ranks sample the same tokens;
+in a pipeline the last rank samples and broadcasts them. So only rank 0 writes results.
 """
 
 import zlib
@@ -35,23 +34,23 @@ LEAST = "least"
 
 
 class RankSync:
-    """This rank's part in the agreements of one session. All ranks make the same calls in the same order, but for
-    `stop` and `all_states`, which the others answer from within theirs. `rows`, to be set, gives this rank's that are
-    not finished, and `states` what those of them have come to that are begun."""
+    """Synchronizes the ranks of one session. All ranks must make the same calls in the same order, except `stop` and
+    `all_states`, which the others answer within their own calls. The session must set `rows` (this rank's unfinished
+    sequences) and `states` (the states of those that have started)."""
 
     def __init__(self, ranks: Ranks, should_stop: Callable[[], bool]):
         self.ranks, self._local_should_stop = ranks, should_stop
         self.rows: Callable[[], Mapping[int, Running]] = dict
         self.states: Callable[[], Mapping[int, SequenceState]] = dict
-        self._peer_states: dict[int, SequenceState] = {}  # of other ranks, when they were last asked
+        self._peer_states: dict[int, SequenceState] = {}  # of other ranks, from the last exchange
         self._has_stopped = False
 
     def should_stop(self) -> bool:
-        """Whether this rank, or any other, was asked to stop."""
+        """True if any rank was asked to stop."""
         return self.ranks.is_stopping or self._local_should_stop()
 
     def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
-        """The most lanes that any rank has in the next pass, and the phase of all that have any. Raises Interrupted."""
+        """Agrees on the next pass: the largest number of lanes of any rank and the common phase. Raises Interrupted."""
         while True:
             if self.should_stop():
                 raise Interrupted(STOPPED)
@@ -66,7 +65,7 @@ class RankSync:
     def exchange_results(
         self, counts: PassCounts | None, finished: Finished, requests: Sequence[Request]
     ) -> tuple[PassCounts, Finished]:
-        """What a pass came to on all ranks, given this one's: its counts, and what has finished in it, by rank."""
+        """Exchanges a pass's counts and finished sequences. Returns the totals of all ranks, ordered by rank."""
         values = asdict(counts) if counts is not None else None
         message = {KIND: ENDED, "counts": values, "finished": encode_completions(finished)}
         replies = [each for each in self.ranks.exchange(message) if each[KIND] == ENDED]
@@ -76,8 +75,8 @@ class RankSync:
         return PassCounts.total(PassCounts(**each["counts"]) for each in replies if each["counts"]), found
 
     def all_states(self) -> dict[int, SequenceState]:
-        """What rows of all ranks have come to; of rank 0 alone, between two passes or behind the last one. Where others
-        cannot be asked any more, what they said last counts."""
+        """Sequence states of all ranks, for rank 0 between passes or after the last one. Uses the last known states of
+        ranks that no longer answer."""
         try:
             if not self._has_stopped and not self.ranks.is_stopping:
                 self._exchange({KIND: STATES})
@@ -87,7 +86,7 @@ class RankSync:
         return {**self._peer_states, **self.states()}
 
     def stop(self) -> None:
-        """Has all ranks stop, and waits until they have, as far as they are there."""
+        """Makes all live ranks stop, and waits until they have."""
         self.ranks.stop()
         while not self._has_stopped:
             try:
@@ -99,11 +98,11 @@ class RankSync:
             self._store_states([each for each in replies if each.get(KIND) == STOPPING])
 
     def abort_pass(self) -> None:
-        """This rank cannot go on in the middle of a pass, in which others wait for it."""
+        """Stops after an error within a pass, in which other ranks may wait for this one."""
         self.stop()
 
     def _exchange(self, message: Message) -> list[Message]:
-        """Raises Interrupted where another rank is stopping, and PeerEnded."""
+        """Exchanges messages. Raises Interrupted if a rank is stopping, and PeerEnded."""
         replies = self.ranks.exchange(message)
         if any(each.get(KIND) == STOPPING for each in replies):
             raise Interrupted(STOPPED)
@@ -119,28 +118,28 @@ class RankSync:
 
 
 class SyncBetweenPasses(RankSync):
-    """What such ranks agree on before each pass. Within one they go on, as each waits for others."""
+    """Synchronizes ranks that split a model, before each pass only: within a pass each waits for others."""
 
     def should_stop(self) -> bool:
         return False
 
     def abort_pass(self) -> None:
-        """Others wait within the pass and can be told nothing, but see the end of this rank."""
+        """Sends nothing: the others wait within the pass and will notice that this process ends."""
         self._has_stopped = True
 
     def min_over_ranks(self, counts: Sequence[int | None]) -> list[int | None]:
-        """What all ranks have of each of these, given what this one has; None: as the policy says."""
+        """Minimum of each count over all ranks; None, as the policy says, if any rank has None."""
         replies = [each[LEAST] for each in self.ranks.exchange({KIND: LEAST, LEAST: counts})]
         return [min(each) if None not in each else None for each in zip(*replies, strict=True)]
 
 
 class PassSync(SyncBetweenPasses):
-    """That the next pass is the same one, and that none of them is to stop."""
+    """For tensor parallelism: checks that all ranks run the same pass with the same tokens."""
 
     def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
-        """What was asked for. Raises Interrupted where a rank was asked to stop, PeerEnded where one has ended, and
-        ConfigError where one has drawn other tokens."""
-        # A sum over the tokens of rows that go on.
+        """Returns its arguments. Raises Interrupted if a rank was asked to stop, PeerEnded, and ConfigError if a rank
+        has sampled other tokens."""
+        # Checksum of the last tokens of unfinished rows.
         last = [(i, len(each.generated), each.generated[-1]) for i, each in self.rows().items() if each.generated]
         drawn = zlib.crc32(repr(last).encode())
         own = {KIND: LANES, "lanes": num_lanes, "phase": phase.value, "drawn": drawn}
@@ -166,20 +165,19 @@ class PassSync(SyncBetweenPasses):
             self.ranks.exchange({KIND: LANES, STOPPING: True})
 
     def all_states(self) -> dict[int, SequenceState]:
-        """What this rank's rows have come to, as all others' have."""
+        """This rank's states, which are those of all ranks."""
         return dict(self.states())
 
 
 class PipelineSync(SyncBetweenPasses):
-    """Whether one of them is to stop. How far rows have come the last rank says, which has the generators that draw
-    their tokens."""
+    """For pipelines: agrees on stopping. States come from the last rank, which has the samplers' generators."""
 
     def __init__(self, line: PipelineLink, local_should_stop: Callable[[], bool]):
         super().__init__(line.ranks, local_should_stop)
         self._line = line
 
     def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
-        """What was asked for. Raises Interrupted where a rank was asked to stop, and PeerEnded."""
+        """Returns its arguments. Raises Interrupted if a rank was asked to stop, and PeerEnded."""
         if self._has_stopped:
             raise Interrupted(STOPPED)
         while self._exchange_or_stop({KIND: LANES, STOPPING: self._local_should_stop()})[0][KIND] == STATES:
@@ -187,8 +185,8 @@ class PipelineSync(SyncBetweenPasses):
         return num_lanes, phase
 
     def all_states(self) -> dict[int, SequenceState]:
-        """What the last rank says; of rank 0 alone, between two passes or behind the last one. Where it cannot be asked
-        any more, what it said last counts."""
+        """Sequence states from the last rank, for rank 0 between passes or after the last one. Uses the last known
+        states if that rank no longer answers."""
         try:
             if not self._has_stopped:
                 self._exchange_or_stop({KIND: STATES})
@@ -206,7 +204,7 @@ class PipelineSync(SyncBetweenPasses):
             self._has_stopped = True
 
     def _exchange_or_stop(self, message: Message) -> list[Message]:
-        """Raises Interrupted where a rank stops, and has then heard the last one; and PeerEnded."""
+        """Exchanges messages. If a rank stops, stores the last rank's states and raises Interrupted."""
         replies = self.ranks.exchange(message)
         if any(each.get(STOPPING) for each in replies):
             self._has_stopped = True

@@ -1,6 +1,6 @@
-"""A session that ranks share: rank 0 says which block is due, each rank computes its part of every micro-batch, and all
-of them are given what each has come to. With continuous admission each admits its part of all rows by itself, and all
-play as long as any of them has a row.
+"""Sessions of several ranks: rank 0 announces the next block, each rank computes its part of every micro-batch, and all
+get the results. With continuous admission each rank admits its part of the rows, and all run passes until no rank has
+rows left.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -24,8 +24,8 @@ WAVE, STREAM, CLOSED = "wave", "stream", "closed"
 
 
 class RankSession(Session):
-    """`wave` and `stream` are rank 0's, `follow` the others'. Records of passes have the tokens of all ranks, and
-    this one's times and bytes."""
+    """Session that splits rows among ranks. Rank 0 calls `wave` and `stream`, the others `follow`. Pass records have
+    the tokens of all ranks, and this rank's times and bytes."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class RankSession(Session):
         return self._run_stream(order, requests, unfinished, on_pass)
 
     def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
-        """Takes part in what rank 0 begins, until it closes its session; gives what all ranks come to."""
+        """Runs what rank 0 announces until it closes the session. Yields the results of all ranks."""
         blocks = {block.index: block for block in self._plan.blocks}
         while (message := self._ranks.receive())[KIND] != CLOSED:
             unfinished = decode_states(message["states"])
@@ -76,7 +76,7 @@ class RankSession(Session):
                 yield from self._run_stream(message["order"], requests, unfinished, ignore_pass)
 
     def announce_close(self) -> None:
-        """Has those that follow close theirs, too."""
+        """Makes the other ranks close their sessions."""
         self._ranks.broadcast({KIND: CLOSED})
 
     def snapshot(self) -> dict[int, SequenceState]:
@@ -104,7 +104,7 @@ class RankSession(Session):
         return super().stream(self._own_requests(order), requests, unfinished, on_pass)
 
     def _own_rows(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
-        """This rank's part of a block, and of what is left of it: every so many-th row of each micro-batch."""
+        """This rank's part of a block's remaining rows: every N-th row of each micro-batch."""
         is_left = frozenset(left)
         groups = [[i for i in group if i in is_left] for group in block.micro_batches]
         parts = [tuple(group[self._ranks.rank :: self._ranks.size]) for group in groups]
@@ -112,7 +112,7 @@ class RankSession(Session):
         return own, own.members
 
     def _own_requests(self, order: Sequence[int]) -> Sequence[int]:
-        """This rank's part of all that is left: every so many-th row, which it admits by itself, or none."""
+        """The rows that this rank admits: every N-th remaining row, or none."""
         rank, count = self._ranks.rank, self._num_admitting
         return order[rank::count] if rank < count else ()
 
@@ -151,8 +151,8 @@ class RankSession(Session):
 
 
 class SameRowsSession(RankSession):
-    """`RankSession`, where each rank has all rows, and none takes more memory for them than every rank has: so, as all
-    know the same tokens, they admit the same rows. Records have the times and bytes of this rank."""
+    """Session in which every rank has all rows (tensor and pipeline). All use the smallest rank's limits, so they admit
+    the same rows. Pass records have this rank's times and bytes."""
 
     @property
     def _sync(self) -> SyncBetweenPasses:

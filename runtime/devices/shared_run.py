@@ -1,4 +1,4 @@
-"""What a runtime does together with other ranks, in one of three ways."""
+"""A runtime's part in a run of several ranks: sharded, tensor-parallel or pipeline-parallel."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -47,8 +47,8 @@ CROWDED = 0.5  # of the smallest budget, which weights take at most that are div
 
 
 def choose_rank_device(ranks: Ranks | None, name: str) -> ComputeDevice:
-    """The device that this process computes on. Each of several ranks takes another one of its machine's accelerators,
-    or where a launcher lets it see but one, that. Raises ConfigError."""
+    """The device of this process. Each rank on a machine takes its own accelerator; if the launcher makes only one
+    visible, that one. Raises ConfigError."""
     if ranks is None:
         return ComputeDevice(name)
     found = choose_device(name)
@@ -59,7 +59,7 @@ def choose_rank_device(ranks: Ranks | None, name: str) -> ComputeDevice:
 
 
 def accelerator_index(place: int, num_here: int, count: int) -> int:
-    """The number of the accelerator, of `count`, that rank `place` of the `num_here` on a machine takes. Raises
+    """Index of the accelerator for rank `place` of `num_here` on a machine with `count` accelerators. Raises
     ConfigError."""
     require(
         num_here <= count,
@@ -70,8 +70,8 @@ def accelerator_index(place: int, num_here: int, count: int) -> int:
 
 
 def require_same_devices(ranks: Ranks, model: LoadedModel, device: ComputeDevice) -> None:
-    """All ranks ask at once. Raises ConfigError where two have one accelerator between them, or they would come to
-    other numbers."""
+    """Checks that ranks have separate devices of equal kind and dtype; all ranks must call it together. Raises
+    ConfigError."""
     torch_device, kind = device.torch_device, "accelerator" if device.is_accelerator else "processor"
     name, identity = "a processor", ""  # processors of one kind cannot be told apart here
     if torch_device.type != "cpu":
@@ -100,9 +100,11 @@ def _require_same(rank: int, found: str, own: str, how: str, remedy: str) -> Non
 
 
 class SharedRun(ABC):
-    """This rank's part of what all ranks compute; they make the same calls in the same order, but that where rank 0
-    plans and begins sessions, the others hear of them, and join. `all_gather` and `line`: what they hand one another
-    by. `split`: how they divide the model's matrices. `budgets`: of the plan; None: each rank's are its own affair."""
+    """This rank's part of a run of several ranks. All make the same calls in the same order, except that rank 0 plans
+    and begins sessions while the others receive the plan and join.
+
+    `all_gather` and `line`: transports. `split`: how the model's matrices are split. `budgets`: shared by all ranks for
+    planning; None: each rank has its own."""
 
     all_gather: AllGather | None = None
     split: ModelSplit | None = None
@@ -120,21 +122,21 @@ class SharedRun(ABC):
         )
 
     def rank_config(self, config: RuntimeConfig) -> RuntimeConfig:
-        """`config` without what one process alone can do. Raises ConfigError."""
+        """`config` without features that need a single process. Raises ConfigError."""
         return config_for_ranks(config, self.way)
 
     def divide_model(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
-        """What this rank computes of the model, which it may change. Raises ConfigError where they cannot share it."""
+        """This rank's part of the model, which may be mutated. Raises ConfigError if the ranks cannot share it."""
         encoder = NOT_YET.format(self.way.value, "an encoder in front of a decoder", "take devices=one")
         require(not model.shape.has_encoder, encoder)
         require_same_devices(self.ranks, model, device)
         return model
 
     def share_memory(self, offload: OffloadConfig, device: ComputeDevice) -> None:
-        """Sets `budgets`, once all that is not counted in them is there, to what all ranks together may use: the
-        machine's memory, where they see it; otherwise as many times what a rank has where that is least, as all are
-        given equally many rows; or that once, where each plans for its part of the model. Of devices the same. All
-        ranks ask at once."""
+        """Sets `budgets` to what all ranks may use together; all ranks must call it together, after loading.
+
+        With shared memory it is the machine's memory. Otherwise it is the smallest rank's memory times the number of
+        ranks, since all get equally many rows; with tensor parallelism it counts once. Devices likewise."""
         own, ranks = budgets_of(offload, device), self.ranks
         replies = ranks.exchange({"host_bytes": own.host_bytes, "device_bytes": own.device_bytes})
         least = min(
@@ -151,40 +153,40 @@ class SharedRun(ABC):
         self.budgets = own
 
     def agree_on_backends(self, found: BackendTable | None) -> BackendTable | None:
-        """How this rank makes products, given what is best for it."""
+        """Matrix-product backends of this rank, given the ones measured as fastest."""
         return found
 
     def full_shape(self, shape: ModelShape) -> ModelShape | None:
-        """The model that the class computes by itself, given this rank's part; None: no class does that."""
+        """Shape of the whole model, given this rank's part, for a check against transformers; None: no check."""
         return shape
 
     def plan(
         self, planner: Planner, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
     ) -> Values:
-        """What rank 0 tells of its plan. Raises ConfigError, BudgetError."""
+        """Plans on rank 0 and returns the message to broadcast. Raises ConfigError, BudgetError."""
         sizes = [request.size for request in requests]
         chosen = planner.plan(sizes, blocks=blocks, chunk_tokens=chunk_tokens)
         return plan_to_broadcast(chosen, requests, planner.model.fingerprint)
 
     def plan_from_broadcast(self, message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
-        """The plan that rank 0 tells of, as this rank makes it. Raises ConfigError, BudgetError."""
+        """This rank's plan from rank 0's message. Raises ConfigError, BudgetError."""
         return plan_from_broadcast(message, planner, requests)
 
     def begin(self, message: Values) -> SessionResources | None:
-        """Begins a session as rank 0, and has the others join it. Raises ConfigError."""
+        """Begins a session on rank 0 and makes the others join it. Raises ConfigError."""
         self._broadcast(message)
         return self.all_gather
 
     def join(self, message: Message) -> SessionResources | None:
-        """Joins the session that rank 0's message is of. Raises ConfigError."""
+        """Joins the session that rank 0 announced. Raises ConfigError."""
         return self.all_gather
 
     @abstractmethod
     def rank_sync(self, should_stop: Callable[[], bool]) -> RankSync:
-        """This rank's part in the agreements of a session."""
+        """The synchronization of ranks for one session."""
 
     def require_broadcastable(self, requests: Sequence[Request]) -> None:
-        """Raises ConfigError where they ask for what ranks do not tell one another."""
+        """Raises ConfigError if a request needs results that ranks cannot exchange."""
         # Only the last rank in a pipeline comes to them.
         is_all = self.way is not Parallelism.pipeline or all(request.generates for request in requests)
         others = "take devices=sharded, tensor or one"
@@ -195,7 +197,7 @@ class SharedRun(ABC):
 
 
 class ShardedRun(SharedRun):
-    """Each reads a share of every layer, and computes its part of the rows."""
+    """Data-parallel ranks: each reads a share of every layer and computes its part of the rows."""
 
     session_kind = RankSession
 
@@ -217,7 +219,7 @@ class ShardedRun(SharedRun):
 
 
 class TensorRun(SharedRun):
-    """Each has a part of every matrix, and all compute each token together."""
+    """Tensor-parallel ranks: each holds a part of every matrix, and all compute each token together."""
 
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
@@ -225,7 +227,7 @@ class TensorRun(SharedRun):
         self.split = TensorSplit(self.all_gather)
 
     def agree_on_backends(self, found: BackendTable | None) -> BackendTable | None:
-        """Rank 0's, so that all ranks make the same products in the same way."""
+        """Rank 0's backends, so that all ranks compute products in the same way."""
         table = self.ranks.exchange({"table": None if found is None else found.to_plain()})[0]["table"]
         return None if table is None else BackendTable.from_plain(table)
 
@@ -237,8 +239,8 @@ class TensorRun(SharedRun):
 
 
 class PipelineRun(SharedRun):
-    """Each has some of the layers. Rank 0 plans for each rank with its own shape and budget; the blocks are those of
-    the one whose memory holds fewest sequences."""
+    """Pipeline-parallel ranks: each holds some layers. Rank 0 plans for each rank with its shape and budget, and takes
+    the blocks of the rank that holds the fewest sequences."""
 
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
@@ -247,8 +249,8 @@ class PipelineRun(SharedRun):
         self._budgets: tuple[Budgets, ...] = ()
 
     def divide_model(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
-        """The model with this rank's stages alone. Mutates its modules. Raises ConfigError where ranks have other
-        weights, or the model cannot be divided among them."""
+        """The model with only this rank's stages. Mutates its modules. Raises ConfigError if ranks have different
+        weights or the model cannot be split."""
         model, ranks, way = super().divide_model(model, offload, device), self.ranks, self.way.value
         require(
             not model.padding.separate_rows,
@@ -283,7 +285,7 @@ class PipelineRun(SharedRun):
     def plan(
         self, planner: Planner, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
     ) -> Values:
-        """What rank 0 tells of the plan that all ranks make. Raises BudgetError where one of them has no room."""
+        """Plans for all ranks and returns the message to broadcast. Raises BudgetError if one of them has no room."""
         # As many lanes as keep all ranks busy, where the policy leaves their number open.
         config, policy = planner.config, planner.config.policy
         count = policy.num_micro_batches or LANES_PER_RANK * self.ranks.size
@@ -320,7 +322,7 @@ class PipelineRun(SharedRun):
 
 @contextmanager
 def _name_rank_in_errors(rank: int) -> Generator[None]:
-    """A budget that is too small is that of one rank."""
+    """Adds the rank to messages of BudgetError."""
     try:
         yield
     except BudgetError as error:

@@ -10,9 +10,9 @@ import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from runtime.ranks.collectives import Waiter
+from runtime.ranks.collectives import TransferWaiter
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-waiters = [Waiter() for _ in range(300)]
+waiters = [TransferWaiter() for _ in range(300)]
 for waiter in waiters:
     waiter.begin(dist.all_reduce(torch.ones(1), async_op=True))
     while not waiter.is_done(timedelta(seconds=1)):
