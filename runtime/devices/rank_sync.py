@@ -134,7 +134,7 @@ class SyncBetweenPasses(RankSync):
 
 
 class PassSync(SyncBetweenPasses):
-    """For tensor parallelism: checks that all ranks run the same pass with the same tokens."""
+    """Synchronizes tensor-parallel ranks; checks that all run the same pass with the same tokens."""
 
     def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
         """Returns its arguments. Raises Interrupted if a rank was asked to stop, PeerEnded, and ConfigError if a rank
@@ -170,7 +170,7 @@ class PassSync(SyncBetweenPasses):
 
 
 class PipelineSync(SyncBetweenPasses):
-    """For pipelines: agrees on stopping. States come from the last rank, which has the samplers' generators."""
+    """Synchronizes pipeline ranks, only for stopping. States come from the last rank, which has the samplers' generators."""
 
     def __init__(self, line: PipelineLink, local_should_stop: Callable[[], bool]):
         super().__init__(line.ranks, local_should_stop)
