@@ -170,7 +170,7 @@ class PassSync(SyncBetweenPasses):
 
 
 class PipelineSync(SyncBetweenPasses):
-    """Synchronizes pipeline ranks, only for stopping. States come from the last rank, which has the samplers' generators."""
+    """Synchronizes pipeline ranks, only for stopping. The last rank, which has the generators, reports all states."""
 
     def __init__(self, line: PipelineLink, local_should_stop: Callable[[], bool]):
         super().__init__(line.ranks, local_should_stop)
