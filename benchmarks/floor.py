@@ -136,7 +136,7 @@ def measure(*, path: str, rows: list[int], num_threads: int) -> dict[int, tuple[
     torch.set_num_threads(num_threads)
     shape = Runtime(RuntimeConfig(model=ModelConfig(name="bench", path=path))).model.shape
     layers = [stage for stage in shape.stages if stage.kind.is_layer]
-    parts = layers, shape.of_kind(StageKind.head)
+    parts = layers, shape.stages_of_kind(StageKind.head)
 
     def seconds(stages: Iterable[Stage], num_rows: int) -> float:
         return sum(count * shortest_seconds(*sizes) for sizes, count in products(stages, num_rows).items())

@@ -24,8 +24,8 @@ from runtime.errors import WeightstreamError
 from runtime.library.api import Runtime
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.placer import place
-from runtime.plan.placement.run_load import bare, run_load
+from runtime.plan.placement.placer import choose_placement
+from runtime.plan.placement.run_load import least_memory_config, run_load
 from runtime.plan.planner import plan_run
 from runtime.sequences.sequence import Request
 from runtime.stream.host_memory import peak_resident_bytes
@@ -139,7 +139,7 @@ def generated(
         tokens=[tokens[number] for number in sorted(tokens)],
         predicted_prefill_seconds=plan.prediction.prefill_seconds if plan.prediction else 0.0,
         predicted_decode_seconds=plan.prediction.decode_seconds if plan.prediction else 0.0,
-        policy=str(plan.searched) if plan.searched is not None else "",
+        policy=str(plan.searched_policy) if plan.searched_policy is not None else "",
         num_passes=len(passes),
         bytes_copied=sum(record.times.bytes_copied_device for record in passes),
         bytes_returned=sum(record.times.bytes_copied_host for record in passes),
@@ -161,9 +161,9 @@ def least_bytes(runtime: Runtime, requests: Sequence[Request]) -> int:
     shape, sizes = runtime.model.shape, [request.size for request in requests]
     config = replace(runtime.config, kv=replace(runtime.config.kv, tier=KVTier.device))
     plan = plan_run(shape, config, AMPLE, sizes)
-    chunked = bare(replace(config, policy=plan.policy))
+    chunked = least_memory_config(replace(config, policy=plan.policy))
     load = run_load(shape, chunked, AMPLE, plan.blocks, sizes)
-    return sum(ledger.total_bytes for ledger in place(shape, chunked, Budgets(host_bytes=1), load).ledgers)
+    return sum(ledger.total_bytes for ledger in choose_placement(shape, chunked, Budgets(host_bytes=1), load).ledgers)
 
 
 def prefill_seconds(passes: Iterable[PassRecord]) -> float:

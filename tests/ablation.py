@@ -25,8 +25,8 @@ from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.simulator import Durations, simulate
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.schedule.schedule import make_schedule
-from runtime.plan.search.grid import Choices, PolicyGrid
-from runtime.plan.search.hrm import fitting, roofline_of
+from runtime.plan.search.grid import GridAxes, PolicyGrid
+from runtime.plan.search.hrm import make_roofline, select_fitting
 from runtime.plan.search.pass_times import Roofline
 from runtime.plan.search.policy import Policy
 from runtime.plan.search.workload import Workload
@@ -79,16 +79,16 @@ def steps(shape: ModelShape, on: Machine) -> Iterator[Step]:
 
 def best_of_way(shape: ModelShape, on: Machine, order: Order, attention: Attention) -> Policy:
     """The fastest by the roofline that fits."""
-    every = Choices.from_config(shape, CONFIG, WORKLOAD.num_requests, has_device=True)
-    ways = [way for way in every.ways if way[:2] == (order, attention)]
-    grid = fitting(shape, on, WORKLOAD, CONFIG, replace(every, ways=ways).grid(WORKLOAD.num_requests))
-    return grid.policy(int(np.argmin(roofline_of(shape, on, WORKLOAD, CONFIG).seconds(grid))))
+    every = GridAxes.from_config(shape, CONFIG, WORKLOAD.num_requests, has_device=True)
+    ways = [way for way in every.variants if way[:2] == (order, attention)]
+    grid = select_fitting(shape, on, WORKLOAD, CONFIG, replace(every, variants=ways).grid(WORKLOAD.num_requests))
+    return grid.policy(int(np.argmin(make_roofline(shape, on, WORKLOAD, CONFIG).seconds(grid))))
 
 
 def step(name: str, shape: ModelShape, on: Machine, policy: Policy, config: RuntimeConfig = CONFIG) -> Step:
     workload = replace(WORKLOAD, num_requests=policy.num_sequences)
-    plan = plan_run(shape, policy.applied(config, has_device=True), on.budgets, workload.sizes())
-    roofline = roofline_of(shape, on, workload, config)
+    plan = plan_run(shape, policy.apply(config, has_device=True), on.budgets, workload.sizes())
+    roofline = make_roofline(shape, on, workload, config)
     schedule = make_schedule(plan.placement.decode_walk, plan.num_lanes)
     played = simulate(schedule, NUM_PASSES, turn_durations(shape, roofline, plan, policy))
     busiest = max(played.busy_seconds, key=lambda resource: played.busy_seconds[resource])
@@ -105,7 +105,7 @@ def turn_durations(shape: ModelShape, roofline: Roofline, plan: RunPlan, policy:
     """The roofline's seconds of a pass in equal parts: a lane and a layer each. Attention's projections and experts
     lie on both sides of attention, in the share of their weights."""
     work, rates = roofline.work, roofline.rates
-    grid: PolicyGrid = Choices(micro_batches=[1], counts=[1], resident=[0], ways=[]).grid(1).only(policy)
+    grid: PolicyGrid = GridAxes(micro_batches=[1], counts=[1], resident=[0], variants=[]).grid(1).single(policy)
     grid = replace(grid, num_requests=policy.num_sequences)
     busy = roofline.decode_pass(grid).busy_at(0)
     turns = work.num_layers * plan.num_lanes

@@ -27,7 +27,7 @@ from runtime.config.settings import ModelConfig, OffloadConfig, PolicyConfig, Po
 from runtime.errors import BudgetError
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.planner import SEARCH_PAYS_SECONDS
+from runtime.plan.planner import MIN_SEARCHED_SECONDS
 from runtime.plan.search import hrm, trials
 from runtime.units import GIB
 from tests.published import machine
@@ -37,14 +37,14 @@ NEW_TOKENS = (32, 128, 512)
 MODELS = sorted(path.stem for path in Path("conf/model").glob("*.yaml") if path.stem not in ("hf", "tiny", "random"))
 WORKLOAD = WorkloadConfig(num_requests=256, mean_prompt_tokens=100, max_prompt_tokens=300)
 WIDER = {
-    hrm: {"NUM_WAYS": 12, "NUM_BLOCKS": 12},
+    hrm: {"NUM_VARIANTS": 12, "NUM_BLOCKS": 12},
     trials: {
-        "HOPELESS": 1.5,
-        "WAITING": 0.0,
-        "FAR": 0.0,
+        "MAX_BOUND_RATIO": 1.5,
+        "STALL_SHARE": 0.0,
+        "MAX_SLOWDOWN": 0.0,
         "NUM_FIRST": 4,
         "NUM_NEAR": 16,
-        "NEAR": 1.5,
+        "NEAR_RATIO": 1.5,
         "NUM_BLOCKS": 10,
         "NUM_TRIES": 16,
     },
@@ -186,7 +186,7 @@ def summary(rows: Sequence[Row]) -> str:
         f"{len(rows)} cases, {len(searched) + len(short)} planned, {sum(row.is_missed for row in rows)} refused though "
         f"something fits; the default takes {statistics.median(searched):.3f} (median) to {max(searched):.3f} times "
         f"the best, {sum(row.is_slow for row in rows)} are slow, {sum(row.is_idle for row in rows)} idle; {len(short)} "
-        f"runs below {SEARCH_PAYS_SECONDS} s by rule are planned without a search and lose {lost:.2f} s at most; "
+        f"runs below {MIN_SEARCHED_SECONDS} s by rule are planned without a search and lose {lost:.2f} s at most; "
         f"planning takes {statistics.median(times):.1f} s of a processor in the median and {max(times):.1f} at most"
     )
 

@@ -78,9 +78,9 @@ def main(num_rows: int, admission: Admission) -> None:
         begin = time.process_time()
         found = shared_prefixes(prompts, [len(prompt) - 1 for prompt in prompts])
         finding = time.process_time() - begin
-        alone = [SequenceSize.shared(len(prompt), NEW_TOKENS) for prompt in prompts]
+        alone = [SequenceSize.interned(len(prompt), NEW_TOKENS) for prompt in prompts]
         del prompts
-        sizes = [size.behind(prefix) for size, prefix in zip(alone, found, strict=True)]
+        sizes = [size.with_prefix(prefix) for size, prefix in zip(alone, found, strict=True)]
         seconds = planned(alone, admission), planned(sizes, admission)
         print(f"| {name} | {finding:.1f} | {' | '.join(f'{each:.1f}' for each in seconds)} |", flush=True)
 

@@ -23,14 +23,14 @@ from runtime.config.settings import (
     RuntimeConfig,
     Tier,
 )
-from runtime.plan.cost.machine import Machine, machine_of
+from runtime.plan.cost.machine import Machine, make_machine
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.ledger import PINNED_SHARE
 from runtime.plan.planner import plan_run
 from runtime.plan.rank_plans import RankView
 from runtime.plan.search.candidate import Problem
-from runtime.plan.search.hrm import Choice, search
+from runtime.plan.search.hrm import SearchResult, search
 from runtime.plan.search.policy import Policy
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
@@ -107,7 +107,7 @@ def _mtbench(
             model=model,
             machine=machine,
             task=f"MTBench {length}",
-            workload=workload.padded() if is_padded else workload,
+            workload=workload.pad_to_longest() if is_padded else workload,
             is_padded=is_padded,
             host_gib=host_gib,
             policy=policy,
@@ -124,7 +124,7 @@ def _helm(
         model=MIXTRAL,
         machine="l4",
         task=f"HELM {task} {max_new_tokens}",
-        workload=Workload.from_mean(NUM_REQUESTS, **lengths, max_new_tokens=max_new_tokens).padded(),
+        workload=Workload.from_mean(NUM_REQUESTS, **lengths, max_new_tokens=max_new_tokens).pad_to_longest(),
         is_padded=True,
         host_gib=None,
         policy=None,
@@ -137,7 +137,7 @@ def _helm(
 def machine(name: str) -> Machine:
     """From its profile."""
     values = yaml.safe_load((MACHINES / f"{name}.yaml").read_text(encoding="utf-8"))
-    return machine_of(build(MachineConfig, values))
+    return make_machine(build(MachineConfig, values))
 
 
 def view_for(setting: Setting, num_cards: int | None = None) -> RankView:
@@ -174,13 +174,13 @@ def predicted(setting: Setting, policy: Policy, rates: MachineRates) -> Predicti
     """Of one block. Theirs fit the profile's memories; what a doubt makes of a block may take more of the host's."""
     on, block = machine_for(setting), replace(setting.workload, num_requests=policy.num_sequences)
     budgets = replace(on.budgets, host_bytes=8 * on.host_bytes)
-    config = policy.applied(CONFIG, has_device=True)
+    config = policy.apply(CONFIG, has_device=True)
     found = plan_run(setting.shape, config, budgets, block.sizes(), rates=rates).prediction
     assert found is not None, "a plan for a machine with rates predicts"
     return found
 
 
-def choose(setting: Setting) -> Choice:
+def choose(setting: Setting) -> SearchResult:
     """Weights in host memory, as MoE-Lightning has them; everything else searched."""
     on, workload = machine_for(setting), setting.workload
     problem = Problem(shape=setting.shape, config=CONFIG, budgets=on.budgets, sizes=workload.sizes(), rates=on.rates)

@@ -43,7 +43,7 @@ def verdict(ranks: Ranks, asked: Asked) -> str:
     times = ranks.size if asked.devices.way is Parallelism.sharded else 1  # as many rows, and pages, for each rank
     try:
         runtime = Runtime(asked.config, ranks=ranks)
-        if not asked.is_first and not runtime.model.shape.has_own_experts:
+        if not asked.is_first and not runtime.model.shape.has_grouped_experts:
             return SAME
         results = runtime.generate([list(prompt) for prompt in reference.prompts] * times)
     except ConfigError as error:

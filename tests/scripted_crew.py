@@ -29,15 +29,15 @@ class ScriptedLane:
     def advance(self, answer: object) -> Event | None:
         stage, lane, seconds = self._stage, self._lane, self._durations
         if isinstance(answer, dict):
-            if stage in self._walk.attending:
+            if stage in self._walk.cpu_attention:
                 self._compute(seconds.pre(stage, lane))
                 return NeedAttention(lambda: self._attend(stage), is_decode=True)
-            if stage in self._walk.routing:
+            if stage in self._walk.batched_experts:
                 self._compute(seconds.route(stage, lane))
                 return NeedExperts(torch.nn.Identity(), torch.empty(0), torch.empty(0), torch.empty(0))
             self._compute(seconds.run(stage, lane))
         else:
-            self._compute((seconds.end if stage in self._walk.routing else seconds.post)(stage, lane))
+            self._compute((seconds.end if stage in self._walk.batched_experts else seconds.post)(stage, lane))
         self._stage += 1
         return NeedStage(self._stage) if self._stage < self._walk.num_stages else None
 

@@ -95,7 +95,7 @@ def num_computed(runtime: Runtime, requests: Sequence[Request]) -> tuple[int, in
         for block in plan.blocks:
             session.run(block, requests, passes.append)
     facts = f"{len(plan.blocks)} blocks of up to {plan.num_lanes} x {plan.lane_size}"
-    spared = num_spared([block.micro_batches for block in plan.blocks], plan.prefixes, plan.placement.sharing)
+    spared = num_spared([block.micro_batches for block in plan.blocks], plan.prefixes, plan.placement.sharing_rule)
     planned = sum(len(request.prompt_ids) for request in requests) - spared
     return planned, sum(record.counts.prompt_tokens for record in passes), facts
 

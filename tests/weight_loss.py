@@ -25,7 +25,7 @@ from runtime.checkpoint_source.location import BUNDLED
 from runtime.config.settings import DType, KVConfig, KVDType, ModelConfig
 from runtime.formats.module_tensors import METHOD
 from runtime.formats.registry import LOSSES, pair_companions
-from runtime.plan.shape.dtypes import Loss, StoredNumbers
+from runtime.plan.shape.dtypes import Loss, WeightStorage
 from runtime.store.checkpoint import open_checkpoint
 from runtime.weights.stage_weights import load_tensor
 from tests.losses import FAMILIES, LogitErrors, TrainedScores, drawn_tokens, perplexity
@@ -84,7 +84,7 @@ class Row:
 
     option: str
     loss: str
-    numbers: StoredNumbers
+    numbers: WeightStorage
     found: TrainedScores
     exact: TrainedScores
 

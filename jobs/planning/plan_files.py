@@ -284,13 +284,13 @@ def write_timeline(planned: Planned, directory: Path) -> str:
     spans = [Span(s.resource, str(s.action), s.begin, s.end) for s in timeline.spans]
     publish_trace(directory / "timeline.json", PREDICTED, spans)
     draw(directory / "timeline.png", spans, _windows(planned, timeline))
-    return timeline.which
+    return timeline.description
 
 
 def _windows(planned: Planned, timeline: Timeline) -> list[TimeWindow]:
     """All of it, and some layers in the middle of the last pass."""
     passes = timeline.passes
-    title = f"{planned.shape.name} on {planned.machine.name}, predicted: {timeline.which}"
+    title = f"{planned.shape.name} on {planned.machine.name}, predicted: {timeline.description}"
     marks = [(each.begin, name) for each, name in zip(passes, timeline.names, strict=True)]
     every = TimeWindow(begin=0.0, end=passes[-1].end, title=title, marks=marks)
     last = passes[-1]

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from runtime.config.settings import DType, ExpertPaging, Parallelism, PolicyKind, RuntimeConfig
 from runtime.errors import ConfigError, require
 from runtime.measure.machine_cache import find_latest_rates
-from runtime.plan.cost.machine import Machine, machine_of
+from runtime.plan.cost.machine import Machine, make_machine
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import RunPlan, find_policy
@@ -16,9 +16,9 @@ from runtime.plan.resolved_settings import ResolvedSettings
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.attention import AttentionMethod
-from runtime.plan.shape.dtypes import StoredNumbers, auto_dtype, keeping_kv
+from runtime.plan.shape.dtypes import WeightStorage, auto_dtype, with_kv_dtype
 from runtime.plan.shape.model import ModelShape
-from runtime.planning.choices import plan_by_choice, policies_directory
+from runtime.planning.choices import plan_with_cached_policy, policies_directory
 from runtime.units import gib_to_bytes
 
 from .config import PlanConfig
@@ -38,7 +38,7 @@ class Planned:
     sizes: Sequence[SequenceSize]
     run: RunPlan
     doubts: tuple[str, ...]  # about what is known of the machine
-    stored: StoredNumbers
+    stored: WeightStorage
 
     @property
     def shape(self) -> ModelShape:
@@ -48,7 +48,7 @@ class Planned:
     @cached_property
     def others_share(self) -> float:
         """The share of the time in which a rank waits for what others bring."""
-        return self.view.others_share(self.run, self.view.sizes(self.sizes), self.config.policy.admission)
+        return self.view.waiting_share(self.run, self.view.sizes(self.sizes), self.config.policy.admission)
 
     @property
     def prediction(self) -> Prediction:
@@ -91,7 +91,7 @@ def make_plan(config: PlanConfig) -> Planned:
     described = config.machine
     if described.sheet is None and described.rates is None:  # what `jobs.measure` last kept of this host
         described = replace(described, rates=find_latest_rates(described.device))
-    planned = plan_on(machine_of(described, config.model.dtype), config)
+    planned = plan_on(make_machine(described, config.model.dtype), config)
     missing = described.rates.missing_rates_warning(planned.dtype.value) if described.rates is not None else None
     return replace(planned, doubts=(missing,) if missing is not None else ())
 
@@ -102,7 +102,7 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
     if dtype is DType.auto:  # as `machine_of` takes it
         dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
     shape, stored = _as_stored(config, dtype)
-    shape = keeping_kv(shape, config.kv.dtype)
+    shape = with_kv_dtype(shape, config.kv.dtype)
     shape = replace(shape, attention_method=_attention_way(machine, shape, dtype))
     sizes = _sizes(config)
     longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
@@ -136,19 +136,19 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
     )
     find = find_policy
     if runtime.policy.kind is not PolicyKind.fixed and runtime.policy.pin is not None:  # kept by runs of this user
-        find = partial(plan_by_choice, policies_directory(offload.cache_dir), None)
+        find = partial(plan_with_cached_policy, policies_directory(offload.cache_dir), None)
     run = view.plan(problem, find)
     return Planned(
         config=runtime, machine=machine, view=view, dtype=dtype, sizes=sizes, run=run, doubts=(), stored=stored
     )
 
 
-def _as_stored(config: PlanConfig, dtype: DType) -> tuple[ModelShape, StoredNumbers]:
+def _as_stored(config: PlanConfig, dtype: DType) -> tuple[ModelShape, WeightStorage]:
     """The model's shape as its weights would be stored, and in which numbers that is. Raises ConfigError for a way that
     is not one of this model."""
     name, asked, quantize = config.model.name, config.plan.format, config.model.quantize
     shape = read_shape(name, dtype, is_plain=asked is not None)
-    stored = StoredNumbers.from_losses(shape, {})
+    stored = WeightStorage.from_losses(shape, {})
     if asked in (None, PLAIN) and quantize is None:
         return shape, stored
     require(
@@ -161,7 +161,7 @@ def _as_stored(config: PlanConfig, dtype: DType) -> tuple[ModelShape, StoredNumb
     from .packed_shapes import as_packed, in_format
 
     found = as_packed(shape, quantize) if quantize is not None else in_format(shape, asked or PLAIN)
-    return found, StoredNumbers.from_losses(found, LOSSES)
+    return found, WeightStorage.from_losses(found, LOSSES)
 
 
 def _attention_way(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionMethod:

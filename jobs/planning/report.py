@@ -25,7 +25,7 @@ def report(planned: Planned, num_actions: int) -> str:
         f"{format_count(sizes[0].max_new_tokens, 'new token')} each"
     )
     ranks = [  # rates that are predicted below are those of all together
-        f"ranks: {view.num_ranks}, devices={view.way.value}; memories and schedule are one rank's, tokens/s of all",
+        f"ranks: {view.num_ranks}, devices={view.parallelism.value}; memory and schedule per rank, tokens/s of all",
         f"  weights   each rank reads {format_bytes(view.weight_bytes)} of {format_bytes(view.whole.weight_bytes)}",
         f"  KV        each rank keeps {format_bytes(view.kv_bytes_per_token)} of a token, in the mean",
         f"  others    {planned.others_share:.0%} of the time goes into what other ranks bring",

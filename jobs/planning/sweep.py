@@ -7,7 +7,7 @@ from math import ceil, inf
 
 from runtime.config.settings import Parallelism, PolicyKind
 from runtime.errors import BudgetError, ConfigError, require
-from runtime.plan.shape.dtypes import StoredNumbers
+from runtime.plan.shape.dtypes import WeightStorage
 from runtime.plan.shape.model import ModelShape
 from runtime.resources import Resource
 from runtime.units import GIB
@@ -133,7 +133,7 @@ def _blocks(config: PlanConfig, planned: Planned) -> list[Axis]:
     """One block of N requests, in micro-batches like the plan's, along its way."""
     has_device = planned.machine.device_bytes is not None
     choice, runtime = planned.run.choice, planned.config
-    way = choice.best.policy.applied(runtime, has_device=has_device) if choice is not None else runtime
+    way = choice.best.policy.apply(runtime, has_device=has_device) if choice is not None else runtime
     most = planned.run.lane_size
 
     def plan(num_sequences: float) -> Planned:
@@ -222,7 +222,7 @@ def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
 
     def note(stored: ModelShape) -> str:
         """What its formats do to numbers; of those that round, what they did to the bundled model's."""
-        numbers = StoredNumbers.from_losses(stored, LOSSES)
+        numbers = WeightStorage.from_losses(stored, LOSSES)
         errors = [f"{measured[name]:.2%}" for name in numbers.formats if name in measured]
         return f"{numbers.names}: lossy, RMS error {errors[0]} for model=tiny" if errors else str(numbers)
 

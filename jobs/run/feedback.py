@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from runtime.errors import DamagedRunError
 from runtime.library.api import Runtime
-from runtime.plan.cost.calibration import corrected
+from runtime.plan.cost.calibration import correct_rates
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.planner import RunPlan
 from runtime.plan.search.policy import Policy
@@ -64,7 +64,7 @@ class Feedback:
 
     def record(self, plan: RunPlan) -> None:
         """Saves the rates and policy of `plan` before the first block runs. Raises OutputError."""
-        self._first, self.policy = plan.rates, plan.searched
+        self._first, self.policy = plan.rates, plan.searched_policy
         self._write()
 
     @property
@@ -77,7 +77,7 @@ class Feedback:
         OutputError."""
         assert self._first is not None, "nothing is due"
         measured, predicted = busy_seconds(passes)
-        self._corrected = corrected(self._first, measured, predicted)
+        self._corrected = correct_rates(self._first, measured, predicted)
         for resource in (each for each in measured if measured[each] and predicted[each]):
             log.info(
                 "policy: the first block kept %s busy for %.3g s where %.3g s were predicted",
@@ -86,7 +86,7 @@ class Feedback:
                 predicted[resource],
             )
         revised = self.runtime.revised(plan, self.requests, self._corrected)
-        self.policy = revised.searched
+        self.policy = revised.searched_policy
         self._write()
         return revised
 

@@ -56,8 +56,8 @@ def _loss_lines(summary: Summary) -> list[Line]:
     plan, exact = summary.plan, Loss.exact.value
     if plan is None:
         return []
-    weights: list[Line] = [("weights", plan.of_weights, "")] if plan.weight_loss != exact else []
-    return weights + ([("keys and values", plan.of_kv, "")] if plan.kv_loss != exact else [])
+    weights: list[Line] = [("weights", plan.weights_text, "")] if plan.weight_loss != exact else []
+    return weights + ([("keys and values", plan.kv_text, "")] if plan.kv_loss != exact else [])
 
 
 def _elapsed_lines(summary: Summary) -> list[Line]:

@@ -143,7 +143,7 @@ class WindowRun:
                 ):
                     for blocks, span_plan in self._spans(plan, store, feedback, progress):
                         if (span_plan.policy, span_plan.kv) != (plan.policy, plan.kv):
-                            log.info("policy: from now on %s", span_plan.searched)
+                            log.info("policy: from now on %s", span_plan.searched_policy)
                             break
                         after_pass = self._make_trace_writer(span_plan, batch, write_trace)
                         for group in [[block] for block in blocks] if is_wave else [blocks]:
@@ -222,7 +222,7 @@ class WindowRun:
         publish(directory.schedule, lambda file: write_all(file, text), exclusive=False)
         remove_checkpoints(directory, done)
         left, first = [block for block in plan.blocks if block.index not in done], plan.blocks[0]
-        if plan.searched is None:
+        if plan.searched_policy is None:
             feedback = None
         if feedback is not None and first in left:
             feedback.record(plan)

@@ -62,7 +62,7 @@ def few_rows(planner: Planner, sizes: Sequence[SequenceSize]) -> FewRows | None:
     if not sizes:
         return None
     shape, config, budgets = planner.model.shape, planner.config, planner.budgets
-    rates = planner.measured(plan_run(shape, config, budgets, sizes), sizes)
+    rates = planner.measure(plan_run(shape, config, budgets, sizes), sizes)
     many = [sizes[place % len(sizes)] for place in range(MANY_ROWS)]
     here, full = (plan_run(shape, config, budgets, each, rates=rates) for each in (sizes, many))
     assert here.prediction is not None, "rates are given"

@@ -17,8 +17,8 @@ from ..model.loading import LoadedModel, ModelSplit
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan
 from ..plan.shape.model import ModelShape
-from ..plan.shape.rank_shares import divided, part_of
-from ..planning.budgets import budgets_of
+from ..plan.shape.rank_shares import restrict_to_stages, split_stages
+from ..planning.budgets import make_budgets
 from ..planning.planner import Planner
 from ..probing.meta import build_meta_model
 from ..ranks.collectives import AllGather, Collectives, PipelineLink
@@ -137,7 +137,7 @@ class SharedRun(ABC):
 
         With shared memory it is the machine's memory. Otherwise it is the smallest rank's memory times the number of
         ranks, since all get equally many rows; with tensor parallelism it counts once. Devices likewise."""
-        own, ranks = budgets_of(offload, device), self.ranks
+        own, ranks = make_budgets(offload, device), self.ranks
         replies = ranks.exchange({"host_bytes": own.host_bytes, "device_bytes": own.device_bytes})
         least = min(
             each["host_bytes"] // ranks.machines.count(ranks.machines[rank]) for rank, each in enumerate(replies)
@@ -256,18 +256,18 @@ class PipelineRun(SharedRun):
             not model.padding.separate_rows,
             NOT_YET.format(way, f"rows apart ({model.padding.separate_rows})", "take devices=one"),
         )
-        own = budgets_of(offload, device)
+        own = make_budgets(offload, device)
         own = replace(own, host_bytes=own.host_bytes // ranks.num_here)
         replies = ranks.exchange({"budgets": vars(own), "weights": model.fingerprint})
         is_same = all(each["weights"] == replies[0]["weights"] for each in replies)
         require(is_same, f"devices={way}: ranks have other weights than rank 0 at model.path")
         self._whole, self._budgets = model.shape, tuple(Budgets(**each["budgets"]) for each in replies)
         # No rank takes longer than it must, or where weights may not fit that way, none holds more than it must.
-        parts = divided(model.shape.stages, ranks.size)
-        heaviest = max(part_of(model.shape, part).weight_bytes for part in parts)
+        parts = split_stages(model.shape.stages, ranks.size)
+        heaviest = max(restrict_to_stages(model.shape, part).weight_bytes for part in parts)
         if heaviest > CROWDED * min(each.compute_bytes for each in self._budgets):
-            parts = divided(model.shape.stages, ranks.size, with_tables=True)
-        self._shapes = tuple(part_of(model.shape, part) for part in parts)
+            parts = split_stages(model.shape.stages, ranks.size, with_tables=True)
+        self._shapes = tuple(restrict_to_stages(model.shape, part) for part in parts)
         self.line = PipelineLink(ranks)
         config = copy.deepcopy(model.staged.model.config)
         for each in (config, config.get_text_config(decoder=True)):

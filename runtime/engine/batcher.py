@@ -36,7 +36,7 @@ def sequence_sizes(requests: Rows[Request]) -> list[SequenceSize]:
     most_shared = [len(request.prompt_ids) - max(1, request.num_scored) for request in requests]
     found = shared_prefixes(prompts, most_shared)
     pairs = zip(requests, found, strict=True)
-    return [request.size.behind(prefix) for request, prefix in pairs]
+    return [request.size.with_prefix(prefix) for request, prefix in pairs]
 
 
 def insert_prefixes(

@@ -83,7 +83,7 @@ class Engine:
             cpu = CpuExperts(
                 loaded=loaded,
                 share=placement.cpu_share,
-                shared=placement.shared,
+                shared=placement.cpu_expert_stages,
                 stream=streams.experts,
                 exchange=streams.round_trips,
                 monitor=self._monitor,
@@ -218,7 +218,7 @@ def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler) -> Lane
             layer for layer, stage in enumerate(loaded.shape.layers) if stage.index not in loaded.shape.own_stages
         ),
     )
-    return LaneFactory(model=loaded, context=context, pages=pages, rule=placement.sharing)
+    return LaneFactory(model=loaded, context=context, pages=pages, rule=placement.sharing_rule)
 
 
 def _checked_schedule(walk: Walk, num_lanes: int) -> Schedule:

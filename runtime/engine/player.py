@@ -108,9 +108,9 @@ class Player:
         self._played: Schedule | None = None
         self.has_lost_a_pass = False
         self._handlers: dict[Op, Callable[[Action], None]] = {
-            Op.read: lambda action: weights.read(action.its_stage, action.page),
-            Op.copy: lambda action: weights.copy(action.its_stage, action.page),
-            Op.free: lambda action: weights.free(action.its_stage),
+            Op.read: lambda action: weights.read(action.stage_index, action.page),
+            Op.copy: lambda action: weights.copy(action.stage_index, action.page),
+            Op.free: lambda action: weights.free(action.stage_index),
             Op.attend: self._attend,
             Op.experts: self._run_experts,
             Op.fetch: self._fetch,
@@ -135,7 +135,7 @@ class Player:
         any error of a lane or stream. The pass is then lost and the player unusable, as transfers may still be in
         flight.
         """
-        self._lanes, self._travelling = lanes, frozenset(walk.travelling)
+        self._lanes, self._travelling = lanes, frozenset(walk.offloaded_kv)
         try:
             self._events = [
                 lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)
@@ -202,7 +202,7 @@ class Player:
 
     def _whole_stage(self, action: Action) -> Weights:
         """The weights of a stage that the lane runs through without a stop, experts included."""
-        self._experts.expect(action.its_stage)
+        self._experts.expect(action.stage_index)
         return self._stage(action)
 
     def _attention(self, action: Action) -> torch.Tensor | None:
@@ -219,7 +219,7 @@ class Player:
     def _attention_or_stage(self, action: Action) -> Answer | None:
         """The answer that takes a lane to its router: attention, or the weights if the stage does not stop for
         attention."""
-        if self._events[action.turn[1]] == NeedStage(action.its_stage):
+        if self._events[action.turn[1]] == NeedStage(action.stage_index):
             return self._whole_stage(action)
         return self._attention(action)
 
@@ -241,8 +241,8 @@ class Player:
         parked = [(lane, event) for lane, event in enumerate(self._events) if isinstance(event, NeedExperts)]
         if parked:
             begin = self._monitor.begin_compute()
-            answers = self._experts.run(action.its_stage, [event for _, event in parked])
-            self._monitor.end_compute(action.its_stage, action, begin)
+            answers = self._experts.run(action.stage_index, [event for _, event in parked])
+            self._monitor.end_compute(action.stage_index, action, begin)
             self._expert_outputs = {lane: answer for (lane, _), answer in zip(parked, answers, strict=True)}
 
     def _fetch(self, action: Action) -> None:

@@ -163,7 +163,9 @@ def _require_recordable(setup: Setup, *, is_alone: bool) -> None:
     reasons = {
         f"{setup.device.torch_device} records nothing, CUDA devices do": setup.device.can_record,
         "ranks hand each other what they compute; take devices=one": is_alone,
-        "weights, or keys and values, travel; take offload=none and kv=device where they fit": placement.stays_whole,
+        "weights, or keys and values, travel; take offload=none and kv=device where they fit": (
+            placement.is_fully_resident
+        ),
         f"{num_lanes} lanes take turns; take policy.num_micro_batches=1": num_lanes in (None, 1),
         "this class runs in padded lanes": loaded.shape.is_packed,
         "this class caches latents": not loaded.expands_latents,

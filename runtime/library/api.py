@@ -43,10 +43,10 @@ from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
 from ..plan.placement.placer import kv_tiers
 from ..plan.planner import RunPlan
-from ..plan.resolved_settings import ResolvedSettings, why_unshared
-from ..plan.shape.dtypes import keeping_kv
+from ..plan.resolved_settings import ResolvedSettings, prefix_sharing_obstacle
+from ..plan.shape.dtypes import with_kv_dtype
 from ..plan.shape.model import ModelShape
-from ..planning.budgets import device_limited, require_within
+from ..planning.budgets import limit_device_memory, require_within_budget
 from ..planning.planner import Planner, PlanOptions, RuntimeCache
 from ..probing.heads import Head
 from ..ranks.ranks import Ranks
@@ -128,7 +128,7 @@ class Runtime(Closing):
             split=None if self._shared is None else self._shared.split,
             encodes=encodes,
         )
-        loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
+        loaded = replace(loaded, shape=with_kv_dtype(loaded.shape, self.config.kv.dtype))
         self.model: LoadedModel = loaded.for_device(self.device)
         self.config = resolve_generation_defaults(self.config, loaded.generation, loaded.shape.vocab_size)
         # What cannot be by the settings and the model alone is refused before rows are read, not behind them.
@@ -280,7 +280,7 @@ class Runtime(Closing):
     def sizes(self, requests: Sequence[Request]) -> list[SequenceSize]:
         """The sizes of requests for planning, with shared prefixes if the run shares them."""
         has_lengths = self.model.rope_lengths is not None
-        if why_unshared(self.config, self.model.shape, has_rope_lengths=has_lengths) is None:
+        if prefix_sharing_obstacle(self.config, self.model.shape, has_rope_lengths=has_lengths) is None:
             return sequence_sizes(requests)
         return [request.size for request in requests]
 
@@ -289,7 +289,7 @@ class Runtime(Closing):
 
     def require_within_budget(self, plan: RunPlan) -> None:
         """Raises MemoryError if this process uses more host memory than planned, above its baseline."""
-        require_within(plan.placement, self.baseline_bytes, self.device.num_sharers)
+        require_within_budget(plan.placement, self.baseline_bytes, self.device.num_sharers)
 
     @contextmanager
     def session(self, plan: RunPlan, resources: SessionResources | None = None) -> Iterator[Session]:
@@ -308,7 +308,7 @@ class Runtime(Closing):
             kept=kept,
             resources=resources,
         )
-        limit = device_limited(self.config.offload, self.device, kept)
+        limit = limit_device_memory(self.config.offload, self.device, kept)
         num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)
         where = ", where they are not there already" if kept is not None and kept.compute_bytes else ""
         log.info("opening files, and reading %s of weights that stay in memory%s", format_bytes(num_bytes), where)
@@ -368,7 +368,7 @@ class Runtime(Closing):
             self._check_lanes(plan, requests)
             reset_peak()
             together = self._shared.begin(told)
-            self.planner.announce(plan, self._advised)
+            self.planner.log_plan(plan, self._advised)
             with self.session(plan, together) as session:
                 assert isinstance(session, RankSession)
                 yield plan, session
@@ -384,7 +384,7 @@ class Runtime(Closing):
                 reset_peak()
             plan = self.plan(requests, **(options | {"num_halvings": num_halvings}))
             options["rates"] = plan.rates
-            self.planner.announce(plan, self._advised)
+            self.planner.log_plan(plan, self._advised)
             self._check_lanes(plan, requests)
             # The baseline is the current memory: leftovers of measuring, the self-check, kernels and a first trial do
             # not count for the run. Kept weights do count, so with them the earlier baseline stays.

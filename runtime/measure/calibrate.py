@@ -13,7 +13,7 @@ from ..checkpoint_source.download import as_config_error
 from ..engine.dequantized_weights import dequantize_all, dequantized_bytes
 from ..events import Weights
 from ..model.loading import LoadedModel
-from ..plan.cost.calibration import TypicalLoad, anchored, with_overheads
+from ..plan.cost.calibration import TypicalLoad, anchor_rates, with_overheads
 from ..plan.cost.lane_work import packed_work
 from ..plan.cost.rates import UNLIMITED, MachineRates, StoredWork
 from ..plan.cost.work import stage_works
@@ -239,7 +239,7 @@ class RunProbes:
         rates = with_overheads(rates, work, single)
         if not self.shape.is_packed or len(self.shape.layers) == 1:  # the last layer skips tokens
             return rates
-        passes = self.typical_load.passes(max(1, work.kv_bytes), KV_BYTES)
-        return anchored(
+        passes = self.typical_load.profile_passes(max(1, work.kv_bytes), KV_BYTES)
+        return anchor_rates(
             rates, self.shape, work, [(packed_work(pieces), profiling.time_packed(pieces)) for pieces in passes]
         )

@@ -21,8 +21,8 @@ from ..linear import device_codes
 from ..linear.backends import can_multiply_in_groups, grouped_linear
 from ..linear.rows import Codes
 from ..linear.stored import StoredWeight
-from ..plan.placement.experts import GROUPED_VISITS, suits_all
-from ..plan.placement.memory import GROUPED_BYTES, visit_numbers
+from ..plan.placement.experts import GROUPED_VISITS, multiplies_all_experts
+from ..plan.placement.memory import GROUPED_BYTES, visit_elements
 from .experts import Experts, Visits, apply_activation, has_norm, matrix_names, stacked_bias
 
 VECTOR_BYTES = 16  # at which torch's kernel wants every row and every expert to begin
@@ -65,7 +65,7 @@ def run_on_device(
     is_narrow = hidden_TD.dtype.itemsize == 2  # float32 is faster in torch's products, one by one
     if top_k_index_TK.numel() <= GROUPED_VISITS and is_narrow and all(map(device_codes.can_group, parts)):
         return _run_grouped(module, stacks, *routed, device_codes.grouped_mm)
-    if suits_all(len(hidden_TD), top_k_index_TK.shape[1], len(parts[0])):
+    if multiplies_all_experts(len(hidden_TD), top_k_index_TK.shape[1], len(parts[0])):
         return _run_all_experts(module, stacks, *routed)
     visits = Visits.from_top_k(top_k_index_TK, top_k_weights_TK, len(parts[0]))
     return _run_one_by_one(module, stacks, hidden_TD, visits)
@@ -85,7 +85,7 @@ def run_on_host(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits
         stored = cast(StoredWeight, stack)
         return grouped_linear(x, [(rows, stored.entries[expert]) for expert, rows in spans], stored.table)
 
-    numbers, out_TD = visit_numbers(hidden_TD.shape[1], down.shape[2]), torch.zeros(hidden_TD.shape)
+    numbers, out_TD = visit_elements(hidden_TD.shape[1], down.shape[2]), torch.zeros(hidden_TD.shape)
     most = GROUPED_BYTES // (hidden_TD.itemsize * numbers)
     for _, tokens, found in _compute_runs(module, _Stacks([up], [down]), hidden_TD, visits, most, products):
         out_TD.index_add_(0, tokens, found.float())

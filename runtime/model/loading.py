@@ -25,7 +25,7 @@ from ..formats.kinds.rounded import Rounding
 from ..formats.module_tensors import METHOD, read_relative_error
 from ..formats.registry import LOSSES, pair_companions
 from ..kernels.compiler import can_compile
-from ..plan.shape.dtypes import StoredNumbers, auto_dtype
+from ..plan.shape.dtypes import WeightStorage, auto_dtype
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage
 from ..probing.guards import NO_DECODER
@@ -84,14 +84,14 @@ class LoadedModel:
     padding: PaddingBehavior  # of a decoder in padded lanes
     head: Head
     looks_ahead: bool  # attention is over the whole prompt, in both directions: an encoder's
-    stored: StoredNumbers
+    stored: WeightStorage
     rounded: RoundedTensors | None  # by model.quantize, while they are read
     rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
     split_heads: HeadShare | None = None  # of a model of which this is one rank's part
     backends: BackendTable | None = None  # which linear backend is taken for what; None: by the rule
 
     @property
-    def numbers(self) -> StoredNumbers:
+    def numbers(self) -> WeightStorage:
         """What weights are stored in; how far those are off that are rounded while they are read is known behind it."""
         return self.stored if self.rounded is None else replace(self.stored, relative_error=self.rounded.relative_error)
 
@@ -198,7 +198,7 @@ def load_model(
     return LoadedModel(
         staged=staged,
         shape=replace(
-            shape if split is None or split.count == 1 else shape.part(split.count),
+            shape if split is None or split.count == 1 else shape.with_head_share(split.count),
             has_decode_kernel=is_packed and not cache.is_latent and device.type == "cpu" and can_compile(),
             has_whole_prompts=bool(padding.whole_prompts),
             restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
@@ -207,7 +207,7 @@ def load_model(
         padding=padding,
         head=model_head(model),
         looks_ahead=is_encoder,
-        stored=StoredNumbers.from_losses(shape, LOSSES, read_relative_error(empty.quantization)),
+        stored=WeightStorage.from_losses(shape, LOSSES, read_relative_error(empty.quantization)),
         rounded=rounded,
         rope_lengths=rope_lengths,
         split_heads=heads,

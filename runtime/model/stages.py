@@ -23,7 +23,7 @@ from ..events import LaneRun, NeedStage, Weights, need_stage
 from ..linear.blocks import Block
 from ..linear.fused_projections import FusedProjections
 from ..linear.stored import StoredWeight
-from ..plan.cost.lane_work import is_narrow
+from ..plan.cost.lane_work import can_skip_unselected
 from ..plan.shape.shapes import StageKind
 from ..probing.layer_lists import encoder_config, layer_lists, stage_kinds
 
@@ -280,7 +280,7 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
     """What `layer(*args, **kwargs)` returns; zeros for tokens that nobody asks for."""
     run = getcurrent()
     cache = run.cache if isinstance(run, LaneRun) else None
-    if not isinstance(cache, PagedKV) or not is_narrow(cache.num_tokens, cache.num_selected):
+    if not isinstance(cache, PagedKV) or not can_skip_unselected(cache.num_tokens, cache.num_selected):
         return layer(*args, **kwargs)
     indices: set[Any] = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
     if len(indices) != 1:  # where it attends twice, as LongCat-Flash does, all tokens go on from the first attention

@@ -93,7 +93,7 @@ def dense_bytes(shape: ModelShape, num_layers: int) -> int:
     """Counts bytes of the excerpt in float32, and of the largest weight once more, which is put together beside it."""
     kept: list[Stage] = [stage for stage in shape.stages if not stage.kind.is_layer]
     for kind in (StageKind.encoder, StageKind.layer):
-        kept += shape.of_kind(kind)[:num_layers]
+        kept += shape.stages_of_kind(kind)[:num_layers]
     sizes = [4 * parameter.num_elements for stage in kept for parameter in stage.parameters]
     return sum(sizes) + max(sizes, default=0)
 

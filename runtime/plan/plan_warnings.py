@@ -33,10 +33,10 @@ ROOM_FOR_ALL = "there is room for all keys and values where compute happens"
 
 def plan_warnings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
     """All there is to say, for whoever runs the plan to log as warnings."""
-    return [*ignored_by_plan(config, shape, plan, has_device=has_device), *slow_by_plan(config, plan)]
+    return [*ineffective_settings(config, shape, plan, has_device=has_device), *slow_settings(config, plan)]
 
 
-def ignored_by_plan(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
+def ineffective_settings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
     """Settings that do nothing for this model, on this machine, in this plan."""
     return [
         *_weights(config, shape, has_device=has_device),
@@ -47,23 +47,23 @@ def ignored_by_plan(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, 
     ]
 
 
-def slow_by_plan(config: RuntimeConfig, plan: RunPlan) -> list[str]:
+def slow_settings(config: RuntimeConfig, plan: RunPlan) -> list[str]:
     """Settings that came to something slow which the user can avoid."""
-    found, placement, layout = list[str](), plan.placement, plan.placement.kv
+    warnings, placement, layout = list[str](), plan.placement, plan.placement.kv
     if config.kv.tier is KVTier.auto and layout.tier is KVTier.nvme and layout.page_bytes:
         keys = " or ".join(ledger.budget_key for ledger in placement.ledgers)
-        found.append(
+        warnings.append(
             f"kv=auto keeps keys and values of {len(layout.page_bytes)} layers on disk, which is slow: memory has no "
             f"room for more; raise {keys}, or lower policy.micro_batch_size or sampling.max_new_tokens"
-            + ("; with a loss, kv.dtype=int8 keeps them in fewer bytes" if layout.may_be_quantized else "")
+            + ("; with a loss, kv.dtype=int8 keeps them in fewer bytes" if layout.can_be_quantized else "")
         )
-    is_by_rule = plan.searched is None
-    if placement.paged and plan.num_lanes > 1 and not placement.decode_walk.routing and is_by_rule:
-        found.append(
+    is_by_rule = plan.searched_policy is None
+    if placement.paged and plan.num_lanes > 1 and not placement.decode_walk.batched_experts and is_by_rule:
+        warnings.append(
             f"offload.expert_paging={placement.paging.value} reads an expert up to {plan.num_lanes} times in a pass: "
             f"each of {plan.num_lanes} micro-batches asks by itself; policy.schedule={BATCHED.value} reads it once"
         )
-    return found
+    return warnings
 
 
 def _weights(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> Iterator[str]:
@@ -92,14 +92,14 @@ def _compute(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_dev
     this."""
     placement, order, paging = plan.placement, config.policy.schedule, config.offload.expert_paging
     if config.model.graphs and has_device:
-        if not placement.stays_whole:
+        if not placement.is_fully_resident:
             yield (
                 "model.graphs=true is refused by a run of this plan: weights, or keys and values, travel; offload=none "
                 "and kv=device where they fit, or model.graphs=false"
             )
         elif plan.num_lanes > 1:
             yield f"model.graphs=true has no effect: {plan.num_lanes} lanes take turns; policy.num_micro_batches=1"
-    if order is not None and order.style.batches_experts and not placement.decode_walk.routing:
+    if order is not None and order.style.batches_experts and not placement.decode_walk.batched_experts:
         why = "the model runs its experts in its own code" if shape.has_experts else "the model has no experts"
         yield f"policy.schedule={order.value} has no effect: {why}; policy.schedule={PLAIN.value} is the same"
     if paging in (ExpertPaging.hit, ExpertPaging.all) and placement.paging is ExpertPaging.off:

@@ -24,16 +24,16 @@ from ..config.settings import (
 from ..errors import BudgetError, require
 from .cost.predict import Prediction
 from .cost.rates import MachineRates
-from .placement.defaults import micro_batch_sizes, usual_orders
+from .placement.defaults import default_orders, micro_batch_sizes
 from .placement.memory import SequenceSize
 from .placement.placement import Budgets, Placement
-from .search.candidate import PlacedRun, Problem, balanced, choose_blocks, of_blocks
-from .search.hrm import Choice, search
+from .search.candidate import PlacedRun, Problem, choose_blocks, place_given_blocks, tune_chunks
+from .search.hrm import SearchResult, search
 from .search.policy import Policy
 from .shape.model import ModelShape
 
 WORTHWHILE = 0.02  # of a run's time, to be won by another size of micro-batches than the rule's
-SEARCH_PAYS_SECONDS = 4.0  # predicted of a run by rule: a search takes about one, and may halve it
+MIN_SEARCHED_SECONDS = 4.0  # predicted of a run by rule: a search takes about one, and may halve it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class RunPlan:
     prefetch: PrefetchConfig  # as resolved: cost_aware has become a depth
     rates: MachineRates | None
     prediction: Prediction | None
-    choice: Choice | None = None
-    searched: Policy | None = None
+    choice: SearchResult | None = None
+    searched_policy: Policy | None = None
     prefixes: Sequence[SharedPrefix | None] = ()  # of all requests, where any shares one
     backends: BackendTable | None = None
 
@@ -95,12 +95,12 @@ def plan_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
     Raises BudgetError, with the equation, when even the smallest block does not fit.
     """
     if problem.config.policy.schedule is not None:
-        return _plan_in_order(problem, blocks, num_halvings)
+        return _plan_with_order(problem, blocks, num_halvings)
     best, refusal, config = None, None, problem.config
-    for order in usual_orders(problem.shape, has_device=problem.budgets.has_device):
+    for order in default_orders(problem.shape, has_device=problem.budgets.has_device):
         try:
             ordered = replace(config, policy=replace(config.policy, schedule=order))
-            plan = _plan_in_order(replace(problem, config=ordered), blocks, num_halvings)
+            plan = _plan_with_order(replace(problem, config=ordered), blocks, num_halvings)
         except BudgetError as error:
             refusal = error
             continue
@@ -123,27 +123,29 @@ def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
     Raises BudgetError, with the equation, when even the smallest block does not fit.
     """
     usual = plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
-    if not search_pays(problem.config.policy.kind, usual):
+    if not is_search_worthwhile(problem.config.policy.kind, usual):
         return usual
-    choice, run, prediction = search(problem, blocks=blocks, usual=None if blocks else _policy_of(usual, problem.shape))
-    best = choice.best.policy.halved(num_halvings)
+    choice, run, prediction = search(
+        problem, blocks=blocks, usual=None if blocks else _make_policy(usual, problem.shape)
+    )
+    best = choice.best.policy.halve(num_halvings)
     if num_halvings:
-        fixed = problem.of(best)
+        fixed = problem.with_policy(best)
         if blocks is None:  # all requests in blocks of its sizes
             blocks = fixed.blocks(best.micro_batch_size, best.num_micro_batches)
         plan = plan_policy(fixed, blocks=blocks)
     else:
         plan = _run_plan(problem, run, prediction)
-    return replace(plan, choice=choice, searched=best)
+    return replace(plan, choice=choice, searched_policy=best)
 
 
-def search_pays(kind: PolicyKind, usual: RunPlan) -> bool:
+def is_search_worthwhile(kind: PolicyKind, usual: RunPlan) -> bool:
     """Whether another policy than the `usual` one is to be searched: what is open, with `auto`, where that takes
     several times as long as a search, as what goes by rule may take twice as long as it need. Without rates there is
     nothing to search by, and without requests nothing to search for."""
     if kind is PolicyKind.fixed or usual.prediction is None or not usual.blocks:
         return False
-    return kind is PolicyKind.hrm or usual.prediction.seconds >= SEARCH_PAYS_SECONDS
+    return kind is PolicyKind.hrm or usual.prediction.seconds >= MIN_SEARCHED_SECONDS
 
 
 def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -> RunPlan:
@@ -170,40 +172,40 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
     )
 
 
-def _plan_in_order(problem: Problem, blocks: tuple[Block, ...] | None, num_halvings: int) -> RunPlan:
+def _plan_with_order(problem: Problem, blocks: tuple[Block, ...] | None, num_halvings: int) -> RunPlan:
     """The plan of a policy whose order is said."""
-    starts = _starts(problem, num_halvings) if blocks is None else [of_blocks(problem, blocks)]
+    starts = _initial_runs(problem, num_halvings) if blocks is None else [place_given_blocks(problem, blocks)]
     starts[0].placement.require_fit(problem.config)
     if not num_halvings:
-        starts = [balanced(problem, run) for run in starts]
-    best, shortest = starts[0], problem.predicted(starts[0])
+        starts = [tune_chunks(problem, run) for run in starts]
+    best, shortest = starts[0], problem.predict(starts[0])
     for run in starts[1:]:  # the first, unless another one is clearly faster
-        found = problem.predicted(run)
+        found = problem.predict(run)
         if found is not None and shortest is not None and found.seconds < (1 - WORTHWHILE) * shortest.seconds:
             best, shortest = run, found
     return _run_plan(problem, best, shortest)
 
 
-def _starts(problem: Problem, num_halvings: int) -> list[PlacedRun]:
+def _initial_runs(problem: Problem, num_halvings: int) -> list[PlacedRun]:
     """Runs in the smallest chunks, the best by rule first. In front of an accelerator one large micro-batch is launched
     once, and four small ones prefill as many tokens per sweep of the weights in less memory: rates tell which is
     faster, and without them it is the large one where nothing travels."""
 
     def run(widths: tuple[int, ...]) -> PlacedRun:
         chunk, blocks = choose_blocks(problem, widths, num_halvings)
-        return problem.placed(blocks, chunk)
+        return problem.place_blocks(blocks, chunk)
 
     widths = micro_batch_sizes(problem.shape, problem.config, problem.budgets)[-1 if num_halvings else 0 :]
-    found = run(widths)
+    largest = run(widths)
     if not problem.budgets.has_device or len(widths) == 1:
-        return [found]
+        return [largest]
     usual = run(widths[-1:])
-    if usual.blocks == found.blocks or not usual.placement.fits:
-        return [found]
-    return [found, usual] if found.placement.stays_whole else [usual, found]
+    if usual.blocks == largest.blocks or not usual.placement.fits:
+        return [largest]
+    return [largest, usual] if largest.placement.is_fully_resident else [usual, largest]
 
 
-def _policy_of(plan: RunPlan, shape: ModelShape) -> Policy:
+def _make_policy(plan: RunPlan, shape: ModelShape) -> Policy:
     order = plan.policy.schedule
     assert order is not None, "a plan says it"
     num_travelling, num_fixed = len(plan.placement.kv.page_bytes), len(shape.bounded_layers)

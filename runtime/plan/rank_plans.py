@@ -16,7 +16,7 @@ from .placement.memory import SequenceSize
 from .planner import RunPlan
 from .search.candidate import Problem
 from .shape.model import ModelShape
-from .shape.rank_shares import pipeline_share, tensor_share
+from .shape.rank_shares import pipeline_shape, tensor_parallel_shape
 
 LANES_PER_RANK = (1, 2, 4)  # of a pipeline, that are tried
 
@@ -25,7 +25,7 @@ LANES_PER_RANK = (1, 2, 4)  # of a pipeline, that are tried
 class RankView:
     """The model and the machine of the rank that has most. `whole` is the model of all ranks together."""
 
-    way: Parallelism
+    parallelism: Parallelism
     num_ranks: int
     whole: ModelShape
     shape: ModelShape
@@ -35,53 +35,60 @@ class RankView:
     def from_shape(
         machine: Machine,
         shape: ModelShape,
-        way: Parallelism,
+        parallelism: Parallelism,
         num_ranks: int,
         experts: DividedExperts = DividedExperts.auto,
     ) -> "RankView":
         """The view of each of `num_ranks` of a machine as `machine_of` describes it. Raises ConfigError where model or
         machine cannot be shared out among so many."""
-        if (num_ranks == 1) is not (way is Parallelism.one):
+        if (num_ranks == 1) is not (parallelism is Parallelism.one):
             raise ConfigError(
-                f"plan.num_ranks={num_ranks}: devices={way.value} runs in "
+                f"plan.num_ranks={num_ranks}: devices={parallelism.value} runs in "
                 + (
                     "one process; choose devices=sharded, tensor or pipeline"
-                    if way is Parallelism.one
+                    if parallelism is Parallelism.one
                     else "several processes; set it to 2 or more"
                 )
             )
         require(
-            way is Parallelism.one or not shape.has_encoder,
-            f"devices={way.value}: model={shape.name} has an encoder, which ranks do not share as yet: devices=one",
+            parallelism is Parallelism.one or not shape.has_encoder,
+            f"devices={parallelism.value}: model={shape.name} has an encoder, unsupported with ranks: devices=one",
         )
-        seen = rank_machine(machine, shape, way, num_ranks, experts)
-        shares = {Parallelism.tensor: partial(tensor_share, experts=experts), Parallelism.pipeline: pipeline_share}
-        own = shares[way](shape, num_ranks) if way in shares else shape
-        return RankView(way=way, num_ranks=num_ranks, whole=shape, shape=own, machine=seen)
+        machine_share = rank_machine(machine, shape, parallelism, num_ranks, experts)
+        shares = {
+            Parallelism.tensor: partial(tensor_parallel_shape, experts=experts),
+            Parallelism.pipeline: pipeline_shape,
+        }
+        own = shares[parallelism](shape, num_ranks) if parallelism in shares else shape
+        return RankView(parallelism=parallelism, num_ranks=num_ranks, whole=shape, shape=own, machine=machine_share)
 
     def sizes(self, sizes: Sequence[SequenceSize]) -> Sequence[SequenceSize]:
         """The requests that the rank computes."""
-        return sizes[:: self.num_ranks] if self.way is Parallelism.sharded else sizes
+        return sizes[:: self.num_ranks] if self.parallelism is Parallelism.sharded else sizes
 
     @property
     def weight_bytes(self) -> int:
         """The bytes of weights that the rank reads in a pass in which none stays."""
-        return self.whole.weight_bytes // self.num_ranks if self.way is Parallelism.sharded else self.shape.weight_bytes
+        return (
+            self.whole.weight_bytes // self.num_ranks
+            if self.parallelism is Parallelism.sharded
+            else self.shape.weight_bytes
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:
         """The bytes of keys and values that a rank keeps for each token of the run, in the mean."""
-        count = self.num_ranks if self.way is Parallelism.sharded else 1
+        count = self.num_ranks if self.parallelism is Parallelism.sharded else 1
         return self.shape.kv_bytes_per_token // count
 
-    def timed(self, prediction: Prediction, run: RunPlan) -> Prediction:
+    def add_waiting(self, prediction: Prediction, run: RunPlan) -> Prediction:
         """The prediction of one rank by itself, with what it waits for others."""
-        if self.way is not Parallelism.pipeline:
+        if self.parallelism is not Parallelism.pipeline:
             return prediction
-        prefill = self._piped(prediction.prefill, run, chunk_tokens(run.policy))
-        return Prediction(prefill=prefill, decode=self._piped(prediction.decode, run, run.lane_size))
+        prefill = self._pipeline_phase(prediction.prefill, run, chunk_tokens(run.policy))
+        return Prediction(prefill=prefill, decode=self._pipeline_phase(prediction.decode, run, run.lane_size))
 
-    def _piped(self, phase: PhaseTime, run: RunPlan, tokens: int) -> PhaseTime:
+    def _pipeline_phase(self, phase: PhaseTime, run: RunPlan, tokens: int) -> PhaseTime:
         """The passes of a phase where lanes go through all ranks. A lane comes out of the first behind a share of its
         compute: of its layers lane by lane where all stay, GPipe's bubble (Huang et al. 2019). Where weights pass
         through slots, all lanes take a layer before any takes the next, so a lane comes out in the last layer."""
@@ -98,8 +105,8 @@ class RankView:
     def plan(self, problem: Problem, find: Callable[[Problem], RunPlan]) -> RunPlan:
         """The plan that `find` makes of the rank's problem, with what it waits for others. A pipeline needs lanes,
         which nothing that one rank sees asks for: of plans with more and smaller ones the fastest is taken."""
-        best = self._found(problem, find)
-        if self.way is not Parallelism.pipeline:
+        best = self._find_plan(problem, find)
+        if self.parallelism is not Parallelism.pipeline:
             return best
         policy, block = problem.config.policy, best.block_size
         for times in LANES_PER_RANK:
@@ -107,18 +114,18 @@ class RankView:
             if size >= min(best.lane_size, policy.micro_batch_size or best.lane_size):
                 continue
             smaller = replace(problem.config, policy=replace(policy, micro_batch_size=size))
-            found = self._found(replace(problem, config=smaller), find)
+            found = self._find_plan(replace(problem, config=smaller), find)
             if _seconds(found) < _seconds(best):
                 best = found
         return best
 
-    def _found(self, problem: Problem, find: Callable[[Problem], RunPlan]) -> RunPlan:
+    def _find_plan(self, problem: Problem, find: Callable[[Problem], RunPlan]) -> RunPlan:
         run = find(problem)
-        return replace(run, prediction=self.timed(run.prediction, run)) if run.prediction is not None else run
+        return replace(run, prediction=self.add_waiting(run.prediction, run)) if run.prediction is not None else run
 
-    def others_share(self, run: RunPlan, sizes: Sequence[SequenceSize], admission: Admission) -> float:
+    def waiting_share(self, run: RunPlan, sizes: Sequence[SequenceSize], admission: Admission) -> float:
         """The share of a run's time that it would be shorter by if what comes from other ranks came at once."""
-        if self.way is Parallelism.one or run.prediction is None or not run.prediction.seconds:
+        if self.parallelism is Parallelism.one or run.prediction is None or not run.prediction.seconds:
             return 0.0
         rates = self.machine.rates
         at_once = None if rates.shard_bytes_per_second is None else self.num_ranks * rates.link_in_bytes_per_second

@@ -9,11 +9,11 @@ from ..units import format_count
 from .placement.defaults import chunk_tokens
 from .placement.memory import PAGE_TOKENS
 from .planner import RunPlan
-from .shape.dtypes import Loss, StoredNumbers
+from .shape.dtypes import Loss, WeightStorage
 from .shape.model import ModelShape
 
 
-def why_unshared(config: RuntimeConfig, shape: ModelShape, *, has_rope_lengths: bool) -> str | None:
+def prefix_sharing_obstacle(config: RuntimeConfig, shape: ModelShape, *, has_rope_lengths: bool) -> str | None:
     """Why no prompt shares what it begins with; None where they may. Rectangles have no pages, and where embeddings
     know a sequence's length equal tokens of two have other keys."""
     if config.policy.share_prefixes is SharePrefixes.off:
@@ -70,18 +70,18 @@ class ResolvedSettings:
         plan: RunPlan,
         *,
         dtype: str,
-        stored: StoredNumbers,
+        stored: WeightStorage,
         has_rope_lengths: bool = False,
     ) -> "ResolvedSettings":
-        placement, walk, rule = plan.placement, plan.placement.decode_walk, plan.placement.sharing
+        placement, walk, rule = plan.placement, plan.placement.decode_walk, plan.placement.sharing_rule
         is_wave = plan.policy.admission is Admission.wave
-        why = why_unshared(config, shape, has_rope_lengths=has_rope_lengths)
+        why = prefix_sharing_obstacle(config, shape, has_rope_lengths=has_rope_lengths)
         members, spared_rule = [block.micro_batches for block in plan.blocks], rule
         if not is_wave:
             # As if each prefix were held until nobody needs it, by one lane where each has its own.
             members = [[[i for block in plan.blocks for i in block.members]]]
             spared_rule = SharingRule(among_lanes=True, page_tokens=PAGE_TOKENS)
-        attention = Attention.cpu if walk.attending else Attention.device
+        attention = Attention.cpu if walk.cpu_attention else Attention.device
         kv = placement.kv.tier if placement.kv.page_bytes else KVTier.device
         return ResolvedSettings(
             dtype=dtype,
@@ -94,7 +94,7 @@ class ResolvedSettings:
             num_slots=placement.walk.num_slots,
             expert_paging=placement.paging.value,
             num_paged_stages=len(placement.paged),
-            feedforward=(FeedForward.cpu if placement.shared else FeedForward.device).value,
+            feedforward=(FeedForward.cpu if placement.cpu_expert_stages else FeedForward.device).value,
             kv=kv.value,
             num_kv_layers=sum(1 for size in shape.kv_layer_bytes if size),
             num_travelling_layers=len(placement.kv.page_bytes),
@@ -141,7 +141,7 @@ class ResolvedSettings:
                 f"  weights   {self.weights}{streaming}",
                 f"  experts   paging={self.expert_paging}{paging}",
                 f"  KV        {self.kv}{away if self.num_travelling_layers else ''}",
-                f"  numbers   weights {self.of_weights}; KV {self.of_kv}",
+                f"  numbers   weights {self.weights_text}; KV {self.kv_text}",
             ]
         )
 
@@ -162,10 +162,10 @@ class ResolvedSettings:
         return {key: getattr(self, key) for key in keys}
 
     @property
-    def of_weights(self) -> str:
+    def weights_text(self) -> str:
         loss = Loss(self.weight_loss)
-        return str(StoredNumbers(formats=tuple(self.weight_formats), loss=loss, relative_error=self.weight_error))
+        return str(WeightStorage(formats=tuple(self.weight_formats), loss=loss, relative_error=self.weight_error))
 
     @property
-    def of_kv(self) -> str:
+    def kv_text(self) -> str:
         return f"{'as computed' if self.kv_dtype == KVDType.auto.value else self.kv_dtype}: {self.kv_loss}"

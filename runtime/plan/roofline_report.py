@@ -154,9 +154,9 @@ def _peak_lines(work: LayerWork, machine: Machine) -> list[PeakLine]:
 def _attention(point: OperatingPoint, machine: Machine, plan: RunPlan) -> Operation:
     """Decode attention, by the bytes of keys and values."""
     rates, placement = machine.rates, plan.placement
-    if placement.decode_walk.attending:
+    if placement.decode_walk.cpu_attention:
         where, rate = "on the CPU", rates.cpu_attention_bytes_per_second
-    elif placement.decode_walk.travelling:
+    elif placement.decode_walk.offloaded_kv:
         links = (rates.attention_bytes_per_second, link_bytes_per_second(machine, reads=False))
         where, rate = "KV comes over", min(links)
     else:

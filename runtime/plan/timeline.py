@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config.settings import Admission
-from .cost.durations import durations
-from .cost.lane_work import AlikePasses, LaneWork, block_prefills, decode_work
+from .cost.durations import make_durations
+from .cost.lane_work import LaneWork, PassGroup, block_prefills, decode_work
 from .cost.predict import mixed_spans
 from .cost.rates import MachineRates
 from .cost.simulator import Durations, PlayedPass, SimulatedSpan, play_passes
@@ -22,7 +22,7 @@ NUM_DECODE_PASSES = 3
 class Timeline:
     """`which`: the passes that are shown, in words. They begin with empty slots, at second 0."""
 
-    which: str
+    description: str
     names: Sequence[str]
     passes: Sequence[PlayedPass]
 
@@ -37,20 +37,20 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
     placement, chunk = plan.placement, chunk_tokens(plan.policy)
     if plan.policy.admission is Admission.continuous and shape.is_packed:
         found, count = mixed_spans(placement, plan.blocks, sizes, chunk), NUM_DECODE_PASSES + 1
-        which = f"{count} passes like the one in the middle of the run, prompts beside tokens that are decoded"
+        description = f"{count} passes like the one in the middle of the run, prompts beside tokens that are decoded"
         names, ranges = ["mixed pass"] * count, [found[len(found) // 2]] * count
     else:
         lanes = [[sizes[i] for i in group] for group in plan.blocks[0].micro_batches if group]
-        prompts = block_prefills(shape, lanes, chunk, placement.sharing)
+        prompts = block_prefills(shape, lanes, chunk, placement.sharing_rule)
         num_decode = max(size.max_new_tokens for lane in lanes for size in lane) - 1
         num_shown = min(NUM_DECODE_PASSES, num_decode)
         works: list[list[LaneWork | None]] = [[lane[0] if lane else None for lane in prompts]]
         works += [[decode_work(shape, lane, turn) for lane in lanes] for turn in range(num_shown)]
         decode = f" and decode passes 1 to {num_shown} of {num_decode:,}" if num_shown else ""
-        which = f"prefill pass 1 of {max(map(len, prompts)):,}{decode} of the first block"
+        description = f"prefill pass 1 of {max(map(len, prompts)):,}{decode} of the first block"
         names = ["prefill pass", *(f"decode pass {number + 1}" for number in range(num_shown))]
         ranges = [
-            AlikePasses(
+            PassGroup(
                 num_passes=1, lanes=[work for work in each if work is not None], prefill_share=0.0 if number else 1.0
             )
             for number, each in enumerate(works)
@@ -58,8 +58,8 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
     passes = list[tuple[Schedule, Durations]]()
     for each in ranges:
         walk = placement.walk if each.is_prefill else placement.decode_walk
-        passes.append((make_schedule(walk, len(each.lanes)), durations(shape, placement, walk, each.lanes, rates)))
-    return Timeline(which=which, names=names, passes=play_passes(passes, rates.pass_seconds))
+        passes.append((make_schedule(walk, len(each.lanes)), make_durations(shape, placement, walk, each.lanes, rates)))
+    return Timeline(description=description, names=names, passes=play_passes(passes, rates.pass_seconds))
 
 
 MAX_ACTIONS = 20_000  # some 200 KB; 80 layers and 16 lanes make about 3,000

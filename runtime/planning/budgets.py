@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is given
 
 
-def reclaim(device: ComputeDevice) -> None:
+def reclaim_device_memory(device: ComputeDevice) -> None:
     """What an earlier session has left of an accelerator's memory, and of memory that is pinned for it. Where none was
     taken nothing is looked for, which takes a tenth of a second."""
     if device.is_accelerator and device.memory().reserved:
@@ -34,7 +34,7 @@ def usable_host_bytes(num_kept_bytes: int = 0, *, is_pinned: bool) -> int:
     return min(free, int(total_bytes() * PINNED_SHARE)) if is_pinned else free
 
 
-def budgets_of(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None = None) -> Budgets:
+def make_budgets(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None = None) -> Budgets:
     """The memory that a run may use. Where that is a share of what is free, `kept` weights count as free: the run's
     ledgers count those that it holds, and the others are let go of."""
     in_compute, pinned = (kept.compute_bytes, kept.pinned_bytes) if kept is not None else (0, 0)
@@ -54,7 +54,7 @@ def budgets_of(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights 
 
 
 @contextmanager
-def device_limited(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None) -> Iterator[None]:
+def limit_device_memory(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None) -> Iterator[None]:
     """Holds torch's allocator to `offload.device_memory_gib`, if there is one, less what libraries take past it; what
     is in tensors already is not the run's, but for the weights that are kept. Says in the end what the allocator came
     to."""
@@ -74,7 +74,7 @@ def device_limited(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeig
         log.info("device memory: at most %s in tensors, and %s held by torch's allocator for them", used, held)
 
 
-def require_within(placement: Placement, baseline_bytes: int, num_sharers: int) -> None:
+def require_within_budget(placement: Placement, baseline_bytes: int, num_sharers: int) -> None:
     """Raises OverBudget when the peak of this process, above its baseline, is over what the host's ledger allows."""
     host = next(ledger for ledger in placement.ledgers if ledger.memory == "host")
     used = peak_resident_bytes(num_sharers) - baseline_bytes

@@ -20,7 +20,7 @@ from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan, find_policy, plan_policy
 from ..plan.search.candidate import Problem
-from ..plan.search.hrm import Choice
+from ..plan.search.hrm import SearchResult
 from ..plan.search.policy import Policy
 from ..plan.search.workload import Workload
 from ..plan.shape.model import ModelShape
@@ -28,7 +28,9 @@ from ..plan.shape.model import ModelShape
 log = logging.getLogger(__name__)
 
 NUM_LOGGED = 3  # sentences of why: the policy, the runner-up, and what binds
-EDITION = 4  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
+SEARCH_VERSION = (
+    4  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class CachedPolicy:
     why: tuple[str, ...]
 
     @staticmethod
-    def from_plan(choice: Choice) -> "CachedPolicy":
+    def from_plan(choice: SearchResult) -> "CachedPolicy":
         return CachedPolicy(policy=choice.best.policy, why=choice.why)
 
     def to_json(self) -> str:
@@ -52,13 +54,13 @@ class CachedPolicy:
         return CachedPolicy(policy=Policy.from_plain(values["policy"]), why=tuple(map(str, values["why"])))
 
 
-def question(
+def search_key(
     machine: str, shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize]
 ) -> str:
     """A digest of what the best policy follows from: machine, model, workload, budgets to two digits, and the settings
     that a search takes as given. Rates are not in it: measured twice they differ, and the question is the same."""
     parts = [
-        f"edition {EDITION}",
+        f"edition {SEARCH_VERSION}",
         machine,
         f"{shape.name} {shape.weight_bytes} {len(shape.stages)} {shape.compute_dtype_bytes} {shape.is_packed}",
         Workload.from_sizes(sizes).digest,
@@ -74,14 +76,14 @@ def policies_directory(cache_dir: str | None) -> Path:
     return cache_root(cache_dir) / "policies"
 
 
-def plan_by_choice(
+def plan_with_cached_policy(
     directory: Path,
     key: str | None,
     problem: Problem,
     *,
     blocks: tuple[Block, ...] | None = None,
     num_halvings: int = 0,
-    known: Policy | None = None,
+    previous: Policy | None = None,
 ) -> RunPlan:
     """The plan by the policy that `policy.pin` names, else by the `known` one that the run went by so far or the one
     that was kept under `key`, if it still fits, else by a new search, whose choice is kept; with key None it is not.
@@ -92,53 +94,58 @@ def plan_by_choice(
     pin = problem.config.policy.pin
     path = directory / f"{key}.json" if key is not None else None
     if pin is not None:
-        every = [found for file in sorted(directory.glob("*.json")) if (found := _kept(file)) is not None]
-        named = {each.policy: each for each in every if each.policy.digest.startswith(pin)}
-        if len(named) != 1:
-            digests = sorted({each.policy.digest for each in every})
+        cached_policies = [
+            plan for file in sorted(directory.glob("*.json")) if (plan := _read_policy(file)) is not None
+        ]
+        matches = {each.policy: each for each in cached_policies if each.policy.digest.startswith(pin)}
+        if len(matches) != 1:
+            digests = sorted({each.policy.digest for each in cached_policies})
             raise ConfigError(
-                f"policy.pin={pin} names {len(named) or 'none'} of the {len(digests)} choices in {directory}"
+                f"policy.pin={pin} names {len(matches) or 'none'} of the {len(digests)} choices in {directory}"
                 + (f": {', '.join(digests)}" if digests else "; run once without a pin")
             )
-        kept, origin = next(iter(named.values())), "pinned"
-    elif known is not None:
-        kept, origin = CachedPolicy(policy=known, why=(f"policy {known.digest}: {known}",)), "as before"
+        cached, origin = next(iter(matches.values())), "pinned"
+    elif previous is not None:
+        cached, origin = CachedPolicy(policy=previous, why=(f"policy {previous.digest}: {previous}",)), "as before"
     else:
-        kept, origin = _kept(path) if path is not None else None, "of an earlier search"
-    if kept is not None:
-        policy = kept.policy.halved(num_halvings)
+        cached, origin = _read_policy(path) if path is not None else None, "of an earlier search"
+    if cached is not None:
+        policy = cached.policy.halve(num_halvings)
         try:
-            found = replace(plan_policy(problem.of(policy), blocks=blocks, num_halvings=num_halvings), searched=policy)
+            plan = replace(
+                plan_policy(problem.with_policy(policy), blocks=blocks, num_halvings=num_halvings),
+                searched_policy=policy,
+            )
         except BudgetError as error:
             if pin is not None:
                 raise
-            log.warning("policy %s no longer fits and is searched again: %s", kept.policy.digest, error)
+            log.warning("policy %s no longer fits and is searched again: %s", cached.policy.digest, error)
         else:
-            _log_kept(kept, origin)
-            return found
-    found = find_policy(problem, blocks=blocks, num_halvings=num_halvings)
-    if found.choice is not None:
-        kept = CachedPolicy.from_plan(found.choice)
+            _log_policy(cached, origin)
+            return plan
+    plan = find_policy(problem, blocks=blocks, num_halvings=num_halvings)
+    if plan.choice is not None:
+        cached = CachedPolicy.from_plan(plan.choice)
         if path is not None:
             try:  # all or nothing; a cache that cannot be written is no reason to stop
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with tempfile.NamedTemporaryFile(
                     "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
                 ) as file:
-                    file.write(kept.to_json())
+                    file.write(cached.to_json())
                 os.replace(file.name, path)  # noqa: PTH105
             except OSError as error:
                 log.warning("the choice could not be kept in %s: %s", path, error)
-        _log_kept(kept, "searched")
-    return found
+        _log_policy(cached, "searched")
+    return plan
 
 
-def _log_kept(kept: CachedPolicy, origin: str) -> None:
-    for sentence in kept.why[:NUM_LOGGED]:
+def _log_policy(cached: CachedPolicy, origin: str) -> None:
+    for sentence in cached.why[:NUM_LOGGED]:
         log.info("policy (%s): %s", origin, sentence)
 
 
-def _kept(path: Path) -> CachedPolicy | None:
+def _read_policy(path: Path) -> CachedPolicy | None:
     try:
         return CachedPolicy.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

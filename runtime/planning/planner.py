@@ -22,10 +22,10 @@ from ..measure.machine_cache import Host, current_host
 from ..model.loading import LoadedModel
 from ..plan.cost.calibration import TypicalLoad
 from ..plan.cost.rates import MachineRates
-from ..plan.placement.defaults import chunk_tokens, in_chunks
+from ..plan.placement.defaults import chunk_tokens, with_chunk_tokens
 from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
-from ..plan.placement.run_load import micro_batches_of
+from ..plan.placement.run_load import block_lanes
 from ..plan.plan_warnings import plan_warnings
 from ..plan.planner import RunPlan, find_policy, plan_policy, plan_run
 from ..plan.resolved_settings import ResolvedSettings
@@ -36,8 +36,8 @@ from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..stream.kept_weights import KeptWeights
 from ..units import MIB
-from .budgets import budgets_of, reclaim
-from .choices import plan_by_choice, policies_directory, question
+from .budgets import make_budgets, reclaim_device_memory
+from .choices import plan_with_cached_policy, policies_directory, search_key
 
 
 class RuntimeCache(Closing):
@@ -131,48 +131,48 @@ class Planner:
         """The memory that a run may use, as much of it as is free now where the settings say none."""
         if self.given_budgets is not None:
             return self.given_budgets
-        return budgets_of(self.config.offload, self.device, self.kept.weights if self.kept is not None else None)
+        return make_budgets(self.config.offload, self.device, self.kept.weights if self.kept is not None else None)
 
     def plan(self, sizes: Sequence[SequenceSize], **options: Unpack[PlanOptions]) -> RunPlan:
         """The plan of requests of these sizes, by the options that are given."""
         if (backends := options.get("backends")) is not None:
-            begun = replace(self, model=replace(self.model, backends=backends), compares=False)
-            return begun.plan(sizes, **(options | {"backends": None}))
+            resumed = replace(self, model=replace(self.model, backends=backends), compares=False)
+            return resumed.plan(sizes, **(options | {"backends": None}))
         chunk_tokens = options.get("chunk_tokens")
         if chunk_tokens is not None and self.config.policy.prefill_chunk_tokens is None:
-            begun = replace(self, config=in_chunks(self.config, chunk_tokens))
+            resumed = replace(self, config=with_chunk_tokens(self.config, chunk_tokens))
             try:
-                return begun.plan(sizes, **(options | {"chunk_tokens": None}))
+                return resumed.plan(sizes, **(options | {"chunk_tokens": None}))
             except BudgetError:
                 log.warning(
                     "prompts went by %d tokens at a time when the run was begun, which do not fit any more: last bits "
                     "of what is left may differ from those of a run that was not stopped",
                     chunk_tokens,
                 )
-        reclaim(self.device)
+        reclaim_device_memory(self.device)
         budgets, blocks, num_halvings = self.budgets, options.get("blocks"), options.get("num_halvings", 0)
         first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
         for walk in (first.placement.walk, first.placement.decode_walk):
             require_slots(walk, first.num_lanes)
         rates = options.get("rates")
         if rates is None and sizes and self.predicts:
-            rates = self.measured(first, sizes)
+            rates = self.measure(first, sizes)
         problem = Problem(shape=self.model.shape, config=self.config, budgets=budgets, sizes=sizes, rates=rates)
-        if self.compares and rates is not None and (table := self._compared(first, sizes, rates)) is not None:
+        if self.compares and rates is not None and (table := self._compare_backends(first, sizes, rates)) is not None:
             return self.plan(sizes, **(options | {"backends": table, "chunk_tokens": None}))
         if self.config.policy.kind is PolicyKind.fixed or not sizes:
             kept = blocks if budgets.has_device else first.blocks
             plan = plan_policy(problem, blocks=kept, num_halvings=num_halvings)
         else:
             machine = f"{self.config.machine.name} {self.host}{'' if has_compiler() else ' in plain operators'}"
-            asked = question(machine, self.model.shape, self.config, budgets, sizes)
-            plan = plan_by_choice(
+            key = search_key(machine, self.model.shape, self.config, budgets, sizes)
+            plan = plan_with_cached_policy(
                 policies_directory(self.config.offload.cache_dir),
-                asked if blocks is None else None,
+                key if blocks is None else None,
                 problem,
                 blocks=blocks,
                 num_halvings=num_halvings,
-                known=options.get("known"),
+                previous=options.get("known"),
             )
         return replace(plan, backends=None if self.device.is_accelerator else self._backends)
 
@@ -180,23 +180,23 @@ class Planner:
     def _backends(self) -> BackendTable:
         return self.model.backends or DEFAULT_BACKENDS
 
-    def _compared(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> BackendTable | None:
+    def _compare_backends(
+        self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates
+    ) -> BackendTable | None:
         """Other linear backends than those known here, if a run of some length would be faster with them."""
         num_tokens = sum(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
         flops = num_tokens * sum(stage.flops_per_token for stage in self.model.shape.stages)
         fastest = max([*rates.gemm_flops_per_second.values(), *rates.expert_flops_per_second.values()])
         if flops < COMPARED_SECONDS * fastest or not has_compiler():
             return None
-        usual = TypicalLoad.from_lanes(
-            self.model.shape, micro_batches_of(plan.blocks[0], sizes), chunk_tokens(plan.policy)
-        )
+        usual = TypicalLoad.from_lanes(self.model.shape, block_lanes(plan.blocks[0], sizes), chunk_tokens(plan.policy))
         found = compare_backends(self.model, self.host, usual)
         return found if found != self._backends else None
 
-    def measured(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> MachineRates:
+    def measure(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> MachineRates:
         """The rates of this machine at the sizes that `plan`'s passes have, in about a second; where they are kept, of
         a load that covers it."""
-        lanes = micro_batches_of(plan.blocks[0], sizes)
+        lanes = block_lanes(plan.blocks[0], sizes)
         usual, paged = TypicalLoad.from_lanes(self.model.shape, lanes, chunk_tokens(plan.policy)), plan.placement.paged
         if self.kept is not None:
             if (known := self.kept.rates(usual, paged, self._backends)) is not None:
@@ -210,16 +210,20 @@ class Planner:
             self.kept.keep_rates(usual, paged, self._backends, rates)
         return rates
 
-    def revised(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:
+    def revise(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:
         """`plan` as `rates` show it: the way that a new search would go, if that promises less time by `WORTHWHILE`, or
         its own. Blocks stay what they are, and so do budgets: the memory that `plan`'s session holds is taken now."""
         problem = Problem(shape=self.model.shape, config=self.config, budgets=plan.budgets, sizes=sizes, rates=rates)
         kept = replace(problem, config=replace(self.config, policy=plan.policy, kv=plan.kv))
-        same, found = plan_policy(kept, blocks=plan.blocks), find_policy(problem, blocks=plan.blocks)
+        same, searched = plan_policy(kept, blocks=plan.blocks), find_policy(problem, blocks=plan.blocks)
         assert same.prediction is not None, "rates are given"
-        assert found.prediction is not None, "rates are given"
-        is_worth_it = found.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds
-        return found if is_worth_it and found.searched is not None else replace(same, searched=plan.searched)
+        assert searched.prediction is not None, "rates are given"
+        is_worth_it = searched.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds
+        return (
+            searched
+            if is_worth_it and searched.searched_policy is not None
+            else replace(same, searched_policy=plan.searched_policy)
+        )
 
     def resolved_settings(self, plan: RunPlan) -> ResolvedSettings:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
@@ -228,7 +232,7 @@ class Planner:
             self.config, self.model.shape, plan, dtype=dtype, stored=self.model.numbers, has_rope_lengths=has_lengths
         )
 
-    def announce(self, plan: RunPlan, advised: set[str]) -> None:
+    def log_plan(self, plan: RunPlan, advised: set[str]) -> None:
         """Logs what the plan is, its ledgers, and advice on it; of that only what is not in `advised`, to which it is
         added."""
         log.info("%s", self.resolved_settings(plan))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..closing import Closing
 from ..errors import Interrupted
-from ..plan.shape.extents import Extent, even_shares_of
+from ..plan.shape.extents import Extent, even_reader_share
 from ..store.reader import Reader
 from ..store.transfer import ChunkTiming, PendingTransfer
 from ..stream.device import ComputeDevice
@@ -105,7 +105,7 @@ class GatheredReader(WeightReader):
 
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> "GatheredTransfer":
         ranks = self._collectives.ranks
-        own, begin, end = even_shares_of(extents, ranks.rank, ranks.size)
+        own, begin, end = even_reader_share(extents, ranks.rank, ranks.size)
         reading = self._reader.submit(own, buffer.numpy().data)
         return GatheredTransfer(self._collectives, self._thread.submit(self._gather, reading, buffer[begin:end]))
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..closing import Closing
 from ..errors import ConfigError, Interrupted, require
-from ..plan.shape.extents import Extent, share_of
+from ..plan.shape.extents import Extent, reader_share
 from ..store.reader import Reader
 from ..store.transfer import ChunkTiming, PendingTransfer
 from ..stream.device import ComputeDevice
@@ -126,7 +126,7 @@ class SharedReader(WeightReader):
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> "SharedTransfer":
         self._num_begun[number] += 1
         count, num_freed = self._num_begun[number], self._num_freed[number]
-        share = share_of(extents, self._rank, self._size)
+        share = reader_share(extents, self._rank, self._size)
 
         def read() -> PendingTransfer:
             self._wait(self._freed, number, num_freed)  # other ranks' compute may still read this slot

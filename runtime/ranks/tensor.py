@@ -25,7 +25,7 @@ from ..errors import ConfigError
 from ..model.capabilities import CacheShape, fill_cache
 from ..model.experts import is_experts, matrix_names
 from ..model.loading import ModelSplit
-from ..plan.shape.rank_shares import RowShare, cut
+from ..plan.shape.rank_shares import RowShare, cut_rows
 from ..plan.shape.shapes import Parameter, distinct_bytes
 from ..probing.empty_weights import PROBE_ERRORS, copy_on_meta
 from ..probing.layer_lists import layer_lists
@@ -67,7 +67,7 @@ class SplitHeads:
         return self.slice_heads(states, 1) if self.has_all_heads(layer, states) else states
 
     def slice_heads(self, states: torch.Tensor, dim: int) -> torch.Tensor:
-        share = RowShare(index=self.all_gather.index, count=self.all_gather.count).of(states.shape[dim])
+        share = RowShare(index=self.all_gather.index, count=self.all_gather.count).rows(states.shape[dim])
         return states.narrow(dim, share.start, len(share))
 
     def gather_heads(self, part: torch.Tensor, dim: int) -> torch.Tensor:
@@ -211,7 +211,7 @@ class _Splitting:
         """Cuts the parameters of a module, by all names that they have."""
         for tensor in module.parameters(recurse=False):
             for name in self._names[id(tensor)]:
-                found = cut(self._parameters[name], self._share)
+                found = cut_rows(self._parameters[name], self._share)
                 if found is None:
                     raise self._refusal(repr(name), why_not_split(self._parameters[name]))
                 self.cut_parameters[name] = found

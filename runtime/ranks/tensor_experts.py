@@ -30,7 +30,7 @@ from ..model.experts import (
     stacked_bias,
 )
 from ..model.fused import has_same_code
-from ..plan.shape.rank_shares import RowShare, cut, runs_of, sends_less_whole, take_experts
+from ..plan.shape.rank_shares import RowShare, cut, split_evenly, whole_experts_send_less, slice_experts
 from ..plan.shape.shapes import Parameter
 from .collectives import AllGather
 
@@ -135,7 +135,7 @@ class WholeExperts(ExpertShare):
     ) -> torch.Tensor:
         """`hit` yields this rank's experts alone."""
         all_gather, num_experts = self._all_gather, cast("Experts", module).num_experts
-        experts, tokens = runs_of(num_experts, all_gather.count), runs_of(len(hidden_TD), all_gather.count)
+        experts, tokens = split_evenly(num_experts, all_gather.count), split_evenly(len(hidden_TD), all_gather.count)
         own, mine = experts[all_gather.index], tokens[all_gather.index]
         given, sizes_given = _weighted_outputs(module, hidden_TD, visits, hit, own, tokens)
         summed = visits.select_tokens(mine)
@@ -191,7 +191,7 @@ def divide_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, req
         inputs = stacks[matrix_names(module)[1]].shape[1:]
         hidden, inner = reversed(inputs) if cast("Experts", module).is_transposed else inputs
         is_mixed_up = any(piece.is_interleaved for stack in stacks.values() for piece in stack.slices)  # all is read
-        is_whole = is_mixed_up or sends_less_whole(hidden, inner, share.count)
+        is_whole = is_mixed_up or whole_experts_send_less(hidden, inner, share.count)
         first, second = (whole, rows) if is_whole else (rows, whole)
         neither = Division({}, why_not=f"{rows.why_not}, and {whole.why_not}")
         found = first if first.stacks else second if second.stacks else neither
@@ -223,7 +223,7 @@ def _split_by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> Divisi
         return Division({}, why_not="its experts' matrices lie as (inputs, outputs)")
     first, second = matrix_names(module)
     counts = {first: num_runs(module), second: 1}
-    parts = {name: cut(stacks[name], share, num_runs=count) for name, count in counts.items()}
+    parts = {name: cut_rows(stacks[name], share, num_runs=count) for name, count in counts.items()}
     for name, part in parts.items():
         if part is None:
             return Division({}, why_not=why_not_split(stacks[name]))
@@ -234,8 +234,8 @@ def _split_by_expert(stacks: Stacks, share: RowShare) -> Division:
     num_experts = min(stack.shape[0] for stack in stacks.values())
     if num_experts < share.count:
         return Division({}, why_not=f"it has {num_experts} experts")
-    own = runs_of(num_experts, share.count)[share.index]
-    parts = {name: take_experts(stack, own) for name, stack in stacks.items()}
+    own = split_evenly(num_experts, share.count)[share.index]
+    parts = {name: slice_experts(stack, own) for name, stack in stacks.items()}
     if None in parts.values():
         return Division({}, why_not="its experts' bytes do not lie apart")
     return Division({name: part for name, part in parts.items() if part is not None}, own)

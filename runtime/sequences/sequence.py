@@ -162,7 +162,7 @@ class Request:
     @property
     def size(self) -> SequenceSize:
         """Token counts for planning."""
-        return SequenceSize.shared(len(self.prompt_ids), self.max_new_tokens, self.num_scored, num_beams=self.num_beams)
+        return SequenceSize.interned(len(self.prompt_ids), self.max_new_tokens, self.num_scored, num_beams=self.num_beams)
 
     @property
     def decoder_ids(self) -> tuple[int, ...]:
@@ -251,7 +251,9 @@ class Sequence:
     def known_size(self) -> SequenceSize:
         """Size of an equivalent request with all known tokens as its prompt."""
         num_left = self.request.max_new_tokens - len(self.generated)
-        return SequenceSize.shared(self.num_known, num_left, self.request.num_scored, num_beams=self.request.num_beams)
+        return SequenceSize.interned(
+            self.num_known, num_left, self.request.num_scored, num_beams=self.request.num_beams
+        )
 
     @property
     def known_ids(self) -> list[int]:

@@ -7,7 +7,7 @@ import torch
 
 from ..plan.placement.experts import ExpertPages
 from ..plan.placement.placement import Budgets, Placement
-from ..plan.shape.extents import resident_groups
+from ..plan.shape.extents import group_tied_stages
 from ..plan.shape.model import ModelShape
 
 
@@ -49,7 +49,7 @@ class KeptWeights:
             self.stages.in_host.clear()
             self.experts.clear()
             self._paged = placement.paged
-        groups = resident_groups([shape.stages[index] for index in sorted(placement.resident)])
+        groups = group_tied_stages([shape.stages[index] for index in sorted(placement.resident)])
         wanted = {tuple(stage.index for stage in group) for group in groups}
         for key in self.stages.resident.keys() - wanted:
             del self.stages.resident[key]

@@ -20,7 +20,7 @@ from ..plan.shape.extents import (
     Move,
     device_layout,
     group_layout,
-    resident_groups,
+    group_tied_stages,
     slot_layout,
 )
 from ..plan.shape.model import ModelShape
@@ -251,7 +251,7 @@ class WeightStream:
 
     def _load_resident(self) -> None:
         stages = [self._shape.stages[index] for index in sorted(self._placement.resident)]
-        groups = {tuple(stage.index for stage in group): group for group in resident_groups(stages)}
+        groups = {tuple(stage.index for stage in group): group for group in group_tied_stages(stages)}
         missing = {key: group_layout(group) for key, group in groups.items() if key not in self._loaded.resident}
         largest = max((layout.num_bytes for layout in missing.values()), default=0)
         is_staged = self._device.is_accelerator and bool(missing)

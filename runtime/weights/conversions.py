@@ -76,7 +76,7 @@ class ConverterUse:
 def make_zeroing(target: str, source: TensorSlice, rows: Sequence[int]) -> Conversion | None:
     """Returns a conversion that zeroes `rows`, as transformers does when it loads this class; None if the checkpoint
     already has zeros there."""
-    parts = [source.rows(row, source.shape[0]) for row in rows]
+    parts = [source.row_part(row, source.shape[0]) for row in rows]
     if not any(part is None or bool(load_tensor(part).any()) for part in parts):
         return None
 

@@ -153,7 +153,7 @@ def _as_pieces(use: ConverterUse) -> dict[str, Pieces] | None:
     if kinds == [(Concatenate, 0)]:
         return {use.first_target: (tuple(piece for source in sources for piece in source),)}
     if kinds == [(Chunk, 0)] and len(sources) == 1 and len(sources[0]) == 1:
-        parts = [sources[0][0].rows(index, len(use.targets)) for index in range(len(use.targets))]
+        parts = [sources[0][0].row_part(index, len(use.targets)) for index in range(len(use.targets))]
         found = {target: ((part,),) for target, part in zip(use.targets, parts, strict=True) if part is not None}
         return found if len(found) == len(parts) else None
     return None

@@ -81,11 +81,11 @@ def another_way(monkeypatch: pytest.MonkeyPatch) -> list[MachineRates]:
 
     def revised(self: Runtime, plan: RunPlan, requests: list[Request], rates: MachineRates) -> RunPlan:
         by.append(rates)
-        assert plan.searched is not None
-        policy = replace(plan.searched, schedule=Order.flexgen)
-        way, sizes = policy.applied(self.config, has_device=False), [request.size for request in requests]
+        assert plan.searched_policy is not None
+        policy = replace(plan.searched_policy, schedule=Order.flexgen)
+        way, sizes = policy.apply(self.config, has_device=False), [request.size for request in requests]
         found = plan_run(self.model.shape, way, self.budgets(), sizes, rates=rates, blocks=plan.blocks)
-        return replace(found, searched=policy)
+        return replace(found, searched_policy=policy)
 
     monkeypatch.setattr(Runtime, "revised", revised)
     return by
@@ -175,12 +175,17 @@ def test_however_it_came_to_its_policy_a_run_that_goes_on_keeps_it(
     with pytest.raises(Interrupted):
         run(tmp_path, (lambda: has_learned(tmp_path)) if has_learned_first else directory(tmp_path).rates.exists)
     first = plans[-1]
-    assert recorded(tmp_path)["policy"] == (first.searched and first.searched.to_plain())
+    assert recorded(tmp_path)["policy"] == (first.searched_policy and first.searched_policy.to_plain())
     shutil.rmtree(tmp_path / "cache" / "policies")
     monkeypatch.setattr(planning, "measure_rates", lambda *_: pytest.fail("rates are known"))
     run(tmp_path)
     last = plans[-1]
-    assert (last.searched, last.policy, last.kv, last.blocks) == (first.searched, first.policy, first.kv, first.blocks)
+    assert (last.searched_policy, last.policy, last.kv, last.blocks) == (
+        first.searched_policy,
+        first.policy,
+        first.kv,
+        first.blocks,
+    )
     if start is kept:
         assert last.policy.schedule is Order.flexgen
     assert tokens(tmp_path) == tokens_of_fixed(tmp_path, monkeypatch)

@@ -20,7 +20,7 @@ from runtime.linear.packed_rows import FORMAT_NAMES
 from runtime.linear.window4_rows import WINDOW4
 from runtime.model.loading import load_model
 from runtime.plan.shape.model import ModelShape
-from runtime.plan.shape.rank_shares import tensor_share
+from runtime.plan.shape.rank_shares import tensor_parallel_shape
 from runtime.store.gguf import BLOCKS
 from tests import published_formats
 from tests.dealt import with_slow_others
@@ -181,13 +181,13 @@ def test_embeddings_head_routers_and_vectors_stay_as_they_are(name: str) -> None
 
 def test_ranks_read_all_words_of_a_matrix_whose_rows_do_not_lie_apart_and_so_take_experts_whole() -> None:
     llama = in_format(read_shape("llama-3.3-70b", DType.bfloat16), "gptq")
-    own = tensor_share(llama, 2)
+    own = tensor_parallel_shape(llama, 2)
     assert own.stages[1].num_bytes == pytest.approx(llama.stages[1].num_bytes, rel=1e-3)
     assert own.stages[1].flops_per_token == llama.stages[1].flops_per_token / 2
     mixture = in_format(read_shape("qwen3-30b-a3b", DType.bfloat16), "awq")
     experts, own_experts = (
         sum(p.num_bytes for p in shape.stages[1].parameters if p.is_experts)
-        for shape in (mixture, tensor_share(mixture, 2))
+        for shape in (mixture, tensor_parallel_shape(mixture, 2))
     )
     assert own_experts == experts / 2
 

@@ -219,14 +219,14 @@ def test_a_pin_is_followed_as_a_run_follows_it(tmp_path: Path) -> None:
     kept(tmp_path, policy)
     searched = ("model=llama-3.2-1b", "machine=t4", "policy=hrm", "workload.num_requests=12")
     found = plan(*searched, f"policy.pin='{policy.digest[:6]}'", f"offload.cache_dir={tmp_path}").run
-    assert found.searched == policy
+    assert found.searched_policy == policy
     assert (found.policy.schedule, found.policy.attention, found.num_lanes, found.lane_size) == (
         Order.cgopipe,
         Attention.cpu,
         2,
         3,
     )
-    assert plan(*searched).run.searched != policy
+    assert plan(*searched).run.searched_policy != policy
 
 
 def test_a_pin_that_names_nothing_is_refused_with_what_there_is(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from runtime.model.families import FAMILIES
 from runtime.model.loading import load_model
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
-from runtime.plan.shape.dtypes import keeping_kv
+from runtime.plan.shape.dtypes import with_kv_dtype
 from runtime.plan.shape.extents import ALIGNMENT_BYTES
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import StageKind
@@ -77,7 +77,7 @@ def test_kept_in_fewer_bytes_keys_and_values_take_as_many(both: Both, dtype: KVD
 
     def kept(shape: ModelShape) -> tuple[tuple[int, ...], int] | str:
         try:
-            found = keeping_kv(shape, dtype)
+            found = with_kv_dtype(shape, dtype)
         except ConfigError as error:
             return str(error)
         return found.kv_layer_bytes, found.kv_tail_bytes_per_sequence

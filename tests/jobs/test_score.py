@@ -110,11 +110,11 @@ def test_a_run_that_goes_on_computes_as_many_tokens_at_a_time_as_before_whatever
         (tmp_path / folder).mkdir()
     whole, stopped = (config_for(tmp_path / folder, rows, *words) for folder in ("whole", "stopped"))
     with monkeypatch.context() as measured:
-        measured.setattr("runtime.plan.search.candidate._chosen", lambda *_: 1024)
+        measured.setattr("runtime.plan.search.candidate._best_chunk", lambda *_: 1024)
         once = score(whole, never).summary
         with pytest.raises(Interrupted):
             score(stopped, once_there_is_a_part(stopped))
-    monkeypatch.setattr("runtime.plan.search.candidate._chosen", lambda *_: 512)
+    monkeypatch.setattr("runtime.plan.search.candidate._best_chunk", lambda *_: 512)
     assert score(stopped, never).summary.num_passes == once.num_passes
     assert rows_of(stopped) == rows_of(whole)
 

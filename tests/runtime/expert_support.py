@@ -23,7 +23,7 @@ from runtime.model.loading import LoadedModel, load_model
 from runtime.plan.placement.experts import dense_shape
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.shape.model import ModelShape
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
@@ -49,7 +49,7 @@ def placement_of(
         prefetch=PrefetchConfig(kind=Prefetch.off),
     )
     budgets = Budgets(host_bytes=GIB, device_bytes=device_bytes)
-    return place(loaded.shape, config, budgets, Load.from_lanes(loaded.shape, [], 512))
+    return choose_placement(loaded.shape, config, budgets, Load.from_lanes(loaded.shape, [], 512))
 
 
 @dataclass(frozen=True, kw_only=True)

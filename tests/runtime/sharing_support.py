@@ -90,7 +90,7 @@ def run_alike(runtime: Runtime, prompts: list[list[int]], *, num_kv_pages: int |
 
 def _require_as_planned(runtime: Runtime, plan: RunPlan, requests: list[Request], passes: list[PassRecord]) -> None:
     """What is spared, and what is computed in how many passes, is what the plan says."""
-    sizes, rule = runtime.sizes(requests), plan.placement.sharing
+    sizes, rule = runtime.sizes(requests), plan.placement.sharing_rule
     if plan.policy.admission is Admission.continuous:
         order = [sizes[i] for block in plan.blocks for i in block.members]
         limits = AdmissionLimits.from_lanes(

@@ -9,7 +9,7 @@ import torch
 from runtime.config.settings import DType, MachineConfig, ModelConfig
 from runtime.model import loading
 from runtime.model.loading import load_model
-from runtime.plan.cost.machine import machine_of
+from runtime.plan.cost.machine import make_machine
 from runtime.plan.shape.dtypes import auto_dtype
 from runtime.stream.device import has_bfloat16_units
 from tests.runtime.test_profile import RATES
@@ -73,5 +73,5 @@ def test_a_measured_machine_is_planned_with_what_it_multiplies_faster(gflops: fl
     }
     rates = replace(RATES, device_memory_gib=8.0, bfloat16=found[DType.bfloat16], float16=found[DType.float16])
     machine = MachineConfig(name="here", rates=rates)
-    assert machine_of(machine) == machine_of(machine, expected)
-    assert machine_of(machine).rates.gemm_rate(1e6) == pytest.approx(max(found[expected].gemm_gflops) * 1e9)
+    assert make_machine(machine) == make_machine(machine, expected)
+    assert make_machine(machine).rates.gemm_rate(1e6) == pytest.approx(max(found[expected].gemm_gflops) * 1e9)

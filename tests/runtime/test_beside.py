@@ -156,7 +156,7 @@ def test_where_the_cpu_cannot_attend_keys_and_values_are_where_kv_says(family: s
         assert isinstance(request, Request)
         placement = runtime.plan([request]).placement
         assert placement.host_layers == frozenset()
-        assert placement.decode_walk.attending == ()
+        assert placement.decode_walk.cpu_attention == ()
         assert len(placement.kv.page_bytes) == num_layers
 
 

@@ -19,10 +19,10 @@ PAGED = Walk(num_stages=1, streamed=(0,), num_slots=1, num_pages=3)
 PAGED_STAGED = Walk(num_stages=1, streamed=(0,), num_slots=1, num_pages=3, num_staging_slots=1, copies=True)
 DECODER = Walk(num_stages=3, first_stage=1, streamed=(), num_slots=0)
 RESIDENT = Walk(num_stages=2, streamed=(), num_slots=0)
-STOPPING = Walk(num_stages=2, streamed=(), num_slots=0, attending=(0, 1), routing=(1,))
-BARRED = Walk(num_stages=2, streamed=(), num_slots=0, attending=(0, 1), order=Order.flexgen)
-TRAVELLING = Walk(num_stages=2, streamed=(), num_slots=0, travelling=(0, 1), num_kv_slots=1)
-STREAMED = Walk(num_stages=2, streamed=(0,), num_slots=1, attending=(0,), routing=(0,))
+STOPPING = Walk(num_stages=2, streamed=(), num_slots=0, cpu_attention=(0, 1), batched_experts=(1,))
+BARRED = Walk(num_stages=2, streamed=(), num_slots=0, cpu_attention=(0, 1), order=Order.flexgen)
+TRAVELLING = Walk(num_stages=2, streamed=(), num_slots=0, offloaded_kv=(0, 1), num_kv_slots=1)
+STREAMED = Walk(num_stages=2, streamed=(0,), num_slots=1, cpu_attention=(0,), batched_experts=(0,))
 
 # walk, number of lanes, prologue, cycle
 LEGAL = {
@@ -33,7 +33,7 @@ LEGAL = {
         "experts 1, end 1.1, end 1.0",
     ),
     "KV is stored once attention is over": (
-        Walk(num_stages=1, streamed=(), num_slots=0, routing=(0,), travelling=(0,), num_kv_slots=1), 1, "",
+        Walk(num_stages=1, streamed=(), num_slots=0, batched_experts=(0,), offloaded_kv=(0,), num_kv_slots=1), 1, "",
         "fetch 0.0, route 0.0, store 0.0, experts 0, end 0.0",
     ),
 }  # fmt: skip
@@ -156,7 +156,8 @@ def test_sixty_stages_and_sixteen_lanes_are_scheduled_and_checked_at_once(order:
     layers = tuple(range(1, 61))
     walk = Walk(
         num_stages=62, streamed=layers, num_slots=2, num_staging_slots=2, copies=True, num_pages=16, order=order,
-        attending=layers, routing=layers if order is Order.module_batched else (), travelling=layers, num_kv_slots=4,
+        cpu_attention=layers, batched_experts=layers if order is Order.module_batched else (),
+        offloaded_kv=layers, num_kv_slots=4,
     )  # fmt: skip
     seconds = []
     for _ in range(3):

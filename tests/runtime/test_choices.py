@@ -14,7 +14,7 @@ from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.search.candidate import Problem
 from runtime.planning import choices
-from runtime.planning.choices import plan_by_choice, question
+from runtime.planning.choices import plan_with_cached_policy, search_key
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 
@@ -44,7 +44,7 @@ def ask(directory: Path, planner: Planner, config: RuntimeConfig = CONFIG, key: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choices, "find_policy", counted)
-        return plan_by_choice(directory, key, problem)
+        return plan_with_cached_policy(directory, key, problem)
 
 
 def pinned(pin: str) -> RuntimeConfig:
@@ -123,15 +123,15 @@ def test_the_choice_is_logged_with_why_in_three_lines(tmp_path: Path, caplog: py
 
 def test_another_machine_model_workload_budget_or_setting_is_another_question() -> None:
     budgets, shape = Budgets(host_bytes=GIB), toy_shape()
-    base = question("here", shape, CONFIG, budgets, SIZES)
+    base = search_key("here", shape, CONFIG, budgets, SIZES)
     others = {
-        question("there", shape, CONFIG, budgets, SIZES),
-        question("here", toy_shape(num_layers=9), CONFIG, budgets, SIZES),
-        question("here", shape, CONFIG, budgets, SIZES[1:]),
-        question("here", shape, CONFIG, Budgets(host_bytes=2 * GIB), SIZES),
-        question("here", shape, CONFIG, Budgets(host_bytes=GIB, device_bytes=GIB), SIZES),
-        question("here", shape, replace(CONFIG, prefetch=PrefetchConfig(depth=2)), budgets, SIZES),
-        question("here", shape, replace(CONFIG, policy=replace(CONFIG.policy, micro_batch_size=3)), budgets, SIZES),
+        search_key("there", shape, CONFIG, budgets, SIZES),
+        search_key("here", toy_shape(num_layers=9), CONFIG, budgets, SIZES),
+        search_key("here", shape, CONFIG, budgets, SIZES[1:]),
+        search_key("here", shape, CONFIG, Budgets(host_bytes=2 * GIB), SIZES),
+        search_key("here", shape, CONFIG, Budgets(host_bytes=GIB, device_bytes=GIB), SIZES),
+        search_key("here", shape, replace(CONFIG, prefetch=PrefetchConfig(depth=2)), budgets, SIZES),
+        search_key("here", shape, replace(CONFIG, policy=replace(CONFIG.policy, micro_batch_size=3)), budgets, SIZES),
     }
     assert len(others | {base}) == 8
-    assert base == question("here", shape, pinned("abc"), Budgets(host_bytes=GIB + 1000), list(SIZES))
+    assert base == search_key("here", shape, pinned("abc"), Budgets(host_bytes=GIB + 1000), list(SIZES))

@@ -163,14 +163,14 @@ def test_one_lane_of_a_cpu_whose_disk_binds_takes_larger_chunks_too() -> None:
 
 def test_a_search_says_its_chunks_and_goes_by_them_again() -> None:
     plan = planned(policy=PolicyConfig(kind=PolicyKind.hrm))
-    assert plan.searched is not None
-    assert plan.searched.prefill_chunk_tokens == chunk(plan)
-    assert f"prompts by {chunk(plan):,} tokens" in str(plan.searched)
-    again = Policy.from_plain(plan.searched.to_plain())
-    assert again == plan.searched
-    config = again.applied(RuntimeConfig(policy=PolicyConfig(kind=PolicyKind.hrm)), has_device=True)
+    assert plan.searched_policy is not None
+    assert plan.searched_policy.prefill_chunk_tokens == chunk(plan)
+    assert f"prompts by {chunk(plan):,} tokens" in str(plan.searched_policy)
+    again = Policy.from_plain(plan.searched_policy.to_plain())
+    assert again == plan.searched_policy
+    config = again.apply(RuntimeConfig(policy=PolicyConfig(kind=PolicyKind.hrm)), has_device=True)
     assert config.policy.prefill_chunk_tokens == chunk(plan)
-    assert again.halved(1).prefill_chunk_tokens == chunk(plan) // 2
+    assert again.halve(1).prefill_chunk_tokens == chunk(plan) // 2
 
 
 def test_a_policy_from_before_chunks_were_chosen_keeps_its_name() -> None:

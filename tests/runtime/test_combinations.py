@@ -32,9 +32,9 @@ from runtime.config.settings import (
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES
 from runtime.plan.placement import placer
-from runtime.plan.placement.kv import travelling_layers
+from runtime.plan.placement.kv import offloaded_kv_layers
 from runtime.plan.planner import RunPlan
-from runtime.plan.search.grid import Choices
+from runtime.plan.search.grid import GridAxes
 from runtime.sequences.sequence import Request
 from tests.fake_device import FakeDevice
 from tests.late_reads import files_are_read
@@ -114,7 +114,7 @@ def nothing_stays(placer: placer._Placer) -> Iterable[tuple[frozenset[int], int]
     return RESIDENTS(placer) if placer._keeps_all else [(frozenset[int](), 0)]
 
 
-RESIDENTS = placer._Placer._residents
+RESIDENTS = placer._Placer._resident_sets
 
 
 def what_is_done(plan: RunPlan) -> str:
@@ -185,11 +185,11 @@ def test_whatever_a_search_may_choose_is_among_them(name: str, bench: Callable[[
     tried = set[tuple[Order, Attention]]()
     for tier, kv, prefetch in itertools.product(TIERS, KVTier, kind.prefetches):
         config = RuntimeConfig(offload=OffloadConfig(tier=tier), kv=KVConfig(tier=kv), prefetch=prefetch)
-        ways = Choices.from_config(shape, config, 4, has_device=True).ways
+        ways = GridAxes.from_config(shape, config, 4, has_device=True).variants
         tried |= {(order, attention) for order, attention, _ in ways}
         if kind.has_few_layers:
-            shares = (travelling_layers(shape, KVTier.cpu, each, has_device=True) for each in (1.0, 0.5, 0.0))
-            assert {travelling_layers(shape, KVTier.cpu, each, has_device=True) for _, _, each in ways} <= {*shares}
+            shares = (offloaded_kv_layers(shape, KVTier.cpu, each, has_device=True) for each in (1.0, 0.5, 0.0))
+            assert {offloaded_kv_layers(shape, KVTier.cpu, each, has_device=True) for _, _, each in ways} <= {*shares}
     assert tried <= {(order, attention) for kind_name, order, attention in COUNTS if kind_name == name}
 
 
@@ -206,7 +206,7 @@ def test_every_combination_gives_transformers_tokens_or_is_refused(
 ) -> None:
     kind, is_product = KINDS[name], bool(pytestconfig.getoption("--product"))
     if kind.has_few_layers:
-        monkeypatch.setattr(placer._Placer, "_residents", nothing_stays)
+        monkeypatch.setattr(placer._Placer, "_resident_sets", nothing_stays)
     counts, planned, exact, tried = Counter[str](), set[str](), set[str](), set[Pair]()
     for combination in combinations(kind, order, attention):
         if combination.refusal is not None:

@@ -122,7 +122,7 @@ def bubbles(order: Order, num_slots: int, num_lanes: int) -> PhaseTime:
     """Every lane's `pre`, `attend` and `post` takes a second; so does every page of weights, over disk and link."""
     walk = Walk(
         num_stages=len(LAYERS), streamed=LAYERS, num_slots=num_slots, num_staging_slots=2, copies=True,
-        num_pages=num_lanes, attending=LAYERS, order=order,
+        num_pages=num_lanes, cpu_attention=LAYERS, order=order,
     )  # fmt: skip
     schedule = make_schedule(walk, num_lanes)
     check_schedule(schedule, walk, num_lanes)
@@ -150,7 +150,7 @@ def test_attention_is_waited_for_in_every_turn_or_where_a_stage_or_a_pass_begins
     durations = Durations(pre=unit, attend=lambda *turn: 2.0, post=unit)
 
     def stalls(order: Order) -> float:
-        walk = Walk(num_stages=8, streamed=(), num_slots=0, attending=LAYERS, order=order)
+        walk = Walk(num_stages=8, streamed=(), num_slots=0, cpu_attention=LAYERS, order=order)
         return simulate(make_schedule(walk, 4), 4, durations).stall_seconds
 
     assert stalls(Order.flexgen) == 4 * 8 * 4 * 2
@@ -162,7 +162,7 @@ def test_attention_is_waited_for_in_every_turn_or_where_a_stage_or_a_pass_begins
 def test_kv_goes_over_the_link_both_ways_at_once_or_over_one_disk(is_kv_on_disk: bool, seconds: float) -> None:
     """Four turns of 3 s, whose KV takes 2 s each way, in two slots. Over the link all but the first fetch hides. The
     disk stores turn 0 from 5 to 7 and fetches turn 2 from 7 to 9, so that it runs at 9 and not at 8; turn 3 at 13."""
-    walk = Walk(num_stages=1, streamed=(), num_slots=0, travelling=(0,), num_kv_slots=2)
+    walk = Walk(num_stages=1, streamed=(), num_slots=0, offloaded_kv=(0,), num_kv_slots=2)
     roads = Links(is_kv_on_disk=is_kv_on_disk)
     durations = Durations(run=lambda *turn: 3.0, fetch=lambda *turn: 2.0, store=lambda *turn: 2.0, links=roads)
     result = simulate(make_schedule(walk, 4), 1, durations)
@@ -170,7 +170,7 @@ def test_kv_goes_over_the_link_both_ways_at_once_or_over_one_disk(is_kv_on_disk:
 
 
 def test_experts_run_once_for_all_lanes() -> None:
-    walk = Walk(num_stages=2, streamed=(), num_slots=0, routing=(0, 1), order=Order.module_batched)
+    walk = Walk(num_stages=2, streamed=(), num_slots=0, batched_experts=(0, 1), order=Order.module_batched)
     durations = Durations(route=lambda *turn: 1.0, experts=lambda stage: 5.0, end=lambda *turn: 0.5)
     assert simulate(make_schedule(walk, 3), 1, durations).seconds == pytest.approx(2 * (3 * 1 + 5 + 3 * 0.5))
 
@@ -197,7 +197,7 @@ def test_passes_take_as_long_as_all_that_goes_through_host_memory(share: float, 
     0.5 s: 16 s of disk and link at their share, and 4 s. Without it a pass takes 11 s."""
     walk = Walk(
         num_stages=NUM_STAGES, streamed=(0, 1, 2, 3), num_slots=2, num_staging_slots=2, copies=True,
-        attending=(0, 1, 2, 3), order=Order.cgopipe,
+        cpu_attention=(0, 1, 2, 3), order=Order.cgopipe,
     )  # fmt: skip
     free = Durations(read=lambda stage: 2.0, copy=lambda stage: 2.0, pre=unit, attend=unit, num_pages=walk.num_pages)
     shared = replace(
@@ -218,7 +218,7 @@ def test_passes_take_as_long_as_all_that_goes_through_host_memory(share: float, 
 @pytest.mark.parametrize("order", [Order.zigzag, Order.cgopipe])
 def test_spans_are_what_resources_are_busy_with_and_none_of_one_resource_overlap(order: Order) -> None:
     walk = Walk(
-        num_stages=8, streamed=LAYERS, num_slots=2, num_staging_slots=2, copies=True, attending=LAYERS, order=order,
+        num_stages=8, streamed=LAYERS, num_slots=2, num_staging_slots=2, copies=True, cpu_attention=LAYERS, order=order,
         num_pages=2,
     )  # fmt: skip
     durations = Durations(read=lambda stage: 3.0, copy=lambda stage: 2.0, pre=unit, attend=unit, post=unit, num_pages=2)

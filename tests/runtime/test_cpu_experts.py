@@ -21,7 +21,7 @@ from runtime.plan.cost.simulator import Durations, ExpertReads, simulate
 from runtime.plan.placement.feedforward import CpuShare, round_trip_size
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.schedule.schedule import make_schedule
 from runtime.plan.schedule.walk import Walk
@@ -123,15 +123,17 @@ def test_the_cpu_may_take_all_experts_of_a_pass_and_the_trace_shows_it_at_them(r
 
 
 def test_the_cpu_takes_the_experts_of_fewest_visits_as_long_as_it_is_done_before_the_link() -> None:
-    share = CpuShare(most_tokens=100, reading=0.5, multiplying=0.25)
+    share = CpuShare(max_tokens=100, reading=0.5, multiplying=0.25)
     visits = {0: 9, 1: 1, 3: 2, 4: 40, 7: 1, 8: 3}
-    taken = share.of_cpu(visits, 56)
+    taken = share.choose_experts(visits, 56)
     assert taken == {1, 7, 3, 8}
     busy = sum(share.cost(visits[expert]) for expert in taken)
     assert busy <= len(visits) - len(taken) + 1
     assert busy + share.cost(9) >= len(visits) - len(taken), "with one more it would be later than the link with it"
-    assert share.of_cpu(visits, 101) == frozenset()
-    assert CpuShare(most_tokens=9, reading=7.0).of_cpu(visits, 9) == frozenset(), "each takes longer than all others"
+    assert share.choose_experts(visits, 101) == frozenset()
+    assert CpuShare(max_tokens=9, reading=7.0).choose_experts(visits, 9) == frozenset(), (
+        "each takes longer than all others"
+    )
 
 
 IMPOSSIBLE = {
@@ -154,14 +156,14 @@ def test_what_cannot_be_is_refused_with_the_key_to_change(text: str) -> None:
 def placed(shape: ModelShape, offload: OffloadConfig, *, device_bytes: int | None = GIB) -> Placement:
     config = shared(RuntimeConfig(offload=offload, policy=policy_for(Order.zigzag)))
     budgets = Budgets(host_bytes=GIB, device_bytes=device_bytes)
-    return place(shape, config, budgets, Load.from_lanes(shape, [sizes_of([30, 20]), sizes_of([25])], 512))
+    return choose_placement(shape, config, budgets, Load.from_lanes(shape, [sizes_of([30, 20]), sizes_of([25])], 512))
 
 
 def test_ledgers_count_what_goes_to_the_cpu_and_back_and_what_is_made_there() -> None:
     offload = OffloadConfig(tier=Tier.cpu, resident_layers=0)
     placement = placed(toy_mixture(), offload)
     assert placement.cpu_share is not None
-    assert placement.cpu_share.most_tokens == 2
+    assert placement.cpu_share.max_tokens == 2
     names = [{entry.name: entry.num_bytes for entry in ledger.entries} for ledger in placement.ledgers]
     visits, token_bytes = 2 * 2, 256 * 4
     assert names[0]["experts on the CPU"] == 2 * visits * token_bytes
@@ -224,7 +226,7 @@ def seconds_of_layer(clock: VirtualTime, share: CpuShare, link: float, cpu: floa
 def test_the_cpu_multiplies_while_the_link_brings_the_others(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each does its share in the time of the other: 1 / (1 + 1 / ratio) of what the link takes alone."""
     with virtual_time() as clock:
-        share = CpuShare(most_tokens=NUM_EXPERTS, reading=ratio)
+        share = CpuShare(max_tokens=NUM_EXPERTS, reading=ratio)
         found = clock.run(lambda: seconds_of_layer(clock, share, 1.0, ratio, monkeypatch))
     assert found <= 1.05 * NUM_EXPERTS * ratio / (1 + ratio) + 1.0
 
@@ -255,7 +257,7 @@ def test_a_search_has_the_cpu_multiply_where_that_is_predicted_to_be_faster(
 
     found = {asked: plan(asked) for asked in (None, *FeedForward)}
     assert found[None].policy.feedforward is place
-    assert bool(found[None].placement.shared) is (place is FeedForward.cpu)
+    assert bool(found[None].placement.cpu_expert_stages) is (place is FeedForward.cpu)
     seconds = {asked: plan.prediction.seconds for asked, plan in found.items() if plan.prediction is not None}
     known = FeedForward if cpu_flops is not None else [FeedForward.device]  # nothing is chosen by a guess
     assert seconds[None] == pytest.approx(min(seconds[each] for each in known))

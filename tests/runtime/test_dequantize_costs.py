@@ -26,16 +26,16 @@ from runtime.errors import BudgetError
 from runtime.linear import blocks as panels
 from runtime.linear import packed_rows
 from runtime.linear.stored import dequantize
-from runtime.plan.cost.durations import durations
+from runtime.plan.cost.durations import make_durations
 from runtime.plan.cost.lane_work import LaneWork
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import UNLIMITED, MachineRates
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import DEQUANTIZED_AT_ONCE, DEQUANTIZING_BYTES
 from runtime.plan.placement.placement import Placement
-from runtime.plan.placement.placer import place
-from runtime.plan.search.grid import Choices
-from runtime.plan.search.hrm import roofline_of
+from runtime.plan.placement.placer import choose_placement
+from runtime.plan.search.grid import GridAxes
+from runtime.plan.search.hrm import make_roofline
 from runtime.plan.search.policy import Policy
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
@@ -66,13 +66,13 @@ def placed(shape: ModelShape, on: Machine, dequantize: Dequantize, size: int = 6
         kv=KVConfig(tier=KVTier.cpu),
         policy=PolicyConfig(kind=PolicyKind.fixed, attention=Attention.device),
     )
-    return place(shape, config, on.budgets, Load.from_lanes(shape, [sizes_of([20] * size)] * 2, 512))
+    return choose_placement(shape, config, on.budgets, Load.from_lanes(shape, [sizes_of([20] * size)] * 2, 512))
 
 
 def turn(shape: ModelShape, dequantize: Dequantize, lanes: list[LaneWork], rates: MachineRates) -> float:
     """The seconds of the first lane's turn through a layer, in a decode pass."""
     placement = placed(shape, machine("a100-80"), dequantize, lanes[0].num_tokens)
-    return durations(shape, placement, placement.decode_walk, lanes, rates).run(LAYER, 0)
+    return make_durations(shape, placement, placement.decode_walk, lanes, rates).run(LAYER, 0)
 
 
 @pytest.mark.parametrize(("dequantize", "sharers"), [(Dequantize.stage, 2), (Dequantize.product, 1)])
@@ -103,13 +103,14 @@ def test_the_roofline_of_a_decode_pass_has_what_lanes_take_in_its_layers(model: 
     workload = Workload.from_sizes(sizes_of([20] * count * rows.num_rows))
     policy = Policy(micro_batch_size=rows.num_rows, num_micro_batches=count, attention=Attention.device,
                     schedule=Order.zigzag, resident_layers=0, kv_fraction=1.0)  # fmt: skip
-    grid = Choices(micro_batches=[rows.num_rows], counts=[count], resident=[0],
-                   ways=[(Order.zigzag, Attention.device, 1.0)]).grid(count * rows.num_rows).only(policy)  # fmt: skip
+    grid = GridAxes(micro_batches=[rows.num_rows], counts=[count], resident=[0],
+                   variants=[(Order.zigzag, Attention.device, 1.0)]).grid(
+        count * rows.num_rows).single(policy)  # fmt: skip
     rates = replace(on.rates, attention_bytes_per_second=UNLIMITED, memory_bytes_per_second=UNLIMITED)
     free = replace(rates, dequantize_bytes_per_second=UNLIMITED, launch_seconds=0.0)
     config = RuntimeConfig(offload=OffloadConfig(tier=Tier.cpu, dequantize=Dequantize.stage))
     counted, uncounted = (
-        roofline_of(shape, replace(on, rates=each), workload, config).decode_pass(grid).busy[Resource.compute][0]
+        make_roofline(shape, replace(on, rates=each), workload, config).decode_pass(grid).busy[Resource.compute][0]
         for each in (rates, free)
     )
     by_turns = [count * turn(shape, Dequantize.stage, [rows] * count, each) for each in (rates, free)]

@@ -14,12 +14,12 @@ from runtime.config.settings import PolicyKind, Tier
 from runtime.engine.session import Session
 from runtime.errors import BudgetError
 from runtime.out_of_memory import is_out_of_memory
-from runtime.plan.cost.machine import machine_of
+from runtime.plan.cost.machine import make_machine
 from runtime.plan.placement.ledger import LIBRARY_BYTES
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import ALLOCATOR_SLACK_BYTES
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.planning import budgets
 from runtime.sequences.sequence import Request
 from runtime.stream.device import ALLOCATOR_VARIABLES, ComputeDevice
@@ -191,7 +191,7 @@ def test_what_libraries_take_is_a_term_of_the_devices_ledger_and_a_heaps_slack_i
     totals: dict[int, int] = {}
     for count in (0, 1, 4):
         budgets = Budgets(host_bytes=GIB, device_bytes=4 * GIB, library_bytes=count * LIBRARY_BYTES)
-        ledger = place(shape, CONFIG, budgets, load).ledgers[0]
+        ledger = choose_placement(shape, CONFIG, budgets, load).ledgers[0]
         entries = {entry.name: entry for entry in ledger.entries}
         assert ("libraries" in entries) == (count > 0)
         assert ("slack 48 MiB" in entries["workspace"].equation) == (count == 0)
@@ -203,10 +203,10 @@ def test_what_libraries_take_is_a_term_of_the_devices_ledger_and_a_heaps_slack_i
 def test_a_run_and_a_plan_leave_a_device_the_same_for_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeAccelerator(monkeypatch)
     offload = OffloadConfig(device_memory_gib=2.0)
-    found = budgets.budgets_of(offload, ComputeDevice("cuda"))
-    assert found.library_bytes == LIBRARY_BYTES == machine_of(profile("t4")).budgets.library_bytes
-    assert budgets.budgets_of(offload, ComputeDevice("cpu")).library_bytes == 0
-    assert machine_of(profile("4xt4")).budgets.library_bytes == LIBRARY_BYTES, "of each device"
+    found = budgets.make_budgets(offload, ComputeDevice("cuda"))
+    assert found.library_bytes == LIBRARY_BYTES == make_machine(profile("t4")).budgets.library_bytes
+    assert budgets.make_budgets(offload, ComputeDevice("cpu")).library_bytes == 0
+    assert make_machine(profile("4xt4")).budgets.library_bytes == LIBRARY_BYTES, "of each device"
 
 
 def test_pinned_memory_that_cannot_be_had_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,15 +16,15 @@ from runtime.config.settings import (  # fmt: skip
     RuntimeConfig,
     Tier,
 )
-from runtime.plan.cost.durations import durations
+from runtime.plan.cost.durations import make_durations
 from runtime.plan.cost.lane_work import LaneWork
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.simulator import Durations
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.schedule.actions import Action, Op
-from runtime.plan.shape.dtypes import keeping_kv
+from runtime.plan.shape.dtypes import with_kv_dtype
 from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
 from tests.toy import HIDDEN, LAYER_ROWS, sizes_of, toy_mixture, toy_shape
@@ -42,7 +42,7 @@ ATTENTION = 100 * 1024 / 1e5
 
 def placed(config: RuntimeConfig, shape: ModelShape, *, has_device: bool = False) -> Placement:
     load = Load.from_lanes(shape, [sizes_of([20] * 4)] * 2, 512)
-    placement = place(shape, config, Budgets(host_bytes=GIB, device_bytes=GIB if has_device else None), load)
+    placement = choose_placement(shape, config, Budgets(host_bytes=GIB, device_bytes=GIB if has_device else None), load)
     assert placement.fits
     return placement
 
@@ -52,7 +52,7 @@ def config_of(**changes: object) -> RuntimeConfig:
 
 
 def priced(placement: Placement, shape: ModelShape, lanes: list[LaneWork], rates: MachineRates = RATES) -> Durations:
-    return durations(shape, placement, placement.decode_walk, lanes, rates)
+    return make_durations(shape, placement, placement.decode_walk, lanes, rates)
 
 
 def test_ranks_exchange_what_they_make_in_each_layer_and_nowhere_else() -> None:
@@ -101,7 +101,7 @@ def test_experts_that_are_read_by_themselves_are_launched_by_themselves(paging: 
 
 def test_of_quantised_pages_those_go_back_that_tokens_have_filled() -> None:
     exact = toy_shape(is_packed=True)
-    kept = keeping_kv(exact, KVDType.int8)
+    kept = with_kv_dtype(exact, KVDType.int8)
     config = config_of(kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0))
     pages = {
         shape.kv_dtype: priced(placement, shape, [LANE]).store(LAYER, 0) * 1e6 / placement.kv.stride_bytes(LAYER - 1)
@@ -188,7 +188,7 @@ def test_an_expert_that_is_hit_by_few_takes_as_long_as_for_one_row() -> None:
     shape = toy_mixture()
     stage, rates = shape.layers[0].index, replace(RATES, expert_flops_per_second={64: 64e6})
     placement = placed(config_of(), shape)
-    found = durations(shape, placement, placement.decode_walk, [LaneWork(num_tokens=4, num_rows=4)], rates)
+    found = make_durations(shape, placement, placement.decode_walk, [LaneWork(num_tokens=4, num_rows=4)], rates)
     hits = 8 * (1 - (6 / 8) ** 4)
     assert found.run(stage, 0) == pytest.approx(0.25 + hits * 2 * LAYER_ROWS * HIDDEN / 8 / 1e6)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.config.settings import KVTier
-from runtime.plan.placement.kv import STORES_IN_FLIGHT, ExchangeSize, device_entry, kv_layout
+from runtime.plan.placement.kv import STORES_IN_FLIGHT, ExchangeSize, exchange_device_entry, kv_layout
 from runtime.plan.placement.load import Load
 from runtime.resources import Resource
 from runtime.stream.device import CopyPart
@@ -148,7 +148,7 @@ def test_prompts_on_their_way_down_are_counted_with_those_made_meanwhile() -> No
             del source
     shape = toy_shape()
     load = Load.from_lanes(shape, [sizes_of([100, 30], max_new_tokens=12)], 64)
-    kv = kv_layout(shape, KVTier.cpu, range(8), num_pages=load.num_kv_pages, slot_pages=load.most_pages, num_slots=0)
-    entry = device_entry(shape, kv, SIZE, load)
+    kv = kv_layout(shape, KVTier.cpu, range(8), num_pages=load.num_kv_pages, slot_pages=load.max_pages, num_slots=0)
+    entry = exchange_device_entry(shape, kv, SIZE, load)
     assert max(alive) == STORES_IN_FLIGHT + 1 == 3
     assert entry.num_bytes == SIZE.round_trip_bytes + (3 * 64 + 112) * shape.kv_layer_bytes[0]

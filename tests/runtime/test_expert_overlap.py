@@ -6,7 +6,7 @@ from runtime.config.settings import ExpertPaging, OffloadConfig, RuntimeConfig, 
 from runtime.plan.cost.simulator import Durations, ExpertReads, simulate
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.schedule.schedule import make_schedule
 from runtime.plan.schedule.walk import Walk
 from runtime.stream.experts import ExpertStream
@@ -25,7 +25,7 @@ EXPERT_BYTES = LAYER.num_bytes // NUM_EXPERTS
 def seconds_each(clock: VirtualTime, seconds: Seconds, tier: Tier, paging: ExpertPaging, *, is_in_step: bool) -> float:
     offload = OffloadConfig(tier=tier, resident_layers=0, expert_paging=paging)
     budgets = Budgets(host_bytes=GIB, device_bytes=GIB)
-    placement = place(SHAPE, RuntimeConfig(offload=offload), budgets, Load.from_lanes(SHAPE, [], 512))
+    placement = choose_placement(SHAPE, RuntimeConfig(offload=offload), budgets, Load.from_lanes(SHAPE, [], 512))
     device = TimedDevice(clock, seconds.copy / EXPERT_BYTES)
     with (
         TimedReader(clock, seconds.read / EXPERT_BYTES, chunk_bytes=EXPERT_BYTES) as reader,

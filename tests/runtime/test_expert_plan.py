@@ -24,9 +24,9 @@ from runtime.plan.placement.experts import (
     dense_shape,
     expected_hits,
     host_entries,
+    multiplies_all_experts,
     pageable_stages,
     slot_entry,
-    suits_all,
     visit_entries,
 )
 from runtime.plan.placement.placement import Budgets
@@ -253,7 +253,7 @@ def test_experts_that_run_at_once_are_counted_beyond_what_is_counted_anyway(num_
     shape, choices, inner = toy_mixture(), 2, LAYER_ROWS // 8
     num_visits = min(num_tokens * choices, max(num_tokens, GROUPED_VISITS))
     for few in range(1, num_tokens + 1):
-        if suits_all(few, choices, max(stage.num_experts for stage in shape.stages)):
+        if multiplies_all_experts(few, choices, max(stage.num_experts for stage in shape.stages)):
             num_visits = max(num_visits, few * max(stage.num_experts for stage in shape.stages))
     needed = num_visits * (6 * shape.hidden_size + 4 * inner)
     counted = (5 * shape.hidden_size if is_batched else 0) + (4 if is_batched else 3) * shape.intermediate_size

@@ -7,7 +7,7 @@ import pytest
 from runtime.plan.shape.extents import (
     ALIGNMENT_BYTES,
     MERGE_GAP_BYTES,
-    layout_of,
+    make_layout,
     pinned_bytes,
     slot_layout,
 )
@@ -35,7 +35,7 @@ def draw(seed: int) -> list[TensorSlice]:
 @pytest.mark.parametrize("seed", range(60))
 def test_every_tensor_lies_where_its_bytes_will_be(seed: int) -> None:
     slices = draw(seed)
-    layout = layout_of(slices)
+    layout = make_layout(slices)
     for piece in slices:
         place = layout.tensor_offsets[piece.name]
         inside = [
@@ -48,7 +48,7 @@ def test_every_tensor_lies_where_its_bytes_will_be(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_extents_are_aligned_and_fill_the_slot_without_overlap(seed: int) -> None:
-    layout = layout_of(draw(seed))
+    layout = make_layout(draw(seed))
     end = 0
     for extent in layout.extents:
         assert extent.slot_offset == end
@@ -62,7 +62,7 @@ def test_extents_are_aligned_and_fill_the_slot_without_overlap(seed: int) -> Non
 def test_neighbours_share_a_read_and_distant_tensors_do_not(gap: int, num_extents: int) -> None:
     first = TensorSlice(name="a", file="f", offset=8192, num_bytes=100, dtype="U8", shape=(100,))
     second = TensorSlice(name="b", file="f", offset=8292 + gap, num_bytes=100, dtype="U8", shape=(100,))
-    assert len(layout_of([second, first]).extents) == num_extents
+    assert len(make_layout([second, first]).extents) == num_extents
 
 
 def test_a_tensor_named_twice_is_read_once() -> None:
@@ -72,7 +72,7 @@ def test_a_tensor_named_twice_is_read_once() -> None:
 
 
 def test_nothing_takes_no_space() -> None:
-    assert (layout_of([]).extents, layout_of([]).num_bytes) == ((), 0)
+    assert (make_layout([]).extents, make_layout([]).num_bytes) == ((), 0)
 
 
 def test_a_layer_of_mixtral_pins_hardly_more_than_its_bytes() -> None:

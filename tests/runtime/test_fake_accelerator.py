@@ -12,7 +12,7 @@ from runtime.config.settings import Order, Prefetch, Tier
 from runtime.errors import BrokenModelError
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.shape.extents import ALIGNMENT_BYTES
 from runtime.plan.shape.model import ModelShape
 from runtime.store.reader import Reader
@@ -56,7 +56,7 @@ def test_without_the_wait_for_copies_the_tokens_are_wrong(reference: References)
 def device_placement(shape: ModelShape, tier: Tier) -> Placement:
     """Every stage streamed, on a machine with a device."""
     config = RuntimeConfig(offload=OffloadConfig(tier=tier, resident_layers=0))
-    return place(shape, config, Budgets(host_bytes=GIB, device_bytes=GIB), Load.from_lanes(shape, [], 512))
+    return choose_placement(shape, config, Budgets(host_bytes=GIB, device_bytes=GIB), Load.from_lanes(shape, [], 512))
 
 
 @pytest.fixture

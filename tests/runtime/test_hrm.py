@@ -26,15 +26,15 @@ from runtime.errors import BudgetError
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.placement.defaults import in_chunks
+from runtime.plan.placement.defaults import with_chunk_tokens
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.planner import SEARCH_PAYS_SECONDS, find_policy, plan_policy, plan_run
+from runtime.plan.planner import MIN_SEARCHED_SECONDS, find_policy, plan_policy, plan_run
 from runtime.plan.search import hrm
-from runtime.plan.search.candidate import PlacedRun, Problem, of_blocks
-from runtime.plan.search.grid import Choices
-from runtime.plan.search.hrm import Choice, fitting, roofline_of, search
+from runtime.plan.search.candidate import PlacedRun, Problem, place_given_blocks
+from runtime.plan.search.grid import GridAxes
+from runtime.plan.search.hrm import SearchResult, make_roofline, search, select_fitting
 from runtime.plan.search.policy import Policy
-from runtime.plan.search.room import Room
+from runtime.plan.search.room import MemoryNeeds
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
 from runtime.resources import Resource
@@ -84,12 +84,12 @@ def problem(shape: ModelShape, machine: Machine, asked: RuntimeConfig, workload:
     return Problem(shape=shape, config=asked, budgets=machine.budgets, sizes=workload.sizes(), rates=machine.rates)
 
 
-def choose(shape: ModelShape, machine: Machine, asked: RuntimeConfig) -> Choice:
+def choose(shape: ModelShape, machine: Machine, asked: RuntimeConfig) -> SearchResult:
     return search(problem(shape, machine, asked), workload=WORKLOAD)[0]
 
 
 @cache
-def usual_choice() -> Choice:
+def usual_choice() -> SearchResult:
     return choose(SHAPES["moe"], WITH_DEVICE, config())
 
 
@@ -106,14 +106,14 @@ def test_what_is_chosen_fits_and_is_the_fastest_of_what_was_simulated(
         made.append(run)
         return predicted(asked, run)
 
-    predicted = Problem.predicted
-    monkeypatch.setattr(Problem, "predicted", timed)
+    predicted = Problem.predict
+    monkeypatch.setattr(Problem, "predict", timed)
     asked = problem(SHAPES[name], machine, config(tier))
     choice, run, prediction = search(asked, workload=WORKLOAD)
     assert made
     assert all(each.placement.fits for each in made)
     assert [each.seconds for each in choice.table] == sorted(each.seconds for each in choice.table)
-    again = plan_policy(asked.of(choice.best.policy))
+    again = plan_policy(asked.with_policy(choice.best.policy))
     assert again.prediction is not None
     assert again.prediction.prefill_seconds + again.prediction.decode_seconds == choice.best.seconds
     assert (again.placement, again.prediction) == (run.placement, prediction)
@@ -121,9 +121,9 @@ def test_what_is_chosen_fits_and_is_the_fastest_of_what_was_simulated(
 
 
 def roofline_seconds(shape: ModelShape, machine: Machine, asked: RuntimeConfig) -> float:
-    grid = Choices.from_config(shape, asked, 300, has_device=machine.device_bytes is not None).grid(300)
-    within = fitting(shape, machine, WORKLOAD, asked, grid)
-    return float(np.min(roofline_of(shape, machine, WORKLOAD, asked).seconds(within)))
+    grid = GridAxes.from_config(shape, asked, 300, has_device=machine.device_bytes is not None).grid(300)
+    within = select_fitting(shape, machine, WORKLOAD, asked, grid)
+    return float(np.min(make_roofline(shape, machine, WORKLOAD, asked).seconds(within)))
 
 
 @pytest.mark.dealt
@@ -164,21 +164,21 @@ def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int
     device_bytes = 64 * GIB if has_device else None
     huge = Machine(name="huge", host_bytes=64 * GIB, device_bytes=device_bytes, rates=RATES, num_sharers=num_sharers)
     tier = Tier.cpu if has_device else Tier.nvme
-    asked = replace(in_chunks(config(), chunk), offload=OffloadConfig(tier=tier, resident_layers=2))
+    asked = replace(with_chunk_tokens(config(), chunk), offload=OffloadConfig(tier=tier, resident_layers=2))
     alone = problem(shape, huge, asked, workload)
-    choices = Choices(
+    choices = GridAxes(
         micro_batches=[8, 32],
         counts=[1, 3],
         resident=[2],
-        ways=Choices.from_config(shape, asked, 192, has_device=has_device).ways,
+        variants=GridAxes.from_config(shape, asked, 192, has_device=has_device).variants,
     )
     grid = choices.grid(192)
-    need = Room(shape, asked, workload, grid, huge.budgets, is_paged=False)
+    need = MemoryNeeds(shape, asked, workload, grid, huge.budgets, is_paged=False)
     for at in range(len(grid.micro_batch)):
         policy = grid.policy(at)
         if policy.kv_fraction not in (0.0, 1.0):
             continue  # how many of six layers are a quarter is rounded
-        fixed = policy.applied(asked, has_device=has_device)
+        fixed = policy.apply(asked, has_device=has_device)
         fixed = replace(fixed, offload=replace(fixed.offload, expert_paging=fixed.offload.expert_paging.off))
         ledgers = plan_policy(replace(alone, config=fixed)).placement.ledgers
         assert need.compute_bytes[at] == pytest.approx(ledgers[0].total_bytes, rel=0.05), policy
@@ -193,8 +193,10 @@ def test_the_grid_lets_through_what_fits_with_no_stage_resident(is_tied: bool, h
     memory once for both."""
     shape, workload = toy_shape(is_tied=is_tied), Workload.from_mean(8, mean=64, longest=64, max_new_tokens=32)
     tight = replace(config(), offload=OffloadConfig(tier=Tier.nvme, resident_layers=0))
-    grid = Choices(micro_batches=[8], counts=[1], resident=[0], ways=[(Order.zigzag, Attention.device, 1.0)]).grid(8)
-    fixed = grid.policy(0).applied(tight, has_device=has_device)
+    grid = GridAxes(micro_batches=[8], counts=[1], resident=[0], variants=[(Order.zigzag, Attention.device, 1.0)]).grid(
+        8
+    )
+    fixed = grid.policy(0).apply(tight, has_device=has_device)
     fitting: list[Budgets] = []
     for mib in range(64, 128):
         compute = {"device_bytes": mib * MIB, "host_bytes": 64 * GIB} if has_device else {"host_bytes": mib * MIB}
@@ -205,7 +207,7 @@ def test_the_grid_lets_through_what_fits_with_no_stage_resident(is_tied: bool, h
             continue
         fitting.append(budgets)
     assert fitting
-    need = Room(shape, tight, workload, grid, fitting[0], is_paged=False)
+    need = MemoryNeeds(shape, tight, workload, grid, fitting[0], is_paged=False)
     assert need.fits(fitting[0]).all()
 
 
@@ -214,11 +216,13 @@ def test_the_grid_lets_through_what_host_memory_has_staging_for(paging: ExpertPa
     """On its way from the disk to a device only what is under way: not all experts of a layer."""
     shape, workload = SHAPES["moe"], Workload.from_mean(8, mean=64, longest=64, max_new_tokens=32)
     tight = replace(config(), offload=OffloadConfig(tier=Tier.nvme, resident_layers=0, expert_paging=paging))
-    grid = Choices(micro_batches=[8], counts=[1], resident=[0], ways=[(Order.zigzag, Attention.device, 1.0)]).grid(8)
-    fixed = grid.policy(0).applied(tight, has_device=True)
+    grid = GridAxes(micro_batches=[8], counts=[1], resident=[0], variants=[(Order.zigzag, Attention.device, 1.0)]).grid(
+        8
+    )
+    fixed = grid.policy(0).apply(tight, has_device=True)
     budgets = Budgets(host_bytes=GIB, device_bytes=144 * MIB)
     host = plan_run(shape, fixed, budgets, workload.sizes()).placement.ledgers[1].total_bytes
-    need = Room(shape, tight, workload, grid, budgets, is_paged=paging is ExpertPaging.hit)
+    need = MemoryNeeds(shape, tight, workload, grid, budgets, is_paged=paging is ExpertPaging.hit)
     assert need.fits(replace(budgets, host_bytes=host)).all()
 
 
@@ -228,9 +232,9 @@ def test_where_the_grid_lets_through_too_much_the_block_shrinks_until_it_fits(mo
     def strict(asked: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
         if max(len(block.members) for block in blocks) > 20:
             raise BudgetError("more than the grid knows of")
-        return of_blocks(asked, blocks)
+        return place_given_blocks(asked, blocks)
 
-    monkeypatch.setattr(hrm, "of_blocks", strict)
+    monkeypatch.setattr(hrm, "place_given_blocks", strict)
     best = choose(SHAPES["dense"], WITH_DEVICE, config()).best.policy
     assert 10 <= best.num_sequences <= 20
 
@@ -247,7 +251,7 @@ def test_settings_of_the_config_are_kept() -> None:
         for tier in (KVTier.device, KVTier.nvme, KVTier.cpu)
     ]
     for policy, tier in every:
-        applied = policy.applied(config(kv=tier), has_device=True)
+        applied = policy.apply(config(kv=tier), has_device=True)
         assert applied.policy.kind is PolicyKind.fixed
         assert applied.offload == config().offload
         assert applied.kv.tier is tier or policy.kv_fraction == 1
@@ -312,7 +316,7 @@ def test_cgopipe_where_the_cpu_cannot_attend_is_the_plain_order() -> None:
     policy = PolicyConfig(kind=PolicyKind.hrm, schedule=Order.cgopipe, attention=Attention.cpu)
     found = find_policy(problem(SHAPES["padded"], WITH_DEVICE, replace(config(), policy=policy)))
     assert found.placement.fits
-    assert not found.placement.decode_walk.attending
+    assert not found.placement.decode_walk.cpu_attention
 
 
 def test_the_default_is_searched_where_its_run_takes_long_and_never_slower_than_by_rule() -> None:
@@ -323,7 +327,7 @@ def test_the_default_is_searched_where_its_run_takes_long_and_never_slower_than_
         assert by_rule.prediction is not None
         assert found.prediction is not None
         assert searched.prediction is not None
-        assert (by_rule.prediction.seconds >= SEARCH_PAYS_SECONDS) is is_searched, "else this tests nothing"
+        assert (by_rule.prediction.seconds >= MIN_SEARCHED_SECONDS) is is_searched, "else this tests nothing"
         assert (found.choice is not None) is is_searched
         if is_searched:
             assert found.prediction == searched.prediction
@@ -346,8 +350,8 @@ def test_a_halved_policy_has_half_the_sequences(num_halvings: int) -> None:
         micro_batch_size=16, num_micro_batches=4, attention=Attention.device, schedule=Order.zigzag, resident_layers=0,
         kv_fraction=1.0,
     )  # fmt: skip
-    assert policy.halved(num_halvings).num_sequences == max(1, 64 >> num_halvings) or num_halvings > 2
-    assert policy.halved(num_halvings).num_sequences <= max(1, 64 >> num_halvings)
+    assert policy.halve(num_halvings).num_sequences == max(1, 64 >> num_halvings) or num_halvings > 2
+    assert policy.halve(num_halvings).num_sequences <= max(1, 64 >> num_halvings)
 
 
 def test_a_found_policy_is_a_fixed_one_and_a_resumed_run_keeps_its_blocks() -> None:
@@ -365,7 +369,8 @@ def test_a_found_policy_is_a_fixed_one_and_a_resumed_run_keeps_its_blocks() -> N
 def test_attention_on_the_cpu_is_not_tried_with_a_rounded_cache_before_an_accelerator() -> None:
     exact, rounded = (replace(SHAPES["moe"], kv_dtype=dtype) for dtype in (KVDType.auto, KVDType.int8))
     tried = [
-        {way[1] for way in Choices.from_config(shape, config(), 4, has_device=True).ways} for shape in (exact, rounded)
+        {variant[1] for variant in GridAxes.from_config(shape, config(), 4, has_device=True).variants}
+        for shape in (exact, rounded)
     ]
     assert tried == [{Attention.device, Attention.cpu}, {Attention.device}]
 
@@ -374,7 +379,7 @@ def test_the_whole_grid_takes_less_than_a_second() -> None:
     shape, workload = MIXTRAL.shape(), Workload.from_mean(10_000, mean=77, longest=418, max_new_tokens=128)
     machine = Machine(name="t4", host_bytes=170 * GIB, device_bytes=14 * GIB, rates=RATES)
     asked, begin = config(Tier.cpu), time.process_time()
-    grid = Choices.from_config(shape, asked, 10_000, has_device=True).grid(10_000)
-    roofline_of(shape, machine, workload, asked).seconds(fitting(shape, machine, workload, asked, grid))
+    grid = GridAxes.from_config(shape, asked, 10_000, has_device=True).grid(10_000)
+    make_roofline(shape, machine, workload, asked).seconds(select_fitting(shape, machine, workload, asked, grid))
     assert len(grid.micro_batch) > 50_000
     assert time.process_time() - begin < 1.0

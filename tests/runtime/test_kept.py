@@ -126,10 +126,10 @@ def test_of_a_host_three_quarters_are_pinned_at_most_unless_more_is_asked_for(
     monkeypatch.setattr(budgets, "available_bytes", lambda: int(free * GIB))
     monkeypatch.setattr(budgets, "total_bytes", lambda: 8 * GIB)
     found = {
-        each: budgets.budgets_of(OffloadConfig(), each).host_bytes for each in (FakeDevice(), ComputeDevice("cpu"))
+        each: budgets.make_budgets(OffloadConfig(), each).host_bytes for each in (FakeDevice(), ComputeDevice("cpu"))
     }
     assert [value / GIB for value in found.values()] == pytest.approx([pinned, 0.9 * free])
-    assert budgets.budgets_of(OffloadConfig(host_memory_gib=7.5), FakeDevice()).host_bytes == 7.5 * GIB
+    assert budgets.make_budgets(OffloadConfig(host_memory_gib=7.5), FakeDevice()).host_bytes == 7.5 * GIB
 
 
 def test_weights_that_are_kept_are_free_for_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +139,11 @@ def test_weights_that_are_kept_are_free_for_the_next_plan(monkeypatch: pytest.Mo
     monkeypatch.setattr(budgets, "available_bytes", lambda: GIB)
     monkeypatch.setattr(budgets, "total_bytes", lambda: 4 * GIB)
     monkeypatch.setattr(budgets, "FREE_SHARE", 1)
-    on_cpu = budgets.budgets_of(OffloadConfig(), ComputeDevice("cpu"), kept)
+    on_cpu = budgets.make_budgets(OffloadConfig(), ComputeDevice("cpu"), kept)
     assert on_cpu.host_bytes == GIB + 3 * 1024 + 512
-    on_device = budgets.budgets_of(OffloadConfig(), FakeDevice(), kept)
+    on_device = budgets.make_budgets(OffloadConfig(), FakeDevice(), kept)
     assert (on_device.host_bytes, on_device.device_bytes) == (GIB + 512, GIB + 3 * 1024)
-    said = budgets.budgets_of(OffloadConfig(host_memory_gib=1, device_memory_gib=1), FakeDevice(), kept)
+    said = budgets.make_budgets(OffloadConfig(host_memory_gib=1, device_memory_gib=1), FakeDevice(), kept)
     assert (said.host_bytes, said.device_bytes) == (GIB, GIB)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.config.settings import KVTier
-from runtime.plan.placement.kv import SEGMENT_BYTES, KVCost, KVLayout, kv_cost, kv_layout, travelling_layers
+from runtime.plan.placement.kv import SEGMENT_BYTES, KVCost, KVLayout, kv_cost, kv_layout, offloaded_kv_layers
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.shape.extents import ALIGNMENT_BYTES
 from runtime.plan.shape.model import ModelShape
@@ -28,7 +28,7 @@ def replace_kv(shape: ModelShape, kv_layer_bytes: tuple[int, ...]) -> ModelShape
 
 
 def layout_of(shape: ModelShape, tier: KVTier, fraction: float = 0.5, *, has_device: bool = True) -> KVLayout:
-    travelling = travelling_layers(shape, tier, fraction, has_device=has_device)
+    travelling = offloaded_kv_layers(shape, tier, fraction, has_device=has_device)
     return kv_layout(shape, tier, travelling, num_pages=10, slot_pages=4, num_slots=3)
 
 
@@ -40,7 +40,7 @@ def total(cost: KVCost, name: str) -> int:
 @pytest.mark.parametrize("fraction", [0, 0.1, 0.25, 0.5, 0.9, 1])
 @pytest.mark.parametrize("num_layers", [1, 2, 8, 61])
 def test_the_share_that_stays_is_the_fraction_and_spread_evenly(num_layers: int, fraction: float, tier: KVTier) -> None:
-    travelling = travelling_layers(toy_shape(num_layers), tier, fraction, has_device=True)
+    travelling = offloaded_kv_layers(toy_shape(num_layers), tier, fraction, has_device=True)
     staying = sorted(set(range(num_layers)) - set(travelling))
     assert abs(len(staying) - fraction * num_layers) <= 0.5
     gaps = {later - earlier for earlier, later in pairwise(staying)}
@@ -59,18 +59,18 @@ def test_the_share_that_stays_is_the_fraction_and_spread_evenly(num_layers: int,
     ],
 )
 def test_nothing_travels_to_where_it_is_already(tier: KVTier, has_device: bool, expected: tuple[int, ...]) -> None:
-    assert travelling_layers(toy_shape(4), tier, 0, has_device=has_device) == expected
+    assert offloaded_kv_layers(toy_shape(4), tier, 0, has_device=has_device) == expected
 
 
 def test_layers_without_keys_and_values_neither_travel_nor_count() -> None:
-    assert travelling_layers(hybrid(), KVTier.nvme, 0, has_device=False) == (3, 7)
-    assert travelling_layers(hybrid(), KVTier.nvme, 0.5, has_device=False) == (3,)
+    assert offloaded_kv_layers(hybrid(), KVTier.nvme, 0, has_device=False) == (3, 7)
+    assert offloaded_kv_layers(hybrid(), KVTier.nvme, 0.5, has_device=False) == (3,)
 
 
 def test_windows_of_padded_lanes_stay_and_count_where_compute_is() -> None:
     shape = replace(toy_shape(4, is_packed=False), bounded_layers=frozenset({0, 2}))
-    assert travelling_layers(shape, KVTier.nvme, 0, has_device=True) == (1, 3)
-    assert travelling_layers(shape, KVTier.cpu, 0.5, has_device=True) == (1,)
+    assert offloaded_kv_layers(shape, KVTier.nvme, 0, has_device=True) == (1, 3)
+    assert offloaded_kv_layers(shape, KVTier.cpu, 0.5, has_device=True) == (1,)
     cost = kv_cost(shape, layout_of(shape, KVTier.nvme, 0), has_device=True)
     assert total(cost, "KV cache") == 10 * PAGE_TOKENS * 2 * shape.kv_layer_bytes[0]
 

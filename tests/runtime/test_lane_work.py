@@ -57,7 +57,7 @@ def test_behind_an_encoder_prompts_are_the_encoders() -> None:
 PARENT = SharedPrefix(num_tokens=40)
 CHILD = SharedPrefix(num_tokens=70, parent=PARENT)
 ALIKE = [
-    size.behind(prefix)
+    size.with_prefix(prefix)
     for size, prefix in zip(sizes_of([90, 75, 60, 50, 33], 20), (CHILD, CHILD, PARENT, PARENT, None), strict=True)
 ]
 
@@ -76,7 +76,7 @@ def test_rows_that_decode_hold_what_they_share_once() -> None:
 
 def test_a_prefix_with_one_row_left_is_its_own() -> None:
     sizes = [ALIKE[0], *sizes_of([75, 60], 1)]
-    work = decode_work(PACKED, [sizes[0], *(size.behind(CHILD) for size in sizes[1:])], 3)
+    work = decode_work(PACKED, [sizes[0], *(size.with_prefix(CHILD) for size in sizes[1:])], 3)
     assert work == decode_work(PACKED, sizes_of([90], 20), 3)
 
 

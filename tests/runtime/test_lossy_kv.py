@@ -29,10 +29,10 @@ from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.search.candidate import Problem
-from runtime.plan.shape.dtypes import keeping_kv
+from runtime.plan.shape.dtypes import with_kv_dtype
 from runtime.sequences.sequence import Completion, Request
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB
@@ -171,8 +171,11 @@ def test_more_sequences_fit_in_fewer_bytes() -> None:
     lane = [SequenceSize(num_prompt_tokens=1792, max_new_tokens=256)] * 8
 
     def most_lanes(dtype: KVDType) -> int:
-        kept = keeping_kv(shape, dtype)
-        fits = (place(kept, config, budgets, Load.from_lanes(kept, [lane] * num, 512)).fits for num in range(8, 512, 2))
+        kept = with_kv_dtype(shape, dtype)
+        fits = (
+            choose_placement(kept, config, budgets, Load.from_lanes(kept, [lane] * num, 512)).fits
+            for num in range(8, 512, 2)
+        )
         return next(8 + 2 * turn for turn, does_fit in enumerate(fits) if not does_fit)
 
     exact = most_lanes(KVDType.auto)
@@ -194,7 +197,7 @@ def test_a_search_leaves_keys_and_values_as_they_are_asked_for() -> None:
 
     def found(dtype: KVDType) -> RunPlan:
         config = RuntimeConfig(kv=KVConfig(dtype=dtype, tier="device"), policy=PolicyConfig(kind=PolicyKind.hrm))
-        problem = Problem(shape=keeping_kv(shape, dtype), config=config, budgets=budgets, sizes=sizes, rates=rates)
+        problem = Problem(shape=with_kv_dtype(shape, dtype), config=config, budgets=budgets, sizes=sizes, rates=rates)
         plan = find_policy(problem)
         assert plan.kv.dtype is dtype
         return plan

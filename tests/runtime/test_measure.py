@@ -26,7 +26,7 @@ from runtime.measure.linear import (
 )
 from runtime.measure.machine import dtype_rates, machine_probes
 from runtime.measure.timing import LONG_SECONDS, READING_SECONDS, Figure, Probe, Timer, make_figure, measure
-from runtime.plan.cost.machine import machine_of
+from runtime.plan.cost.machine import make_machine
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
 
@@ -266,7 +266,7 @@ def test_toy_measurement_is_a_machine(tmp_path: Path) -> None:
     assert found.products is not None
     assert found.products.rows == [1, 4]
     assert len(found.products.multipliers) == 10
-    planned = machine_of(MachineConfig(name="here", rates=found.rates), DType.float32)
+    planned = make_machine(MachineConfig(name="here", rates=found.rates), DType.float32)
     assert planned.device_bytes is None
     assert set(planned.rates.gemm_flops_per_second) == {1, 4}
     assert planned.rates.turn_seconds > 0

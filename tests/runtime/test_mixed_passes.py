@@ -8,7 +8,7 @@ import pytest
 from runtime.batching.admission import AdmissionLimits
 from runtime.batching.prefixes import SharedPrefix
 from runtime.plan.cost import mixed_passes as played
-from runtime.plan.cost.lane_work import AlikePasses
+from runtime.plan.cost.lane_work import PassGroup
 from runtime.plan.cost.mixed_passes import mixed_passes, outlined_passes
 from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize
 
@@ -21,16 +21,16 @@ def limits(num_lanes: int, lane_size: int, lane_tokens: int) -> AdmissionLimits:
 
 def drawn(count: int, num_prompt: range, num_new: range) -> list[SequenceSize]:
     draw = random.Random(3)
-    return [SequenceSize.shared(draw.choice(num_prompt), draw.choice(num_new)) for _ in range(count)]
+    return [SequenceSize.interned(draw.choice(num_prompt), draw.choice(num_new)) for _ in range(count)]
 
 
-def totals(passes: Sequence[AlikePasses]) -> list[float]:
+def totals(passes: Sequence[PassGroup]) -> list[float]:
     """Passes, and in all of them tokens, those of prompts, logits, positions looked at and pages held."""
 
-    def total(what: Callable[[AlikePasses], float]) -> float:
+    def total(what: Callable[[PassGroup], float]) -> float:
         return sum(each.num_passes * what(each) for each in passes)
 
-    def tokens(each: AlikePasses) -> int:
+    def tokens(each: PassGroup) -> int:
         return sum(lane.num_tokens for lane in each.lanes)
 
     return [
@@ -65,7 +65,7 @@ def test_an_outline_takes_as_much_as_the_run(
 
 def test_the_outline_of_a_short_run_is_the_run() -> None:
     prefix = SharedPrefix(num_tokens=64)
-    for sizes in (drawn(40, range(20, 120), range(1, 9)), [SequenceSize.shared(90, 5).behind(prefix)] * 20):
+    for sizes in (drawn(40, range(20, 120), range(1, 9)), [SequenceSize.interned(90, 5).with_prefix(prefix)] * 20):
         assert outlined_passes(sizes, limits(2, 8, 64), 200) == mixed_passes(sizes, limits(2, 8, 64), 200)
 
 
@@ -73,6 +73,6 @@ def test_prompts_that_share_are_played_in_all_lanes(monkeypatch: pytest.MonkeyPa
     """What lanes have in common is computed once, however many lanes there are."""
     monkeypatch.setattr(played, "MAX_SLOTS", 4)
     prefix = SharedPrefix(num_tokens=64)
-    sizes = [size.behind(prefix) for size in drawn(64, range(80, 120), range(8, 9))]
+    sizes = [size.with_prefix(prefix) for size in drawn(64, range(80, 120), range(8, 9))]
     outline = outlined_passes(sizes, limits(8, 4, 64), 2000)
     assert outline == mixed_passes(sizes, limits(8, 4, 64), 2000)

@@ -23,7 +23,7 @@ from runtime.engine.records import PassRecord
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.planner import plan_run
 from runtime.plan.shape.extents import pinned_bytes
 from runtime.plan.shape.model import ModelShape
@@ -111,7 +111,7 @@ def placed(
 ) -> Placement:
     offload = OffloadConfig(tier=tier, resident_layers=resident_layers)
     config = RuntimeConfig(offload=offload, policy=policy_for(Order.zigzag))
-    return place(shape, config, budgets, Load.from_lanes(shape, [sizes_of([30, 20]), sizes_of([25])], 512))
+    return choose_placement(shape, config, budgets, Load.from_lanes(shape, [sizes_of([30, 20]), sizes_of([25])], 512))
 
 
 def in_front(host_bytes: int) -> Budgets:

@@ -52,7 +52,7 @@ def bound(loaded: LoadedModel, stage: Stage, device: ComputeDevice) -> dict[str,
     with Reader(num_threads=1) as reader:
         reader.submit(layout.extents, host.numpy().data).wait()
     for begin, end, _ in layout.windows(ALIGNMENT_BYTES):
-        for move in placed.within(begin, end):
+        for move in placed.clip_moves(begin, end):
             buffer[move.target : move.target + move.num_bytes].copy_(host[move.begin : move.end])
     return stage_weights(stage, buffer, placed.tensor_offsets, loaded.dtypes)
 

@@ -8,7 +8,7 @@ from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import DevicesConfig, Gather, Parallelism
 from runtime.engine.session import LaneSlots
 from runtime.errors import ConfigError
-from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, even_shares_of
+from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, even_reader_share
 from runtime.ranks.ranks import Ranks
 from runtime.ranks.shared_memory import SharedMemory
 from tests.rank_processes import in_nodes
@@ -44,13 +44,13 @@ def test_even_shares_are_of_one_size_side_by_side_and_all_read_the_few_blocks_th
     ]
     size = 8 // count * ALIGNMENT_BYTES
     for index in range(count):
-        own, begin, end = even_shares_of(extents, index, count)
+        own, begin, end = even_reader_share(extents, index, count)
         read = {part.slot_offset + at for part in own for at in range(0, part.num_bytes, ALIGNMENT_BYTES)}
         rest = range(end, 10 * 4096, ALIGNMENT_BYTES)
         assert (begin, end) == (8192, 8192 + count * size)
         assert read == {*range(begin + index * size, begin + (index + 1) * size, ALIGNMENT_BYTES), *rest}
         assert len(rest) < count
-    assert even_shares_of([], 0, 2) == ((), 0, 0)
+    assert even_reader_share([], 0, 2) == ((), 0, 0)
 
 
 @pytest.mark.parametrize(

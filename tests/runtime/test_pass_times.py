@@ -21,7 +21,7 @@ from runtime.config.settings import (
 from runtime.model.families import FAMILIES
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.work import LayerWork, stage_works
-from runtime.plan.search.grid import Choices, PolicyGrid
+from runtime.plan.search.grid import GridAxes, PolicyGrid
 from runtime.plan.search.pass_times import Roofline
 from runtime.plan.search.policy import Policy
 from runtime.plan.search.workload import Workload
@@ -45,11 +45,11 @@ WORKLOAD = Workload.from_sizes(sizes_of([20, 60] * 50, max_new_tokens=33))
 CONFIG = RuntimeConfig(
     offload=OffloadConfig(tier=Tier.cpu), kv=KVConfig(tier=KVTier.auto), policy=PolicyConfig(prefill_chunk_tokens=100)
 )
-EVERY = Choices(
+EVERY = GridAxes(
     micro_batches=[1, 7, 50],
     counts=[1, 2, 3],
     resident=[0, 4, 8],
-    ways=[
+    variants=[
         (order, attention, 0.5)
         for order in Order
         for attention in Attention
@@ -76,7 +76,7 @@ def only(order: Order = Order.zigzag, attention: Attention = Attention.device, k
         resident_layers=2,
         kv_fraction=kv_fraction,
     )
-    return EVERY.grid(100).only(policy)
+    return EVERY.grid(100).single(policy)
 
 
 def test_layers_of_the_toy_model_are_what_it_is_made_of() -> None:
@@ -171,7 +171,7 @@ def test_experts_of_a_module_batched_pass_see_all_lanes_at_once() -> None:
 def test_every_policy_of_a_grid_has_the_times_that_it_has_alone(is_moe: bool, has_device: bool) -> None:
     times, grid = roofline(is_moe=is_moe, has_device=has_device), EVERY.grid(100)
     together = times.seconds(grid)
-    alone = [float(times.seconds(grid.taken(np.array([at])))[0]) for at in range(len(grid.micro_batch))]
+    alone = [float(times.seconds(grid.select(np.array([at])))[0]) for at in range(len(grid.micro_batch))]
     assert list(together) == alone
     assert len(set(alone)) > 15
 
@@ -226,7 +226,7 @@ def test_the_cpu_takes_off_the_link_what_it_multiplies_itself() -> None:
     rates = replace(RATES, cpu_flops_per_second=1e15)
     alone, shared = (
         roofline(rates, is_moe=True).decode_pass(each).busy
-        for each in (replace(grid, shares=np.zeros_like(grid.shares)), grid)
+        for each in (replace(grid, shares_experts=np.zeros_like(grid.shares_experts)), grid)
     )
     work = LayerWork.from_shape(MIXTRAL.shape())
     experts = 30 * work.hits(25) * work.expert_bytes * 2 / 1e10  # of two lanes, where they are not batched

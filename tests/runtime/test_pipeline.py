@@ -26,7 +26,7 @@ from runtime.errors import ConfigError
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import Schedule, make_schedule
 from runtime.plan.schedule.walk import Walk
-from runtime.plan.shape.rank_shares import divided
+from runtime.plan.shape.rank_shares import split_stages
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.probing.meta import build_meta_model
 from runtime.ranks.pipeline import transferred_tensors
@@ -182,7 +182,7 @@ def _stages(sizes: Sequence[int]) -> list[Stage]:
 def test_layers_are_divided_so_that_the_heaviest_rank_is_as_light_as_can_be(
     sizes: Sequence[int], count: int, with_tables: bool, expected: list[range]
 ) -> None:
-    found = divided(_stages(sizes), count, with_tables=with_tables)
+    found = split_stages(_stages(sizes), count, with_tables=with_tables)
     assert [stage for part in found for stage in part] == [*range(len(sizes))]
     assert all(any(0 < stage < len(sizes) - 1 for stage in part) for part in found)
     weights = [max(sum(sizes[i] for i in part if with_tables or i) for part in parts) for parts in (found, expected)]
@@ -191,10 +191,10 @@ def test_layers_are_divided_so_that_the_heaviest_rank_is_as_light_as_can_be(
 
 def test_more_ranks_than_layers_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"devices=pipeline: 3 ranks cannot divide 2 layers"):
-        divided(_stages([4, 4, 4, 4]), 3)
+        split_stages(_stages([4, 4, 4, 4]), 3)
 
 
-MIDDLE = Walk(num_stages=4, first_stage=2, streamed=(), num_slots=0, is_by_lane=True, receives=True, sends=True)
+MIDDLE = Walk(num_stages=4, first_stage=2, streamed=(), num_slots=0, is_lane_major=True, receives=True, sends=True)
 
 
 def test_a_lane_passes_all_layers_of_a_rank_before_the_next_one_begins() -> None:

@@ -17,10 +17,10 @@ from runtime.config.settings import (
     Tier,
 )
 from runtime.errors import BudgetError
-from runtime.plan.placement.kv import spread
+from runtime.plan.placement.kv import evenly_spaced
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.placement.walks import num_slots_for
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import make_schedule
@@ -52,7 +52,7 @@ def placed(
         prefetch=prefetch or PrefetchConfig(),
         kv=KVConfig(tier=KVTier.device),
     )
-    return place(shape, config, budgets, Load.from_lanes(shape, BLOCK, 512))
+    return choose_placement(shape, config, budgets, Load.from_lanes(shape, BLOCK, 512))
 
 
 def terms(placement: Placement, memory: str) -> dict[str, int]:
@@ -131,13 +131,13 @@ def test_the_choice_is_the_most_layers_that_fit(budget: int) -> None:
 @pytest.mark.parametrize("num_layers", [1, 7, 32])
 def test_resident_layers_are_spread_evenly(num_layers: int) -> None:
     for count in range(1, num_layers + 1):
-        places = spread(num_layers, count)
+        places = evenly_spaced(num_layers, count)
         gaps = [b - a for a, b in pairwise(places)]
         assert len(set(places)) == count
         assert places[0] >= 0
         assert places[-1] < num_layers
         assert max(gaps, default=0) - min(gaps, default=0) <= 1
-    assert spread(num_layers, 0) == ()
+    assert evenly_spaced(num_layers, 0) == ()
 
 
 def test_tied_weights_count_once() -> None:
@@ -157,7 +157,7 @@ def test_experts_have_a_slot_for_each_that_is_read_ahead_and_one_for_that_which_
     shape = toy_mixture()
     offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, expert_paging=ExpertPaging.hit)
     config = RuntimeConfig(offload=offload, prefetch=PrefetchConfig(depth=depth))
-    placement = place(shape, config, Budgets(host_bytes=GIB), Load.from_lanes(shape, [], 512))
+    placement = choose_placement(shape, config, Budgets(host_bytes=GIB), Load.from_lanes(shape, [], 512))
     assert placement.paged
     assert placement.num_expert_slots == depth + 1
 
@@ -225,7 +225,7 @@ def test_only_keys_that_can_help_are_named(
         prefetch=PrefetchConfig(kind=prefetch),
         kv=KVConfig(tier=kv, device_fraction=0.0),
     )
-    placement = place(toy_shape(), config, budgets, Load.from_lanes(toy_shape(), BLOCK, 512))
+    placement = choose_placement(toy_shape(), config, budgets, Load.from_lanes(toy_shape(), BLOCK, 512))
     with pytest.raises(BudgetError) as error:
         placement.require_fit()
     advice = str(error.value).splitlines()[-1]
@@ -236,7 +236,7 @@ def test_only_keys_that_can_help_are_named(
 @pytest.mark.parametrize("asked_gib", [None, 0.001])
 def test_who_gave_no_budget_of_pinned_memory_hears_what_it_is(budgets: Budgets, asked_gib: float | None) -> None:
     config = RuntimeConfig(offload=OffloadConfig(tier=Tier.cpu, resident_layers=0, host_memory_gib=asked_gib))
-    placement = place(toy_shape(), config, budgets, Load.from_lanes(toy_shape(), BLOCK, 512))
+    placement = choose_placement(toy_shape(), config, budgets, Load.from_lanes(toy_shape(), BLOCK, 512))
     with pytest.raises(BudgetError) as error:
         placement.require_fit(config)
     said = "Unset, offload.host_memory_gib is 75% of the host's memory at most, all pinned" in str(error.value)
@@ -247,14 +247,14 @@ def test_a_plan_of_single_sequences_is_told_the_least_budget_that_it_takes() -> 
     shape, lanes = toy_shape(), [sizes_of([9])]
     config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme, resident_layers=0), kv=KVConfig(tier=KVTier.nvme))
     with pytest.raises(BudgetError) as error:
-        place(shape, config, SMALL, Load.from_lanes(shape, lanes, 1)).require_fit()
+        choose_placement(shape, config, SMALL, Load.from_lanes(shape, lanes, 1)).require_fit()
     advice = str(error.value).splitlines()[-1]
     assert not any(key in advice for key in LANES)
     found = re.match(r"raise offload\.host_memory_gib to ([\d.]+)", advice)
     assert found is not None
     least = float(found[1])
-    assert place(shape, config, Budgets(host_bytes=int(least * GIB)), Load.from_lanes(shape, lanes, 1)).fits
-    assert not place(
+    assert choose_placement(shape, config, Budgets(host_bytes=int(least * GIB)), Load.from_lanes(shape, lanes, 1)).fits
+    assert not choose_placement(
         shape, config, Budgets(host_bytes=int((least - 0.002) * GIB)), Load.from_lanes(shape, lanes, 1)
     ).fits
 
@@ -263,8 +263,8 @@ def test_keys_and_values_go_to_disk_where_neither_memory_has_room() -> None:
     shape = toy_shape()
     config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme, resident_layers=0), kv=KVConfig(tier=KVTier.auto))
     load = Load.from_lanes(shape, [sizes_of([2000] * 4) for _ in range(8)], 512)
-    roomy = place(shape, config, Budgets(host_bytes=8 * GIB, device_bytes=8 * GIB), load)
+    roomy = choose_placement(shape, config, Budgets(host_bytes=8 * GIB, device_bytes=8 * GIB), load)
     device_bytes = roomy.ledgers[0].total_bytes * 2 // 3
-    tight = place(shape, config, Budgets(host_bytes=150 * MIB, device_bytes=device_bytes), load)
+    tight = choose_placement(shape, config, Budgets(host_bytes=150 * MIB, device_bytes=device_bytes), load)
     assert (roomy.kv.tier, tight.kv.tier) == (KVTier.device, KVTier.nvme)
     assert tight.fits

@@ -25,7 +25,7 @@ from runtime.config.settings import (
 )
 from runtime.errors import CheckpointError
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.plan_warnings import ignored_by_plan, plan_warnings, slow_by_plan
+from runtime.plan.plan_warnings import ineffective_settings, plan_warnings, slow_settings
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.shape.model import ModelShape
 from runtime.stream.weights import WeightStream
@@ -144,7 +144,7 @@ CASES: dict[str, tuple[RuntimeConfig, ModelShape, Budgets, list[str]]] = {
 def test_settings_without_effect_are_named(
     config: RuntimeConfig, shape: ModelShape, budgets: Budgets, keys: list[str]
 ) -> None:
-    found = ignored_by_plan(config, shape, plan(config, shape, budgets), has_device=budgets.has_device)
+    found = ineffective_settings(config, shape, plan(config, shape, budgets), has_device=budgets.has_device)
     assert len(found) == len(keys), found
     for key, sentence in zip(keys, found, strict=True):
         assert sentence.startswith(f"{key} ")
@@ -162,7 +162,7 @@ def test_experts_that_each_lane_reads_for_itself_are_slow(
 ) -> None:
     config = offload(expert_paging=paging)
     config = replace(config, policy=replace(config.policy, schedule=order, num_micro_batches=num_lanes))
-    found = slow_by_plan(config, plan(config, MIXTURE, HOST))
+    found = slow_settings(config, plan(config, MIXTURE, HOST))
     assert ["up to 2 times" in sentence for sentence in found] == [True] * is_slow
 
 

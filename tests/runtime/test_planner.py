@@ -20,8 +20,8 @@ from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.placer import place
-from runtime.plan.placement.run_load import micro_batches_of
+from runtime.plan.placement.placer import choose_placement
+from runtime.plan.placement.run_load import block_lanes
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
@@ -117,9 +117,12 @@ def test_every_block_of_a_plan_fits_and_not_only_the_one_with_most_tokens() -> N
     )
     shape = toy_shape()
     found = plan_run(shape, config, Budgets(host_bytes=GIB), sizes)
-    loads = [Load.from_lanes(shape, micro_batches_of(block, sizes), 512) for block in found.blocks]
+    loads = [Load.from_lanes(shape, block_lanes(block, sizes), 512) for block in found.blocks]
     num_pages = max(load.num_kv_pages for load in loads)
-    needed = [place(shape, config, Budgets(host_bytes=GIB), replace(load, num_kv_pages=num_pages)) for load in loads]
+    needed = [
+        choose_placement(shape, config, Budgets(host_bytes=GIB), replace(load, num_kv_pages=num_pages))
+        for load in loads
+    ]
     totals = [placement.ledgers[0].total_bytes for placement in needed]
     assert len(set(totals)) == 2
     assert found.placement.ledgers[0].total_bytes == max(totals)
@@ -150,5 +153,5 @@ def test_slots_of_keys_and_values_hold_the_lanes_of_every_block() -> None:
         policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=1, num_micro_batches=2),
     )
     found = plan_run(toy_shape(), config, Budgets(host_bytes=GIB), sizes)
-    lanes = [lane for block in found.blocks for lane in micro_batches_of(block, sizes)]
+    lanes = [lane for block in found.blocks for lane in block_lanes(block, sizes)]
     assert found.placement.kv.slot_pages == max(lane[0].capacity_tokens for lane in lanes) // PAGE_TOKENS == 10

@@ -14,7 +14,7 @@ from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.shape.model import ModelShape
 from runtime.resources import Resource
 from runtime.units import GIB, MIB
@@ -43,7 +43,7 @@ def predicted(
     shape = shape or toy_shape()
     config = RuntimeConfig(offload=OffloadConfig(tier=tier, resident_layers=None if tier is Tier.none else 0))
     load = Load.from_lanes(shape, [[sizes[i] for i in group] for group in blocks[0].micro_batches], chunk_tokens)
-    placement = place(shape, config, Budgets(host_bytes=GIB), load)
+    placement = choose_placement(shape, config, Budgets(host_bytes=GIB), load)
     return predict(shape, placement, blocks, sizes, chunk_tokens, rates, admission)
 
 

@@ -96,8 +96,8 @@ def test_nothing_is_shared_where_there_is_nothing_to_share(prompts: list[tuple[i
 
 def test_sizes_of_prompts_that_share_nothing_are_those_without_sharing() -> None:
     """So that what goes by them, a plan above all, costs the same."""
-    sizes = [SequenceSize.shared(num_tokens, 9) for num_tokens in (5, 70, 70)]
-    assert all(size.behind(None) is size for size in sizes)
+    sizes = [SequenceSize.interned(num_tokens, 9) for num_tokens in (5, 70, 70)]
+    assert all(size.with_prefix(None) is size for size in sizes)
 
 
 @pytest.mark.parametrize("num_common", range(2 * MIN_PREFIX_TOKENS))

@@ -10,7 +10,7 @@ from jobs.config.typed import build
 from runtime.config.profiles import LANES, DataSheet, DTypeRates, MeasuredRates
 from runtime.config.settings import DType, MachineConfig
 from runtime.errors import ConfigError
-from runtime.plan.cost.machine import COMPUTE_SHARE, MEMORY_SHARE, machine_of
+from runtime.plan.cost.machine import COMPUTE_SHARE, MEMORY_SHARE, make_machine
 from runtime.resources import Resource
 from runtime.units import GIB
 
@@ -47,7 +47,7 @@ def sheet_of(option: str) -> DataSheet:
 
 @pytest.mark.parametrize("option", SHEETS)
 def test_every_profile_is_a_machine(option: str) -> None:
-    machine, sheet = machine_of(profile(option)), sheet_of(option)
+    machine, sheet = make_machine(profile(option)), sheet_of(option)
     assert machine.name == option
     assert machine.device_bytes is not None
     assert 0 < machine.device_bytes < sheet.memory_gib * GIB
@@ -55,10 +55,10 @@ def test_every_profile_is_a_machine(option: str) -> None:
 
 
 def test_memories_are_printed_in_gib_of_which_nine_tenths_are_used_and_three_quarters_of_what_is_pinned() -> None:
-    machine = machine_of(profile("4xt4"))
+    machine = make_machine(profile("4xt4"))
     assert machine.device_bytes == pytest.approx(16 * 2**30 * 0.9, abs=4)
     assert machine.host_bytes == pytest.approx(sheet_of("4xt4").host_memory_gib * 2**30 * 0.75, abs=1)
-    measured = machine_of(MachineConfig(name="here", rates=replace(RATES, device_memory_gib=8.0)), DType.float32)
+    measured = make_machine(MachineConfig(name="here", rates=replace(RATES, device_memory_gib=8.0)), DType.float32)
     assert (measured.host_bytes, measured.device_bytes) == (20 * 2**30, 8 * 2**30)
 
 
@@ -70,19 +70,19 @@ def test_a_product_is_bound_by_its_flops_or_by_the_bytes_of_its_weights(option: 
     assert 0.3 < under_load < 1
     compute = sheet.float16_tflops * 1e12 * under_load * COMPUTE_SHARE
     memory = sheet.memory_gb_per_second * 1e9 * MEMORY_SHARE
-    rate = machine_of(profile(option), DType.float16).rates.gemm_rate(num_rows)
+    rate = make_machine(profile(option), DType.float16).rates.gemm_rate(num_rows)
     assert rate == pytest.approx(min(compute, num_rows * 2 * memory / 2), rel=0.02)
 
 
 def test_a_machine_is_one_device_beside_all_of_its_host_however_many_there_are() -> None:
-    one, four = (machine_of(profile(option)) for option in ("2xt4", "4xt4"))
+    one, four = (make_machine(profile(option)) for option in ("2xt4", "4xt4"))
     assert replace(one, name="", fabric=four.fabric) == replace(four, name="")
     assert (one.fabric.num_devices, four.fabric.num_devices) == (2, 4)
 
 
 def test_a_link_is_no_faster_than_the_memory_that_feeds_it() -> None:
     sheet = replace(sheet_of("4xt4"), host_memory_gb_per_second=10.0)
-    rates = machine_of(MachineConfig(sheet=sheet)).rates
+    rates = make_machine(MachineConfig(sheet=sheet)).rates
     assert rates.link_in_bytes_per_second == rates.host_memory_bytes_per_second == 10e9 * MEMORY_SHARE
     assert rates.host_shares[Resource.host_to_device] == 1
 
@@ -90,9 +90,9 @@ def test_a_link_is_no_faster_than_the_memory_that_feeds_it() -> None:
 def test_a_slot_of_fewer_lanes_makes_the_link_as_much_slower_and_nothing_else() -> None:
     card = profile("rtx4090")
     in_slot = {
-        lanes: machine_of(replace(card, sheet=replace(sheet_of("rtx4090"), link_lanes=lanes))) for lanes in LANES
+        lanes: make_machine(replace(card, sheet=replace(sheet_of("rtx4090"), link_lanes=lanes))) for lanes in LANES
     }
-    whole = machine_of(card)
+    whole = make_machine(card)
     for lanes, machine in in_slot.items():
         rate = whole.rates.link_in_bytes_per_second * lanes / 16
         assert machine.rates.link_in_bytes_per_second == machine.rates.link_out_bytes_per_second == pytest.approx(rate)
@@ -114,13 +114,13 @@ def test_tensor_cores_of_gaming_cards_count_dense_and_summed_in_float32_at_twice
 
 def test_a_device_without_units_for_bfloat16_computes_it_as_float32_and_takes_float16_by_itself() -> None:
     t4 = profile("t4")
-    assert machine_of(t4, DType.bfloat16).rates.gemm_rate(1e6) == machine_of(t4, DType.float32).rates.gemm_rate(1e6)
-    assert machine_of(t4) == machine_of(t4, DType.float16)
-    assert machine_of(profile("l4")) == machine_of(profile("l4"), DType.bfloat16)
+    assert make_machine(t4, DType.bfloat16).rates.gemm_rate(1e6) == make_machine(t4, DType.float32).rates.gemm_rate(1e6)
+    assert make_machine(t4) == make_machine(t4, DType.float16)
+    assert make_machine(profile("l4")) == make_machine(profile("l4"), DType.bfloat16)
 
 
 def test_measured_rates_are_taken_as_they_are() -> None:
-    machine = machine_of(MachineConfig(name="here", rates=RATES))
+    machine = make_machine(MachineConfig(name="here", rates=RATES))
     assert (machine.name, machine.device_bytes, machine.host_bytes) == ("here", None, 20 * GIB)
     assert machine.rates.disk_bytes_per_second == 0.9e9
     assert machine.rates.gemm_flops_per_second == {1: 5e9, 16: 60e9, 64: 110e9}
@@ -137,7 +137,7 @@ def test_measured_rates_are_taken_as_they_are() -> None:
 )
 def test_what_is_not_known_is_refused_with_what_to_do(config: MachineConfig, dtype: DType, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        machine_of(config, dtype)
+        make_machine(config, dtype)
 
 
 @pytest.mark.parametrize(

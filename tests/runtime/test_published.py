@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from runtime.plan.placement.defaults import CHUNK_TOKENS
-from runtime.plan.search.grid import Choices
-from runtime.plan.search.hrm import fitting, roofline_of
+from runtime.plan.search.grid import GridAxes
+from runtime.plan.search.hrm import make_roofline, select_fitting
 from tests.published import CONFIG, Setting, choose, machine_for, settings
 
 MOST_OPTIMISTIC = (
@@ -23,8 +23,8 @@ def name(setting: Setting) -> str:
 def test_the_best_roofline_is_near_what_was_measured_and_less_optimistic_than_the_papers_own(setting: Setting) -> None:
     shape, on, asked = setting.shape, machine_for(setting), setting.workload
     config = replace(CONFIG, policy=replace(CONFIG.policy, prefill_chunk_tokens=CHUNK_TOKENS))
-    grid = Choices.from_config(shape, config, asked.num_requests, has_device=True).grid(asked.num_requests)
-    seconds = roofline_of(shape, on, asked, config).seconds(fitting(shape, on, asked, config, grid))
+    grid = GridAxes.from_config(shape, config, asked.num_requests, has_device=True).grid(asked.num_requests)
+    seconds = make_roofline(shape, on, asked, config).seconds(select_fitting(shape, on, asked, config, grid))
     tokens_per_second = asked.num_new_tokens / float(seconds.min())
     assert LEAST < tokens_per_second / setting.moe_lightning < MOST_OPTIMISTIC
 

@@ -78,7 +78,7 @@ def test_what_is_made_on_the_way_is_made_where_the_weight_lies(name: str, tmp_pa
 def test_a_run_of_rows_is_cut_out_or_none_at_all(name: str, tmp_path: Path) -> None:
     piece, expected = written(PUBLISHED[name], tmp_path)
     for turn in range(3):
-        part = piece.rows(turn, 3)
+        part = piece.row_part(turn, 3)
         assert part is not None
         assert torch.equal(dequantized(rows_of(part), slice(2, 9)), expected[16 * turn :][2:9])
 

@@ -44,7 +44,7 @@ def test_products_are_those_of_the_numbers_bit_by_bit(
 @pytest.mark.parametrize("name", ["gptq", "gptq, desc_act, 8 bits", "awq", "bitsandbytes nf4"])
 def test_products_of_a_run_of_rows_begin_in_the_middle_of_what_is_shared(name: str, tmp_path: Path) -> None:
     piece, numbers = written(PUBLISHED[name], tmp_path, (1152, 192))
-    part = piece.rows(1, 3)
+    part = piece.row_part(1, 3)
     assert part is not None
     rows, x = rows_of(part), torch.randn(5, 192)
     assert fits_vectors(x, [rows])

@@ -26,10 +26,10 @@ from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import RunPlan, find_policy, plan_run
 from runtime.plan.rank_plans import RankView
 from runtime.plan.search.candidate import Problem
-from runtime.plan.search.grid import Choices
-from runtime.plan.search.hrm import fitting, roofline_of
+from runtime.plan.search.grid import GridAxes
+from runtime.plan.search.hrm import make_roofline, select_fitting
 from runtime.plan.shape.model import ModelShape
-from runtime.plan.shape.rank_shares import pipeline_share, tensor_share
+from runtime.plan.shape.rank_shares import pipeline_shape, tensor_parallel_shape
 from runtime.plan.shape.shapes import Parameter
 from runtime.resources import Resource
 from runtime.units import GIB
@@ -85,11 +85,11 @@ def test_what_cannot_be_shared_out_is_refused_by_name(way: Parallelism, num_rank
         with pytest.raises(ConfigError, match="model=toy has an encoder, which ranks do not share"):
             seen(other, 2, shape=toy_shape(num_encoder_layers=2))
     with pytest.raises(ConfigError, match="model=toy has padded lanes, which keep all heads"):
-        tensor_share(toy_shape(is_packed=False), 2)
+        tensor_parallel_shape(toy_shape(is_packed=False), 2)
     with pytest.raises(ConfigError, match="model=toy has latents, which are of all heads"):
-        tensor_share(replace(toy_shape(), expanded_kv_width=64), 2)
+        tensor_parallel_shape(replace(toy_shape(), expanded_kv_width=64), 2)
     with pytest.raises(ConfigError, match="has 8 layers for 9 ranks"):
-        pipeline_share(toy_shape(), 9)
+        pipeline_shape(toy_shape(), 9)
     with pytest.raises(ConfigError, match=r"node_gb_per_second, 1\.25 for 10 GbE"):
         LinksConfig(num_nodes=2)
 
@@ -100,7 +100,7 @@ def layer_bytes(shape: ModelShape) -> int:
 
 @pytest.mark.parametrize("shape", [toy_shape(), toy_mixture()], ids=["dense", "experts"])
 def test_a_rank_has_half_of_what_two_share(shape: ModelShape) -> None:
-    tensor, pipeline = tensor_share(shape, 2, DividedExperts.rows), pipeline_share(shape, 2)
+    tensor, pipeline = tensor_parallel_shape(shape, 2, DividedExperts.rows), pipeline_shape(shape, 2)
     for share in (tensor, pipeline):
         assert layer_bytes(share) == layer_bytes(shape) / 2
         assert share.kv_bytes_per_token == shape.kv_bytes_per_token / 2
@@ -111,7 +111,7 @@ def test_a_rank_has_half_of_what_two_share(shape: ModelShape) -> None:
 
 def test_of_whole_experts_a_rank_has_its_number_and_is_sent_what_they_make() -> None:
     shape = MIXTRAL_8X22B.shape()
-    share = tensor_share(shape, 4, DividedExperts.whole)
+    share = tensor_parallel_shape(shape, 4, DividedExperts.whole)
     for before, own in zip(shape.layers[0].stacks, share.layers[0].stacks, strict=True):
         assert (own.shape[0], own.num_bytes) == (2, before.num_bytes / 4)
     assert share.layers[0].num_experts == 8
@@ -125,7 +125,7 @@ def test_of_whole_experts_a_rank_has_its_number_and_is_sent_what_they_make() -> 
 
 def test_what_is_no_matrix_of_a_layer_is_whole_on_every_rank() -> None:
     shape = MIXTRAL_8X22B.shape()
-    share = tensor_share(shape, 4)
+    share = tensor_parallel_shape(shape, 4)
 
     def routers(of: ModelShape) -> list[Parameter]:
         return [p for stage in of.layers for p in stage.parameters if p.shape == (8, shape.hidden_size)]
@@ -167,7 +167,7 @@ def test_a_layer_of_cut_matrices_gathers_four_times() -> None:
     rates = seen(Parallelism.tensor, 2).rates
     width = shape.num_heads * shape.head_dim + shape.hidden_size + shape.intermediate_size + shape.hidden_size
     gathered = 100 * width * 4 / fabric.gather_bytes_per_second(2) + 4 * fabric.gather_seconds(2)
-    assert rates.exchanged_seconds(100 * shape.hidden_size * 4) == pytest.approx(gathered)
+    assert rates.layer_exchange_seconds(100 * shape.hidden_size * 4) == pytest.approx(gathered)
 
 
 @pytest.mark.parametrize("tier", [Tier.none, Tier.cpu])
@@ -223,11 +223,11 @@ def ratio_of_four_cards_to_two(setting: Setting, config: RuntimeConfig) -> float
     config = replace(config, policy=replace(config.policy, prefill_chunk_tokens=CHUNK_TOKENS))
     for count in (2, 4):
         view, workload = view_for(setting, count), setting.workload
-        grid = Choices.from_config(view.shape, config, workload.num_requests, has_device=True).grid(
+        grid = GridAxes.from_config(view.shape, config, workload.num_requests, has_device=True).grid(
             workload.num_requests
         )
-        seconds = roofline_of(view.shape, view.machine, workload, config).seconds(
-            fitting(view.shape, view.machine, workload, config, grid)
+        seconds = make_roofline(view.shape, view.machine, workload, config).seconds(
+            select_fitting(view.shape, view.machine, workload, config, grid)
         )
         rates.append(workload.num_new_tokens / float(seconds.min()))
     return rates[1] / rates[0]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from runtime.plan.shape.rank_shares import RowShare, cut, runs_of, take_experts
+from runtime.plan.shape.rank_shares import RowShare, cut_rows, slice_experts, split_evenly
 from runtime.plan.shape.shapes import Companion, Parameter, TensorSlice
 
 
@@ -19,7 +19,7 @@ def test_the_shares_of_a_matrix_are_its_rows_with_what_belongs_to_them() -> None
     shared = Companion(role="table", tensor=replace(piece_of((16,)), name="t"))
     whole = Parameter(name="w", shape=(8, 6), pieces=((piece_of((8, 6), scales, shared),),))
     for index in range(2):
-        part = cut(whole, RowShare(index=index, count=2))
+        part = cut_rows(whole, RowShare(index=index, count=2))
         assert part is not None
         [[piece]] = part.pieces
         assert (part.shape, piece.offset, piece.num_bytes) == ((4, 6), 1000 + index * 48, 48)
@@ -27,15 +27,15 @@ def test_the_shares_of_a_matrix_are_its_rows_with_what_belongs_to_them() -> None
             (index * 12, (2, 3)),
             (1000, (16,)),
         ]
-    assert cut(whole, RowShare(index=0, count=8)) is None, "a share would end inside a block with one scale"
-    assert cut(whole, RowShare(index=0, count=3)) is None
+    assert cut_rows(whole, RowShare(index=0, count=8)) is None, "a share would end inside a block with one scale"
+    assert cut_rows(whole, RowShare(index=0, count=3)) is None
     flipped = replace(whole, pieces=((piece_of((8, 6), is_transposed=True),),))
-    assert cut(flipped, RowShare(index=0, count=2)) is None
+    assert cut_rows(flipped, RowShare(index=0, count=2)) is None
 
 
 def test_gates_and_what_they_let_through_are_cut_each_by_itself_in_every_expert() -> None:
     stack = Parameter(name="w", shape=(2, 8, 3), pieces=((piece_of((2, 8, 3)),),))
-    part = cut(stack, RowShare(index=1, count=2), num_runs=2)
+    part = cut_rows(stack, RowShare(index=1, count=2), num_runs=2)
     assert part is not None
     assert (part.shape, part.is_stacked) == ((2, 4, 3), True)
     rows = [[(piece.offset - 1000) // 6 for piece in entry] for entry in part.pieces]
@@ -46,10 +46,10 @@ def test_gates_and_what_they_let_through_are_cut_each_by_itself_in_every_expert(
 def test_whole_experts_are_bytes_side_by_side_and_the_first_ranks_have_one_more() -> None:
     stack = Parameter(name="w", shape=(5, 4, 3), pieces=((piece_of((5, 4, 3)),),), is_experts=True)
     matrices = replace(stack, pieces=tuple(((piece_of((4, 3)),)) for _ in range(5)), is_stacked=True)
-    runs = runs_of(5, 3)
+    runs = split_evenly(5, 3)
     assert runs == [range(2), range(2, 4), range(4, 5)]
     for own in runs:
-        of_one, of_many = take_experts(stack, own), take_experts(matrices, own)
+        of_one, of_many = slice_experts(stack, own), slice_experts(matrices, own)
         assert of_one is not None
         assert of_many is not None
         assert of_one.shape == of_many.shape == (len(own), 4, 3)
@@ -58,14 +58,14 @@ def test_whole_experts_are_bytes_side_by_side_and_the_first_ranks_have_one_more(
         assert (piece.offset, piece.num_bytes) == (1000 + own.start * 24, len(own) * 24)
         assert of_many.pieces == matrices.pieces[own.start : own.stop]
     mixed_up = replace(stack, pieces=((piece_of((20, 3)),),))
-    assert take_experts(mixed_up, range(2)) is None, "whose rows are whose is not said"
+    assert slice_experts(mixed_up, range(2)) is None, "whose rows are whose is not said"
 
 
 def test_rows_in_another_order_are_cut_where_the_order_stays_within() -> None:
     ordered = Parameter(
         name="w", shape=(8, 3), pieces=((piece_of((8, 3), row_order=(range(3, -1, -1), range(4, 8))),),)
     )
-    part = cut(ordered, RowShare(index=0, count=2))
+    part = cut_rows(ordered, RowShare(index=0, count=2))
     assert part is not None
     assert [row for run in part.pieces[0][0].row_order for row in run] == [3, 2, 1, 0]
-    assert cut(ordered, RowShare(index=0, count=4)) is None
+    assert cut_rows(ordered, RowShare(index=0, count=4)) is None

@@ -28,7 +28,7 @@ from runtime.config.settings import (
 from runtime.devices.messages import config_for_ranks, end_sessions
 from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError
-from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, share_of
+from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, reader_share
 from runtime.ranks.ranks import Ranks
 from runtime.sequences.sequence import Request
 from runtime.store.reader import Reader
@@ -169,7 +169,7 @@ def test_shares_of_readers_are_disjoint_and_cover_every_byte_in_whole_blocks() -
         Extent(file="b", offset=0, num_bytes=4096, used_bytes=100, slot_offset=7 * 4096),
     ]
     for count in (1, 2, 3, 4, 7, 9):
-        shares = [part for index in range(count) for part in share_of(extents, index, count)]
+        shares = [part for index in range(count) for part in reader_share(extents, index, count)]
         assert all(part.slot_offset % ALIGNMENT_BYTES == part.num_bytes % ALIGNMENT_BYTES == 0 for part in shares)
         for extent in extents:
             own = [part for part in shares if part.file == extent.file]
@@ -177,7 +177,7 @@ def test_shares_of_readers_are_disjoint_and_cover_every_byte_in_whole_blocks() -
             assert sum(part.used_bytes for part in own) == extent.used_bytes
             ends = [part.slot_offset + part.num_bytes for part in own]
             assert [extent.slot_offset, *ends[:-1]] == [part.slot_offset for part in own]
-    assert share_of([], 0, 2) == ()
+    assert reader_share([], 0, 2) == ()
 
 
 def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> list[str]:

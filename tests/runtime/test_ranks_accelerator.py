@@ -15,7 +15,7 @@ from runtime.errors import ConfigError
 from runtime.model.loading import LoadedModel
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.shape.model import ModelShape
 from runtime.ranks.ranks import Ranks
 from runtime.stream.device import ComputeDevice
@@ -99,7 +99,7 @@ def test_of_devices_together_each_has_slots_and_weights_that_stay(shape: ModelSh
     found = dict[int, dict[str, int]]()
     for count in (1, 2):
         budgets = Budgets(host_bytes=GIB, device_bytes=count * GIB, num_devices=count)
-        device, _ = place(shape, config, budgets, Load.from_lanes(shape, [], 512)).ledgers
+        device, _ = choose_placement(shape, config, budgets, Load.from_lanes(shape, [], 512)).ledgers
         found[count] = {entry.name: entry.num_bytes for entry in device.entries}
     for name in ("resident weights", "slots"):
         assert found[2][name] == 2 * found[1][name] > 0

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from runtime.errors import CheckpointError
-from runtime.plan.shape.extents import ALIGNMENT_BYTES, SlotLayout, layout_of
+from runtime.plan.shape.extents import ALIGNMENT_BYTES, SlotLayout, make_layout
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.store import reader as reader_module
 from runtime.store.reader import Reader
@@ -40,7 +40,7 @@ def reader(request: pytest.FixtureRequest) -> Iterator[Reader]:
 
 
 def layout(file: Path, *ranges: tuple[int, int]) -> SlotLayout:
-    return layout_of(
+    return make_layout(
         TensorSlice(name=str(n), file=str(file), offset=begin, num_bytes=end - begin, dtype="U8", shape=(end - begin,))
         for n, (begin, end) in enumerate(ranges)
     )

@@ -57,7 +57,7 @@ def test_replayed_passes_give_the_tokens_of_transformers(
     family: str, way: str, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One recording serves several passes, whose rows are longer each time."""
-    monkeypatch.setattr(expert_groups, "suits_all", lambda *sizes: True)  # elsewhere the host asks who is visited
+    monkeypatch.setattr(expert_groups, "multiplies_all_experts", lambda *sizes: True)
     if way == "flash":
         install_flash(monkeypatch, (torch.float32,)).has_room = True
     ref, device = in_float32(reference(family), tmp_path), Recorder()
@@ -70,7 +70,7 @@ def test_replayed_passes_give_the_tokens_of_transformers(
 def test_a_pass_that_asks_the_device_is_launched_and_the_log_says_why(
     reference: References, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_groups, "suits_all", lambda *sizes: False)
+    monkeypatch.setattr(expert_groups, "multiplies_all_experts", lambda *sizes: False)
     ref, device = reference("mixtral"), Recorder()
     with operators_of_a_device():
         assert tokens(config_of(ref), ref.prompts, device) == ref.expected
@@ -182,7 +182,7 @@ def test_nothing_of_one_pass_is_in_a_recording(
     family: str, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is uploaded while it is made would be the same for ever."""
-    monkeypatch.setattr(expert_groups, "suits_all", lambda *sizes: True)
+    monkeypatch.setattr(expert_groups, "multiplies_all_experts", lambda *sizes: True)
     ref = in_float32(reference(family), tmp_path)
     with operators_of_a_device(), counting():
         device = CountedRecorder()
@@ -197,7 +197,7 @@ def test_nothing_of_one_pass_is_in_a_recording(
 def test_recordings_of_dequantized_experts_bring_nothing_either(
     name: str, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_groups, "suits_all", lambda *sizes: True)
+    monkeypatch.setattr(expert_groups, "multiplies_all_experts", lambda *sizes: True)
     ref = reference("mixtral")
     stored, _ = written(ref, "mixtral", name, tmp_path)
     config = config_of(replace(ref, directory=stored))

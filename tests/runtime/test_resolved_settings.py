@@ -27,7 +27,7 @@ from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
 from runtime.plan.resolved_settings import ResolvedSettings
-from runtime.plan.shape.dtypes import Loss, StoredNumbers, keeping_kv
+from runtime.plan.shape.dtypes import Loss, WeightStorage, with_kv_dtype
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Stage
 from runtime.units import GIB
@@ -35,7 +35,7 @@ from tests.toy import sizes_of, toy_mixture, toy_shape
 
 POLICY = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=3, num_micro_batches=2)
 NVME = RuntimeConfig(policy=POLICY, offload=OffloadConfig(tier=Tier.nvme, resident_layers=2))
-PUBLISHED = StoredNumbers(formats=("F32",), loss=Loss.exact)
+PUBLISHED = WeightStorage(formats=("F32",), loss=Loss.exact)
 RATES = MachineRates(
     disk_bytes_per_second=1e9, link_in_bytes_per_second=1e10, gemm_flops_per_second={1: 1e9, 16: 1e10, 512: 1e11}
 )
@@ -106,7 +106,7 @@ def test_paged_are_the_streamed_mixtures(paging: ExpertPaging, num_paged: int) -
 
 def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
     prefix = SharedPrefix(num_tokens=20)
-    sizes = [size.behind(prefix) for size in sizes_of([30] * 6)]
+    sizes = [size.with_prefix(prefix) for size in sizes_of([30] * 6)]
 
     def sharing(shape: ModelShape, config: RuntimeConfig = NVME, *, has_rope_lengths: bool = False) -> ResolvedSettings:
         plan = plan_run(shape, config, Budgets(host_bytes=GIB), sizes, rates=RATES)
@@ -137,12 +137,12 @@ def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
 
 def test_keys_and_values_that_lose_something_are_said_to() -> None:
     assert str(facts(NVME)).endswith("KV as computed: exact")
-    lossy = facts(NVME, keeping_kv(toy_shape(is_packed=True), KVDType.int8))
+    lossy = facts(NVME, with_kv_dtype(toy_shape(is_packed=True), KVDType.int8))
     assert (lossy.numbers["kv_dtype"], lossy.numbers["kv_loss"]) == ("int8", "lossy")
     assert str(lossy).splitlines()[-1].endswith("; KV int8: lossy")
 
 
-def stored_as(*formats: str, relative_error: float | None = None) -> StoredNumbers:
+def stored_as(*formats: str, relative_error: float | None = None) -> WeightStorage:
     """The toy's stages, from the first on, in these formats, the others as they are."""
     shape, named = toy_shape(), dict(enumerate(formats))
 
@@ -152,7 +152,7 @@ def stored_as(*formats: str, relative_error: float | None = None) -> StoredNumbe
         return replace(stage, parameters=(replace(parameter, pieces=((piece,),)),))
 
     losses = {"published": Loss.exact, "packed": Loss.lossless, "rounded": Loss.lossy}
-    return StoredNumbers.from_losses(replace(shape, stages=tuple(map(kept, shape.stages))), losses, relative_error)
+    return WeightStorage.from_losses(replace(shape, stages=tuple(map(kept, shape.stages))), losses, relative_error)
 
 
 def test_a_models_class_of_error_is_the_worst_of_its_matrices() -> None:

@@ -141,7 +141,7 @@ def test_where_the_budget_has_no_room_to_spare_a_pass_carries_no_more_than_was_p
 def test_without_room_a_decoder_behind_an_encoder_is_given_its_tokens_one_by_one(
     reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.plan.placement.memory.room_of_encoder", lambda shape, lane: 0)
+    monkeypatch.setattr("runtime.plan.placement.memory.encoder_activation_bytes", lambda shape, lane: 0)
     monkeypatch.setattr("runtime.plan.placement.ledger.Ledger.left_bytes", 0)
     stops = made(reference("t5"))
     stops.start(4)

@@ -22,8 +22,8 @@ from runtime.config.settings import (
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.placement.placement import Budgets, Placement
-from runtime.plan.placement.placer import place
-from runtime.plan.placement.run_load import bare
+from runtime.plan.placement.placer import choose_placement
+from runtime.plan.placement.run_load import least_memory_config
 from runtime.plan.planner import plan_run
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
@@ -63,10 +63,10 @@ def load_of(num_pages: int) -> Load:
 )
 def test_one_page_more_would_not_fit(tier: KVTier, budgets: Budgets) -> None:
     placement = planned(budgets, tier)
-    config = bare(replace(CONTINUOUS, kv=KVConfig(tier=tier)))
+    config = least_memory_config(replace(CONTINUOUS, kv=KVConfig(tier=tier)))
     num_pages = placement.kv.num_pages
     assert placement.fits
-    assert num_pages == FULL or not place(SHAPE, config, budgets, load_of(num_pages + 1)).fits
+    assert num_pages == FULL or not choose_placement(SHAPE, config, budgets, load_of(num_pages + 1)).fits
     assert tier is KVTier.nvme or num_pages < FULL
 
 
@@ -77,7 +77,11 @@ def test_pages_on_disk_are_not_paid_for_in_memory() -> None:
 
 @pytest.mark.parametrize(("share", "tier"), [(0.9, KVTier.device), (0.55, KVTier.device), (0.45, KVTier.nvme)])
 def test_disk_is_taken_only_where_memory_has_not_half_the_pages(share: float, tier: KVTier) -> None:
-    without = place(SHAPE, bare(CONTINUOUS), Budgets(host_bytes=GIB), load_of(0)).ledgers[0].total_bytes
+    without = (
+        choose_placement(SHAPE, least_memory_config(CONTINUOUS), Budgets(host_bytes=GIB), load_of(0))
+        .ledgers[0]
+        .total_bytes
+    )
     pages_bytes = int(share * FULL) * PAGE_TOKENS * SHAPE.kv_bytes_per_token
     placement = planned(Budgets(host_bytes=without + pages_bytes), KVTier.auto)
     assert placement.fits
@@ -99,12 +103,12 @@ BLOCKS = {
 def test_each_of_a_runs_blocks_finds_the_memory_it_takes(name: str, order: Order) -> None:
     """Beside the pool of pages, which is as large as the block with most pages needs it: many rows take logits, long
     ones scores."""
-    config = bare(replace(CONTINUOUS, policy=PolicyConfig(schedule=order, attention=Attention.cpu)))
+    config = least_memory_config(replace(CONTINUOUS, policy=PolicyConfig(schedule=order, attention=Attention.cpu)))
     budgets = Budgets(host_bytes=8 * GIB, device_bytes=8 * GIB)
     together = Load.from_blocks(SHAPE, BLOCKS.values(), 512)
     alone = replace(Load.from_lanes(SHAPE, BLOCKS[name], 512), num_kv_pages=together.num_kv_pages)
     for mine, all_of_them in zip(
-        *(place(SHAPE, config, budgets, load).ledgers for load in (alone, together)), strict=True
+        *(choose_placement(SHAPE, config, budgets, load).ledgers for load in (alone, together)), strict=True
     ):
         assert mine.total_bytes <= all_of_them.total_bytes
 
@@ -149,7 +153,7 @@ def test_what_is_aware_of_costs_reads_one_stage_ahead_while_nothing_is_measured(
 )
 def test_a_block_has_pages_for_a_prefix_once_where_its_lanes_share_it(kv: KVConfig, num_copies: int) -> None:
     prefix = SharedPrefix(num_tokens=400)
-    sizes = [size.behind(prefix) for size in sizes_of([410] * 16, max_new_tokens=6)]
+    sizes = [size.with_prefix(prefix) for size in sizes_of([410] * 16, max_new_tokens=6)]
     policy = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=4, num_micro_batches=4)
     plan = plan_run(toy_shape(), RuntimeConfig(policy=policy, kv=kv), Budgets(host_bytes=GIB), sizes)
     assert (plan.block_size, plan.num_lanes) == (16, 4)
@@ -159,7 +163,7 @@ def test_a_block_has_pages_for_a_prefix_once_where_its_lanes_share_it(kv: KVConf
 @pytest.mark.parametrize(("kv", "num_copies"), [(KVTier.device, 1), (KVTier.nvme, 4)])
 def test_all_seats_have_the_pages_of_a_prefix_once_where_lanes_share_it(kv: KVTier, num_copies: int) -> None:
     prefix = SharedPrefix(num_tokens=400)
-    sizes = [size.behind(prefix) for size in sizes_of([410] * 64, max_new_tokens=6)]
+    sizes = [size.with_prefix(prefix) for size in sizes_of([410] * 64, max_new_tokens=6)]
     policy = replace(CONTINUOUS.policy, micro_batch_size=4)
     tier = KVConfig(tier=kv, device_fraction=None if kv is KVTier.device else 0.0)
     config = replace(CONTINUOUS, policy=policy, kv=tier)
@@ -171,7 +175,7 @@ def test_all_seats_have_the_pages_of_a_prefix_once_where_lanes_share_it(kv: KVTi
 def test_a_slot_has_room_for_any_sequences_that_come_to_share_a_lane() -> None:
     """Also for those that begin like nobody, though the longest begin alike."""
     prefix = SharedPrefix(num_tokens=400)
-    alike = [size.behind(prefix) for size in sizes_of([480] * 8, max_new_tokens=0)]
+    alike = [size.with_prefix(prefix) for size in sizes_of([480] * 8, max_new_tokens=0)]
     sizes = [*alike, *sizes_of([320] * 8, max_new_tokens=0)]
     config = replace(CONTINUOUS, policy=replace(CONTINUOUS.policy, micro_batch_size=4, num_micro_batches=2))
     config = replace(config, kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0))

@@ -33,10 +33,10 @@ ROADS = {  # whether there is a link, and one of how many stages host memory hol
 }
 STOPS: dict[str, dict[str, tuple[int, ...]]] = {
     "nothing stops": {},
-    "attending": {"attending": LAYERS},
-    "some attending, some routing": {"attending": (1, 2, 4, 6, 7), "routing": (2, 3, 6)},
-    "travelling": {"travelling": (1, 3, 4, 7)},
-    "all": {"attending": LAYERS, "routing": LAYERS, "travelling": LAYERS},
+    "attending": {"cpu_attention": LAYERS},
+    "some attending, some routing": {"cpu_attention": (1, 2, 4, 6, 7), "batched_experts": (2, 3, 6)},
+    "travelling": {"offloaded_kv": (1, 3, 4, 7)},
+    "all": {"cpu_attention": LAYERS, "batched_experts": LAYERS, "offloaded_kv": LAYERS},
 }
 MIN_SLOTS = {Order.flexgen: 2, Order.cgopipe: 2}
 
@@ -126,7 +126,7 @@ def test_lookahead_runs_its_depth_ahead(slots: str, ahead: int) -> None:
     begun = len(schedule.prologue)
     for action in schedule.cycle:
         if action.op is Op.run:
-            assert begun == action.its_stage + 1 + ahead
+            assert begun == action.stage_index + 1 + ahead
         begun += action.op is Op.read
 
 
@@ -158,11 +158,11 @@ REFUSED = {
         r"1 slots, but policy\.schedule=flexgen .* takes 2: .*prefetch\.depth",
     ),
     "no slot for KV": (
-        Walk(num_stages=4, streamed=(), num_slots=0, travelling=(1,)),
+        Walk(num_stages=4, streamed=(), num_slots=0, offloaded_kv=(1,)),
         r"0 KV slots, .*policy\.schedule=zigzag has 1 .*raise kv\.num_slots to 1",
     ),
     "one slot for KV of two lanes": (
-        Walk(num_stages=4, streamed=(), num_slots=0, travelling=(1,), attending=(1,), num_kv_slots=1),
+        Walk(num_stages=4, streamed=(), num_slots=0, offloaded_kv=(1,), cpu_attention=(1,), num_kv_slots=1),
         r"1 KV slots, .*policy\.schedule=zigzag has 2 .*raise kv\.num_slots to 2",
     ),
 }  # fmt: skip

@@ -9,9 +9,9 @@ from runtime.config.settings import OffloadConfig, RuntimeConfig, Tier
 from runtime.plan.placement import placer
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.shape import stage_sizes
-from runtime.plan.shape.extents import SlotLayout, group_layout, resident_groups
+from runtime.plan.shape.extents import SlotLayout, group_layout, group_tied_stages
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Stage
 from runtime.units import MIB
@@ -22,14 +22,14 @@ from tests.toy import sizes_of, toy_shape
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_resident_stages_take_the_buffers_that_hold_them(is_tied: bool, resident: tuple[int, ...]) -> None:
     shape = toy_shape(is_tied=is_tied)
-    groups = resident_groups(shape.stages[index] for index in resident)
+    groups = group_tied_stages(shape.stages[index] for index in resident)
     expected = sum(group_layout(group).num_bytes for group in groups)
     assert shape.sizes.resident_bytes(frozenset(resident)) == expected
 
 
 def search(shape: ModelShape, budgets: Budgets) -> None:
     config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme))
-    assert not place(shape, config, budgets, Load.from_lanes(shape, [sizes_of([30] * 8)] * 4, 512)).fits
+    assert not choose_placement(shape, config, budgets, Load.from_lanes(shape, [sizes_of([30] * 8)] * 4, 512)).fits
 
 
 def test_however_many_placements_are_tried_a_stage_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:

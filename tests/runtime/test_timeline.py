@@ -27,7 +27,7 @@ def timeline(max_new_tokens: int, admission: Admission = Admission.wave) -> tupl
 
 def test_a_prefill_pass_and_three_decode_passes_follow_one_another() -> None:
     found, _ = timeline(9)
-    assert found.which == "prefill pass 1 of 1 and decode passes 1 to 3 of 8 of the first block"
+    assert found.description == "prefill pass 1 of 1 and decode passes 1 to 3 of 8 of the first block"
     assert list(found.names) == ["prefill pass", "decode pass 1", "decode pass 2", "decode pass 3"]
     assert all(before.end == after.begin for before, after in pairwise(found.passes))
 
@@ -36,7 +36,7 @@ def test_a_prefill_pass_and_three_decode_passes_follow_one_another() -> None:
 def test_there_are_no_more_decode_passes_than_the_block_has(max_new_tokens: int, names: int) -> None:
     found, _ = timeline(max_new_tokens)
     assert len(found.names) == len(found.passes) == names
-    assert ("decode" in found.which) == (names > 1)
+    assert ("decode" in found.description) == (names > 1)
 
 
 def test_a_decode_pass_takes_as_long_as_predicted() -> None:

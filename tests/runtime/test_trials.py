@@ -12,8 +12,8 @@ from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import plan_policy
 from runtime.plan.search import trials
 from runtime.plan.search.candidate import PlacedRun, Problem
-from runtime.plan.search.grid import Choices
-from runtime.plan.search.hrm import fitting, roofline_of, search
+from runtime.plan.search.grid import GridAxes
+from runtime.plan.search.hrm import make_roofline, search, select_fitting
 from runtime.plan.search.trials import Trial, Trials
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
@@ -33,9 +33,9 @@ def shape_of(name: str) -> ModelShape:
 def tried(name: str, machine: Machine, asked: RuntimeConfig | None = None) -> Trials:
     shape, asked = shape_of(name), asked or config()
     case = problem(shape, machine, asked, WORKLOAD)
-    grid = Choices.from_config(shape, asked, 48, has_device=machine.device_bytes is not None).grid(48)
-    within = fitting(shape, machine, WORKLOAD, asked, grid)
-    bounds = roofline_of(shape, machine, WORKLOAD, asked).seconds(within)
+    grid = GridAxes.from_config(shape, asked, 48, has_device=machine.device_bytes is not None).grid(48)
+    within = select_fitting(shape, machine, WORKLOAD, asked, grid)
+    bounds = make_roofline(shape, machine, WORKLOAD, asked).seconds(within)
     return Trials(problem=case, grid=within, bounds=bounds)
 
 
@@ -47,14 +47,14 @@ def found(request: pytest.FixtureRequest) -> tuple[Trials, list[Trial]]:
 
 def test_trials_are_of_different_policies_the_fastest_first(found: tuple[Trials, list[Trial]]) -> None:
     _, best = found
-    assert len({trial.place for trial in best}) == len(best) > 1
+    assert len({trial.index for trial in best}) == len(best) > 1
     assert [trial.seconds for trial in best] == sorted(trial.seconds for trial in best)
 
 
 def test_a_trial_is_within_a_third_of_what_the_plan_takes(found: tuple[Trials, list[Trial]]) -> None:
     every, best = found
     for trial in best[:3]:
-        plan = plan_policy(every.problem.of(trial.policy))
+        plan = plan_policy(every.problem.with_policy(trial.policy))
         assert plan.prediction is not None
         assert trial.seconds == pytest.approx(plan.prediction.seconds, rel=1 / 3)
 
@@ -62,7 +62,7 @@ def test_a_trial_is_within_a_third_of_what_the_plan_takes(found: tuple[Trials, l
 def test_what_the_roofline_holds_to_be_hopeless_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     for_all, best = tried("moe", WITHOUT), dict[float, list[Trial]]()
     for slack in (1.0, 100.0):
-        monkeypatch.setattr(trials, "HOPELESS", slack)
+        monkeypatch.setattr(trials, "MAX_BOUND_RATIO", slack)
         best[slack] = for_all.best()
     assert len(best[1.0]) < len(best[100.0])
     assert best[1.0][0].seconds <= 1.01 * best[100.0][0].seconds
@@ -70,15 +70,15 @@ def test_what_the_roofline_holds_to_be_hopeless_is_not_tried(monkeypatch: pytest
 
 def test_where_prompts_wait_for_weights_larger_chunks_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = list[int]()
-    placed = Problem.placed
+    placed = Problem.place_blocks
 
     def noted(self: Problem, blocks: tuple[object, ...], num_tokens: int) -> PlacedRun:
         chunks.append(num_tokens)
         return placed(self, blocks, num_tokens)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(Problem, "placed", noted)
+    monkeypatch.setattr(Problem, "place_blocks", noted)
     for share, are_tried in ((0.0, True), (2.0, False)):
-        monkeypatch.setattr(trials, "WAITING", share)
+        monkeypatch.setattr(trials, "STALL_SHARE", share)
         chunks.clear()
         tried("dense", WITH_DEVICE).best()
         assert (max(chunks) > trials.SWEEP_TOKENS) is are_tried
@@ -87,13 +87,13 @@ def test_where_prompts_wait_for_weights_larger_chunks_are_tried_too(monkeypatch:
 def test_chunks_that_are_set_are_those_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = RuntimeConfig(offload=config().offload, policy=PolicyConfig(kind=PolicyKind.hrm, prefill_chunk_tokens=96))
     chunks = set[int]()
-    placed = Problem.placed
+    placed = Problem.place_blocks
 
     def noted(self: Problem, blocks: tuple[object, ...], num_tokens: int) -> PlacedRun:
         chunks.add(num_tokens)
         return placed(self, blocks, num_tokens)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(Problem, "placed", noted)
+    monkeypatch.setattr(Problem, "place_blocks", noted)
     tried("moe", WITH_DEVICE, asked).best()
     assert chunks == {96}
 
@@ -113,16 +113,16 @@ def test_a_trial_of_many_requests_places_one_block_of_them(monkeypatch: pytest.M
     """It comes to about the seconds that all blocks come to."""
     policy = PolicyConfig(kind=PolicyKind.hrm, micro_batch_size=4, num_micro_batches=4)
     asked, counts = RuntimeConfig(offload=config().offload, policy=policy), list[int]()
-    placed = Problem.placed
+    placed = Problem.place_blocks
 
     def noted(self: Problem, blocks: tuple[Block, ...], num_tokens: int) -> PlacedRun:
         counts.append(sum(len(block.members) for block in blocks))
         return placed(self, blocks, num_tokens)
 
-    whole = {trial.place: trial.seconds for trial in tried("dense", WITH_DEVICE, asked).best()}
+    whole = {trial.index: trial.seconds for trial in tried("dense", WITH_DEVICE, asked).best()}
     monkeypatch.setattr(trials, "MANY_REQUESTS", 10)
-    monkeypatch.setattr(Problem, "placed", noted)
-    some = {trial.place: trial.seconds for trial in tried("dense", WITH_DEVICE, asked).best()}
+    monkeypatch.setattr(Problem, "place_blocks", noted)
+    some = {trial.index: trial.seconds for trial in tried("dense", WITH_DEVICE, asked).best()}
     assert max(counts) == 4 * 4
     both = whole.keys() & some.keys()
     assert len(both) > 3
@@ -138,12 +138,12 @@ def test_of_requests_that_begin_alike_some_are_neighbours() -> None:
         for _ in range(4)
     ]
     case = Problem(shape=SHAPES["dense"], config=config(), budgets=WITH_DEVICE.budgets, sizes=sizes, rates=None)
-    some = case.some(200).sizes
+    some = case.sample(200).sizes
     assert len(some) == 200
     shared = Counter(size.prefix for size in some)
     assert sum(count == 4 for count in shared.values()) >= 48
     assert len({size.prefix.parent for size in some if size.prefix is not None}) <= 8
-    assert case.some(800) is case
+    assert case.sample(800) is case
 
 
 @pytest.mark.parametrize(

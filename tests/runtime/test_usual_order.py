@@ -46,7 +46,7 @@ def test_many_experts_in_front_of_a_device_are_asked_once_for_all(
     assert plan.policy.schedule is expected
     for walk in (plan.placement.walk, plan.placement.decode_walk):
         assert walk.order is expected
-        assert bool(walk.routing) is (expected is Order.module_batched)
+        assert bool(walk.batched_experts) is (expected is Order.module_batched)
 
 
 def test_what_fits_only_with_each_micro_batch_by_itself_is_not_refused() -> None:

@@ -13,7 +13,7 @@ from runtime.errors import CheckpointError
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.placement.placement import Budgets, Placement
-from runtime.plan.placement.placer import place
+from runtime.plan.placement.placer import choose_placement
 from runtime.plan.shape.extents import Extent
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
@@ -69,7 +69,7 @@ def placement_of(
     config = RuntimeConfig(offload=offload, prefetch=PrefetchConfig(depth=depth), policy=PolicyConfig(schedule=order))
     budgets = Budgets(host_bytes=GIB, device_bytes=GIB if device.is_accelerator else None)
     lanes = [[SequenceSize(num_prompt_tokens=1, max_new_tokens=1)]] * num_lanes
-    return place(shape, config, budgets, Load.from_lanes(shape, lanes, 512))
+    return choose_placement(shape, config, budgets, Load.from_lanes(shape, lanes, 512))
 
 
 class CountingReader(Reader):

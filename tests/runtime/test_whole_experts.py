@@ -16,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from runtime.config.settings import DividedExperts
 from runtime.model.experts import SHARE, Visits, bound_matrices, find_expert_share, matrix_names, mix_experts
-from runtime.plan.shape.rank_shares import runs_of
+from runtime.plan.shape.rank_shares import split_evenly
 from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.ranks.tensor_experts import WholeExperts, divide_experts
 
@@ -45,7 +45,7 @@ class Handing:
 
 
 def of_rank(module: torch.nn.Module, handing: Any) -> torch.nn.Module:
-    part, own = copy.deepcopy(module), runs_of(NUM_EXPERTS, NUM_RANKS)[handing.index]
+    part, own = copy.deepcopy(module), split_evenly(NUM_EXPERTS, NUM_RANKS)[handing.index]
     for name in matrix_names(part):
         part.register_parameter(name, torch.nn.Parameter(getattr(module, name)[own.start : own.stop]))
     setattr(part, SHARE, WholeExperts(handing, own))

@@ -51,7 +51,7 @@ def test_a_mean_above_the_longest_is_refused() -> None:
 
 
 def test_padding_makes_every_prompt_the_longest() -> None:
-    assert {s.num_prompt_tokens for s in Workload.from_sizes(sizes_of([3, 9])).padded().sizes()} == {9}
+    assert {s.num_prompt_tokens for s in Workload.from_sizes(sizes_of([3, 9])).pad_to_longest().sizes()} == {9}
 
 
 @pytest.mark.parametrize(("lane_size", "expected"), [(1, 25.0), (2, 30.0), (3, (20 + 40) / 2), (4, 40.0), (9, 40.0)])
@@ -64,7 +64,7 @@ def test_workloads_that_differ_have_other_digests() -> None:
     others = [
         Workload.from_sizes(sizes_of([3, 8])),
         Workload.from_sizes(sizes_of([3, 9], max_new_tokens=1)),
-        one.padded(),
+        one.pad_to_longest(),
     ]
     assert one.digest == Workload.from_sizes(sizes_of([9, 3])).digest
     assert len({one.digest, *(other.digest for other in others)}) == 4

@@ -99,7 +99,7 @@ def test_a_run_of_rows_begins_in_the_middle_of_a_word(name: str, tmp_path: Path)
     piece, numbers = written(PUBLISHED[name], tmp_path, (792, 64))
     parts = 6 if piece.is_interleaved else 9  # of 132 rows, more than a tile has, and no multiple of a word's 8
     for turn in (1, 4):
-        part = piece.rows(turn, parts)
+        part = piece.row_part(turn, parts)
         assert part is not None
         (rows,), height = rows_of(in_memory([part])), 792 // parts
         expected = numbers[turn * height : (turn + 1) * height]

@@ -12,15 +12,15 @@ from ...resources import Resource
 from ..placement.memory import MicroBatch, pass_tokens
 from ..shape.model import ModelShape
 from .lane_work import LaneWork, Piece
-from .rates import OF_COMPUTE, UNLIMITED, MachineRates, between
+from .rates import COMPUTE_RATES, UNLIMITED, MachineRates, interpolate
 from .work import StageWork
 
 MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # of products; short lanes, and where the product's own code changes
-LEAST_SHARE = 0.25  # of what a layer took, for its products: with less of it they say nothing of each other
-MOST_ANCHORED = 2.0  # a rate of products changes by a factor of 1/2 to 2
-MOST_CORRECTED = 2.0  # a rate is corrected by a factor of 1/2 to 2: beyond, something else than the rate is wrong
-LEAST_SECONDS = 0.01  # of a resource's work, below which it says nothing
-CORRECTED = {  # beside what compute is made of
+MIN_PRODUCT_SHARE = 0.25  # of what a layer took, for its products: with less of it they say nothing of each other
+MAX_ANCHOR_FACTOR = 2.0  # a rate of products changes by a factor of 1/2 to 2
+MAX_CORRECTION = 2.0  # a rate is corrected by a factor of 1/2 to 2: beyond, something else than the rate is wrong
+MIN_SECONDS = 0.01  # of a resource's work, below which it says nothing
+CORRECTED_RATES = {  # beside what compute is made of
     Resource.disk: "disk_bytes_per_second",
     Resource.host_to_device: "link_in_bytes_per_second",
     Resource.device_to_host: "link_out_bytes_per_second",
@@ -61,7 +61,7 @@ class TypicalLoad:
         most = max(self.chunk_tokens, self.num_rows)
         return sorted({rows for rows in (*MEASURED_ROWS, self.chunk_tokens, self.num_rows) if rows <= most})
 
-    def passes(self, position_bytes: int, most_bytes: int) -> list[list[Piece]]:
+    def profile_passes(self, position_bytes: int, most_bytes: int) -> list[list[Piece]]:
         """What a packed lane carries in a decode pass in the middle of the answers, and in a prefill pass whose prompts
         are whole; shorter where the keys and values of a layer, at `position_bytes` each, would take more than
         `most_bytes`."""
@@ -103,7 +103,7 @@ def with_overheads(rates: MachineRates, work: StageWork, single: LayerSeconds) -
     return replace(rates, turn_seconds=turn, pass_seconds=single.before)
 
 
-def anchored(
+def anchor_rates(
     rates: MachineRates, shape: ModelShape, work: StageWork, passes: Sequence[tuple[LaneWork, LayerSeconds]]
 ) -> MachineRates:
     """Rates with which the layer `work` takes each of these lanes as long as it took them.
@@ -114,28 +114,28 @@ def anchored(
     """
     is_distinguished = not shape.expanded_kv_width and (not work.num_experts or rates.has_expert_rates)
     factors: dict[int, float] = {}
-    for lane, took in sorted(passes, key=lambda each: each[0].num_tokens):
-        if took.attention and lane.prefill_pairs:
+    for lane, layer_seconds in sorted(passes, key=lambda each: each[0].num_tokens):
+        if layer_seconds.attention and lane.prefill_pairs:
             flops = 4.0 * shape.num_heads * shape.head_dim * lane.prefill_pairs
-            rates = replace(rates, prefill_attention_flops_per_second=flops / took.attention)
-        elif took.attention:
-            rate = lane.kv_positions * work.kv_bytes / took.attention
+            rates = replace(rates, prefill_attention_flops_per_second=flops / layer_seconds.attention)
+        elif layer_seconds.attention:
+            rate = lane.kv_positions * work.kv_bytes / layer_seconds.attention
             # The CPU beside an accelerator has a rate of its own.
-            beside = rate if rates.link_in_bytes_per_second == UNLIMITED else rates.cpu_attention_bytes_per_second
-            rates = replace(rates, attention_bytes_per_second=rate, cpu_attention_bytes_per_second=beside)
+            cpu_rate = rate if rates.link_in_bytes_per_second == UNLIMITED else rates.cpu_attention_bytes_per_second
+            rates = replace(rates, attention_bytes_per_second=rate, cpu_attention_bytes_per_second=cpu_rate)
         products = 2.0 * lane.num_tokens * work.dense_weights / rates.gemm_rate(lane.num_tokens)
         other = lane.num_tokens * work.token_bytes / rates.memory_bytes_per_second + rates.turn_seconds
-        left = took.inside - other
-        if is_distinguished and left > LEAST_SHARE * took.inside:
-            factors[lane.num_tokens] = min(MOST_ANCHORED, max(1 / MOST_ANCHORED, products / left))
+        product_seconds = layer_seconds.inside - other
+        if is_distinguished and product_seconds > MIN_PRODUCT_SHARE * layer_seconds.inside:
+            factors[lane.num_tokens] = min(MAX_ANCHOR_FACTOR, max(1 / MAX_ANCHOR_FACTOR, products / product_seconds))
     if not factors:
         return rates
     points = list(factors.items())
-    gemm = {rows: rate * between(points, rows) for rows, rate in rates.gemm_flops_per_second.items()}
+    gemm = {rows: rate * interpolate(points, rows) for rows, rate in rates.gemm_flops_per_second.items()}
     return replace(rates, gemm_flops_per_second=gemm)
 
 
-def corrected(
+def correct_rates(
     rates: MachineRates, measured: Mapping[Resource, float], predicted: Mapping[Resource, float]
 ) -> MachineRates:
     """`measured` and `predicted` are the seconds that resources worked in the same passes; `rates`, from which was
@@ -147,12 +147,12 @@ def corrected(
     def factor(resource: Resource) -> float:
         """Above 1 where the machine is faster than it was taken to be."""
         was, is_reported = measured.get(resource, 0.0), predicted.get(resource, 0.0)
-        if min(was, is_reported) < LEAST_SECONDS:
+        if min(was, is_reported) < MIN_SECONDS:
             return 1.0
-        return min(MOST_CORRECTED, max(1 / MOST_CORRECTED, is_reported / was))
+        return min(MAX_CORRECTION, max(1 / MAX_CORRECTION, is_reported / was))
 
     compute = factor(Resource.compute)
-    found = rates.changed(OF_COMPUTE, lambda rate: rate * compute)
-    for resource, name in CORRECTED.items():
-        found = replace(found, **{name: getattr(rates, name) * factor(resource)})
-    return found.changed(["turn_seconds", "pass_seconds"], lambda seconds: seconds / compute)
+    result = rates.map_rates(COMPUTE_RATES, lambda rate: rate * compute)
+    for resource, name in CORRECTED_RATES.items():
+        result = replace(result, **{name: getattr(rates, name) * factor(resource)})
+    return result.map_rates(["turn_seconds", "pass_seconds"], lambda seconds: seconds / compute)

@@ -19,69 +19,73 @@ from ..shape.shapes import StageKind
 from .lane_work import LaneWork
 from .rates import MachineRates, StoredWork
 from .simulator import Durations, ExpertReads, Links
-from .work import EXPANDED_ROUND_TRIPS, LOGIT_ROUND_TRIPS, StageWork, num_of_cpu, stage_works
+from .work import EXPANDED_ROUND_TRIPS, LOGIT_ROUND_TRIPS, StageWork, num_cpu_experts, stage_works
 
 LOGIT_BYTES = 4
 LINKS = (Resource.disk, Resource.host_to_device, Resource.device_to_host)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PricedStages:
+class StageCosts:
     """What each stage of a placement asks of a pass, and the first stage that asks the same: all passes share them."""
 
     works: Sequence[StageWork]
-    like: Sequence[int]
+    first_equal: Sequence[int]
 
     @staticmethod
-    def from_shape(shape: ModelShape, placement: Placement) -> "PricedStages":
-        works, first = stage_works(shape, placement.paged, placement.shared), dict[StageWork, int]()
-        return PricedStages(works=works, like=[first.setdefault(work, stage) for stage, work in enumerate(works)])
+    def from_shape(shape: ModelShape, placement: Placement) -> "StageCosts":
+        works, first = stage_works(shape, placement.paged, placement.cpu_expert_stages), dict[StageWork, int]()
+        return StageCosts(works=works, first_equal=[first.setdefault(work, stage) for stage, work in enumerate(works)])
 
 
-def durations(
+def make_durations(
     shape: ModelShape,
     placement: Placement,
     walk: Walk,
     lanes: Sequence[LaneWork],
     rates: MachineRates,
-    stages: PricedStages | None = None,
+    stages: StageCosts | None = None,
 ) -> Durations:
     """The durations of a pass over `walk`. A lane that has prompts attends where it computes; where only single tokens
     are, and the walk says so, the CPU's workers attend. `stages`: None works them out."""
-    stages = stages or PricedStages.from_shape(shape, placement)
-    bill = _Bill(shape=shape, placement=placement, walk=walk, lanes=lanes, rates=rates, stages=stages)
+    stages = stages or StageCosts.from_shape(shape, placement)
+    costs = _PassCosts(shape=shape, placement=placement, walk=walk, lanes=lanes, rates=rates, stages=stages)
     kv, has_device = placement.kv, placement.has_device
     is_on_disk = bool(kv.page_bytes) and kv.tier is KVTier.nvme
-    come = rates.disk_bytes_per_second if is_on_disk else rates.link_in_bytes_per_second
-    leave = rates.disk_bytes_per_second if is_on_disk else rates.link_out_bytes_per_second
-    is_twofold = is_on_disk and has_device
+    fetch_rate = rates.disk_bytes_per_second if is_on_disk else rates.link_in_bytes_per_second
+    store_rate = rates.disk_bytes_per_second if is_on_disk else rates.link_out_bytes_per_second
+    uses_disk_and_link = is_on_disk and has_device
     return Durations(
         read=lambda stage: stages.works[stage].num_bytes / rates.disk_bytes_per_second,
         copy=lambda stage: stages.works[stage].num_bytes / rates.weights_in_bytes_per_second,
-        run=bill.per_turn(
-            lambda work, lane: bill.dense(work, lane) + bill.attention(work, lane) + bill.experts(work, lane)
+        run=costs.per_turn(
+            lambda work, lane: costs.dense(work, lane) + costs.attention(work, lane) + costs.experts(work, lane)
         ),
-        pre=bill.per_turn(bill.early),
-        attend=bill.per_turn(bill.attend),
-        post=bill.per_turn(lambda work, lane: bill.late(work, lane) + bill.experts(work, lane)),
-        route=bill.per_turn(bill.route),
-        experts=bill.all_experts,
-        fetch=bill.pages(come, lambda lane: lane.held_pages),
-        store=bill.pages(leave, bill.stored_pages),
-        fetch_copy=bill.pages(rates.link_in_bytes_per_second if is_twofold else None, lambda lane: lane.held_pages),
-        store_copy=bill.pages(rates.link_out_bytes_per_second if is_twofold else None, bill.stored_pages),
-        expert_reads=bill.expert_reads if placement.paged else None,
-        host_attend=bill.per_turn(
-            lambda work, lane: bill.positions(work, lane) * work.kv_bytes / rates.host_memory_bytes_per_second
+        pre=costs.per_turn(costs.pre_attention),
+        attend=costs.per_turn(costs.attend),
+        post=costs.per_turn(lambda work, lane: costs.post_attention(work, lane) + costs.experts(work, lane)),
+        route=costs.per_turn(costs.route),
+        experts=costs.all_experts,
+        fetch=costs.kv_transfer(fetch_rate, lambda lane: lane.held_pages),
+        store=costs.kv_transfer(store_rate, costs.stored_pages),
+        fetch_copy=costs.kv_transfer(
+            rates.link_in_bytes_per_second if uses_disk_and_link else None, lambda lane: lane.held_pages
+        ),
+        store_copy=costs.kv_transfer(
+            rates.link_out_bytes_per_second if uses_disk_and_link else None, costs.stored_pages
+        ),
+        expert_reads=costs.expert_reads if placement.paged else None,
+        host_attend=costs.per_turn(
+            lambda work, lane: costs.attended_positions(work, lane) * work.kv_bytes / rates.host_memory_bytes_per_second
         ),
         host_shares={each.number: rates.host_shares.get(each, 0.0) for each in LINKS},
         num_pages=walk.num_pages,
-        links=Links(is_on_disk, is_twofold, not has_device),
+        links=Links(is_on_disk, uses_disk_and_link, not has_device),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bill:
+class _PassCosts:
     """Prices of one pass. Stages of a kind cost a lane the same, so each price is worked out once."""
 
     shape: ModelShape
@@ -89,7 +93,7 @@ class _Bill:
     walk: Walk
     lanes: Sequence[LaneWork]
     rates: MachineRates
-    stages: PricedStages
+    stages: StageCosts
 
     @cached_property
     def _expert_reads(self) -> dict[tuple[Op, int, int | None, bool], ExpertReads | None]:
@@ -99,14 +103,14 @@ class _Bill:
     def _batched(self) -> dict[int, float]:
         return {}
 
-    def per_turn(self, price: Callable[[StageWork, LaneWork], float]) -> Callable[[int, int], float]:
+    def per_turn(self, cost: Callable[[StageWork, LaneWork], float]) -> Callable[[int, int], float]:
         known: dict[tuple[int, int], float] = {}
-        like = self.stages.like
+        first_equal = self.stages.first_equal
 
         def seconds(stage: int, lane: int) -> float:
-            key = (like[stage], lane)
+            key = (first_equal[stage], lane)
             if key not in known:
-                known[key] = price(self.stages.works[stage], self.lanes[lane])
+                known[key] = cost(self.stages.works[stage], self.lanes[lane])
             return known[key]
 
         return seconds
@@ -115,9 +119,13 @@ class _Bill:
         """All of a turn but attention and experts."""
         if work.kind is StageKind.head:
             logits = lane.num_rows * self.shape.vocab_size * LOGIT_BYTES * LOGIT_ROUND_TRIPS
-            own = self._product(lane.num_rows, work.dense_weights) + self._streamed(logits) + self.rates.turn_seconds
+            own = (
+                self._product(lane.num_rows, work.dense_weights)
+                + self._memory_seconds(logits)
+                + self.rates.turn_seconds
+            )
             return own + self._dequantizing(work.stored)
-        seconds = self.early(work, lane) + self._behind_attention(work, lane)
+        seconds = self.pre_attention(work, lane) + self._after_attention(work, lane)
         if work.kind is not StageKind.layer or not lane.num_cross_positions:
             return seconds
         # Keys and values of what an encoder made: projected in the first pass, looked at in every one. The weights that
@@ -134,8 +142,8 @@ class _Bill:
             return self._prompt_attention(lane)
         if not work.kv_bytes:
             return 0.0
-        is_narrow = self._is_narrow(work, lane)
-        seconds = self.positions(work, lane) * work.kv_bytes / self._attention_rate
+        is_narrow = self._skips_unselected(work, lane)
+        seconds = self.attended_positions(work, lane) * work.kv_bytes / self._attention_rate
         if not lane.num_encoder_tokens and not is_narrow:
             seconds += self._prompt_attention(lane)
         if self.shape.expanded_kv_width:
@@ -144,18 +152,24 @@ class _Bill:
                 lane.selected_positions if is_narrow else lane.num_positions,
             )
             seconds += self._product(positions, width * work.kv_bytes / self.shape.compute_dtype_bytes)
-            seconds += self._streamed(positions * width * self.shape.compute_dtype_bytes * EXPANDED_ROUND_TRIPS)
+            seconds += self._memory_seconds(positions * width * self.shape.compute_dtype_bytes * EXPANDED_ROUND_TRIPS)
         return seconds
 
     def experts(self, work: StageWork, lane: LaneWork) -> float:
-        return self._experts(work, self._tokens_behind(work, lane))
+        return self._experts(work, self._tokens_after_attention(work, lane))
 
-    def early(self, work: StageWork, lane: LaneWork) -> float:
+    def pre_attention(self, work: StageWork, lane: LaneWork) -> float:
         """What lies in front of attention: its share of the weights, and half of everything else."""
         tokens = self._tokens(work, lane)
-        again = self._multiplied(work, lane.num_rows, work.early_weights) if self._is_narrow(work, lane) else 0.0
-        seconds = self._multiplied(work, tokens, work.early_weights) + again + self._beside(work, tokens) / 2
-        if not work.kind.is_layer or self._has_few_rows:
+        again = (
+            self._stored_product(work, lane.num_rows, work.pre_attention_weights)
+            if self._skips_unselected(work, lane)
+            else 0.0
+        )
+        seconds = (
+            self._stored_product(work, tokens, work.pre_attention_weights) + again + self._overhead(work, tokens) / 2
+        )
+        if not work.kind.is_layer or self._multiplies_codes:
             return seconds
         # Lanes share a scratch area of numbers; the head, and experts that are read one by one, each lane dequantizes.
         stored = work.stored if work.is_paged else work.stored.plus(work.stored_experts)
@@ -165,17 +179,17 @@ class _Bill:
         return self.rates.dequantize_seconds(stored, self.shape.compute_dtype_bytes)
 
     @cached_property
-    def _has_few_rows(self) -> bool:
+    def _multiplies_codes(self) -> bool:
         """Whether kernels of a device multiply what is stored as it lies."""
-        if not self.rates.multiplies_codes(self.shape.compute_dtype_bytes):
+        if not self.rates.has_code_kernels(self.shape.compute_dtype_bytes):
             return False
         num_rows = sum(lane.num_tokens for lane in self.lanes)
         return num_rows <= FEW_ROWS and not any(lane.prefill_pairs for lane in self.lanes)
 
-    def _multiplied(self, work: StageWork, num_rows: float, num_weights: float) -> float:
+    def _stored_product(self, work: StageWork, num_rows: float, num_weights: float) -> float:
         """Seconds of products with so many of a layer's weights beside its experts."""
         stored = work.stored
-        if not self._has_few_rows or not stored.num_numbers or not num_rows:
+        if not self._multiplies_codes or not stored.num_numbers or not num_rows:
             return self._product(num_rows, num_weights)
         plain = max(0.0, 1 - stored.num_numbers / work.dense_weights)
         codes = num_weights / work.dense_weights * self.rates.codes_seconds(stored, num_rows)
@@ -184,40 +198,42 @@ class _Bill:
     def attend(self, work: StageWork, lane: LaneWork) -> float:
         """The seconds of attention on the CPU's workers. In front of an accelerator what goes down and up takes its
         time too."""
-        if not work.kv_bytes or (lane.prefill_pairs and not self._is_narrow(work, lane)):
+        if not work.kv_bytes or (lane.prefill_pairs and not self._skips_unselected(work, lane)):
             return 0.0
         shape, rates = self.shape, self.rates
-        seconds = self.positions(work, lane) * work.kv_bytes / rates.cpu_attention_bytes_per_second
+        seconds = self.attended_positions(work, lane) * work.kv_bytes / rates.cpu_attention_bytes_per_second
         if not self.placement.host_layers:
             return seconds
         answer = lane.num_tokens * shape.num_heads * shape.head_dim * shape.compute_dtype_bytes
         down = answer + lane.num_tokens * work.kv_bytes
         return seconds + down / rates.link_out_bytes_per_second + answer / rates.link_in_bytes_per_second
 
-    def late(self, work: StageWork, lane: LaneWork) -> float:
+    def post_attention(self, work: StageWork, lane: LaneWork) -> float:
         """What lies behind attention, and attention itself where nobody else does it."""
-        own = self.attention(work, lane) if lane.prefill_pairs and not self._is_narrow(work, lane) else 0.0
-        return self._behind_attention(work, lane) + own
+        own = self.attention(work, lane) if lane.prefill_pairs and not self._skips_unselected(work, lane) else 0.0
+        return self._after_attention(work, lane) + own
 
     def route(self, work: StageWork, lane: LaneWork) -> float:
         """The seconds from the entrance, or from attention, to the experts. Where the CPU attends, it does in every
         layer."""
-        if self.walk.attending:
-            return self.late(work, lane)
+        if self.walk.cpu_attention:
+            return self.post_attention(work, lane)
         return self.dense(work, lane) + self.attention(work, lane)
 
     def all_experts(self, stage: int) -> float:
-        first = self.stages.like[stage]
+        first = self.stages.first_equal[stage]
         if first not in self._batched:
             work = self.stages.works[stage]
-            self._batched[first] = self._experts(work, sum(self._tokens_behind(work, lane) for lane in self.lanes))
+            self._batched[first] = self._experts(
+                work, sum(self._tokens_after_attention(work, lane) for lane in self.lanes)
+            )
         return self._batched[first]
 
     def stored_pages(self, lane: LaneWork) -> float:
         """Pages that go back: those that the pass writes to, of quantised ones as many as its tokens fill."""
         return lane.num_tokens / PAGE_TOKENS if self.placement.kv.is_quantized else lane.changed_pages
 
-    def pages(
+    def kv_transfer(
         self, bytes_per_second: float | None, num_pages: Callable[[LaneWork], float]
     ) -> Callable[[int, int], float]:
         """How long the pages of a stage and a lane take over a link of that rate; None: there is no such link."""
@@ -232,41 +248,41 @@ class _Bill:
 
     def expert_reads(self, action: Action) -> ExpertReads | None:
         """The reads of experts that an action asks for which comes to a paged stage; None for others."""
-        stage = action.its_stage
+        stage = action.stage_index
         if stage not in self.placement.paged or action.op not in (Op.run, Op.post, Op.experts):
             return None
-        key = (action.op, self.stages.like[stage], action.lane, stage in self.walk.in_host)
+        key = (action.op, self.stages.first_equal[stage], action.lane, stage in self.walk.in_host)
         if key not in self._expert_reads:
-            self._expert_reads[key] = self._reads_of(action)
+            self._expert_reads[key] = self._make_expert_reads(action)
         return self._expert_reads[key]
 
-    def _reads_of(self, action: Action) -> ExpertReads | None:
-        stage = action.its_stage
-        work, asking = self.stages.works[stage], self.lanes if action.lane is None else [self.lanes[action.lane]]
-        tokens = sum(self._tokens_behind(work, lane) for lane in asking)
+    def _make_expert_reads(self, action: Action) -> ExpertReads | None:
+        stage = action.stage_index
+        work, lanes = self.stages.works[stage], self.lanes if action.lane is None else [self.lanes[action.lane]]
+        tokens = sum(self._tokens_after_attention(work, lane) for lane in lanes)
         if not tokens:
             return None
         is_all = self.placement.paging is ExpertPaging.all
-        num_beside = num_of_cpu(self.placement.cpu_share, work, tokens)
-        count = work.num_experts if is_all else max(0.0, work.hits(tokens) - num_beside)
+        num_on_cpu = num_cpu_experts(self.placement.cpu_share, work, tokens)
+        count = work.num_experts if is_all else max(0.0, work.hits(tokens) - num_on_cpu)
         walk, rates = self.walk, self.rates
         read = 0.0 if stage in walk.in_host else work.expert_bytes / rates.disk_bytes_per_second
         copy = work.expert_bytes / rates.weights_in_bytes_per_second if walk.copies else 0.0
         dense = 0.0
         if action.lane is not None:
-            its = self.lanes[action.lane]
-            is_late = action.op is Op.post
-            dense = self.late(work, its) if is_late else self.dense(work, its) + self.attention(work, its)
+            lane = self.lanes[action.lane]
+            is_post = action.op is Op.post
+            dense = self.post_attention(work, lane) if is_post else self.dense(work, lane) + self.attention(work, lane)
         num_ahead = self.placement.num_expert_slots + (NUM_STAGING_SLOTS if walk.reads and walk.copies else 0)
         share, cpu_seconds = self.placement.cpu_share, 0.0
-        if share is not None and num_beside:  # what goes down and comes up included
+        if share is not None and num_on_cpu:  # what goes down and comes up included
             num_hit = work.hits(tokens)
             each = tokens * work.num_experts_per_token / num_hit
-            products = num_beside * share.cost(each) * work.expert_bytes / rates.link_in_bytes_per_second
-            vectors = num_beside * each * self.shape.hidden_size * self.shape.compute_dtype_bytes
+            products = num_on_cpu * share.cost(each) * work.expert_bytes / rates.link_in_bytes_per_second
+            vectors = num_on_cpu * each * self.shape.hidden_size * self.shape.compute_dtype_bytes
             round_trip = vectors / rates.link_out_bytes_per_second + vectors / rates.link_in_bytes_per_second
             # The host launches the others before it begins.
-            cpu_seconds = products + round_trip + max(0.0, num_hit - num_beside) * rates.hit_seconds
+            cpu_seconds = products + round_trip + max(0.0, num_hit - num_on_cpu) * rates.hit_seconds
         return ExpertReads(
             num_experts=round(count),
             read_seconds=count * read,
@@ -274,7 +290,7 @@ class _Bill:
             dense_seconds=dense,
             lead_seconds=min(dense, num_ahead * max(read, copy)) if is_all else 0.0,
             cpu_seconds=cpu_seconds,
-            host_seconds=num_beside * work.expert_bytes / rates.host_memory_bytes_per_second,
+            host_seconds=num_on_cpu * work.expert_bytes / rates.host_memory_bytes_per_second,
         )
 
     @cached_property
@@ -287,55 +303,55 @@ class _Bill:
         is_encoders = self.shape.has_encoder and work.kind in (StageKind.embedding, StageKind.encoder)
         return lane.num_encoder_tokens if is_encoders else lane.num_tokens
 
-    def _tokens_behind(self, work: StageWork, lane: LaneWork) -> int:
+    def _tokens_after_attention(self, work: StageWork, lane: LaneWork) -> int:
         """That go on from attention."""
-        return lane.num_rows if self._is_narrow(work, lane) else self._tokens(work, lane)
+        return lane.num_rows if self._skips_unselected(work, lane) else self._tokens(work, lane)
 
-    def positions(self, work: StageWork, lane: LaneWork) -> int:
+    def attended_positions(self, work: StageWork, lane: LaneWork) -> int:
         """That tokens look at which attend one by one."""
-        return lane.selected_positions if self._is_narrow(work, lane) else lane.kv_positions
+        return lane.selected_positions if self._skips_unselected(work, lane) else lane.kv_positions
 
-    def _is_narrow(self, work: StageWork, lane: LaneWork) -> bool:
+    def _skips_unselected(self, work: StageWork, lane: LaneWork) -> bool:
         """Pages that stay in host memory are another link, which brings all tokens along."""
-        return work.is_narrow and lane.is_narrow and not self.placement.host_layers
+        return work.can_skip_unselected and lane.skips_unselected and not self.placement.host_layers
 
-    def _behind_attention(self, work: StageWork, lane: LaneWork) -> float:
-        tokens = self._tokens_behind(work, lane)
-        products = self._multiplied(work, tokens, work.dense_weights - work.early_weights)
-        return products + self._beside(work, tokens) / 2
+    def _after_attention(self, work: StageWork, lane: LaneWork) -> float:
+        tokens = self._tokens_after_attention(work, lane)
+        products = self._stored_product(work, tokens, work.dense_weights - work.pre_attention_weights)
+        return products + self._overhead(work, tokens) / 2
 
     def _product(self, num_rows: float, num_weights: float) -> float:
         if not num_rows or not num_weights:
             return 0.0
         return self.rates.gemm_seconds(num_rows, num_weights)
 
-    def _streamed(self, num_bytes: float) -> float:
+    def _memory_seconds(self, num_bytes: float) -> float:
         return num_bytes / self.rates.memory_bytes_per_second
 
-    def _beside(self, work: StageWork, num_tokens: int) -> float:
+    def _overhead(self, work: StageWork, num_tokens: int) -> float:
         """What of a turn is neither products, attention nor experts, in seconds; with what ranks exchange."""
-        seconds = self._streamed(num_tokens * work.token_bytes) + self.rates.turn_seconds
+        seconds = self._memory_seconds(num_tokens * work.token_bytes) + self.rates.turn_seconds
         if not work.kind.is_layer:
             return seconds
         vectors = num_tokens * self.shape.hidden_size * self.shape.compute_dtype_bytes
-        return seconds + self.rates.exchanged_seconds(vectors)
+        return seconds + self.rates.layer_exchange_seconds(vectors)
 
     def _experts(self, work: StageWork, num_tokens: float) -> float:
         """Each that is hit multiplies its share of the visits; those that the CPU multiplies are left out."""
         if not work.num_experts or not work.expert_weights or not num_tokens:
             return 0.0
         hits, visits = work.hits(num_tokens), num_tokens * work.num_experts_per_token
-        num_beside = min(hits, num_of_cpu(self.placement.cpu_share, work, num_tokens))
-        if num_beside:
-            hits, visits = hits - num_beside, visits * (1 - num_beside / hits)
+        num_on_cpu = min(hits, num_cpu_experts(self.placement.cpu_share, work, num_tokens))
+        if num_on_cpu:
+            hits, visits = hits - num_on_cpu, visits * (1 - num_on_cpu / hits)
         if not hits:
             return 0.0
-        if self._has_few_rows and work.stored_experts.num_numbers and not work.is_paged:
+        if self._multiplies_codes and work.stored_experts.num_numbers and not work.is_paged:
             seconds = self.rates.codes_seconds(work.stored_experts.times(hits / work.num_experts), visits / hits)
         else:
             seconds = self.rates.experts_seconds(hits, visits, work.expert_weights)
         seconds += work.is_paged * hits * (self.rates.hit_seconds + self._dequantizing(work.stored_experts))
-        return seconds if self.rates.has_expert_rates else seconds + self._streamed(visits * work.visit_bytes)
+        return seconds if self.rates.has_expert_rates else seconds + self._memory_seconds(visits * work.visit_bytes)
 
     def _prompt_attention(self, lane: LaneWork) -> float:
         flops = 4.0 * self.shape.num_heads * self.shape.head_dim * lane.prefill_pairs

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...batching.prefixes import WITHIN_LANES, SharedPrefix, SharingRule
-from ..placement.memory import PAGE_TOKENS, MicroBatch, SequenceSize, prompt_columns, shares_of
+from ..placement.memory import PAGE_TOKENS, MicroBatch, SequenceSize, prefix_shares, prompt_columns
 from ..shape.model import ModelShape
 
 
@@ -27,9 +27,9 @@ class LaneWork:
     num_cross_positions: int = 0  # of an encoder's output, which each row looks at
 
     @property
-    def is_narrow(self) -> bool:
+    def skips_unselected(self) -> bool:
         """Whether the last layer parts the selected tokens from the others."""
-        return is_narrow(self.num_tokens, self.num_rows)
+        return can_skip_unselected(self.num_tokens, self.num_rows)
 
     @property
     def num_positions(self) -> int:
@@ -38,7 +38,7 @@ class LaneWork:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlikePasses:
+class PassGroup:
     """`num_passes` like the one with these lanes. `prefill_share`: of its tokens, those of prompts."""
 
     lanes: Sequence[LaneWork]
@@ -50,7 +50,7 @@ class AlikePasses:
         return self.prefill_share == 1.0
 
 
-def is_narrow(num_tokens: int, num_selected: int) -> bool:
+def can_skip_unselected(num_tokens: int, num_selected: int) -> bool:
     """Selected tokens meet the weights in front of attention twice: few enough of them are worth it."""
     return 2 * num_selected <= num_tokens
 
@@ -66,24 +66,24 @@ class Piece:
     num_shared: int = 0
 
     @property
-    def num_held(self) -> int:
+    def num_own_pages(self) -> int:
         """Pages of its own, behind the pass."""
-        return _pages(self.past + self.new) - self.num_shared // PAGE_TOKENS
+        return _num_pages(self.past + self.new) - self.num_shared // PAGE_TOKENS
 
 
 def packed_work(pieces: Iterable[Piece], held: int = 0) -> LaneWork:
     """`pieces` are sequences of the lane, those that are not in the pass with `new` of 0; others hold `held` pages."""
-    tokens = rows = positions = pairs = asked = last = changed = 0
+    tokens = rows = positions = pairs = selected_positions = last = changed = 0
     for piece in pieces:
         end = piece.past + piece.new
-        held += piece.num_held
+        held += piece.num_own_pages
         if not piece.new:
             continue
         tokens, last = tokens + piece.new, end
         selected = piece.num_selected
         rows += selected
-        asked += selected * end - selected * (selected - 1) // 2
-        changed += _pages(end) - piece.past // PAGE_TOKENS
+        selected_positions += selected * end - selected * (selected - 1) // 2
+        changed += _num_pages(end) - piece.past // PAGE_TOKENS
         if piece.new == 1:
             positions += end
         else:
@@ -93,7 +93,7 @@ def packed_work(pieces: Iterable[Piece], held: int = 0) -> LaneWork:
         num_rows=max(1, rows),  # the head wants at least one
         kv_positions=positions,
         prefill_pairs=pairs,
-        selected_positions=asked or last,
+        selected_positions=selected_positions or last,
         held_pages=held,
         changed_pages=changed,
     )
@@ -104,10 +104,10 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
     if not lane:
         return []
     if shape.has_encoder:
-        return [_encoding(lane)]
+        return [_encoder_pass(lane)]
     if not shape.is_packed:
-        return list(_columns(shape, lane, chunk_tokens))
-    return [work for work in _together([lane], chunk_tokens, WITHIN_LANES)[0] if work is not None]
+        return list(_padded_prefills(shape, lane, chunk_tokens))
+    return [work for work in _play_prompts([lane], chunk_tokens, WITHIN_LANES)[0] if work is not None]
 
 
 def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork | None:
@@ -117,7 +117,7 @@ def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork 
     if not rows:
         return None
     if shape.is_packed:
-        shares = shares_of(rows)
+        shares = prefix_shares(rows)
         if shares is None:
             return packed_work(Piece(size.num_prompt_tokens + num_done, 1, 1) for size in rows)
         pieces = [
@@ -135,13 +135,13 @@ def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork 
         num_tokens=len(rows),
         num_rows=len(rows),
         kv_positions=len(rows) * cached,
-        held_pages=len(rows) * _pages(cached),
+        held_pages=len(rows) * _num_pages(cached),
         changed_pages=len(rows),
         num_cross_positions=len(rows) * width if shape.has_encoder else 0,
     )
 
 
-def _pages(num_positions: int) -> int:
+def _num_pages(num_positions: int) -> int:
     return -(-num_positions // PAGE_TOKENS)
 
 
@@ -152,7 +152,7 @@ class _PromptRow:
 
     begin: int
     end: int
-    behind: "_PromptRow | None"
+    parent: "_PromptRow | None"
     size: SequenceSize | None
     done: int = field(init=False)
     ended: int | None = None
@@ -161,14 +161,14 @@ class _PromptRow:
     def __post_init__(self) -> None:
         self.done = self.begin
 
-    def may_begin(self, turn: int) -> bool:
-        return self.behind is None or (self.behind.ended is not None and self.behind.ended <= turn)
+    def can_begin(self, turn: int) -> bool:
+        return self.parent is None or (self.parent.ended is not None and self.parent.ended <= turn)
 
-    def piece(self, most: int) -> Piece:
+    def take_piece(self, most: int) -> Piece:
         new, past = min(most, self.end - self.done), self.done
         self.done += new
         piece = Piece(past, new, self.size.num_selected(past, new) if self.size is not None else 0, self.begin)
-        self.num_held = piece.num_held
+        self.num_held = piece.num_own_pages
         return piece
 
 
@@ -179,24 +179,24 @@ class _WaitingRows:
     waiting: deque[_PromptRow]
     num_held: int = 0
 
-    def work(self, chunk_tokens: int, turn: int, delay: int) -> LaneWork | None:
+    def next_pass(self, chunk_tokens: int, turn: int, delay: int) -> LaneWork | None:
         """The next pass: rows in order until the chunk is full, the last one perhaps in part, without those that wait
         for what they go on from; None where all of them do."""
-        pieces, kept, left, held = list[Piece](), list[_PromptRow](), chunk_tokens, self.num_held
+        pieces, unfinished, left, held = list[Piece](), list[_PromptRow](), chunk_tokens, self.num_held
         while self.waiting and left:
             row = self.waiting.popleft()
-            if row.may_begin(turn):
+            if row.can_begin(turn):
                 held -= row.num_held
-                pieces.append(row.piece(left))
+                pieces.append(row.take_piece(left))
                 left -= pieces[-1].new
             if row.done < row.end:
-                kept.append(row)
+                unfinished.append(row)
             else:
                 row.ended = turn + delay
-        self.waiting.extendleft(reversed(kept))
+        self.waiting.extendleft(reversed(unfinished))
         if not pieces:
             return None
-        self.num_held = held + sum(piece.num_held for piece in pieces)
+        self.num_held = held + sum(piece.num_own_pages for piece in pieces)
         return packed_work(pieces, held)
 
 
@@ -208,50 +208,50 @@ def block_prefills(
     if not shape.is_packed:
         return [[*prefill_works(shape, lane, chunk_tokens)] for lane in lanes]
     numbers = rule.sharing_groups([[i] for i in range(len(lanes))])
-    return [works for part in numbers for works in _together([lanes[i] for [i] in part], chunk_tokens, rule)]
+    return [works for part in numbers for works in _play_prompts([lanes[i] for [i] in part], chunk_tokens, rule)]
 
 
-def _together(lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule) -> list[list[LaneWork | None]]:
-    rows = [_WaitingRows(waiting=deque(each)) for each in _rows(lanes, rule)]
+def _play_prompts(lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule) -> list[list[LaneWork | None]]:
+    rows = [_WaitingRows(waiting=deque(each)) for each in _prompt_rows(lanes, rule)]
     works = [list[LaneWork | None]() for _ in lanes]
     turn = 0
     while any(lane.waiting for lane in rows):
-        for lane, found in zip(rows, works, strict=True):
+        for lane, lane_works in zip(rows, works, strict=True):
             if lane.waiting:
-                found.append(lane.work(chunk_tokens, turn, 0 if rule.in_pass else 1))
+                lane_works.append(lane.next_pass(chunk_tokens, turn, 0 if rule.in_pass else 1))
         turn += 1
     return works
 
 
-def _rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_PromptRow]]:
+def _prompt_rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_PromptRow]]:
     """The rows of each lane in its order, each behind those that it goes on from."""
-    shares = shares_of([size for lane in lanes for size in lane])
+    shares = prefix_shares([size for lane in lanes for size in lane])
     if shares is None:
         return [
-            [_PromptRow(begin=0, end=size.num_prompt_tokens, behind=None, size=size) for size in lane] for lane in lanes
+            [_PromptRow(begin=0, end=size.num_prompt_tokens, parent=None, size=size) for size in lane] for lane in lanes
         ]
-    found, opened, of = list[list[_PromptRow]](), dict[SharedPrefix, _PromptRow](), iter(shares.prefixes)
+    rows, prefix_rows, lane_prefixes = list[list[_PromptRow]](), dict[SharedPrefix, _PromptRow](), iter(shares.prefixes)
 
-    def behind(prefix: SharedPrefix | None) -> _PromptRow | None:
+    def prefix_row(prefix: SharedPrefix | None) -> _PromptRow | None:
         if prefix is None:
             return None
-        if prefix not in opened:
-            parent = behind(shares.parents[prefix])
+        if prefix not in prefix_rows:
+            parent = prefix_row(shares.parents[prefix])
             begin = parent.end if parent is not None else 0
-            opened[prefix] = _PromptRow(begin=begin, end=rule.num_shared(prefix), behind=parent, size=None)
-            found[-1].append(opened[prefix])
-        return opened[prefix]
+            prefix_rows[prefix] = _PromptRow(begin=begin, end=rule.num_shared(prefix), parent=parent, size=None)
+            rows[-1].append(prefix_rows[prefix])
+        return prefix_rows[prefix]
 
     for lane in lanes:
-        found.append([])
+        rows.append([])
         for size in lane:
-            row = behind(next(of))
+            row = prefix_row(next(lane_prefixes))
             begin = row.end if row is not None else 0
-            found[-1].append(_PromptRow(begin=begin, end=size.num_prompt_tokens, behind=row, size=size))
-    return found
+            rows[-1].append(_PromptRow(begin=begin, end=size.num_prompt_tokens, parent=row, size=size))
+    return rows
 
 
-def _columns(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> Iterator[LaneWork]:
+def _padded_prefills(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> Iterator[LaneWork]:
     """Columns of the rectangle, whose every row is computed."""
     rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
     columns = prompt_columns(shape, rows, width, chunk_tokens)
@@ -263,12 +263,12 @@ def _columns(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> Iterator
             num_tokens=rows * (end - start),
             num_rows=num_scored or rows,
             prefill_pairs=rows * (end - start) * end,
-            held_pages=rows * _pages(end),
-            changed_pages=rows * (_pages(end) - start // PAGE_TOKENS),
+            held_pages=rows * _num_pages(end),
+            changed_pages=rows * (_num_pages(end) - start // PAGE_TOKENS),
         )
 
 
-def _encoding(lane: MicroBatch) -> LaneWork:
+def _encoder_pass(lane: MicroBatch) -> LaneWork:
     """The prompts through the encoder, and each row's first token through the decoder, or all that is scored."""
     rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
     columns = max(1, *(size.num_scored for size in lane))  # of the decoder
@@ -277,8 +277,8 @@ def _encoding(lane: MicroBatch) -> LaneWork:
         num_rows=max(rows, sum(size.num_scored for size in lane)),
         kv_positions=rows if columns == 1 else 0,
         prefill_pairs=rows * width**2 + (rows * columns**2 if columns > 1 else 0),
-        held_pages=rows * _pages(columns),
-        changed_pages=rows * _pages(columns),
+        held_pages=rows * _num_pages(columns),
+        changed_pages=rows * _num_pages(columns),
         num_encoder_tokens=rows * width,
         num_cross_positions=rows * width * columns,
     )

@@ -15,9 +15,9 @@ from ..placement.ledger import LIBRARY_BYTES, PINNED_SHARE
 from ..placement.placement import Budgets
 from ..shape.dtypes import auto_dtype, has_bfloat16_units
 from ..shape.model import ModelShape
-from ..shape.rank_shares import has_whole
+from ..shape.rank_shares import keeps_experts_whole
 from ..shape.shapes import Stage, inner_size
-from .rates import OF_COMPUTE, UNLIMITED, MachineRates, between
+from .rates import COMPUTE_RATES, UNLIMITED, MachineRates, interpolate
 
 HOP_SECONDS = 10e-6  # of a ring of devices: a copy out, a flag, a copy in, and a launch
 NODE_HOP_SECONDS = 50e-6  # between hosts, by TCP; an estimate until one is measured
@@ -26,7 +26,7 @@ NODE_HOP_SECONDS = 50e-6  # between hosts, by TCP; an estimate until one is meas
 GLOO_BYTES_PER_SECOND = [(2, 1.23e9), (4, 0.64e9)]
 # Of a layer whose matrices are cut by rows: what attends, its projection, the activations, their product.
 NUM_GATHERS = 4
-OF_HOST = (  # rates that all ranks of a host have together
+HOST_RATES = (  # rates that all ranks of a host have together
     "disk_bytes_per_second",
     "host_memory_bytes_per_second",
     "cpu_attention_bytes_per_second",
@@ -84,7 +84,7 @@ class Fabric:
         if num_ranks == 1:
             return UNLIMITED
         per_node, sent = self.num_per_node(num_ranks), (num_ranks - 1) / num_ranks
-        rates = [self._within(per_node, sent)] if per_node > 1 else []
+        rates = [self._host_gather_rate(per_node, sent)] if per_node > 1 else []
         if per_node < num_ranks:
             rates.append(self.node_bytes_per_second / sent)
         return min(rates)
@@ -97,18 +97,18 @@ class Fabric:
 
     def send_seconds(self, num_bytes: float, num_ranks: int) -> float:
         """The seconds in which one rank hands bytes to the next one; the slowest of them."""
-        per_node, twofold = self.num_per_node(num_ranks), 2 if self.device is DeviceLink.host else 1
+        per_node, num_copies = self.num_per_node(num_ranks), 2 if self.device is DeviceLink.host else 1
         pair = GLOO_BYTES_PER_SECOND[0][1] if self.device is None else self.device_bytes_per_second
-        within = num_bytes * twofold / pair if per_node > 1 else 0.0
+        within = num_bytes * num_copies / pair if per_node > 1 else 0.0
         across = num_bytes / self.node_bytes_per_second + NODE_HOP_SECONDS if per_node < num_ranks else 0.0
         return max(within + HOP_SECONDS, across)
 
-    def _within(self, num_ranks: int, sent: float) -> float:
+    def _host_gather_rate(self, num_ranks: int, sent: float) -> float:
         """The rate of a gather within a host, of which each rank sends a share. What has no other way is written to the
         host's memory once and read once."""
         if self.device is None:
             last, rate = GLOO_BYTES_PER_SECOND[-1]
-            return between(GLOO_BYTES_PER_SECOND, num_ranks) if num_ranks <= last else rate * last / num_ranks
+            return interpolate(GLOO_BYTES_PER_SECOND, num_ranks) if num_ranks <= last else rate * last / num_ranks
         seconds = sent / self.device_bytes_per_second
         if self.device is DeviceLink.host:
             seconds = max(seconds, 2 * num_ranks * sent / self.host_bytes_per_second)
@@ -140,7 +140,7 @@ class Machine:
         )
 
 
-def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
+def make_machine(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
     """The machine that the profile describes, for one compute dtype. `auto` as in a run of a checkpoint in bfloat16.
     Raises ConfigError where the config holds no profile, or not this dtype."""
     if dtype is DType.auto:
@@ -148,16 +148,16 @@ def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
         dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=has_bfloat16_units(config))
     links = config.links or LinksConfig()
     if config.sheet is not None:
-        return _of_sheet(config.name, config.sheet, links, dtype)
+        return _machine_from_sheet(config.name, config.sheet, links, dtype)
     if config.rates is not None:
-        return _of_measured(config.name, config.rates, links, dtype, has_bfloat16=has_bfloat16_units(config))
+        return _machine_from_rates(config.name, config.rates, links, dtype, has_bfloat16=has_bfloat16_units(config))
     raise ConfigError(
         f"machine={config.name} says nothing of how fast it is: choose a profile such as machine=l4, "
         "or measure this one: python -m jobs.measure"
     )
 
 
-def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> Machine:
+def _machine_from_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> Machine:
     """One device beside the whole host, as far as the host's memory feeds it."""
     tflops = {DType.float16: sheet.float16_tflops, DType.bfloat16: sheet.bfloat16_tflops}.get(dtype)
     tflops = sheet.float32_tflops if tflops is None else tflops
@@ -203,15 +203,17 @@ def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> 
     )
 
 
-def _of_measured(name: str, rates: MeasuredRates, links: LinksConfig, dtype: DType, *, has_bfloat16: bool) -> Machine:
+def _machine_from_rates(
+    name: str, rates: MeasuredRates, links: LinksConfig, dtype: DType, *, has_bfloat16: bool
+) -> Machine:
     """What was measured, of one device or of a host that computes itself, and the links around it."""
-    found = rates.dtypes.get(dtype.value)
-    if found is None:
+    dtype_rates = rates.dtypes.get(dtype.value)
+    if dtype_rates is None:
         known = ", ".join(rates.dtypes) or "none"
         raise ConfigError(f"machine={name} was not measured for {dtype.value}, only for: {known}; set model.dtype")
     device, own, link_in = rates.device_memory_gib, links.device_gb_per_second, _per_second(rates.link_in_gb_per_second)
     memory = rates.memory_gb_per_second * GIGA
-    gemm = zip(rates.gemm_rows, found.gemm_gflops, strict=False)  # the largest may be missing
+    gemm = zip(rates.gemm_rows, dtype_rates.gemm_gflops, strict=False)  # the largest may be missing
     return Machine(
         name=name,
         fabric=Fabric(
@@ -230,9 +232,9 @@ def _of_measured(name: str, rates: MeasuredRates, links: LinksConfig, dtype: DTy
             link_in_bytes_per_second=link_in,
             link_out_bytes_per_second=_per_second(rates.link_out_gb_per_second),
             memory_bytes_per_second=memory,
-            attention_bytes_per_second=found.attention_gb_per_second * GIGA,
-            cpu_attention_bytes_per_second=found.cpu_attention_gb_per_second * GIGA,
-            prefill_attention_flops_per_second=found.prefill_attention_gflops * GIGA,
+            attention_bytes_per_second=dtype_rates.attention_gb_per_second * GIGA,
+            cpu_attention_bytes_per_second=dtype_rates.cpu_attention_gb_per_second * GIGA,
+            prefill_attention_flops_per_second=dtype_rates.prefill_attention_gflops * GIGA,
             dequantize_bytes_per_second=UNLIMITED if device is None else memory * DEQUANTIZE_SHARE,
             launch_seconds=0.0 if device is None else LAUNCH_SECONDS,
             turn_seconds=rates.turn_seconds,
@@ -247,44 +249,44 @@ def _per_second(gb_per_second: float | None, share: float = 1.0) -> float:
 
 
 def rank_machine(
-    machine: Machine, shape: ModelShape, way: Parallelism, num_ranks: int, experts: DividedExperts
+    machine: Machine, shape: ModelShape, parallelism: Parallelism, num_ranks: int, experts: DividedExperts
 ) -> Machine:
     """The share of each of `num_ranks` ranks of a `machine` as `machine_of` describes it. `shape` is the whole model.
     Raises ConfigError where so many do not go onto the machine."""
-    if way is Parallelism.one:
+    if parallelism is Parallelism.one:
         return machine
     per_node = machine.fabric.num_per_node(num_ranks)
-    rates, num_sharers = _share(machine, per_node), 1
-    if way is Parallelism.tensor:
-        rates = _exchanging(rates, machine.fabric, shape, num_ranks, experts)
-    elif way is Parallelism.sharded:
-        rates = _sharing(rates, machine, num_ranks, num_ranks // per_node)
+    rates, num_sharers = _rates_per_rank(machine, per_node), 1
+    if parallelism is Parallelism.tensor:
+        rates = _tensor_parallel_rates(rates, machine.fabric, shape, num_ranks, experts)
+    elif parallelism is Parallelism.sharded:
+        rates = _sharded_rates(rates, machine, num_ranks, num_ranks // per_node)
         # Devices hand each other what their hosts lack; in front of none, ranks of several hosts hold all weights each.
         num_sharers = num_ranks if machine.device_bytes is not None or per_node == num_ranks else 1
     return replace(machine, host_bytes=machine.host_bytes // per_node, num_sharers=num_sharers, rates=rates)
 
 
-def _share(machine: Machine, count: int) -> MachineRates:
+def _rates_per_rank(machine: Machine, count: int) -> MachineRates:
     """The rates that each of `count` ranks of a host has, if all work at once."""
-    rates = machine.rates.changed(OF_HOST, lambda rate: rate / count)
+    rates = machine.rates.map_rates(HOST_RATES, lambda rate: rate / count)
     if machine.device_bytes is None:
-        return rates.changed(OF_COMPUTE, lambda rate: rate / count)
+        return rates.map_rates(COMPUTE_RATES, lambda rate: rate / count)
     fed = machine.fabric.host_bytes_per_second / count
-    return rates.changed(("link_in_bytes_per_second", "link_out_bytes_per_second"), lambda rate: min(rate, fed))
+    return rates.map_rates(("link_in_bytes_per_second", "link_out_bytes_per_second"), lambda rate: min(rate, fed))
 
 
-def _sharing(rates: MachineRates, machine: Machine, num_ranks: int, num_nodes: int) -> MachineRates:
+def _sharded_rates(rates: MachineRates, machine: Machine, num_ranks: int, num_nodes: int) -> MachineRates:
     disk = num_ranks * rates.disk_bytes_per_second  # of all hosts: each byte is read once
     if machine.device_bytes is None:
         gathered = UNLIMITED if num_nodes == 1 else machine.fabric.gather_bytes_per_second(num_ranks)
-        return replace(rates, disk_bytes_per_second=_in_turn(disk, gathered))
+        return replace(rates, disk_bytes_per_second=_serial_rate(disk, gathered))
     own = rates.link_in_bytes_per_second
     if machine.fabric.device is DeviceLink.host:
         # A host gets whole pages of which the others have all but its share.
         beyond = UNLIMITED if num_nodes == 1 else machine.fabric.node_bytes_per_second * num_nodes / (num_nodes - 1)
-        shards = _in_turn(own, beyond)
+        shards = _serial_rate(own, beyond)
     else:
-        shards = _in_turn(num_ranks * own, machine.fabric.gather_bytes_per_second(num_ranks))
+        shards = _serial_rate(num_ranks * own, machine.fabric.gather_bytes_per_second(num_ranks))
     return replace(
         rates,
         disk_bytes_per_second=disk,
@@ -293,20 +295,20 @@ def _sharing(rates: MachineRates, machine: Machine, num_ranks: int, num_nodes: i
     )
 
 
-def _exchanging(
+def _tensor_parallel_rates(
     rates: MachineRates, fabric: Fabric, shape: ModelShape, num_ranks: int, experts: DividedExperts
 ) -> MachineRates:
     """What a layer of cut matrices gathers of a token, beside its hidden vector: queries' answers and their projection,
     the activations of its feed-forward, or outputs of whole experts, and their product or sum."""
 
-    def inner_numbers(stage: Stage) -> float:
+    def inner_elements(stage: Stage) -> float:
         """What ranks send one another between the matrices of a feed-forward, or of all experts that a token visits; or
         what each of those makes, where it is whole, to the rank that adds it up."""
-        if has_whole(stage, shape.hidden_size, num_ranks, experts):
+        if keeps_experts_whole(stage, shape.hidden_size, num_ranks, experts):
             return stage.num_experts_per_token * shape.hidden_size / num_ranks
         return stage.num_experts_per_token * inner_size(stage, shape.hidden_size) or shape.intermediate_size
 
-    inner = [inner_numbers(stage) for stage in shape.layers]
+    inner = [inner_elements(stage) for stage in shape.layers]
     width = shape.num_heads * shape.head_dim + sum(inner) / max(1, len(inner)) + 2 * shape.hidden_size
     gathered = fabric.gather_bytes_per_second(num_ranks)
     return replace(
@@ -316,6 +318,6 @@ def _exchanging(
     )
 
 
-def _in_turn(*rates: float) -> float:
+def _serial_rate(*rates: float) -> float:
     """The rate of bytes that go over one link after another; a slot has a page on one of them at a time."""
     return 1 / sum(1 / rate for rate in rates)

@@ -13,67 +13,69 @@ from itertools import accumulate, cycle, islice
 from ...batching.admission import AdmissionLimits, PassPlan, SlotState, Waiting, max_cached_tokens, plan_pass
 from ...batching.prefixes import CachedPrefix, PrefixKey, SharedPrefix, all_prefix_keys, prefix_keys
 from ..placement.memory import SequenceSize
-from .lane_work import AlikePasses, LaneWork, Piece, packed_work
+from .lane_work import LaneWork, PassGroup, Piece, packed_work
 
 MAX_STEPS = 48_000  # seats times passes that are played: about a tenth of a second
 NUM_TURNOVERS = 3  # as many requests as seats are played so often in any case
 MAX_SLOTS = 256  # that are played, or a lane's, where prompts share nothing: what lanes share cannot be divided
 LEAST_ROOM = 8  # times the pages of the longest sequence: with less, who enters depends on how long each is
-MAX_KEPT = 96  # passes that are kept
+MAX_GROUPS = 96  # passes that are kept
 
 
-def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[AlikePasses]:
+def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[PassGroup]:
     """Every pass. `sizes` in the order in which requests enter; every one runs to its limit, and asks for a token at
     least."""
-    slots, found = _RunningSlots(sizes, limits, num_pages), list[AlikePasses]()
-    while slots.are_left:
-        plan = slots.planned()
-        found.append(slots.worked(plan))
-        slots.move_on(plan)
-    return found
+    slots, groups = _RunningSlots(sizes, limits, num_pages), list[PassGroup]()
+    while slots.has_sequences:
+        plan = slots.plan_next()
+        groups.append(slots.make_group(plan))
+        slots.advance(plan)
+    return groups
 
 
-def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[AlikePasses]:
+def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[PassGroup]:
     """Up to `MAX_KEPT` passes that stand for all of `mixed_passes`."""
     sample = _Sample.from_limits(sizes, limits, num_pages)
-    slots, outline, num_alike = _RunningSlots(sample.played, sample.limits, sample.num_pages), _Outline(), 0.0
-    while slots.are_left:
-        plan = slots.planned()
-        if not num_alike and slots.have_turned_over:
-            num_alike = 1 + sample.num_left_tokens / slots.num_waiting_tokens if sample.num_left_tokens else 1.0
-        if outline.takes(num_alike if num_alike and slots.are_waited_for else 1.0):
-            outline.take(slots.worked(plan))
-        slots.move_on(plan)
-    return [replace(each, lanes=sample.all_lanes(each.lanes)) for each in outline.whole]
+    slots, outline, passes_per_step = _RunningSlots(sample.played, sample.limits, sample.num_pages), _Outline(), 0.0
+    while slots.has_sequences:
+        plan = slots.plan_next()
+        if not passes_per_step and slots.has_turned_over:
+            passes_per_step = (
+                1 + sample.num_unplayed_tokens / slots.num_waiting_tokens if sample.num_unplayed_tokens else 1.0
+            )
+        if outline.count_pass(passes_per_step if passes_per_step and slots.has_waiting else 1.0):
+            outline.append(slots.make_group(plan))
+        slots.advance(plan)
+    return [replace(each, lanes=sample.all_lanes(each.lanes)) for each in outline.all_groups]
 
 
 @dataclass(kw_only=True)
 class _Outline:
     """Each `stride`th of the passes, which stands for those before it too."""
 
-    kept: list[AlikePasses] = field(default_factory=list)
+    groups: list[PassGroup] = field(default_factory=list)
     stride: int = 1
     num_played: int = 0
     num_passes: float = 0.0  # that nothing kept stands for yet
 
-    def takes(self, num_passes: float) -> bool:
+    def count_pass(self, num_passes: float) -> bool:
         """Counts the next pass, as so many, and says whether it is to be kept."""
         self.num_passes += num_passes
         self.num_played += 1
-        if self.num_played % self.stride == 0 and len(self.kept) == MAX_KEPT:
-            pairs = zip(self.kept[::2], self.kept[1::2], strict=True)
-            self.kept = [replace(last, num_passes=first.num_passes + last.num_passes) for first, last in pairs]
+        if self.num_played % self.stride == 0 and len(self.groups) == MAX_GROUPS:
+            pairs = zip(self.groups[::2], self.groups[1::2], strict=True)
+            self.groups = [replace(last, num_passes=first.num_passes + last.num_passes) for first, last in pairs]
             self.stride *= 2
         return self.num_played % self.stride == 0
 
-    def take(self, worked: AlikePasses) -> None:
-        self.kept.append(replace(worked, num_passes=self.num_passes))
+    def append(self, group: PassGroup) -> None:
+        self.groups.append(replace(group, num_passes=self.num_passes))
         self.num_passes = 0.0
 
     @property
-    def whole(self) -> list[AlikePasses]:
+    def all_groups(self) -> list[PassGroup]:
         """What is kept stands for every pass."""
-        *others, last = self.kept
+        *others, last = self.groups
         return [*others, replace(last, num_passes=last.num_passes + self.num_passes)]
 
 
@@ -83,7 +85,7 @@ class _Sample:
     beside them."""
 
     played: Sequence[SequenceSize]
-    num_left_tokens: int
+    num_unplayed_tokens: int
     limits: AdmissionLimits
     num_pages: int
     times: float  # as many lanes there are
@@ -92,20 +94,20 @@ class _Sample:
     def from_limits(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> "_Sample":
         num_lanes = limits.num_lanes
         if all(size.prefix is None for size in sizes):
-            longest = max(limits.pages(_most(size)) for size in sizes)
+            longest = max(limits.pages(_max_cached(size)) for size in sizes)
             num_lanes = min(
                 num_lanes, max(1, MAX_SLOTS // limits.lane_size, -(-LEAST_ROOM * longest * num_lanes // num_pages))
             )
         times = limits.num_lanes / num_lanes
-        its = [sizes[int((turn + 0.5) * times)] for turn in range(int(len(sizes) / times))] or sizes[:1]
+        lane_sizes = [sizes[int((turn + 0.5) * times)] for turn in range(int(len(sizes) / times))] or sizes[:1]
         limits = replace(limits, num_lanes=num_lanes)
         # As many of the first are played as take the steps.
-        costs = accumulate(size.max_new_tokens + size.num_prompt_tokens // limits.lane_tokens for size in its)
+        costs = accumulate(size.max_new_tokens + size.num_prompt_tokens // limits.lane_tokens for size in lane_sizes)
         least = NUM_TURNOVERS * limits.num_lanes * limits.lane_size
         num_played = max(sum(cost <= MAX_STEPS for cost in costs), least)
         return _Sample(
-            played=its[:num_played],
-            num_left_tokens=sum(map(_num_tokens, its[num_played:])),
+            played=lane_sizes[:num_played],
+            num_unplayed_tokens=sum(map(_num_tokens, lane_sizes[num_played:])),
             limits=limits,
             num_pages=int(num_pages / times),
             times=times,
@@ -115,7 +117,7 @@ class _Sample:
         return list(islice(cycle(lanes), round(self.times * len(lanes))))
 
 
-def _most(size: SequenceSize) -> int:
+def _max_cached(size: SequenceSize) -> int:
     return max_cached_tokens(size.num_prompt_tokens, size.max_new_tokens)
 
 
@@ -129,7 +131,7 @@ class _RunningSlots:
     def __init__(self, sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int):
         self._sizes, self._limits, self._num_free = sizes, limits, num_pages
         self._line = [  # the next one last
-            Waiting(request=i, num_known=size.num_prompt_tokens, max_cached=_most(size), prefix=size.prefix)
+            Waiting(request=i, num_known=size.num_prompt_tokens, max_cached=_max_cached(size), prefix=size.prefix)
             for i, size in enumerate(sizes)
         ][::-1]
         self._shared = [limits.rule.num_shared(size.prefix) for size in sizes]  # tokens that each goes on from
@@ -139,15 +141,15 @@ class _RunningSlots:
         self._held: dict[PrefixKey, CachedPrefix] = {}
 
     @property
-    def are_left(self) -> bool:
+    def has_sequences(self) -> bool:
         return bool(self._line or self._slots)
 
     @property
-    def are_waited_for(self) -> bool:
+    def has_waiting(self) -> bool:
         return bool(self._line)
 
     @property
-    def have_turned_over(self) -> bool:
+    def has_turned_over(self) -> bool:
         """Whether all have ended that were seated first, or half of all have left the line."""
         oldest = next(iter(self._slots))
         return oldest >= len(self._slots) or 2 * len(self._line) <= len(self._sizes)
@@ -156,7 +158,7 @@ class _RunningSlots:
     def num_waiting_tokens(self) -> int:
         return sum(_num_tokens(self._sizes[each.request]) for each in self._line)
 
-    def planned(self) -> PassPlan:
+    def plan_next(self) -> PassPlan:
         """Who enters and gives way has done so."""
         num_looked = self._num_slots if self._are_sharing else 1 + self._num_slots - len(self._slots)
         waiting, slots = self._line[: -1 - num_looked : -1], list(self._slots.values())
@@ -187,7 +189,7 @@ class _RunningSlots:
         """Tokens of a prefix that are its parent's."""
         return self._limits.rule.num_shared(place[0].parent)
 
-    def worked(self, plan: PassPlan) -> AlikePasses:
+    def make_group(self, plan: PassPlan) -> PassGroup:
         lanes: list[list[Piece]] = [[] for _ in range(self._limits.num_lanes)]
         prefixes: list[set[SharedPrefix | None]] = [set() for _ in lanes]
         for place, new in plan.prefix_tokens.items():
@@ -209,9 +211,9 @@ class _RunningSlots:
                     (self._held[place].num_cached, self._begin(place)) for place in places - plan.prefix_tokens.keys()
                 ]
                 works.append(packed_work(pieces, sum(self._num_pages(end, begin) for end, begin in stored)))
-        return AlikePasses(lanes=works, prefill_share=1 - num_decoded / sum(work.num_tokens for work in works))
+        return PassGroup(lanes=works, prefill_share=1 - num_decoded / sum(work.num_tokens for work in works))
 
-    def move_on(self, plan: PassPlan) -> None:
+    def advance(self, plan: PassPlan) -> None:
         for place, new in plan.prefix_tokens.items():
             held = self._held[place]
             self._num_free -= self._num_pages(held.num_cached + new, held.num_cached)

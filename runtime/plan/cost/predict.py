@@ -19,8 +19,8 @@ from ..placement.placement import Placement
 from ..schedule.schedule import make_schedule
 from ..schedule.walk import Walk
 from ..shape.model import ModelShape
-from .durations import PricedStages, durations
-from .lane_work import AlikePasses, LaneWork, block_prefills, decode_work
+from .durations import StageCosts, make_durations
+from .lane_work import LaneWork, PassGroup, block_prefills, decode_work
 from .mixed_passes import outlined_passes
 from .rates import MachineRates
 from .simulator import Links, PhaseTime, Script, simulate_each
@@ -76,15 +76,15 @@ def predict(
 ) -> Prediction:
     """The prediction for all blocks together, at the start of a run."""
     clock = _PassTimer(shape=shape, placement=placement, rates=rates)
-    blocks = [block for block in (_generating(block, sizes) for block in blocks) if block.members]
+    blocks = [block for block in (_without_empty(block, sizes) for block in blocks) if block.members]
     if not blocks:
         return Prediction(prefill=PhaseTime(), decode=PhaseTime())
     if admission is Admission.continuous and shape.is_packed:
-        return clock.added(mixed_spans(placement, blocks, sizes, chunk_tokens))
-    chosen, rule = evenly(blocks, MAX_BLOCKS), placement.sharing
+        return clock.predict(mixed_spans(placement, blocks, sizes, chunk_tokens))
+    chosen, rule = pick_evenly(blocks, MAX_BLOCKS), placement.sharing_rule
     lanes = [[[sizes[i] for i in group] for group in block.micro_batches if group] for block in chosen]
     spans = [span for block in lanes for span in block_spans(shape, block, chunk_tokens, rule)]
-    found, times = clock.added(spans, num_blocks=len(chosen)), len(blocks) / len(chosen)
+    found, times = clock.predict(spans, num_blocks=len(chosen)), len(blocks) / len(chosen)
     return Prediction(prefill=PhaseTime().plus(found.prefill, times), decode=PhaseTime().plus(found.decode, times))
 
 
@@ -96,7 +96,7 @@ def decode_pass_seconds(
     most = [[replace(size, max_new_tokens=half + 2) for size in lane] for lane in lanes]
     works = [work for lane in most if (work := decode_work(shape, lane, half)) is not None]
     clock = _PassTimer(shape=shape, placement=placement, rates=rates)
-    return clock.steady(AlikePasses(num_passes=1, lanes=works, prefill_share=0.0)).seconds if works else 0.0
+    return clock.steady(PassGroup(num_passes=1, lanes=works, prefill_share=0.0)).seconds if works else 0.0
 
 
 def predict_roughly(
@@ -109,12 +109,12 @@ def predict_roughly(
     max_prefills: int = 3,
 ) -> Prediction:
     """The prediction for one block, by few of its passes."""
-    rule = placement.sharing
+    rule = placement.sharing_rule
     spans = list(block_spans(shape, lanes, chunk_tokens, rule, max_prefills=max_prefills, max_decodes=1))
-    return _PassTimer(shape=shape, placement=placement, rates=rates, num_steady=1).added(spans)
+    return _PassTimer(shape=shape, placement=placement, rates=rates, num_steady=1).predict(spans)
 
 
-def predict_by_few(
+def predict_from_sample(
     shape: ModelShape,
     placement: Placement,
     blocks: Sequence[Block],
@@ -126,7 +126,7 @@ def predict_by_few(
 ) -> Prediction:
     """The prediction for all blocks, by `num_timed` of them: those in the middle of as many runs of neighbours. Of each
     a full prefill pass, the last one where there are few, and a decode pass are timed."""
-    blocks = [block for block in (_generating(block, sizes) for block in blocks) if block.members]
+    blocks = [block for block in (_without_empty(block, sizes) for block in blocks) if block.members]
     prefill, decode, count = PhaseTime(), PhaseTime(), min(num_timed, len(blocks))
     for turn in range(count):
         run = blocks[turn * len(blocks) // count : (turn + 1) * len(blocks) // count]
@@ -144,7 +144,7 @@ def block_spans(
     *,
     max_prefills: int = MAX_SPANS,
     max_decodes: int = MAX_SPANS,
-) -> Iterator[AlikePasses]:
+) -> Iterator[PassGroup]:
     """Prefill passes, from which lanes drop out as they have no prompts left, the last with what is left of them; then
     decode passes, from which they drop out as their sequences end."""
     prompts = block_prefills(shape, lanes, chunk_tokens, rule)
@@ -158,22 +158,22 @@ def block_spans(
 
     counts = set(map(len, prompts))
     most = max(counts, default=0)
-    parts = _cut({*counts, most - 1}, max_prefills) if most else []
+    parts = _split_at({*counts, most - 1}, max_prefills) if most else []
     if max_prefills <= 2:  # all but the last, which has what is left, and the last where there are few
         ends_at = [most] if most > MANY_PREFILLS else [max(0, most - 1), most]
         parts = [range(begin, end) for begin, end in pairwise([0, *ends_at]) if begin < end]
     for part in parts:
-        yield AlikePasses(num_passes=len(part), lanes=prefilling(part[len(part) // 2]), prefill_share=1.0)
-    for part in _cut(ends, max_decodes):
-        yield AlikePasses(num_passes=len(part), lanes=decoding(part[len(part) // 2]), prefill_share=0.0)
+        yield PassGroup(num_passes=len(part), lanes=prefilling(part[len(part) // 2]), prefill_share=1.0)
+    for part in _split_at(ends, max_decodes):
+        yield PassGroup(num_passes=len(part), lanes=decoding(part[len(part) // 2]), prefill_share=0.0)
 
 
 def mixed_spans(
     placement: Placement, blocks: Sequence[Block], sizes: Sequence[SequenceSize], chunk_tokens: int
-) -> list[AlikePasses]:
+) -> list[PassGroup]:
     """Seats as a run has them: as many lanes as the block that has most, as long as the longest."""
     limits = AdmissionLimits.from_lanes(
-        placement.sharing,
+        placement.sharing_rule,
         num_lanes=max(len(block.micro_batches) for block in blocks),
         lane_size=max(len(group) for block in blocks for group in block.micro_batches),
         chunk_tokens=chunk_tokens,
@@ -181,25 +181,25 @@ def mixed_spans(
     )
     order = [sizes[i] for block in blocks for i in block.members]
     passes = outlined_passes(order, limits, placement.kv.num_pages)
-    parts = [passes[part.start : part.stop] for part in _parts(len(passes), MAX_MIXED_SPANS)]
+    parts = [passes[part.start : part.stop] for part in _even_ranges(len(passes), MAX_MIXED_SPANS)]
     return [replace(part[len(part) // 2], num_passes=sum(each.num_passes for each in part)) for part in parts]
 
 
-def _generating(block: Block, sizes: Sequence[SequenceSize]) -> Block:
+def _without_empty(block: Block, sizes: Sequence[SequenceSize]) -> Block:
     """The block without what asks for no token: that never enters a lane."""
     groups = (tuple(i for i in group if sizes[i].max_new_tokens) for group in block.micro_batches)
     return Block(index=block.index, micro_batches=tuple(group for group in groups if group))
 
 
-def evenly(blocks: Sequence[Block], count: int) -> tuple[Block, ...]:
-    return tuple(blocks[part[len(part) // 2]] for part in _parts(len(blocks), count))
+def pick_evenly(blocks: Sequence[Block], count: int) -> tuple[Block, ...]:
+    return tuple(blocks[part[len(part) // 2]] for part in _even_ranges(len(blocks), count))
 
 
-def _cut(ends: Collection[int], most: int) -> list[range]:
+def _split_at(ends: Collection[int], most: int) -> list[range]:
     """Up to the last end in up to `most` ranges: none reaches over an end where that can be, and the longest are
     halved."""
     places = sorted({0, *ends})
-    marks = [places[part[-1]] for part in _parts(len(places), most)]
+    marks = [places[part[-1]] for part in _even_ranges(len(places), most)]
     parts = [range(begin, end) for begin, end in pairwise([0, *marks]) if begin < end]
     while parts and len(parts) < most and (longest := max(parts, key=len))[1:]:
         at, middle = parts.index(longest), (longest.start + longest.stop) // 2
@@ -207,7 +207,7 @@ def _cut(ends: Collection[int], most: int) -> list[range]:
     return parts
 
 
-def _parts(count: int, most: int) -> list[range]:
+def _even_ranges(count: int, most: int) -> list[range]:
     """0..count in up to `most` ranges of about the same length."""
     num_parts = min(count, most)
     return [range(count * n // num_parts, count * (n + 1) // num_parts) for n in range(num_parts)]
@@ -222,7 +222,7 @@ class _PassTimer:
     rates: MachineRates
     num_steady: int = 2  # passes behind the first, whose mean a steady pass is
 
-    def added(self, spans: Sequence[AlikePasses], num_blocks: int = 1) -> Prediction:
+    def predict(self, spans: Sequence[PassGroup], num_blocks: int = 1) -> Prediction:
         """Each phase's passes, and what its first one takes longer where slots are empty: at the start of the run, or
         in every block where the two walks do not flow into each other."""
         prefill, decode = PhaseTime(), PhaseTime()
@@ -242,14 +242,14 @@ class _PassTimer:
                 prefill, decode = prefill.plus(late, times * share), decode.plus(late, times * (1 - share))
         return Prediction(prefill=prefill, decode=decode)
 
-    def steady(self, span: AlikePasses) -> PhaseTime:
+    def steady(self, span: PassGroup) -> PhaseTime:
         return self._first_and_steady(span)[1]
 
-    def _first_and_steady(self, span: AlikePasses) -> tuple[PhaseTime, PhaseTime]:
+    def _first_and_steady(self, span: PassGroup) -> tuple[PhaseTime, PhaseTime]:
         """A pass that finds slots empty; and one behind others like it, what those after the first take on average."""
         # Only passes of prompts alone take the prefill walk.
         walk = self.placement.walk if span.is_prefill else self.placement.decode_walk
-        seconds = durations(self.shape, self.placement, walk, span.lanes, self.rates, self._priced)
+        seconds = make_durations(self.shape, self.placement, walk, span.lanes, self.rates, self._stage_costs)
         count, script = self.num_steady, _script(walk, len(span.lanes), seconds.links)
         one, all_ = simulate_each(script, [1, 1 + count], seconds)
         steady = PhaseTime(
@@ -262,5 +262,5 @@ class _PassTimer:
         return first, steady
 
     @cached_property
-    def _priced(self) -> PricedStages:
-        return PricedStages.from_shape(self.shape, self.placement)
+    def _stage_costs(self) -> StageCosts:
+        return StageCosts.from_shape(self.shape, self.placement)

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ...resources import Resource
-from ..placement.dequantized import is_stored
+from ..placement.dequantized import needs_dequantizing
 from ..shape.numbers import Numbers, larger
 from ..shape.shapes import Parameter
 
 UNLIMITED = float("inf")
-OF_COMPUTE = (  # those of where the model computes
+COMPUTE_RATES = (  # those of where the model computes
     "gemm_flops_per_second",
     "expert_flops_per_second",
     "memory_bytes_per_second",
@@ -34,7 +34,7 @@ class StoredWork(NamedTuple):
 
     @staticmethod
     def from_parameter(parameters: Iterable[Parameter], compute_dtype: str) -> "StoredWork":
-        found = [p for p in parameters if is_stored(p, compute_dtype)]
+        found = [p for p in parameters if needs_dequantizing(p, compute_dtype)]
         return StoredWork(
             float(sum(p.num_elements for p in found)),
             float(sum(p.num_bytes for p in found)),
@@ -102,7 +102,7 @@ class MachineRates:
         host = self.host_memory_bytes_per_second
         return {resource: rate / host for resource, rate in rates.items() if rate < UNLIMITED and host < UNLIMITED}
 
-    def changed(self, names: Iterable[str], change: Callable[[float], float]) -> "MachineRates":
+    def map_rates(self, names: Iterable[str], change: Callable[[float], float]) -> "MachineRates":
         """These rates with those of such names changed, by each number of rows where there are several; what is not
         known stays so."""
 
@@ -113,7 +113,7 @@ class MachineRates:
 
         return replace(self, **{name: made(getattr(self, name)) for name in names})
 
-    def exchanged_seconds(self, num_bytes: Numbers) -> Numbers:
+    def layer_exchange_seconds(self, num_bytes: Numbers) -> Numbers:
         """Seconds in which ranks exchange what they make in a layer of hidden vectors of so many bytes."""
         return num_bytes / self.exchange_bytes_per_second + self.exchange_seconds
 
@@ -156,7 +156,7 @@ class MachineRates:
         """Seconds in which so many rows, more than none, are multiplied with so many weights."""
         return 2.0 * num_rows * num_weights / self.gemm_rate(num_rows)
 
-    def multiplies_codes(self, item_bytes: int) -> bool:
+    def has_code_kernels(self, item_bytes: int) -> bool:
         """Whether kernels of a device multiply a few rows, of so many bytes a number, with stored weights as they
         lie."""
         return self.dequantize_bytes_per_second < UNLIMITED and item_bytes == 2
@@ -189,7 +189,7 @@ class MachineRates:
         return sorted(self.expert_flops_per_second.items())
 
 
-def between(points: Sequence[tuple[int, float]], x: float) -> float:
+def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
     """Linear between points, which ascend; constant before the first and beyond the last."""
     if x <= points[0][0]:
         return points[0][1]
@@ -203,4 +203,4 @@ def _rate(points: Sequence[tuple[int, float]], num_rows: Numbers) -> Numbers:
     if isinstance(num_rows, np.ndarray):
         return np.interp(num_rows, [0.0, *(rows for rows, _ in points)], [0.0, *(rate for _, rate in points)])
     first_rows, first = points[0]
-    return first * num_rows / first_rows if num_rows <= first_rows else between(points, num_rows)
+    return first * num_rows / first_rows if num_rows <= first_rows else interpolate(points, num_rows)

@@ -17,7 +17,7 @@ DISK, LINK_IN, LINK_OUT, COMPUTE, CPU, HOST = (resource.number for resource in R
 _RESOURCES = tuple(Resource)  # by their numbers
 SYNC = len(Resource)
 NEVER = 0  # the event that has always happened
-UNSEEN = 1  # one that nobody waits for
+UNOBSERVED = 1  # one that nobody waits for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class ExpertReads:
             (HOST, self.host_seconds),
         )
 
-    def worked(self, action: Action, begin: float, end: float, seconds: float) -> "list[SimulatedSpan]":
+    def compute_spans(self, action: Action, begin: float, end: float, seconds: float) -> "list[SimulatedSpan]":
         """When compute worked for its `seconds` at the action, which waits inside for what it brings in: as if all that
         it waited for came between its own weights and the experts, so that the spans last as long as the work."""
         parts = [(begin, begin + self.dense_seconds), (end - (seconds - self.dense_seconds), end)]
@@ -56,11 +56,11 @@ class ExpertReads:
         return [SimulatedSpan(Resource.compute, action, *part) for part in parts if part[1] > part[0]]
 
 
-def _of_stage(stage: int) -> float:
+def _no_stage_seconds(stage: int) -> float:
     return 0.0
 
 
-def _of_turn(stage: int, lane: int) -> float:
+def _no_turn_seconds(stage: int, lane: int) -> float:
     return 0.0
 
 
@@ -82,7 +82,7 @@ class ScriptLine(NamedTuple):
 
     kind: int
     after: int
-    too: int
+    also_after: int
     event: int
     action: Action
     on_compute: bool  # compute does it, or waits for it
@@ -99,29 +99,29 @@ class Durations:
     `fetch_copy` and `store_copy` lead on over the link. `expert_reads`: None where no action reads any. Of host memory
     a resource that works takes its share by `host_shares`, the CPU's attention takes `host_attend`."""
 
-    read: Callable[[int], float] = _of_stage
-    copy: Callable[[int], float] = _of_stage
-    experts: Callable[[int], float] = _of_stage
-    run: Callable[[int, int], float] = _of_turn
-    pre: Callable[[int, int], float] = _of_turn
-    attend: Callable[[int, int], float] = _of_turn
-    post: Callable[[int, int], float] = _of_turn
-    route: Callable[[int, int], float] = _of_turn
-    end: Callable[[int, int], float] = _of_turn
-    fetch: Callable[[int, int], float] = _of_turn
-    store: Callable[[int, int], float] = _of_turn
-    fetch_copy: Callable[[int, int], float] = _of_turn
-    store_copy: Callable[[int, int], float] = _of_turn
+    read: Callable[[int], float] = _no_stage_seconds
+    copy: Callable[[int], float] = _no_stage_seconds
+    experts: Callable[[int], float] = _no_stage_seconds
+    run: Callable[[int, int], float] = _no_turn_seconds
+    pre: Callable[[int, int], float] = _no_turn_seconds
+    attend: Callable[[int, int], float] = _no_turn_seconds
+    post: Callable[[int, int], float] = _no_turn_seconds
+    route: Callable[[int, int], float] = _no_turn_seconds
+    end: Callable[[int, int], float] = _no_turn_seconds
+    fetch: Callable[[int, int], float] = _no_turn_seconds
+    store: Callable[[int, int], float] = _no_turn_seconds
+    fetch_copy: Callable[[int, int], float] = _no_turn_seconds
+    store_copy: Callable[[int, int], float] = _no_turn_seconds
     expert_reads: Callable[[Action], ExpertReads | None] | None = None
-    host_attend: Callable[[int, int], float] = _of_turn
+    host_attend: Callable[[int, int], float] = _no_turn_seconds
     host_shares: Mapping[int, float] = field(default_factory=dict)
     num_pages: int = 1
     links: Links = OVER_LINK
 
-    def of(self, lines: Lines) -> list[float]:
+    def line_seconds(self, lines: Lines) -> list[float]:
         """The seconds of each line; a barrier takes none by itself."""
         prices: dict[str, Callable[..., float]]
-        prices = {price: getattr(self, price, _of_stage) for price in {line.price for line in lines}}
+        prices = {price: getattr(self, price, _no_stage_seconds) for price in {line.price for line in lines}}
         return [
             prices[line.price](line.action.stage, line.action.lane)
             if line.action.lane is not None
@@ -140,7 +140,7 @@ class Events:
     def count(self) -> int:
         return len(self._numbers) + 2
 
-    def of(self, *key: object) -> int:
+    def number(self, *key: object) -> int:
         return self._numbers.setdefault(key, len(self._numbers) + 2)
 
 
@@ -149,42 +149,42 @@ class Script:
 
     def __init__(self, schedule: Schedule, links: Links, events: Events | None = None):
         self.events = events or Events()
-        self._roads = links
+        self._links = links
         actions = (*schedule.prologue, *schedule.cycle)
         self._copied = {action.stage for action in actions if action.op is Op.copy}
         self._staged_before = _staging_before(schedule)
-        self.prologue: Lines = [line for action in schedule.prologue for line in self._made(action)]
-        self.cycle: Lines = [line for action in schedule.cycle for line in self._made(action)]
+        self.prologue: Lines = [line for action in schedule.prologue for line in self._make_lines(action)]
+        self.cycle: Lines = [line for action in schedule.cycle for line in self._make_lines(action)]
 
-    def _made(self, action: Action) -> list[ScriptLine]:
-        op, stage, event = action.op, action.stage, self.events.of
+    def _make_lines(self, action: Action) -> list[ScriptLine]:
+        op, stage, event = action.op, action.stage, self.events.number
         if op is Op.free:
             return []
         if op is Op.sync:
-            return [ScriptLine(SYNC, NEVER, NEVER, UNSEEN, action, True, op.value)]
+            return [ScriptLine(SYNC, NEVER, NEVER, UNOBSERVED, action, True, op.value)]
         if op is Op.read:
             read = event(stage, "read", action.page) if stage in self._copied else event(stage)
-            left = event(self._staged_before[action.its_stage]) if stage in self._copied else NEVER
+            left = event(self._staged_before[action.stage_index]) if stage in self._copied else NEVER
             return [_line(DISK, action, left, read)]
         if op is Op.copy:
             return [_line(LINK_IN, action, event(stage, "read", action.page), event(stage))]
         turn = event(stage, action.lane)
         if op is Op.attend:
-            return [_line(CPU, action, event=turn, on_compute=self._roads.cpu_is_compute)]
+            return [_line(CPU, action, event=turn, on_compute=self._links.cpu_is_compute)]
         if op is Op.fetch:
-            return self._carried(action, (DISK, LINK_IN), turn)
+            return self._kv_lines(action, (DISK, LINK_IN), turn)
         if op is Op.store:
-            return self._carried(action, (LINK_OUT, DISK), UNSEEN)
-        return [ScriptLine(COMPUTE, event(stage), turn, UNSEEN, action, True, op.value)]
+            return self._kv_lines(action, (LINK_OUT, DISK), UNOBSERVED)
+        return [ScriptLine(COMPUTE, event(stage), turn, UNOBSERVED, action, True, op.value)]
 
-    def _carried(self, action: Action, path: tuple[int, int], event: int) -> list[ScriptLine]:
+    def _kv_lines(self, action: Action, path: tuple[int, int], event: int) -> list[ScriptLine]:
         """KV over the link, or over disk and link, one behind the other."""
         link = next(part for part in path if part != DISK)
-        if not self._roads.is_kv_on_disk:
+        if not self._links.is_kv_on_disk:
             return [_line(link, action, event=event)]
-        if not self._roads.has_link_behind:
+        if not self._links.has_link_behind:
             return [_line(DISK, action, event=event)]
-        between, copy = self.events.of(*action.turn, action.op), f"{action.op.value}_copy"
+        between, copy = self.events.number(*action.turn, action.op), f"{action.op.value}_copy"
         first, second = ((part, copy if part == link else action.op.value) for part in path)
         return [
             _line(first[0], action, event=between, price=first[1]),
@@ -207,7 +207,7 @@ def _staging_before(schedule: Schedule) -> dict[int, int]:
         num_used += action.op is Op.read and not action.page
         num_used -= action.op is Op.copy and action.page in (None, last_page)
         num_slots = max(num_slots, num_used)
-    order = [action.its_stage for action in schedule.cycle if action.op is Op.read and not action.page]
+    order = [action.stage_index for action in schedule.cycle if action.op is Op.read and not action.page]
     return {stage: order[place - num_slots] for place, stage in enumerate(order)}
 
 
@@ -215,7 +215,7 @@ def _line(
     kind: int,
     action: Action,
     after: int = NEVER,
-    event: int = UNSEEN,
+    event: int = UNOBSERVED,
     *,
     on_compute: bool = False,
     price: str | None = None,
@@ -284,20 +284,23 @@ def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> Phase
 def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -> list[PhaseTime]:
     """What `simulate` says of each of these numbers of passes, which rise, at the price of the last. `script`: made
     with the links of `durations`; one serves all passes of its schedule, whatever they take."""
-    clock, found, done = _Clock(script.events.count), list[PhaseTime](), 0
-    prologue, cycle = _Timed.from_script(script.prologue, durations), _Timed.from_script(script.cycle, durations)
+    clock, times, done = _Clock(script.events.count), list[PhaseTime](), 0
+    prologue, cycle = (
+        _TimedLines.from_script(script.prologue, durations),
+        _TimedLines.from_script(script.cycle, durations),
+    )
     clock.play(prologue)
-    begun, every = prologue.busy(), cycle.busy()
+    prologue_busy, cycle_busy = prologue.busy(), cycle.busy()
     for count in counts:
         for number in range(done + 1, count + 1):
             clock.play(cycle)
-            clock.wait_until(begun[HOST] + number * every[HOST])
+            clock.wait_until(prologue_busy[HOST] + number * cycle_busy[HOST])
         done = count
-        busy = {each: begun[each.number] + count * every[each.number] for each in Resource}
-        found.append(
+        busy = {each: prologue_busy[each.number] + count * cycle_busy[each.number] for each in Resource}
+        times.append(
             PhaseTime(num_passes=count, seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy)
         )
-    return found
+    return times
 
 
 def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: float = 0.0) -> list[PlayedPass]:
@@ -311,7 +314,7 @@ def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: floa
     for (schedule, durations), script in zip(passes, scripts, strict=True):
         begin, spans = clock.now, list[SimulatedSpan]()
         parts = [script.cycle] if schedule.prologue == filled else [script.prologue, script.cycle]
-        for timed in (_Timed.from_script(lines, durations) for lines in parts):
+        for timed in (_TimedLines.from_script(lines, durations) for lines in parts):
             clock.play(timed, spans)
             host_seconds += timed.busy()[HOST]
         clock.wait_until(host_seconds)
@@ -322,7 +325,7 @@ def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: floa
 
 
 @dataclass(frozen=True)
-class _Timed:
+class _TimedLines:
     """Lines, how long each takes, and the experts that it brings in by itself."""
 
     lines: Lines
@@ -331,10 +334,10 @@ class _Timed:
     durations: Durations
 
     @staticmethod
-    def from_script(lines: Lines, durations: Durations) -> "_Timed":
+    def from_script(lines: Lines, durations: Durations) -> "_TimedLines":
         ask = durations.expert_reads
         reads = [None if ask is None or line.kind != COMPUTE else ask(line.action) for line in lines]
-        return _Timed(lines, durations.of(lines), reads, durations)
+        return _TimedLines(lines, durations.line_seconds(lines), reads, durations)
 
     def busy(self) -> list[float]:
         """Seconds of each resource, by its number."""
@@ -362,7 +365,7 @@ class _Clock:
         self.stall_seconds += max(0.0, second - self.now)
         self.now = max(self.now, second)
 
-    def play(self, timed: _Timed, spans: list[SimulatedSpan] | None = None) -> None:
+    def play(self, timed: _TimedLines, spans: list[SimulatedSpan] | None = None) -> None:
         """Adds what ran when to `spans`. One loop over local names, longer than functions here are: it is played a
         million times."""
         now, stalled, free, ends = self.now, self.stall_seconds, self._free, self._ends
@@ -376,7 +379,9 @@ class _Clock:
                     stalled += until - now
                     now = until
                 begin = now
-                end = now = begin + seconds if reads is None else self._with_reads(begin, seconds, reads, action, spans)
+                end = now = (
+                    begin + seconds if reads is None else self._play_experts(begin, seconds, reads, action, spans)
+                )
                 stalled += end - begin - seconds
             else:
                 begin = free[kind] if free[kind] > now else now
@@ -387,32 +392,32 @@ class _Clock:
                 if reads is None:
                     spans.append(SimulatedSpan(_RESOURCES[kind], action, begin, end))
                 else:
-                    spans += reads.worked(action, begin, end, seconds)
+                    spans += reads.compute_spans(action, begin, end, seconds)
         self.now, self.stall_seconds = now, stalled
 
-    def _with_reads(
+    def _play_experts(
         self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[SimulatedSpan] | None
     ) -> float:
         """When all experts are done: those that are brought, and those that the CPU multiplies meanwhile."""
-        asked, free = begin + reads.dense_seconds, self._free
-        end = self._with_brought(begin, seconds, reads, action, spans) if reads.num_experts else begin + seconds
+        needed, free = begin + reads.dense_seconds, self._free
+        end = self._play_expert_reads(begin, seconds, reads, action, spans) if reads.num_experts else begin + seconds
         if not reads.cpu_seconds:
             return end
-        start = max(free[CPU], asked)
+        start = max(free[CPU], needed)
         free[CPU] = start + reads.cpu_seconds
         if spans is not None:
             spans.append(SimulatedSpan(Resource.cpu_attention, Action(Op.experts, action.stage), start, free[CPU]))
         return max(end, free[CPU])
 
-    def _with_brought(
+    def _play_expert_reads(
         self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[SimulatedSpan] | None
     ) -> float:
         """Experts arrive one behind the other, and each is computed when it has arrived and the one before it is done:
         as long as it takes to get the first and compute all, or to get all and compute the last."""
         count, free = max(1, reads.num_experts), self._free
-        asked = begin + reads.dense_seconds - reads.lead_seconds
+        requested = begin + reads.dense_seconds - reads.lead_seconds
         read, copy = reads.read_seconds / count, reads.copy_seconds / count
-        start = max(free[DISK], asked) if reads.read_seconds else asked
+        start = max(free[DISK], requested) if reads.read_seconds else requested
         first = max(start + read, free[LINK_IN]) + copy
         last = max(start + reads.read_seconds + copy, first + (count - 1) * copy)
         if reads.read_seconds:

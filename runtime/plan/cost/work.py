@@ -23,7 +23,7 @@ INNER_ROUND_TRIPS = 5
 VISIT_ROUND_TRIPS = 8  # of a token that visits an expert: taken, weighed and added
 LOGIT_ROUND_TRIPS = 6  # a change of layout, whether all are finite, and the largest
 EXPANDED_ROUND_TRIPS = 6  # of keys and values that a layer makes of latents
-LEAST_SHARE = 0.5  # of the rate at which the CPU reads host memory, while the link reads there too
+MIN_MEMORY_SHARE = 0.5  # of the rate at which the CPU reads host memory, while the link reads there too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class StageWork:
     kind: StageKind
     num_bytes: int
     dense_weights: float
-    early_weights: float
+    pre_attention_weights: float
     expert_weights: float  # of one expert
     expert_bytes: float
     num_experts: int
@@ -43,8 +43,8 @@ class StageWork:
     token_bytes: float  # that a token's operators read and write, those of experts excluded
     visit_bytes: float  # and those of one of its experts, in the mean of all of which this rank has some
     is_paged: bool  # its experts are read one by one
-    is_shared: bool  # the CPU may multiply some of them
-    is_narrow: bool  # behind keys and values it has only tokens that are asked for (`model/stages.py`)
+    uses_cpu_experts: bool  # the CPU may multiply some of them
+    can_skip_unselected: bool  # behind keys and values it has only tokens that are asked for (`model/stages.py`)
     stored: StoredWork = NOTHING_STORED  # what is dequantized to be multiplied, without experts
     stored_experts: StoredWork = NOTHING_STORED  # the same of all experts, or of a paged stage of one
 
@@ -53,13 +53,17 @@ class StageWork:
         return expected_hits(self.num_experts, self.num_experts_per_token, num_tokens)
 
 
-def stage_works(shape: ModelShape, paged: frozenset[int], shared: frozenset[int] = frozenset()) -> list[StageWork]:
+def stage_works(
+    shape: ModelShape, paged: frozenset[int], cpu_expert_stages: frozenset[int] = frozenset()
+) -> list[StageWork]:
     first = shape.layers[0].index if shape.layers else 0
-    works = [_of(shape, stage, stage.index in paged, stage.index - first) for stage in shape.stages]
-    return [replace(work, is_shared=True) if stage in shared else work for stage, work in enumerate(works)]
+    works = [_stage_work(shape, stage, stage.index in paged, stage.index - first) for stage in shape.stages]
+    return [
+        replace(work, uses_cpu_experts=True) if stage in cpu_expert_stages else work for stage, work in enumerate(works)
+    ]
 
 
-def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWork:
+def _stage_work(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWork:
     dense = stage.num_dense_weights
     count, size = max(1, stage.num_experts), shape.compute_dtype_bytes
     looked_up = stage.kind in (StageKind.embedding, StageKind.bridge)
@@ -77,7 +81,7 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
         kind=stage.kind,
         num_bytes=stage.dense.num_bytes if is_paged else stage.num_bytes,
         dense_weights=0 if looked_up else dense,
-        early_weights=min(dense, heads * shape.hidden_size),
+        pre_attention_weights=min(dense, heads * shape.hidden_size),
         expert_weights=sum(p.num_elements for p in stage.stacks) / count,
         expert_bytes=(stage.num_bytes - stage.dense.num_bytes) / count,
         num_experts=stage.num_experts,
@@ -85,10 +89,10 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
         kv_bytes=shape.kv_layer_bytes[layer] if stage.kind is StageKind.layer else 0,
         token_bytes=float(size * (token if stage.kind.is_layer else 2 * shape.hidden_size)),
         is_paged=is_paged,
-        is_shared=False,
-        is_narrow=shape.is_packed and stage in shape.layers[-1:],
+        uses_cpu_experts=False,
+        can_skip_unselected=shape.is_packed and stage in shape.layers[-1:],
         visit_bytes=size
-        * stage.own_share
+        * stage.local_expert_share
         * (VISIT_ROUND_TRIPS * shape.hidden_size + INNER_ROUND_TRIPS * shape.intermediate_size),
         stored=StoredWork.from_parameter(stored, shape.compute_dtype),
         # What all experts take together, or one of a paged stage, as it is read by itself.
@@ -147,7 +151,7 @@ class LayerWork:
             query_bytes=heads * shape.compute_dtype_bytes,
             hidden_bytes=shape.hidden_size * shape.compute_dtype_bytes,
             pair_flops=4.0 * heads,
-            head_weights=sum(stage.num_dense_weights for stage in shape.of_kind(StageKind.head)),
+            head_weights=sum(stage.num_dense_weights for stage in shape.stages_of_kind(StageKind.head)),
             outer_bytes=distinct_bytes(p for stage in outer for p in stage.parameters),
             widest_outer_bytes=max((stage.num_bytes for stage in outer), default=0),
             stored=stored.plus(stored_experts.times(-1)).times(share),
@@ -179,29 +183,31 @@ class LayerWork:
         return 2 * (self.ffn_weights + self.num_experts_per_token * self.expert_weights)
 
 
-def with_share(shape: ModelShape, placement: Placement, rates: MachineRates | None) -> Placement:
+def with_cpu_share(shape: ModelShape, placement: Placement, rates: MachineRates | None) -> Placement:
     """`placement` with a share of the CPU that follows from the rates, as far as these are known."""
     share = placement.cpu_share
     if share is None or rates is None:
         return placement
-    first = stage_works(shape, placement.paged)[min(placement.shared)]
-    return replace(placement, cpu_share=share_of(first.expert_bytes, first.expert_weights, rates, share.most_tokens))
+    first = stage_works(shape, placement.paged)[min(placement.cpu_expert_stages)]
+    return replace(
+        placement, cpu_share=make_cpu_share(first.expert_bytes, first.expert_weights, rates, share.max_tokens)
+    )
 
 
-def share_of(expert_bytes: float, expert_weights: float, rates: MachineRates, most_tokens: int) -> CpuShare:
+def make_cpu_share(expert_bytes: float, expert_weights: float, rates: MachineRates, most_tokens: int) -> CpuShare:
     """The CPU reads an expert, and launches what it takes, or multiplies it: whichever takes longer. What the link
     reads from host memory meanwhile is missing to the CPU."""
     link, memory = rates.link_in_bytes_per_second, rates.cpu_attention_bytes_per_second
-    left = max(memory - link, LEAST_SHARE * memory)
-    share = CpuShare(most_tokens=most_tokens, reading=link / left + rates.hit_seconds * link / expert_bytes)
+    left = max(memory - link, MIN_MEMORY_SHARE * memory)
+    share = CpuShare(max_tokens=most_tokens, reading=link / left + rates.hit_seconds * link / expert_bytes)
     if rates.cpu_flops_per_second is None:
         return share
     return replace(share, multiplying=2 * expert_weights / rates.cpu_flops_per_second * link / expert_bytes)
 
 
-def num_of_cpu(share: CpuShare | None, work: StageWork, num_tokens: float) -> int:
+def num_cpu_experts(share: CpuShare | None, work: StageWork, num_tokens: float) -> int:
     """How many of a stage's experts the CPU multiplies for so many tokens, which visit them evenly."""
-    if share is None or not work.is_shared or not 0 < num_tokens <= share.most_tokens:
+    if share is None or not work.uses_cpu_experts or not 0 < num_tokens <= share.max_tokens:
         return 0
     num_hit = max(1, round(work.hits(num_tokens)))
-    return share.num_even(num_hit, num_tokens * work.num_experts_per_token / num_hit)
+    return share.num_experts(num_hit, num_tokens * work.num_experts_per_token / num_hit)

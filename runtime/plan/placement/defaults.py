@@ -18,7 +18,7 @@ from .placement import Budgets, Placement
 from .walks import cpu_attends
 
 MICRO_BATCH_SIZE, NUM_MICRO_BATCHES, CHUNK_TOKENS = 64, 4, 512
-LARGE = (256, 128)  # micro-batches of a CPU, where they cost no room that something else needs
+LARGE_MICRO_BATCHES = (256, 128)  # micro-batches of a CPU, where they cost no room that something else needs
 
 
 def block_size(policy: PolicyConfig) -> int:
@@ -34,8 +34,8 @@ def micro_batch_sizes(shape: ModelShape, config: RuntimeConfig, budgets: Budgets
     if not shape.is_packed or (cpu_attends(shape, config, has_device=budgets.has_device) and budgets.has_device):
         return (MICRO_BATCH_SIZE,)
     if budgets.has_device:
-        return (LARGE[0], MICRO_BATCH_SIZE)
-    return (*(LARGE[:1] if shape.has_experts else LARGE), MICRO_BATCH_SIZE)
+        return (LARGE_MICRO_BATCHES[0], MICRO_BATCH_SIZE)
+    return (*(LARGE_MICRO_BATCHES[:1] if shape.has_experts else LARGE_MICRO_BATCHES), MICRO_BATCH_SIZE)
 
 
 def chunk_sizes(shape: ModelShape, policy: PolicyConfig, blocks: Sequence[Block]) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def chunk_sizes(shape: ModelShape, policy: PolicyConfig, blocks: Sequence[Block]
     if policy.prefill_chunk_tokens is not None:
         return (policy.prefill_chunk_tokens,)
     largest = max((len(group) for block in blocks for group in block.micro_batches), default=1)
-    if policy.micro_batch_size is not None or largest <= LARGE[-1]:
+    if policy.micro_batch_size is not None or largest <= LARGE_MICRO_BATCHES[-1]:
         return (CHUNK_TOKENS,)
     return (4 * CHUNK_TOKENS,) if shape.has_experts else (4 * CHUNK_TOKENS, 2 * CHUNK_TOKENS)
 
@@ -57,11 +57,11 @@ def chunk_tokens(policy: PolicyConfig) -> int:
     return policy.prefill_chunk_tokens or CHUNK_TOKENS
 
 
-def in_chunks(config: RuntimeConfig, num_tokens: int) -> RuntimeConfig:
+def with_chunk_tokens(config: RuntimeConfig, num_tokens: int) -> RuntimeConfig:
     return replace(config, policy=replace(config.policy, prefill_chunk_tokens=num_tokens))
 
 
-def is_whole(placement: Placement) -> bool:
+def keeps_kv_in_compute(placement: Placement) -> bool:
     """Whether there is room in memory for all keys and values. Experts may be paged: of mixtral-s 256 sequences that
     visit paged experts together decoded 1.26 times as fast as 64 at a time that visit them in a slot of their layer,
     in one run of each from disk (two cores with AVX-512)."""
@@ -71,7 +71,7 @@ def is_whole(placement: Placement) -> bool:
 MANY_EXPERTS = 32
 
 
-def usual_orders(shape: ModelShape, *, has_device: bool) -> tuple[Order, ...]:
+def default_orders(shape: ModelShape, *, has_device: bool) -> tuple[Order, ...]:
     """The best by rule first; another is taken where it is predicted to be faster or lets more sequences in.
 
     In front of an accelerator many experts wait for few tokens each, so that every micro-batch by itself takes as long
@@ -80,6 +80,6 @@ def usual_orders(shape: ModelShape, *, has_device: bool) -> tuple[Order, ...]:
     one (`machine=rtx3060 offload=nvme`).
     """
     num_experts = max((stage.num_experts for stage in shape.layers), default=0)
-    if has_device and shape.has_own_experts and num_experts >= MANY_EXPERTS:
+    if has_device and shape.has_grouped_experts and num_experts >= MANY_EXPERTS:
         return (BATCHED, PLAIN)
     return (PLAIN,)

@@ -29,7 +29,9 @@ class DequantizedSize:
         for stage in shape.stages:
             if stage.kind.is_layer:
                 parameters = (stage.dense if stage.index in paged else stage).parameters
-                sizes[stage.index] = sum(area_bytes(p.num_elements * item) for p in parameters if is_stored(p, dtype))
+                sizes[stage.index] = sum(
+                    area_bytes(p.num_elements * item) for p in parameters if needs_dequantizing(p, dtype)
+                )
         stages = frozenset(stage for stage, num_bytes in sizes.items() if num_bytes)
         if not stages:
             return None
@@ -42,7 +44,7 @@ class DequantizedSize:
         return Entry(name="dequantized weights", num_bytes=num_bytes, equation=equation)
 
 
-def is_stored(parameter: Parameter, compute_dtype: str) -> bool:
+def needs_dequantizing(parameter: Parameter, compute_dtype: str) -> bool:
     """Whether a matrix, or a stack of them, lies in a storage format or in another dtype than the one that it is
     multiplied in, by safetensors' name, which is empty where it is not known."""
     if len(parameter.shape) < 2:

@@ -15,7 +15,7 @@ from ..shape.numbers import Numbers
 from ..shape.shapes import Stage
 from ..shape.stage_sizes import ExpertSizes
 from .ledger import Entry
-from .memory import LANE_INNER, handed_numbers, visit_numbers
+from .memory import LANE_INNER, exchanged_elements, visit_elements
 
 WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats reading all in one run
 NUM_STAGING_SLOTS = 2
@@ -42,13 +42,13 @@ class ExpertPhase:
     num_tokens: int
 
     @property
-    def num_asked(self) -> float:
+    def total_requests(self) -> float:
         """How often a layer's experts are asked for in all."""
         return self.num_passes * self.num_requests
 
     def hits(self, num_experts: int, num_experts_per_token: int) -> float:
         """Experts that are hit, each as often as it is."""
-        return self.num_asked * expected_hits(num_experts, num_experts_per_token, self.num_tokens)
+        return self.total_requests * expected_hits(num_experts, num_experts_per_token, self.num_tokens)
 
 
 def choose_paging(
@@ -62,7 +62,7 @@ def choose_paging(
     """
     hits = sum(phase.hits(num_experts, num_experts_per_token) for phase in phases)  # experts read
     layers = sum(phase.num_passes for phase in phases)
-    requests = sum(phase.num_asked for phase in phases)
+    requests = sum(phase.total_requests for phase in phases)
     if hits < WORTHWHILE_SHARE * num_experts * layers:
         return ExpertPaging.hit
     if layer_fits:
@@ -163,7 +163,7 @@ def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
     num_experts = max((stage.num_experts for stage in shape.stages), default=0)
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     waiting = (3 * shape.hidden_size + num_experts) * size + choices * (size + INDEX_BYTES)
-    vectors = RUNNING_HIDDEN * shape.hidden_size + RUNNING_INNER * shape.intermediate_size + handed_numbers(shape)
+    vectors = RUNNING_HIDDEN * shape.hidden_size + RUNNING_INNER * shape.intermediate_size + exchanged_elements(shape)
     running = vectors * size + choices * 3 * (size + INDEX_BYTES)
     return (
         Entry(
@@ -179,7 +179,7 @@ def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
     )
 
 
-def suits_all(num_tokens: int, num_choices: int, num_experts: int) -> bool:
+def multiplies_all_experts(num_tokens: int, num_choices: int, num_experts: int) -> bool:
     """Whether an accelerator multiplies tokens by all experts where it has no kernel for groups: most are hit, and the
     rest costs less than to wait for which."""
     return (
@@ -197,10 +197,12 @@ def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tu
         return ()
     size = shape.compute_dtype_bytes
     experts = max(stage.num_experts for stage in shape.stages)
-    most = min(num_tokens, FULL_TOKENS, GROUPED_VISITS // experts)  # tokens, by all experts
-    by_all = most * experts if suits_all(most, choices, experts) else 0
-    num_visits = max(min(num_tokens * choices, max(num_tokens, GROUPED_VISITS)), by_all)
-    numbers = visit_numbers(shape.hidden_size, shape.expert_inner_size)
+    all_expert_tokens = min(num_tokens, FULL_TOKENS, GROUPED_VISITS // experts)  # tokens, by all experts
+    all_expert_visits = (
+        all_expert_tokens * experts if multiplies_all_experts(all_expert_tokens, choices, experts) else 0
+    )
+    num_visits = max(min(num_tokens * choices, max(num_tokens, GROUPED_VISITS)), all_expert_visits)
+    numbers = visit_elements(shape.hidden_size, shape.expert_inner_size)
     counted = RUNNING_INNER * shape.intermediate_size + RUNNING_HIDDEN * shape.hidden_size if is_batched else 0
     if not is_batched and not shape.has_fused_gates:
         counted = LANE_INNER * shape.intermediate_size

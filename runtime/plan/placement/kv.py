@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from ...config.settings import KVDType, KVTier
 from ...units import MIB, round_up
 from ..schedule.walk import Walk
-from ..shape.dtypes import why_exact
+from ..shape.dtypes import kv_dtype_obstacle
 from ..shape.extents import ALIGNMENT_BYTES, pinned_bytes
 from ..shape.model import ModelShape
-from ..shape.stage_sizes import spread
+from ..shape.stage_sizes import evenly_spaced
 from .ledger import Entry
 from .load import Load
 from .memory import PAGE_TOKENS
@@ -36,7 +36,7 @@ class KVLayout:
     slot_pages: int
     num_slots: int
     is_quantized: bool = False
-    may_be_quantized: bool = False  # kv.dtype is left at auto, and a lossy one could be had
+    can_be_quantized: bool = False  # kv.dtype is left at auto, and a lossy one could be had
 
     @property
     def stays_in_host(self) -> bool:
@@ -80,7 +80,7 @@ class KVCost:
     disk_bytes: int = 0
 
 
-def travelling_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has_device: bool) -> tuple[int, ...]:
+def offloaded_kv_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has_device: bool) -> tuple[int, ...]:
     """Decoder layers, from 0, whose keys and values live in `tier`; those of the share `fraction` stay in compute
     memory, evenly over the depth, and so do the windows that padded lanes keep. Host memory is no other tier where
     compute happens in it."""
@@ -88,15 +88,15 @@ def travelling_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has_d
     if tier is KVTier.device or (tier is KVTier.cpu and not has_device):
         return ()
     layers = [layer for layer, size in enumerate(shape.kv_layer_bytes) if size and layer not in shape.bounded_layers]
-    staying = {layers[place] for place in spread(len(layers), round(fraction * len(layers)))}
-    return tuple(layer for layer in layers if layer not in staying)
+    in_compute = {layers[place] for place in evenly_spaced(len(layers), round(fraction * len(layers)))}
+    return tuple(layer for layer in layers if layer not in in_compute)
 
 
-def layer_ranges(numbers: Iterable[int], most: int | None = None) -> Iterator[range]:
+def layer_ranges(numbers: Iterable[int], max_length: int | None = None) -> Iterator[range]:
     """Neighbouring numbers together, ascending, up to `most` of them."""
     run = range(0)
     for number in sorted(numbers):
-        if run and (number != run.stop or len(run) == most):
+        if run and (number != run.stop or len(run) == max_length):
             yield run
             run = range(0)
         run = range(run.start if run else number, number + 1)
@@ -105,29 +105,29 @@ def layer_ranges(numbers: Iterable[int], most: int | None = None) -> Iterator[ra
 
 
 def kv_layout(
-    shape: ModelShape, tier: KVTier, travelling: Sequence[int], *, num_pages: int, slot_pages: int, num_slots: int
+    shape: ModelShape, tier: KVTier, offloaded: Sequence[int], *, num_pages: int, slot_pages: int, num_slots: int
 ) -> KVLayout:
     return KVLayout(
         tier=tier,
-        page_bytes={layer: PAGE_TOKENS * shape.kv_layer_bytes[layer] for layer in travelling},
+        page_bytes={layer: PAGE_TOKENS * shape.kv_layer_bytes[layer] for layer in offloaded},
         num_pages=num_pages,
         slot_pages=slot_pages,
         num_slots=num_slots,
         is_quantized=shape.kv_dtype.is_quantized,
-        may_be_quantized=shape.kv_dtype is KVDType.auto and not why_exact(shape, KVDType.int8),
+        can_be_quantized=shape.kv_dtype is KVDType.auto and not kv_dtype_obstacle(shape, KVDType.int8),
     )
 
 
 def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
     """What the keys and values of `layout.num_pages` pages take, those of the layers that stay included."""
-    staying = sum(size for layer, size in enumerate(shape.kv_layer_bytes) if layer not in layout.page_bytes)
-    positions, num_travelling = layout.num_pages * PAGE_TOKENS, len(layout.page_bytes)
-    equation = f"{positions:,} positions x {staying:,} B"
-    if num_travelling:
+    in_compute_bytes = sum(size for layer, size in enumerate(shape.kv_layer_bytes) if layer not in layout.page_bytes)
+    positions, num_offloaded = layout.num_pages * PAGE_TOKENS, len(layout.page_bytes)
+    equation = f"{positions:,} positions x {in_compute_bytes:,} B"
+    if num_offloaded:
         num_layers = sum(1 for size in shape.kv_layer_bytes if size)
-        equation += f" of {num_layers - num_travelling} of {num_layers} layers"
-    compute = [Entry(name="KV cache", num_bytes=positions * staying, equation=equation)]
-    if not num_travelling:
+        equation += f" of {num_layers - num_offloaded} of {num_layers} layers"
+    compute = [Entry(name="KV cache", num_bytes=positions * in_compute_bytes, equation=equation)]
+    if not num_offloaded:
         return KVCost(compute=tuple(compute))
     num_slots, slot_bytes = layout.num_slots, layout.slot_bytes
     if not layout.stays_in_host:
@@ -138,11 +138,11 @@ def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
         pages = Entry(
             name="KV pages",
             num_bytes=sum(pinned_bytes(pages * size, is_aligned=False) for pages, size in segments),
-            equation=f"{layout.num_pages:,} pages x {sum(layout.page_bytes.values()):,} B of {num_travelling} layers, "
+            equation=f"{layout.num_pages:,} pages x {sum(layout.page_bytes.values()):,} B of {num_offloaded} layers, "
             "pinned",
         )
         return KVCost(compute=tuple(compute), host=(pages,))
-    num_pages, pinned = layout.num_pages * num_travelling, pinned_bytes(slot_bytes)
+    num_pages, pinned = layout.num_pages * num_offloaded, pinned_bytes(slot_bytes)
     equation = f"{num_pages:,} pages x {CHECKSUM_BYTES} B"
     checksums = Entry(name="KV checksums", num_bytes=num_pages * CHECKSUM_BYTES, equation=equation)
     if not has_device:
@@ -173,7 +173,7 @@ def exchange_size(shape: ModelShape, kv: KVLayout, walk: Walk, load: Load) -> Ex
     # One new token: its key and value, and for each of their heads a group of queries and answers.
     row_bytes = (1 + -(-shape.num_heads // max(1, shape.num_kv_heads))) * _position_bytes(shape, kv)
     return ExchangeSize(
-        num_round_trips=walk.order.style.num_ahead + 1, round_trip_bytes=load.most_rows * row_bytes + sinks
+        num_round_trips=walk.order.style.num_ahead + 1, round_trip_bytes=load.max_rows * row_bytes + sinks
     )
 
 
@@ -181,7 +181,7 @@ def _position_bytes(shape: ModelShape, kv: KVLayout) -> int:
     return max(shape.kv_layer_bytes[layer] for layer in kv.page_bytes)
 
 
-def pinned_entry(size: ExchangeSize) -> Entry:
+def exchange_host_entry(size: ExchangeSize) -> Entry:
     pinned = pinned_bytes(size.round_trip_bytes, is_aligned=False)
     return Entry(
         name="KV exchange",
@@ -190,11 +190,11 @@ def pinned_entry(size: ExchangeSize) -> Entry:
     )
 
 
-def device_entry(shape: ModelShape, kv: KVLayout, size: ExchangeSize, load: Load) -> Entry:
+def exchange_device_entry(shape: ModelShape, kv: KVLayout, size: ExchangeSize, load: Load) -> Entry:
     """Trips' own ends; prompts' keys and values that have not left yet, beside those that are made meanwhile; and what
     the longest row has cached, which is brought up where a prompt goes on."""
     per_position = _position_bytes(shape, kv)
-    positions = (STORES_IN_FLIGHT + 1) * load.most_tokens + load.most_positions
+    positions = (STORES_IN_FLIGHT + 1) * load.max_tokens + load.max_positions
     return Entry(
         name="KV exchange",
         num_bytes=size.num_round_trips * size.round_trip_bytes + positions * per_position,

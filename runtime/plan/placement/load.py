@@ -19,12 +19,12 @@ class Load:
     lanes: Sequence[MicroBatch]
     chunk_tokens: int
     num_kv_pages: int
-    most_pages: int  # KV pages of a lane
-    most_rows: int  # sequences of a lane
-    most_tokens: int  # of a lane in one pass
-    most_positions: int  # that one sequence caches
-    all_rows: int  # sequences of all lanes of a block
-    all_tokens: int  # of all lanes of a block in one pass
+    max_pages: int  # KV pages of a lane
+    max_rows: int  # sequences of a lane
+    max_tokens: int  # of a lane in one pass
+    max_positions: int  # that one sequence caches
+    block_rows: int  # sequences of all lanes of a block
+    block_tokens: int  # of all lanes of a block in one pass
     num_spared_pages: int  # of `num_kv_pages`, where lanes share among themselves
     full_pages: int
     num_prefill_passes: float  # of the whole run or of one block: what counts is how they compare
@@ -43,12 +43,12 @@ class Load:
             num_kv_pages=sum(pages),
             num_spared_pages=sum(pages) - together,
             full_pages=sum(pages),
-            most_pages=max(pages, default=0),
-            most_rows=max(map(len, lanes), default=0),
-            most_tokens=max(tokens, default=0),
-            most_positions=max((size.capacity_tokens for lane in lanes for size in lane), default=0),
-            all_rows=sum(map(len, lanes)),
-            all_tokens=sum(tokens),
+            max_pages=max(pages, default=0),
+            max_rows=max(map(len, lanes), default=0),
+            max_tokens=max(tokens, default=0),
+            max_positions=max((size.capacity_tokens for lane in lanes for size in lane), default=0),
+            block_rows=sum(map(len, lanes)),
+            block_tokens=sum(tokens),
             num_prefill_passes=max((prefill_passes(shape, lane, chunk_tokens) for lane in lanes), default=0),
             num_decode_passes=max((size.max_new_tokens - 1 for lane in lanes for size in lane), default=0),
         )
@@ -66,12 +66,12 @@ class Load:
             heaviest,
             num_kv_pages=num_kv_pages,
             num_spared_pages=num_kv_pages - max(load.num_kv_pages - load.num_spared_pages for load in loads),
-            most_pages=max(load.most_pages for load in loads),
-            most_rows=max(load.most_rows for load in loads),
-            most_tokens=max(load.most_tokens for load in loads),
-            most_positions=max(load.most_positions for load in loads),
-            all_rows=max(load.all_rows for load in loads),
-            all_tokens=max(load.all_tokens for load in loads),
+            max_pages=max(load.max_pages for load in loads),
+            max_rows=max(load.max_rows for load in loads),
+            max_tokens=max(load.max_tokens for load in loads),
+            max_positions=max(load.max_positions for load in loads),
+            block_rows=max(load.block_rows for load in loads),
+            block_tokens=max(load.block_tokens for load in loads),
         )
 
     @cached_property
@@ -80,18 +80,18 @@ class Load:
         return sum(entry.num_bytes for entry in lane_entries(self.shape, self.lanes, self.chunk_tokens))
 
     @property
-    def at_least(self) -> frozenset[str]:
+    def keys_at_minimum(self) -> frozenset[str]:
         """The keys of which no lower value would make it less."""
         is_least = {
-            "policy.micro_batch_size": self.most_rows <= 1,
-            "policy.num_micro_batches": self.all_rows <= self.most_rows,
-            "policy.prefill_chunk_tokens": self.most_tokens <= self.most_rows,
+            "policy.micro_batch_size": self.max_rows <= 1,
+            "policy.num_micro_batches": self.block_rows <= self.max_rows,
+            "policy.prefill_chunk_tokens": self.max_tokens <= self.max_rows,
             "sampling.max_new_tokens": self.num_decode_passes <= 0,
         }
         return frozenset(key for key, found in is_least.items() if found)
 
     @property
-    def is_roomy(self) -> bool:
+    def has_enough_pages(self) -> bool:
         """Every other sequence could run to its limit, or all of them halfway."""
         return 2 * self.num_kv_pages >= self.full_pages
 

@@ -65,7 +65,7 @@ class SequenceSize:
 
     @staticmethod
     @lru_cache(65536)
-    def shared(
+    def interned(
         num_prompt_tokens: int,
         max_new_tokens: int,
         num_scored: int = 0,
@@ -81,11 +81,13 @@ class SequenceSize:
             num_beams=num_beams,
         )
 
-    def behind(self, prefix: SharedPrefix | None) -> "SequenceSize":
+    def with_prefix(self, prefix: SharedPrefix | None) -> "SequenceSize":
         """The same, of a prompt that begins with `prefix`."""
         if prefix is self.prefix:
             return self
-        return SequenceSize.shared(self.num_prompt_tokens, self.max_new_tokens, self.num_scored, prefix, self.num_beams)
+        return SequenceSize.interned(
+            self.num_prompt_tokens, self.max_new_tokens, self.num_scored, prefix, self.num_beams
+        )
 
 
 MicroBatch = Sequence[SequenceSize]
@@ -98,28 +100,30 @@ def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch], *, among_l
     and one that is not."""
     if shape.is_packed:
         sharing = [[size for lane in micro_batches for size in lane]] if among_lanes else micro_batches
-        return sum(size.capacity_tokens for lane in micro_batches for size in lane) - sum(map(_spared, sharing))
-    return sum(len(lane) * _longest(shape, lane) for lane in micro_batches if lane)
+        return sum(size.capacity_tokens for lane in micro_batches for size in lane) - sum(
+            map(_spared_positions, sharing)
+        )
+    return sum(len(lane) * _row_positions(shape, lane) for lane in micro_batches if lane)
 
 
-def _spared(lane: MicroBatch) -> int:
+def _spared_positions(lane: MicroBatch) -> int:
     """KV positions that the lane does not hold because they are shared."""
-    shares = shares_of(lane)
+    shares = prefix_shares(lane)
     if shares is None:
         return 0
-    members = sum(_whole(prefix.num_tokens) for prefix in shares.prefixes if prefix is not None)
-    kept = (
-        round_up(prefix.num_tokens, PAGE_TOKENS) - (_whole(parent.num_tokens) if parent is not None else 0)
+    members = sum(_whole_page_tokens(prefix.num_tokens) for prefix in shares.prefixes if prefix is not None)
+    shared = (
+        round_up(prefix.num_tokens, PAGE_TOKENS) - (_whole_page_tokens(parent.num_tokens) if parent is not None else 0)
         for prefix, parent in shares.parents.items()
     )
-    return members - sum(kept)
+    return members - sum(shared)
 
 
-def _whole(num_tokens: int) -> int:
+def _whole_page_tokens(num_tokens: int) -> int:
     return num_tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
-def shares_of(lane: MicroBatch) -> PrefixSharing | None:
+def prefix_shares(lane: MicroBatch) -> PrefixSharing | None:
     """What the sequences of a lane share; None where that is nothing."""
     if all(size.prefix is None for size in lane):
         return None
@@ -129,13 +133,13 @@ def shares_of(lane: MicroBatch) -> PrefixSharing | None:
 
 def computed_tokens(lane: MicroBatch) -> int:
     """Tokens of prompts that the lane computes, those that are shared once."""
-    shares, num_tokens = shares_of(lane), sum(size.num_prompt_tokens for size in lane)
+    shares, num_tokens = prefix_shares(lane), sum(size.num_prompt_tokens for size in lane)
     if shares is None:
         return num_tokens
     return num_tokens - shares.num_spared()
 
 
-def _longest(shape: ModelShape, lane: MicroBatch) -> int:
+def _row_positions(shape: ModelShape, lane: MicroBatch) -> int:
     """KV positions of a lane's longest row."""
     if shape.is_packed:
         return max(size.capacity_tokens for size in lane)
@@ -144,7 +148,7 @@ def _longest(shape: ModelShape, lane: MicroBatch) -> int:
     return round_up(_prompt_width(lane) + max(size.max_new_tokens for size in lane), PAGE_TOKENS)
 
 
-def _restarts(shape: ModelShape, size: SequenceSize) -> bool:
+def _may_restart(shape: ModelShape, size: SequenceSize) -> bool:
     """Whether it may come to where all of its keys are computed once more."""
     limit = shape.restart_tokens
     return limit is not None and size.num_prompt_tokens < limit < size.num_prompt_tokens + size.max_new_tokens
@@ -157,8 +161,10 @@ def _prompt_width(lane: MicroBatch) -> int:
 def chunk_columns(num_rows: int, width: int, chunk_tokens: int) -> int:
     """Columns of a padded rectangle that one pass prefills, of the last chunk perhaps fewer. None has a single one,
     unless the prompt has: recurrent layers take that for a decode step, which has no padding."""
-    most = min(width, max(2, chunk_tokens // num_rows))
-    fitting = (columns for columns in (*range(most, 1, -1), *range(most + 1, width)) if width % columns != 1)
+    max_columns = min(width, max(2, chunk_tokens // num_rows))
+    fitting = (
+        columns for columns in (*range(max_columns, 1, -1), *range(max_columns + 1, width)) if width % columns != 1
+    )
     return next(fitting, width)
 
 
@@ -174,9 +180,11 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
         return 0
     if shape.is_packed:
         # One that may restart wants all of its keys computed at a time.
-        wanted = (shape.restart_tokens or 0 if _restarts(shape, size) else size.num_prompt_tokens for size in lane)
-        return max(len(lane), min(prefill_chunk_tokens, sum(wanted)))
-    width = _longest(shape, lane) if any(_restarts(shape, size) for size in lane) else _prompt_width(lane)
+        row_tokens = (
+            shape.restart_tokens or 0 if _may_restart(shape, size) else size.num_prompt_tokens for size in lane
+        )
+        return max(len(lane), min(prefill_chunk_tokens, sum(row_tokens)))
+    width = _row_positions(shape, lane) if any(_may_restart(shape, size) for size in lane) else _prompt_width(lane)
     if shape.has_encoder:  # each position looks at all others, so a prompt cannot be cut
         return len(lane) * (width + max(size.num_scored for size in lane))
     return len(lane) * prompt_columns(shape, len(lane), width, prefill_chunk_tokens)
@@ -199,19 +207,19 @@ def _logits_entry(shape: ModelShape, micro_batches: Sequence[MicroBatch], tokens
     num_rows = max((len(lane) for lane in micro_batches), default=0)
     pairs = zip(micro_batches, tokens, strict=True)
     num_scored = max((min(most, sum(size.num_scored for size in lane)) for lane, most in pairs), default=0)
-    kept = num_scored * shape.hidden_size * shape.compute_dtype_bytes
+    hidden = num_scored * shape.hidden_size * shape.compute_dtype_bytes
     if num_scored:
         num_rows = min(num_scored, head_rows(shape.vocab_size))
     logits = num_rows * shape.vocab_size * 4
-    beside = max(logits, min(2 * logits, SAMPLING_BYTES))
+    sampling = max(logits, min(2 * logits, SAMPLING_BYTES))
     if (num_beams := max((size.num_beams for lane in micro_batches for size in lane), default=1)) > 1:
         at_once = max(SAMPLING_BYTES, SEARCH_FACTOR * num_beams * shape.vocab_size * 4)
-        beside = max(beside, min(SEARCH_FACTOR * logits, at_once))
+        sampling = max(sampling, min(SEARCH_FACTOR * logits, at_once))
     return Entry(
         name="logits",
-        num_bytes=logits + beside + kept,
-        equation=f"{num_rows:,} rows x {shape.vocab_size:,} x 4 B + {beside / MIB:.1f} MiB to draw from them"
-        + (f" + {num_scored:,} hidden states {kept / MIB:.1f} MiB" if num_scored else ""),
+        num_bytes=logits + sampling + hidden,
+        equation=f"{num_rows:,} rows x {shape.vocab_size:,} x 4 B + {sampling / MIB:.1f} MiB to draw from them"
+        + (f" + {num_scored:,} hidden states {hidden / MIB:.1f} MiB" if num_scored else ""),
     )
 
 
@@ -237,7 +245,7 @@ def lane_entries(
     products = max(PANEL_BYTES, laid_out + min(PANEL_BYTES, 4 * width * widest))  # few rows, then many
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     if shape.has_decode_kernel and choices:  # experts that are multiplied at once on a CPU
-        visits = in_flight * choices * visit_numbers(width, shape.expert_inner_size)
+        visits = in_flight * choices * visit_elements(width, shape.expert_inner_size)
         products += min(GROUPED_BYTES, visits * size)
     entries = list[Entry]()
     if per_row := shape.state_bytes_per_sequence:
@@ -246,7 +254,7 @@ def lane_entries(
     if per_row := shape.kv_tail_bytes_per_sequence:
         # What each sequence has not filled a page with yet, and each that computes for others: one at least of a lane,
         # as these may come while it goes on.
-        shares = map(shares_of, micro_batches)
+        shares = map(prefix_shares, micro_batches)
         num_tails = num_rows + sum(max(1, len(each.parents)) if each is not None else 1 for each in shares)
         equation = f"{num_tails:,} sequences x {per_row:,} B of {PAGE_TOKENS} positions as they are computed"
         entries.append(Entry(name="KV tails", num_bytes=num_tails * per_row, equation=equation))
@@ -276,17 +284,17 @@ def _parts_entry(shape: ModelShape, num_tokens: int, micro_batches: Sequence[Mic
     heads = shape.num_parts * shape.num_heads * shape.head_dim
     numbers = max(num_tokens * max(heads, shape.hidden_size), inner * shape.intermediate_size)
     numbers = max(numbers, max(map(len, micro_batches), default=0) * shape.vocab_size)
-    numbers = max(2 * numbers, num_tokens * handed_numbers(shape))
+    numbers = max(2 * numbers, num_tokens * exchanged_elements(shape))
     return Entry(name="parts made whole", num_bytes=numbers * size, equation=f"{numbers:,} x {size} B")
 
 
-def visit_numbers(hidden_size: int, inner_size: int) -> int:
+def visit_elements(hidden_size: int, inner_size: int) -> int:
     """What an expert makes of a token: the input, gate and up, their product twice, and the output, as its token has it
     and weighted, once in float32."""
     return 6 * hidden_size + 4 * inner_size
 
 
-def handed_numbers(shape: ModelShape) -> int:
+def exchanged_elements(shape: ModelShape) -> int:
     """What experts that ranks have whole make of a token, if all that it visits are this rank's, what comes from
     others of the tokens that this one adds up, and sums, as they are told and as they come."""
     if not shape.num_whole_experts:
@@ -340,7 +348,7 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
     size = shape.compute_dtype_bytes
     worst = 0
     for lane in filter(None, micro_batches):
-        longest = max(_longest(shape, lane), _prompt_width(lane) if shape.has_encoder else 0)
+        longest = max(_row_positions(shape, lane), _prompt_width(lane) if shape.has_encoder else 0)
         tokens = pass_tokens(shape, lane, chunk_tokens)
         rows = len(lane) if shape.is_packed else tokens
         decode = 0 if shape.has_decode_kernel else 2 * rows * shape.num_heads * longest * size
@@ -383,7 +391,10 @@ def resumed_chunks(
     if shape.has_encoder:
         # The head of a decoder behind an encoder makes logits of every token that it is given: as many as find room
         # where the encoder's activations were, and no more than those had tokens.
-        room = [len(lane) + (room_of_encoder(shape, lane) + spare_bytes) // (4 * shape.vocab_size) for lane in planned]
+        room = [
+            len(lane) + (encoder_activation_bytes(shape, lane) + spare_bytes) // (4 * shape.vocab_size)
+            for lane in planned
+        ]
         pairs = zip(planned, room, strict=True)
         return tuple(max(len(lane), min(pass_tokens(shape, lane, 0), most)) for lane, most in pairs)
     as_planned = [pass_tokens(shape, lane, chunk_tokens) for lane in planned]
@@ -395,7 +406,7 @@ def resumed_chunks(
     return tuple(as_planned)
 
 
-def room_of_encoder(shape: ModelShape, lane: MicroBatch) -> int:
+def encoder_activation_bytes(shape: ModelShape, lane: MicroBatch) -> int:
     """Bytes of its activations, at least, which are gone when the decoder's head runs."""
     numbers = (4 * shape.hidden_size + 3 * shape.intermediate_size) * pass_tokens(shape, lane, 0)
     return numbers * shape.compute_dtype_bytes
@@ -407,16 +418,16 @@ def _num_bytes(entries: Sequence[Entry]) -> int:
 
 NUM_RECORDINGS = 16  # that are kept: the latest
 RECORDING_BYTES = 32 * MIB  # of the driver, for the launches of a pass: an estimate
-ROOM = 1.5  # times the positions that a pass looks at, at most
-OF_A_PASS = frozenset({"hidden states", "activations", "logits"})
+RECORDING_HEADROOM = 1.5  # times the positions that a pass looks at, at most
+PASS_ENTRIES = frozenset({"hidden states", "activations", "logits"})
 
 
 def recordings_entry(shape: ModelShape, lanes: Sequence[MicroBatch]) -> Entry:
     """All compute in the same memory, which nothing else uses; what they start from and give lies beside it."""
     entries = lane_entries(shape, lanes, prefill_chunk_tokens=1, slack_bytes=0)
-    of_a_pass = round(ROOM * sum(entry.num_bytes for entry in entries if entry.name in OF_A_PASS))
+    pass_bytes = round(RECORDING_HEADROOM * sum(entry.num_bytes for entry in entries if entry.name in PASS_ENTRIES))
     return Entry(
         name="recordings",
-        num_bytes=of_a_pass + NUM_RECORDINGS * RECORDING_BYTES,
-        equation=f"a decode pass {of_a_pass:,} B + {NUM_RECORDINGS} x {RECORDING_BYTES // MIB} MiB",
+        num_bytes=pass_bytes + NUM_RECORDINGS * RECORDING_BYTES,
+        equation=f"a decode pass {pass_bytes:,} B + {NUM_RECORDINGS} x {RECORDING_BYTES // MIB} MiB",
     )

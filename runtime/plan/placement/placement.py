@@ -40,18 +40,18 @@ class Budgets:
         """The bytes of the memory where compute finds its weights."""
         return self.host_bytes if self.device_bytes is None else self.device_bytes
 
-    def copied(self, entry: Entry) -> Entry:
+    def count_per_process(self, entry: Entry) -> Entry:
         """What of memory that each process has by itself counts here."""
-        return _times(entry, self.num_copies, "processes")
+        return _multiply_entry(entry, self.num_copies, "processes")
 
-    def computed(self, entry: Entry) -> Entry:
+    def count_per_device(self, entry: Entry) -> Entry:
         """What of memory where compute finds its weights counts, that each process has by itself."""
-        return _times(entry, self.num_devices, "devices") if self.has_device else self.copied(entry)
+        return _multiply_entry(entry, self.num_devices, "devices") if self.has_device else self.count_per_process(entry)
 
-    def share(self, entry: Entry) -> Entry:
+    def count_shared(self, entry: Entry) -> Entry:
         """What of weights that stay in host memory counts here."""
         if self.num_sharers == 1:
-            return self.copied(entry)
+            return self.count_per_process(entry)
         num_bytes, equation = self.shared_bytes(entry.num_bytes), f"{entry.equation}, of {self.num_sharers} processes"
         return replace(entry, num_bytes=num_bytes, equation=equation)
 
@@ -59,7 +59,7 @@ class Budgets:
         return -(-num_bytes * self.num_copies // self.num_sharers)
 
 
-def _times(entry: Entry, count: int, what: str) -> Entry:
+def _multiply_entry(entry: Entry, count: int, what: str) -> Entry:
     if count == 1:
         return entry
     return replace(entry, num_bytes=entry.num_bytes * count, equation=f"{entry.equation}, in each of {count} {what}")
@@ -85,14 +85,14 @@ class Placement:
     num_expert_slots: int = 0
     cpu_share: CpuShare | None = None
     dequantized: DequantizedSize | None = None  # None: stored weights are dequantized inside of each product
-    at_least: frozenset[str] = frozenset()  # keys of which no lower value helps
+    keys_at_minimum: frozenset[str] = frozenset()  # keys of which no lower value helps
 
     @property
     def host_layers(self) -> frozenset[int]:
         return frozenset(self.kv.page_bytes) if self.kv.stays_in_host else frozenset()
 
     @property
-    def sharing(self) -> SharingRule:
+    def sharing_rule(self) -> SharingRule:
         """How far prompts share what they begin with. Lanes that keep keys and values in host memory have no copy of a
         page there, nor anybody's in the pass that computes them; those that travel come to one lane at a time. Of
         quantised pages whole ones are shared: what is in none yet is the lane's that computed it."""
@@ -101,12 +101,12 @@ class Placement:
         return SharingRule(among_lanes=among_lanes, in_pass=not in_host, page_tokens=PAGE_TOKENS if by_page else 1)
 
     @property
-    def shared(self) -> frozenset[int]:
+    def cpu_expert_stages(self) -> frozenset[int]:
         """The stages some of whose experts the CPU multiplies."""
         return frozenset() if self.cpu_share is None else self.paged & self.walk.in_host
 
     @property
-    def stays_whole(self) -> bool:
+    def is_fully_resident(self) -> bool:
         """Neither weights nor keys and values travel."""
         return not (self.walk.streamed or self.kv.page_bytes)
 
@@ -122,10 +122,10 @@ class Placement:
     def require_fit(self, config: RuntimeConfig | None = None) -> None:
         """Raises BudgetError, with the equation and the keys that can make it true."""
         for ledger in self.ledgers:
-            ways = ways_to_fit(ledger, self.walk, self.kv, config or RuntimeConfig(), self.at_least)
+            advice = fit_advice(ledger, self.walk, self.kv, config or RuntimeConfig(), self.keys_at_minimum)
             if self.has_device and ledger.memory == "host" and config and config.offload.host_memory_gib is None:
-                ways += f". Unset, {ledger.budget_key} is {PINNED_SHARE:.0%} of the host's memory at most, all pinned"
-            ledger.require_fit(ways)
+                advice += f". Unset, {ledger.budget_key} is {PINNED_SHARE:.0%} of the host's memory at most, all pinned"
+            ledger.require_fit(advice)
 
 
 KV_TERMS = frozenset({"KV cache", "KV pages"})
@@ -140,13 +140,13 @@ LOWERED_BY = {  # which terms a lower value of the key makes smaller
 }
 
 
-def ways_to_fit(ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig, at_least: frozenset[str]) -> str:
+def fit_advice(ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig, keys_at_minimum: frozenset[str]) -> str:
     """The ways to make a run fit, by the terms that the ledger has, and the budget that this plan takes. A key whose
     value is at its end already is not named. Weights that are rounded while they are read cannot be read from disk in
     each pass."""
     terms = frozenset(entry.name for entry in ledger.entries if entry.num_bytes)
-    ways = [f"raise {ledger.budget_key} to {math.ceil(1000 * ledger.total_bytes / GIB) / 1000:g}"]
-    lower = [key for key, lowered in LOWERED_BY.items() if terms & lowered and key not in at_least]
+    options = [f"raise {ledger.budget_key} to {math.ceil(1000 * ledger.total_bytes / GIB) / 1000:g}"]
+    lower = [key for key, lowered in LOWERED_BY.items() if terms & lowered and key not in keys_at_minimum]
     if "slots" in terms and walk.num_slots > 1:
         lower.append("prefetch.depth" if walk.block == 1 else "prefetch.block_layers")
     if "resident weights" in terms and walk.streamed:
@@ -164,11 +164,11 @@ def ways_to_fit(ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig,
     if terms & KV_TERMS and kv.tier is not KVTier.nvme:
         use.append("policy.attention=device with kv=nvme" if kv.stays_in_host else "kv=nvme")
     if lower:
-        ways.append(f"lower {_one_of(lower)}")
+        options.append(f"lower {_join_with_or(lower)}")
     if use:
-        ways.append(f"use {_one_of(use)}")
-    return ", or ".join(ways)
+        options.append(f"use {_join_with_or(use)}")
+    return ", or ".join(options)
 
 
-def _one_of(keys: Sequence[str]) -> str:
+def _join_with_or(keys: Sequence[str]) -> str:
     return " or ".join([", ".join(keys[:-1]), keys[-1]]) if len(keys) > 1 else keys[0]

@@ -10,12 +10,21 @@ from ...config.orders import PLAIN
 from ...config.settings import Dequantize, ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier, require
 from ..shape.extents import LOADING_BYTES, pinned_bytes
 from ..shape.model import ModelShape
-from ..shape.stage_sizes import spread
+from ..shape.stage_sizes import evenly_spaced
 from . import feedforward
 from .dequantized import DequantizedSize
 from .experts import ExpertPhase, batch_entries, choose_paging, host_entries, pageable_stages, slot_entry, visit_entries
-from .feedforward import CpuShare, cpu_multiplies, require_possible
-from .kv import KVCost, KVLayout, device_entry, exchange_size, kv_cost, kv_layout, pinned_entry, travelling_layers
+from .feedforward import CpuShare, cpu_multiplies, require_cpu_experts
+from .kv import (
+    KVCost,
+    KVLayout,
+    exchange_device_entry,
+    exchange_host_entry,
+    exchange_size,
+    kv_cost,
+    kv_layout,
+    offloaded_kv_layers,
+)
 from .ledger import Entry, Ledger, library_entry
 from .load import Load
 from .memory import lane_entries, recordings_entry
@@ -35,10 +44,10 @@ class Requirements:
     load: Load
     kv: KVLayout
 
-    def may_hold(self, resident_bytes: int) -> bool:
+    def can_hold(self, resident_bytes: int) -> bool:
         """False where compute memory has no room for these weights, even if no other passed through a slot."""
         compute, host = self.budgets.device_bytes, self.budgets.host_bytes
-        fixed = sum(entry.num_bytes for entry in self._fixed)
+        fixed = sum(entry.num_bytes for entry in self._fixed_entries)
         if compute is None:
             return self.budgets.shared_bytes(resident_bytes) + fixed <= host
         return resident_bytes * self.budgets.num_devices + fixed <= compute
@@ -54,13 +63,13 @@ class Requirements:
         )
 
     @cached_property
-    def _fixed(self) -> tuple[Entry, ...]:
+    def _fixed_entries(self) -> tuple[Entry, ...]:
         """What compute memory holds, whichever weights stay there."""
         lanes, chunk, libraries = self.load.lanes, self.load.chunk_tokens, self.budgets.library_bytes
         if not libraries:
             return (*self._kv_cost.compute, *lane_entries(self.shape, lanes, chunk))
         entries = lane_entries(self.shape, lanes, chunk, slack_bytes=0)
-        return (*self._kv_cost.compute, *entries, self.budgets.computed(library_entry(libraries)))
+        return (*self._kv_cost.compute, *entries, self.budgets.count_per_device(library_entry(libraries)))
 
     @cached_property
     def _kv_cost(self) -> KVCost:
@@ -68,35 +77,39 @@ class Requirements:
 
     def _compute_entries(self, placement: Placement) -> tuple[Entry, ...]:
         resident, slots, size = placement.resident, placement.walk.num_slots, placement.slot_bytes
-        staying = Entry(
+        resident_entry = Entry(
             name="resident weights",
             num_bytes=self.shape.sizes.resident_bytes(resident),
             equation=f"{len(resident)} of {len(self.shape.stages)} stages",
         )
         entries = [
-            self.budgets.computed(staying) if self.budgets.has_device else self.budgets.share(staying),
-            self.budgets.computed(Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B")),
+            self.budgets.count_per_device(resident_entry)
+            if self.budgets.has_device
+            else self.budgets.count_shared(resident_entry),
+            self.budgets.count_per_device(
+                Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B")
+            ),
         ]
         if placement.paged:
             experts = [self.shape.sizes.experts[stage] for stage in placement.paged]
             entries.append(slot_entry(experts, placement.num_expert_slots))
         if placement.dequantized is not None:
-            entries.append(self.budgets.computed(placement.dequantized.entry))
-        entries += self._fixed
+            entries.append(self.budgets.count_per_device(placement.dequantized.entry))
+        entries += self._fixed_entries
         if self.config.model.graphs and self.budgets.has_device:
-            entries.append(self.budgets.computed(recordings_entry(self.shape, self.load.lanes)))
-        copied = 0 if self.budgets.has_device else max(self.shape.sizes.misaligned_bytes)
-        if copied:
-            entry = Entry(name="aligned copy", num_bytes=copied, equation="of the stage that is computed")
-            entries.append(self.budgets.copied(entry))
+            entries.append(self.budgets.count_per_device(recordings_entry(self.shape, self.load.lanes)))
+        misaligned = 0 if self.budgets.has_device else max(self.shape.sizes.misaligned_bytes)
+        if misaligned:
+            entry = Entry(name="aligned copy", num_bytes=misaligned, equation="of the stage that is computed")
+            entries.append(self.budgets.count_per_process(entry))
         if placement.host_layers:
-            entries.append(device_entry(self.shape, self.kv, placement.exchange, self.load))
+            entries.append(exchange_device_entry(self.shape, self.kv, placement.exchange, self.load))
         entries += feedforward.device_entries(self.shape, placement.cpu_share)
-        is_batched = bool(placement.walk.routing)
+        is_batched = bool(placement.walk.batched_experts)
         if is_batched:
-            entries += batch_entries(self.shape, self.load.all_tokens)
+            entries += batch_entries(self.shape, self.load.block_tokens)
         if self.budgets.has_device:
-            num_tokens = self.load.all_tokens if is_batched else self.load.most_tokens
+            num_tokens = self.load.block_tokens if is_batched else self.load.max_tokens
             entries += visit_entries(self.shape, num_tokens, is_batched=is_batched)
         return tuple(entries)
 
@@ -105,26 +118,26 @@ class Requirements:
         walk, pinned = placement.walk, pinned_bytes(placement.slot_bytes)
         staging = walk.num_staging_slots
         entries = [
-            self.budgets.copied(
+            self.budgets.count_per_process(
                 Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")
             )
         ]
         if placement.resident:
             loading = pinned_bytes(min(self.shape.sizes.resident_bytes(placement.resident), LOADING_BYTES))
             entry = Entry(name="loading", num_bytes=loading, equation="what stays passes through it, pinned")
-            entries.append(self.budgets.copied(entry))
+            entries.append(self.budgets.count_per_process(entry))
         if walk.in_host:
             sizes = self.shape.sizes.slot_bytes(placement.paged)
             num_bytes = sum(pinned_bytes(sizes[stage]) for stage in walk.in_host)
             entry = Entry(name="weights", num_bytes=num_bytes, equation=f"{len(walk.in_host)} stages, pinned")
-            entries.append(self.budgets.share(entry))
+            entries.append(self.budgets.count_shared(entry))
         if placement.paged:
             experts = {stage: self.shape.sizes.experts[stage] for stage in placement.paged}
-            entries += host_entries(experts, walk, self.budgets.share)
+            entries += host_entries(experts, walk, self.budgets.count_shared)
         entries += feedforward.host_entries(self.shape, placement.cpu_share)
         entries += self._kv_cost.host
         if placement.host_layers:
-            entries.append(pinned_entry(placement.exchange))
+            entries.append(exchange_host_entry(placement.exchange))
         return tuple(entries)
 
 
@@ -152,77 +165,77 @@ def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> t
     return (KVTier.device, KVTier.cpu, KVTier.nvme) if has_device else (KVTier.device, KVTier.nvme)
 
 
-def may_travel(shape: ModelShape, config: RuntimeConfig, tier: KVTier, *, has_device: bool) -> bool:
+def can_offload_kv(shape: ModelShape, config: RuntimeConfig, tier: KVTier, *, has_device: bool) -> bool:
     """Whether keys and values of some layers may come from `tier` and go back to it."""
     fraction = config.kv.device_fraction or 0.0
-    travelling = travelling_layers(shape, tier, fraction, has_device=has_device)
+    travelling = offloaded_kv_layers(shape, tier, fraction, has_device=has_device)
     return bool(travelling) and not (has_device and cpu_attends(shape, config, has_device=True))
 
 
-def place(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load) -> Placement:
+def choose_placement(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load) -> Placement:
     """The first that fits, of what keeps most in compute memory: keys and values before layers. Where nothing fits, the
     ledgers of the smallest say why. Raises ConfigError where the CPU is to do what it cannot.
 
     Embeddings and head stay resident where they fit and are streamed like layers where they don't.
     """
-    require_possible(shape, config, has_device=budgets.has_device)
+    require_cpu_experts(shape, config, has_device=budgets.has_device)
     placer = _Placer(shape=shape, config=config, budgets=budgets, load=load)
     candidate = None
     for candidate in placer.candidates():
-        if candidate.may_fit and (placement := candidate.placement()).fits:
+        if candidate.may_fit and (placement := candidate.make_placement()).fits:
             return placement
     assert candidate is not None, "there is always something to try"
-    return candidate.placement()
+    return candidate.make_placement()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Candidate:
+class _PlacementCandidate:
     """`resident` stages beside these keys and values, and what they take together with tied ones once."""
 
     needs: Requirements
     paging: ExpertPaging
     resident: frozenset[int]
     resident_bytes: int
-    has_area: bool = False  # for dequantized weights
+    has_dequantize_area: bool = False  # for dequantized weights
 
     @property
     def may_fit(self) -> bool:
         """Whether it is worth laying out: of the many that cannot fit, nearly all are found here."""
-        return self.needs.may_hold(self.resident_bytes)
+        return self.needs.can_hold(self.resident_bytes)
 
-    def placement(self) -> Placement:
+    def make_placement(self) -> Placement:
         """The placement with as many of its streamed stages in host memory as the tier says."""
         having = [stage.index for stage in self.needs.shape.stages if stage.parameters]
         streamed = [stage for stage in having if stage not in self.resident]
         tier, has_device = self.needs.config.tier, self.needs.budgets.has_device
         if not has_device or tier is Tier.nvme or not streamed:
-            return self._placed(streamed, frozenset())
-        whole = self._placed(streamed, frozenset(streamed))
+            return self._lay_out(streamed, frozenset())
+        whole = self._lay_out(streamed, frozenset(streamed))
         if tier is Tier.cpu or whole.fits:
             return whole
-        none = self._placed(streamed, frozenset())
+        none = self._lay_out(streamed, frozenset())
         if not none.fits:
             return none
-        held = self._held(none, streamed)
-        return self._placed(streamed, held) if held else none
+        held = self._choose_host_stages(none, streamed)
+        return self._lay_out(streamed, held) if held else none
 
-    def _held(self, placement: Placement, streamed: Sequence[int]) -> frozenset[int]:
+    def _choose_host_stages(self, placement: Placement, streamed: Sequence[int]) -> frozenset[int]:
         """The streamed stages, as many as host memory has room for beside what `placement`, which holds none, takes of
         it; evenly over the depth, so that the disk has their turns to bring the next one."""
         ledger = placement.ledgers[-1]
-        beside = feedforward.host_entries(self.needs.shape, self._cpu_share) if placement.paged else ()
-        spare = ledger.budget_bytes - ledger.total_bytes - sum(entry.num_bytes for entry in beside)
+        cpu_entries = feedforward.host_entries(self.needs.shape, self._cpu_share) if placement.paged else ()
+        spare = ledger.budget_bytes - ledger.total_bytes - sum(entry.num_bytes for entry in cpu_entries)
         sizes, experts = self.needs.shape.sizes.slot_bytes(placement.paged), self.needs.shape.sizes.experts
-        taken = {
+        stage_bytes = {
             stage: self.needs.budgets.shared_bytes(
                 pinned_bytes(sizes[stage]) + (experts[stage].pinned_bytes if stage in placement.paged else 0)
             )
             for stage in streamed
         }
-        for num_held in range(len(streamed) - 1, 0, -1):
-            held = [streamed[place] for place in spread(len(streamed), num_held)]
-            if sum(taken[stage] for stage in held) <= spare:
-                return frozenset(held)
+        for num_chosen in range(len(streamed) - 1, 0, -1):
+            chosen = [streamed[place] for place in evenly_spaced(len(streamed), num_chosen)]
+            if sum(stage_bytes[stage] for stage in chosen) <= spare:
+                return frozenset(chosen)
         return frozenset()
 
     @property
@@ -232,9 +245,9 @@ class _Candidate:
         if not cpu_multiplies(config):
             return None
         is_batched = (config.policy.schedule or PLAIN).style.batches_experts
-        return CpuShare(most_tokens=load.all_rows if is_batched else load.most_rows)
+        return CpuShare(max_tokens=load.block_rows if is_batched else load.max_rows)
 
-    def _placed(self, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
+    def _lay_out(self, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
         shape, config, load, kv = self.needs.shape, self.needs.config, self.needs.load, self.needs.kv
         paging = self.paging
         paged = pageable_stages(shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()
@@ -265,8 +278,8 @@ class _Candidate:
             paging=paging if paged else ExpertPaging.off,
             num_expert_slots=max(2, config.prefetch.depth + 1) if paged else 0,
             cpu_share=self._cpu_share if paged & in_host else None,
-            dequantized=DequantizedSize.from_shape(shape, paged, num_open) if self.has_area else None,
-            at_least=load.at_least,
+            dequantized=DequantizedSize.from_shape(shape, paged, num_open) if self.has_dequantize_area else None,
+            keys_at_minimum=load.keys_at_minimum,
         )
         return replace(placement, ledgers=self.needs.ledgers(placement))
 
@@ -278,10 +291,10 @@ class _Placer:
     budgets: Budgets
     load: Load
 
-    def candidates(self) -> Iterator[_Candidate]:
+    def candidates(self) -> Iterator[_PlacementCandidate]:
         """More resident layers do not always take more: they free slots and, in front of an accelerator, host memory,
         and spread over the depth they are others. So all numbers of them are tried."""
-        residents, areas = list(self._residents()), [False]
+        residents, areas = list(self._resident_sets()), [False]
         if self.budgets.has_device and DequantizedSize.from_shape(self.shape, frozenset(), 1) is not None:
             # Memory set aside for dequantized weights comes first: otherwise each lane dequantizes what it multiplies.
             by_choice = {Dequantize.auto: [True, False], Dequantize.stage: [True], Dequantize.product: [False]}
@@ -289,35 +302,39 @@ class _Placer:
         for has_area in areas:
             for kv in self._kv_layouts():
                 needs = Requirements(shape=self.shape, config=self.config, budgets=self.budgets, load=self.load, kv=kv)
-                for paging in self._pagings():
+                for paging in self._paging_modes():
                     for resident, num_bytes in residents:
-                        yield _Candidate(
-                            needs=needs, paging=paging, resident=resident, resident_bytes=num_bytes, has_area=has_area
+                        yield _PlacementCandidate(
+                            needs=needs,
+                            paging=paging,
+                            resident=resident,
+                            resident_bytes=num_bytes,
+                            has_dequantize_area=has_area,
                         )
 
     def _kv_layouts(self) -> Iterator[KVLayout]:
         fraction, has_device = self.config.kv.device_fraction, self.budgets.has_device
-        beside_cpu = has_device and cpu_attends(self.shape, self.config, has_device=True)
+        attends_on_cpu = has_device and cpu_attends(self.shape, self.config, has_device=True)
         seen: set[tuple[KVTier, tuple[int, ...]] | None] = set()  # None: nothing travels, in whichever tier
         for tier in kv_tiers(self.shape, self.config, has_device=has_device):
-            for share in [0.0] if beside_cpu else KV_FRACTIONS if fraction is None else [fraction]:
-                layers = travelling_layers(self.shape, tier, share, has_device=has_device)
+            for share in [0.0] if attends_on_cpu else KV_FRACTIONS if fraction is None else [fraction]:
+                layers = offloaded_kv_layers(self.shape, tier, share, has_device=has_device)
                 key = (tier, layers) if layers else None
                 if key in seen:
                     continue
                 seen.add(key)
-                num_slots = 0 if beside_cpu else self.config.kv.num_slots
+                num_slots = 0 if attends_on_cpu else self.config.kv.num_slots
                 spared = 0 if layers and num_slots else self.load.num_spared_pages
                 yield kv_layout(
                     self.shape,
                     tier,
                     layers,
                     num_pages=self.load.num_kv_pages - spared,
-                    slot_pages=min(self.load.most_pages, self.load.num_kv_pages),
+                    slot_pages=min(self.load.max_pages, self.load.num_kv_pages),
                     num_slots=num_slots,
                 )
 
-    def _pagings(self) -> list[ExpertPaging]:
+    def _paging_modes(self) -> list[ExpertPaging]:
         """What to try. `auto` pages where that reads less, and where a whole layer has no room."""
         paging = self.config.offload.expert_paging
         if not pageable_stages(self.shape) or self._keeps_all:
@@ -352,14 +369,14 @@ class _Placer:
         tier = self.config.tier
         return tier is Tier.none or (tier is Tier.cpu and not self.budgets.has_device)
 
-    def _residents(self) -> Iterator[tuple[frozenset[int], int]]:
+    def _resident_sets(self) -> Iterator[tuple[frozenset[int], int]]:
         """Stages that may stay, and their bytes: the most layers first, and with all others before layers alone."""
         sizes, wanted = self.shape.sizes, self.config.offload.resident_layers
         num_layers = sizes.num_layers
         if self._keeps_all:
-            yield sizes.kept(num_layers, has_outer=True)
+            yield sizes.choose_resident(num_layers, has_outer=True)
             return
         counts = range(num_layers, -1, -1) if wanted is None else [min(wanted, num_layers)]
         for has_outer in (True, False):
             for num_resident in counts:
-                yield sizes.kept(num_resident, has_outer=has_outer)
+                yield sizes.choose_resident(num_resident, has_outer=has_outer)

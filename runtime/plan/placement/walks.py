@@ -45,36 +45,36 @@ def make_walk(
     prefetch, order = config.prefetch, config.policy.schedule or PLAIN
     own = shape.own_stages
     first = shape.first_decode_stage if is_decode else own.start
-    passed = tuple(stage for stage in streamed if stage >= first)
-    block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(passed) > prefetch.block_layers else 1
-    copies = has_device and bool(passed)
-    num_read = sum(stage not in in_host for stage in passed)
+    in_pass = tuple(stage for stage in streamed if stage >= first)
+    block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(in_pass) > prefetch.block_layers else 1
+    copies = has_device and bool(in_pass)
+    num_read = sum(stage not in in_host for stage in in_pass)
     staging = (2 if block == 1 else block) if copies else 0
-    travelling = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()
+    offloaded_kv = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()
     # A page for each turn of a stage; where every turn ends with a barrier, also for those of resident stages: a turn
     # without a page is one in which disk and link do nothing.
     style = order.style
-    stages_each = round((own.stop - first) / max(1, len(passed))) if style.has_barriers else 1
-    routing = tuple[int, ...]()
+    stages_each = round((own.stop - first) / max(1, len(in_pass))) if style.has_barriers else 1
+    batched_experts = tuple[int, ...]()
     if style.batches_experts:  # lanes stop where experts run through our function
-        routing = tuple(stage.index for stage in shape.layers if any(p.is_experts for p in stage.parameters))
+        batched_experts = tuple(stage.index for stage in shape.layers if any(p.is_experts for p in stage.parameters))
     attends = is_decode and cpu_attends(shape, config, has_device=has_device)
     return Walk(
         num_stages=own.stop,
         first_stage=first,
-        streamed=passed,
-        num_slots=min(num_slots_for(prefetch, order), len(passed)),
+        streamed=in_pass,
+        num_slots=min(num_slots_for(prefetch, order), len(in_pass)),
         num_staging_slots=min(staging, num_read),
-        in_host=in_host.intersection(passed),
+        in_host=in_host.intersection(in_pass),
         copies=copies,
         block=block,
         order=order if is_decode else order.without_cpu_attention,
         num_pages=max(1, num_lanes) * stages_each if style.spreads_pages else 1,
-        attending=tuple(stage.index for stage in shape.layers) if attends else (),
-        routing=routing,
-        travelling=travelling,
-        num_kv_slots=kv.num_slots if travelling else 0,
-        is_by_lane=shape.own is not None and not passed and not style.batches_experts,
+        cpu_attention=tuple(stage.index for stage in shape.layers) if attends else (),
+        batched_experts=batched_experts,
+        offloaded_kv=offloaded_kv,
+        num_kv_slots=kv.num_slots if offloaded_kv else 0,
+        is_lane_major=shape.own is not None and not in_pass and not style.batches_experts,
         receives=own.start > 0,
         sends=own.stop < len(shape.stages),
     )

@@ -62,7 +62,7 @@ class Action:
         return self.op.value + stage + lane + page
 
     @property
-    def its_stage(self) -> int:
+    def stage_index(self) -> int:
         """`stage`, of any op but `sync`."""
         assert self.stage is not None, f"'{self}' is of no stage"
         return self.stage
@@ -71,21 +71,21 @@ class Action:
     def turn(self) -> tuple[int, int]:
         """Stage and lane, of an op that is of both."""
         assert self.lane is not None, f"'{self}' is of no lane"
-        return self.its_stage, self.lane
+        return self.stage_index, self.lane
 
 
 def parse_action(text: str) -> Action:
     """The inverse of `str(action)`; raises ValueError naming the text."""
     match = _LINE.fullmatch(text.strip())
     if match is None or match[1] not in Op.__members__:
-        raise _not_an_action(text)
+        raise _invalid_action(text)
     op = Op[match[1]]
     stage, lane, page = (None if number is None else int(number) for number in match.groups()[1:])
     has_stage, has_lane = op is not Op.sync, op is not Op.sync and op not in STAGE_OPS
     if (stage is not None, lane is not None) != (has_stage, has_lane) or (page is not None and op not in PAGED_OPS):
-        raise _not_an_action(text)
+        raise _invalid_action(text)
     return Action(op, stage, lane, page)
 
 
-def _not_an_action(text: str) -> ValueError:
+def _invalid_action(text: str) -> ValueError:
     return ValueError(f"not an action: {text!r}; actions look like 'read 7', 'copy 7#2', 'run 7.3', 'sync'")

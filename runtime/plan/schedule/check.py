@@ -12,7 +12,7 @@ from .schedule import Schedule
 from .walk import Walk
 
 
-def broken(action: Action, rule: str) -> ValueError:
+def schedule_error(action: Action, rule: str) -> ValueError:
     return ValueError(f"'{action}': {rule}")
 
 
@@ -37,59 +37,59 @@ class WeightSlots:
     def end_pass(self) -> None:
         for stage in self._walk.streamed:
             if stage not in self._freed:
-                raise broken(Action(Op.free, stage), "missing: the stage keeps its slot beyond the pass")
+                raise schedule_error(Action(Op.free, stage), "missing: the stage keeps its slot beyond the pass")
 
     def read(self, action: Action) -> None:
         if action.stage in self._walk.in_host:
-            raise broken(action, "read, though its weights are in host memory already")
+            raise schedule_error(action, "read, though its weights are in host memory already")
         if self._walk.copies:
-            self._bring(action, self._staged, self._walk.num_staging_slots, "staging slot")
+            self._load(action, self._staged, self._walk.num_staging_slots, "staging slot")
         else:
-            self._bring(action, self._present, self._walk.num_slots, "slot")
+            self._load(action, self._present, self._walk.num_slots, "slot")
 
     def copy(self, action: Action) -> None:
         if not self._walk.copies:
-            raise broken(action, "the walk copies nothing, compute finds its weights where they are read")
-        stage = action.its_stage
+            raise schedule_error(action, "the walk copies nothing, compute finds its weights where they are read")
+        stage = action.stage_index
         if stage not in self._walk.in_host and not self._staged.get(stage, set()) >= self._pages(action):
-            raise broken(action, "copied before it was read")
-        self._bring(action, self._present, self._walk.num_slots, "device slot")
+            raise schedule_error(action, "copied before it was read")
+        self._load(action, self._present, self._walk.num_slots, "device slot")
         if self._present[stage] == self._all_pages:
             self._staged.pop(stage, None)
 
     def use(self, action: Action) -> None:
-        stage = action.its_stage
+        stage = action.stage_index
         if stage in self._streamed and self._present.get(stage) != self._all_pages:
             count = f"{len(self._present.get(stage, ()))} of {self._walk.num_pages} pages are there"
-            raise broken(action, f"used before its weights were brought in, {count}")
+            raise schedule_error(action, f"used before its weights were brought in, {count}")
 
     def free(self, action: Action) -> None:
-        stage = action.its_stage
+        stage = action.stage_index
         if stage not in self._present:
-            raise broken(action, f"freed but not present; in slots are {sorted(self._present)}")
+            raise schedule_error(action, f"freed but not present; in slots are {sorted(self._present)}")
         if stage in self._freed:
-            raise broken(action, "freed twice in one pass")
+            raise schedule_error(action, "freed twice in one pass")
         del self._present[stage]
         self._freed.add(stage)
 
-    def _bring(self, action: Action, slots: dict[int, set[int]], limit: int, kind: str) -> None:
-        stage, pages = action.its_stage, self._pages(action)
+    def _load(self, action: Action, slots: dict[int, set[int]], limit: int, kind: str) -> None:
+        stage, pages = action.stage_index, self._pages(action)
         if stage not in self._streamed:
-            raise broken(action, "the stage is resident and never brought in")
+            raise schedule_error(action, "the stage is resident and never brought in")
         if stage not in slots and len(slots) >= limit:
-            raise broken(action, f"no free {kind}, all {limit} are in use, by stages {sorted(slots)}")
-        held = slots.setdefault(stage, set())
-        if held & pages:
-            raise broken(action, f"brought in twice, pages {sorted(held & pages)} are there already")
-        if action.page not in (None, len(held)):
-            raise broken(action, f"brought in out of order, page {len(held)} comes next")
-        held |= pages
+            raise schedule_error(action, f"no free {kind}, all {limit} are in use, by stages {sorted(slots)}")
+        pages_in_slot = slots.setdefault(stage, set())
+        if pages_in_slot & pages:
+            raise schedule_error(action, f"brought in twice, pages {sorted(pages_in_slot & pages)} are there already")
+        if action.page not in (None, len(pages_in_slot)):
+            raise schedule_error(action, f"brought in out of order, page {len(pages_in_slot)} comes next")
+        pages_in_slot |= pages
 
     def _pages(self, action: Action) -> frozenset[int]:
         if action.page is None:
             return self._all_pages
         if action.page not in self._all_pages:
-            raise broken(action, f"a stage has pages 0 to {self._walk.num_pages - 1}")
+            raise schedule_error(action, f"a stage has pages 0 to {self._walk.num_pages - 1}")
         return frozenset((action.page,))
 
 
@@ -97,7 +97,7 @@ class KVSlots:
     """Slots of KV, by stage and lane."""
 
     def __init__(self, walk: Walk):
-        self._travelling, self._num_slots = frozenset(walk.travelling), walk.num_kv_slots
+        self._travelling, self._num_slots = frozenset(walk.offloaded_kv), walk.num_kv_slots
         self._held: set[tuple[int, int]] = set()
         self._fetched: set[tuple[int, int]] = set()
 
@@ -106,28 +106,32 @@ class KVSlots:
 
     def end_pass(self) -> None:
         for stage, lane in sorted(self._held):
-            raise broken(Action(Op.store, stage, lane), "missing: its KV slot is not free at the end of the pass")
+            raise schedule_error(
+                Action(Op.store, stage, lane), "missing: its KV slot is not free at the end of the pass"
+            )
 
     def fetch(self, action: Action) -> None:
         key = action.turn
         if key[0] not in self._travelling:
-            raise broken(action, "the stage's KV does not travel")
+            raise schedule_error(action, "the stage's KV does not travel")
         if key in self._fetched:
-            raise broken(action, "fetched twice in one pass")
+            raise schedule_error(action, "fetched twice in one pass")
         if len(self._held) >= self._num_slots:
-            raise broken(action, f"no free KV slot, all {self._num_slots} are in use, by {_names(self._held)}")
+            raise schedule_error(
+                action, f"no free KV slot, all {self._num_slots} are in use, by {_format_turns(self._held)}"
+            )
         self._held.add(key)
         self._fetched.add(key)
 
     def use(self, action: Action) -> None:
         key = action.turn
         if key[0] in self._travelling and key not in self._held:
-            raise broken(action, "the lane enters before its KV was fetched")
+            raise schedule_error(action, "the lane enters before its KV was fetched")
 
     def store(self, action: Action) -> None:
         key = action.turn
         if key not in self._held:
-            raise broken(action, "stored without having been fetched")
+            raise schedule_error(action, "stored without having been fetched")
         self._held.remove(key)
 
 
@@ -144,31 +148,33 @@ class PipelineTransfers:
 
     def end_pass(self) -> None:
         if self._walk.sends and (left := {*range(self._num_lanes)} - self._sent):
-            raise broken(Action(Op.send, self._walk.num_stages - 1, min(left)), "missing: the rank behind waits for it")
+            raise schedule_error(
+                Action(Op.send, self._walk.num_stages - 1, min(left)), "missing: the rank behind waits for it"
+            )
 
     def receive(self, action: Action) -> None:
         if not self._walk.receives or action.stage != self._walk.first_stage:
-            raise broken(action, "no hidden states come into this stage from another rank")
-        self._once(action, self._received)
+            raise schedule_error(action, "no hidden states come into this stage from another rank")
+        self._mark_once(action, self._received)
 
     def enter(self, action: Action) -> None:
         is_first = self._walk.receives and action.stage == self._walk.first_stage
         if is_first and action.lane not in self._received:
-            raise broken(action, "the lane enters before its hidden states have come")
+            raise schedule_error(action, "the lane enters before its hidden states have come")
 
     def send(self, action: Action) -> None:
         if not self._walk.sends or action.stage != self._walk.num_stages - 1:
-            raise broken(action, "no hidden states go from this stage to another rank")
-        self._once(action, self._sent)
+            raise schedule_error(action, "no hidden states go from this stage to another rank")
+        self._mark_once(action, self._sent)
 
-    def _once(self, action: Action, lanes: set[int]) -> None:
+    def _mark_once(self, action: Action, lanes: set[int]) -> None:
         _, lane = action.turn
         if lane in lanes:
-            raise broken(action, "twice in one pass")
+            raise schedule_error(action, "twice in one pass")
         lanes.add(lane)
 
 
-def _names(keys: set[tuple[int, int]]) -> str:
+def _format_turns(keys: set[tuple[int, int]]) -> str:
     return ", ".join(f"{stage}.{lane}" for stage, lane in sorted(keys))
 
 
@@ -182,16 +188,16 @@ def check_schedule(schedule: Schedule, walk: Walk, num_lanes: int, num_passes: i
     """
     if num_lanes < 1:
         raise ValueError(f"a schedule for {num_lanes} lanes computes nothing: it takes 1 or more")
-    play = _Play(walk, num_lanes)
-    play.play(schedule.prologue)
+    checker = _ScheduleChecker(walk, num_lanes)
+    checker.play(schedule.prologue)
     for _ in range(num_passes):
-        before = play.weights.contents()
-        play.play_pass(schedule.cycle)
-        if play.weights.contents() == before:
+        before = checker.weights.contents()
+        checker.play_pass(schedule.cycle)
+        if checker.weights.contents() == before:
             return
 
 
-class _LanePlace(Enum):
+class _LaneState(Enum):
     """Where in its stage a lane stands."""
 
     entrance = "before"
@@ -202,13 +208,13 @@ class _LanePlace(Enum):
     exit = "behind"
 
 
-_MOVES: dict[Op, tuple[set[_LanePlace], _LanePlace]] = {
-    Op.run: ({_LanePlace.entrance}, _LanePlace.exit),
-    Op.pre: ({_LanePlace.entrance}, _LanePlace.attention),
-    Op.attend: ({_LanePlace.attention}, _LanePlace.attending),
-    Op.post: ({_LanePlace.attending}, _LanePlace.exit),
-    Op.route: ({_LanePlace.entrance, _LanePlace.attending}, _LanePlace.experts),
-    Op.end: ({_LanePlace.answered}, _LanePlace.exit),
+_TRANSITIONS: dict[Op, tuple[set[_LaneState], _LaneState]] = {
+    Op.run: ({_LaneState.entrance}, _LaneState.exit),
+    Op.pre: ({_LaneState.entrance}, _LaneState.attention),
+    Op.attend: ({_LaneState.attention}, _LaneState.attending),
+    Op.post: ({_LaneState.attending}, _LaneState.exit),
+    Op.route: ({_LaneState.entrance, _LaneState.attending}, _LaneState.experts),
+    Op.end: ({_LaneState.answered}, _LaneState.exit),
 }
 _STOPS_AT_ATTENTION = {Op.pre, Op.attend, Op.post}
 _STOPS_AT_EXPERTS = {Op.route, Op.experts, Op.end}
@@ -217,28 +223,28 @@ _STOPS_AT_EXPERTS = {Op.route, Op.experts, Op.end}
 class _LanePosition:
     """`stage` is the one that the lane is in or comes to next."""
 
-    __slots__ = ("place", "stage")
+    __slots__ = ("stage", "state")
 
     def __init__(self, stage: int):
-        self.stage, self.place = stage, _LanePlace.entrance
+        self.stage, self.state = stage, _LaneState.entrance
 
     def __str__(self) -> str:
-        return f"{self.place.value} stage {self.stage}"
+        return f"{self.state.value} stage {self.stage}"
 
     @property
     def passed_attention(self) -> bool:
-        return self.place in (_LanePlace.experts, _LanePlace.answered)
+        return self.state in (_LaneState.experts, _LaneState.answered)
 
 
-class _Play:
+class _ScheduleChecker:
     """Weights in slots go on from pass to pass; lanes begin each anew."""
 
     def __init__(self, walk: Walk, num_lanes: int):
-        self.weights, self._kv, self._adjacent = WeightSlots(walk), KVSlots(walk), PipelineTransfers(walk, num_lanes)
+        self.weights, self._kv, self._transfers = WeightSlots(walk), KVSlots(walk), PipelineTransfers(walk, num_lanes)
         self._walk, self._num_lanes, self._lanes = walk, num_lanes, list[_LanePosition]()
-        self._attending, self._routing = frozenset(walk.attending), frozenset(walk.routing)
+        self._attending, self._routing = frozenset(walk.cpu_attention), frozenset(walk.batched_experts)
         self._rules: dict[Op, Callable[[Action], None]] = {
-            **dict.fromkeys(_MOVES, self._move),
+            **dict.fromkeys(_TRANSITIONS, self._move),
             Op.read: self.weights.read,
             Op.copy: self.weights.copy,
             Op.free: self._free,
@@ -254,95 +260,97 @@ class _Play:
         for action in actions:
             if action.stage is not None and action.stage not in self._walk.stages:
                 stages = self._walk.stages
-                raise broken(action, f"no such stage, the walk has stages {stages.start} to {stages.stop - 1}")
+                raise schedule_error(action, f"no such stage, the walk has stages {stages.start} to {stages.stop - 1}")
             self._rules[action.op](action)
 
     def play_pass(self, actions: Sequence[Action]) -> None:
         self._lanes = [_LanePosition(self._walk.first_stage) for _ in range(self._num_lanes)]
         self.weights.begin_pass()
         self._kv.begin_pass()
-        self._adjacent.begin_pass()
+        self._transfers.begin_pass()
         self.play(actions)
         for index, lane in enumerate(self._lanes):
             if lane.stage < self._walk.num_stages:
-                raise broken(self._missing(index, lane), f"missing: at the end of the pass lane {index} stands {lane}")
+                raise schedule_error(
+                    self._next_action(index, lane), f"missing: at the end of the pass lane {index} stands {lane}"
+                )
         self.weights.end_pass()
         self._kv.end_pass()
-        self._adjacent.end_pass()
+        self._transfers.end_pass()
 
     def _move(self, action: Action) -> None:
-        lane, (stage, index) = self._lane(action), action.turn
-        origins, target = _MOVES[action.op]
+        lane, (stage, index) = self._find_lane(action), action.turn
+        origins, target = _TRANSITIONS[action.op]
         self._require_stop(action, stage)
-        if lane.stage != stage or lane.place not in origins:
-            raise broken(action, f"out of order, lane {index} stands {lane}")
+        if lane.stage != stage or lane.state not in origins:
+            raise schedule_error(action, f"out of order, lane {index} stands {lane}")
         if action.op is Op.attend:
             # Only so many can be under way between the device and the CPU.
             most = self._walk.order.style.num_ahead + 1
-            attending = [i for i, each in enumerate(self._lanes) if each.place is _LanePlace.attending]
+            attending = [i for i, each in enumerate(self._lanes) if each.state is _LaneState.attending]
             if len(attending) >= most:
-                raise broken(
+                raise schedule_error(
                     action,
                     f"policy.schedule={self._walk.order.value} has {most} attentions under way at most, "
                     f"those of lanes {attending} are",
                 )
-        if lane.place is _LanePlace.entrance:
-            self._adjacent.enter(action)
+        if lane.state is _LaneState.entrance:
+            self._transfers.enter(action)
             self.weights.use(action)
             self._kv.use(action)
-        lane.place = target
-        if target is _LanePlace.exit:
-            lane.stage, lane.place = stage + 1, _LanePlace.entrance
+        lane.state = target
+        if target is _LaneState.exit:
+            lane.stage, lane.state = stage + 1, _LaneState.entrance
 
     def _experts(self, action: Action) -> None:
-        self._require_stop(action, action.its_stage)
+        self._require_stop(action, action.stage_index)
         for index, lane in enumerate(self._lanes):
-            if lane.stage != action.stage or lane.place is not _LanePlace.experts:
-                raise broken(action, f"run before all lanes have come there, lane {index} stands {lane}")
+            if lane.stage != action.stage or lane.state is not _LaneState.experts:
+                raise schedule_error(action, f"run before all lanes have come there, lane {index} stands {lane}")
         for lane in self._lanes:
-            lane.place = _LanePlace.answered
+            lane.state = _LaneState.answered
 
     def _free(self, action: Action) -> None:
         for index, lane in enumerate(self._lanes):
-            if lane.stage <= action.its_stage:
-                raise broken(action, f"freed before all lanes have left it, lane {index} stands {lane}")
+            if lane.stage <= action.stage_index:
+                raise schedule_error(action, f"freed before all lanes have left it, lane {index} stands {lane}")
         self.weights.free(action)
 
     def _fetch(self, action: Action) -> None:
-        self._lane(action)
+        self._find_lane(action)
         self._kv.fetch(action)
 
     def _store(self, action: Action) -> None:
-        lane, (stage, index) = self._lane(action), action.turn
+        lane, (stage, index) = self._find_lane(action), action.turn
         if lane.stage < stage or (lane.stage == stage and not lane.passed_attention):
-            raise broken(action, f"stored before its attention is over, lane {index} stands {lane}")
+            raise schedule_error(action, f"stored before its attention is over, lane {index} stands {lane}")
         self._kv.store(action)
 
     def _receive(self, action: Action) -> None:
-        self._lane(action)
-        self._adjacent.receive(action)
+        self._find_lane(action)
+        self._transfers.receive(action)
 
     def _send(self, action: Action) -> None:
-        lane, (stage, index) = self._lane(action), action.turn
+        lane, (stage, index) = self._find_lane(action), action.turn
         if lane.stage <= stage:
-            raise broken(action, f"sent before its stages are over, lane {index} stands {lane}")
-        self._adjacent.send(action)
+            raise schedule_error(action, f"sent before its stages are over, lane {index} stands {lane}")
+        self._transfers.send(action)
 
-    def _lane(self, action: Action) -> _LanePosition:
+    def _find_lane(self, action: Action) -> _LanePosition:
         _, index = action.turn
         if index >= len(self._lanes):
-            raise broken(action, f"no such lane, there are {len(self._lanes)}; a prologue has none")
+            raise schedule_error(action, f"no such lane, there are {len(self._lanes)}; a prologue has none")
         return self._lanes[index]
 
     def _require_stop(self, action: Action, stage: int) -> None:
         if action.op in _STOPS_AT_ATTENTION and stage not in self._attending:
-            raise broken(action, f"lanes do not stop at the attention of stage {stage}")
+            raise schedule_error(action, f"lanes do not stop at the attention of stage {stage}")
         if action.op in _STOPS_AT_EXPERTS and stage not in self._routing:
-            raise broken(action, f"lanes do not stop at the experts of stage {stage}")
+            raise schedule_error(action, f"lanes do not stop at the experts of stage {stage}")
 
-    def _missing(self, index: int, lane: _LanePosition) -> Action:
-        if lane.place is _LanePlace.experts:
+    def _next_action(self, index: int, lane: _LanePosition) -> Action:
+        if lane.state is _LaneState.experts:
             return Action(Op.experts, lane.stage)
         enters = Op.pre if lane.stage in self._attending else Op.route if lane.stage in self._routing else Op.run
-        leaves = {_LanePlace.entrance: enters, _LanePlace.attention: Op.attend, _LanePlace.attending: Op.post}
-        return Action(leaves.get(lane.place, Op.end), lane.stage, index)
+        leaves = {_LaneState.entrance: enters, _LaneState.attention: Op.attend, _LaneState.attending: Op.post}
+        return Action(leaves.get(lane.state, Op.end), lane.stage, index)

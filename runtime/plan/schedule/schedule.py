@@ -36,17 +36,17 @@ def weight_feed(walk: Walk, num_lanes: int) -> Feed:
         return _sequential_feed(walk, num_lanes)
     num_steps = len(walk.stages) * num_lanes
     if walk.block > 1 and walk.num_slots > walk.block and not walk.order.style.spreads_pages:
-        return _cyclic([], _block_deliveries(walk, num_lanes), num_steps)
+        return _cyclic_feed([], _block_deliveries(walk, num_lanes), num_steps)
     # What lies in staging before the first copy.
     num_ahead = walk.num_staging_slots - _reads_by_page(walk) if walk.copies and walk.reads else 0
-    stock = [action for stage in walk.from_disk[:num_ahead] for action in _bring(walk, Op.read, stage)]
-    return _cyclic(stock, _ring_deliveries(walk, num_lanes), num_steps)
+    initial_reads = [action for stage in walk.from_disk[:num_ahead] for action in _load_actions(walk, Op.read, stage)]
+    return _cyclic_feed(initial_reads, _ring_deliveries(walk, num_lanes), num_steps)
 
 
 Delivery: TypeAlias = tuple[int, list[Action]]  # what is begun at a gap of pass 0, and p passes later in pass p
 
 
-def _cyclic(stock: list[Action], deliveries: Iterable[Delivery], num_steps: int) -> Feed:
+def _cyclic_feed(initial_reads: list[Action], deliveries: Iterable[Delivery], num_steps: int) -> Feed:
     """The feed of passes that repeat; at one gap, what is for the pass at hand comes before what is for the next
     one."""
     ordered = sorted(deliveries, key=itemgetter(0))
@@ -54,7 +54,7 @@ def _cyclic(stock: list[Action], deliveries: Iterable[Delivery], num_steps: int)
     gaps: dict[int, list[Action]] = {}
     for gap, actions in [*ordered[len(ahead) :], *ahead]:
         gaps.setdefault(gap if gap > 0 else gap + num_steps, []).extend(actions)
-    return Feed(prologue=[*stock, *(action for _, actions in ahead for action in actions)], gaps=gaps)
+    return Feed(prologue=[*initial_reads, *(action for _, actions in ahead for action in actions)], gaps=gaps)
 
 
 class _Timetable:
@@ -65,11 +65,11 @@ class _Timetable:
         self._num_steps = len(walk.stages) * num_lanes
         self._steps_early = 1 if walk.order.style.crosses_stages else 0
 
-    def enters(self, visit: int) -> int:
+    def entry_gap(self, visit: int) -> int:
         """The last gap before any lane enters."""
         return self._first_step(visit) - self._steps_early
 
-    def leaves(self, visit: int) -> int:
+    def exit_gap(self, visit: int) -> int:
         """The gap behind the last lane."""
         return self._first_step(visit) + self._num_lanes
 
@@ -83,8 +83,8 @@ def _sequential_feed(walk: Walk, num_lanes: int) -> Feed:
     times = _Timetable(walk, num_lanes)
     gaps: dict[int, list[Action]] = {}
     for visit, stage in enumerate(walk.streamed):
-        actions = [action for op in _hops(walk) for action in _bring(walk, op, stage)]
-        gaps.setdefault(max(0, times.enters(visit)), []).extend(actions)
+        actions = [action for op in _hops(walk) for action in _load_actions(walk, op, stage)]
+        gaps.setdefault(max(0, times.entry_gap(visit)), []).extend(actions)
     return Feed(prologue=[], gaps=gaps)
 
 
@@ -98,28 +98,28 @@ def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
     times, num_pages = _Timetable(walk, num_lanes), walk.num_pages
     is_spread = walk.order.style.spreads_pages
     for visit, stage in enumerate(walk.streamed):
-        begin, limit = times.leaves(visit - walk.num_slots), times.enters(visit)
-        num_turns = times.leaves(visit + 1 - walk.num_slots) - begin
+        begin, limit = times.exit_gap(visit - walk.num_slots), times.entry_gap(visit)
+        num_turns = times.exit_gap(visit + 1 - walk.num_slots) - begin
         for page in range(num_pages):
             gap = min(begin + page * num_turns // num_pages, limit) if is_spread else begin
-            yield gap, _ring_unit(walk, stage, page)
+            yield gap, _ring_delivery(walk, stage, page)
 
 
-def _ring_unit(walk: Walk, stage: int, page: int) -> list[Action]:
+def _ring_delivery(walk: Walk, stage: int, page: int) -> list[Action]:
     """One page into a compute slot, and into staging what then has room there."""
     if not walk.copies:
-        return [_paged(walk, Op.read, stage, page)]
-    copy = [_paged(walk, Op.copy, stage, page)]
+        return [_page_action(walk, Op.read, stage, page)]
+    copy = [_page_action(walk, Op.copy, stage, page)]
     if stage in walk.in_host:
         return copy
     if _reads_by_page(walk):
-        return [*copy, _paged(walk, Op.read, _read_behind(walk, stage, walk.num_staging_slots - 1), page)]
+        return [*copy, _page_action(walk, Op.read, _next_read(walk, stage, walk.num_staging_slots - 1), page)]
     is_last = page + 1 == walk.num_pages
-    behind = _read_behind(walk, stage, walk.num_staging_slots)
-    return copy + (_bring(walk, Op.read, behind) if is_last else [])
+    behind = _next_read(walk, stage, walk.num_staging_slots)
+    return copy + (_load_actions(walk, Op.read, behind) if is_last else [])
 
 
-def _read_behind(walk: Walk, stage: int, num_reads: int) -> int:
+def _next_read(walk: Walk, stage: int, num_reads: int) -> int:
     """The stage that is read so many reads behind `stage`, in this pass or the next: what host memory holds is passed
     over."""
     return walk.from_disk[(walk.from_disk.index(stage) + num_reads) % len(walk.from_disk)]
@@ -138,33 +138,33 @@ def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
     for group, start in enumerate(starts):
         stages = walk.streamed[start : start + walk.block]
         freed = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)  # the last visit of the group before that
-        group_actions = [action for op in _hops(walk) for stage in stages for action in _bring(walk, op, stage)]
-        yield times.leaves(freed), group_actions
+        group_actions = [action for op in _hops(walk) for stage in stages for action in _load_actions(walk, op, stage)]
+        yield times.exit_gap(freed), group_actions
 
 
 def _hops(walk: Walk) -> list[Op]:
     return [Op.read] * walk.reads + [Op.copy] * walk.copies
 
 
-def _bring(walk: Walk, op: Op, stage: int) -> list[Action]:
+def _load_actions(walk: Walk, op: Op, stage: int) -> list[Action]:
     if op is Op.read and stage in walk.in_host:
         return []
-    return [_paged(walk, op, stage, page) for page in range(walk.num_pages)]
+    return [_page_action(walk, op, stage, page) for page in range(walk.num_pages)]
 
 
-def _paged(walk: Walk, op: Op, stage: int, page: int) -> Action:
+def _page_action(walk: Walk, op: Op, stage: int, page: int) -> Action:
     return Action(op, stage, page=page if walk.num_pages > 1 else None)
 
 
 def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
     """The actions by gap: fetches fill the slots as a pass begins; behind each turn its slot is stored and fetched into
     again."""
-    if not walk.travelling:
+    if not walk.offloaded_kv:
         return {}
     turns = [
         (step, Action(Op.fetch, stage, lane), Action(Op.store, stage, lane))
         for step, (stage, lane) in enumerate(walk.turns(num_lanes))
-        if stage in walk.travelling
+        if stage in walk.offloaded_kv
     ]
     gaps = {0: [fetch for _, fetch, _ in turns[: walk.num_kv_slots]]}
     for place, (step, _, store) in enumerate(turns):
@@ -193,22 +193,22 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
     # A stage is freed behind its last lane.
     frees = {(stage - walk.first_stage + 1) * num_lanes: [Action(Op.free, stage)] for stage in walk.streamed}
 
-    def begun_at(gap: int) -> list[Action]:
+    def actions_at(gap: int) -> list[Action]:
         """KV first: it is small, and the next turn waits for it."""
         return [action for feed in (kv, frees, weights.gaps) for action in feed.get(gap, ())]
 
-    cycle = begun_at(0)
+    cycle = actions_at(0)
     for gap, step in enumerate(lane_steps(walk, num_lanes), start=1):
         cycle += step
-        cycle += begun_at(gap)
+        cycle += actions_at(gap)
     return Schedule(prologue=tuple(weights.prologue), cycle=tuple(cycle))
 
 
 def require_slots(walk: Walk, num_lanes: int) -> None:
     """Raises ConfigError when the walk's slots, of weights or of KV, are too few for its order, or too many."""
-    overlaps = walk.order.style.num_ahead if set(walk.travelling) & set(walk.attending) else 0
+    overlaps = walk.order.style.num_ahead if set(walk.offloaded_kv) & set(walk.cpu_attention) else 0
     needed = min(1 + overlaps, num_lanes)  # turns that the order has open at once
-    if walk.travelling and walk.num_kv_slots < needed:
+    if walk.offloaded_kv and walk.num_kv_slots < needed:
         raise ConfigError(
             f"{walk.num_kv_slots} KV slots, but policy.schedule={walk.order.value} has {needed} lanes at the attention "
             f"of one stage at once: raise kv.num_slots to {needed}"
@@ -230,19 +230,19 @@ def lane_steps(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
     """The steps of one pass, as many as it has turns; step t ends turn t, see `runtime/config/orders.py`. Lanes `run` a
     stage, or where its attention is the CPU's `pre`, `attend` and `post` it, or where its experts serve all lanes
     `route`, and `end` it behind `experts`."""
-    if walk.is_by_lane:
+    if walk.is_lane_major:
         for stage, lane in walk.turns(num_lanes):  # nothing else goes on beside a turn
-            ops = (Op.pre, Op.attend, Op.post) if stage in walk.attending else (Op.run,)
-            yield [each for op in ops for each in _adjacent_spans(walk, Action(op, stage, lane))]
+            ops = (Op.pre, Op.attend, Op.post) if stage in walk.cpu_attention else (Op.run,)
+            yield [each for op in ops for each in _with_transfers(walk, Action(op, stage, lane))]
         return
     for step in _steps_by_stage(walk, num_lanes):
-        yield [action for each in step for action in _adjacent_spans(walk, each)]
+        yield [action for each in step for action in _with_transfers(walk, each)]
 
 
-def _adjacent_spans(walk: Walk, action: Action) -> Iterator[Action]:
+def _with_transfers(walk: Walk, action: Action) -> Iterator[Action]:
     """The action, and where a lane comes from another rank or leaves for one, that as well."""
     op, stage, lane = action.op, action.stage, action.lane
-    enters = op in (Op.run, Op.pre) or (op is Op.route and stage not in walk.attending)
+    enters = op in (Op.run, Op.pre) or (op is Op.route and stage not in walk.cpu_attention)
     if walk.receives and enters and stage == walk.first_stage:
         yield Action(Op.recv, stage, lane)
     yield action
@@ -251,19 +251,19 @@ def _adjacent_spans(walk: Walk, action: Action) -> Iterator[Action]:
 
 
 def _steps_by_stage(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
-    style, attending = walk.order.style, frozenset(walk.attending)
+    style, attending = walk.order.style, frozenset(walk.cpu_attention)
     turns = walk.turns(num_lanes)
     begun = ended = 0  # turns; a lane begins a turn when its last one, `num_lanes` before, has ended
     for at, (stage, lane) in enumerate(turns):
         next_stage = at - lane + num_lanes
         limit = min(at + 1 + style.num_ahead, ended + num_lanes, len(turns) if style.crosses_stages else next_stage)
         step = [Action(op, *turn) for turn in turns[begun:limit] if turn[0] in attending for op in (Op.pre, Op.attend)]
-        if stage in walk.routing:
+        if stage in walk.batched_experts:
             step.append(Action(Op.route, stage, lane))
             if lane + 1 == num_lanes:
                 step += [Action(Op.experts, stage), *[Action(Op.end, stage, each) for each in range(num_lanes)]]
         else:
             step.append(Action(Op.post if stage in attending else Op.run, stage, lane))
         begun = limit
-        ended = at + 1 if stage not in walk.routing else next_stage if at + 1 == next_stage else ended
+        ended = at + 1 if stage not in walk.batched_experts else next_stage if at + 1 == next_stage else ended
         yield step + [Action(Op.sync, None)] * style.has_barriers

@@ -23,11 +23,11 @@ class Walk:
     first_stage: int = 0  # where a pass begins
     order: Order = PLAIN
     num_pages: int = 1  # pieces that a streamed stage is brought in by
-    attending: tuple[int, ...] = ()  # stages whose attention runs on the CPU's workers
-    routing: tuple[int, ...] = ()  # stages whose experts run once over all lanes
-    travelling: tuple[int, ...] = ()  # stages whose KV lives in a tier
+    cpu_attention: tuple[int, ...] = ()  # stages whose attention runs on the CPU's workers
+    batched_experts: tuple[int, ...] = ()  # stages whose experts run once over all lanes
+    offloaded_kv: tuple[int, ...] = ()  # stages whose KV lives in a tier
     num_kv_slots: int = 0  # each holds one lane's KV of one stage
-    is_by_lane: bool = False  # a lane passes all stages before the next one begins, so that the rank behind has work
+    is_lane_major: bool = False  # a lane passes all stages before the next one begins, so that the rank behind has work
     receives: bool = False  # hidden states come from the rank before, in front of the first stage
     sends: bool = False  # they go to the rank behind, behind the last one
 
@@ -46,6 +46,6 @@ class Walk:
 
     def turns(self, num_lanes: int) -> list[tuple[int, int]]:
         """Stage and lane of each turn, in their order."""
-        if self.is_by_lane:
+        if self.is_lane_major:
             return [(stage, lane) for lane in range(num_lanes) for stage in self.stages]
         return [(stage, lane) for stage in self.stages for lane in range(num_lanes)]

@@ -16,19 +16,19 @@ from math import inf
 from ...batching.balance import Block, plan_blocks
 from ...batching.prefixes import SharedPrefix
 from ...config.settings import Admission, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
-from ..cost.predict import MAX_BLOCKS, Prediction, decode_pass_seconds, evenly, predict, predict_roughly
+from ..cost.predict import MAX_BLOCKS, Prediction, decode_pass_seconds, pick_evenly, predict, predict_roughly
 from ..cost.rates import MachineRates
-from ..cost.work import with_share
-from ..placement.defaults import block_size, chunk_sizes, chunk_tokens, in_chunks, is_whole
+from ..cost.work import with_cpu_share
+from ..placement.defaults import block_size, chunk_sizes, chunk_tokens, keeps_kv_in_compute, with_chunk_tokens
 from ..placement.load import Load
 from ..placement.memory import SequenceSize, pass_tokens
 from ..placement.placement import Budgets, Placement
-from ..placement.placer import kv_tiers, place
-from ..placement.run_load import bare, run_load
+from ..placement.placer import choose_placement, kv_tiers
+from ..placement.run_load import least_memory_config, run_load
 from ..shape.model import ModelShape
 from .policy import Policy
 
-RUN = 64  # requests, of a sample
+SAMPLE_RUN = 64  # requests, of a sample
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
 NOTABLE = 0.05  # share of prefill passes, or of what a row of a product takes
 WORTHWHILE = 0.02  # of the prefill's time, to be won by a chunk that takes more memory
@@ -60,9 +60,9 @@ class Problem:
     sizes: Sequence[SequenceSize]
     rates: MachineRates | None
 
-    def of(self, policy: Policy) -> "Problem":
+    def with_policy(self, policy: Policy) -> "Problem":
         """The problem with `policy` in the place of a search."""
-        return replace(self, config=policy.applied(self.config, has_device=self.budgets.has_device))
+        return replace(self, config=policy.apply(self.config, has_device=self.budgets.has_device))
 
     def blocks(self, micro_batch_size: int, num_micro_batches: int) -> tuple[Block, ...]:
         """All requests in blocks of up to so many micro-batches of up to so many sequences."""
@@ -80,62 +80,65 @@ class Problem:
     def _prefixes(self) -> Sequence[SharedPrefix | None]:
         return [size.prefix for size in self.sizes] if self.shape.is_packed else ()
 
-    def some(self, count: int) -> "Problem":
+    def sample(self, count: int) -> "Problem":
         """The problem for so many of its requests, evenly; of those that begin alike runs of neighbours."""
         if count >= len(self.sizes):
             return self
-        runs = [self._alike[begin : begin + RUN] for begin in range(0, len(self._alike), RUN)]
-        num_taken = -(-count // RUN)
-        taken = [each for turn in range(num_taken) for each in runs[turn * len(runs) // num_taken]]
-        return replace(self, sizes=taken[:count])
+        runs = [
+            self._sorted_by_prefix[begin : begin + SAMPLE_RUN]
+            for begin in range(0, len(self._sorted_by_prefix), SAMPLE_RUN)
+        ]
+        num_runs = -(-count // SAMPLE_RUN)
+        sampled = [each for turn in range(num_runs) for each in runs[turn * len(runs) // num_runs]]
+        return replace(self, sizes=sampled[:count])
 
     @cached_property
-    def _alike(self) -> Sequence[SequenceSize]:
+    def _sorted_by_prefix(self) -> Sequence[SequenceSize]:
         """All sizes in the order of the trie of their prefixes."""
-        met = dict[SharedPrefix, int]()
+        first_seen = dict[SharedPrefix, int]()
 
         def path(size: SequenceSize) -> list[int]:
             chain = size.prefix.chain if size.prefix is not None else ()
-            return [met.setdefault(each, len(met)) for each in chain][::-1]
+            return [first_seen.setdefault(each, len(first_seen)) for each in chain][::-1]
 
         return sorted(self.sizes, key=path)
 
-    def placed(self, blocks: tuple[Block, ...], num_tokens: int) -> PlacedRun:
+    def place_blocks(self, blocks: tuple[Block, ...], num_tokens: int) -> PlacedRun:
         """The run of these blocks with prompts in chunks of `num_tokens`."""
-        shape, budgets, config = self.shape, self.budgets, in_chunks(self.config, num_tokens)
+        shape, budgets, config = self.shape, self.budgets, with_chunk_tokens(self.config, num_tokens)
         load = run_load(shape, config, budgets, blocks, self.sizes)
-        prefetch = bare(config).prefetch
+        prefetch = least_memory_config(config).prefetch
         if config.prefetch.kind is not Prefetch.cost_aware or self.rates is None:
-            placement = self.place(replace(config, prefetch=prefetch), load)
+            placement = self.choose_placement(replace(config, prefetch=prefetch), load)
         else:  # the depth, with as many resident layers as then fit, whose simulated decode pass is the shortest
             placement, shortest = None, inf
             for depth in range(1, MAX_DEPTH + 1):
                 deeper = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
-                found = self.place(replace(config, prefetch=deeper), load)
-                seconds = decode_pass_seconds(shape, found, load.lanes, self.rates)
-                if placement is None or (found.fits and seconds < 0.99 * shortest):
-                    shortest, prefetch, placement = seconds, deeper, found
+                deeper_placement = self.choose_placement(replace(config, prefetch=deeper), load)
+                seconds = decode_pass_seconds(shape, deeper_placement, load.lanes, self.rates)
+                if placement is None or (deeper_placement.fits and seconds < 0.99 * shortest):
+                    shortest, prefetch, placement = seconds, deeper, deeper_placement
             assert placement is not None
         return PlacedRun(blocks=blocks, config=config, load=load, prefetch=prefetch, placement=placement)
 
-    def predicted(self, run: PlacedRun) -> Prediction | None:
+    def predict(self, run: PlacedRun) -> Prediction | None:
         """How long `run` takes; None where there are no rates to predict by."""
         if self.rates is None:
             return None
         admission = run.config.policy.admission
         return predict(self.shape, run.placement, run.blocks, self.sizes, run.chunk_tokens, self.rates, admission)
 
-    def place(self, config: RuntimeConfig, load: Load) -> Placement:
+    def choose_placement(self, config: RuntimeConfig, load: Load) -> Placement:
         """The placement of a load, with what of it follows from the rates."""
-        return with_share(self.shape, place(self.shape, config, self.budgets, load), self.rates)
+        return with_cpu_share(self.shape, choose_placement(self.shape, config, self.budgets, load), self.rates)
 
 
-def of_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
+def place_given_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
     """The run of blocks that are given, in the best of the usual chunks with which they fit."""
     *better, chunk = chunk_sizes(problem.shape, problem.config.policy, blocks)
     if better:
-        chunk = _fitting_chunk(problem, bare(problem.config), blocks, wholly=True) or chunk
-    return problem.placed(blocks, chunk)
+        chunk = _fitting_chunk(problem, least_memory_config(problem.config), blocks, wholly=True) or chunk
+    return problem.place_blocks(blocks, chunk)
 
 
 def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) -> tuple[int, tuple[Block, ...]]:
@@ -154,7 +157,7 @@ def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) ->
     if config.policy.kind is PolicyKind.fixed:
         *large, usual = counts(most)
         for blocks in (divided(most, count) for count in large):
-            if chunk := _fitting_chunk(problem, bare(config), blocks, wholly=True):
+            if chunk := _fitting_chunk(problem, least_memory_config(config), blocks, wholly=True):
                 return chunk, blocks
         blocks = divided(most, usual)
         return chunk_sizes(shape, config.policy, blocks)[-1], blocks
@@ -163,7 +166,7 @@ def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) ->
     steps = {step for turn in range(whole.bit_length()) for step in (whole >> turn, 3 * whole >> turn + 2)}
     ladder = sorted(steps - {0}, reverse=True)  # all, 3/4, 1/2, 3/8 ... 1
     for tier in kv_tiers(shape, config, has_device=problem.budgets.has_device):
-        in_tier = replace(bare(config), kv=replace(config.kv, tier=tier))
+        in_tier = replace(least_memory_config(config), kv=replace(config.kv, tier=tier))
         for num_sequences in ladder:
             *large, usual = counts(num_sequences)
             for count in (*large, usual):
@@ -177,29 +180,29 @@ def _fitting_chunk(problem: Problem, config: RuntimeConfig, blocks: tuple[Block,
     """Tokens of the best chunks with which these blocks fit as `config` says."""
     shape, budgets = problem.shape, problem.budgets
     for chunk in chunk_sizes(shape, config.policy, blocks):
-        chunked = in_chunks(config, chunk)
+        chunked = with_chunk_tokens(config, chunk)
         load = run_load(shape, chunked, budgets, blocks, problem.sizes)
-        placement = place(shape, chunked, budgets, load) if load.is_roomy else None
-        if placement is not None and placement.fits and (not wholly or is_whole(placement)):
+        placement = choose_placement(shape, chunked, budgets, load) if load.has_enough_pages else None
+        if placement is not None and placement.fits and (not wholly or keeps_kv_in_compute(placement)):
             return chunk
     return None
 
 
-def balanced(problem: Problem, first: PlacedRun) -> PlacedRun:
+def tune_chunks(problem: Problem, first: PlacedRun) -> PlacedRun:
     """`first`, whose chunks are as small as they should be, or the same blocks in larger chunks that take less time in
     all. It stays without rates to tell by, and where the settings say the chunks."""
     if problem.rates is None or problem.config.policy.prefill_chunk_tokens is not None:
         return first
-    chosen = _chosen(problem, first, problem.rates)
+    chosen = _best_chunk(problem, first, problem.rates)
     while chosen > first.chunk_tokens:
-        run = problem.placed(first.blocks, chosen)
+        run = problem.place_blocks(first.blocks, chosen)
         if run.placement.fits:
             return run
         chosen //= 2
     return first
 
 
-def _chosen(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
+def _best_chunk(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
     """Tokens of the best chunk, by rough times of the block that takes most memory, or of a few blocks whose sequences
     come and go."""
     best = last = first.chunk_tokens
@@ -207,33 +210,37 @@ def _chosen(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
     if last >= most:
         return best
     shares = {stage.num_experts_per_token / stage.num_experts for stage in problem.shape.layers if stage.num_experts}
-    ways = [(rates.gemm_rate, 1.0), *((rates.expert_rate, share) for share in shares)]
-    passing = len(first.load.lanes) * len(first.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
-    found = shortest = _timed(problem, first, last, rates)
-    while found is not None and shortest is not None and last < most:
-        prefill = found.prefill  # waiting for bytes, and what passing stages takes, do not follow from its tokens
-        has_wait = prefill.stall_seconds + prefill.num_passes * passing > NOTABLE * prefill.seconds
-        if not has_wait and all(rate(2 * part * last) <= (1 + NOTABLE) * rate(part * last) for rate, part in ways):
+    rate_shares = [(rates.gemm_rate, 1.0), *((rates.expert_rate, share) for share in shares)]
+    fixed_seconds = len(first.load.lanes) * len(first.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
+    prediction = shortest = _predict_chunks(problem, first, last, rates)
+    while prediction is not None and shortest is not None and last < most:
+        prefill = prediction.prefill  # waiting for bytes, and what passing stages takes, do not follow from its tokens
+        has_wait = prefill.stall_seconds + prefill.num_passes * fixed_seconds > NOTABLE * prefill.seconds
+        if not has_wait and all(
+            rate(2 * part * last) <= (1 + NOTABLE) * rate(part * last) for rate, part in rate_shares
+        ):
             break
         last *= 2
-        found = _timed(problem, first, last, rates)
-        if found is not None and found.seconds < shortest.seconds - WORTHWHILE * shortest.prefill_seconds:
-            best, shortest = last, found
+        prediction = _predict_chunks(problem, first, last, rates)
+        if prediction is not None and prediction.seconds < shortest.seconds - WORTHWHILE * shortest.prefill_seconds:
+            best, shortest = last, prediction
     return best
 
 
-def _timed(problem: Problem, first: PlacedRun, num_tokens: int, rates: MachineRates) -> Prediction | None:
+def _predict_chunks(problem: Problem, first: PlacedRun, num_tokens: int, rates: MachineRates) -> Prediction | None:
     """The prediction for chunks of so many tokens; None where there is no room."""
     if problem.config.policy.admission is Admission.continuous:
-        run = problem.placed(evenly(first.blocks, MAX_BLOCKS), num_tokens)
-        return problem.predicted(run) if run.placement.fits else None
+        run = problem.place_blocks(pick_evenly(first.blocks, MAX_BLOCKS), num_tokens)
+        return problem.predict(run) if run.placement.fits else None
     load = Load.from_lanes(problem.shape, first.load.lanes, num_tokens)  # of the block that takes most memory
     load = replace(
         first.load,
         chunk_tokens=num_tokens,
-        most_tokens=load.most_tokens,
-        all_tokens=load.all_tokens,
+        max_tokens=load.max_tokens,
+        block_tokens=load.block_tokens,
         num_prefill_passes=load.num_prefill_passes,
     )
-    placement = problem.place(replace(in_chunks(problem.config, num_tokens), prefetch=first.prefetch), load)
+    placement = problem.choose_placement(
+        replace(with_chunk_tokens(problem.config, num_tokens), prefetch=first.prefetch), load
+    )
     return predict_roughly(problem.shape, placement, load.lanes, num_tokens, rates) if placement.fits else None

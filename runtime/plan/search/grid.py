@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ...config.orders import PLAIN, Order
 from ...config.settings import Attention, FeedForward, KVDType, KVTier, PrefetchConfig, RuntimeConfig, Tier
-from ..placement.feedforward import why_not
+from ..placement.feedforward import cpu_experts_obstacle
 from ..placement.placer import KV_FRACTIONS
 from ..placement.walks import cpu_attends, num_slots_for
 from ..shape.model import ModelShape
@@ -33,7 +33,7 @@ class PolicyGrid:
     kv_fraction: Floats
     order: NDArray[np.int64]
     attention: NDArray[np.int64]
-    shares: Bools
+    shares_experts: Bools
     num_requests: int
 
     @property
@@ -67,7 +67,7 @@ class PolicyGrid:
     def crosses_stages(self) -> Bools:
         return np.array([order.style.crosses_stages for order in ORDERS])[self.order]
 
-    def at_once(self, tokens: Floats) -> tuple[Floats, Floats]:
+    def tokens_at_once(self, tokens: Floats) -> tuple[Floats, Floats]:
         """The tokens that a layer's experts see at once, where each lane has so many, and how often they do."""
         is_batched = self.batches_experts
         return np.where(is_batched, self.lanes * tokens, tokens), np.where(is_batched, 1.0, self.lanes)
@@ -90,21 +90,21 @@ class PolicyGrid:
         travels = (self.kv_fraction < 1) & ~(has_device & self.cpu_attends)
         return by_size(np.where(travels, self.micro_batch, np.ceil(self.sequences)), number_of)
 
-    def policy(self, at: int) -> Policy:
+    def policy(self, index: int) -> Policy:
         """The policy at a place of the grid, with the sizes that come out, which are no larger than those asked for and
         make the same blocks."""
-        only = self.taken(np.array([at]))
+        only = self.select(np.array([index]))
         return Policy(
             micro_batch_size=int(np.ceil(only.rows[0])),
             num_micro_batches=int(only.lanes[0]),
-            attention=ATTENTIONS[self.attention[at]],
-            schedule=ORDERS[self.order[at]],
-            resident_layers=int(self.resident[at]),
-            kv_fraction=float(self.kv_fraction[at]),
-            feedforward=FeedForward.cpu if self.shares[at] else FeedForward.device,
+            attention=ATTENTIONS[self.attention[index]],
+            schedule=ORDERS[self.order[index]],
+            resident_layers=int(self.resident[index]),
+            kv_fraction=float(self.kv_fraction[index]),
+            feedforward=FeedForward.cpu if self.shares_experts[index] else FeedForward.device,
         )
 
-    def only(self, policy: Policy) -> "PolicyGrid":
+    def single(self, policy: Policy) -> "PolicyGrid":
         """One policy, which need not be of the grid, for the same requests."""
         return PolicyGrid(
             micro_batch=np.array([float(policy.micro_batch_size)]),
@@ -113,33 +113,33 @@ class PolicyGrid:
             kv_fraction=np.array([policy.kv_fraction]),
             order=np.array([ORDERS.index(policy.schedule)]),
             attention=np.array([ATTENTIONS.index(policy.attention)]),
-            shares=np.array([policy.feedforward is FeedForward.cpu]),
+            shares_experts=np.array([policy.feedforward is FeedForward.cpu]),
             num_requests=self.num_requests,
         )
 
-    def taken(self, which: Bools | NDArray[np.int64]) -> "PolicyGrid":
-        axes = {axis: values[which] for axis, values in vars(self).items() if axis != "num_requests"}
+    def select(self, mask: Bools | NDArray[np.int64]) -> "PolicyGrid":
+        axes = {axis: values[mask] for axis, values in vars(self).items() if axis != "num_requests"}
         return PolicyGrid(**axes, num_requests=self.num_requests)
 
 
 def by_size(sizes: Floats, number_of: Callable[[int], float]) -> Floats:
     """A number that follows from a size, for each of an array of few different ones."""
-    different, place = np.unique(sizes, return_inverse=True)
-    return np.array([float(number_of(int(size))) for size in different])[place]
+    unique_sizes, inverse = np.unique(sizes, return_inverse=True)
+    return np.array([float(number_of(int(size))) for size in unique_sizes])[inverse]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class GridAxes:
     """The values of each axis. `ways`: order, attention and share of KV in compute memory that go together."""
 
     micro_batches: Sequence[int]
     counts: Sequence[int]
     resident: Sequence[int]
-    ways: Sequence[tuple[Order, Attention, float]]
+    variants: Sequence[tuple[Order, Attention, float]]
     feedforwards: Sequence[FeedForward] = (FeedForward.device,)
 
     @staticmethod
-    def from_config(shape: ModelShape, config: RuntimeConfig, num_requests: int, *, has_device: bool) -> "Choices":
+    def from_config(shape: ModelShape, config: RuntimeConfig, num_requests: int, *, has_device: bool) -> "GridAxes":
         """What `config` says is the only value of its axis; of the number of micro-batches it is the most."""
         policy, num_layers, wanted = config.policy, len(shape.layers), config.offload.resident_layers
         width, most = policy.micro_batch_size, policy.num_micro_batches or COUNTS[-1]
@@ -152,36 +152,36 @@ class Choices:
         if policy.feedforward is not None:
             feedforwards = [policy.feedforward]
         else:
-            can_share = why_not(shape, config, has_device=has_device) is None
+            can_share = cpu_experts_obstacle(shape, config, has_device=has_device) is None
             feedforwards = [each for each in FeedForward if can_share or each is FeedForward.device]
-        return Choices(
+        return GridAxes(
             micro_batches=_up_to(MICRO_BATCHES, num_requests) if width is None else [min(width, max(1, num_requests))],
             counts=_up_to(COUNTS, max(1, min(most, num_requests))),
             resident=resident,
-            ways=_ways(shape, config, has_device=has_device),
+            variants=_variants(shape, config, has_device=has_device),
             feedforwards=feedforwards,
         )
 
     def grid(self, num_requests: int) -> PolicyGrid:
         """Their product, without blocks that are a whole micro-batch larger than the workload."""
         axes = [np.asarray(axis, dtype=np.float64) for axis in (self.micro_batches, self.counts, self.resident)]
-        ways = np.arange(len(self.ways), dtype=np.float64)
+        variants = np.arange(len(self.variants), dtype=np.float64)
         shares = [float(each is FeedForward.cpu) for each in self.feedforwards]
-        product = np.meshgrid(*axes, ways, shares, indexing="ij")
-        micro, count, resident, way, shared = (axis.ravel() for axis in product)
+        product = np.meshgrid(*axes, variants, shares, indexing="ij")
+        micro, count, resident, variant, shared = (axis.ravel() for axis in product)
         is_needed = micro * (count - 1) < max(1, num_requests)
-        orders = np.asarray([ORDERS.index(order) for order, _, _ in self.ways])
-        attentions = np.asarray([ATTENTIONS.index(attention) for _, attention, _ in self.ways])
-        fractions = np.asarray([fraction for _, _, fraction in self.ways])
-        way = way[is_needed].astype(np.int64)
+        orders = np.asarray([ORDERS.index(order) for order, _, _ in self.variants])
+        attentions = np.asarray([ATTENTIONS.index(attention) for _, attention, _ in self.variants])
+        fractions = np.asarray([fraction for _, _, fraction in self.variants])
+        variant = variant[is_needed].astype(np.int64)
         return PolicyGrid(
             micro_batch=micro[is_needed],
             count=count[is_needed],
             resident=resident[is_needed],
-            kv_fraction=fractions[way],
-            order=orders[way],
-            attention=attentions[way],
-            shares=shared[is_needed] > 0,
+            kv_fraction=fractions[variant],
+            order=orders[variant],
+            attention=attentions[variant],
+            shares_experts=shared[is_needed] > 0,
             num_requests=num_requests,
         )
 
@@ -191,13 +191,13 @@ def _up_to(values: Sequence[int], most: int) -> list[int]:
     return [value for value in values if value < most] + [most] * (1 <= most <= values[-1])
 
 
-def _ways(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[tuple[Order, Attention, float]]:
+def _variants(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[tuple[Order, Attention, float]]:
     """Those that the settings leave open. Attention on the CPU that cannot be is the device's, see `plan/advice.py`."""
     policy = config.policy
     fractions = {each: _kv_fractions(shape, config, each, has_device=has_device) for each in Attention}
-    places = [each for each in Attention if fractions[each]]
-    if policy.attention in places:
-        places = [policy.attention]
+    methods = [each for each in Attention if fractions[each]]
+    if policy.attention in methods:
+        methods = [policy.attention]
 
     def orders(attention: Attention) -> list[Order]:
         asked = policy.schedule
@@ -207,13 +207,13 @@ def _ways(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list
             order
             for order in Order
             if num_slots_for(config.prefetch, order) >= order.style.num_slots
-            and (shape.has_own_experts or not order.style.batches_experts)
+            and (shape.has_grouped_experts or not order.style.batches_experts)
             and (attention is Attention.cpu or not order.style.needs_cpu_attention)
         ]
 
     return [
         (order, attention, fraction)
-        for attention in places
+        for attention in methods
         for fraction in fractions[attention]
         for order in orders(attention)
     ]
@@ -232,7 +232,7 @@ def _kv_fractions(
             schedule=PLAIN,
             resident_layers=0,
             kv_fraction=1.0,
-        ).applied(config, has_device=has_device)
+        ).apply(config, has_device=has_device)
         if not cpu_attends(shape, policy, has_device=has_device):
             return ()
         if has_device:

@@ -23,15 +23,15 @@ from ..cost.predict import Prediction
 from ..cost.roofline import OperatingPoint, operating_point
 from ..cost.work import LayerWork
 from ..shape.model import ModelShape
-from .candidate import PlacedRun, Problem, balanced, of_blocks
-from .grid import Choices, Floats, PolicyGrid
+from .candidate import PlacedRun, Problem, place_given_blocks, tune_chunks
+from .grid import Floats, GridAxes, PolicyGrid
 from .pass_times import Roofline
 from .policy import Policy
-from .room import Room, layers_in_host
+from .room import MemoryNeeds, layers_in_host
 from .trials import Trial, Trials
 from .workload import Workload
 
-NUM_WAYS = 4  # each with its best block
+NUM_VARIANTS = 4  # each with its best block
 NUM_BLOCKS = 5  # more, of any way
 NEXT_SHARE = 0.75  # of a refused block's sequences, where none of those blocks fits
 NOTABLE = 0.01  # of a run's time
@@ -56,7 +56,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SearchResult:
     """`table` is sorted, the fastest first. `busy_seconds` are those of a decode pass of the best, by the roofline."""
 
     table: tuple[Candidate, ...]
@@ -78,7 +78,7 @@ class Choice:
     @property
     def runner_up(self) -> Candidate | None:
         """The fastest that is another way and not another size, if there is one."""
-        others = [each for each in self.table[1:] if each.policy.way != self.best.policy.way]
+        others = [each for each in self.table[1:] if each.policy.variant != self.best.policy.variant]
         return (others or list(self.table[1:]) or [None])[0]
 
     @property
@@ -129,55 +129,55 @@ class Finalists:
         Raises BudgetError, with the equation, when not even the smallest block fits.
         """
         trials = Trials(problem=self.problem, grid=self.grid, bounds=self.seconds, blocks=self.blocks).best()
-        best_of_ways = dict[Hashable, Trial]()
+        best_of_variants = dict[Hashable, Trial]()
         for trial in trials:
-            best_of_ways.setdefault(trial.policy.way, trial)
-        ways = list(best_of_ways.values())[:NUM_WAYS]
-        others = [trial for trial in trials if trial not in ways]
-        found = [*self._that_fit(ways), *islice(self._that_fit(others), NUM_BLOCKS)]
-        if not found:
-            found = [self._smaller()]
-        usual = self.usual.as_asked if self.usual is not None else None
-        if self.usual is not None and usual not in {candidate.policy.as_asked for candidate, _, _ in found}:
+            best_of_variants.setdefault(trial.policy.variant, trial)
+        best_trials = list(best_of_variants.values())[:NUM_VARIANTS]
+        others = [trial for trial in trials if trial not in best_trials]
+        finalists = [*self._fitting(best_trials), *islice(self._fitting(others), NUM_BLOCKS)]
+        if not finalists:
+            finalists = [self._smaller_block()]
+        usual = self.usual.without_plan if self.usual is not None else None
+        if self.usual is not None and usual not in {candidate.policy.without_plan for candidate, _, _ in finalists}:
             with suppress(BudgetError):
-                found.append(self._finalist(self.usual, float(self.roofline(self.grid.only(self.usual))[0])))
+                finalists.append(self._make_finalist(self.usual, float(self.roofline(self.grid.single(self.usual))[0])))
 
         def rank(finalist: Finalist) -> float:
             """Predictions are not so sharp that a hair's breadth is worth leaving the usual policy."""
             candidate = finalist[0]
-            return candidate.seconds * (1 - NOTABLE if candidate.policy.as_asked == usual else 1)
+            return candidate.seconds * (1 - NOTABLE if candidate.policy.without_plan == usual else 1)
 
-        return tuple(sorted(found, key=rank))
+        return tuple(sorted(finalists, key=rank))
 
-    def _that_fit(self, trials: Sequence[Trial]) -> Iterator[Finalist]:
+    def _fitting(self, trials: Sequence[Trial]) -> Iterator[Finalist]:
         for trial in trials:
             with suppress(BudgetError):
-                yield self._at(trial.place)
+                yield self._finalist_at(trial.index)
 
-    def _smaller(self) -> Finalist:
+    def _smaller_block(self) -> Finalist:
         """The fastest of all ways whose block is smaller than what was refused before, until one fits. Raises
         BudgetError when not even the smallest does."""
         left = np.argsort(self.seconds, kind="stable")
         while len(left):
             try:
-                return self._at(int(left[0]))
+                return self._finalist_at(int(left[0]))
             except BudgetError:
                 left = left[self.grid.sequences[left] <= NEXT_SHARE * self.grid.sequences[left[0]]]
-        return self._at(int(np.argmin(self.grid.micro_batch * self.grid.count)))
+        return self._finalist_at(int(np.argmin(self.grid.micro_batch * self.grid.count)))
 
-    def _at(self, place: int) -> Finalist:
-        return self._finalist(self.grid.policy(place), float(self.seconds[place]))
+    def _finalist_at(self, index: int) -> Finalist:
+        return self._make_finalist(self.grid.policy(index), float(self.seconds[index]))
 
-    def _finalist(self, policy: Policy, roofline_seconds: float) -> Finalist:
+    def _make_finalist(self, policy: Policy, roofline_seconds: float) -> Finalist:
         """Raises BudgetError when the policy's run does not fit."""
-        problem, blocks = self.problem.of(policy), self.blocks
+        problem, blocks = self.problem.with_policy(policy), self.blocks
         if blocks is None:  # of many requests they take longer to make than to place: each size is made once
             key = (policy.micro_batch_size, policy.num_micro_batches)
-            blocks = self._made[key] = self._made.get(key) or self.problem.blocks(*key)
-        run = of_blocks(problem, blocks)
+            blocks = self._blocks_cache[key] = self._blocks_cache.get(key) or self.problem.blocks(*key)
+        run = place_given_blocks(problem, blocks)
         run.placement.require_fit(problem.config)
-        run = balanced(problem, run)
-        prediction = problem.predicted(run)
+        run = tune_chunks(problem, run)
+        prediction = problem.predict(run)
         assert prediction is not None, "a search predicts"
         seconds = prediction.seconds
         fullest = max(run.placement.ledgers, key=lambda ledger: ledger.total_bytes / ledger.budget_bytes)
@@ -196,7 +196,7 @@ class Finalists:
         return candidate, run, prediction
 
     @cached_property
-    def _made(self) -> dict[tuple[int, int], tuple[Block, ...]]:
+    def _blocks_cache(self) -> dict[tuple[int, int], tuple[Block, ...]]:
         return {}
 
 
@@ -204,10 +204,10 @@ def search(
     problem: Problem,
     *,
     workload: Workload | None = None,
-    choices: Choices | None = None,
+    axes: GridAxes | None = None,
     blocks: tuple[Block, ...] | None = None,
     usual: Policy | None = None,
-) -> tuple[Choice, PlacedRun, Prediction]:
+) -> tuple[SearchResult, PlacedRun, Prediction]:
     """The best policy for the tiers, prefetch and chunks of `problem`, which has rates, and the run of that policy.
     `workload`: None samples the problem's requests. `choices`: None looks at all, or with `blocks`, which are given, at
     the ways that these can go. `usual`: what it would be without a search, which is simulated in any case.
@@ -225,35 +225,35 @@ def search(
         rates=problem.rates,
     )
     workload = workload or Workload.from_sizes(problem.sizes)
-    choices = choices or Choices.from_config(shape, config, workload.num_requests, has_device=budgets.has_device)
+    axes = axes or GridAxes.from_config(shape, config, workload.num_requests, has_device=budgets.has_device)
     if problem.rates.cpu_flops_per_second is None:  # the CPU shares experts only where the settings say so
-        choices = replace(choices, feedforwards=[config.policy.feedforward or FeedForward.device])
+        axes = replace(axes, feedforwards=[config.policy.feedforward or FeedForward.device])
     if blocks:
         lanes = [[len(lane) for lane in block.micro_batches] for block in blocks]
         most = max((rows for block in lanes for rows in block), default=1)
-        choices = replace(choices, micro_batches=[most], counts=[max(map(len, lanes), default=1)])
-    roofline = roofline_of(shape, machine, workload, config)
-    within = fitting(shape, machine, workload, config, choices.grid(workload.num_requests))
+        axes = replace(axes, micro_batches=[most], counts=[max(map(len, lanes), default=1)])
+    roofline = make_roofline(shape, machine, workload, config)
+    grid = select_fitting(shape, machine, workload, config, axes.grid(workload.num_requests))
     finalists = Finalists(
-        problem=problem, workload=workload, grid=within, roofline=roofline.seconds, blocks=blocks, usual=usual
+        problem=problem, workload=workload, grid=grid, roofline=roofline.seconds, blocks=blocks, usual=usual
     ).table()
     best, run, prediction = finalists[0]
-    only = within.only(best.policy)
-    choice = Choice(
+    single = grid.single(best.policy)
+    result = SearchResult(
         table=tuple(candidate for candidate, _, _ in finalists),
-        busy_seconds=roofline.decode_pass(only).busy_at(0),
+        busy_seconds=roofline.decode_pass(single).busy_at(0),
         operating_point=operating_point(
             roofline.work,
             machine,
             reads=run.placement.walk.reads,
-            num_sequences=float(only.sequences[0]),
-            num_rows=float((only.sequences if best.policy.schedule.style.batches_experts else only.rows)[0]),
+            num_sequences=float(single.sequences[0]),
+            num_rows=float((single.sequences if best.policy.schedule.style.batches_experts else single.rows)[0]),
         ),
     )
-    return choice, run, prediction
+    return result, run, prediction
 
 
-def roofline_of(shape: ModelShape, machine: Machine, workload: Workload, config: RuntimeConfig) -> Roofline:
+def make_roofline(shape: ModelShape, machine: Machine, workload: Workload, config: RuntimeConfig) -> Roofline:
     return Roofline(
         work=LayerWork.from_shape(shape),
         rates=machine.rates,
@@ -267,14 +267,14 @@ def roofline_of(shape: ModelShape, machine: Machine, workload: Workload, config:
     )
 
 
-def fitting(
+def select_fitting(
     shape: ModelShape, machine: Machine, workload: Workload, config: RuntimeConfig, grid: PolicyGrid
 ) -> PolicyGrid:
     """Those within the budgets, with slots of whole layers or by expert; or if there is none, the smallest of all."""
     budgets = machine.budgets
-    ways = (Room(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
-    fits = np.logical_or(*(way.fits(budgets) for way in ways))
+    needs = (MemoryNeeds(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
+    fits = np.logical_or(*(way.fits(budgets) for way in needs))
     if fits.any():
-        return grid.taken(fits)
+        return grid.select(fits)
     size = grid.micro_batch * grid.count * (1 + grid.resident)
-    return grid.taken(size == size.min())
+    return grid.select(size == size.min())

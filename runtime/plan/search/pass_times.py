@@ -13,7 +13,7 @@ import numpy as np
 from ...config.settings import Dequantize, ExpertPaging, KVTier, RuntimeConfig
 from ...resources import Resource
 from ..cost.rates import MachineRates
-from ..cost.work import LayerWork, share_of
+from ..cost.work import LayerWork, make_cpu_share
 from ..placement.memory import FEW_ROWS
 from .grid import Floats, PolicyGrid
 from .workload import Workload
@@ -26,9 +26,9 @@ class PassTimes:
     busy: dict[Resource, Floats]
     seconds: Floats
 
-    def busy_at(self, place: int) -> dict[Resource, float]:
+    def busy_at(self, index: int) -> dict[Resource, float]:
         """Those of the policy at this place of the grid."""
-        return {resource: float(seconds[place]) for resource, seconds in self.busy.items()}
+        return {resource: float(seconds[index]) for resource, seconds in self.busy.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Roofline:
         cpu, device = grid.cpu_attends, ~grid.cpu_attends
         exchanged = cpu * layers * grid.sequences if self.has_device else np.zeros_like(grid.sequences)
         new_kv = layers * grid.sequences * work.kv_bytes * np.where(cpu, float(self.has_device), 1 - grid.kv_fraction)
-        return self._times(
+        return self._pass_times(
             grid,
             tokens=grid.rows,
             compute=compute + device * kv_bytes / rates.attention_bytes_per_second,
@@ -104,7 +104,7 @@ class Roofline:
         attention = layers * grid.sequences * share * pairs / 2 * work.pair_flops
         compute = self._products(grid, chunk, max(1, self.workload.num_scored) / np.maximum(1.0, prompts))
         zero = np.zeros_like(chunk)
-        return self._times(
+        return self._pass_times(
             grid,
             tokens=chunk,
             compute=compute + attention / self.rates.prefill_attention_flops_per_second,
@@ -118,14 +118,14 @@ class Roofline:
         """Compute's seconds in the products of a pass in which each lane has so many `tokens`; logits are made of
         `head_share` of them."""
         work, rates, lanes = self.work, self.rates, grid.lanes
-        at_once, turns = grid.at_once(tokens)
+        at_once, turns = grid.tokens_at_once(tokens)
         dense, experts = rates.gemm_seconds(tokens, work.dense_weights), np.zeros_like(tokens)
         visits = at_once * work.num_experts_per_token
         if work.num_experts:
             experts = rates.experts_seconds(work.hits(at_once), visits, work.expert_weights)
         times = lanes if self.config.offload.dequantize is Dequantize.product else 1.0
         dequantizing = times * rates.dequantize_seconds(work.stored.plus(work.stored_experts), self.item_bytes)
-        if decodes and rates.multiplies_codes(self.item_bytes):
+        if decodes and rates.has_code_kernels(self.item_bytes):
             is_few = lanes * tokens <= FEW_ROWS
             dequantizing = np.where(is_few, 0.0, dequantizing)
             plain = max(0.0, 1 - work.stored.num_numbers / max(1.0, work.dense_weights))
@@ -134,16 +134,16 @@ class Roofline:
                 hits = work.hits(at_once)
                 codes = hits / work.num_experts * rates.codes_seconds(work.stored_experts, visits / hits)
                 experts = np.where(is_few, codes, experts)
-        experts = turns * experts * (1 - self._streamed(grid) * self._cpu_share(grid, tokens)[0])
-        exchanged = rates.exchanged_seconds(tokens * work.hidden_bytes)
+        experts = turns * experts * (1 - self._streamed_share(grid) * self._cpu_share(grid, tokens)[0])
+        exchanged = rates.layer_exchange_seconds(tokens * work.hidden_bytes)
         layer = lanes * (dense + rates.turn_seconds + exchanged) + experts + dequantizing
         head = lanes * rates.gemm_seconds(tokens * head_share, work.head_weights)
         return work.num_layers * layer + head + rates.pass_seconds
 
-    def _streamed(self, grid: PolicyGrid) -> Floats:
+    def _streamed_share(self, grid: PolicyGrid) -> Floats:
         return 1 - grid.resident / max(1, self.work.num_layers)
 
-    def _times(
+    def _pass_times(
         self,
         grid: PolicyGrid,
         *,
@@ -157,17 +157,17 @@ class Roofline:
         """Bytes go over the links that exist: weights that no memory holds come from the disk, everything goes over the
         link in front of an accelerator, keys and values from and to their tier, what is `exchanged` there and back."""
         rates, work = self.rates, self.work
-        layers, hits = work.num_layers * self._streamed(grid), np.zeros_like(tokens)
+        layers, hits = work.num_layers * self._streamed_share(grid), np.zeros_like(tokens)
         share, (cpu_share, cpu_cost) = np.ones_like(tokens), self._cpu_share(grid, tokens)
         if work.num_experts:
-            at_once, turns = grid.at_once(tokens)
+            at_once, turns = grid.tokens_at_once(tokens)
             hits = turns * work.hits(at_once)  # each of which comes once for each lane that asks
         if work.is_pageable and self.config.offload.expert_paging is not ExpertPaging.off:
             share = np.minimum(share, hits / work.num_experts)
         weights = layers * (work.dense_bytes + share * work.num_experts * work.expert_bytes)
         reads = 1 - self.in_host(grid) / np.maximum(1.0, work.num_layers - grid.resident)
         kv_on_disk = not self.has_device or self.config.kv.tier is KVTier.nvme
-        on_cpu = cpu_share * work.num_layers * self._streamed(grid) * hits * work.expert_bytes
+        on_cpu = cpu_share * work.num_layers * self._streamed_share(grid) * hits * work.expert_bytes
         on_cpu_seconds = on_cpu * cpu_cost / rates.link_in_bytes_per_second
         brought = (weights - on_cpu) / rates.weights_in_bytes_per_second
         brought = brought + (kv_in + exchanged) / rates.link_in_bytes_per_second
@@ -181,33 +181,39 @@ class Roofline:
         host = on_cpu / rates.host_memory_bytes_per_second
         for resource, part in rates.host_shares.items():
             host = host + part * busy[resource]
-        seconds = np.maximum(self._together(grid, busy, on_cpu_seconds), host)
+        seconds = np.maximum(self._pass_seconds(grid, busy, on_cpu_seconds), host)
         busy = {**busy, Resource.cpu_attention: attend + on_cpu_seconds, Resource.host_memory: host}
         return PassTimes(busy=busy, seconds=seconds)
 
-    def _together(self, grid: PolicyGrid, busy: dict[Resource, Floats], beside: Floats) -> Floats:
+    def _pass_seconds(self, grid: PolicyGrid, busy: dict[Resource, Floats], cpu_expert_seconds: Floats) -> Floats:
         """The seconds of a pass, in which the CPU multiplies experts for `beside`: shared ones come when their layer's
         tokens are routed, so all else is behind by then. Elsewhere links work beside compute and the CPU's attention,
         which take what they take together. Without an accelerator the CPU is compute. With
         one, attention on the CPU is behind compute's back but for one lane in each layer; for none where a lane may go
         on to the next layer, and there is another lane; or for all where none is ahead."""
         compute, attend = busy[Resource.compute], busy[Resource.cpu_attention]
-        alone = np.where(grid.crosses_stages & (grid.lanes > 1), 0.0, attend / grid.lanes)
-        alone = np.where((grid.num_ahead == 0) | (not self.has_device), np.minimum(compute, attend), alone)
-        together = np.minimum(np.maximum(compute, attend) + alone, compute + attend)
+        not_overlapped = np.where(grid.crosses_stages & (grid.lanes > 1), 0.0, attend / grid.lanes)
+        not_overlapped = np.where(
+            (grid.num_ahead == 0) | (not self.has_device), np.minimum(compute, attend), not_overlapped
+        )
+        compute_and_attention = np.minimum(np.maximum(compute, attend) + not_overlapped, compute + attend)
         links = np.maximum.reduce([busy[Resource.disk], busy[Resource.host_to_device], busy[Resource.device_to_host]])
-        return np.where(grid.shares, together + np.maximum(links, beside), np.maximum(links, together))
+        return np.where(
+            grid.shares_experts,
+            compute_and_attention + np.maximum(links, cpu_expert_seconds),
+            np.maximum(links, compute_and_attention),
+        )
 
     def _cpu_share(self, grid: PolicyGrid, tokens: Floats) -> tuple[Floats, Floats]:
         """The CPU's share of the experts that are hit in layers that do not stay, each of about as many visits: as many
         as it multiplies while the link brings the others; and how long it takes at one, where the link takes 1. Prompts
         have too many tokens."""
         work, zero = self.work, np.zeros_like(tokens)
-        if not grid.shares.any() or not work.num_experts:
+        if not grid.shares_experts.any() or not work.num_experts:
             return zero, zero
-        at_once, _ = grid.at_once(tokens)
-        cpu = share_of(work.expert_bytes, work.expert_weights, self.rates, 0)
+        at_once, _ = grid.tokens_at_once(tokens)
+        cpu = make_cpu_share(work.expert_bytes, work.expert_weights, self.rates, 0)
         cost = cpu.cost(at_once * work.num_experts_per_token / work.hits(at_once))
         decodes = at_once <= np.where(grid.batches_experts, grid.sequences, grid.rows) + 1
         in_host = self.in_host(grid) / np.maximum(1.0, work.num_layers - grid.resident)
-        return (grid.shares & decodes) * in_host / (1 + cost), cost
+        return (grid.shares_experts & decodes) * in_host / (1 + cost), cost

@@ -33,7 +33,7 @@ class Policy:
         return self.micro_batch_size * self.num_micro_batches
 
     @property
-    def way(self) -> tuple[Order, Attention, float, FeedForward]:
+    def variant(self) -> tuple[Order, Attention, float, FeedForward]:
         """All but the sizes."""
         return self.schedule, self.attention, self.kv_fraction, self.feedforward
 
@@ -42,7 +42,7 @@ class Policy:
         return hashlib.sha256(json.dumps(self.to_plain()).encode()).hexdigest()[:12]
 
     @property
-    def as_asked(self) -> "Policy":
+    def without_plan(self) -> "Policy":
         """The policy without what its plan came to."""
         return replace(self, resident_layers=0, prefill_chunk_tokens=None)
 
@@ -78,7 +78,7 @@ class Policy:
             prefill_chunk_tokens=int(str(chunk)) if (chunk := values.get("prefill_chunk_tokens")) is not None else None,
         )
 
-    def applied(self, config: RuntimeConfig, *, has_device: bool) -> RuntimeConfig:
+    def apply(self, config: RuntimeConfig, *, has_device: bool) -> RuntimeConfig:
         """`config` with settings in the place of a search. How many layers stay is left to the placement, which keeps
         as many as fit: `resident_layers` says what that came to."""
         policy = replace(
@@ -102,7 +102,7 @@ class Policy:
             kv = replace(kv, tier=tier, device_fraction=self.kv_fraction)
         return replace(config, policy=policy, kv=kv)
 
-    def halved(self, num_halvings: int) -> "Policy":
+    def halve(self, num_halvings: int) -> "Policy":
         """The policy after memory ran out so many times: fewer micro-batches, then smaller ones, and as much smaller
         chunks."""
         lanes, chunk = self.num_micro_batches >> num_halvings, self.prefill_chunk_tokens

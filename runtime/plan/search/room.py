@@ -31,7 +31,7 @@ from .grid import Bools, Floats, PolicyGrid, by_size
 from .workload import Workload
 
 
-class Room:
+class MemoryNeeds:
     """`is_paged`: slots hold a layer's dense part and one expert at a time, not the whole layer."""
 
     def __init__(
@@ -51,13 +51,15 @@ class Room:
         self._layer_bytes = float(max(layer_bytes))  # which slots are for
         # What counts of a layer that lives in host memory, in the mean: the first ones of a mixture may be dense.
         experts = self._work.num_experts * is_paged * pinned_bytes(int(self._work.expert_bytes))
-        self._living = (sum(map(pinned_bytes, layer_bytes)) / len(layer_bytes) + experts) / budgets.num_sharers
+        self._host_layer_bytes = (
+            sum(map(pinned_bytes, layer_bytes)) / len(layer_bytes) + experts
+        ) / budgets.num_sharers
         self._kv_in_host = self._has_device & grid.cpu_attends  # for good
         paged = {layer.index for layer in shape.layers} if is_paged else frozenset[int]()
         size, choice = DequantizedSize.from_shape(shape, paged, 1), config.offload.dequantize
         area = 0 if size is None or choice is Dequantize.product else size.entry.num_bytes
         has_area = choice is Dequantize.stage or area <= (budgets.device_bytes or 0) // 2
-        self._area = area if has_area else 0  # of dequantized weights, where there will be room for them
+        self._dequantize_bytes = area if has_area else 0  # of dequantized weights, where there will be room for them
 
     def fits(self, budgets: Budgets) -> Bools:
         if budgets.device_bytes is None:
@@ -71,24 +73,28 @@ class Room:
         work, grid, shape = self._work, self._grid, self._shape
         is_streamed = grid.resident < work.num_layers
         paged = self._is_paged * max(2, self._config.prefetch.depth + 1) * work.expert_bytes
-        kept = (work.outer_bytes + grid.resident * work.num_bytes) / (1 if self._has_device else self._num_sharers)
-        kept += is_streamed * (self._slots * self._layer_bytes + paged)
+        resident_bytes = (work.outer_bytes + grid.resident * work.num_bytes) / (
+            1 if self._has_device else self._num_sharers
+        )
+        resident_bytes += is_streamed * (self._slots * self._layer_bytes + paged)
         passing = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged
-        weights = np.where(grid.resident == 0, np.minimum(kept, passing), kept)  # where no stage at all need stay
+        weights = np.where(
+            grid.resident == 0, np.minimum(resident_bytes, passing), resident_bytes
+        )  # where no stage at all need stay
         is_batched = grid.batches_experts
-        batched = is_batched * grid.lanes * self._tokens * _sum(batch_entries(shape, 1))
-        beside = 0.0
+        batched = is_batched * grid.lanes * self._tokens * _total_bytes(batch_entries(shape, 1))
+        device_extra = 0.0
         if self._has_device:
-            beside = self._area + np.where(
+            device_extra = self._dequantize_bytes + np.where(
                 is_batched,
                 self._visit_bytes(grid.lanes * self._tokens, is_batched=True),
                 self._visit_bytes(self._tokens, is_batched=False),
             )
         chunk = chunk_tokens(self._config.policy)
-        one = self._per_lane(lambda lane: _sum(lane_entries(shape, [lane], chunk)))
-        two = self._per_lane(lambda lane: _sum(lane_entries(shape, [lane, lane], chunk)))
+        one = self._per_lane(lambda lane: _total_bytes(lane_entries(shape, [lane], chunk)))
+        two = self._per_lane(lambda lane: _total_bytes(lane_entries(shape, [lane, lane], chunk)))
         lanes = one + (grid.lanes - 1) * (two - one)  # each takes as much more as the second one does
-        return weights + self._kv() + lanes + batched + beside
+        return weights + self._kv() + lanes + batched + device_extra
 
     @cached_property
     def host_bytes(self) -> Floats:
@@ -100,7 +106,7 @@ class Room:
         layer, expert = (pinned_bytes(int(n)) for n in (self._layer_bytes, work.expert_bytes))
         expert = expert * self._is_paged
         streamed = work.num_layers - grid.resident
-        weights = streamed * self._living * (self._config.tier is Tier.cpu)
+        weights = streamed * self._host_layer_bytes * (self._config.tier is Tier.cpu)
         passing = np.minimum(streamed, NUM_STAGING_SLOTS) * layer + (streamed > 0) * NUM_STAGING_SLOTS * expert
         staging = passing * (self._config.tier in (Tier.nvme, Tier.auto))
         resident = work.outer_bytes + grid.resident * work.num_bytes
@@ -114,7 +120,7 @@ class Room:
     def layers_in_host(self, host_bytes: int) -> Floats:
         """Streamed layers that `host_bytes` have room for beside all else."""
         streamed, spare = self._work.num_layers - self._grid.resident, host_bytes - self.host_bytes
-        return np.clip(np.floor(spare / self._living), 0, streamed)
+        return np.clip(np.floor(spare / self._host_layer_bytes), 0, streamed)
 
     @cached_property
     def _positions(self) -> Floats:
@@ -148,7 +154,7 @@ class Room:
         return self._per_lane(lambda lane: pass_tokens(self._shape, lane, chunk))
 
     def _visit_bytes(self, tokens: Floats, *, is_batched: bool) -> Floats:
-        return by_size(tokens, lambda count: _sum(visit_entries(self._shape, count, is_batched=is_batched)))
+        return by_size(tokens, lambda count: _total_bytes(visit_entries(self._shape, count, is_batched=is_batched)))
 
     def _per_lane(self, number_of: Callable[[list[SequenceSize]], float]) -> Floats:
         """A number of the largest lane of each policy."""
@@ -163,11 +169,11 @@ def layers_in_host(
     streamed = len(shape.layers) - grid.resident
     if not budgets.has_device or config.tier is not Tier.auto:
         return streamed * (config.tier is Tier.cpu)
-    ways = (Room(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
-    return np.maximum(*(way.layers_in_host(budgets.host_bytes) for way in ways))
+    needs = (MemoryNeeds(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
+    return np.maximum(*(way.layers_in_host(budgets.host_bytes) for way in needs))
 
 
-def _sum(entries: Iterable[Entry]) -> float:
+def _total_bytes(entries: Iterable[Entry]) -> float:
     return float(sum(entry.num_bytes for entry in entries))
 
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ...batching.balance import Block
-from ..cost.predict import predict_by_few
+from ..cost.predict import predict_from_sample
 from ..placement.defaults import CHUNK_TOKENS
 from .candidate import Problem
 from .grid import Floats, PolicyGrid
@@ -22,33 +22,33 @@ from .policy import Policy
 
 SWEEP_TOKENS = 16 * CHUNK_TOKENS  # of all lanes' chunks together: their products take about as long as the weights
 FACTOR = 4  # times as many where prompts wait for weights all the same, and as few for ways that are near the best
-WAITING = 0.05  # of the time, in prefill passes
-FAR = 1.0  # times the roofline's seconds
+STALL_SHARE = 0.05  # of the time, in prefill passes
+MAX_SLOWDOWN = 1.0  # times the roofline's seconds
 MANY_LANES = 4
-HOPELESS = 1.25  # times the shortest trial: what the roofline holds to be slower is not tried
+MAX_BOUND_RATIO = 1.25  # times the shortest trial: what the roofline holds to be slower is not tried
 NUM_FIRST = 2  # blocks of each way: the best by the roofline, and the best of many lanes
 NUM_NEAR = 6  # ways that are tried further
-NEAR = 1.15  # times the best of the first trials
+NEAR_RATIO = 1.15  # times the best of the first trials
 NUM_BLOCKS = 6  # of a way that is near
 NUM_TIMED = 3  # blocks of a run whose lanes are padded, as these differ
 MANY_REQUESTS = 8192  # are not all placed in a trial
 NUM_TRIES = 8  # blocks of one way, where what the grid lets through does not fit
 
-Way: TypeAlias = tuple[object, ...]
+Variant: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """The seconds of the whole workload, by the block in the middle; where lanes are padded, by a few."""
 
-    place: int
+    index: int
     policy: Policy
     seconds: float
     stall_seconds: float  # in which prompts wait for bytes
     bound_seconds: float  # the roofline's
 
     @property
-    def doubted_seconds(self) -> float:
+    def pessimistic_seconds(self) -> float:
         """What others are held against: where the roofline says more, either may be wrong."""
         return max(self.seconds, self.bound_seconds)
 
@@ -64,71 +64,78 @@ class Trials:
 
     def best(self) -> list[Trial]:
         """The best trial of each policy, the fastest first; empty where none fits."""
-        found = dict[Way, list[Trial]]()
+        trials_by_variant = dict[Variant, list[Trial]]()
         shortest = float("inf")
-        for way, places in self._ways.items():
-            if self.bounds[places[0]] < HOPELESS * shortest:
+        for way, places in self._variants.items():
+            if self.bounds[places[0]] < MAX_BOUND_RATIO * shortest:
                 many = [place for place in places[1:] if self.grid.lanes[place] >= MANY_LANES][:1]
                 order = list(dict.fromkeys([places[0], *many, *places]))[:NUM_TRIES]
-                found[way] = list(islice(self._that_fit(order, shortest), NUM_FIRST))
-                shortest = min([shortest, *(each.doubted_seconds for each in found[way])])
-        near = sorted((way for way in found if found[way]), key=lambda way: _shortest(found[way]))[:NUM_NEAR]
-        every = [trial for trials in found.values() for trial in trials]
+                trials_by_variant[way] = list(islice(self._fitting_trials(order, shortest), NUM_FIRST))
+                shortest = min([shortest, *(each.pessimistic_seconds for each in trials_by_variant[way])])
+        near = sorted(
+            (way for way in trials_by_variant if trials_by_variant[way]),
+            key=lambda way: _shortest(trials_by_variant[way]),
+        )[:NUM_NEAR]
+        all_trials = [trial for trials in trials_by_variant.values() for trial in trials]
         for way in near:
-            if _shortest(found[way]) < NEAR * shortest:
-                known = {trial.place for trial in found[way]}
-                worth = [place for place in self._ways[way][:NUM_BLOCKS] if self.bounds[place] < HOPELESS * shortest]
-                trials = list(self._that_fit([place for place in worth if place not in known], shortest))
-                best_of_way = min([*found[way], *trials], key=lambda trial: trial.seconds)
-                smaller = self._trial(best_of_way.place, SWEEP_TOKENS // FACTOR)
-                every += trials if smaller is None else [*trials, smaller]
+            if _shortest(trials_by_variant[way]) < NEAR_RATIO * shortest:
+                known = {trial.index for trial in trials_by_variant[way]}
+                promising = [
+                    place
+                    for place in self._variants[way][:NUM_BLOCKS]
+                    if self.bounds[place] < MAX_BOUND_RATIO * shortest
+                ]
+                trials = list(self._fitting_trials([place for place in promising if place not in known], shortest))
+                best_of_variant = min([*trials_by_variant[way], *trials], key=lambda trial: trial.seconds)
+                smaller = self._trial(best_of_variant.index, SWEEP_TOKENS // FACTOR)
+                all_trials += trials if smaller is None else [*trials, smaller]
         best = dict[int, Trial]()
-        for trial in sorted(every, key=lambda trial: trial.seconds):
-            best.setdefault(trial.place, trial)
+        for trial in sorted(all_trials, key=lambda trial: trial.seconds):
+            best.setdefault(trial.index, trial)
         return list(best.values())
 
-    def _that_fit(self, places: Sequence[int], shortest: float) -> Iterator[Trial]:
+    def _fitting_trials(self, indices: Sequence[int], shortest: float) -> Iterator[Trial]:
         """The best trial of each in some chunks, where any fit: larger ones where prompts wait for weights, and without
         that wait it would be near the shortest; the smallest where something takes longer than it should, as layers or
         keys and values had to leave."""
-        for place in places:
+        for place in indices:
             first = self._trial(place, SWEEP_TOKENS)
             if first is None:
                 continue
-            found = [first]
+            trials = [first]
             worked = first.seconds - first.stall_seconds  # larger chunks can save no more than the wait
-            if first.stall_seconds > WAITING * first.seconds and worked < NEAR * shortest:
-                found.append(self._trial(place, FACTOR * SWEEP_TOKENS) or first)
-            if first.seconds > FAR * self.bounds[place]:
-                found.append(self._trial(place, CHUNK_TOKENS) or first)
-            yield min(found, key=lambda trial: trial.seconds)
+            if first.stall_seconds > STALL_SHARE * first.seconds and worked < NEAR_RATIO * shortest:
+                trials.append(self._trial(place, FACTOR * SWEEP_TOKENS) or first)
+            if first.seconds > MAX_SLOWDOWN * self.bounds[place]:
+                trials.append(self._trial(place, CHUNK_TOKENS) or first)
+            yield min(trials, key=lambda trial: trial.seconds)
 
-    def _trial(self, place: int, sweep_tokens: int) -> Trial | None:
+    def _trial(self, index: int, sweep_tokens: int) -> Trial | None:
         """The trial in the largest chunks of up to so many tokens of all lanes that fit; None where none do."""
-        policy = self.grid.policy(place)
+        policy = self.grid.policy(index)
         sample, blocks, times = self._sample(policy.micro_batch_size, policy.num_micro_batches)
-        problem = sample.of(policy)
-        asked = problem.config.policy.prefill_chunk_tokens
+        problem = sample.with_policy(policy)
+        fixed_chunk = problem.config.policy.prefill_chunk_tokens
         lane_tokens = -(-sweep_tokens // policy.num_micro_batches)
-        chunk = asked or max(CHUNK_TOKENS, 1 << max(0, lane_tokens - 1).bit_length())  # a power of two
+        chunk = fixed_chunk or max(CHUNK_TOKENS, 1 << max(0, lane_tokens - 1).bit_length())  # a power of two
         while True:
-            run = problem.placed(blocks, chunk)
+            run = problem.place_blocks(blocks, chunk)
             if run.placement.fits:
                 break
-            if asked or chunk <= CHUNK_TOKENS:
+            if fixed_chunk or chunk <= CHUNK_TOKENS:
                 return None
             chunk //= 2
         assert problem.rates is not None, "a search goes by rates"
         num_timed = 1 if problem.shape.is_packed else NUM_TIMED
-        found = predict_by_few(
+        prediction = predict_from_sample(
             problem.shape, run.placement, blocks, problem.sizes, chunk, problem.rates, num_timed=num_timed
         )
         return Trial(
-            place=place,
+            index=index,
             policy=policy,
-            seconds=times * found.seconds,
-            stall_seconds=times * found.prefill.stall_seconds,
-            bound_seconds=float(self.bounds[place]),
+            seconds=times * prediction.seconds,
+            stall_seconds=times * prediction.prefill.stall_seconds,
+            bound_seconds=float(self.bounds[index]),
         )
 
     def _sample(self, micro_batch_size: int, num_micro_batches: int) -> tuple[Problem, tuple[Block, ...], int]:
@@ -139,7 +146,7 @@ class Trials:
             num_blocks = -(-len(problem.sizes) // (micro_batch_size * num_micro_batches))
             is_one = self.blocks is None and problem.shape.is_packed and len(problem.sizes) > MANY_REQUESTS
             times = num_blocks if is_one else 1
-            problem = problem.some(-(-len(problem.sizes) // times))
+            problem = problem.sample(-(-len(problem.sizes) // times))
             self._samples[key] = (problem, self.blocks or problem.blocks(*key), times)
         return self._samples[key]
 
@@ -148,17 +155,17 @@ class Trials:
         return {}
 
     @cached_property
-    def _ways(self) -> dict[Way, list[int]]:
+    def _variants(self) -> dict[Variant, list[int]]:
         """Places in the grid, by way: of each block once, with as many resident layers as fit; the fastest first."""
         grid, order = self.grid, np.argsort(self.bounds, kind="stable")
         sizes = np.stack([np.ceil(grid.rows), grid.lanes], axis=1)
-        axes = np.stack([grid.order, grid.attention, grid.kv_fraction, grid.shares], axis=1)
+        axes = np.stack([grid.order, grid.attention, grid.kv_fraction, grid.shares_experts], axis=1)
         _, first = np.unique(np.concatenate([axes, sizes], axis=1)[order], axis=0, return_index=True)
-        ways = dict[Way, list[int]]()
+        variants = dict[Variant, list[int]]()
         for at in np.sort(first):
-            place = int(order[at])
-            ways.setdefault(tuple(axes[place]), []).append(place)
-        return ways
+            index = int(order[at])
+            variants.setdefault(tuple(axes[index]), []).append(index)
+        return variants
 
 
 def _shortest(trials: Sequence[Trial]) -> float:

@@ -41,18 +41,20 @@ class Workload:
     def from_sizes(sizes: Sequence[SequenceSize]) -> "Workload":
         """All lengths where they are few, otherwise a sample, evenly over the ranks. Of the answers the longest."""
         lengths = sorted(size.num_prompt_tokens for size in sizes)
-        num_taken = min(len(lengths), MOST_LENGTHS)
+        num_lengths = min(len(lengths), MOST_LENGTHS)
         sharing = Counter(each for size in sizes if size.prefix is not None for each in size.prefix.chain)
-        alike = Counter(  # the part of each prefix that is not its parent's
+        prefix_parts = Counter(  # the part of each prefix that is not its parent's
             (prefix.parent.num_tokens if prefix.parent is not None else 0, prefix.num_tokens, num_sharing)
             for prefix, num_sharing in sharing.items()
         )
         return Workload(
             num_requests=len(sizes),
-            prompt_tokens=tuple(lengths[(2 * turn + 1) * len(lengths) // (2 * num_taken)] for turn in range(num_taken)),
+            prompt_tokens=tuple(
+                lengths[(2 * turn + 1) * len(lengths) // (2 * num_lengths)] for turn in range(num_lengths)
+            ),
             max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
             num_scored=-(-sum(size.num_scored for size in sizes) // max(1, len(sizes))),
-            shared=tuple(sorted(SharedRange(*span, count) for span, count in alike.items())),
+            shared=tuple(sorted(SharedRange(*span, count) for span, count in prefix_parts.items())),
         )
 
     @staticmethod
@@ -69,7 +71,7 @@ class Workload:
             max_new_tokens=max_new_tokens,
         )
 
-    def padded(self) -> "Workload":
+    def pad_to_longest(self) -> "Workload":
         """The same, each prompt as long as the longest."""
         return replace(self, prompt_tokens=self.prompt_tokens[-1:])
 
@@ -77,14 +79,14 @@ class Workload:
         """So many requests, None: all, with lengths evenly over the ranks of the sample: of one request the median."""
         count = self.num_requests if num_requests is None else num_requests
         lengths = self.prompt_tokens
-        taken = (lengths[(2 * turn + 1) * len(lengths) // (2 * count)] for turn in range(count))
+        chosen = (lengths[(2 * turn + 1) * len(lengths) // (2 * count)] for turn in range(count))
         return [
             SequenceSize(
                 num_prompt_tokens=length,
                 max_new_tokens=self.max_new_tokens,
                 num_scored=min(length, self.num_scored),
             )
-            for length in taken
+            for length in chosen
         ]
 
     @cached_property

@@ -49,17 +49,17 @@ class AttentionSizes:
         """The bytes of a token's queries, or of what attention gives for them."""
         return self.num_heads * self.head_dim * self.item_bytes
 
-    def gathered(self, num_positions: int, most_bytes: int) -> int:
+    def gathered_positions(self, num_positions: int, max_bytes: int) -> int:
         """Positions of one group."""
-        return min(num_positions, max(self.longest, most_bytes // self.position_bytes))
+        return min(num_positions, max(self.longest, max_bytes // self.position_bytes))
 
 
-def device_attention_bytes(way: AttentionMethod, sizes: AttentionSizes) -> int:
+def device_attention_bytes(method: AttentionMethod, sizes: AttentionSizes) -> int:
     """The most that a pass takes, of tokens that decode or of prompts."""
-    assert way is not AttentionMethod.host, "a host's attention is another"
-    if way is not AttentionMethod.flash:
-        return max(_padded_decode(way, sizes), _masked_prefill(way, sizes))
-    gathered = sizes.gathered(sizes.num_positions, GATHERED_BYTES) * sizes.position_bytes
+    assert method is not AttentionMethod.host, "a host's attention is another"
+    if method is not AttentionMethod.flash:
+        return max(_padded_decode(method, sizes), _masked_prefill(method, sizes))
+    gathered = sizes.gathered_positions(sizes.num_positions, GATHERED_BYTES) * sizes.position_bytes
     gathered += sizes.num_positions * INDEX_BYTES
     group = sizes.num_heads // sizes.num_kv_heads
     sums = min(NUM_WAVES_SPLIT * group, 128 * sizes.num_rows * sizes.num_heads) * (sizes.head_dim + 1) * 4
@@ -69,28 +69,30 @@ def device_attention_bytes(way: AttentionMethod, sizes: AttentionSizes) -> int:
     return gathered + max(decode, prefill)
 
 
-def _padded_decode(way: AttentionMethod, sizes: AttentionSizes) -> int:
+def _padded_decode(method: AttentionMethod, sizes: AttentionSizes) -> int:
     """Masks as two of bits and two of numbers; out of the kernels, and what they add up in float32."""
     padded = sizes.num_rows * sizes.longest
-    beside = padded * (INDEX_BYTES + 2 + 2 * sizes.item_bytes)
+    masks = padded * (INDEX_BYTES + 2 + 2 * sizes.item_bytes)
     out = sizes.num_rows * (3 * sizes.token_bytes + 4 * sizes.num_heads * sizes.head_dim)
-    if way is AttentionMethod.fused:
-        return sizes.gathered(padded, GATHERED_BYTES) * sizes.position_bytes + beside + out
-    each = sizes.position_bytes + 4 * (2 * sizes.num_kv_heads * sizes.head_dim + 3 * sizes.num_heads)
-    return sizes.gathered(padded, SCORED_BYTES) * each + beside + out
+    if method is AttentionMethod.fused:
+        return sizes.gathered_positions(padded, GATHERED_BYTES) * sizes.position_bytes + masks + out
+    position_bytes = sizes.position_bytes + 4 * (2 * sizes.num_kv_heads * sizes.head_dim + 3 * sizes.num_heads)
+    return sizes.gathered_positions(padded, SCORED_BYTES) * position_bytes + masks + out
 
 
-def _masked_prefill(way: AttentionMethod, sizes: AttentionSizes) -> int:
+def _masked_prefill(method: AttentionMethod, sizes: AttentionSizes) -> int:
     """One segment after the other, but masks of all of them stay: two of bits, of two kinds of layers."""
-    most = min(sizes.num_tokens, sizes.longest)
-    masks = 4 * sizes.num_tokens * sizes.longest + most * sizes.longest * (2 + 2 * sizes.item_bytes)
+    query_tokens = min(sizes.num_tokens, sizes.longest)
+    masks = 4 * sizes.num_tokens * sizes.longest + query_tokens * sizes.longest * (2 + 2 * sizes.item_bytes)
     row = sizes.longest * sizes.position_bytes
-    out = sizes.num_tokens * sizes.token_bytes + most * (sizes.token_bytes + 4 * sizes.num_heads * (sizes.head_dim + 1))
-    if way is AttentionMethod.fused:
+    out = sizes.num_tokens * sizes.token_bytes + query_tokens * (
+        sizes.token_bytes + 4 * sizes.num_heads * (sizes.head_dim + 1)
+    )
+    if method is AttentionMethod.fused:
         return row + masks + out
     group = sizes.num_heads // sizes.num_kv_heads  # the heads whose scores lie in memory at a time
-    scores = most * sizes.longest * group * (4 + 2 * max(4, sizes.item_bytes))
-    return row + masks + out + scores + (group * most + 2 * sizes.longest) * sizes.head_dim * sizes.item_bytes
+    scores = query_tokens * sizes.longest * group * (4 + 2 * max(4, sizes.item_bytes))
+    return row + masks + out + scores + (group * query_tokens + 2 * sizes.longest) * sizes.head_dim * sizes.item_bytes
 
 
 CHUNK_COLUMNS = 64  # transformers' torch_chunk_gated_delta_rule pads each row to whole chunks

@@ -22,7 +22,7 @@ from .model import ModelShape
 
 PAGE_TOKENS = 16  # P, positions of a KV page, see cache/pages.py
 PAGE_ALIGNMENT_BYTES = 16  # of quantised pages, so that a position takes whole bytes
-NUMBER_BYTES = {KVDType.bfloat16: 2, KVDType.float8: 1}  # of dtypes that round each number by itself
+KV_ITEM_BYTES = {KVDType.bfloat16: 2, KVDType.float8: 1}  # of dtypes that round each number by itself
 
 
 class PageParts(NamedTuple):
@@ -53,37 +53,37 @@ def page_parts(dtype: KVDType, num_heads: int, key_dim: int, value_dim: int) -> 
     )
 
 
-def keeping_kv(shape: ModelShape, dtype: KVDType) -> ModelShape:
+def with_kv_dtype(shape: ModelShape, dtype: KVDType) -> ModelShape:
     """`shape` with keys and values kept in `dtype`: `kv_layer_bytes` are then those that a position takes of a page.
 
     Raises ConfigError, which names `kv.dtype`, where the model's lanes or heads do not allow it.
     """
     if dtype is KVDType.auto:
         return shape
-    if reason := why_exact(shape, dtype):
+    if reason := kv_dtype_obstacle(shape, dtype):
         raise ConfigError(f"kv.dtype={dtype.value}: {shape.name} {reason}: kv.dtype=auto")
     tails = sum(shape.kv_layer_bytes) * PAGE_TOKENS if dtype.is_quantized else 0
     if dtype.is_quantized:
-        parts = [page_parts(dtype, *_heads(shape, layer)) for layer in range(len(shape.kv_layer_bytes))]
+        parts = [page_parts(dtype, *_kv_head_sizes(shape, layer)) for layer in range(len(shape.kv_layer_bytes))]
         sizes = tuple(each.page_bytes // PAGE_TOKENS for each in parts)
     else:
-        sizes = tuple(size // shape.compute_dtype_bytes * NUMBER_BYTES[dtype] for size in shape.kv_layer_bytes)
+        sizes = tuple(size // shape.compute_dtype_bytes * KV_ITEM_BYTES[dtype] for size in shape.kv_layer_bytes)
     return replace(shape, kv_dtype=dtype, kv_layer_bytes=sizes, kv_tail_bytes_per_sequence=tails)
 
 
-def why_exact(shape: ModelShape, dtype: KVDType) -> str:
+def kv_dtype_obstacle(shape: ModelShape, dtype: KVDType) -> str:
     """Empty where nothing speaks against `dtype`."""
     if not shape.is_packed:
         return "runs in padded lanes, whose keys and values transformers keeps as they are computed"
     if dtype.is_quantized and shape.expanded_kv_width:
         return "caches latents that its layers expand, and they would attend to all of them as quantised"
-    dims = {dim for layer in range(len(shape.kv_layer_bytes)) for dim in _heads(shape, layer)[1:]}
+    dims = {dim for layer in range(len(shape.kv_layer_bytes)) for dim in _kv_head_sizes(shape, layer)[1:]}
     if dtype is KVDType.int4 and any(dim % 2 for dim in dims):
         return "has heads of an odd size, and two codes share a byte"
     return ""
 
 
-def _heads(shape: ModelShape, layer: int) -> tuple[int, int, int]:
+def _kv_head_sizes(shape: ModelShape, layer: int) -> tuple[int, int, int]:
     """Heads of a layer's keys and values, and the numbers of each: where nobody looked, what its bytes come to."""
     if shape.kv_heads:
         return shape.kv_heads[layer]
@@ -100,15 +100,15 @@ class Loss(Enum):
     lossy = "lossy"
 
 
-ORDER = (Loss.exact, Loss.lossless, Loss.lossy)
-MEANING = {
+LOSS_ORDER = (Loss.exact, Loss.lossless, Loss.lossy)
+LOSS_TEXTS = {
     Loss.exact: "exact to the published numbers",
     Loss.lossless: "lossless, bit by bit the published numbers",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredNumbers:
+class WeightStorage:
     """How the matrices of a model are stored. `formats`: storage formats, and dtypes of plain ones, by their bytes, the
     most first; `loss` is the worst of theirs. `relative_error`: the root of the squares of what weights are off by, of
     those that were rounded, as a share of their own; None where nobody measured it, or nothing is off."""
@@ -120,7 +120,7 @@ class StoredNumbers:
     @staticmethod
     def from_losses(
         shape: ModelShape, losses: Mapping[str, Loss], relative_error: float | None = None
-    ) -> "StoredNumbers":
+    ) -> "WeightStorage":
         """`losses`: the class of each format that is no dtype."""
         num_bytes = dict[str, int]()
         parameters = [parameter for stage in shape.stages for parameter in stage.parameters]
@@ -129,23 +129,23 @@ class StoredNumbers:
             name = piece.format or piece.dtype
             num_bytes[name] = num_bytes.get(name, 0) + piece.num_bytes
         formats = sorted(num_bytes, key=lambda name: -num_bytes[name])
-        found = [losses.get(name, Loss.exact) for name in formats]
-        loss = max(found, key=ORDER.index, default=Loss.exact)
-        return StoredNumbers(
+        format_losses = [losses.get(name, Loss.exact) for name in formats]
+        loss = max(format_losses, key=LOSS_ORDER.index, default=Loss.exact)
+        return WeightStorage(
             formats=tuple(formats), loss=loss, relative_error=relative_error if loss is Loss.lossy else None
         )
 
     def __str__(self) -> str:
-        return f"{self.names}: {self.meaning}"
+        return f"{self.names}: {self.loss_text}"
 
     @property
     def names(self) -> str:
         return ", ".join(self.formats)
 
     @property
-    def meaning(self) -> str:
+    def loss_text(self) -> str:
         if self.loss is not Loss.lossy:
-            return MEANING[self.loss]
+            return LOSS_TEXTS[self.loss]
         error = "not measured" if self.relative_error is None else f"{self.relative_error:.2%}"
         return f"lossy, relative RMS error {error}"
 

@@ -25,9 +25,9 @@ MERGE_GAP_BYTES = 256 * 1024  # reading this much too much is cheaper than anoth
 
 VECTOR_BYTES = 16  # what a kernel reads at a time
 RUN_BYTES = 256  # a device's memory is handed out in these
-MOST_GAP_BYTES = 4096  # between two tensors: to copy it along is cheaper than another copy
-NUMBER_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}  # of tensors that kernels take as they are
-OTHER_BYTES = {"I32": 4, "I64": 8}
+COPY_GAP_BYTES = 4096  # between two tensors: to copy it along is cheaper than another copy
+FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}  # of tensors that kernels take as they are
+INTEGER_BYTES = {"I32": 4, "I64": 8}
 BLOCK_BYTES = 2  # what quantised blocks of any kind are read as
 
 
@@ -42,7 +42,7 @@ class Extent:
     used_bytes: int
     slot_offset: int
 
-    def within(self, begin: int, end: int) -> "Extent | None":
+    def clip(self, begin: int, end: int) -> "Extent | None":
         """The part that goes to bytes [begin, end) of the slot."""
         first = max(begin, self.slot_offset) - self.slot_offset
         last = min(end, self.slot_offset + self.num_bytes) - self.slot_offset
@@ -57,16 +57,16 @@ class Extent:
         )
 
 
-def share_of(extents: Sequence[Extent], index: int, count: int) -> tuple[Extent, ...]:
+def reader_share(extents: Sequence[Extent], index: int, count: int) -> tuple[Extent, ...]:
     """The part of them that one of `count` readers reads: about as many bytes as any other's, in whole blocks."""
     if not extents:
         return ()
     first, last = extents[0].slot_offset, extents[-1].slot_offset + extents[-1].num_bytes
     begin, end = (first + round_up((last - first) * n // count, ALIGNMENT_BYTES) for n in (index, index + 1))
-    return tuple(part for extent in extents if (part := extent.within(begin, end)) is not None)
+    return tuple(part for extent in extents if (part := extent.clip(begin, end)) is not None)
 
 
-def even_shares_of(extents: Sequence[Extent], index: int, count: int) -> tuple[tuple[Extent, ...], int, int]:
+def even_reader_share(extents: Sequence[Extent], index: int, count: int) -> tuple[tuple[Extent, ...], int, int]:
     """The part of them that one of `count` readers reads where all shares are of one size, and the first and last byte
     (exclusive) of the slot that these lie in, in the order of readers. It ends with the few blocks that cannot be
     divided so, which each reads."""
@@ -76,7 +76,7 @@ def even_shares_of(extents: Sequence[Extent], index: int, count: int) -> tuple[t
     size = round_down((last - first) // count, ALIGNMENT_BYTES)
     end = first + count * size
     bounds = (first + index * size, first + (index + 1) * size), (end, last)
-    return tuple(part for each in bounds for extent in extents if (part := extent.within(*each))), first, end
+    return tuple(part for each in bounds for extent in extents if (part := extent.clip(*each))), first, end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class SlotLayout:
             yield begin, end, tuple(moved)
 
     def _within(self, begin: int, end: int) -> tuple[Extent, ...]:
-        return tuple(part for extent in self.extents if (part := extent.within(begin, end)) is not None)
+        return tuple(part for extent in self.extents if (part := extent.clip(begin, end)) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class DeviceLayout:
     tensor_offsets: Mapping[str, int]  # tensor name -> its first byte on the device
     num_bytes: int
 
-    def within(self, begin: int, end: int) -> Iterator[Move]:
+    def clip_moves(self, begin: int, end: int) -> Iterator[Move]:
         """What moves bytes [begin, end) of the host's slot."""
         for move in self.moves[bisect_right(self.moves, begin, key=lambda move: move.end) :]:
             first, last = max(begin, move.begin), min(end, move.end)
@@ -135,7 +135,7 @@ class DeviceLayout:
                 yield Move(begin=first, num_bytes=last - first, target=move.target + first - move.begin)
 
 
-def resident_groups(stages: Iterable[Stage]) -> list[list[Stage]]:
+def group_tied_stages(stages: Iterable[Stage]) -> list[list[Stage]]:
     """Stages that share a tensor (tied embeddings and head) lie in one buffer, so that it is there once."""
     groups: list[tuple[set[str], list[Stage]]] = []
     for stage in stages:
@@ -152,7 +152,7 @@ def resident_groups(stages: Iterable[Stage]) -> list[list[Stage]]:
 def group_layout(stages: Sequence[Stage]) -> SlotLayout:
     """The layout of stages that share one buffer. Its bytes hold them on an accelerator too, where they are moved."""
     slices = {piece.name: piece for stage in stages for p in stage.parameters for piece in p.slices}
-    layout = layout_of(slices.values())
+    layout = make_layout(slices.values())
     moved_bytes = round_up(device_layout(stages, layout).num_bytes, ALIGNMENT_BYTES)
     return layout if moved_bytes <= layout.num_bytes else replace(layout, num_bytes=moved_bytes)
 
@@ -162,7 +162,7 @@ def slot_layout(stage: Stage) -> SlotLayout:
     return group_layout([stage])
 
 
-def layout_of(slices: Iterable[TensorSlice]) -> SlotLayout:
+def make_layout(slices: Iterable[TensorSlice]) -> SlotLayout:
     groups: list[list[TensorSlice]] = []
     for piece in sorted(slices, key=lambda s: (s.file, s.offset)):
         last = groups[-1][-1] if groups else None
@@ -190,18 +190,18 @@ def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
     allocator rounds up to a power of two; to align it by hand, a page more is asked for."""
     if num_bytes >= REGISTERED_BYTES:
         return round_up(num_bytes, ALIGNMENT_BYTES)
-    asked = num_bytes + ALIGNMENT_BYTES if is_aligned else num_bytes
-    return 1 << (asked - 1).bit_length() if num_bytes else 0
+    requested = num_bytes + ALIGNMENT_BYTES if is_aligned else num_bytes
+    return 1 << (requested - 1).bit_length() if num_bytes else 0
 
 
-class _DevicePlace(NamedTuple):
+class _DeviceOrder(NamedTuple):
     """Places ascend on the device. What belongs to no expert comes first."""
 
     major: int
     minor: int
 
 
-OUTSIDE, FIRST = _DevicePlace(-1, 0), _DevicePlace(0, 0)
+OUTSIDE_EXPERTS, FIRST_EXPERT = _DeviceOrder(-1, 0), _DeviceOrder(0, 0)
 
 
 def device_layout(stages: Iterable[Stage], layout: SlotLayout) -> DeviceLayout:
@@ -213,11 +213,11 @@ def device_layout(stages: Iterable[Stage], layout: SlotLayout) -> DeviceLayout:
     for parameter in parameters:
         alignments.update((piece.name, _element_bytes(piece)) for piece in parameter.slices)
         # Factors of quantised tensors, which are not among these, are looked up one by one.
-        alignments.update((piece.name, VECTOR_BYTES) for piece in _plain(parameter))
-    places = _places(parameters, tensor_offsets)
+        alignments.update((piece.name, VECTOR_BYTES) for piece in _plain_slices(parameter))
+    expert_order = _expert_order(parameters, tensor_offsets)
     ordered = sorted(
         (piece for parameter in parameters for piece in parameter.slices),
-        key=lambda piece: (places.get(piece.name, OUTSIDE), tensor_offsets[piece.name]),
+        key=lambda piece: (expert_order.get(piece.name, OUTSIDE_EXPERTS), tensor_offsets[piece.name]),
     )
     moves, offsets, used = list[Move](), dict[str, int](), 0
     for piece in ordered:
@@ -225,9 +225,9 @@ def device_layout(stages: Iterable[Stage], layout: SlotLayout) -> DeviceLayout:
         if name in offsets:
             continue
         last = moves[-1] if moves else None
-        is_near = last is not None and last.begin <= begin <= last.end + MOST_GAP_BYTES
+        is_near = last is not None and last.begin <= begin <= last.end + COPY_GAP_BYTES
         if last is None or not is_near or (last.target + begin - last.begin) % alignments[name]:
-            used = round_up(used, VECTOR_BYTES if places.get(name, OUTSIDE) > FIRST else RUN_BYTES)
+            used = round_up(used, VECTOR_BYTES if expert_order.get(name, OUTSIDE_EXPERTS) > FIRST_EXPERT else RUN_BYTES)
             last = Move(begin=begin, num_bytes=0, target=used)
             moves.append(last)
         end = max(last.end, begin + piece.num_bytes)
@@ -245,24 +245,26 @@ def misaligned_bytes(stage: Stage) -> int:
 
 
 def _element_bytes(piece: TensorSlice) -> int:
-    return NUMBER_BYTES.get(piece.dtype, OTHER_BYTES.get(piece.dtype, BLOCK_BYTES))
+    return FLOAT_BYTES.get(piece.dtype, INTEGER_BYTES.get(piece.dtype, BLOCK_BYTES))
 
 
-def _places(parameters: Iterable[Parameter], tensor_offsets: Mapping[str, int]) -> dict[str, _DevicePlace]:
+def _expert_order(parameters: Iterable[Parameter], tensor_offsets: Mapping[str, int]) -> dict[str, _DeviceOrder]:
     """The places of experts that are stored one by one: each part of them, such as the rows of a gate, in the order of
     experts. One expert behind the other, or one part, as the file has them."""
-    stacks = [p.pieces for p in parameters if p.is_stacked and len(_plain(p)) == len(p.pieces) * len(p.pieces[0])]
+    stacks = [
+        p.pieces for p in parameters if p.is_stacked and len(_plain_slices(p)) == len(p.pieces) * len(p.pieces[0])
+    ]
     parts = [part for stack in stacks for part in zip(*stack, strict=True)]
     parts.sort(key=lambda part: tensor_offsets[part[0].name])
     if not parts or len(parts[0]) < 2:
         return {}
     is_by_expert = tensor_offsets[parts[-1][0].name] < tensor_offsets[parts[0][1].name]
     return {
-        piece.name: _DevicePlace(expert, turn) if is_by_expert else _DevicePlace(turn, expert)
+        piece.name: _DeviceOrder(expert, turn) if is_by_expert else _DeviceOrder(turn, expert)
         for turn, part in enumerate(parts)
         for expert, piece in enumerate(part)
     }
 
 
-def _plain(parameter: Parameter) -> Collection[TensorSlice]:
-    return [piece for rows in parameter.pieces for piece in rows if not piece.format and piece.dtype in NUMBER_BYTES]
+def _plain_slices(parameter: Parameter) -> Collection[TensorSlice]:
+    return [piece for rows in parameter.pieces for piece in rows if not piece.format and piece.dtype in FLOAT_BYTES]

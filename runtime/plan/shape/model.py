@@ -53,7 +53,7 @@ class ModelShape:
         slices = {piece.name: piece.num_bytes for s in self.stages for p in s.parameters for piece in p.slices}
         object.__setattr__(self, "weight_bytes", sum(slices.values()))
 
-    def part(self, num_parts: int) -> "ModelShape":
+    def with_head_share(self, num_parts: int) -> "ModelShape":
         """That of one of so many ranks that share the heads of a model whose `stages` are this rank's already."""
         return replace(
             self,
@@ -73,7 +73,7 @@ class ModelShape:
         return any(stage.num_experts for stage in self.stages)
 
     @cached_property
-    def has_own_experts(self) -> bool:
+    def has_grouped_experts(self) -> bool:
         """Whether experts of a layer run through our function, which alone can take the tokens of several lanes."""
         return any(p.is_experts for stage in self.layers for p in stage.parameters)
 
@@ -93,14 +93,14 @@ class ModelShape:
 
     @cached_property
     def layers(self) -> tuple[Stage, ...]:
-        return self.of_kind(StageKind.layer)
+        return self.stages_of_kind(StageKind.layer)
 
-    def of_kind(self, kind: StageKind) -> tuple[Stage, ...]:
+    def stages_of_kind(self, kind: StageKind) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if stage.kind is kind)
 
     @cached_property
     def has_encoder(self) -> bool:
-        return bool(self.of_kind(StageKind.encoder))
+        return bool(self.stages_of_kind(StageKind.encoder))
 
     @cached_property
     def own_stages(self) -> range:
@@ -110,4 +110,4 @@ class ModelShape:
     @property
     def first_decode_stage(self) -> int:
         """Where a decode pass begins: an encoder runs in the prefill pass alone."""
-        return self.of_kind(StageKind.bridge)[0].index if self.has_encoder else self.own_stages.start
+        return self.stages_of_kind(StageKind.bridge)[0].index if self.has_encoder else self.own_stages.start

@@ -22,13 +22,13 @@ class RowShare:
     def divides(self, num_rows: int) -> bool:
         return num_rows % self.count == 0
 
-    def of(self, num_rows: int) -> range:
+    def rows(self, num_rows: int) -> range:
         """Its rows of so many."""
         height = num_rows // self.count
         return range(self.index * height, (self.index + 1) * height)
 
 
-def cut(parameter: Parameter, share: RowShare, *, num_runs: int = 1) -> Parameter | None:
+def cut_rows(parameter: Parameter, share: RowShare, *, num_runs: int = 1) -> Parameter | None:
     """The parameter with a share of the rows of each of `num_runs` equal runs, one below the other; of a stack, of each
     of its matrices. None where a tensor's rows are not bytes to themselves, or a run would end inside a block with one
     scale."""
@@ -41,8 +41,8 @@ def cut(parameter: Parameter, share: RowShare, *, num_runs: int = 1) -> Paramete
     if parameter.is_transposed or not share.divides(height // num_runs) or height % num_runs:
         return None
     run = height // num_runs
-    own = [range(turn * run + share.of(run).start, turn * run + share.of(run).stop) for turn in range(num_runs)]
-    parts = [_entry(entry, own) for entry in entries]
+    own = [range(turn * run + share.rows(run).start, turn * run + share.rows(run).stop) for turn in range(num_runs)]
+    parts = [_cut_entry(entry, own) for entry in entries]
     pieces = tuple(part for part in parts if part is not None)
     if len(pieces) < len(parts):
         return None
@@ -51,9 +51,9 @@ def cut(parameter: Parameter, share: RowShare, *, num_runs: int = 1) -> Paramete
     return replace(parameter, shape=shape, pieces=pieces, is_stacked=is_stack)
 
 
-def _entry(pieces: Sequence[TensorSlice], runs: Sequence[range]) -> tuple[TensorSlice, ...] | None:
+def _cut_entry(pieces: Sequence[TensorSlice], runs: Sequence[range]) -> tuple[TensorSlice, ...] | None:
     """Those rows of a matrix that is put together from `pieces`."""
-    found = list[TensorSlice]()
+    slices = list[TensorSlice]()
     for run in runs:
         begin = 0
         for piece in pieces:
@@ -62,9 +62,9 @@ def _entry(pieces: Sequence[TensorSlice], runs: Sequence[range]) -> tuple[Tensor
                 part = rows_between(piece, first - begin, last - begin)
                 if part is None:
                     return None
-                found.append(part)
+                slices.append(part)
             begin += piece.shape[0]
-    return tuple(found)
+    return tuple(slices)
 
 
 def rows_between(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
@@ -100,31 +100,31 @@ def rows_between(piece: TensorSlice, first: int, last: int) -> TensorSlice | Non
     )
 
 
-def runs_of(count: int, num_parts: int) -> Sequence[range]:
+def split_evenly(count: int, num_parts: int) -> Sequence[range]:
     """So many things in runs of equal length, or with one more in each of the first."""
     least, more = divmod(count, num_parts)
     begins = [part * least + min(part, more) for part in range(num_parts + 1)]
     return [range(begin, end) for begin, end in pairwise(begins)]
 
 
-def sends_less_whole(hidden_size: int, inner_size: int, num_ranks: int) -> bool:
+def whole_experts_send_less(hidden_size: int, inner_size: int, num_ranks: int) -> bool:
     """Whether ranks that hold experts whole send one another less than those that hold rows of each. Of a visit it is
     its output, to the rank that adds up the token's, instead of what lies between the matrices, to all. Either way all
     are sent the sum."""
     return hidden_size <= inner_size * num_ranks
 
 
-def has_whole(stage: Stage, hidden_size: int, num_ranks: int, asked: DividedExperts) -> bool:
+def keeps_experts_whole(stage: Stage, hidden_size: int, num_ranks: int, mode: DividedExperts) -> bool:
     """Whether ranks hold a stage's experts whole."""
     inner = inner_size(stage, hidden_size)
-    if not inner or asked is DividedExperts.rows or stage.num_experts < num_ranks:
+    if not inner or mode is DividedExperts.rows or stage.num_experts < num_ranks:
         return False
     stacks = [stack for stack in stage.stacks if stack.is_experts]
     is_mixed_up = any(piece.is_interleaved for stack in stacks for piece in stack.slices)  # of rows all would be read
-    return asked is DividedExperts.whole or is_mixed_up or sends_less_whole(hidden_size, inner, num_ranks)
+    return mode is DividedExperts.whole or is_mixed_up or whole_experts_send_less(hidden_size, inner, num_ranks)
 
 
-def take_experts(stack: Parameter, own: range) -> Parameter | None:
+def slice_experts(stack: Parameter, own: range) -> Parameter | None:
     """The stack of these of its experts; None where an expert's bytes cannot be told apart."""
     if len(stack.shape) != 3:
         return None
@@ -149,7 +149,9 @@ def take_experts(stack: Parameter, own: range) -> Parameter | None:
     return replace(stack, shape=shape, pieces=pieces, is_stacked=True, num_experts=num_experts)
 
 
-def tensor_share(shape: ModelShape, num_ranks: int, experts: DividedExperts = DividedExperts.auto) -> ModelShape:
+def tensor_parallel_shape(
+    shape: ModelShape, num_ranks: int, experts: DividedExperts = DividedExperts.auto
+) -> ModelShape:
     """The shape that the first rank has of a model whose matrices are cut by rows, which are outputs, and whose KV
     heads are shared out. Of a layer's experts it has rows of each, or some whole, as `experts` says. Whole on every
     rank are hidden states, what lies around the layers, vectors, routers, and matrices whose rows are no multiple of
@@ -164,14 +166,14 @@ def tensor_share(shape: ModelShape, num_ranks: int, experts: DividedExperts = Di
         f"devices=tensor: model={shape.name} has {heads} KV heads, which {num_ranks} ranks cannot share equally: set "
         f"plan.num_ranks, or {other}",
     )
-    with_whole = {s.index for s in shape.layers if has_whole(s, shape.hidden_size, num_ranks, experts)}
+    with_whole = {s.index for s in shape.layers if keeps_experts_whole(s, shape.hidden_size, num_ranks, experts)}
     stages = list[Stage]()
     for stage in shape.stages:
         if not stage.kind.is_layer:
             stages.append(stage)
             continue
-        first, is_whole = runs_of(stage.num_experts, num_ranks)[0], stage.index in with_whole
-        parts = [take_experts(p, first) if is_whole and p.is_experts else None for p in stage.parameters]
+        first, is_whole = split_evenly(stage.num_experts, num_ranks)[0], stage.index in with_whole
+        parts = [slice_experts(p, first) if is_whole and p.is_experts else None for p in stage.parameters]
         pairs = zip(stage.parameters, parts, strict=True)
         parameters = tuple(part or _cut_parameter(p, stage.num_experts, num_ranks) for p, part in pairs)
         stages.append(replace(stage, parameters=parameters))
@@ -188,7 +190,7 @@ def tensor_share(shape: ModelShape, num_ranks: int, experts: DividedExperts = Di
     )
 
 
-def pipeline_share(shape: ModelShape, num_ranks: int) -> ModelShape:
+def pipeline_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
     """The shape of the rank that has most: its share of the layers, and what lies around them. Raises ConfigError where
     there are fewer layers than ranks."""
     layers = shape.layers
@@ -198,10 +200,10 @@ def pipeline_share(shape: ModelShape, num_ranks: int) -> ModelShape:
     )
     count = -(-len(layers) // num_ranks)
     first = layers[0].index
-    kept = [stage for stage in shape.stages if not stage.kind.is_layer or first <= stage.index < first + count]
+    stages = [stage for stage in shape.stages if not stage.kind.is_layer or first <= stage.index < first + count]
     return replace(
         shape,
-        stages=tuple(replace(stage, index=index) for index, stage in enumerate(kept)),
+        stages=tuple(replace(stage, index=index) for index, stage in enumerate(stages)),
         kv_layer_bytes=shape.kv_layer_bytes[:count],
         kv_heads=shape.kv_heads[:count],
         bounded_layers=frozenset(layer for layer in shape.bounded_layers if layer < count),
@@ -236,7 +238,7 @@ def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
     return replace(piece, num_bytes=num_bytes, shape=rows, companions=companions)
 
 
-def divided(stages: Sequence[Stage], count: int, *, with_tables: bool = False) -> tuple[range, ...]:
+def split_stages(stages: Sequence[Stage], count: int, *, with_tables: bool = False) -> tuple[range, ...]:
     """The stages of each of `count` ranks: whole layers, such that the heaviest rank has as few bytes as can be. The
     embeddings go with the first layer, norm and head with the last. Tables of embeddings, of which a token takes a row,
     weigh nothing in time, and with `with_tables` what they are in memory. Raises ConfigError where there are fewer
@@ -253,30 +255,30 @@ def divided(stages: Sequence[Stage], count: int, *, with_tables: bool = False) -
     ends = [0, *accumulate(weights)]
     best = [(float(end), [0]) for end in ends]  # of one group, by how many it holds
     for size in range(2, count + 1):
-        found = best[:size]
+        candidates = best[:size]
         for end in range(size, len(ends)):
             pairs = ((max(best[cut][0], ends[end] - ends[cut]), cut) for cut in range(size - 1, end))
             heaviest, cut = min(pairs)
-            found.append((heaviest, [*best[cut][1], cut]))
-        best = found
+            candidates.append((heaviest, [*best[cut][1], cut]))
+        best = candidates
     firsts = best[-1][1]
     begins = [0, *(layers[first] for first in firsts[1:])]
     return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], len(stages)], strict=True))
 
 
-def part_of(shape: ModelShape, part: range) -> ModelShape:
+def restrict_to_stages(shape: ModelShape, stages: range) -> ModelShape:
     """The model as a rank sees it that has the stages of `part` alone: others have no weights there, and keep no keys
     and values, nor states."""
     first = shape.layers[0].index
-    own = [first + layer in part for layer in range(len(shape.kv_layer_bytes))]
+    own = [first + layer in stages for layer in range(len(shape.kv_layer_bytes))]
     kv = tuple(size if is_own else 0 for size, is_own in zip(shape.kv_layer_bytes, own, strict=True))
     states = shape.state_layer_bytes or (shape.state_bytes_per_sequence,) * len(own)
     return replace(
         shape,
-        stages=tuple(s if s.index in part else replace(s, parameters=(), num_experts=0) for s in shape.stages),
+        stages=tuple(s if s.index in stages else replace(s, parameters=(), num_experts=0) for s in shape.stages),
         kv_layer_bytes=kv,
         state_bytes_per_sequence=sum(size for size, is_own in zip(states, own, strict=True) if is_own),
         state_layer_bytes=tuple(size if is_own else 0 for size, is_own in zip(states, own, strict=True)),
         kv_tail_bytes_per_sequence=-(-shape.kv_tail_bytes_per_sequence * sum(kv) // max(1, sum(shape.kv_layer_bytes))),
-        own=part,
+        own=stages,
     )

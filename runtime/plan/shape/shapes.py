@@ -61,38 +61,38 @@ class TensorSlice:
 
     def expert(self, index: int) -> "TensorSlice":
         """One matrix of a stack."""
-        part = self._run(index, self.shape[0])
+        part = self._split(index, self.shape[0])
         return replace(part, shape=self.shape[1:], companions=tuple(each.expert(index) for each in self.companions))
 
-    def extent_of(self, part: tuple[int, int] | None) -> FileExtent:
+    def file_extent(self, part: tuple[int, int] | None) -> FileExtent:
         """Where it lies; or one of so many equal runs of it."""
         if part is None:
             return FileExtent(self.file, self.offset, self.num_bytes)
         num_bytes = self.num_bytes // part[1]
         return FileExtent(self.file, self.offset + part[0] * num_bytes, num_bytes)
 
-    def rows(self, turn: int, num_parts: int) -> "TensorSlice | None":
+    def row_part(self, index: int, num_parts: int) -> "TensorSlice | None":
         """The `turn`-th of equal runs of a matrix's rows; None where a run would end inside a block with one scale."""
         if self.is_interleaved:
             height = self.shape[0] // num_parts
-            return replace(self, shape=(height, *self.shape[1:]), first_row=self.first_row + turn * height)
-        part = self._run(turn, num_parts)
+            return replace(self, shape=(height, *self.shape[1:]), first_row=self.first_row + index * height)
+        part = self._split(index, num_parts)
         # Each must have rows to itself, or all of it be every row's.
         if any(not each.is_shared and part.shape[0] % each.block_rows for each in self.companions):
             return None
-        companions = tuple(each.rows(turn, num_parts) for each in self.companions)
-        return replace(part, companions=companions, first_row=self.first_row + turn * part.shape[0])
+        companions = tuple(each.row_part(index, num_parts) for each in self.companions)
+        return replace(part, companions=companions, first_row=self.first_row + index * part.shape[0])
 
     def with_companions(self) -> tuple["TensorSlice", ...]:
         """All that must be read of it."""
         return (self, *(each.tensor for each in self.companions))
 
-    def _run(self, turn: int, num_parts: int) -> "TensorSlice":
+    def _split(self, index: int, num_parts: int) -> "TensorSlice":
         num_bytes = self.num_bytes // num_parts
         return replace(
             self,
-            name=f"{self.name}[{turn}/{num_parts}]",
-            offset=self.offset + turn * num_bytes,
+            name=f"{self.name}[{index}/{num_parts}]",
+            offset=self.offset + index * num_bytes,
             num_bytes=num_bytes,
             shape=(self.shape[0] // num_parts, *self.shape[1:]),
         )
@@ -117,9 +117,9 @@ class Companion:
         """That of one matrix of a stack."""
         return replace(self, tensor=self.tensor.expert(index))
 
-    def rows(self, turn: int, num_parts: int) -> "Companion":
+    def row_part(self, index: int, num_parts: int) -> "Companion":
         """That of the `turn`-th of equal runs of the matrix's rows."""
-        return self if self.is_shared else replace(self, tensor=self.tensor._run(turn, num_parts))
+        return self if self.is_shared else replace(self, tensor=self.tensor._split(index, num_parts))
 
     @property
     def is_shared(self) -> bool:
@@ -158,10 +158,10 @@ class Parameter:
         part = self.pieces[0][0].expert(index)
         return replace(self, shape=(1, *self.shape[1:]), pieces=((replace(part, shape=(1, *part.shape)),),))
 
-    def extents_of(self, index: int) -> list[FileExtent]:
+    def expert_extents(self, index: int) -> list[FileExtent]:
         """Where that expert's slices lie, companions included."""
         entry, parts = (self.pieces[index], None) if self.is_stacked else (self.pieces[0], (index, self.shape[0]))
-        return [tensor.extent_of(parts) for piece in entry for tensor in piece.with_companions()]
+        return [tensor.file_extent(parts) for piece in entry for tensor in piece.with_companions()]
 
     @property
     def slices(self) -> tuple[TensorSlice, ...]:
@@ -212,7 +212,7 @@ class Stage:
         )
 
     @cached_property
-    def own_share(self) -> float:
+    def local_expert_share(self) -> float:
         """The share of its experts that it has, where others have others."""
         return min((p.shape[0] / p.num_experts for p in self.stacks if p.num_experts), default=1.0)
 
@@ -226,8 +226,8 @@ class Stage:
     def experts(self) -> tuple[Parameter, ...]:
         """Stacks that can be read by expert and whose bytes nothing else in the stage uses."""
         uses = Counter(piece.name for p in self.parameters for piece in p.slices)
-        found = [p for p in self.parameters if p.is_pageable and p.shape[0] == self.num_experts]
-        return tuple(p for p in found if all(uses[piece.name] == 1 for piece in p.slices))
+        pageable = [p for p in self.parameters if p.is_pageable and p.shape[0] == self.num_experts]
+        return tuple(p for p in pageable if all(uses[piece.name] == 1 for piece in p.slices))
 
     @cached_property
     def dense(self) -> "Stage":

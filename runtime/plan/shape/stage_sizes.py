@@ -10,9 +10,9 @@ from .extents import (
     ALIGNMENT_BYTES,
     MERGE_GAP_BYTES,
     group_layout,
+    group_tied_stages,
     misaligned_bytes,
     pinned_bytes,
-    resident_groups,
     slot_layout,
 )
 from .shapes import Stage, StageKind
@@ -31,7 +31,7 @@ class ExpertSizes:
     def from_stage(stage: Stage) -> "ExpertSizes":
         known, sizes = dict[Hashable, int](), list[int]()
         for expert in range(stage.num_experts):
-            pattern = _pattern(stage, expert)
+            pattern = _expert_layout_key(stage, expert)
             if pattern not in known:
                 known[pattern] = slot_layout(stage.expert(expert)).num_bytes
             sizes.append(known[pattern])
@@ -79,31 +79,31 @@ class StageSizes:
         """The layers of decoder and encoder that have weights here."""
         return sum(stage.kind.is_layer and bool(stage.parameters) for stage in self.stages)
 
-    def kept(self, num_layers: int, *, has_outer: bool) -> tuple[frozenset[int], int]:
+    def choose_resident(self, num_layers: int, *, has_outer: bool) -> tuple[frozenset[int], int]:
         """Stages of which so many layers stay, with or without all that are no layer, and their `resident_bytes`. The
         decoder's come first, which every pass needs; an encoder's are needed once per block."""
         key = (num_layers, has_outer)
-        if key not in self._kept:
-            kept = list[int]()
+        if key not in self._resident_cache:
+            chosen = list[int]()
             for kind in (StageKind.layer, StageKind.encoder):
                 layers = [stage.index for stage in self.stages if stage.kind is kind and stage.parameters]
-                num_kept = min(num_layers - len(kept), len(layers))
-                kept += [layers[place] for place in spread(len(layers), num_kept)]
-            stages = frozenset(kept)
+                num_chosen = min(num_layers - len(chosen), len(layers))
+                chosen += [layers[place] for place in evenly_spaced(len(layers), num_chosen)]
+            stages = frozenset(chosen)
             if has_outer:
                 stages |= {stage.index for stage in self.stages if stage.parameters and not stage.kind.is_layer}
-            self._kept[key] = stages, self.resident_bytes(stages)
-        return self._kept[key]
+            self._resident_cache[key] = stages, self.resident_bytes(stages)
+        return self._resident_cache[key]
 
     @cached_property
-    def _kept(self) -> dict[tuple[int, bool], tuple[frozenset[int], int]]:
+    def _resident_cache(self) -> dict[tuple[int, bool], tuple[frozenset[int], int]]:
         return {}
 
     def resident_bytes(self, resident: Collection[int]) -> int:
         """The bytes of the buffers that hold these stages: tied weights once."""
         tied = [self.stages[index] for index in sorted(self._tied.intersection(resident))]
         alone = sum(self.whole_bytes[index] for index in resident if index not in self._tied)
-        return alone + sum(group_layout(group).num_bytes for group in resident_groups(tied))
+        return alone + sum(group_layout(group).num_bytes for group in group_tied_stages(tied))
 
     @cached_property
     def _tied(self) -> frozenset[int]:
@@ -114,10 +114,10 @@ class StageSizes:
         return frozenset(index for index, each in enumerate(names) if each & shared)
 
 
-def _pattern(stage: Stage, expert: int) -> Hashable:
+def _expert_layout_key(stage: Stage, expert: int) -> Hashable:
     """Equal for experts whose tensors lie alike: in the same order, and as far from each other where they are read in
     one go, and from where that begins."""
-    extents = [extent for parameter in stage.experts for extent in parameter.extents_of(expert)]
+    extents = [extent for parameter in stage.experts for extent in parameter.expert_extents(expert)]
     pattern, file, begin, end = list[tuple[int, int, int]](), "", 0, 0
     for turn in sorted(range(len(extents)), key=lambda turn: extents[turn]):
         extent = extents[turn]
@@ -129,6 +129,6 @@ def _pattern(stage: Stage, expert: int) -> Hashable:
     return tuple(pattern)
 
 
-def spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
+def evenly_spaced(num_layers: int, num_chosen: int) -> tuple[int, ...]:
     """Positions of `num_chosen` of `num_layers`: each resident one buys time to bring the next one in."""
     return tuple(int((turn + 0.5) * num_layers / num_chosen) for turn in range(num_chosen))
