@@ -162,7 +162,9 @@ class Request:
     @property
     def size(self) -> SequenceSize:
         """Token counts for planning."""
-        return SequenceSize.interned(len(self.prompt_ids), self.max_new_tokens, self.num_scored, num_beams=self.num_beams)
+        return SequenceSize.interned(
+            len(self.prompt_ids), self.max_new_tokens, self.num_scored, num_beams=self.num_beams
+        )
 
     @property
     def decoder_ids(self) -> tuple[int, ...]:
