@@ -61,7 +61,7 @@ class WeightStream:
         self._device_layout = lru_cache(NUM_LAYOUTS)(
             lambda stage: device_layout([shape.stages[stage]], self._layout(stage))
         )
-        self._moves = lru_cache(NUM_MOVED)(lambda stage, *part: tuple(self._device_layout(stage).within(*part)))
+        self._moves = lru_cache(NUM_MOVED)(lambda stage, *part: tuple(self._device_layout(stage).clip_moves(*part)))
         self._num_pages = placement.walk.num_pages
         self._present: dict[int, Slot] = {}
         self._resident: dict[int, StageBytes] = {}
@@ -270,7 +270,7 @@ class WeightStream:
                 placed = device_layout(groups[key], layout)
                 for begin, end, extents in layout.windows(len(staging)):
                     self._reader.fill(number, extents, staging).wait()
-                    for move in placed.within(begin, end):
+                    for move in placed.clip_moves(begin, end):
                         source, target = _part(begin, staging, move, buffer)
                         target.copy_(source)
                     self._reader.free(number)
