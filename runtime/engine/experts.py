@@ -83,7 +83,7 @@ class CpuExperts:
         num_visits = {
             expert: visits.expert_rows(expert).stop - visits.expert_rows(expert).start for expert in visits.hit
         }
-        taken = self.share.of_cpu(num_visits, len(hidden_TD)) if stage in self.shared else frozenset[int]()
+        taken = self.share.choose_experts(num_visits, len(hidden_TD)) if stage in self.shared else frozenset[int]()
         if not taken:
             return None
         experts = sorted(taken)

@@ -274,8 +274,8 @@ class Runtime(Closing):
         return plan
 
     def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
-        """`plan` with its prediction updated for `rates`; see `Planner.revised`."""
-        return self.planner.revised(plan, self.sizes(requests), rates)
+        """`plan` with its prediction updated for `rates`; see `Planner.revise`."""
+        return self.planner.revise(plan, self.sizes(requests), rates)
 
     def sizes(self, requests: Sequence[Request]) -> list[SequenceSize]:
         """The sizes of requests for planning, with shared prefixes if the run shares them."""

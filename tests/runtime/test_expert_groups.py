@@ -97,7 +97,7 @@ def test_the_sum_over_experts_is_that_of_the_plain_loop(
     expected = plainly(module, *given)
     for most, is_by_all in ((expert_groups.GROUPED_VISITS, False), (0, True), (60, False), (0, False)):
         monkeypatch.setattr(expert_groups, "GROUPED_VISITS", most)
-        monkeypatch.setattr(expert_groups, "suits_all", lambda *sizes, answer=is_by_all: answer)
+        monkeypatch.setattr(expert_groups, "multiplies_all_experts", lambda *sizes, answer=is_by_all: answer)
         found = run_on_device(module, *given)
         assert found is not None
         torch.testing.assert_close(found, expected, atol=close, rtol=close)
