@@ -30,7 +30,7 @@ from ..model.experts import (
     stacked_bias,
 )
 from ..model.fused import has_same_code
-from ..plan.shape.rank_shares import RowShare, slice_experts, split_evenly, whole_experts_send_less
+from ..plan.shape.rank_shares import RowShare, cut_rows, slice_experts, split_evenly, whole_experts_send_less
 from ..plan.shape.shapes import Parameter
 from .collectives import AllGather
 
