@@ -50,7 +50,7 @@ floors: ## the tests with the oldest versions that pyproject.toml names, in .ven
 
 docs: $(SITE) ## build the documentation site in site/
 	$(BIN)/python -m scripts.docs .docs
-	$(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 docs-check: $(STAMP) ## run every command of the pages in docs/start and docs/how-to
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m 'not real' --whole tests/docs $(ARGS)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jobs.config.help import JobSettings, options_of, read_option
+from jobs.config.help import JobSettings, option_names, read_option
 
 # Commands whose own keys are listed; groups are listed once, as the first command that has them sees them.
 JOBS = ("generate", "score", "encode", "plan", "pack", "export", "report", "status", "metrics", "measure", "synthesize")
@@ -20,7 +20,7 @@ def group_pages() -> dict[str, str]:
             name = f"reference/settings/{group}.md"
             if name not in pages and "/" not in group:
                 pages[name] = "\n".join(_group_page(settings, group))
-        rows = [key for key in settings.all_keys() if key.partition(".")[0] not in settings.groups]
+        rows = [key for key in settings.leaf_keys() if key.partition(".")[0] not in settings.groups]
         rows = [key for key in rows if job == "generate" or key not in shown]
         own += [f"## {job}", "", *_table(settings, rows), ""]
         shown.update(rows)
@@ -29,13 +29,18 @@ def group_pages() -> dict[str, str]:
 
 
 def _group_page(settings: JobSettings, group: str) -> Iterator[str]:
-    yield from (f"# {group}", "", f"Choose one with `{group}=NAME`; the default is `{settings.chosen(group)}`.", "")
+    yield from (
+        f"# {group}",
+        "",
+        f"Choose one with `{group}=NAME`; the default is `{settings.selected_option(group)}`.",
+        "",
+    )
     yield from ("| option | meaning |", "|---|---|")
-    for option in options_of(group):
-        about = " ".join(line.strip() for line in read_option(group, option).about if line.strip())
+    for option in option_names(group):
+        about = " ".join(line.strip() for line in read_option(group, option).header if line.strip())
         yield f"| `{group}={option}` | {_cell(about)} |"
     yield from ("", "## Keys", "")
-    yield from _table(settings, settings.all_keys(group))
+    yield from _table(settings, settings.leaf_keys(group))
 
 
 def _table(settings: JobSettings, keys: list[str]) -> Iterator[str]:
@@ -43,8 +48,10 @@ def _table(settings: JobSettings, keys: list[str]) -> Iterator[str]:
         return
     yield from ("| key | default | choices | meaning |", "|---|---|---|---|")
     for key in keys:
-        choices = ", ".join(f"`{choice}`" for choice in settings.choices(key))
-        yield f"| `{key}` | `{_cell(_plain(settings.at(key)))}` | {choices} | {_cell(settings.meaning(key))} |"
+        choices, meaning = settings.choices(key), settings.description(key)
+        meaning = meaning.removeprefix(" | ".join(choices)).lstrip(": ") if len(choices) > 1 else meaning
+        listed = ", ".join(f"`{choice}`" for choice in choices)
+        yield f"| `{key}` | `{_cell(_plain(settings.value_at(key)))}` | {listed} | {_cell(meaning)} |"
 
 
 def _plain(value: object) -> str:

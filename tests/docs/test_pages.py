@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from scripts.docs.settings import group_pages
 from tests.docs.pages import DOCS, EXIT_CODE, NOT_RUN, PAGES, ROOT, RUN, blocks_of
 
 PARTS = ("start", "how-to", "reference", "explanation", "project")
@@ -57,3 +58,12 @@ def test_every_note_to_the_checker_is_one_that_it_knows(page: Path) -> None:
         assert not (found and found[1]) or (ROOT / found[1]).exists(), f"line {block.line}: {block.note}"
     text = page.read_text(encoding="utf-8")
     assert text.count("```") == 2 * len(list(blocks_of(page))), "a fence that is no block"
+
+
+def test_every_group_of_settings_has_a_page_in_the_site() -> None:
+    pages = group_pages()
+    groups = {
+        path.name for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name not in ("hydra", "__pycache__")
+    }
+    assert {Path(name).stem for name in pages} == groups | {"commands"}
+    assert "| `offload.direct_io` | `true` | `true`, `false` |" in pages["reference/settings/offload.md"]
